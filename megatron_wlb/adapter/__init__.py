@@ -1,0 +1,1 @@
+"""Where this plugin meets Megatron-LM: the only place that imports megatron."""

@@ -1,0 +1,162 @@
+"""Command line: the `--wlb-*` flags, and what upstream's flags must be for `--wlb` to be right."""
+
+import argparse
+import math
+from dataclasses import fields
+from typing import Any
+
+from megatron_wlb.config import WlbConfig
+
+
+def add_wlb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--wlb` and one flag for every field of WlbConfig; an `extra_args_provider` of upstream's."""
+    group = parser.add_argument_group("workload-balanced training (megatron_wlb)")
+    group.add_argument(
+        "--wlb",
+        action="store_true",
+        help="Balance the work of micro-batches and context-parallel shards (WLB-LLM, OSDI'25).",
+    )
+    for f in fields(WlbConfig):
+        flag, text = "--wlb-" + f.name.replace("_", "-"), f.metadata["help"].replace("%", "%%")
+        if f.type is bool or f.type == "bool":
+            group.add_argument(flag, action="store_true", help=text)
+            continue
+        kind: Any = str
+        if "tuple" in str(f.type):
+            kind = _integers
+        elif "int" in str(f.type):
+            kind = int
+        default = "" if f.default is None else f" Default: {f.default}."
+        # Choices are checked by WlbConfig, which also serves those who come without a command line.
+        choices = f"{{{','.join(f.metadata['choices'])}}}" if f.metadata["choices"] else None
+        group.add_argument(flag, type=kind, default=f.default, metavar=choices, help=text + default)
+    return parser
+
+
+def config_from_args(args: argparse.Namespace) -> WlbConfig:
+    """The WlbConfig that the flags describe. Raises ValueError as WlbConfig does."""
+    return WlbConfig(**{f.name: getattr(args, f"wlb_{f.name}") for f in fields(WlbConfig)})
+
+
+def unit_tokens(args: argparse.Namespace) -> int:
+    """Micro-batches have a multiple of this many tokens: CP * lcm(2, TP if sequence parallel else 1)."""
+    sequence_parallel = args.sequence_parallel and args.tensor_model_parallel_size > 1
+    return int(args.context_parallel_size * math.lcm(2, args.tensor_model_parallel_size if sequence_parallel else 1))
+
+
+def check(args: argparse.Namespace, config: WlbConfig) -> None:
+    """Hold upstream's flags against what WLB training can do, before upstream validates them.
+
+    Raises ValueError naming the flag, why it cannot be, and the remedy.
+    """
+    for wrong, message in _refusals(args):
+        if wrong:
+            raise ValueError(f"--wlb: {message}")
+    unit = unit_tokens(args)
+    if args.seq_length % unit:
+        raise ValueError(
+            f"--wlb: --seq-length {args.seq_length} cannot be shared by {args.context_parallel_size} context-parallel "
+            f"and {args.tensor_model_parallel_size} tensor-parallel ranks; give a multiple of {unit}"
+        )
+    config.max_tokens_for(args.seq_length, unit)
+    model_ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    dp_size, batch = args.world_size // model_ranks, args.global_batch_size
+    if dp_size and batch and batch % dp_size:
+        raise ValueError(
+            f"--wlb: --global-batch-size {batch} cannot be shared by {dp_size} data-parallel ranks; give a multiple"
+        )
+
+
+def _refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
+    """Upstream flags that WLB training cannot serve, each with the reason and the remedy."""
+
+    def given(name: str) -> bool:
+        return bool(getattr(args, name, None))
+
+    graphs = getattr(args, "cuda_graph_impl", "none") != "none"
+    return [
+        (args.seq_length is None, "--seq-length is missing; give the context window"),
+        (
+            args.micro_batch_size != 1 or getattr(args, "eval_micro_batch_size", None) not in (None, 1),
+            f"--micro-batch-size is {args.micro_batch_size}; a micro-batch is one packed sequence, give 1 (and "
+            "--eval-micro-batch-size 1 or none)",
+        ),
+        (
+            not args.calculate_per_token_loss,
+            "--calculate-per-token-loss is missing; without it every micro-batch would weigh the same, whatever its "
+            "length",
+        ),
+        (
+            given("rampup_batch_size") or given("step_batch_size_schedule"),
+            "a global batch size that changes (--rampup-batch-size, --step-batch-size-schedule) is not supported; give "
+            "a fixed --global-batch-size",
+        ),
+        (
+            graphs or given("enable_cuda_graph") or given("external_cuda_graph"),
+            "CUDA graphs need fixed shapes, and micro-batches vary in length; leave --cuda-graph-impl out",
+        ),
+        (
+            given("overlap_moe_expert_parallel_comm"),
+            "--overlap-moe-expert-parallel-comm replaces the pipeline schedule; leave it out",
+        ),
+        (given("tp_comm_overlap"), "--tp-comm-overlap has buffers of fixed size; leave it out"),
+        (
+            given("mtp_num_layers"),
+            "--mtp-num-layers would predict across the boundaries of packed documents and CP shards; leave it out",
+        ),
+        (
+            given("num_experts") and args.moe_token_dispatcher_type == "allgather",
+            "--moe-token-dispatcher-type allgather needs equal lengths on all ranks; give alltoall",
+        ),
+        (given("use_ring_exchange_p2p"), "--use-ring-exchange-p2p needs fixed shapes; leave it out"),
+        (
+            "local" in str(getattr(args, "attention_backend", "auto")).rsplit(".", 1)[-1],
+            "--attention-backend local would replace the attention of --wlb; choose with --wlb-attention-backend",
+        ),
+        (
+            given("use_torch_fsdp2") or given("use_megatron_fsdp"),
+            "FSDP (--use-torch-fsdp2, --use-megatron-fsdp) is not supported yet; use --use-distributed-optimizer",
+        ),
+        (
+            args.attention_dropout > 0,
+            f"--attention-dropout is {args.attention_dropout}; packed attention has none, give --attention-dropout 0",
+        ),
+        (
+            given("window_size") or given("multi_latent_attention") or given("experimental_attention_variant"),
+            "sliding windows, multi-latent attention and experimental variants are not supported; use plain attention",
+        ),
+        (
+            getattr(args, "softmax_type", "vanilla") != "vanilla",
+            f"--softmax-type {getattr(args, 'softmax_type', '')} (attention sinks) is not supported; give vanilla",
+        ),
+        (
+            args.position_embedding_type in ("mrope", "relative"),
+            f"--position-embedding-type {args.position_embedding_type} is not supported; give rope, yarn, "
+            "learned_absolute or none",
+        ),
+        (
+            any(given(name) for name in ("sft", "mock_data", "fim_data", "perform_rl_step", "hybrid_context_parallel")),
+            "only pre-training on .bin/.idx datasets is supported (--data-path); leave --sft, --mock-data, --fim-data, "
+            "--perform-rl-step and --hybrid-context-parallel out",
+        ),
+        (
+            given("full_validation") or given("multiple_validation_sets"),
+            "--full-validation and --multiple-validation-sets are not supported; give --eval-iters",
+        ),
+        (
+            getattr(args, "dataloader_type", None) not in (None, "external"),
+            f"--dataloader-type {getattr(args, 'dataloader_type', None)} would replace the sampler of --wlb; leave it "
+            "out",
+        ),
+        (
+            given("non_persistent_save_interval"),
+            "--non-persistent-save-interval is not supported, its checkpoints would lack the packer state; use "
+            "--save-interval",
+        ),
+        (given("spec") or given("yaml_cfg"), "--spec and --yaml-cfg are not supported; give flags"),
+        (given("iterations_to_skip"), "--iterations-to-skip is not supported; leave it out"),
+    ]
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))

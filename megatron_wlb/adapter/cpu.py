@@ -1,0 +1,149 @@
+"""Run upstream Megatron without a GPU: for development, the demo and the tests, on gloo.
+
+`install()` makes "cuda" mean the CPU for the calls that Megatron makes. `torch.cuda.is_available()` stays False, so
+nobody mistakes such a run for a GPU run. It must be called before megatron is imported.
+"""
+
+import functools
+import importlib
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+FLAGS = (
+    "--transformer-impl local --distributed-backend gloo --use-cpu-initialization --no-rope-fusion "
+    "--no-persist-layer-norm --no-masked-softmax-fusion --no-gradient-accumulation-fusion"
+).split()
+"""Upstream flags that a run without a GPU needs."""
+
+_FACTORIES = "empty zeros ones full tensor as_tensor arange linspace eye rand randn randint empty_like zeros_like"
+
+
+class _Stream:
+    """Everything on the CPU runs in order, so that streams and events have nothing to do."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __enter__(self) -> "_Stream":
+        return self
+
+    def __exit__(self, *args: Any) -> None: ...
+    def wait_stream(self, stream: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def record(self, stream: Any = None) -> None: ...
+    def record_event(self, event: Any = None) -> "_Stream":
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, bool):
+        return False
+    return isinstance(device, int) or (isinstance(device, str | torch.device) and str(device).startswith("cuda"))
+
+
+def _on_cpu(function: Any) -> Any:
+    """A factory or conversion that reads a CUDA device as the CPU."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _tensor_to(to: Any) -> Any:
+    @functools.wraps(to)
+    def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and _is_cuda(args[0]):
+            args = ("cpu", *args[1:])
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return to(self, *args, **kwargs)
+
+    return call
+
+
+def _tensor_type(original: Any) -> Any:
+    @functools.wraps(original)
+    def call(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:
+            # Megatron's optimizer sorts parameters by names such as "torch.cuda.FloatTensor".
+            return original(self).replace("torch.", "torch.cuda.", 1)
+        return original(self, dtype.replace("cuda.", "") if isinstance(dtype, str) else dtype, *args, **kwargs)
+
+    return call
+
+
+def install() -> None:
+    """Map Megatron's CUDA calls to the CPU. Raises RuntimeError if there is a GPU or megatron is imported already."""
+    if torch.cuda.is_available():
+        raise RuntimeError("this machine has a GPU; run Megatron on it")
+    if any(name.split(".")[0] == "megatron" for name in sys.modules):
+        raise RuntimeError("megatron was imported before adapter.cpu.install(); import it afterwards")
+    # Upstream's fusions are torch.compile, which would trace our stand-ins; imported now, since it looks at them then.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    importlib.import_module("torch._dynamo")
+
+    for name in _FACTORIES.split():
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.to = _tensor_to(torch.Tensor.to)  # type: ignore[method-assign]
+    torch.Tensor.type = _tensor_type(torch.Tensor.type)  # type: ignore[method-assign]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment]
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment]
+    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[assignment]
+
+    stream = _Stream()
+    properties = SimpleNamespace(major=10, minor=0, total_memory=1 << 36, multi_processor_count=1, name="cpu")
+    nothing = lambda *args, **kwargs: None  # noqa: E731
+    replacements: dict[str, Any] = {
+        "device_count": lambda: 1,  # upstream builds no parallel groups at 0
+        "set_device": nothing,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: (10, 0),
+        "synchronize": nothing,
+        "empty_cache": nothing,
+        "Stream": _Stream,
+        "Event": _Stream,
+        "stream": lambda stream: _Stream(),
+        "set_stream": nothing,
+        "current_stream": lambda device=None: stream,
+        "default_stream": lambda device=None: stream,
+        "memory_stats": lambda device=None: {},
+        "memory_allocated": lambda device=None: 0,
+        "max_memory_allocated": lambda device=None: 0,
+        "memory_reserved": lambda device=None: 0,
+        "max_memory_reserved": lambda device=None: 0,
+        "mem_get_info": lambda device=None: (1 << 36, 1 << 36),
+        "reset_peak_memory_stats": nothing,
+        "manual_seed": torch.default_generator.manual_seed,
+        "manual_seed_all": torch.default_generator.manual_seed,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "initial_seed": torch.initial_seed,
+        "default_generators": (torch.default_generator,),
+        "is_initialized": lambda: True,
+        "_lazy_init": nothing,
+        "_lazy_call": lambda function, **kwargs: function(),
+    }
+    for name, value in replacements.items():
+        setattr(torch.cuda, name, value)
+    torch.cuda.random.get_rng_state = replacements["get_rng_state"]
+    torch.cuda.random.set_rng_state = replacements["set_rng_state"]
+    # Upstream takes this to decide how to set the RNG state; without it, it uses default_generators.
+    if hasattr(torch._C, "_cuda_setRNGState"):
+        del torch._C._cuda_setRNGState
+
+
+def install_megatron() -> None:
+    """The two places where upstream itself asks for CUDA; call after `install` and before `pretrain`."""
+    from megatron.training import training
+
+    training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)

@@ -1,0 +1,188 @@
+"""Documents to tensors: datasets from upstream's data flags, the sampler, and the batches of this rank."""
+
+import hashlib
+import itertools
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from megatron_wlb.plan.dataset import DocumentIndex, read_index
+from megatron_wlb.plan.step import MicroBatchPlan, Planner
+from megatron_wlb.plan.stream import Source
+from megatron_wlb.runtime.metadata import ShardMetadata
+
+SPLITS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitData:
+    """The documents of one split: stream sources and the `.bin/.idx` dataset behind each."""
+
+    sources: list[Source]
+    indices: list[DocumentIndex]
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of everything that the order of documents depends on, besides the seed."""
+        digest = hashlib.blake2b(digest_size=16)
+        for source, index in zip(self.sources, self.indices, strict=True):
+            digest.update(repr((index.fingerprint, source.first, len(source.pairs), source.weight)).encode())
+        return digest.hexdigest()
+
+
+def load_splits(args: Namespace) -> dict[str, SplitData]:
+    """Read the `.idx` files that upstream's data flags name; an empty split has no sources.
+
+    Raises ValueError for a missing or damaged file, or if there is nothing to train on.
+    """
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    if blend is None and blend_per_split is None:
+        raise ValueError("--wlb: no dataset; give --data-path PREFIX (or --train-data-path ...)")
+    read: dict[str, DocumentIndex] = {}
+
+    def split(blend: Any, bounds: tuple[float, float] | None) -> SplitData:
+        sources, indices = [], []
+        prefixes, weights = blend if blend is not None and bounds is not None else ([], None)
+        for i, prefix in enumerate(prefixes):
+            index = read.setdefault(prefix, read_index(prefix)) if prefix not in read else read[prefix]
+            assert bounds is not None
+            first, stop = (round(bound * len(index)) for bound in bounds)
+            pairs = np.maximum(index.tokens[first:stop] - 1, 0)
+            # Without weights, datasets count by their size, as upstream does.
+            weight = float(weights[i]) if weights is not None else float(pairs.sum())
+            if pairs.any():
+                sources.append(Source(pairs=pairs, weight=weight, first=first))
+                indices.append(index)
+        return SplitData(sources=sources, indices=indices)
+
+    if blend is not None:
+        bounds = convert_split_vector_to_split_matrix(parse_and_normalize_split(args.split))
+        data = {name: split(blend, b) for name, b in zip(SPLITS, bounds, strict=True)}
+    else:
+        data = {name: split(b, (0.0, 1.0)) for name, b in zip(SPLITS, blend_per_split, strict=True)}
+    if not data["train"].sources:
+        raise ValueError("--wlb: the training split is empty: no document of at least 2 tokens; check --split")
+    return data
+
+
+class WlbBatchSampler(torch.utils.data.Sampler[MicroBatchPlan]):
+    """Yields the micro-batches of this data-parallel rank, step after step, for ever."""
+
+    def __init__(self, planner: Planner, first_step: int) -> None:
+        self._planner, self._first_step = planner, first_step
+
+    def __iter__(self) -> Iterator[MicroBatchPlan]:
+        for step in itertools.count(self._first_step):
+            yield from self._planner.get(step).micro_batches
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """One micro-batch as one pipeline stage of one context-parallel rank sees it; s = local tokens."""
+
+    split: str
+    step: int
+    padded_tokens: int
+    """Of the whole micro-batch, over all context-parallel ranks."""
+    metadata: ShardMetadata
+    tokens: torch.Tensor | None
+    """int64 [1, s]; only on stages with the embedding."""
+    labels: torch.Tensor | None
+    """int64 [1, s]; only on stages with the loss."""
+    loss_mask: torch.Tensor | None
+    """float32 [1, s]; 0 on the tail padding."""
+
+    def to(self, device: torch.device) -> "Batch":
+        """On `device`, without waiting for the copy."""
+
+        def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=True)
+
+        return Batch(
+            split=self.split,
+            step=self.step,
+            padded_tokens=self.padded_tokens,
+            metadata=self.metadata.to(device),
+            tokens=move(self.tokens),
+            labels=move(self.labels),
+            loss_mask=move(self.loss_mask),
+        )
+
+    def pin_memory(self) -> "Batch":
+        """Called by torch's DataLoader."""
+        for name in ("tokens", "labels", "loss_mask"):
+            if (tensor := getattr(self, name)) is not None:
+                setattr(self, name, tensor.pin_memory())
+        self.metadata = self.metadata.pin_memory()
+        return self
+
+
+class DocumentDataset(torch.utils.data.Dataset[Batch]):
+    """Maps a MicroBatchPlan to this rank's Batch. Reads only the tokens of its own shard, and only where needed."""
+
+    def __init__(self, split: str, data: SplitData, *, cp_rank: int, is_first: bool, is_last: bool, mmap: bool) -> None:
+        self._split, self._cp_rank = split, cp_rank
+        self._is_first, self._is_last = is_first, is_last
+        needed = is_first or is_last
+        self._indices = data.indices
+        self._bins = [IndexedDataset(i.prefix, mmap=mmap) for i in data.indices] if needed else []
+
+    def __getitem__(self, plan: MicroBatchPlan) -> Batch:
+        tokens = labels = loss_mask = None
+        if self._is_first or self._is_last:
+            tokens, labels, loss_mask = self._read(plan)
+        return Batch(
+            split=self._split,
+            step=plan.step,
+            padded_tokens=plan.padded_tokens,
+            metadata=ShardMetadata.build(plan.shards, self._cp_rank, torch.device("cpu")),
+            tokens=tokens if self._is_first else None,
+            labels=labels if self._is_last else None,
+            loss_mask=loss_mask if self._is_last else None,
+        )
+
+    def _read(self, plan: MicroBatchPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        shard = plan.shards.shards[self._cp_rank]
+        out = np.zeros((2, shard.tokens), np.int64)
+        mask = np.zeros(shard.tokens, np.float32)
+        at = 0
+        for colour in shard.colours:
+            for number, start, stop in colour.tolist():
+                size = stop - start
+                if number < len(plan.documents):  # else the tail padding: token 0, not trained
+                    read = self._tokens(plan.documents[number], start, size + 1)
+                    out[0, at : at + size], out[1, at : at + size] = read[:-1], read[1:]
+                    mask[at : at + size] = 1
+                at += size
+        tokens, labels = torch.from_numpy(out).unsqueeze(1)
+        return tokens, labels, torch.from_numpy(mask).unsqueeze(0)
+
+    def _tokens(self, document: np.void, start: int, count: int) -> np.ndarray:
+        index, dataset = self._indices[document["dataset"]], self._bins[document["dataset"]]
+        first = int(document["offset"]) + start
+        offset = int(index.pointers[document["document"]]) + first * index.item_bytes
+        read: np.ndarray = dataset.bin_reader.read(dtype=dataset.index.dtype, count=count, offset=offset)
+        return read
+
+
+def loader(dataset: DocumentDataset, planner: Planner, first_step: int, num_workers: int) -> Iterator[Batch]:
+    """Endless batches of this rank from `first_step` on, read ahead by `num_workers` processes."""
+    return iter(
+        torch.utils.data.DataLoader(
+            dataset,
+            sampler=WlbBatchSampler(planner, first_step),
+            batch_size=None,  # the sampler yields whole micro-batches
+            num_workers=num_workers,
+            pin_memory=torch.cuda.is_available(),
+        )
+    )

@@ -1,0 +1,289 @@
+"""A training run with `--wlb`: what upstream's `pretrain()` is given, and the four places where we step in."""
+
+import contextlib
+import functools
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_model_config
+from megatron.training import checkpointing, print_rank_0, training
+
+from megatron_wlb.adapter import arguments, checkpoint, compat, data, log
+from megatron_wlb.adapter.data import Batch, DocumentDataset, SplitData
+from megatron_wlb.adapter.loss import token_loss
+from megatron_wlb.adapter.model import WlbPackedSeqParams
+from megatron_wlb.adapter.p2p import PlannedP2PCommunicator
+from megatron_wlb.config import WlbConfig
+from megatron_wlb.plan import native
+from megatron_wlb.plan.packer import Packer, Policy
+from megatron_wlb.plan.packing import OriginalPolicy, WlbPolicy
+from megatron_wlb.plan.step import Layout, Planner
+from megatron_wlb.plan.stream import DocumentStream
+from megatron_wlb.plan.workload import KernelModel, crossover_from_flops, load_profile
+
+
+class WlbJob:
+    """Built from validated arguments before any process group exists; raises ValueError on bad input."""
+
+    def __init__(self, args: Namespace, config: WlbConfig) -> None:
+        self._args, self._config = args, config
+        self._unit = arguments.unit_tokens(args)
+        self._max_tokens = config.max_tokens_for(args.seq_length, self._unit)
+        self._splits = data.load_splits(args)
+        gpu = torch.cuda.is_available()
+        self._device = torch.device("cuda" if gpu else "cpu")
+        self._profile = load_profile(config.profile or ("h100-fa2" if gpu else "flops"))
+        self._crossover = config.crossover or self._profile.crossover_tokens or _crossover(args)
+        if config.planner == "native" and not native.AVAILABLE:
+            raise ValueError("--wlb-planner native, but the native core was not built; reinstall with a C++ compiler")
+        self._use_native = native.AVAILABLE and config.planner != "python"
+        self._planners: dict[str, Planner] = {}
+        self._first_step = 0
+        self._last_step: int | None = None
+
+    @property
+    def attention_backend(self) -> str:
+        return self._config.attention_backend
+
+    # What pretrain() is given -----------------------------------------------------------------------------------------
+
+    def dataset_provider(self, num_samples: list[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+        """Endless batches of this rank for training, validation and test (`--dataloader-type external`)."""
+        args = self._args
+        first_steps = {
+            "train": args.iteration,
+            "valid": args.consumed_valid_samples // args.eval_global_batch_size,
+            "test": 0,
+        }
+        chunks = args.virtual_pipeline_model_parallel_size or 1
+        stage = vp_stage or 0
+        is_first = mpu.is_pipeline_first_stage(ignore_virtual=True) and stage == 0
+        is_last = mpu.is_pipeline_last_stage(ignore_virtual=True) and stage == chunks - 1
+        loaders: list[Iterator[Batch] | None] = []
+        for split, split_data in self._splits.items():
+            wanted = split == "train" or args.eval_iters > 0
+            if not split_data.sources or not wanted:
+                loaders.append(None)
+                continue
+            if split not in self._planners:
+                self._planners[split] = self._planner(split, split_data, first_steps[split])
+            dataset = DocumentDataset(
+                split,
+                split_data,
+                cp_rank=mpu.get_context_parallel_rank(),
+                is_first=is_first,
+                is_last=is_last,
+                mmap=args.mmap_bin_files,
+            )
+            workers = args.num_workers if is_first or is_last else 0  # others read nothing
+            loaders.append(data.loader(dataset, self._planners[split], first_steps[split], workers))
+        train, valid, test = loaders
+        return train, valid, test
+
+    dataset_provider.is_distributed = True  # type: ignore[attr-defined]  # every rank gets iterators
+
+    def forward_step(self, data_iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
+        """Forward one micro-batch."""
+        batch = next(data_iterator).to(self._device)
+        positions = batch.metadata.positions
+        output = model(
+            batch.tokens,
+            positions.unsqueeze(0),
+            None,
+            labels=batch.labels,
+            packed_seq_params=WlbPackedSeqParams(wlb=batch.metadata),
+        )
+        return output, functools.partial(token_loss, self._args, batch.loss_mask)
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """The scoped replacements in upstream that training needs."""
+        with (
+            compat.replaced(training, "get_forward_backward_func", self._planned_forward_backward, ()),
+            compat.replaced(training, "training_log", self._logged, ("loss_dict", "iteration")),
+            compat.replaced(checkpointing, "maybe_save_dataloader_state", self._saved, ("train_iterator", "iteration")),
+            compat.prebuilt_dataset_helpers(),
+        ):
+            yield
+
+    # Where we step in -------------------------------------------------------------------------------------------------
+
+    def _planned_forward_backward(self, original: Any) -> Any:
+        """Schedules of upstream, each call with a communicator that knows the lengths of its micro-batches."""
+
+        def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+            return functools.partial(self._forward_backward, original(*args, **kwargs))
+
+        return get_forward_backward_func
+
+    def _forward_backward(self, schedule: Any, *, data_iterator: Any, model: Any, num_microbatches: int, **rest: Any):  # type: ignore[no-untyped-def]
+        # Taking all micro-batches of the call first tells every stage their lengths before its first receive. A replay
+        # of the step (rerun state machine) hands out the same batches again, and so the same lengths.
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        batches = [[next(iterator) for _ in range(num_microbatches)] for iterator in iterators]
+        first = batches[0][0]
+        if any(b.step != first.step or b.split != first.split for chunk in batches for b in chunk):
+            raise RuntimeError(f"micro-batches of different steps in step {first.step}: the data iterators are apart")
+        self._planners[first.split].release(first.step)
+        if first.split == "train":
+            self._last_step = first.step
+            if first.step == self._first_step or first.step % self._config.digest_interval == 0:
+                self._compare_digests(first.step)
+        if mpu.get_pipeline_model_parallel_world_size() > 1:
+            rest["p2p_communicator"] = self._communicator(model, [b.padded_tokens for b in batches[0]])
+            rest["pg_collection"] = schedules._build_default_pg_collection()
+        feeds = [iter(chunk) for chunk in batches]
+        return schedule(
+            data_iterator=feeds if isinstance(data_iterator, list) else feeds[0],
+            model=model,
+            num_microbatches=num_microbatches,
+            **rest,
+        )
+
+    def _communicator(self, model: Any, tokens: list[int]) -> PlannedP2PCommunicator:
+        args = self._args
+        return PlannedP2PCommunicator(
+            mpu.get_pipeline_model_parallel_group(),
+            get_model_config(model[0] if isinstance(model, list) else model),
+            tokens,
+            args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1),
+            self._config.check_shapes,
+        )
+
+    def _compare_digests(self, step: int) -> None:
+        """Raise RuntimeError on every rank if any two planned differently."""
+        digest = self._planners["train"].get(step).digest
+        extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=self._device)
+        torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MAX)
+        highest, lowest = int(extremes[0]), -int(extremes[1])
+        if highest != lowest:
+            raise RuntimeError(
+                f"ranks planned step {step} differently (this rank {digest:016x}; lowest {lowest:016x}, highest "
+                f"{highest:016x}): check that all nodes have the same dataset files, flags and megatron_wlb version"
+            )
+
+    def _logged(self, original: Any) -> Any:
+        """Upstream's log line, then ours; only the last rank has the loss."""
+
+        @functools.wraps(original)
+        def training_log(loss_dict: Any, total_loss_dict: Any, learning_rate: Any, iteration: int, *args, **kwargs):  # type: ignore[no-untyped-def]
+            # Upstream adds up and clears the losses that it is given, so read ours first.
+            last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+            loss = float(loss_dict["lm loss"]) if last and self._wants_log(iteration) else None
+            result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
+            if loss is not None:
+                planner = self._planners["train"]
+                entry = log.record(planner.get(iteration - 1), self._kernel, loss, planner.wait_seconds)
+                if iteration % self._args.log_interval == 0:
+                    print(log.line(entry), flush=True)
+                if self._config.log:
+                    log.append(self._config.log, entry)
+            return result
+
+        return training_log
+
+    def _wants_log(self, iteration: int) -> bool:
+        return self._config.log is not None or iteration % self._args.log_interval == 0
+
+    def _saved(self, original: Any) -> Any:
+        """Save the packer with the model; upstream marks the checkpoint complete only after this."""
+
+        @functools.wraps(original)
+        def maybe_save_dataloader_state(train_iterator: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
+            if torch.distributed.get_rank() == 0 and self._last_step is not None:
+                state = self._planners["train"].get(self._last_step).state
+                checkpoint.save_state(self._args.save, iteration, state)
+
+        return maybe_save_dataloader_state
+
+    # How the plan is made ---------------------------------------------------------------------------------------------
+
+    @property
+    def _kernel(self) -> KernelModel:
+        heads = max(1, self._args.num_attention_heads // self._args.tensor_model_parallel_size)
+        return replace(self._profile.kernel, heads=heads)
+
+    def _planner(self, split: str, split_data: SplitData, first_step: int) -> Planner:
+        args, config = self._args, self._config
+        training_split = split == "train"
+        num_micro_batches = args.global_batch_size if training_split else args.eval_global_batch_size
+        packing = config.packing if training_split else "original"
+        stream = DocumentStream(
+            split_data.sources, seed=args.seed + data.SPLITS.index(split), context_length=args.seq_length
+        )
+        packer = Packer(
+            stream,
+            self._policy(packing, num_micro_batches),
+            num_micro_batches=num_micro_batches,
+            context_length=args.seq_length,
+            fingerprint=split_data.fingerprint,
+            policy_name=packing,
+        )
+        if training_split:
+            self._first_step = first_step
+            self._resume(packer, first_step)
+            self._announce(split_data, num_micro_batches)
+        else:
+            for _ in range(first_step):
+                packer.next()
+        layout = Layout(
+            dp_size=mpu.get_data_parallel_world_size(),
+            dp_rank=mpu.get_data_parallel_rank(),
+            cp_size=args.context_parallel_size,
+            unit_tokens=self._unit,
+            cp_sharding=config.cp_sharding,
+            kernel=self._kernel,
+            crossover_tokens=self._crossover,
+            balance=packing != "original",
+        )
+        return Planner(packer, layout, first_step=first_step, ahead=config.plan_ahead)
+
+    def _policy(self, packing: str, num_micro_batches: int) -> Policy:
+        context_length = self._args.seq_length
+        if packing == "original":
+            return OriginalPolicy(num_micro_batches=num_micro_batches, context_length=context_length)
+        return WlbPolicy(
+            num_micro_batches=num_micro_batches,
+            max_tokens=self._max_tokens,
+            outlier_thresholds=self._config.thresholds_for(context_length),
+            crossover_tokens=self._crossover,
+            use_native=self._use_native,
+        )
+
+    def _resume(self, packer: Packer, first_step: int) -> None:
+        if first_step == 0:
+            return
+        packer.load_state(checkpoint.load_state(self._args.load, first_step))
+        if packer.step != first_step:
+            raise ValueError(f"the packer state is of step {packer.step}, the checkpoint of iteration {first_step}")
+
+    def _announce(self, split_data: SplitData, num_micro_batches: int) -> None:
+        config = self._config
+        documents = sum(len(s.pairs) for s in split_data.sources)
+        short = sum(s.too_short for s in split_data.sources)
+        core = "native" if self._use_native else "python"
+        print_rank_0(
+            f"> wlb: {documents} documents ({short} under 2 tokens are left out), packing {config.packing} ({core}) "
+            f"into {num_micro_batches} micro-batches a step, window {self._args.seq_length}, S_max {self._max_tokens}, "
+            f"thresholds {','.join(map(str, config.thresholds_for(self._args.seq_length)))}, crossover "
+            f"{self._crossover} tokens, CP sharding {config.cp_sharding}, profile {self._profile.name}"
+        )
+
+
+def _crossover(args: Namespace) -> int:
+    return crossover_from_flops(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=(args.moe_ffn_hidden_size if args.num_experts else None) or args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        kv_channels=args.kv_channels,
+        gated_linear_unit=args.swiglu,
+        padded_vocab_size=args.padded_vocab_size or 0,
+        active_experts=args.moe_router_topk if args.num_experts else 1,
+    )

@@ -1,0 +1,54 @@
+"""One line and one JSON object a step: loss, tokens, balance, delay."""
+
+import json
+from typing import Any
+
+from megatron_wlb.plan import metrics, sharding
+from megatron_wlb.plan.sharding.select import rank_work
+from megatron_wlb.plan.step import StepPlan
+from megatron_wlb.plan.workload import KernelModel
+
+
+def record(plan: StepPlan, kernel: KernelModel, loss: float, wait_seconds: float) -> dict[str, Any]:
+    """What is worth keeping of a step, as JSON types; work is in units of `workload.document_work`."""
+    cp_size = len(plan.micro_batches[0].shards.shards)
+    return {
+        "step": plan.step + 1,
+        "digest": f"{plan.digest:016x}",
+        "loss": loss,
+        "tokens": plan.tokens,
+        "padded_tokens": sum(m.padded_tokens for m in plan.micro_batches),
+        "imbalance_original": metrics.imbalance(plan.original_work),
+        "imbalance": metrics.imbalance(plan.work),
+        "delay_mean_steps": sum(steps * tokens for steps, tokens in plan.delays.items()) / plan.tokens,
+        "delay_max_steps": max(plan.delays),
+        "waiting_documents": plan.num_waiting,
+        "delays_tokens": plan.delays,
+        "original_work": plan.original_work.tolist(),
+        "work": plan.work.tolist(),
+        "micro_batches": [
+            {
+                "tokens": m.tokens,
+                "strategy": m.shards.strategy,
+                "cp_work": rank_work(m.shards, kernel).tolist(),
+                "cp_work_per_sequence": rank_work(sharding.per_sequence(m.shards.lengths, cp_size), kernel).tolist(),
+            }
+            for m in plan.micro_batches
+        ],
+        "plan_wait_ms": wait_seconds * 1e3,
+    }
+
+
+def line(entry: dict[str, Any]) -> str:
+    """The line that training prints."""
+    return (
+        f" wlb step {entry['step']:6d} | loss {entry['loss']:.6f} | tokens {entry['tokens']} | imbalance "
+        f"{entry['imbalance_original']:.3f} -> {entry['imbalance']:.3f} | delay mean {entry['delay_mean_steps']:.2f} "
+        f"max {entry['delay_max_steps']} steps | waiting {entry['waiting_documents']} documents"
+    )
+
+
+def append(path: str, entry: dict[str, Any]) -> None:
+    """Append one JSON line in one write."""
+    with open(path, "a") as file:
+        file.write(json.dumps(entry, separators=(",", ":")) + "\n")

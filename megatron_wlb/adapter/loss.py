@@ -1,0 +1,36 @@
+"""The loss of a micro-batch, to be divided by the tokens of the global batch (`--calculate-per-token-loss`)."""
+
+from argparse import Namespace
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+_SPIKE = 10  # upstream calls a loss spiky at ten times the largest seen
+
+
+def token_loss(args: Namespace, loss_mask: torch.Tensor | None, output: torch.Tensor) -> tuple[torch.Tensor, Any, Any]:
+    """Sum of the token losses and number of trained tokens: upstream divides by the tokens of the global batch."""
+    assert loss_mask is not None  # the stage with the loss has the mask
+    loss = torch.sum(output.view(-1).float() * loss_mask.view(-1).float())
+    tokens = loss_mask.sum().to(torch.int)
+    if args.check_for_nan_in_loss_and_grad:
+        for reject, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+            get_rerun_state_machine().validate_result(
+                result=loss,
+                rejection_func=reject,
+                message=f"found {name} in local forward loss calculation",
+                tolerance=0.0,
+                fatal=True,
+            )
+    if args.check_for_spiky_loss:
+        machine = get_rerun_state_machine()
+        machine.validate_result(
+            result=loss,
+            rejection_func=partial(machine.is_unexpectedly_large, threshold=_SPIKE, context="loss"),
+            message="Spiky loss",
+            tolerance=0.0,
+            fatal=False,
+        )
+    return loss, tokens, {"lm loss": torch.cat([loss.detach().view(1), tokens.detach().view(1)])}

@@ -1,0 +1,135 @@
+"""The model: upstream's GPT with WLB's attention, and rotary positions that follow their tokens."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
+
+from megatron_wlb.runtime.attention import context_parallel_attention
+from megatron_wlb.runtime.backends import Backend, get_backend
+from megatron_wlb.runtime.metadata import ShardMetadata
+
+
+@dataclass
+class WlbPackedSeqParams(PackedSeqParams):
+    """Carries the shard of a micro-batch through upstream's layers; captured in closures, it survives recomputation."""
+
+    wlb: ShardMetadata | None = None
+
+    def __post_init__(self) -> None:
+        self.qkv_format = "sbhd"  # rows keep their order, so rotary embeddings apply row by row
+
+
+class WlbCoreAttention(MegatronModule):
+    """Core attention over per-document or per-sequence shards; the signature is upstream's."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        backend: Backend,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        if attention_type != "self":
+            raise ValueError(f"--wlb supports self attention, not {attention_type} attention")
+        self._scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+        self._backend, self._cp_group = backend, pg_collection.cp
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **unused: Any,
+    ) -> torch.Tensor:
+        """query [s, 1, Hq, D], key and value [s, 1, Hkv, D] -> [s, 1, Hq * D]."""
+        metadata = getattr(packed_seq_params, "wlb", None)
+        if metadata is None:
+            raise ValueError("this model was built with --wlb and needs its batches; the batch carries no shard")
+        out = context_parallel_attention(
+            query.squeeze(1), key.squeeze(1), value.squeeze(1), metadata, self._cp_group, self._backend, self._scale
+        )
+        return out.reshape(out.shape[0], 1, -1)
+
+
+def configure(model: GPTModelConfig, *, backend_name: str, context_length: int) -> GPTModelConfig:
+    """Make upstream build WLB's attention and rotary positions into its model."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    backend = get_backend(backend_name, device)
+    model.transformer_layer_spec = partial(_layer_spec, backend=backend)
+    model.transformer.variable_seq_lengths = True
+    model.pre_wrap_hooks.append(partial(_follow_positions, max_positions=context_length))
+    return model
+
+
+def _layer_spec(config: GPTModelConfig, vp_stage: int | None = None, *, backend: Backend) -> Any:
+    """Upstream's own layer spec with its core attention exchanged, and without TransformerEngine also its norms."""
+    spec = default_layer_spec(config, vp_stage)
+    if config.transformer_impl == "local" and isinstance(spec, ModuleSpec):
+        # Only a spec of the whole block says which final norm to build.
+        count = get_num_layers_to_build(config.transformer, vp_stage=vp_stage)
+        spec = TransformerBlockSubmodules(layer_specs=[spec] * count)
+    layers = spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]
+    for layer in layers:
+        submodules = layer.submodules
+        submodules.self_attention.submodules.core_attention = partial(WlbCoreAttention, backend=backend)
+        if config.transformer_impl == "local":
+            submodules.input_layernorm = submodules.pre_mlp_layernorm = spec.layer_norm = _torch_norm
+    return spec
+
+
+def _torch_norm(config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> torch.nn.Module:
+    """Torch's LayerNorm or RMSNorm; upstream's wrapper of the same refuses sequence parallelism."""
+    cls = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+    module = cls(hidden_size, eps=eps)
+    for parameter in module.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return module
+
+
+def _follow_positions(chunks: list[GPTModel], *, max_positions: int) -> list[GPTModel]:
+    for chunk in chunks:
+        if (rotary := getattr(chunk, "rotary_pos_emb", None)) is not None:
+            _rotate_by_position(rotary, max_positions)
+    return chunks
+
+
+def _rotate_by_position(rotary: Any, max_positions: int) -> None:
+    """Make a rotary embedding look positions up instead of counting rows.
+
+    Upstream hands the result of `get_rotary_seq_len` to `forward`, so that the first may return the positions.
+    """
+    tables: dict[torch.device, Any] = {}
+
+    def get_rotary_seq_len(
+        inference_context: Any, transformer: Any, transformer_input: Any, transformer_config: Any, packed: Any = None
+    ) -> torch.Tensor:
+        positions: torch.Tensor = packed.wlb.positions
+        return positions
+
+    def forward(positions: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if positions.device not in tables:
+            tables[positions.device] = rotary.get_emb(max_positions)
+        table = tables[positions.device]
+        if isinstance(table, tuple):  # YaRN: embedding and magnitude
+            return table[0].index_select(0, positions), *table[1:]
+        return table.index_select(0, positions)
+
+    rotary.get_rotary_seq_len, rotary.forward = get_rotary_seq_len, forward

@@ -1,0 +1,116 @@
+"""WlbConfig: every setting of the plugin. The `--wlb-*` flags are generated from it (`adapter/arguments.py`)."""
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+PACKINGS = ("original", "wlb")
+CP_SHARDINGS = ("per-sequence", "per-document", "adaptive")
+ATTENTION_BACKENDS = ("auto", "aten", "cpu", "reference")
+PLANNERS = ("auto", "native", "python")
+
+
+def _setting(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WlbConfig:
+    """Settings of WLB training. Lengths are in trained tokens. Raises ValueError on values that make no sense alone."""
+
+    packing: str = _setting(
+        "wlb",
+        "How documents become micro-batches. original: concatenated and cut at --seq-length, as Megatron does. wlb: "
+        "Algorithm 1 of WLB-LLM: equal work, variable length, very long documents wait until each micro-batch gets "
+        "one.",
+        PACKINGS,
+    )
+    outlier_thresholds: tuple[int, ...] | None = _setting(
+        None,
+        "Comma-separated L_1,L_2,...: documents of L_i <= length < L_{i+1} wait in queue i until there is one for "
+        "every micro-batch. Default: a quarter and a half of --seq-length.",
+    )
+    max_tokens: int | None = _setting(
+        None,
+        "S_max: longest micro-batch in tokens, bounded by memory; at least --seq-length. Default: 1.25 times "
+        "--seq-length.",
+    )
+    crossover: int | None = _setting(
+        None,
+        "Document length at which attention costs as much as everything else in a layer. Default: from --wlb-profile "
+        "if it states one, else from the FLOPs of the model.",
+    )
+    cp_sharding: str = _setting(
+        "adaptive",
+        "How a micro-batch is divided over context-parallel ranks. adaptive: whichever of the two has the faster "
+        "slowest rank for this micro-batch, by the kernel model of --wlb-profile.",
+        CP_SHARDINGS,
+    )
+    profile: str | None = _setting(
+        None,
+        "Kernel model: a shipped profile or a JSON file. Default: h100-fa2 on GPUs, flops (counts attended pairs) "
+        "without.",
+    )
+    attention_backend: str = _setting(
+        "auto", "Kernels under context-parallel attention. auto: aten on GPUs, cpu without.", ATTENTION_BACKENDS
+    )
+    planner: str = _setting(
+        "auto",
+        "Packing core: native (C++), python (the reference), or auto: native if it was built; the start of the run "
+        "says which.",
+        PLANNERS,
+    )
+    plan_ahead: int = _setting(4, "Steps that the planner thread may be ahead of training.")
+    digest_interval: int = _setting(
+        16, "Every this many steps all ranks compare a digest of their plans; the first step always is compared."
+    )
+    check_shapes: bool = _setting(
+        False,
+        "Debug: exchange tensor shapes between pipeline stages as upstream does, and compare them with the plan.",
+    )
+    log: str | None = _setting(None, "Append one JSON object a step to this file: loss, tokens, work, delays, shards.")
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            choices, value = f.metadata["choices"], getattr(self, f.name)
+            if choices and value not in choices:
+                raise ValueError(f"--wlb-{_dashes(f.name)} is {value!r}; choose one of {', '.join(choices)}")
+        thresholds = self.outlier_thresholds
+        if thresholds is not None and (min(thresholds, default=0) < 1 or list(thresholds) != sorted(set(thresholds))):
+            raise ValueError(
+                f"--wlb-outlier-thresholds is {','.join(map(str, thresholds))!r}; give lengths of at least 1 in "
+                "increasing order, such as 32768,65536"
+            )
+        for name in ("crossover", "plan_ahead", "digest_interval"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--wlb-{_dashes(name)} is {value}; it must be at least 1")
+
+    def thresholds_for(self, context_length: int) -> tuple[int, ...]:
+        """L_1, L_2, ... for a context window."""
+        if self.outlier_thresholds is not None:
+            return self.outlier_thresholds
+        return tuple(sorted({max(2, context_length // 4), max(2, context_length // 2)}))
+
+    def max_tokens_for(self, context_length: int, unit: int) -> int:
+        """S_max for a context window, a multiple of `unit`.
+
+        Raises ValueError if the setting is under the window or not a multiple of the unit.
+        """
+        if self.max_tokens is None:
+            return math.ceil(1.25 * context_length / unit) * unit
+        if self.max_tokens < context_length:
+            raise ValueError(
+                f"--wlb-max-tokens {self.max_tokens} is under --seq-length {context_length}: a document of a full "
+                f"window would fit nowhere; give at least {context_length}"
+            )
+        if self.max_tokens % unit:
+            raise ValueError(
+                f"--wlb-max-tokens {self.max_tokens} cannot be shared by the context- and sequence-parallel ranks; "
+                f"give a multiple of {unit}, such as {math.ceil(self.max_tokens / unit) * unit}"
+            )
+        return self.max_tokens
+
+
+def _dashes(name: str) -> str:
+    return name.replace("_", "-")

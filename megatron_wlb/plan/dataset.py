@@ -1,0 +1,81 @@
+"""Document lengths of a Megatron `.bin/.idx` dataset, read and checked without torch or megatron."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}  # dtype codes of the format
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentIndex:
+    """Lengths of the documents of one dataset, and where they begin in its `.bin` file."""
+
+    prefix: str
+    tokens: np.ndarray
+    """Tokens of each document, int64 [documents]."""
+    pointers: np.ndarray
+    """First byte of each document in the `.bin` file, int64 [documents]."""
+    item_bytes: int
+    fingerprint: str
+    """Digest of the lengths: two datasets with the same fingerprint give the same plans."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def read_index(prefix: str) -> DocumentIndex:
+    """Read `PREFIX.idx` and hold it against `PREFIX.bin`.
+
+    Raises ValueError if a file is missing, truncated, not of this format, inconsistent, or without a document.
+    """
+    prefix = prefix.removesuffix(".idx")
+    path, binary = Path(prefix + ".idx"), Path(prefix + ".bin")
+    for file in (path, binary):
+        if not file.is_file():
+            raise ValueError(f"dataset file {file} does not exist; --data-path takes the prefix of a .bin/.idx pair")
+    lengths, pointers, documents, item_bytes = _parse(path)
+    if len(documents) < 2:
+        raise ValueError(f"{path} holds no document; build it again from a non-empty corpus")
+    ends = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+    tokens = np.diff(ends[documents])
+    # Unsigned: a damaged pointer near 2^63 must not wrap around to a small one.
+    needed = int((pointers.view("<u8") + (lengths * item_bytes).view("<u8")).max(initial=0))
+    if (size := binary.stat().st_size) < needed:
+        raise ValueError(f"{binary} has {size} bytes, {path} describes {needed}: the file is truncated, build it again")
+    # The end of a document that begins no sequence (an empty one at the end) points nowhere; any value serves.
+    begins = np.concatenate((pointers, [needed]))[documents[:-1]]
+    digest = hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()
+    return DocumentIndex(prefix=prefix, tokens=tokens, pointers=begins, item_bytes=item_bytes, fingerprint=digest)
+
+
+def _parse(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """Sequence lengths and pointers, document boundaries (in sequences), bytes per token."""
+    size = path.stat().st_size
+    header = len(_MAGIC) + 8 + 1 + 8 + 8
+    with path.open("rb") as file:
+        head = file.read(header)
+    if len(head) < header:
+        raise ValueError(f"{path} has {size} bytes, its header alone needs {header}: the file is truncated")
+    if head[: len(_MAGIC)] != _MAGIC:
+        raise ValueError(f"{path} is not a Megatron .idx file: it begins with {head[:9]!r}, not {_MAGIC!r}")
+    version, code = int(np.frombuffer(head, "<u8", 1, 9)[0]), head[17]
+    sequences, boundaries = (int(n) for n in np.frombuffer(head, "<u8", 2, 18))
+    if version != 1 or code not in _ITEM_BYTES:
+        raise ValueError(f"{path} has version {version} and dtype code {code}; supported: version 1, codes 1 to 8")
+    needed = header + 12 * sequences + 8 * boundaries
+    if size < needed:
+        raise ValueError(f"{path} has {size} bytes, its header announces {needed}: the file is truncated")
+    lengths = np.memmap(path, "<i4", "r", header, (sequences,)) if sequences else np.empty(0, "<i4")
+    pointers = np.memmap(path, "<i8", "r", header + 4 * sequences, (sequences,)) if sequences else np.empty(0, "<i8")
+    documents = (
+        np.memmap(path, "<i8", "r", header + 12 * sequences, (boundaries,)) if boundaries else np.empty(0, "<i8")
+    )
+    if (lengths < 0).any() or (pointers < 0).any():
+        raise ValueError(f"{path} holds a negative length or pointer: the file is damaged, build it again")
+    if boundaries and (documents[0] != 0 or documents[-1] != sequences or (np.diff(documents) < 0).any()):
+        raise ValueError(f"{path} has document boundaries that do not cover its {sequences} sequences in order")
+    return lengths.astype(np.int64), np.asarray(pointers), np.asarray(documents), _ITEM_BYTES[code]

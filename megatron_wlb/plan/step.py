@@ -1,0 +1,179 @@
+"""The plan of step t: which documents each micro-batch holds, on which data-parallel rank, in which CP shards."""
+
+import hashlib
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_wlb.plan import metrics, pipeline, sharding
+from megatron_wlb.plan.packer import PackedStep, Packer
+from megatron_wlb.plan.types import ShardPlan
+from megatron_wlb.plan.workload import KernelModel, document_work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where a rank stands in data and context parallelism, and how costs are judged."""
+
+    dp_size: int
+    dp_rank: int
+    cp_size: int
+    unit_tokens: int
+    """Micro-batches are padded at their tail to a multiple of this: CP * lcm(2, TP if sequence parallel else 1)."""
+    cp_sharding: str
+    kernel: KernelModel
+    crossover_tokens: int
+    balance: bool
+    """Deal micro-batches over data-parallel ranks by work; False keeps upstream's order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchPlan:
+    """One micro-batch of this data-parallel rank."""
+
+    step: int
+    documents: np.ndarray
+    """DOCUMENT [n], in packed order."""
+    shards: ShardPlan
+    """Lengths include the tail padding as a last document of its own."""
+
+    @property
+    def tokens(self) -> int:
+        """Trained tokens, without padding."""
+        return int(self.documents["length"].sum())
+
+    @property
+    def padded_tokens(self) -> int:
+        return int(self.shards.lengths.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """Everything a rank needs to know about one step."""
+
+    step: int
+    micro_batches: tuple[MicroBatchPlan, ...]
+    """Of this data-parallel rank, in pipeline order."""
+    work: np.ndarray
+    """Work of all N micro-batches, int64 [N]."""
+    original_work: np.ndarray
+    """The same under original packing of the documents that arrived in this step."""
+    tokens: int
+    """Trained tokens of all N micro-batches."""
+    delays: dict[int, int]
+    """Tokens by the number of steps they ran after they arrived."""
+    num_waiting: int
+    digest: int
+    """63 bits that are equal on two ranks if and only if (but for chance) they planned the same."""
+    state: dict[str, Any]
+    """Of the packer after this step."""
+
+
+def plan_step(packer: Packer, layout: Layout) -> StepPlan:
+    """Plan the packer's next step; reads top to bottom as the work does: pack, place, shard."""
+    packed = packer.next()
+    packing = packed.packing
+    work = packing.sums(document_work(packing.documents["length"], layout.crossover_tokens))
+    placement = pipeline.place(work, layout.dp_size, balance=layout.balance)
+    micro_batches = tuple(_shard(packed.step, packing.micro_batch(int(i)), layout) for i in placement[layout.dp_rank])
+    original = packed.original
+    return StepPlan(
+        step=packed.step,
+        micro_batches=micro_batches,
+        work=work,
+        original_work=original.sums(document_work(original.documents["length"], layout.crossover_tokens)),
+        tokens=int(packing.documents["length"].sum()),
+        delays=metrics.delays(packing, packed.step),
+        num_waiting=packed.num_waiting,
+        digest=_digest(packed, placement, layout),
+        state=packed.state,
+    )
+
+
+def _shard(step: int, documents: np.ndarray, layout: Layout) -> MicroBatchPlan:
+    """Pad a micro-batch once at its tail, never per document, and shard it."""
+    tokens = int(documents["length"].sum())
+    padding = -tokens % layout.unit_tokens or (0 if tokens else layout.unit_tokens)
+    lengths = np.concatenate((documents["length"], np.array([padding] if padding else [], np.int64)))
+    shards = sharding.shard(lengths, layout.cp_size, layout.cp_sharding, layout.kernel)
+    return MicroBatchPlan(step=step, documents=documents, shards=shards)
+
+
+def _digest(packed: PackedStep, placement: np.ndarray, layout: Layout) -> int:
+    shared = (packed.step, layout.dp_size, layout.cp_size, layout.unit_tokens, layout.cp_sharding, layout.kernel)
+    digest = hashlib.blake2b(repr(shared).encode(), digest_size=8)
+    for array in (packed.packing.documents, packed.packing.bounds, placement):
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return int.from_bytes(digest.digest()) >> 1
+
+
+class Planner:
+    """Plans steps in a thread of its own, ahead of training by at most `ahead` steps.
+
+    Steps are kept until `release`, so that several data iterators (one per virtual stage) and replays of a step read
+    the same plan; keyed by step number, never by the number of reads.
+    """
+
+    def __init__(self, packer: Packer, layout: Layout, *, first_step: int, ahead: int) -> None:
+        self._packer, self._layout, self._ahead = packer, layout, ahead
+        self._plans: dict[int, StepPlan] = {}
+        self._wanted, self._next = first_step, first_step
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self.wait_seconds = 0.0
+        """Time that readers have waited for the planner."""
+
+    def get(self, step: int) -> StepPlan:
+        """The plan of `step`; waits for the planner. Raises what the planner raised; KeyError for a released step."""
+        begin = time.perf_counter()
+        with self._changed:
+            if self._thread is None:
+                # Started late: the process may be forked (checkpoint or data workers) before training begins.
+                self._thread = threading.Thread(target=self._run, name="wlb-planner", daemon=True)
+                self._thread.start()
+            self._wanted = max(self._wanted, step)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._next > step or self._error is not None)
+            self.wait_seconds += time.perf_counter() - begin
+            if self._next <= step:
+                raise RuntimeError(f"planning failed before step {step}") from self._error
+            return self._plans[step]
+
+    def release(self, step: int) -> None:
+        """Forget the steps before `step`."""
+        with self._changed:
+            for old in [s for s in self._plans if s < step]:
+                del self._plans[old]
+
+    def close(self) -> None:
+        """Stop the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._next <= self._wanted + self._ahead)
+                if self._closed:
+                    return
+            try:
+                plan = plan_step(self._packer, self._layout)
+                if plan.step != self._next:
+                    raise RuntimeError(f"the packer is at step {plan.step}, training at step {self._next}")
+            except BaseException as error:
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._plans[plan.step] = plan
+                self._next += 1
+                self._changed.notify_all()

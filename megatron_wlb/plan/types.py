@@ -1,0 +1,74 @@
+"""What a plan is made of: integers only, half-open ranges.
+
+A *document* of T tokens trains T - 1 (input, target) pairs, and lengths count pairs. Documents longer than the context
+window have been cut into pieces by the stream; a piece is a document for everything that follows.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+DOCUMENT = np.dtype(
+    [
+        ("index", "<i8"),  # place in the stream: unique, increasing; breaks every tie
+        ("dataset", "<i8"),  # which dataset of the blend
+        ("document", "<i8"),  # which document of that dataset
+        ("offset", "<i8"),  # first trained pair within the document
+        ("length", "<i8"),  # number of trained pairs, >= 1
+        ("arrival", "<i8"),  # step in which the stream delivered it
+    ]
+)
+"""One row per document (or piece of one) that is trained as a unit of attention."""
+
+SEGMENT = np.dtype([("document", "<i8"), ("start", "<i8"), ("stop", "<i8")])
+"""Query rows [start, stop) of a document of the micro-batch; they attend to its keys [0, stop)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """N micro-batches of one step: rows `documents[bounds[i]:bounds[i + 1]]` make up micro-batch i."""
+
+    documents: np.ndarray
+    """DOCUMENT [n], ordered by micro-batch."""
+    bounds: np.ndarray
+    """int64 [N + 1]."""
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def micro_batch(self, i: int) -> np.ndarray:
+        """DOCUMENT rows of micro-batch i, in the order they are concatenated."""
+        return self.documents[self.bounds[i] : self.bounds[i + 1]]
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """Per micro-batch sums, int64 [N], of one integer per document."""
+        total = np.concatenate(([0], np.cumsum(values, dtype=np.int64)))
+        return total[self.bounds[1:]] - total[self.bounds[:-1]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """What one context-parallel rank holds of a micro-batch.
+
+    A *colour* is a run of segments in which every document occurs at most once, in document order, so that their key
+    ranges are disjoint and one varlen kernel call serves them (`segments.encode`). The rank's local rows are the
+    colours one after the other: for both shardings of the paper, all head chunks, then all tail chunks.
+    """
+
+    colours: tuple[np.ndarray, ...]
+    """SEGMENT arrays."""
+
+    @property
+    def tokens(self) -> int:
+        return int(sum((c["stop"] - c["start"]).sum() for c in self.colours))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPlan:
+    """A micro-batch sharded over its context-parallel ranks."""
+
+    lengths: np.ndarray
+    """int64 [documents], in packed order; tail padding, if any, is the last document."""
+    shards: tuple[Shard, ...]
+    """One per context-parallel rank, all of the same number of tokens."""
+    strategy: str

@@ -1,0 +1,72 @@
+"""Reference backend: dense masked attention in float64, the oracle of the others.
+
+Shapes: sq query rows, P keys, Hq = Hkv * g heads, head size D.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron_wlb.runtime.metadata import Colour
+
+
+class ReferenceBackend:
+    """Attention written down from the varlen encoding alone, O(Hq * sq * P) memory."""
+
+    name = "reference"
+    device_types: tuple[str, ...] = ("cpu", "cuda")
+    dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, colour: Colour, scale: float) -> tuple[Tensor, Tensor]:
+        """See `Backend.forward`."""
+        scores = _scores(q, k, colour, scale)
+        out = torch.einsum("hgqk,khd->qhgd", scores.softmax(-1), v.double())
+        lse = scores.logsumexp(-1).flatten(0, 1)
+        return out.flatten(1, 2).to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        colour: Colour,
+        scale: float,
+        dk: Tensor,
+        dv: Tensor,
+    ) -> Tensor:
+        """See `Backend.backward`; out and lse, which are rounded, are not used."""
+        p = _scores(q, k, colour, scale).softmax(-1)
+        do = _grouped(dout, k.shape[1])
+        dp = torch.einsum("qhgd,khd->hgqk", do, v.double())
+        ds = scale * p * (dp - (p * dp).sum(-1, keepdim=True))
+        dk += torch.einsum("hgqk,qhgd->khd", ds, _grouped(q, k.shape[1]))
+        dv += torch.einsum("hgqk,qhgd->khd", p, do)
+        return torch.einsum("hgqk,khd->qhgd", ds, k.double()).flatten(1, 2).to(q.dtype)
+
+
+def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
+    """[sq, Hq, D] -> float64 [sq, Hkv, g, D]."""
+    return x.double().unflatten(1, (num_kv_heads, -1))
+
+
+def _scores(q: Tensor, k: Tensor, colour: Colour, scale: float) -> Tensor:
+    """float64 [Hkv, g, sq, P], -inf where a query does not see a key."""
+    scores = scale * torch.einsum("qhgd,khd->hgqk", _grouped(q, k.shape[1]), k.double())
+    return scores.masked_fill(~_visible(colour, q.shape[0], k.shape[0]), float("-inf"))
+
+
+def _visible(colour: Colour, num_queries: int, num_keys: int) -> Tensor:
+    """bool [sq, P]: same entry, and counted from the entry's end the key is not after the query."""
+    (entry_q, to_end_q), (entry_k, to_end_k) = (
+        _locate(cu, rows) for cu, rows in ((colour.cu_q, num_queries), (colour.cu_k, num_keys))
+    )
+    return (entry_q[:, None] == entry_k[None, :]) & (to_end_k[None, :] >= to_end_q[:, None])
+
+
+def _locate(cu: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Entry of every row, and how far the row is from the entry's end, int64 [num_rows] each."""
+    rows = torch.arange(num_rows, device=cu.device)
+    entry = torch.searchsorted(cu[1:].long(), rows, right=True)
+    return entry, cu[1:].long()[entry] - rows

@@ -1,0 +1,164 @@
+"""Bad input gets a clear error - value, limit, remedy - before any process group is made."""
+
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.training.arguments import parse_args
+
+from megatron_wlb.adapter import arguments, compat
+from megatron_wlb.adapter.data import load_splits
+from megatron_wlb.config import WlbConfig
+from tests.adapter.datasets import write_index
+from tests.adapter.training import MODEL
+
+ROOT = Path(__file__).parents[2]
+
+
+def check(monkeypatch, *flags, world_size=1):
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *MODEL, "--data-path", "unused", "--wlb", *flags])
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    args = parse_args(arguments.add_wlb_arguments)
+    config = arguments.config_from_args(args)
+    arguments.check(args, config)
+    return args, config
+
+
+REFUSED = {
+    "--wlb-packing best": "choose one of original, wlb",
+    "--wlb-cp-sharding ring": "choose one of per-sequence, per-document, adaptive",
+    "--wlb-attention-backend cudnn": "choose one of auto, aten, cpu, reference",
+    "--wlb-planner rust": "choose one of auto, native, python",
+    "--wlb-outlier-thresholds 160,96": "increasing order",
+    "--wlb-outlier-thresholds 96,96": "increasing order",
+    "--wlb-outlier-thresholds 0,96": "at least 1",
+    "--wlb-max-tokens 128": "is under --seq-length 256.*give at least 256",
+    "--wlb-max-tokens 301": "give a multiple of 2, such as 302",
+    "--wlb-crossover 0": "at least 1",
+    "--wlb-plan-ahead 0": "at least 1",
+    "--wlb-digest-interval 0": "at least 1",
+    "--micro-batch-size 2": "--micro-batch-size is 2.*give 1",
+    "--eval-micro-batch-size 2": "--eval-micro-batch-size 1",
+    "--seq-length 254 --context-parallel-size 4": "--seq-length 254 cannot be shared.*multiple of 8",
+    "--seq-length 254 --tensor-model-parallel-size 4 --sequence-parallel": "give a multiple of 4",
+    "--global-batch-size 3": "--global-batch-size 3 cannot be shared by 2 data-parallel ranks",
+    "--rampup-batch-size 2 2 100": "rampup-batch-size",
+    "--enable-cuda-graph": "CUDA graphs",
+    "--cuda-graph-impl local": "CUDA graphs",
+    "--overlap-moe-expert-parallel-comm": "overlap-moe-expert-parallel-comm",
+    "--tp-comm-overlap": "tp-comm-overlap",
+    "--mtp-num-layers 1": "mtp-num-layers",
+    "--num-experts 4 --moe-token-dispatcher-type allgather": "give alltoall",
+    "--use-ring-exchange-p2p": "fixed shapes",
+    "--attention-backend local": "--wlb-attention-backend",
+    "--use-torch-fsdp2": "use --use-distributed-optimizer",
+    "--use-megatron-fsdp": "use --use-distributed-optimizer",
+    "--attention-dropout 0.1": "give --attention-dropout 0",
+    "--window-size 128,0": "sliding windows",
+    "--multi-latent-attention": "multi-latent",
+    "--softmax-type learnable": "give vanilla",
+    "--position-embedding-type mrope": "give rope, yarn",
+    "--mock-data": "--data-path",
+    "--sft": "--data-path",
+    "--full-validation": "give --eval-iters",
+    "--dataloader-type cyclic": "leave it out",
+    "--non-persistent-save-interval 5": "use --save-interval",
+    "--iterations-to-skip 3": "leave it out",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_refused(flags, monkeypatch):
+    with pytest.raises(ValueError, match=REFUSED[flags]) as error:
+        check(monkeypatch, *flags.split(), world_size=2 if "global-batch" in flags else 1)
+    assert "--" in str(error.value)
+    assert not torch.distributed.is_initialized()
+
+
+def test_per_token_loss_is_required(monkeypatch):
+    flags = [f for f in MODEL if f != "--calculate-per-token-loss"]
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *flags, "--wlb"])
+    args = parse_args(arguments.add_wlb_arguments)
+    with pytest.raises(ValueError, match="--calculate-per-token-loss is missing"):
+        arguments.check(args, arguments.config_from_args(args))
+
+
+def test_every_setting_is_a_flag_with_help_and_the_default_of_the_config(monkeypatch):
+    args, config = check(monkeypatch)
+    assert config == WlbConfig()
+    for field in fields(WlbConfig):
+        assert getattr(args, f"wlb_{field.name}") == getattr(config, field.name)
+        assert len(field.metadata["help"]) > 20
+
+
+def test_flags_reach_the_config(monkeypatch):
+    flags = "--wlb-packing original --wlb-outlier-thresholds 8,16 --wlb-max-tokens 512 --wlb-check-shapes --wlb-log x"
+    _, config = check(monkeypatch, *flags.split())
+    assert config == WlbConfig(
+        packing="original", outlier_thresholds=(8, 16), max_tokens=512, check_shapes=True, log="x"
+    )
+
+
+def test_unsupported_megatron_core_names_the_supported_ones():
+    with pytest.raises(ValueError, match=r"megatron-core 0\.12\.1 is not supported; install one of 0\.19\.x"):
+        compat.check_version("0.12.1")
+    compat.check_version("0.19.2")
+
+
+def test_replacing_a_name_that_upstream_moved_fails():
+    from megatron.training import training
+
+    def replace(name, parameters):
+        with compat.replaced(training, name, lambda original: None, parameters):
+            assert getattr(training, name) is None
+
+    original = training.training_log
+    replace("training_log", ("loss_dict",))
+    assert training.training_log is original
+    with pytest.raises(RuntimeError, match="no_such_function does not exist"):
+        replace("no_such_function", ())
+    with pytest.raises(RuntimeError, match="lacks colour"):
+        replace("training_log", ("colour",))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda p: p.with_suffix(".idx").unlink(), r"\.idx does not exist; --data-path takes the prefix"),
+        (lambda p: p.with_suffix(".idx").write_bytes(p.with_suffix(".idx").read_bytes()[:40]), "is truncated"),
+        (lambda p: p.with_suffix(".bin").write_bytes(b"1234"), "is truncated, build it again"),
+        (lambda p: write_index(p.with_suffix(".idx"), torch.zeros(0).numpy()), "holds no document"),
+        (lambda p: write_index(p.with_suffix(".idx"), torch.ones(5).numpy()), "no document of at least 2 tokens"),
+    ],
+    ids=["missing", "truncated", "short bin", "empty", "too short"],
+)
+def test_bad_dataset(damage, message, monkeypatch, tmp_path):
+    prefix = tmp_path / "corpus"
+    prefix.with_suffix(".bin").write_bytes(bytes(400))
+    write_index(prefix.with_suffix(".idx"), torch.full((10,), 10).numpy())
+    args, _ = check(monkeypatch)
+    args.data_path = [str(prefix)]
+    assert len(load_splits(args)["train"].indices[0]) == 10
+    damage(prefix)
+    with pytest.raises(ValueError, match=message):
+        load_splits(args)
+
+
+def test_the_entry_point_prints_one_line_and_ends_with_status_2(tmp_path):
+    flags = [*MODEL, "--data-path", str(tmp_path / "nothing"), "--wlb"]
+    done = subprocess.run(
+        [sys.executable, "pretrain_gpt.py", *flags], capture_output=True, text=True, cwd=ROOT, env=_env(), check=False
+    )
+    assert done.returncode == 2
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("pretrain_gpt.py: error: dataset file")
+    assert "does not exist" in last
+    assert "Traceback" not in done.stderr
+
+
+def _env():
+    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}

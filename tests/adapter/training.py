@@ -1,0 +1,160 @@
+"""Runs upstream's real `pretrain()` with `--wlb` inside a forked world and brings losses and gradients home.
+
+Parameters are set from their global name, so that every layout starts from the same model, and gradients are put
+together again from the shards of tensor-parallel ranks.
+"""
+
+import json
+import multiprocessing
+import os
+import re
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.worlds import run_world
+
+MODEL = """
+--num-layers 4 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 8 --group-query-attention
+--num-query-groups 2 --seq-length 256 --max-position-embeddings 256 --position-embedding-type rope
+--normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0
+--hidden-dropout 0 --micro-batch-size 1 --global-batch-size 8 --lr-decay-style constant
+--tokenizer-type NullTokenizer --vocab-size 255 --split 90,10,0 --eval-iters 0 --log-interval 1
+--calculate-per-token-loss --num-workers 0 --train-iters 2 --seed 1234 --optimizer sgd --lr 0.5
+""".split()
+
+WLB = "--wlb --wlb-outlier-thresholds 96,160 --wlb-max-tokens 320 --wlb-check-shapes".split()
+
+
+def train(size: int, dataset: str, *flags: str, log: Path | None = None, timeout: float = 120.0) -> dict[str, Any]:
+    """Train on `size` processes.
+
+    Returns {"grads": per optimizer step {global name: gradient of the whole parameter}, "params": the same after
+    training, "log": the step log}.
+    """
+    argv = ["pretrain_gpt.py", *MODEL, "--data-path", dataset, *WLB, *flags]
+    if log is not None:
+        argv += ["--wlb-log", str(log)]
+    results = run_world(_train, size, argv, timeout=timeout)
+    return {
+        "grads": [_merge([r["grads"][step] for r in results]) for step in range(len(results[0]["grads"]))],
+        "params": _merge([r["params"] for r in results]),
+        "log": [json.loads(line) for line in log.read_text().splitlines()] if log is not None else None,
+    }
+
+
+def _train(argv: list[str]) -> dict[str, Any]:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.training import get_args, training
+
+    from megatron_wlb.adapter import cpu, gpt
+
+    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()), LOCAL_RANK="0")
+    # Upstream prints hundreds of lines; they matter only when a test fails, and then pytest shows the exception.
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    sys.argv = [*argv, *cpu.FLAGS]
+    out: dict[str, Any] = {"grads": []}
+    setup = training.setup_model_and_optimizer
+
+    def setup_and_watch(*args: Any, **kwargs: Any) -> Any:
+        chunks, optimizer, scheduler = setup(*args, **kwargs)
+        if get_args().iteration == 0:
+            _set_parameters(chunks)
+            optimizer.reload_model_params()
+        step = optimizer.step
+
+        def watched() -> Any:
+            if not get_args().use_distributed_optimizer:  # then no rank has whole gradients
+                out["grads"].append(_shards(chunks, lambda p: p.main_grad))
+            return step()
+
+        optimizer.step = watched
+        out["chunks"] = chunks
+        return chunks, optimizer, scheduler
+
+    training.setup_model_and_optimizer = setup_and_watch
+    # Upstream's checkpoint writer starts this server by spawning, that is, by importing torch anew in every rank.
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+    gpt.train(*gpt.parse())
+    out["params"] = _shards(out.pop("chunks"), lambda p: p.data)
+    return out
+
+
+def _parameters(chunks: list[Any]) -> Any:
+    """(global name, parameter) of every model chunk; layer numbers count over the whole model."""
+    for chunk in chunks:
+        module = chunk.module
+        model = module.module if hasattr(module, "module") else module
+        for name, parameter in model.named_parameters():
+            if match := re.match(r"decoder\.layers\.(\d+)\.(.*)", name):
+                number = model.decoder.layers[int(match[1])].layer_number
+                name = f"layer{number}.{match[2]}"
+            yield name, parameter
+
+
+def _split(name: str, parameter: Any) -> tuple[int, int, int]:
+    """Dimension that tensor parallelism divides (-1: none), rank and size. fc1 is [gate, up], each divided."""
+    from megatron.core import mpu
+
+    size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+    divided = getattr(parameter, "tensor_model_parallel", False) and size > 1
+    return (parameter.partition_dim if divided else -1), rank, size
+
+
+def _whole_shape(name: str, parameter: Any) -> list[int]:
+    dim, _, size = _split(name, parameter)
+    return [n * size if i == dim else n for i, n in enumerate(parameter.shape)]
+
+
+def _set_parameters(chunks: list[Any]) -> None:
+    for name, parameter in _parameters(chunks):
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        shape = _whole_shape(name, parameter)
+        scale, shift = (0.1, 1.0) if len(shape) == 1 else (0.05, 0.0)
+        whole = torch.randn(shape, generator=generator) * scale + shift
+        dim, rank, size = _split(name, parameter)
+        if dim >= 0 and "linear_fc1" in name:
+            whole = whole.view(2, size, -1, shape[1])[:, rank].reshape(parameter.shape)
+        elif dim >= 0:
+            whole = whole.chunk(size, dim)[rank]
+        parameter.data.copy_(whole)
+
+
+def _shards(chunks: list[Any], value: Any) -> dict[str, Any]:
+    return {
+        name: (value(parameter).float().clone(), *_split(name, parameter)) for name, parameter in _parameters(chunks)
+    }
+
+
+def _merge(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Whole tensors from the shards of all ranks; replicas must agree to rounding."""
+    found: dict[str, dict[int, torch.Tensor]] = {}
+    splits: dict[str, tuple[int, int]] = {}
+    for shards in ranks:
+        for name, (tensor, dim, rank, size) in shards.items():
+            known = found.setdefault(name, {}).setdefault(rank if dim >= 0 else 0, tensor)
+            torch.testing.assert_close(tensor, known, rtol=1e-4, atol=1e-6, msg=f"replicas of {name} differ")
+            splits[name] = (dim, size)
+    merged = {}
+    for name, parts in found.items():
+        dim, size = splits[name]
+        if dim < 0:
+            merged[name] = parts[0]
+            continue
+        ordered = [parts[r] for r in range(size)]
+        if "linear_fc1" in name:
+            halves = [p.view(2, -1, p.shape[1]) for p in ordered]
+            merged[name] = torch.cat(halves, 1).reshape(-1, ordered[0].shape[1])
+        else:
+            merged[name] = torch.cat(ordered, dim)
+    return merged
+
+
+def relative_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+    """Largest error of any parameter, relative to the norm of that parameter."""
+    assert got.keys() == want.keys()
+    return max(float((got[n] - want[n]).norm() / want[n].norm().clamp_min(1e-12)) for n in want)

@@ -1,0 +1,126 @@
+"""Reading `.idx` files written by hand: what they mean, and every way in which they can be broken."""
+
+import struct
+
+import numpy as np
+import pytest
+
+from megatron_wlb.plan.dataset import read_index
+
+HEADER = 34
+"""Magic, version, dtype code, number of sequences, number of document boundaries."""
+
+
+def write(folder, lengths, boundaries, *, magic=b"MMIDIDX\x00\x00", version=1, code=4, pointers=None, bin_bytes=None):
+    """A `.bin/.idx` pair of sequences of `lengths` tokens; documents are [boundaries[i], boundaries[i + 1])."""
+    item_bytes = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}.get(code, 4)
+    if pointers is None:
+        pointers = [item_bytes * sum(lengths[:i]) for i in range(len(lengths))]
+    index = magic + struct.pack("<QBQQ", version, code, len(lengths), len(boundaries))
+    index += struct.pack(f"<{len(lengths)}i", *lengths)
+    index += struct.pack(f"<{len(pointers)}q{len(boundaries)}q", *pointers, *boundaries)
+    (folder / "data.idx").write_bytes(index)
+    (folder / "data.bin").write_bytes(bytes(item_bytes * sum(lengths) if bin_bytes is None else bin_bytes))
+    return str(folder / "data")
+
+
+def refused(prefix, message):
+    with pytest.raises(ValueError, match=message):
+        read_index(prefix)
+
+
+def test_one_sequence_a_document(tmp_path):
+    index = read_index(write(tmp_path, [3, 1, 4], [0, 1, 2, 3]))
+    assert len(index) == 3
+    assert index.tokens.tolist() == [3, 1, 4]
+    assert index.pointers.tolist() == [0, 12, 16]
+    assert index.tokens.dtype == index.pointers.dtype == np.int64
+    assert index.item_bytes == 4
+
+
+def test_the_prefix_may_name_the_index(tmp_path):
+    prefix = write(tmp_path, [3], [0, 1])
+    assert read_index(prefix + ".idx").prefix == read_index(prefix).prefix == prefix
+
+
+def test_documents_of_several_sequences_and_empty_ones(tmp_path):
+    """Empty documents at the start, in the middle and at the end; an empty sequence within a document."""
+    index = read_index(write(tmp_path, [3, 1, 0, 4, 2], [0, 0, 2, 2, 4, 5, 5]))
+    assert index.tokens.tolist() == [0, 4, 0, 4, 2, 0]
+    assert index.pointers[[1, 3, 4]].tolist() == [0, 16, 32]
+
+
+@pytest.mark.parametrize(("code", "item_bytes"), [(1, 1), (2, 1), (3, 2), (4, 4), (5, 8), (6, 8), (7, 4), (8, 2)])
+def test_every_dtype_of_the_format(tmp_path, code, item_bytes):
+    index = read_index(write(tmp_path, [5, 6], [0, 1, 2], code=code))
+    assert index.item_bytes == item_bytes
+    assert index.pointers.tolist() == [0, 5 * item_bytes]
+
+
+def test_what_follows_the_boundaries_is_left_alone(tmp_path):
+    prefix = write(tmp_path, [5, 6], [0, 1, 2])
+    with open(prefix + ".idx", "ab") as file:
+        file.write(b"\x00\x01")  # sequence modes of multimodal datasets
+    assert read_index(prefix).tokens.tolist() == [5, 6]
+
+
+def test_fingerprint_names_the_document_lengths(tmp_path):
+    def fingerprint(*arguments):
+        return read_index(write(tmp_path, *arguments)).fingerprint
+
+    assert fingerprint([3, 1, 4], [0, 1, 2, 3]) == fingerprint([1, 2, 1, 4], [0, 2, 3, 4])
+    assert fingerprint([3, 1, 4], [0, 1, 2, 3]) != fingerprint([3, 1, 4], [0, 2, 3])
+    assert fingerprint([3, 1, 4], [0, 1, 2, 3]) != fingerprint([1, 3, 4], [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("missing", [".idx", ".bin"])
+def test_missing_file(tmp_path, missing):
+    prefix = write(tmp_path, [3], [0, 1])
+    (tmp_path / f"data{missing}").unlink()
+    refused(prefix, rf"data\{missing} does not exist; --data-path takes the prefix of a .bin/.idx pair$")
+
+
+def test_truncated_index(tmp_path):
+    prefix = write(tmp_path, [3, 1, 4], [0, 1, 2, 3])
+    whole = (tmp_path / "data.idx").read_bytes()
+    for size in range(len(whole)):
+        (tmp_path / "data.idx").write_bytes(whole[:size])
+        announced = f"its header announces {len(whole)}" if size >= HEADER else f"its header alone needs {HEADER}"
+        refused(prefix, f"data.idx has {size} bytes, {announced}: the file is truncated$")
+
+
+def test_truncated_bin(tmp_path):
+    for size in range(32):
+        prefix = write(tmp_path, [3, 1, 4], [0, 1, 2, 3], bin_bytes=size)
+        refused(prefix, rf"data.bin has {size} bytes, .*data.idx describes 32: the file is truncated, build it again$")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"magic": b"NUMPYIDX\x00"}, "is not a Megatron .idx file: it begins with b'NUMPYIDX"),
+        ({"version": 2}, "has version 2 and dtype code 4; supported: version 1, codes 1 to 8$"),
+        ({"code": 0}, "has version 1 and dtype code 0; supported"),
+        ({"code": 9}, "has version 1 and dtype code 9; supported"),
+        ({"lengths": [3, -1, 4], "bin_bytes": 99}, "holds a negative length or pointer: the file is damaged"),
+        ({"pointers": [0, -12, 16]}, "holds a negative length or pointer: the file is damaged"),
+        ({"pointers": [0, 2**62, 16]}, f"data.idx describes {2**62 + 4}: the file is truncated"),
+        ({"pointers": [0, 2**63 - 1, 16]}, f"data.idx describes {2**63 + 3}: the file is truncated"),
+        ({"boundaries": [0, 1, 2]}, "has document boundaries that do not cover its 3 sequences in order$"),
+        ({"boundaries": [1, 2, 3]}, "has document boundaries that do not cover its 3 sequences in order$"),
+        ({"boundaries": [0, 2, 1, 3]}, "has document boundaries that do not cover its 3 sequences in order$"),
+        ({"boundaries": [0, 4, 3]}, "has document boundaries that do not cover its 3 sequences in order$"),
+        ({"lengths": [], "boundaries": [0]}, "holds no document; build it again from a non-empty corpus$"),
+        ({"lengths": [], "boundaries": []}, "holds no document; build it again from a non-empty corpus$"),
+    ],
+)
+def test_damaged_index(tmp_path, changes, message):
+    refused(write(tmp_path, **({"lengths": [3, 1, 4], "boundaries": [0, 1, 2, 3]} | changes)), message)
+
+
+def test_huge_counts_in_the_header_are_not_believed(tmp_path):
+    prefix = write(tmp_path, [3], [0, 1])
+    index = bytearray((tmp_path / "data.idx").read_bytes())
+    index[18:34] = b"\xff" * 16
+    (tmp_path / "data.idx").write_bytes(index)
+    refused(prefix, "the file is truncated$")

@@ -1,0 +1,236 @@
+"""The C++ packing core against its Python reference, to the bit, and against arguments that no caller should pass."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import megatron_wlb
+from megatron_wlb.plan import native
+from megatron_wlb.plan.packing.wlb import PythonWlbCore
+from megatron_wlb.plan.workload import MAX_TOKENS
+
+METHODS = ("__init__", "step", "waiting", "load")
+
+
+@pytest.fixture
+def core(use_native):
+    return native.WlbCore if use_native else PythonWlbCore
+
+
+def columns(lengths, *, first=0, crossover=7):
+    """index, length and work of documents that follow one another."""
+    length = np.array(lengths, np.int64)
+    return np.arange(first, first + len(length)), length, length * (length + crossover)
+
+
+def assert_same(one, other):
+    """Plans or waiting documents of two cores: equal values, all int64."""
+    one, other = ([*x[0], x[1]] if isinstance(x[0], list) else x for x in (one, other))
+    for a, b in zip(one, other, strict=True):
+        assert a.dtype == b.dtype == np.int64
+        assert a.tolist() == b.tolist()
+
+
+def run_both(num_micro_batches, max_tokens, thresholds, steps, crossover):
+    """Steps of lengths through both cores, which are equal after each."""
+    cores = [c(num_micro_batches, max_tokens, list(thresholds)) for c in (PythonWlbCore, native.WlbCore)]
+    first = 0
+    for lengths in steps:
+        arguments = columns(lengths, first=first, crossover=crossover)
+        first += len(lengths)
+        assert_same(*(c.step(*arguments) for c in cores))
+        assert_same(*(c.waiting() for c in cores))
+    return cores
+
+
+@st.composite
+def sequences(draw):
+    """Few lengths and few values, so that ties, exact fits and full queues are common."""
+    max_tokens = draw(st.sampled_from([1, 2, 7, 10, 64, 1000, MAX_TOKENS]))
+    lengths = st.one_of(
+        st.integers(1, max_tokens),
+        st.sampled_from(sorted({1, max_tokens, max(1, max_tokens // 2), max(1, max_tokens - 1)})),
+    )
+    return {
+        "num_micro_batches": draw(st.integers(1, 9)),
+        "max_tokens": max_tokens,
+        "thresholds": draw(st.lists(st.integers(1, max_tokens), max_size=3, unique=True).map(sorted)),
+        "steps": draw(st.lists(st.lists(lengths, max_size=20), min_size=1, max_size=6)),
+        "crossover": draw(st.sampled_from([1, 7, 50_000, 1 << 35])),
+    }
+
+
+@settings(max_examples=1000, deadline=None)
+@given(sequences())
+def test_equals_python(sequence):
+    run_both(**sequence)
+
+
+def test_equals_python_on_many_random_sequences():
+    rng = np.random.default_rng(0)
+    for _ in range(2000):
+        max_tokens = int(rng.integers(8, 5000))
+        spread = rng.choice([0.3, 1.0, 2.5])
+        steps = [
+            np.clip(rng.lognormal(np.log(max_tokens) - 2, spread, rng.integers(1, 60)), 1, max_tokens).astype(np.int64)
+            for _ in range(4)
+        ]
+        thresholds = sorted({max(2, max_tokens // d) for d in rng.integers(1, 9, rng.integers(0, 4))})
+        run_both(
+            int(rng.integers(1, 40)), max_tokens, thresholds, steps, crossover=int(rng.integers(1, 2 * max_tokens))
+        )
+
+
+def test_equals_python_at_scale():
+    lengths = np.clip(np.random.default_rng(1).lognormal(7.5, 1.5, 20_000), 1, 131_072).astype(np.int64)
+    run_both(256, 163_840, [32_768, 65_536], [lengths[:9_000], lengths[9_000:]], crossover=50_000)
+
+
+@pytest.mark.parametrize("thresholds", [[30, 60], [10], [], [5, 20, 40, 60]])
+def test_load_goes_on_the_same_under_new_thresholds(thresholds):
+    rng = np.random.default_rng(2)
+    lengths = rng.integers(1, 65, 200)
+    cores = run_both(6, 64, [30, 60], [lengths], crossover=7)
+    queues, remained = cores[0].waiting()
+    waiting = np.concatenate([*queues, remained])
+    assert all(len(q) for q in queues)
+    assert len(remained)
+    _, length, work = columns(lengths)
+    loaded = [c(6, 64, thresholds) for c in (PythonWlbCore, native.WlbCore)]
+    for c in loaded:
+        c.step(*columns([64, 40, 64, 2]))  # load replaces what waits already
+        c.load(waiting, length[waiting], work[waiting], np.isin(waiting, remained))
+    assert_same(*(c.waiting() for c in loaded))
+    if thresholds == [30, 60]:
+        assert_same(cores[0].waiting(), loaded[1].waiting())
+    for first in (200, 300, 400):
+        arguments = columns(rng.integers(1, 65, 100), first=first)
+        assert_same(*(c.step(*arguments) for c in loaded))
+        assert_same(*(c.waiting() for c in loaded))
+
+
+def test_a_queue_that_new_thresholds_overfill_pops_n_at_a_time(core):
+    packer = core(3, 100, [10])
+    index, length, work = columns([20] * 7)
+    packer.load(index, length, work, np.zeros(7, bool))
+    order, _ = packer.step(*columns([20], first=7))
+    assert sorted(order) == [0, 1, 2]
+    assert packer.waiting()[0][0].tolist() == [3, 4, 5, 6, 7]
+
+
+def test_nothing_arrives(core):
+    order, bounds = core(3, 10, [5]).step(*columns([]))
+    assert order.tolist() == []
+    assert bounds.tolist() == [0, 0, 0, 0]
+
+
+def test_strided_arrays_are_read_as_they_are(core):
+    documents = np.zeros(4, np.dtype([("index", "<i8"), ("length", "<i8"), ("work", "<i8")]))
+    documents["index"], documents["length"], documents["work"] = columns([3, 1, 4, 2])
+    order, _ = core(1, 10, []).step(documents["index"], documents["length"], documents["work"])
+    assert order.tolist() == [2, 0, 3, 1]
+
+
+def test_too_long_a_document_changes_nothing(core):
+    packer = core(2, 10, [5])
+    packer.step(*columns([7, 3]))
+    message = "^a document of 12 tokens exceeds max_tokens 10; raise it$"
+    with pytest.raises(ValueError, match=message):
+        packer.step(*columns([3, 11, 12], first=2))
+    with pytest.raises(ValueError, match=message):
+        packer.load(*columns([12]), np.array([True]))
+    queues, remained = packer.waiting()
+    assert [q.tolist() for q in queues] == [[0]]
+    assert remained.tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("index", np.array([1.0, 2.0]), "index must be a 1-d array of int64, not 1-d of float64"),
+        ("length", np.array([1, 2], np.int32), "length must be a 1-d array of int64, not 1-d of int32"),
+        ("work", np.array([1, 2], np.uint64), "work must be a 1-d array of int64, not 1-d of uint64"),
+        ("length", np.array([1, 2], ">i8"), "length must be a 1-d array of int64, not 1-d of >i8"),
+        ("length", np.array([[1, 2]]), "length must be a 1-d array of int64, not 2-d of int64"),
+        ("index", np.array(3), "index must be a 1-d array of int64, not 0-d of int64"),
+        ("work", np.array([1, 2, 3]), "work has 3 elements, index has 2"),
+        ("index", np.array([1]), "length has 2 elements, index has 1"),
+        ("remained", np.array([0, 1]), "remained must be a 1-d array of bool, not 1-d of int64"),
+        ("remained", np.array([True]), "remained has 1 elements, index has 2"),
+        ("length", np.array([1, -1]), "a document of -1 tokens; lengths must be at least 1"),
+        ("length", np.array([0, 1]), "a document of 0 tokens; lengths must be at least 1"),
+        ("length", np.array([1, 2**63 - 1]), f"a document of {2**63 - 1} tokens exceeds max_tokens 100; raise it"),
+        ("work", np.array([1, -5]), f"work -5 of a document of 2 tokens; it must be 0 to {2**37}"),
+        ("work", np.array([1, 2**63 - 1]), f"work {2**63 - 1} of a document of 2 tokens; it must be 0 to {2**37}"),
+    ],
+)
+def test_native_refuses(name, value, message):
+    arguments = dict(zip(("index", "length", "work"), columns([1, 2]), strict=True))
+    packer = native.WlbCore(2, 100, [])
+    packer.step(*columns([100, 100, 3]))
+    if name != "remained":
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            packer.step(**(arguments | {name: value}))
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        packer.load(**({"remained": np.array([True, False])} | arguments | {name: value}))
+    assert packer.waiting()[1].tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 10, []), f"num_micro_batches is 0; it must be 1 to {2**20}"),
+        ((-1, 10, []), f"num_micro_batches is -1; it must be 1 to {2**20}"),
+        ((2**20 + 1, 10, []), f"num_micro_batches is {2**20 + 1}; it must be 1 to {2**20}"),
+        ((1, 0, []), f"max_tokens is 0; it must be 1 to {MAX_TOKENS}"),
+        ((1, MAX_TOKENS + 1, []), f"max_tokens is {MAX_TOKENS + 1}; it must be 1 to {MAX_TOKENS}"),
+    ],
+)
+def test_native_refuses_to_be_made(arguments, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        native.WlbCore(*arguments)
+
+
+@pytest.mark.parametrize("arguments", [(2**70, 10, []), (1, 10.5, []), (1, 10, ["5"]), (1, 10, None)])
+def test_native_refuses_other_types(arguments):
+    with pytest.raises(TypeError):
+        native.WlbCore(*arguments)
+
+
+def test_native_takes_arrays_only():
+    with pytest.raises(TypeError):
+        native.WlbCore(1, 10, []).step([0], [1], [1])
+
+
+def test_the_largest_sums_stay_exact(core):
+    """Work as large as the native core allows, to the last bit of its 64."""
+    index, length, _ = columns([MAX_TOKENS // 2] * 4)
+    work = np.array([2**61, 2**61 - 1, 2**61 - 2, 2**61])
+    order, bounds = core(2, MAX_TOKENS, []).step(index, length, work)
+    assert order.tolist() == [0, 3, 1, 2]
+    assert bounds.tolist() == [0, 2, 4]
+
+
+def definition(function, text):
+    """Argument names and return annotation of a function written as source text."""
+    text = text.replace("numpy.typing.", "").replace("numpy.", "np.")
+    (parsed,) = ast.parse(text).body
+    return [a.arg for a in parsed.args.args], ast.unparse(parsed.returns)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_stub_tells_the_truth(method):
+    stub = ast.parse(Path(megatron_wlb.__file__).with_name("_native.pyi").read_text())
+    (stub_class,) = (node for node in stub.body if isinstance(node, ast.ClassDef))
+    stubs = {f.name: f for f in stub_class.body}
+    assert set(stubs) == set(METHODS)
+    assert {n for n in dir(native.WlbCore) if not n.startswith("_")} == set(METHODS) - {"__init__"}
+    signature = getattr(native.WlbCore, method).__doc__.strip()
+    stated = definition(method, ast.unparse(stubs[method]))
+    assert definition(method, f"def {signature}: ...") == stated
+    assert list(inspect.signature(getattr(PythonWlbCore, method)).parameters) == stated[0]

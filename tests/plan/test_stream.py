@@ -1,0 +1,197 @@
+"""The document stream: epochs, pieces, blends, and going on from a state."""
+
+import json
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron_wlb.plan.stream import DocumentStream, Source, shuffled
+from megatron_wlb.plan.types import DOCUMENT
+
+
+def source(*pairs, **kwargs):
+    return Source(pairs=np.array(pairs, np.int64), **kwargs)
+
+
+def wholes(pieces):
+    """(dataset, document, pairs) of every document that the pieces make up, in order; pieces must tile documents."""
+    out = []
+    for piece in pieces:
+        if piece["offset"] == 0:
+            out.append([int(piece["dataset"]), int(piece["document"]), 0])
+        assert out[-1] == [piece["dataset"], piece["document"], piece["offset"]]
+        out[-1][2] += int(piece["length"])
+    return [tuple(document) for document in out]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 400), st.integers(-(2**63), 2**64), st.integers(0, 50))
+@example(1, 0, 0)
+@example(2, 0, 0)
+@example(256, 0, 0)
+@example(257, 0, 0)
+def test_shuffled_is_a_permutation(size, seed, epoch):
+    assert sorted(shuffled(place, size, (seed, 0, epoch)) for place in range(size)) == list(range(size))
+
+
+def test_shuffled_reaches_far_and_depends_on_every_part_of_its_key():
+    keys = [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1), (0, 1, 0)]
+    orders = {tuple(shuffled(place, 1000, key) for place in range(1000)) for key in keys}
+    assert len(orders) == len(keys)
+    for order in orders:
+        moved = np.abs(np.array(order) - np.arange(1000))
+        assert abs(moved.mean() - 1000 / 3) < 30  # what a random permutation moves an element on average
+    assert 0 <= shuffled(10**12, 10**13, (1,)) < 10**13
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=30).filter(any), st.integers(1, 20), st.booleans(), st.data())
+def test_every_document_once_an_epoch(pairs, context_length, shuffle, data):
+    stream = DocumentStream([source(*pairs, first=5)], seed=3, context_length=context_length, shuffle=shuffle)
+    epochs, limit, pieces = 3, 0, np.empty(0, DOCUMENT)
+    while limit < epochs * sum(pairs):
+        limit = min(limit + data.draw(st.integers(1, 1 + sum(pairs))), epochs * sum(pairs))
+        taken = stream.take(limit)
+        assert pieces["length"].sum() + taken["length"].sum() >= limit
+        # Only pieces that begin before the limit.
+        assert len(taken) == 0 or pieces["length"].sum() + taken["length"][:-1].sum() < limit
+        pieces = np.concatenate((pieces, taken))
+    assert pieces["index"].tolist() == list(range(len(pieces)))
+    assert pieces["length"].max() <= context_length
+    assert not pieces["arrival"].any()
+
+    once = sorted((0, 5 + i, p) for i, p in enumerate(pairs) if p)
+    documents = wholes(pieces)
+    assert len(documents) == epochs * len(once)
+    for begin in range(0, len(documents), len(once)):
+        epoch = documents[begin : begin + len(once)]
+        assert sorted(epoch) == once
+        assert shuffle or epoch == once
+
+
+def test_epochs_differ():
+    stream = DocumentStream([source(*[1] * 100)], seed=3, context_length=10)
+    first, second = (stream.take(limit)["document"].tolist() for limit in (100, 200))
+    assert sorted(first) == sorted(second)
+    assert first != second
+
+
+def test_pieces_are_as_long_as_they_can_be():
+    stream = DocumentStream([source(25, 10, 3)], seed=0, context_length=10, shuffle=False)
+    assert stream.take(38)[["document", "offset", "length"]].tolist() == [
+        (0, 0, 10),
+        (0, 10, 10),
+        (0, 20, 5),
+        (1, 0, 10),
+        (2, 0, 3),
+    ]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.floats(0.01, 100), st.lists(st.integers(20, 300), min_size=1, max_size=20)), min_size=1, max_size=5
+    ),
+    st.integers(0, 2**32),
+)
+def test_blends_keep_their_token_shares_within_a_document(blend, seed):
+    """No dataset is ever ahead of its share by more than its longest document, nor behind by more than the others'."""
+    stream = DocumentStream(
+        [source(*pairs, weight=weight) for weight, pairs in blend], seed=seed, context_length=1 << 20
+    )
+    weights = np.array([weight for weight, _ in blend])
+    longest = np.array([max(pairs) for _, pairs in blend])
+    tokens = np.zeros(len(blend))
+    for dataset, _, pairs in wholes(stream.take(4000)):
+        tokens[dataset] += pairs
+        ahead = tokens - weights / weights.sum() * tokens.sum()
+        assert (ahead <= longest + 1e-6).all()
+        assert (ahead >= longest - longest.sum() - 1e-6).all()
+
+
+def test_blends_shuffle_each_dataset_by_itself():
+    pairs = [7] * 50
+    stream = DocumentStream([source(*pairs), source(*pairs, weight=3)], seed=1, context_length=10)
+    documents = wholes(stream.take(7 * 200))
+    assert Counter(d for d, _, _ in documents) == {0: 50, 1: 150}
+    orders = [[n for d, n, _ in documents if d == dataset][:50] for dataset in (0, 1)]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(50))
+    assert orders[0] != orders[1]
+
+
+def test_a_state_at_any_position_goes_on_the_same():
+    def new():
+        return DocumentStream(
+            [source(33, 1, 0, 5, 60, 7), source(2, 90, 0, weight=0.5, first=10)], seed=9, context_length=16
+        )
+
+    everything = new().take(1000)
+    stream = new()
+    for limit in range(0, 500):
+        begun = stream.take(limit)
+        resumed = new()
+        resumed.take(limit // 3)  # whatever it did before
+        resumed.load_state(json.loads(json.dumps(stream.state())))
+        rest = resumed.take(1000)
+        np.testing.assert_array_equal(rest, everything[len(everything) - len(rest) :])
+        assert len(begun) == 0 or begun["index"][-1] + 1 == rest["index"][0]
+
+
+def test_taking_in_small_steps_gives_the_same():
+    def new():
+        return DocumentStream([source(33, 1, 0, 5, 60, 7)], seed=9, context_length=16)
+
+    stream = new()
+    small = np.concatenate([stream.take(limit) for limit in range(0, 501, 3)])
+    np.testing.assert_array_equal(small, new().take(498))
+    assert all(a < b for a, b in pairwise(small["index"]))
+
+
+def test_too_short_documents_are_counted():
+    assert source(0, 5, 0, 1).too_short == 2
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ([], "the blend is empty; give at least one dataset"),
+        ([source(5), source(0, 0)], "dataset 1 of the blend is empty: it has no document of at least 2 tokens"),
+        ([source()], "dataset 0 of the blend is empty: it has no document of at least 2 tokens"),
+        ([source(5, weight=0.0)], "dataset 0 of the blend has weight 0.0; weights must be positive"),
+        ([source(5), source(5, weight=-1.0)], "dataset 1 of the blend has weight -1.0; weights must be positive"),
+        ([source(5, weight=float("nan"))], "dataset 0 of the blend has weight nan; weights must be positive"),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused(sources, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        DocumentStream(sources, seed=0, context_length=10)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            DocumentStream([source(5), source(5)], seed=1, context_length=10),
+            "the state has 2 datasets, this blend has 1",
+        ),
+        (
+            DocumentStream([source(5)], seed=2, context_length=10),
+            "saved with seed 2, this run has 1; resume with the same",
+        ),
+        (
+            DocumentStream([source(5)], seed=1, context_length=10, shuffle=False),
+            "saved with shuffle False, this run has True; resume with the same",
+        ),
+    ],
+)
+def test_a_state_of_another_order_is_refused(other, message):
+    stream = DocumentStream([source(5)], seed=1, context_length=10)
+    before = stream.state()
+    other.take(7)
+    with pytest.raises(ValueError, match=message):
+        stream.load_state(other.state())
+    assert stream.state() == before

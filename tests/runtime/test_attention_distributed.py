@@ -1,0 +1,93 @@
+"""Context-parallel attention in real gloo processes against the dense oracle."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_wlb.plan.sharding import per_document, per_sequence
+from megatron_wlb.runtime import attention
+from megatron_wlb.runtime.attention import context_parallel_attention
+from megatron_wlb.runtime.backends import get_backend
+from megatron_wlb.runtime.metadata import ShardMetadata
+from tests.runtime.oracle import assert_close, dense, inputs, local_rows
+from tests.worlds import run_world
+
+LENGTHS = [5, 61, 18, 33, 1, 42, 24]
+SHARDINGS = {"per-sequence": per_sequence, "per-document": per_document}
+
+
+def _attend(cp_size, sharding, dtype, backend):
+    """This rank's rows and out, dq, dk, dv of them; ranks are grouped cp_size by cp_size."""
+    groups = [dist.new_group(range(i, i + cp_size)) for i in range(0, dist.get_world_size(), cp_size)]
+    group = groups[dist.get_rank() // cp_size]
+    plan = SHARDINGS[sharding](np.array(LENGTHS, np.int64), cp_size)
+    rows = local_rows(plan, group.rank())
+    metadata = ShardMetadata.build(plan, group.rank())
+    q, k, v, dout = (x[rows] for x in inputs(sum(LENGTHS), (8, 2), 16, dtype))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    runs = []
+    for _ in range(2):
+        out = context_parallel_attention(q, k, v, metadata, group, get_backend(backend, "cpu"), 0.3)
+        runs.append((out.detach(), *torch.autograd.grad(out, (q, k, v), dout)))
+    assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True)), "two runs differ"
+    return rows, runs[0]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "cp_size", "sharding", "dtype", "backend"),
+    [
+        (2, 2, "per-sequence", torch.float32, "cpu"),
+        (2, 2, "per-document", torch.bfloat16, "cpu"),
+        (2, 2, "per-document", torch.float64, "reference"),
+        (4, 4, "per-sequence", torch.bfloat16, "cpu"),
+        (4, 4, "per-document", torch.float32, "cpu"),
+        (4, 2, "per-document", torch.float32, "cpu"),
+    ],
+)
+def test_processes_together_are_dense_attention(world_size, cp_size, sharding, dtype, backend):
+    answers = run_world(_attend, world_size, cp_size, sharding, dtype, backend)
+    tensors = inputs(sum(LENGTHS), (8, 2), 16, dtype)
+    want = dense(*tensors, LENGTHS, 0.3)
+    tolerance = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2**-7}[dtype]
+    for i in range(0, world_size, cp_size):
+        rows = torch.cat([rows for rows, _ in answers[i : i + cp_size]])
+        got = [torch.cat(parts) for parts in zip(*(parts for _, parts in answers[i : i + cp_size]), strict=True)]
+        assert_close(tuple(got), tuple(x[rows] for x in want), tolerance)
+
+
+def _count(mismatch):
+    """Collectives of one forward and backward, or the error of a plan for another group."""
+    calls = []
+
+    def counted(name, collective):
+        def call(output, input, group):
+            calls.append((name, tuple(input.shape), input.dtype))
+            return collective(output, input, group=group)
+
+        return call
+
+    attention._all_gather = counted("all-gather", attention._all_gather)
+    attention._reduce_scatter = counted("reduce-scatter", attention._reduce_scatter)
+    rank = dist.get_rank()
+    metadata = ShardMetadata.build(per_document(np.array(LENGTHS, np.int64), 2), 1 - rank if mismatch else rank)
+    q, k, v, dout = (x[: metadata.num_rows] for x in inputs(sum(LENGTHS), (8, 2), 16, torch.bfloat16))
+    try:
+        out = context_parallel_attention(
+            q.requires_grad_(), k, v, metadata, dist.group.WORLD, get_backend("auto", "cpu")
+        )
+    except ValueError as error:
+        return str(error)
+    out.backward(dout)
+    return calls
+
+
+def test_one_gather_each_way_and_one_fp32_reduce_scatter():
+    gather = ("all-gather", (92, 2, 2, 16), torch.bfloat16)
+    assert run_world(_count, 2, False) == [[gather, gather, ("reduce-scatter", (184, 2, 2, 16), torch.float32)]] * 2
+
+
+def test_a_plan_for_another_rank_is_refused_before_any_communication():
+    assert run_world(_count, 2, True)[0].startswith(
+        "this is rank 0 of 2 context-parallel ranks, but the metadata is for rank 1 of 2"
+    )

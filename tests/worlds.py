@@ -1,0 +1,77 @@
+"""Distributed tests without launchers: fork a world of gloo processes from the warm parent."""
+
+import contextlib
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_fork = mp.get_context("fork")
+
+
+def run_world(fn: Callable[..., Any], size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    """`fn(*args)` in `size` forked processes with gloo initialised; the results by rank.
+
+    Results are pickled. An exception in a process is raised here with its traceback (RuntimeError), and a world that
+    takes longer than `timeout` seconds is killed (TimeoutError). The parent joins no process group.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        readers, processes = [], []
+        for rank in range(size):
+            reader, writer = _fork.Pipe(duplex=False)
+            process = _fork.Process(target=_main, args=(fn, rank, size, folder, writer, args))
+            process.start()
+            writer.close()
+            readers.append(reader)
+            processes.append(process)
+        try:
+            return _collect(readers, time.monotonic() + timeout)
+        finally:
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # with whatever it has started itself
+                process.join()
+
+
+def _main(fn: Callable[..., Any], rank: int, size: int, folder: str, writer: Connection, args: tuple[Any, ...]) -> None:
+    os.setpgrp()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+        answer = (True, fn(*args))
+        dist.barrier()
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    # Bytes, since a connection would pass tensors by file descriptors of a process that is about to end.
+    writer.send_bytes(pickle.dumps(answer))
+    os._exit(0)
+
+
+def _collect(readers: list[Connection], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(readers):
+        pending = {id(reader): rank for rank, reader in enumerate(readers) if rank not in results}
+        ready = mp.connection.wait(
+            [readers[rank] for rank in pending.values()], timeout=max(0.0, deadline - time.monotonic())
+        )
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(pending.values())} of {len(readers)} did not answer in time")
+        for reader in ready:
+            rank = pending[id(reader)]
+            try:
+                ok, results[rank] = pickle.loads(reader.recv_bytes())  # type: ignore[union-attr]
+            except EOFError:
+                raise RuntimeError(f"rank {rank} of {len(readers)} died without an answer") from None
+            if not ok:
+                raise RuntimeError(f"rank {rank} of {len(readers)} failed:\n{results[rank]}")
+    return [results[rank] for rank in range(len(readers))]
