@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+MAX_TOKENS = 1 << 26
+"""Longest micro-batch for which work stays exact in 64 bits, with room for sums over a global batch."""
 PACKINGS = ("original", "wlb")
 CP_SHARDINGS = ("per-sequence", "per-document", "adaptive")
 ATTENTION_BACKENDS = ("auto", "aten", "cpu", "reference")
@@ -81,10 +83,12 @@ class WlbConfig:
                 f"--wlb-outlier-thresholds is {','.join(map(str, thresholds))!r}; give lengths of at least 1 in "
                 "increasing order, such as 32768,65536"
             )
-        for name in ("crossover", "plan_ahead", "digest_interval"):
+        for name, limit in (("crossover", 1 << 35), ("plan_ahead", 1 << 10), ("digest_interval", 1 << 31)):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--wlb-{_dashes(name)} is {value}; it must be at least 1")
+            if value is not None and not 1 <= value <= limit:
+                raise ValueError(f"--wlb-{_dashes(name)} is {value}; it must be from 1 to {limit}")
+        if self.max_tokens is not None and self.max_tokens > MAX_TOKENS:
+            raise ValueError(f"--wlb-max-tokens is {self.max_tokens}; work is exact up to {MAX_TOKENS} tokens")
 
     def thresholds_for(self, context_length: int) -> tuple[int, ...]:
         """L_1, L_2, ... for a context window."""

@@ -8,7 +8,7 @@ from megatron.training import inprocess_restart, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args, parse_args
 
-from megatron_wlb.adapter import arguments, plain
+from megatron_wlb.adapter import arguments, compat, plain
 from megatron_wlb.adapter.job import WlbJob
 from megatron_wlb.adapter.model import configure
 
@@ -44,7 +44,7 @@ def train(args: Namespace, job: WlbJob | None) -> None:
         configure(model, backend_name=job.attention_backend, context_length=args.seq_length)
         provider, forward_step, context = job.dataset_provider, job.forward_step, job.installed()
     run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
-    with context:
+    with compat.prebuilt_dataset_helpers(), context:
         run(
             pretrain_cfg_container_from_args(args, model),
             provider,

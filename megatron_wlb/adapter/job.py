@@ -107,7 +107,6 @@ class WlbJob:
             compat.replaced(training, "get_forward_backward_func", self._planned_forward_backward, ()),
             compat.replaced(training, "training_log", self._logged, ("loss_dict", "iteration")),
             compat.replaced(checkpointing, "maybe_save_dataloader_state", self._saved, ("train_iterator", "iteration")),
-            compat.prebuilt_dataset_helpers(),
         ):
             yield
 

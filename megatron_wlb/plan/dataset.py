@@ -46,6 +46,11 @@ def read_index(prefix: str) -> DocumentIndex:
     needed = int((pointers.view("<u8") + (lengths * item_bytes).view("<u8")).max(initial=0))
     if (size := binary.stat().st_size) < needed:
         raise ValueError(f"{binary} has {size} bytes, {path} describes {needed}: the file is truncated, build it again")
+    inside = np.ones(len(lengths), bool)
+    inside[documents[1:-1][documents[1:-1] < len(lengths)]] = inside[:1] = False
+    gaps = pointers[1:] != pointers[:-1] + lengths[:-1] * item_bytes
+    if (gaps & inside[1:]).any():
+        raise ValueError(f"{path} has a document whose sequences do not follow each other in {binary}; build it again")
     # The end of a document that begins no sequence (an empty one at the end) points nowhere; any value serves.
     begins = np.concatenate((pointers, [needed]))[documents[:-1]]
     digest = hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()

@@ -97,7 +97,7 @@ class Packer:
         """Go on after the step that `state` was taken after.
 
         Raises ValueError, before anything changes, for another format or version, dataset, context window, policy or
-        global batch size.
+        global batch size, or if something is missing.
         """
         if not isinstance(state, dict) or state.get("format") != FORMAT:
             raise ValueError(f"not a packer state: its format is not {FORMAT!r}")
@@ -109,10 +109,15 @@ class Packer:
                     f"the packer state was saved with {name} {state.get(name)!r}, this run has {value!r}; "
                     "resume with the same setting"
                 )
-        self._stream.load_state(state["stream"])
-        self._policy.load_waiting(_from_json(state["waiting"]))
-        self._original.load_waiting(_from_json(state["original"]))
-        self._step, self._drawn_tokens = state["step"], state["drawn_tokens"]
+        try:
+            step, drawn_tokens = int(state["step"]), int(state["drawn_tokens"])
+            waiting, original = _from_json(state["waiting"]), _from_json(state["original"])
+            self._stream.load_state(state["stream"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"the packer state is damaged: {error!r}; restore it or resume an older one") from error
+        self._policy.load_waiting(waiting)
+        self._original.load_waiting(original)
+        self._step, self._drawn_tokens = step, drawn_tokens
 
 
 def _to_json(waiting: dict[str, np.ndarray]) -> dict[str, list[tuple[int, ...]]]:

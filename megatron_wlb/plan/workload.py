@@ -12,9 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-MAX_TOKENS = 1 << 26
-"""Longest micro-batch for which work stays exact in 64 bits, with room for sums over a global batch."""
-
 
 def document_work(lengths: np.ndarray, crossover_tokens: int) -> np.ndarray:
     """Work of documents of `lengths` (int64 [n]), int64 [n]."""

@@ -1,5 +1,8 @@
 """The warm parent of the adapter tests: it has imported torch and megatron; every test forks a fresh world from it."""
 
+import argparse
+import functools
+
 import pytest
 import torch
 
@@ -11,8 +14,22 @@ if not torch.cuda.is_available():
     cpu.install_megatron()
 
 # What a run imports, imported before any fork; the tokenizers alone can take seconds.
+import megatron.core.tokenizers.text  # noqa: F401
+from megatron.training import argument_utils
+from megatron.training.arguments import add_megatron_arguments
 
 from megatron_wlb.adapter import gpt  # noqa: F401
+
+
+def _read_docstrings_once():
+    """Upstream builds its flags from the source text of its dataclasses, a second of work for every process."""
+    factory = argument_utils.ArgumentGroupFactory
+    original = factory._get_field_docstrings
+    factory._get_field_docstrings = staticmethod(functools.cache(lambda cls: original(factory, cls)))
+    add_megatron_arguments(argparse.ArgumentParser())
+
+
+_read_docstrings_once()
 
 
 @pytest.fixture(scope="session")

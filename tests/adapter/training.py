@@ -27,27 +27,40 @@ MODEL = """
 --calculate-per-token-loss --num-workers 0 --train-iters 2 --seed 1234 --optimizer sgd --lr 0.5
 """.split()
 
-WLB = "--wlb --wlb-outlier-thresholds 96,160 --wlb-max-tokens 320 --wlb-check-shapes".split()
+WLB = "--wlb --wlb-outlier-thresholds 96,160 --wlb-max-tokens 320".split()
 
 
-def train(size: int, dataset: str, *flags: str, log: Path | None = None, timeout: float = 120.0) -> dict[str, Any]:
+def train(
+    size: int,
+    dataset: str,
+    *flags: str,
+    log: Path | None = None,
+    wlb: bool = True,
+    flags_of_rank: dict[int, list[str]] | None = None,
+    timeout: float = 120.0,
+) -> dict[str, Any]:
     """Train on `size` processes.
 
     Returns {"grads": per optimizer step {global name: gradient of the whole parameter}, "params": the same after
-    training, "log": the step log}.
+    training, "log": the step log, "evaluations": validation losses, "sends": by rank, dtypes of all point-to-point
+    sends}.
     """
-    argv = ["pretrain_gpt.py", *MODEL, "--data-path", dataset, *WLB, *flags]
+    argv = ["pretrain_gpt.py", *MODEL, *(WLB if wlb else []), *flags]
+    if dataset:
+        argv += ["--data-path", *dataset.split()]
     if log is not None:
         argv += ["--wlb-log", str(log)]
-    results = run_world(_train, size, argv, timeout=timeout)
+    results = run_world(_train, size, argv, flags_of_rank or {}, timeout=timeout)
     return {
+        "evaluations": results[-1]["evaluations"],
+        "sends": [r["sends"] for r in results],
         "grads": [_merge([r["grads"][step] for r in results]) for step in range(len(results[0]["grads"]))],
         "params": _merge([r["params"] for r in results]),
         "log": [json.loads(line) for line in log.read_text().splitlines()] if log is not None else None,
     }
 
 
-def _train(argv: list[str]) -> dict[str, Any]:
+def _train(argv: list[str], flags_of_rank: dict[int, list[str]]) -> dict[str, Any]:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training import get_args, training
 
@@ -56,9 +69,21 @@ def _train(argv: list[str]) -> dict[str, Any]:
     os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()), LOCAL_RANK="0")
     # Upstream prints hundreds of lines; they matter only when a test fails, and then pytest shows the exception.
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    sys.argv = [*argv, *cpu.FLAGS]
-    out: dict[str, Any] = {"grads": []}
-    setup = training.setup_model_and_optimizer
+    sys.argv = [*argv, *flags_of_rank.get(dist.get_rank(), []), *cpu.FLAGS]
+    out: dict[str, Any] = {"grads": [], "evaluations": [], "sends": []}
+    setup, evaluate, isend = training.setup_model_and_optimizer, training.evaluate, dist.isend
+
+    def evaluate_and_keep(*args: Any, **kwargs: Any) -> Any:
+        result = evaluate(*args, **kwargs)
+        out["evaluations"] += [float(loss) for loss in result[0].values()]
+        return result
+
+    def isend_and_count(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        out["sends"].append(str(tensor.dtype))
+        return isend(tensor, *args, **kwargs)
+
+    training.evaluate = evaluate_and_keep
+    dist.isend = dist.distributed_c10d.isend = isend_and_count  # both, since a P2POp takes the module's own only
 
     def setup_and_watch(*args: Any, **kwargs: Any) -> Any:
         chunks, optimizer, scheduler = setup(*args, **kwargs)

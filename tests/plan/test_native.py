@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatron_wlb
+from megatron_wlb.config import MAX_TOKENS
 from megatron_wlb.plan import native
 from megatron_wlb.plan.packing.wlb import PythonWlbCore
-from megatron_wlb.plan.workload import MAX_TOKENS
 
 METHODS = ("__init__", "step", "waiting", "load")
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_wlb.config import MAX_TOKENS
 from megatron_wlb.plan.workload import (
     FLOPS_PROFILE,
-    MAX_TOKENS,
     KernelModel,
     crossover_from_flops,
     document_work,

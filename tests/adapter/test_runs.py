@@ -1,0 +1,60 @@
+"""Whole runs beside parity and resume: evaluation, blends, ranks that disagree, and upstream's way without --wlb."""
+
+import math
+
+import pytest
+
+from tests.adapter.datasets import write_dataset
+from tests.adapter.training import relative_error, train
+
+PP2 = "--pipeline-model-parallel-size 2".split()
+CP2 = "--context-parallel-size 2".split()
+
+
+def test_evaluation_is_the_same_in_every_layout_and_does_not_disturb_training(dataset, tmp_path):
+    evaluate = "--eval-iters 2 --eval-interval 1".split()
+    plain = train(1, dataset, log=tmp_path / "plain.jsonl")
+    one = train(1, dataset, *evaluate, log=tmp_path / "one.jsonl")
+    four = train(4, dataset, *PP2, *CP2, *evaluate, log=tmp_path / "four.jsonl")
+    assert len(one["evaluations"]) == 3  # after each of two steps, and at the end
+    assert four["evaluations"] == pytest.approx(one["evaluations"], rel=1e-5)
+    assert [e["loss"] for e in one["log"]] == [e["loss"] for e in plain["log"]]
+
+
+def test_blend_of_two_datasets(dataset, tmp_path):
+    other = write_dataset(tmp_path / "other", seed=5, documents=50)
+    blend = f"0.7 {dataset} 0.3 {other}"
+    one = train(1, blend, log=tmp_path / "one.jsonl")
+    two = train(2, blend, *CP2, log=tmp_path / "two.jsonl")
+    assert [e["digest"] != "" and e["tokens"] for e in one["log"]] == [e["tokens"] for e in two["log"]]
+    assert max(relative_error(g, w) for g, w in zip(two["grads"], one["grads"], strict=True)) <= 1e-5
+    alone = train(1, dataset, log=tmp_path / "alone.jsonl")
+    assert [e["work"] for e in alone["log"]] != [e["work"] for e in one["log"]]
+
+
+def test_ranks_that_plan_differently_stop_with_an_error(dataset):
+    with pytest.raises(RuntimeError, match=r"ranks planned step 0 differently .*same dataset files, flags"):
+        train(2, dataset, *CP2, flags_of_rank={1: ["--wlb-outlier-thresholds", "40,160"]}, timeout=60)
+
+
+def test_planners_agree(dataset, tmp_path):
+    runs = [train(1, dataset, "--wlb-planner", p, log=tmp_path / p)["log"] for p in ("native", "python")]
+    assert [e["digest"] for e in runs[0]] == [e["digest"] for e in runs[1]]
+    assert [e["loss"] for e in runs[0]] == [e["loss"] for e in runs[1]]
+
+
+def test_data_workers_give_the_same_run(dataset, tmp_path):
+    plain = train(1, dataset, log=tmp_path / "plain.jsonl")
+    workers = train(1, dataset, "--num-workers", "2", log=tmp_path / "workers.jsonl")
+    assert [e["loss"] for e in workers["log"]] == [e["loss"] for e in plain["log"]]
+
+
+@pytest.mark.parametrize("data", ["--mock-data", "dataset"])
+def test_without_wlb_upstream_trains_its_own_way(data, dataset, tmp_path):
+    flags = ["--mock-data"] if data == "--mock-data" else ["--data-cache-path", str(tmp_path)]
+    flags += "--eval-iters 1 --eval-interval 2".split()
+    one = train(1, "" if data == "--mock-data" else dataset, *flags, wlb=False)
+    two = train(2, "" if data == "--mock-data" else dataset, *flags, *PP2, wlb=False)
+    assert max(relative_error(g, w) for g, w in zip(two["grads"], one["grads"], strict=True)) <= 1e-5
+    assert two["evaluations"] == pytest.approx(one["evaluations"], rel=1e-5)
+    assert all(math.isfinite(loss) for loss in one["evaluations"])
