@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from megatron_wlb.plan.sharding import per_document, per_sequence
 from megatron_wlb.plan.sharding.segments import encode, gather_index, positions, ranges, rows
 
-settings.register_profile("sharding", deadline=None)
-settings.load_profile("sharding")
+patient = settings(deadline=None)
 
 SHARDINGS = [per_sequence, per_document]
 
@@ -32,6 +31,7 @@ def segments_of(shard):
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
+@patient
 @given(micro_batches())
 @example((np.array([32], np.int64), 16))
 @example((np.array([10**6] * 24, np.int64), 1))
@@ -47,6 +47,7 @@ def test_shards_partition_the_micro_batch(sharding, case):
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
+@patient
 @given(micro_batches())
 @example((np.array([1] * 32, np.int64), 16))
 def test_ranks_hold_equally_many_tokens(sharding, case):
@@ -55,6 +56,7 @@ def test_ranks_hold_equally_many_tokens(sharding, case):
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
+@patient
 @given(micro_batches())
 def test_a_colour_holds_each_document_once_and_in_order(sharding, case):
     for shard in sharding(*case).shards:
@@ -64,6 +66,7 @@ def test_a_colour_holds_each_document_once_and_in_order(sharding, case):
             assert (colour["stop"] > colour["start"]).all()
 
 
+@patient
 @given(small)
 def test_per_sequence_ranks_hold_mirrored_chunks(case):
     lengths, cp_size = case
@@ -73,6 +76,7 @@ def test_per_sequence_ranks_hold_mirrored_chunks(case):
         assert np.array_equal(rows(lengths, shard), expected)
 
 
+@patient
 @given(micro_batches())
 def test_per_document_chunks_differ_by_one_token_at_most(case):
     lengths, cp_size = case
@@ -88,6 +92,7 @@ def test_per_document_chunks_differ_by_one_token_at_most(case):
         assert max(sizes) - min(sizes) <= (lengths[document] % (2 * cp_size) > 0)
 
 
+@patient
 @given(st.integers(1, 16), st.lists(st.integers(1, 30_000), min_size=1, max_size=24))
 def test_per_document_work_is_equal_when_lengths_divide(cp_size, multiples):
     lengths = 2 * cp_size * np.array(multiples, np.int64)
@@ -101,6 +106,7 @@ def test_per_document_work_is_equal_when_lengths_divide(cp_size, multiples):
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
+@patient
 @given(micro_batches())
 @example((np.array([1, 1], np.int64), 1))
 @example((np.array([32], np.int64), 16))
@@ -122,6 +128,7 @@ def test_encoding_spans_all_keys_and_holds_the_segments(sharding, case):
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
+@patient
 @given(small)
 def test_rows_positions_and_the_gather_index(sharding, case):
     lengths, cp_size = case
@@ -136,6 +143,7 @@ def test_rows_positions_and_the_gather_index(sharding, case):
     assert np.array_equal(np.array(gathered)[gather_index(plan)], np.arange(lengths.sum()))
 
 
+@patient
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9))))
 def test_ranges_concatenate(pairs):
     starts, counts = np.array(pairs, np.int64).reshape(-1, 2).T

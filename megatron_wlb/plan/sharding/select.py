@@ -4,7 +4,7 @@ import numpy as np
 
 from megatron_wlb.plan.sharding.per_document import per_document
 from megatron_wlb.plan.sharding.per_sequence import per_sequence
-from megatron_wlb.plan.types import Shard, ShardPlan
+from megatron_wlb.plan.types import SEGMENT, Shard, ShardPlan
 from megatron_wlb.plan.workload import KernelModel
 
 SHARDINGS = ("per-sequence", "per-document", "adaptive")
@@ -23,14 +23,23 @@ def shard_work(shard: Shard, kernel: KernelModel) -> float:
 def shard(lengths: np.ndarray, cp_size: int, strategy: str, kernel: KernelModel) -> ShardPlan:
     """Shard documents of `lengths` (int64 [n], sum divisible by 2 * cp_size) over `cp_size` ranks.
 
-    `adaptive` takes the sharding with the smaller predicted maximum over ranks, per-sequence on a tie, since it makes
-    fewer fragments (paper, section 5.3). Deterministic, so that every rank chooses alike.
+    A single rank holds everything in one piece, whatever the strategy. `adaptive` takes the sharding with the smaller
+    predicted maximum over ranks, per-sequence on a tie, since it makes fewer fragments (paper, section 5.3).
+    Deterministic, so that every rank chooses alike.
     """
+    if strategy not in SHARDINGS:
+        raise ValueError(f"unknown sharding {strategy!r}; choose one of {', '.join(SHARDINGS)}")
+    if cp_size == 1:
+        return _whole(lengths)
     if strategy == "per-sequence":
         return per_sequence(lengths, cp_size)
     if strategy == "per-document":
         return per_document(lengths, cp_size)
-    if strategy != "adaptive":
-        raise ValueError(f"unknown sharding {strategy!r}; choose one of {', '.join(SHARDINGS)}")
     plans = (per_sequence(lengths, cp_size), per_document(lengths, cp_size))
     return min(plans, key=lambda plan: float(rank_work(plan, kernel).max()))
+
+
+def _whole(lengths: np.ndarray) -> ShardPlan:
+    colour = np.zeros(len(lengths), SEGMENT)
+    colour["document"], colour["stop"] = np.arange(len(lengths)), lengths
+    return ShardPlan(lengths=lengths, shards=(Shard(colours=(colour,)),), strategy="whole")
