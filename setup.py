@@ -1,5 +1,6 @@
 """Builds the native packing core. Without a compiler the package installs all the same and plans in Python."""
 
+import glob
 import os
 import sys
 
@@ -31,10 +32,11 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "megatron_wlb._native",
-            ["csrc/bindings.cpp", "csrc/wlb.cpp"],
-            depends=["csrc/wlb.h"],
+            sorted(glob.glob("csrc/*.cpp")),
+            depends=glob.glob("csrc/*.h"),
             cxx_std=17,
-            extra_compile_args=["-O3"],
+            # Python and C++ must round alike, so no fused multiply-add.
+            extra_compile_args=["-O3", "-ffp-contract=off"],
             optional=not REQUIRED,
         )
     ],

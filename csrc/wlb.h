@@ -6,16 +6,9 @@
 #include <cstdint>
 #include <vector>
 
+#include "document.h"
+
 namespace wlb {
-
-struct Document {
-  int64_t index, length, work;
-};
-
-struct Packed {
-  std::vector<int64_t> order;   // document indices, by micro-batch
-  std::vector<int64_t> bounds;  // micro-batch i is order[bounds[i], bounds[i + 1])
-};
 
 // Throws std::invalid_argument, before anything changes, on values whose sums might not fit 64 bits. An instance
 // belongs to one thread at a time.
@@ -33,7 +26,6 @@ class WlbCore {
   const std::vector<Document>& remained() const { return remained_; }
 
  private:
-  void check(const std::vector<Document>& documents) const;
   std::vector<Document>* queue_of(int64_t length);
   Packed place(const std::vector<Document>& documents);
 

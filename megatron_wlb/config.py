@@ -6,7 +6,8 @@ from typing import Any
 
 MAX_TOKENS = 1 << 26
 """Longest micro-batch for which work stays exact in 64 bits, with room for sums over a global batch."""
-PACKINGS = ("original", "wlb")
+PACKINGS = ("original", "fixed", "wlb", "adaptive")
+PACKING_MODES = ("constant-tokens", "low-displacement")
 CP_SHARDINGS = ("per-sequence", "per-document", "adaptive")
 ATTENTION_BACKENDS = ("auto", "aten", "cpu", "reference")
 PLANNERS = ("auto", "native", "python")
@@ -24,7 +25,8 @@ class WlbConfig:
         "wlb",
         "How documents become micro-batches. original: concatenated and cut at --seq-length, as Megatron does. wlb: "
         "Algorithm 1 of WLB-LLM: equal work, variable length, very long documents wait until each micro-batch gets "
-        "one.",
+        "one. adaptive: equal work, variable length, a document waits until a step stays balanced with it, under a "
+        "bound on its delay. fixed: the paper's baseline, greedy under the window over --wlb-global-batches.",
         PACKINGS,
     )
     outlier_thresholds: tuple[int, ...] | None = _setting(
@@ -32,6 +34,16 @@ class WlbConfig:
         "Comma-separated L_1,L_2,...: documents of L_i <= length < L_{i+1} wait in queue i until there is one for "
         "every micro-batch. Default: a quarter and a half of --seq-length.",
     )
+    packing_mode: str = _setting(
+        "constant-tokens",
+        "Of adaptive packing. constant-tokens: the same number of tokens in every step, reading ahead in the data. "
+        "low-displacement: documents run when they come, tokens per step vary with --wlb-max-tokens.",
+        PACKING_MODES,
+    )
+    max_delay_steps: int = _setting(
+        30, "Of adaptive packing: no document runs later than this many steps after it arrives; at least 7."
+    )
+    global_batches: int = _setting(1, "Of fixed packing: global batches that are packed together.")
     max_tokens: int | None = _setting(
         None,
         "S_max: longest micro-batch in tokens, bounded by memory; at least --seq-length. Default: 1.25 times "
@@ -83,7 +95,12 @@ class WlbConfig:
                 f"--wlb-outlier-thresholds is {','.join(map(str, thresholds))!r}; give lengths of at least 1 in "
                 "increasing order, such as 32768,65536"
             )
-        for name, limit in (("crossover", 1 << 35), ("plan_ahead", 1 << 10), ("digest_interval", 1 << 31)):
+        for name, limit in (
+            ("global_batches", 1 << 10),
+            ("crossover", 1 << 35),
+            ("plan_ahead", 1 << 10),
+            ("digest_interval", 1 << 31),
+        ):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= limit:
                 raise ValueError(f"--wlb-{_dashes(name)} is {value}; it must be from 1 to {limit}")

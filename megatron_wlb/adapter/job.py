@@ -20,10 +20,11 @@ from megatron_wlb.adapter.model import WlbPackedSeqParams
 from megatron_wlb.adapter.p2p import PlannedP2PCommunicator
 from megatron_wlb.config import WlbConfig
 from megatron_wlb.plan import native
-from megatron_wlb.plan.packer import Packer, Policy
-from megatron_wlb.plan.packing import OriginalPolicy, WlbPolicy
+from megatron_wlb.plan.packer import Packer
+from megatron_wlb.plan.packing import make_policy
 from megatron_wlb.plan.step import Layout, Planner
 from megatron_wlb.plan.stream import DocumentStream
+from megatron_wlb.plan.types import Policy
 from megatron_wlb.plan.workload import KernelModel, crossover_from_flops, load_profile
 
 
@@ -243,14 +244,16 @@ class WlbJob:
         return Planner(packer, layout, first_step=first_step, ahead=config.plan_ahead)
 
     def _policy(self, packing: str, num_micro_batches: int) -> Policy:
-        context_length = self._args.seq_length
-        if packing == "original":
-            return OriginalPolicy(num_micro_batches=num_micro_batches, context_length=context_length)
-        return WlbPolicy(
+        return make_policy(
+            packing,
             num_micro_batches=num_micro_batches,
+            context_length=self._args.seq_length,
             max_tokens=self._max_tokens,
-            outlier_thresholds=self._config.thresholds_for(context_length),
             crossover_tokens=self._crossover,
+            outlier_thresholds=self._config.thresholds_for(self._args.seq_length),
+            mode=self._config.packing_mode,
+            max_delay_steps=self._config.max_delay_steps,
+            num_global_batches=self._config.global_batches,
             use_native=self._use_native,
         )
 
@@ -266,11 +269,16 @@ class WlbJob:
         documents = sum(len(s.pairs) for s in split_data.sources)
         short = sum(s.too_short for s in split_data.sources)
         core = "native" if self._use_native else "python"
+        detail = {
+            "wlb": f"thresholds {','.join(map(str, config.thresholds_for(self._args.seq_length)))}, ",
+            "adaptive": f"mode {config.packing_mode}, delay at most {config.max_delay_steps} steps, ",
+            "fixed": f"over {config.global_batches} global batches, ",
+        }.get(config.packing, "")
         print_rank_0(
             f"> wlb: {documents} documents ({short} under 2 tokens are left out), packing {config.packing} ({core}) "
             f"into {num_micro_batches} micro-batches a step, window {self._args.seq_length}, S_max {self._max_tokens}, "
-            f"thresholds {','.join(map(str, config.thresholds_for(self._args.seq_length)))}, crossover "
-            f"{self._crossover} tokens, CP sharding {config.cp_sharding}, profile {self._profile.name}"
+            f"{detail}crossover {self._crossover} tokens, CP sharding {config.cp_sharding}, profile "
+            f"{self._profile.name}"
         )
 
 

@@ -1,8 +1,13 @@
-"""How well a step is balanced, and what it cost in order."""
+"""How well steps are balanced, and what that cost in order and in tokens per step: per step, and over a run."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_wlb.plan.types import Packing
+from megatron_wlb.plan.workload import document_work
 
 
 def imbalance(work: np.ndarray) -> float:
@@ -12,8 +17,114 @@ def imbalance(work: np.ndarray) -> float:
 
 
 def delays(packing: Packing, step: int) -> dict[int, int]:
-    """Tokens of the step by the number of steps they ran after they arrived."""
+    """Tokens of the step by the number of steps they ran after they arrived; negative if a policy read ahead."""
     late = step - packing.documents["arrival"]
-    steps, where = np.unique(late, return_inverse=True)
-    tokens = np.bincount(where, weights=packing.documents["length"]).astype(np.int64)
-    return dict(zip(steps.tolist(), tokens.tolist(), strict=True))
+    first = int(late.min(initial=0))
+    tokens = np.bincount(late - first, weights=packing.documents["length"])
+    return {first + int(i): int(tokens[i]) for i in np.flatnonzero(tokens)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """What is measured of one step; see `measure`."""
+
+    tokens: int
+    imbalance: float
+    ratio_to_bound: float
+    """Largest micro-batch over max(mean micro-batch, largest document), which no packing of the step goes below."""
+    delays: dict[int, int]
+    """Tokens by the number of steps they ran after they arrived."""
+    long_tokens: int
+    """Tokens of documents (pieces) of more than a quarter of the context window."""
+    plan_ms: float
+
+
+def measure(
+    packing: Packing, step: int, *, crossover_tokens: int, context_length: int, plan_ms: float = 0.0
+) -> StepMetrics:
+    """Measure the packing of `step`. O(documents); work is that of `workload.document_work`."""
+    lengths = packing.documents["length"]
+    document = document_work(lengths, crossover_tokens)
+    work = packing.sums(document)
+    bound = max(float(work.sum()) / len(work), float(document.max(initial=0)))
+    return StepMetrics(
+        tokens=int(lengths.sum()),
+        imbalance=imbalance(work),
+        ratio_to_bound=float(work.max()) / bound if bound else 1.0,
+        delays=delays(packing, step),
+        long_tokens=int(lengths[4 * lengths > context_length].sum()),
+        plan_ms=plan_ms,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Measures of a run, always shown together: each can be had at the cost of another; see `summarise`."""
+
+    steps: int
+    tokens: int
+    imbalance_mean: float
+    imbalance_p95: float
+    ratio_to_bound: float
+    late_steps: float
+    """Mean over tokens of max(0, delay)."""
+    spread_steps: float
+    """Mean over tokens of |delay - median delay|: what is left if all of the data may run some steps later."""
+    max_delay_steps: int
+    token_cv: float
+    """Standard deviation of tokens per step over their mean."""
+    long_share_mean: float
+    """Share of a step's tokens that belong to documents of more than a quarter of the window."""
+    long_share_std: float
+    waiting_documents: int
+    plan_ms_median: float
+    plan_ms_min: float
+    plan_ms_max: float
+
+
+def summarise(steps: Sequence[StepMetrics], *, num_waiting: int, skip: float = 0.1) -> Summary:
+    """Summarise all steps of a run.
+
+    The first and the last `skip` of the steps (rounded down) are left out of everything but counts, extremes and
+    planning time: queues fill and drain there. Raises ValueError if no step is left.
+    """
+    edge = int(skip * len(steps))
+    kept = steps[edge : len(steps) - edge]
+    if not kept:
+        raise ValueError(f"nothing to summarise: {len(steps)} steps, of which {edge} at either end are left out")
+    imbalances = np.array([s.imbalance for s in kept])
+    tokens = np.array([s.tokens for s in kept])
+    shares = np.array([s.long_tokens / max(1, s.tokens) for s in kept])
+    late, spread = _displacement(kept)
+    times = [s.plan_ms for s in steps]
+    return Summary(
+        steps=len(steps),
+        tokens=sum(s.tokens for s in steps),
+        imbalance_mean=float(imbalances.mean()),
+        imbalance_p95=float(np.quantile(imbalances, 0.95)),
+        ratio_to_bound=float(np.mean([s.ratio_to_bound for s in kept])),
+        late_steps=late,
+        spread_steps=spread,
+        max_delay_steps=max(max(s.delays, default=0) for s in steps),
+        token_cv=float(tokens.std() / max(1.0, tokens.mean())),
+        long_share_mean=float(shares.mean()),
+        long_share_std=float(shares.std()),
+        waiting_documents=num_waiting,
+        plan_ms_median=float(np.median(times)),
+        plan_ms_min=min(times),
+        plan_ms_max=max(times),
+    )
+
+
+def _displacement(steps: Sequence[StepMetrics]) -> tuple[float, float]:
+    """`late_steps` and `spread_steps` of `Summary`."""
+    counts: Counter[int] = Counter()
+    for step in steps:
+        counts.update(step.delays)
+    if not counts:
+        return 0.0, 0.0
+    delay = np.array(sorted(counts))
+    tokens = np.array([counts[d] for d in delay.tolist()])
+    median = delay[np.searchsorted(2 * np.cumsum(tokens), tokens.sum())]
+    late = np.average(np.maximum(delay, 0), weights=tokens)
+    return float(late), float(np.average(np.abs(delay - median), weights=tokens))

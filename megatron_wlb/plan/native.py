@@ -1,10 +1,10 @@
 """The only switch between Python and C++: whether the native core was built, and its classes if so."""
 
-__all__ = ["AVAILABLE", "WlbCore"]
+__all__ = ["AVAILABLE", "AdaptiveCore", "WlbCore"]
 
 try:
-    from megatron_wlb._native import WlbCore
+    from megatron_wlb._native import AdaptiveCore, WlbCore
 except ImportError:
-    WlbCore = None  # type: ignore[assignment,misc]
+    AdaptiveCore = WlbCore = None  # type: ignore[assignment,misc]
 
 AVAILABLE = WlbCore is not None

@@ -1,24 +1,17 @@
 """Stream + policy + state: the micro-batches of step t, and nothing lost between steps."""
 
+import operator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from megatron_wlb.plan.packing import OriginalPolicy
+from megatron_wlb.plan.packing.original import OriginalPolicy
 from megatron_wlb.plan.stream import DocumentStream
-from megatron_wlb.plan.types import DOCUMENT, Packing
+from megatron_wlb.plan.types import DOCUMENT, Packing, Policy
 
 FORMAT = "megatron-wlb-packer-state"
 VERSION = 1
-
-
-class Policy(Protocol):
-    """What a packing policy does; see `packing/`."""
-
-    def pack(self, arrived: np.ndarray) -> Packing: ...
-    def waiting(self) -> dict[str, np.ndarray]: ...
-    def load_waiting(self, waiting: dict[str, np.ndarray]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +26,18 @@ class PackedStep:
 
 
 class Packer:
-    """Packs step after step. Every step draws the documents of one global batch, N * C pairs, from the stream.
+    """Packs step after step; a policy draws from the stream what it needs.
 
-    A step that would hold no document at all (all of its documents wait) draws another global batch.
+    A document arrives in the step in whose global batch of N * C pairs it begins. A step that would hold no document
+    at all, since all of its documents wait, moves on by another global batch.
+
+    Args:
+        stream: where documents come from.
+        policy: which of them run when, and in which micro-batch.
+        num_micro_batches: N, of a global batch over all data-parallel ranks.
+        context_length: C in pairs.
+        fingerprint: of the dataset; a state of another one is refused.
+        policy_name: likewise.
     """
 
     def __init__(
@@ -50,35 +52,43 @@ class Packer:
     ) -> None:
         self._stream, self._policy = stream, policy
         self._original = OriginalPolicy(num_micro_batches=num_micro_batches, context_length=context_length)
-        self._batch_tokens = num_micro_batches * context_length
-        self._settings = {
-            "fingerprint": fingerprint,
-            "context_length": context_length,
-            "num_micro_batches": num_micro_batches,
-            "policy": policy_name,
-        }
-        self._step, self._drawn_tokens = 0, 0
+        self._num_micro_batches, self._context_length = num_micro_batches, context_length
+        self._settings = {"fingerprint": fingerprint, "context_length": context_length, "policy": policy_name}
+        self._step = 0
+        self._base = (0, 0)  # a step, and the position of the stream at which its global batch begins
 
     @property
     def step(self) -> int:
         """The step that `next` will plan."""
         return self._step
 
+    @property
+    def finished(self) -> bool:
+        """The data is at its end, and nothing waits."""
+        return self._stream.exhausted and not self._num_waiting()
+
     def next(self) -> PackedStep:
-        """Plan the next step."""
+        """Plan the next step. Raises StopIteration if `finished`."""
+        if self.finished:
+            raise StopIteration("every document has been packed")
+        draw = _Draw(self._stream, self._step, self._base, self._num_micro_batches * self._context_length)
         while True:
-            self._drawn_tokens += self._batch_tokens
-            arrived = self._stream.take(self._drawn_tokens)
-            arrived["arrival"] = self._step
-            original = self._original.pack(arrived)
-            packing = self._policy.pack(arrived)
+            packing = self._policy.pack(self._step, draw)
             if len(packing.documents):
                 break
+            self._base = draw.skip_a_global_batch()
+        original = self._original.cut(np.concatenate([np.empty(0, DOCUMENT), *draw.rows]))
         self._step += 1
-        waiting = sum(len(rows) for rows in self._policy.waiting().values())
         return PackedStep(
-            step=self._step - 1, packing=packing, original=original, num_waiting=waiting, state=self.state()
+            step=self._step - 1,
+            packing=packing,
+            original=original,
+            num_waiting=self._num_waiting(),
+            state=self.state(),
         )
+
+    def _num_waiting(self) -> int:
+        return sum(len(rows) for rows in self._policy.waiting().values())
 
     def state(self) -> dict[str, Any]:
         """Everything `load_state` needs, as JSON types; small: references to documents, never tokens."""
@@ -86,18 +96,19 @@ class Packer:
             "format": FORMAT,
             "version": VERSION,
             **self._settings,
+            "num_micro_batches": self._num_micro_batches,
             "step": self._step,
-            "drawn_tokens": self._drawn_tokens,
+            "base": list(self._base),
             "stream": self._stream.state(),
             "waiting": _to_json(self._policy.waiting()),
             "original": _to_json(self._original.waiting()),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on after the step that `state` was taken after.
+        """Go on after the step that `state` was taken after, also with another number of micro-batches.
 
-        Raises ValueError, before anything changes, for another format or version, dataset, context window, policy or
-        global batch size, or if something is missing.
+        Raises ValueError, before anything changes, for another format or version, dataset, context window or policy, or
+        if something is missing.
         """
         if not isinstance(state, dict) or state.get("format") != FORMAT:
             raise ValueError(f"not a packer state: its format is not {FORMAT!r}")
@@ -109,15 +120,60 @@ class Packer:
                     f"the packer state was saved with {name} {state.get(name)!r}, this run has {value!r}; "
                     "resume with the same setting"
                 )
+        before = self._policy.waiting(), self._original.waiting()
         try:
-            step, drawn_tokens = int(state["step"]), int(state["drawn_tokens"])
-            waiting, original = _from_json(state["waiting"]), _from_json(state["original"])
+            step, num_micro_batches, base_step, base_position = _integers(
+                [state["step"], state["num_micro_batches"], *state["base"]], 4
+            )
+            self._policy.load_waiting(_from_json(state["waiting"]))
+            self._original.load_waiting(_from_json(state["original"]))
             self._stream.load_state(state["stream"])
-        except (KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            self._policy.load_waiting(before[0])
+            self._original.load_waiting(before[1])
+            if isinstance(error, ValueError):
+                raise
             raise ValueError(f"the packer state is damaged: {error!r}; restore it or resume an older one") from error
-        self._policy.load_waiting(waiting)
-        self._original.load_waiting(original)
-        self._step, self._drawn_tokens = step, drawn_tokens
+        same = num_micro_batches == self._num_micro_batches
+        self._step, self._base = step, (base_step, base_position) if same else (step, self._stream.position)
+
+
+class _Draw:
+    """The stream as a policy sees it in one step: global batches in, documents with their arrival out."""
+
+    def __init__(self, stream: DocumentStream, step: int, base: tuple[int, int], batch_tokens: int) -> None:
+        self._stream, self._step, self._base, self._batch_tokens = stream, step, base, batch_tokens
+        self.rows: list[np.ndarray] = []
+
+    @property
+    def exhausted(self) -> bool:
+        return self._stream.exhausted
+
+    def __call__(self, global_batches: int) -> np.ndarray:
+        step, position = self._base
+        return self._take(position + (global_batches - step) * self._batch_tokens)
+
+    def more(self, tokens: int) -> np.ndarray:
+        return self._take(self._stream.position + tokens)
+
+    def ahead(self, step: int) -> int:
+        base_step, position = self._base
+        return self._stream.position - position - (step - base_step) * self._batch_tokens
+
+    def _take(self, limit: int) -> np.ndarray:
+        step, position = self._base
+        begin = self._stream.position
+        rows = self._stream.take(limit)
+        starts = begin + np.cumsum(rows["length"]) - rows["length"]
+        # Not before it is taken: where documents don't fit their steps, the stream falls behind.
+        rows["arrival"] = np.maximum(self._step, step + (starts - position) // self._batch_tokens)
+        self.rows.append(rows)
+        return rows
+
+    def skip_a_global_batch(self) -> tuple[int, int]:
+        step, position = self._base
+        self._base = (step, position + self._batch_tokens)
+        return self._base
 
 
 def _to_json(waiting: dict[str, np.ndarray]) -> dict[str, list[tuple[int, ...]]]:
@@ -125,4 +181,12 @@ def _to_json(waiting: dict[str, np.ndarray]) -> dict[str, list[tuple[int, ...]]]
 
 
 def _from_json(waiting: dict[str, list[list[int]]]) -> dict[str, np.ndarray]:
-    return {name: np.array([tuple(r) for r in rows], DOCUMENT) for name, rows in waiting.items()}
+    size = len(DOCUMENT.names or ())
+    return {name: np.array([tuple(_integers(r, size)) for r in rows], DOCUMENT) for name, rows in waiting.items()}
+
+
+def _integers(values: list[int], size: int) -> list[int]:
+    """`values`; TypeError unless they are `size` integers: numpy would round and parse others."""
+    if len(values) != size:
+        raise TypeError(f"{size} integers expected, not {values}")
+    return [operator.index(value) for value in values]

@@ -7,6 +7,8 @@ share of tokens.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,10 @@ import numpy as np
 from megatron_wlb.plan.types import DOCUMENT
 
 _ROUNDS = 6
+_CHUNK = 4096
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Source:
     """One dataset of a blend: the documents [first, first + len(pairs)) of a `.bin/.idx` dataset."""
 
@@ -25,25 +28,34 @@ class Source:
     weight: float = 1.0
     first: int = 0
 
-    @property
+    @cached_property
     def too_short(self) -> int:
         """Documents under 2 tokens, which have nothing to train."""
         return int((self.pairs < 1).sum())
 
 
 class DocumentStream:
-    """Endless stream of documents, cut into pieces of at most `context_length` pairs.
+    """Stream of documents, cut into pieces of at most `context_length` pairs; endless unless `num_epochs` is given.
 
     Args:
         sources: the datasets of the blend; weights are shares of tokens.
         seed: of the epoch shuffles.
         context_length: longest piece in pairs.
         shuffle: False for file order.
+        num_epochs: passes over every dataset; a dataset that is at its end leaves the blend to the others.
 
     Raises ValueError if a dataset has no document of at least 2 tokens, or a weight is not positive.
     """
 
-    def __init__(self, sources: Sequence[Source], *, seed: int, context_length: int, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        seed: int,
+        context_length: int,
+        shuffle: bool = True,
+        num_epochs: int | None = None,
+    ) -> None:
         for i, source in enumerate(sources):
             if len(source.pairs) == source.too_short:
                 raise ValueError(f"dataset {i} of the blend is empty: it has no document of at least 2 tokens")
@@ -53,17 +65,29 @@ class DocumentStream:
             raise ValueError("the blend is empty; give at least one dataset")
         self.sources = list(sources)
         self.context_length = context_length
-        self._seed, self._shuffle = seed, shuffle
+        self._seed, self._shuffle, self._num_epochs = seed, shuffle, num_epochs
         self._drawn = [0] * len(sources)  # documents taken from each dataset, epochs included
+        self._given = [0] * len(sources)  # of those, documents with something to train
         self._tokens = [0] * len(sources)  # pairs taken from each dataset
+        self._chunks: dict[int, tuple[tuple[int, int], list[int]]] = {}
         self._position = 0  # pairs taken in all
         self._index = 0  # pieces taken in all
         self._head: tuple[int, int, int] | None = None  # dataset, document, offset of a document not wholly taken
 
+    @property
+    def position(self) -> int:
+        """Pairs taken so far: where the next piece begins."""
+        return self._position
+
+    @property
+    def exhausted(self) -> bool:
+        """Nothing will come any more."""
+        return self._head is None and not self._open()
+
     def take(self, limit: int) -> np.ndarray:
         """Next pieces, all that begin before pair `limit` of the stream: DOCUMENT [n], `arrival` left 0."""
         pieces: list[tuple[int, int, int, int]] = []
-        while self._position < limit:
+        while self._position < limit and not self.exhausted:
             dataset, document, offset = self._head or (*self._next_document(), 0)
             pairs = int(self.sources[dataset].pairs[document - self.sources[dataset].first])
             while offset < pairs and self._position < limit:
@@ -86,6 +110,7 @@ class DocumentStream:
             "seed": self._seed,
             "shuffle": self._shuffle,
             "drawn": list(self._drawn),
+            "given": list(self._given),
             "tokens": list(self._tokens),
             "position": self._position,
             "index": self._index,
@@ -96,7 +121,8 @@ class DocumentStream:
         """Go on from a `state()` of a stream over the same datasets.
 
         Raises ValueError, before anything changes, for another number of datasets or another order of documents, which
-        would repeat some of the epoch's documents and leave out others.
+        would repeat some of the epoch's documents and leave out others; TypeError or KeyError, likewise, for what is
+        not a state.
         """
         if len(state["drawn"]) != len(self.sources):
             raise ValueError(f"the state has {len(state['drawn'])} datasets, this blend has {len(self.sources)}")
@@ -105,16 +131,22 @@ class DocumentStream:
                 raise ValueError(
                     f"the state was saved with {name} {state[name]}, this run has {value}; resume with the same"
                 )
-        self._drawn, self._tokens = list(state["drawn"]), list(state["tokens"])
-        self._position, self._index = state["position"], state["index"]
-        self._head = tuple(state["head"]) if state["head"] else None
+        drawn, given, tokens = ([index(n) for n in state[key]] for key in ("drawn", "given", "tokens"))
+        position, next_index = index(state["position"]), index(state["index"])
+        head = [index(n) for n in state["head"] or ()]
+        if not len(drawn) == len(given) == len(tokens) or len(head) not in (0, 3):
+            raise ValueError("the state is damaged: it lacks counts of a dataset, or parts of the document begun")
+        self._drawn, self._given, self._tokens = drawn, given, tokens
+        self._position, self._index = position, next_index
+        self._head = (head[0], head[1], head[2]) if head else None
 
     def _next_document(self) -> tuple[int, int]:
         """Dataset and document of the next document with something to train."""
-        total = sum(self._tokens)
-        shares = sum(s.weight for s in self.sources)
-        behind = [s.weight / shares * total - t for s, t in zip(self.sources, self._tokens, strict=True)]
-        dataset = behind.index(max(behind))
+        candidates = self._open()
+        total = sum(self._tokens[i] for i in candidates)
+        shares = sum(self.sources[i].weight for i in candidates)
+        # The first of those furthest behind their share.
+        dataset = max(candidates, key=lambda i: self.sources[i].weight / shares * total - self._tokens[i])
         source = self.sources[dataset]
         while True:
             epoch, place = divmod(self._drawn[dataset], len(source.pairs))
@@ -122,33 +154,54 @@ class DocumentStream:
             document = self._order(dataset, epoch, place)
             if pairs := int(source.pairs[document]):
                 self._tokens[dataset] += pairs
+                self._given[dataset] += 1
                 return dataset, source.first + document
 
+    def _open(self) -> Sequence[int]:
+        """Datasets that have documents left."""
+        if self._num_epochs is None:
+            return range(len(self.sources))
+        limits = ((len(s.pairs) - s.too_short) * self._num_epochs for s in self.sources)
+        return [i for i, limit in enumerate(limits) if self._given[i] < limit]
+
     def _order(self, dataset: int, epoch: int, place: int) -> int:
+        """The document at a place of an epoch; permuted a chunk at a time, which is what costs."""
         if not self._shuffle:
             return place
-        return shuffled(place, len(self.sources[dataset].pairs), (self._seed, dataset, epoch))
+        chunk, within = divmod(place, _CHUNK)
+        if self._chunks.get(dataset, (None,))[0] != (epoch, chunk):
+            size = len(self.sources[dataset].pairs)
+            places = np.arange(chunk * _CHUNK, min((chunk + 1) * _CHUNK, size))
+            order = shuffled(places, size, (self._seed, dataset, epoch)).tolist()
+            self._chunks[dataset] = ((epoch, chunk), order)
+        return self._chunks[dataset][1][within]
 
 
-def shuffled(place: int, size: int, key: tuple[int, ...]) -> int:
-    """Element `place` of a permutation of range(size) that `key` selects; both directions cost no memory."""
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask = (1 << half) - 1
-    seed = 0
+def shuffled(places: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
+    """Elements `places` (int64 [n]) of a permutation of range(size) that `key` selects, int64 [n].
+
+    A Feistel network over the next even power of two; what falls outside of the range walks on until it is inside.
+    """
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    seed = np.zeros(1, np.uint64)
     for k in key:
-        seed = _mix(seed ^ _mix(k))
-    while True:
-        left, right = place >> half, place & mask
-        for i in range(_ROUNDS):
-            left, right = right, left ^ (_mix(right ^ _mix(seed + i)) & mask)
-        place = left << half | right
-        if place < size:
-            return place
+        seed = _mix(seed ^ _mix(np.array([k % (1 << 64)], np.uint64)))
+    keys = [_mix(seed + np.uint64(i)) for i in range(_ROUNDS)]
+    out = places.astype(np.uint64)
+    outside = np.ones(len(out), bool)
+    while outside.any():
+        left, right = out[outside] >> half, out[outside] & mask
+        for round_key in keys:
+            left, right = right, left ^ (_mix(right ^ round_key) & mask)
+        out[outside] = left << half | right
+        outside = out >= size
+    return out.astype(np.int64)
 
 
-def _mix(x: int) -> int:
-    """SplitMix64's finaliser (Steele, Lea, Flood 2014)."""
-    x = (x + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return x ^ (x >> 31)
+def _mix(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014) on uint64, which wraps around."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

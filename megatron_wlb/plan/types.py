@@ -5,6 +5,7 @@ window have been cut into pieces by the stream; a piece is a document for everyt
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -44,6 +45,36 @@ class Packing:
         """Per micro-batch sums, int64 [N], of one integer per document."""
         total = np.concatenate(([0], np.cumsum(values, dtype=np.int64)))
         return total[self.bounds[1:]] - total[self.bounds[:-1]]
+
+
+class Draw(Protocol):
+    """How a packing policy takes documents from the stream."""
+
+    @property
+    def exhausted(self) -> bool:
+        """The data is at its end: what waits must be packed now."""
+
+    def __call__(self, global_batches: int) -> np.ndarray:
+        """DOCUMENT rows not taken before, of the first `global_batches` * N * C pairs of the stream, arrivals set."""
+
+    def more(self, tokens: int) -> np.ndarray:
+        """The next DOCUMENT rows, of at least `tokens` pairs in all unless the data ends."""
+
+    def ahead(self, step: int) -> int:
+        """Pairs taken so far beyond the beginning of global batch `step`."""
+
+
+class Policy(Protocol):
+    """A packing policy: which documents run in a step, and in which micro-batch; see `packing/`."""
+
+    def pack(self, step: int, draw: Draw) -> Packing:
+        """The micro-batches of step `step`, from what waits and what the policy draws."""
+
+    def waiting(self) -> dict[str, np.ndarray]:
+        """Documents drawn and not yet packed, by the name of the place where they wait: DOCUMENT arrays."""
+
+    def load_waiting(self, waiting: dict[str, np.ndarray]) -> None:
+        """Take over what `waiting` gave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ def check(monkeypatch, *flags, world_size=1):
 
 
 REFUSED = {
-    "--wlb-packing best": "choose one of original, wlb",
+    "--wlb-packing best": "choose one of original, fixed, wlb, adaptive",
     "--wlb-cp-sharding ring": "choose one of per-sequence, per-document, adaptive",
     "--wlb-attention-backend cudnn": "choose one of auto, aten, cpu, reference",
     "--wlb-planner rust": "choose one of auto, native, python",

@@ -19,7 +19,7 @@ LAYOUTS = {
 EXACT = ("step", "digest", "loss", "tokens", "imbalance", "imbalance_original", "delays_tokens", "work")
 
 
-@pytest.mark.parametrize("packing", ["wlb", "original"])
+@pytest.mark.parametrize("packing", ["wlb", "original", "adaptive", "fixed"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_resumed_equals_uninterrupted(layout, packing, dataset, tmp_path):
     size, flags = LAYOUTS[layout]

@@ -1,6 +1,7 @@
-"""The C++ packing core against its Python reference, to the bit, and against arguments that no caller should pass."""
+"""The C++ packing cores: Algorithm 1 against its Python reference, to the bit, and what no caller should pass."""
 
 import ast
+import dataclasses
 import inspect
 from pathlib import Path
 
@@ -10,11 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatron_wlb
+from megatron_wlb import _native
 from megatron_wlb.config import MAX_TOKENS
 from megatron_wlb.plan import native
+from megatron_wlb.plan.packing import adaptive
+from megatron_wlb.plan.packing.adaptive import PythonAdaptiveCore
 from megatron_wlb.plan.packing.wlb import PythonWlbCore
 
-METHODS = ("__init__", "step", "waiting", "load")
+METHODS = {
+    "AdaptiveCore": ("__init__", "add", "step", "waiting"),
+    "WlbCore": ("__init__", "step", "waiting", "load"),
+}
+REFERENCES = {"AdaptiveCore": PythonAdaptiveCore, "WlbCore": PythonWlbCore}
 
 
 @pytest.fixture
@@ -207,6 +215,93 @@ def test_native_takes_arrays_only():
         native.WlbCore(1, 10, []).step([0], [1], [1])
 
 
+def adaptive_settings(**changes):
+    base = adaptive.settings(
+        num_micro_batches=2, max_tokens=100, context_length=80, mode="constant-tokens", max_delay_steps=12
+    )
+    return dataclasses.replace(base, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("index", np.array([1.0, 2.0]), "index must be a 1-d array of int64, not 1-d of float64"),
+        ("length", np.array([1, 2], np.int32), "length must be a 1-d array of int64, not 1-d of int32"),
+        ("work", np.array([1, 2], np.uint64), "work must be a 1-d array of int64, not 1-d of uint64"),
+        ("arrival", np.array([1, 2], ">i8"), "arrival must be a 1-d array of int64, not 1-d of >i8"),
+        ("arrival", np.array([[0, 0]]), "arrival must be a 1-d array of int64, not 2-d of int64"),
+        ("index", np.array(3), "index must be a 1-d array of int64, not 0-d of int64"),
+        ("arrival", np.array([0]), "arrival has 1 elements, index has 2"),
+        ("work", np.array([1, 2, 3]), "work has 3 elements, index has 2"),
+        ("length", np.array([1, -1]), "a document of -1 tokens; lengths must be at least 1"),
+        ("length", np.array([0, 1]), "a document of 0 tokens; lengths must be at least 1"),
+        ("length", np.array([1, 101]), "a document of 101 tokens exceeds max_tokens 100; raise it"),
+        ("length", np.array([1, 2**63 - 1]), f"a document of {2**63 - 1} tokens exceeds max_tokens 100; raise it"),
+        ("work", np.array([1, -5]), f"work -5 of a document of 2 tokens; it must be 0 to {2**37}"),
+        ("work", np.array([1, 2**63 - 1]), f"work {2**63 - 1} of a document of 2 tokens; it must be 0 to {2**37}"),
+        ("arrival", np.array([0, -1]), f"arrival is -1; it must be 0 to {2**62}"),
+        ("arrival", np.array([0, 2**63 - 1]), f"arrival is {2**63 - 1}; it must be 0 to {2**62}"),
+        ("index", np.array([1, 2]), "document 1 comes after document 1; indices must ascend"),
+        ("index", np.array([3, 3]), "document 3 comes after document 3; indices must ascend"),
+    ],
+)
+def test_native_adaptive_refuses(name, value, message):
+    arguments = dict(zip(("index", "length", "work"), columns([1, 2], first=2), strict=True))
+    arguments["arrival"] = np.zeros(2, np.int64)
+    core = native.AdaptiveCore(adaptive_settings())
+    core.add(*columns([70, 3]), np.zeros(2, np.int64))
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        core.add(**(arguments | {name: value}))
+    assert core.waiting().tolist() == [0, 1]
+
+
+def test_native_adaptive_refuses_steps_beyond_its_range():
+    core = native.AdaptiveCore(adaptive_settings())
+    core.add(*columns([70, 3]), np.zeros(2, np.int64))
+    for step in (-1, 2**62 + 1):
+        with pytest.raises(ValueError, match=f"^step is {step}; it must be 0 to {2**62}$"):
+            core.step(step, 0)
+    with pytest.raises(TypeError):
+        core.step(2**64, 0)
+    with pytest.raises(TypeError):
+        core.add([2], [1], [1], [0])
+    assert core.waiting().tolist() == [0, 1]
+
+
+def test_native_adaptive_refuses_work_whose_sum_may_not_fit():
+    core = native.AdaptiveCore(adaptive_settings(max_tokens=MAX_TOKENS, context_length=MAX_TOKENS))
+    index, length, arrival = np.arange(3), np.full(3, MAX_TOKENS), np.zeros(3, np.int64)
+    core.add(index[:1], length[:1], np.array([2**62 - 1]), arrival[:1])
+    with pytest.raises(
+        ValueError, match=f"^the work of waiting documents exceeds {2**62} in all; lower the crossover$"
+    ):
+        core.add(index[1:], length[1:], np.array([1, 1]), arrival[1:])
+    assert core.waiting().tolist() == [0]
+    core.add(index[1:], length[1:], np.array([1, 0]), arrival[1:])
+    assert core.waiting().tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_micro_batches": 0}, f"num_micro_batches is 0; it must be 1 to {2**20}"),
+        ({"num_micro_batches": 2**62}, f"num_micro_batches is {2**62}; it must be 1 to {2**20}"),
+        ({"max_tokens": -1}, f"max_tokens is -1; it must be 1 to {MAX_TOKENS}"),
+        ({"context_length": 0}, "context_length is 0; it must be 1 to 100"),
+        ({"context_length": 101}, "context_length is 101; it must be 1 to 100"),
+        ({"max_delay_steps": -(2**63)}, f"max_delay_steps is -{2**63}; it must be 1 to {2**62}"),
+        ({"token_repay": 1.0}, "token_repay is 1.000000; it must be 0 to 0.990000"),
+        ({"token_band": 2.0}, "token_band is 2.000000; it must be 0 to 1.250000"),
+        ({"tolerance": float("nan")}, "tolerance is nan; it must be 0 to 1000000.000000"),
+        ({"ratio_limit": float("inf")}, "ratio_limit is inf; it must be 0 to 1000000.000000"),
+        ({"token_price": -0.5}, "token_price is -0.500000; it must be 0 to 1000000.000000"),
+    ],
+)
+def test_native_adaptive_refuses_to_be_made(changes, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        native.AdaptiveCore(adaptive_settings(**changes))
+
+
 def test_the_largest_sums_stay_exact(core):
     """Work as large as the native core allows, to the last bit of its 64."""
     index, length, _ = columns([MAX_TOKENS // 2] * 4)
@@ -223,14 +318,23 @@ def definition(function, text):
     return [a.arg for a in parsed.args.args], ast.unparse(parsed.returns)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_stub_tells_the_truth(method):
+def stub_classes():
     stub = ast.parse(Path(megatron_wlb.__file__).with_name("_native.pyi").read_text())
-    (stub_class,) = (node for node in stub.body if isinstance(node, ast.ClassDef))
-    stubs = {f.name: f for f in stub_class.body}
-    assert set(stubs) == set(METHODS)
-    assert {n for n in dir(native.WlbCore) if not n.startswith("_")} == set(METHODS) - {"__init__"}
-    signature = getattr(native.WlbCore, method).__doc__.strip()
+    return {node.name: {f.name: f for f in node.body} for node in stub.body if isinstance(node, ast.ClassDef)}
+
+
+def test_stub_names_all_classes():
+    assert set(stub_classes()) == set(METHODS) == {n for n in dir(_native) if not n.startswith("_")}
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [(name, method) for name, methods in METHODS.items() for method in methods]
+)
+def test_stub_tells_the_truth(name, method):
+    stubs, core = stub_classes()[name], getattr(_native, name)
+    assert set(stubs) == set(METHODS[name])
+    assert {n for n in dir(core) if not n.startswith("_")} == set(METHODS[name]) - {"__init__"}
+    signature = getattr(core, method).__doc__.strip()
     stated = definition(method, ast.unparse(stubs[method]))
     assert definition(method, f"def {signature}: ...") == stated
-    assert list(inspect.signature(getattr(PythonWlbCore, method)).parameters) == stated[0]
+    assert list(inspect.signature(getattr(REFERENCES[name], method)).parameters) == stated[0]

@@ -8,7 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb.plan.metrics import delays, imbalance
+from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.packing import OriginalPolicy, WlbPolicy
+from megatron_wlb.plan.packing.fixed import FixedPolicy
+from megatron_wlb.plan.packing.ilp import IlpPolicy
+from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.plan.types import DOCUMENT
 from megatron_wlb.plan.workload import document_work
 
@@ -20,6 +24,27 @@ def documents(lengths, *, first=0, arrival=0):
     rows["length"] = lengths
     rows["arrival"] = arrival
     return rows
+
+
+class Feed:
+    """A Draw that gives all of its rows at the first request, however much is asked for."""
+
+    def __init__(self, rows, *, exhausted=False):
+        self._rows, self.exhausted = rows, exhausted
+
+    def more(self, tokens):
+        rows, self._rows = self._rows, self._rows[:0]
+        return rows
+
+    __call__ = more
+
+    def ahead(self, step):
+        return 0
+
+
+def pack(policy, rows, *, exhausted=False):
+    """The policy's next step; steps have a number only for `Draw`, and `Feed` does not look."""
+    return policy.pack(0, Feed(rows, exhausted=exhausted))
 
 
 @pytest.fixture
@@ -41,6 +66,11 @@ def packed(packing):
     return [packing.micro_batch(i)["index"].tolist() for i in range(len(packing))]
 
 
+def pieces(packing):
+    """(index, offset, length) of the pieces of each micro-batch."""
+    return [[tuple(d[["index", "offset", "length"]]) for d in packing.micro_batch(i)] for i in range(len(packing))]
+
+
 def waiting(policy):
     return {name: rows["index"].tolist() for name, rows in policy.waiting().items()}
 
@@ -50,16 +80,16 @@ def test_algorithm_1_by_hand(make_policy):
 
     # Document 1 is an outlier and waits. Work d * (d + 10) of the others: 4 -> 56, 3 -> 39, 2 -> 24. Longest first:
     # 0 to micro-batch 0 (56), 2 to 1 (39), 3 to 1 (78), 4 to 0 (80).
-    assert packed(policy.pack(documents([4, 7, 3, 3, 2]))) == [[0, 4], [2, 3]]
+    assert packed(pack(policy, documents([4, 7, 3, 3, 2]))) == [[0, 4], [2, 3]]
     assert waiting(policy) == {"queue0": [1], "remained": []}
 
     # Document 5 is the second outlier, so both are released: 5 to 0 (144), 1 to 1 (119), 6 to 1 (158), now full with
     # exactly S_max. 7 to 0 (168), full too; 8 fits nowhere and remains.
-    assert packed(policy.pack(documents([8, 3, 2, 2], first=5))) == [[5, 7], [1, 6]]
+    assert packed(pack(policy, documents([8, 3, 2, 2], first=5))) == [[5, 7], [1, 6]]
     assert waiting(policy) == {"queue0": [], "remained": [8]}
 
     # What remained runs with the next batch, in its place by length.
-    assert packed(policy.pack(documents([3, 1], first=9))) == [[9], [8, 10]]
+    assert packed(pack(policy, documents([3, 1], first=9))) == [[9], [8, 10]]
     assert waiting(policy) == {"queue0": [], "remained": []}
 
 
@@ -67,39 +97,39 @@ def test_when_the_lightest_is_full_the_shortest_is_tried(make_policy):
     # Work d * (d + 1): one document of 6 weighs 42, three of 3 weigh 36 in 9 tokens. The last two fit only where the
     # work is larger and the tokens are fewer.
     policy = make_policy(num_micro_batches=2, max_tokens=10, crossover_tokens=1)
-    assert packed(policy.pack(documents([6, 3, 3, 3, 2, 2]))) == [[0, 4, 5], [1, 2, 3]]
+    assert packed(pack(policy, documents([6, 3, 3, 3, 2, 2]))) == [[0, 4, 5], [1, 2, 3]]
 
 
 def test_ties_go_to_the_earlier_document_and_the_first_micro_batch(make_policy):
     policy = make_policy(num_micro_batches=3, max_tokens=10)
-    assert packed(policy.pack(documents([4] * 6))) == [[0, 3], [1, 4], [2, 5]]
+    assert packed(pack(policy, documents([4] * 6))) == [[0, 3], [1, 4], [2, 5]]
 
 
 def test_every_queue_keeps_its_own_lengths(make_policy):
     policy = make_policy(num_micro_batches=3, max_tokens=40, outlier_thresholds=[10, 20])
-    policy.pack(documents([9, 10, 19, 20, 40]))
+    pack(policy, documents([9, 10, 19, 20, 40]))
     assert waiting(policy) == {"queue0": [1, 2], "queue1": [3, 4], "remained": []}
-    assert packed(policy.pack(documents([15], first=5))) == [[2], [5], [1]]
+    assert packed(pack(policy, documents([15], first=5))) == [[2], [5], [1]]
     assert waiting(policy) == {"queue0": [], "queue1": [3, 4], "remained": []}
 
 
 def test_a_queue_of_n_gives_every_micro_batch_one_outlier(make_policy):
     policy = make_policy(num_micro_batches=4, max_tokens=100, outlier_thresholds=[50])
     for first in range(3):
-        assert packed(policy.pack(documents([90], first=first))) == [[], [], [], []]
-    step = policy.pack(documents([90, 1, 1, 1, 1], first=3))
+        assert packed(pack(policy, documents([90], first=first))) == [[], [], [], []]
+    step = pack(policy, documents([90, 1, 1, 1, 1], first=3))
     assert packed(step) == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
 def test_a_document_of_s_max_is_placed(make_policy):
     policy = make_policy(num_micro_batches=2, max_tokens=10)
-    assert packed(policy.pack(documents([1, 10]))) == [[1], [0]]
+    assert packed(pack(policy, documents([1, 10]))) == [[1], [0]]
 
 
 def test_a_document_beyond_s_max_is_refused(make_policy):
     policy = make_policy(num_micro_batches=2, max_tokens=10)
     with pytest.raises(ValueError, match="^a document of 11 tokens exceeds max_tokens 10; raise it$"):
-        policy.pack(documents([1, 11]))
+        pack(policy, documents([1, 11]))
 
 
 def test_one_giant_a_step(make_policy):
@@ -107,7 +137,7 @@ def test_one_giant_a_step(make_policy):
     policy = make_policy(num_micro_batches=4, max_tokens=1000, outlier_thresholds=[500])
     giants = []
     for step in range(8):
-        packing = policy.pack(documents([1000, 3, 3, 3, 3], first=5 * step))
+        packing = pack(policy, documents([1000, 3, 3, 3, 3], first=5 * step))
         giants.append(sum(packing.documents["length"] == 1000))
         assert len(packing) == 4
     assert giants == [0, 0, 0, 4, 0, 0, 0, 4]
@@ -115,7 +145,7 @@ def test_one_giant_a_step(make_policy):
 
 def test_equal_documents_are_balanced_perfectly(make_policy):
     policy = make_policy(num_micro_batches=4, max_tokens=125)
-    packing = policy.pack(documents([10] * 40))
+    packing = pack(policy, documents([10] * 40))
     work = packing.sums(document_work(packing.documents["length"], 10))
     assert packing.sums(packing.documents["length"]).tolist() == [100] * 4
     assert imbalance(work) == 1
@@ -123,7 +153,7 @@ def test_equal_documents_are_balanced_perfectly(make_policy):
 
 def test_fewer_documents_than_micro_batches(make_policy):
     policy = make_policy(num_micro_batches=5, max_tokens=10)
-    packing = policy.pack(documents([3, 7]))
+    packing = pack(policy, documents([3, 7]))
     assert packed(packing) == [[1], [0], [], [], []]
     assert packing.sums(packing.documents["length"]).tolist() == [7, 3, 0, 0, 0]
 
@@ -145,7 +175,7 @@ def test_wlb_keeps_every_document_whole_and_once(native, batches, num_micro_batc
     arrived, ran = np.empty(0, DOCUMENT), np.empty(0, DOCUMENT)
     for step, lengths in enumerate(batches):
         rows = documents(lengths, first=len(arrived), arrival=step)
-        packing = policy.pack(rows)
+        packing = pack(policy, rows)
         arrived, ran = np.concatenate((arrived, rows)), np.concatenate((ran, packing.documents))
         assert len(packing) == num_micro_batches
         assert packing.bounds[0] == 0
@@ -159,7 +189,7 @@ def test_wlb_keeps_every_document_whole_and_once(native, batches, num_micro_batc
 def test_original_by_hand():
     policy = OriginalPolicy(num_micro_batches=2, context_length=10)
 
-    first = policy.pack(documents([4, 9, 10]))
+    first = pack(policy, documents([4, 9, 10]))
     assert [tuple(d[["index", "offset", "length"]]) for d in first.documents] == [
         (0, 0, 4),
         (1, 0, 6),
@@ -168,7 +198,7 @@ def test_original_by_hand():
     ]
     assert first.bounds.tolist() == [0, 2, 4]
 
-    second = policy.pack(documents([17], first=3))
+    second = pack(policy, documents([17], first=3))
     assert [tuple(d[["index", "offset", "length"]]) for d in second.documents] == [(2, 7, 3), (3, 0, 7), (3, 7, 10)]
     assert second.bounds.tolist() == [0, 2, 3]
     assert len(policy.waiting()["carry"]) == 0
@@ -184,7 +214,7 @@ def test_original_cuts_at_windows_only(batches, num_micro_batches, context_lengt
     policy = OriginalPolicy(num_micro_batches=num_micro_batches, context_length=context_length)
     number, drawn, ran = 0, 0, []
     for lengths in batches:
-        packing = policy.pack(documents(lengths, first=number))
+        packing = pack(policy, documents(lengths, first=number))
         number, drawn = number + len(lengths), drawn + sum(lengths)
         assert len(packing) == num_micro_batches
         # Full micro-batches, then one that is cut short by the end of the documents, then empty ones.
@@ -210,11 +240,199 @@ def test_original_cuts_at_windows_only(batches, num_micro_batches, context_lengt
             break  # the next step would begin a new window
 
 
+def fixed(num_micro_batches=2, context_length=10, num_global_batches=2, crossover_tokens=5):
+    return FixedPolicy(
+        num_micro_batches=num_micro_batches,
+        context_length=context_length,
+        num_global_batches=num_global_batches,
+        crossover_tokens=crossover_tokens,
+    )
+
+
+def ilp(num_micro_batches=2, context_length=10, num_global_batches=1, time_limit_seconds=20):
+    return IlpPolicy(
+        num_micro_batches=num_micro_batches,
+        context_length=context_length,
+        num_global_batches=num_global_batches,
+        time_limit_seconds=time_limit_seconds,
+    )
+
+
+def test_fixed_by_hand():
+    policy = fixed()
+    # Four windows of 10: 10, 7, 6 and 5 open them (100, 49, 36, 25); 4 joins the 5 (41), the next 4 only fits with the
+    # 6 (52), 3 with the 7 (58), 1 with the 5 (42). Sorted by work: 100, 58 | 52, 42.
+    assert packed(pack(policy, documents([5, 10, 4, 7, 4, 6, 1, 3, 9]))) == [[1], [3, 7]]
+    assert waiting(policy) == {"carry": [8], "planned0": [5, 4], "planned1": [0, 2, 6]}
+    assert packed(pack(policy, documents([]))) == [[5, 4], [0, 2, 6]]
+    assert waiting(policy) == {"carry": [8]}
+
+
+def test_fixed_cuts_what_fits_nowhere_and_runs_its_pieces_in_order():
+    policy = fixed()
+    # 8, 8, 7, 7 leave room for 2, 2, 3, 3. Document 4 takes the 3 of the third window; what is left of it fits into
+    # the fourth, with less work than the first two. Document 5 fills the first two windows, then the fourth.
+    # Document 6 would begin beyond the four windows.
+    first = pack(policy, documents([8, 8, 7, 7, 5, 5, 3]))
+    assert pieces(first) == [[(0, 0, 8), (5, 0, 2)], [(1, 0, 8), (5, 2, 2)]]
+    second = pack(policy, documents([]))
+    assert pieces(second) == [[(2, 0, 7), (4, 0, 3)], [(3, 0, 7), (4, 3, 2), (5, 4, 1)]]
+    assert waiting(policy) == {"carry": [6]}
+
+
+def test_fixed_cuts_at_the_end_of_its_global_batches():
+    policy = fixed(num_global_batches=1)
+    assert pieces(pack(policy, documents([9, 8, 7]))) == [[(0, 0, 9), (2, 0, 1)], [(1, 0, 8), (2, 1, 2)]]
+    assert [tuple(d) for d in policy.waiting()["carry"][["index", "offset", "length"]]] == [(2, 3, 4)]
+
+
+def test_fixed_spreads_the_last_documents_over_as_few_steps_as_hold_them():
+    policy = fixed(num_global_batches=4)
+    assert packed(pack(policy, documents([9, 4, 4, 4]), exhausted=True)) == [[0], [1]]
+    assert packed(pack(policy, documents([]), exhausted=True)) == [[2], [3]]
+    assert waiting(policy) == {"carry": []}
+    assert packed(pack(policy, documents([]), exhausted=True)) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("num_micro_batches", "steps"),
+    [
+        (1, [[[5, 4]], [[0, 2, 6]]]),  # whole steps of 1: as planned
+        (4, [[[2, 8], [5], [0], [4, 6]]]),  # planned again, with the carry
+    ],
+)
+def test_fixed_goes_on_with_other_micro_batches(num_micro_batches, steps):
+    policy, other = fixed(), fixed(num_micro_batches=num_micro_batches)
+    pack(policy, documents([5, 10, 4, 7, 4, 6, 1, 3, 4]))
+    other.load_waiting(policy.waiting())
+    assert [packed(pack(other, documents([]), exhausted=True)) for _ in steps] == steps
+
+
+def test_fixed_rejoins_a_document_that_it_plans_again():
+    policy, other = fixed(), fixed(num_micro_batches=3, num_global_batches=1)
+    pack(policy, documents([8, 8, 7, 7, 5, 5, 3]))
+    other.load_waiting(policy.waiting())
+    rows = [tuple(d) for d in other.waiting()["carry"][["index", "offset", "length"]]]
+    assert rows == [(2, 0, 7), (3, 0, 7), (4, 0, 5), (5, 4, 1), (6, 0, 3)]
+
+
+def largest(policy, rows, steps=1):
+    """Sum over the steps of the largest attention work, with the data at its end."""
+    packings = [pack(policy, rows if step == 0 else rows[:0], exhausted=True) for step in range(steps)]
+    return sum(int(p.sums(p.documents["length"] ** 2).max()) for p in packings)
+
+
+def test_ilp_by_hand():
+    # Squares 64, 49, 36, 25 and 16: greedily 64 + 25 against 49 + 36 + 16, at best 64 + 36 against 49 + 25 + 16.
+    rows = documents([8, 7, 6, 5, 4])
+    assert largest(fixed(context_length=20, num_global_batches=1), rows) == 101
+    assert largest(ilp(context_length=20), rows) == 100
+
+
+def test_ilp_balances_steps_rather_than_everything():
+    # The largest document is alone in its step's maximum; the other step need not suffer for it.
+    rows = documents([10, 9, 3, 3, 3, 3])
+    assert largest(ilp(num_global_batches=2), rows, steps=2) == 100 + 18
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=10), st.integers(1, 2))
+def test_ilp_is_never_worse_than_fixed_on_the_same_pieces(lengths, num_steps):
+    lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), 2 * num_steps * 30 * 0.98, side="right"))]
+    rows = documents(lengths)
+    settings = {"context_length": 30, "num_global_batches": num_steps}
+    steps = max(1, -(-sum(lengths) // 60))
+    best, greedy = largest(ilp(**settings), rows, steps), largest(fixed(**settings), rows, steps)
+    assert best <= greedy * (1 + 1e-4) + 1e-4
+
+
+def test_ilp_fills_full_windows():
+    rows = documents(np.random.default_rng(0).integers(1, 500, 40))
+    policy = ilp(num_micro_batches=3, context_length=int(rows["length"].sum()) // 3)
+    packing = pack(policy, rows)
+    assert (packing.sums(packing.documents["length"]) == packing.documents["length"].sum() // 3).all()
+    assert imbalance(packing.sums(packing.documents["length"] ** 2)) < 1.01
+
+
+def test_ilp_says_when_its_time_is_over():
+    rows = documents(np.random.default_rng(0).integers(1, 5000, 500))
+    policy = ilp(num_micro_batches=16, context_length=int(rows["length"].sum()) // 16, time_limit_seconds=1e-4)
+    with pytest.raises(RuntimeError, match=r"found no packing of \d+ documents into 16 windows within 0.0001 s"):
+        pack(policy, rows)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    pairs=st.lists(st.integers(0, 60), min_size=1, max_size=40).filter(any),
+    num_micro_batches=st.integers(1, 5),
+    context_length=st.integers(1, 30),
+    num_global_batches=st.integers(1, 4),
+    shuffle=st.booleans(),
+)
+@pytest.mark.parametrize("name", ["original", "fixed", "wlb", "wlb-native"])
+def test_a_finite_stream_runs_once_and_to_its_end(
+    name, pairs, num_micro_batches, context_length, num_global_batches, shuffle
+):
+    def stream():
+        return DocumentStream(
+            [Source(pairs=np.array(pairs))], seed=1, context_length=context_length, shuffle=shuffle, num_epochs=1
+        )
+
+    max_tokens = context_length
+    if name == "original":
+        policy = OriginalPolicy(num_micro_batches=num_micro_batches, context_length=context_length)
+    elif name == "fixed":
+        policy = fixed(num_micro_batches, context_length, num_global_batches)
+    else:
+        max_tokens = context_length * 5 // 4
+        policy = WlbPolicy(
+            num_micro_batches=num_micro_batches,
+            max_tokens=max_tokens,
+            outlier_thresholds=[max(1, context_length // 4), max(2, context_length // 2)],
+            crossover_tokens=20,
+            use_native=name == "wlb-native",
+        )
+    packer = Packer(
+        stream(),
+        policy,
+        num_micro_batches=num_micro_batches,
+        context_length=context_length,
+        fingerprint="",
+        policy_name=name,
+    )
+    ran = []
+    while not packer.finished:
+        packing = packer.next().packing
+        assert len(packing) == num_micro_batches
+        assert len(packing.documents)
+        assert (packing.sums(packing.documents["length"]) <= max_tokens).all()
+        ran.append(packing.documents)
+        assert len(ran) <= sum(pairs)
+
+    rows = np.concatenate(ran)
+    rows = rows[np.argsort(rows["index"], kind="stable")]  # pieces of a document remain in the order in which they ran
+    begins = np.diff(rows["index"], prepend=-1) > 0
+    ends = rows["offset"] + rows["length"]
+    np.testing.assert_array_equal(rows["offset"][~begins], ends[np.flatnonzero(~begins) - 1])
+    whole = rows[begins]
+    whole["length"] = np.add.reduceat(rows["length"], np.flatnonzero(begins))
+    expected = stream().take(sum(pairs))
+    expected["arrival"] = whole["arrival"]
+    np.testing.assert_array_equal(whole, expected)
+
+
+def test_wlb_releases_its_outliers_at_the_end_the_longest_first(make_policy):
+    policy = make_policy(num_micro_batches=2, max_tokens=20, outlier_thresholds=[5, 10, 15])
+    pack(policy, documents([6, 12, 15]))
+    assert packed(pack(policy, documents([]), exhausted=True)) == [[2], [1]]
+    assert packed(pack(policy, documents([]), exhausted=True)) == [[0], []]
+
+
 def test_delays_count_tokens_by_steps_waited(make_policy):
     policy = make_policy(num_micro_batches=2, max_tokens=20, outlier_thresholds=[8])
-    assert delays(policy.pack(documents([9, 3, 4])), 0) == {0: 7}
-    assert delays(policy.pack(documents([10, 5], first=3, arrival=1)), 1) == {0: 15, 1: 9}
-    assert delays(policy.pack(documents([], first=5, arrival=2)), 2) == {}
+    assert delays(pack(policy, documents([9, 3, 4])), 0) == {0: 7}
+    assert delays(pack(policy, documents([10, 5], first=3, arrival=1)), 1) == {0: 15, 1: 9}
+    assert delays(pack(policy, documents([], first=5, arrival=2)), 2) == {}
 
 
 def test_imbalance():

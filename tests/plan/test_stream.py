@@ -35,17 +35,17 @@ def wholes(pieces):
 @example(256, 0, 0)
 @example(257, 0, 0)
 def test_shuffled_is_a_permutation(size, seed, epoch):
-    assert sorted(shuffled(place, size, (seed, 0, epoch)) for place in range(size)) == list(range(size))
+    assert sorted(shuffled(np.arange(size), size, (seed, 0, epoch)).tolist()) == list(range(size))
 
 
 def test_shuffled_reaches_far_and_depends_on_every_part_of_its_key():
     keys = [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1), (0, 1, 0)]
-    orders = {tuple(shuffled(place, 1000, key) for place in range(1000)) for key in keys}
+    orders = {tuple(shuffled(np.arange(1000), 1000, key).tolist()) for key in keys}
     assert len(orders) == len(keys)
     for order in orders:
         moved = np.abs(np.array(order) - np.arange(1000))
         assert abs(moved.mean() - 1000 / 3) < 30  # what a random permutation moves an element on average
-    assert 0 <= shuffled(10**12, 10**13, (1,)) < 10**13
+    assert 0 <= shuffled(np.array([10**12]), 10**13, (1,))[0] < 10**13
 
 
 @settings(max_examples=150, deadline=None)
@@ -151,6 +151,61 @@ def test_taking_in_small_steps_gives_the_same():
     assert all(a < b for a, b in pairwise(small["index"]))
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    blend=st.lists(
+        st.tuples(st.floats(0.01, 100), st.lists(st.integers(0, 40), min_size=1, max_size=15).filter(any)),
+        min_size=1,
+        max_size=4,
+    ),
+    num_epochs=st.integers(1, 3),
+    context_length=st.integers(1, 50),
+    limit=st.integers(0, 2000),
+)
+def test_a_finite_stream_gives_every_document_once_an_epoch_and_ends(blend, num_epochs, context_length, limit):
+    def new():
+        sources = [source(*pairs, weight=weight) for weight, pairs in blend]
+        return DocumentStream(sources, seed=4, context_length=context_length, num_epochs=num_epochs)
+
+    stream = new()
+    total = num_epochs * sum(sum(pairs) for _, pairs in blend)
+    first = stream.take(min(limit, total - 1))
+    assert stream.exhausted == (stream.position == total)
+    resumed = new()
+    resumed.load_state(json.loads(json.dumps(stream.state())))
+    rest = stream.take(10 * total)
+    np.testing.assert_array_equal(resumed.take(10 * total), rest)
+    for ended in (stream, resumed):
+        assert ended.exhausted
+        assert ended.position == total
+        assert len(ended.take(20 * total)) == 0
+
+    expected = Counter((d, i, n) for d, (_, pairs) in enumerate(blend) for i, n in enumerate(pairs) if n)
+    assert Counter(wholes(np.concatenate((first, rest)))) == dict.fromkeys(expected, num_epochs)
+    again = new()
+    again.load_state(json.loads(json.dumps(stream.state())))
+    assert again.exhausted
+
+
+def test_a_dataset_at_its_end_leaves_its_share_to_the_others():
+    """In proportion to their weights: 3 : 1 before and after the first dataset has ended."""
+    sources = [source(*[5] * 20, weight=4), source(*[5] * 300, weight=3), source(*[5] * 100, weight=1)]
+    stream = DocumentStream(sources, seed=0, context_length=10, num_epochs=1)
+    datasets = np.array([dataset for dataset, _, _ in wholes(stream.take(10000))])
+    last = np.flatnonzero(datasets == 0)[-1]
+    assert last < 45
+    counts = Counter(datasets[last + 1 : last + 201].tolist())
+    assert abs(counts[1] - 150) <= 2
+    assert Counter(datasets.tolist()) == {0: 20, 1: 300, 2: 100}
+
+
+def test_an_endless_stream_is_never_exhausted():
+    stream = DocumentStream([source(5, 0)], seed=0, context_length=10)
+    for limit in range(0, 100, 5):
+        stream.take(limit)
+        assert not stream.exhausted
+
+
 def test_too_short_documents_are_counted():
     assert source(0, 5, 0, 1).too_short == 2
 
@@ -195,3 +250,27 @@ def test_a_state_of_another_order_is_refused(other, message):
     with pytest.raises(ValueError, match=message):
         stream.load_state(other.state())
     assert stream.state() == before
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *({key: None} for key in ("drawn", "given", "tokens", "position", "index")),
+        {"given": []},
+        {"tokens": ["5"]},
+        {"position": 1.5},
+        {"head": [0, 0]},
+        {"head": 3},
+    ],
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(damage):
+    stream = DocumentStream([source(5, 8)], seed=1, context_length=3)
+    stream.take(4)
+    before = stream.state()
+    stream.take(20)
+    later = stream.state()
+    with pytest.raises((TypeError, ValueError)):
+        stream.load_state(before | damage)
+    with pytest.raises(KeyError):
+        stream.load_state({key: value for key, value in before.items() if key not in damage})
+    assert stream.state() == later

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_wlb.plan.types import DOCUMENT, Packing
+from megatron_wlb.plan.types import DOCUMENT, Draw, Packing
 
 
 class OriginalPolicy:
@@ -12,8 +12,12 @@ class OriginalPolicy:
         self._num_micro_batches, self._context_length = num_micro_batches, context_length
         self._waiting = np.empty(0, DOCUMENT)
 
-    def pack(self, arrived: np.ndarray) -> Packing:
-        """Pack one step from what waits and the DOCUMENT rows `arrived`.
+    def pack(self, step: int, draw: Draw) -> Packing:
+        """Pack step `step` from what waits and one global batch of the stream."""
+        return self.cut(draw(step + 1))
+
+    def cut(self, arrived: np.ndarray) -> Packing:
+        """The next step of what waits and the DOCUMENT rows `arrived`.
 
         Cuts a document only at a window; the last micro-batches stay short only if the documents do not fill the step.
         """

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_wlb.plan import native
-from megatron_wlb.plan.types import DOCUMENT, Packing
+from megatron_wlb.plan.types import DOCUMENT, Draw, Packing
 from megatron_wlb.plan.workload import document_work
 
 
@@ -31,17 +31,31 @@ class WlbPolicy:
     ) -> None:
         core = native.WlbCore if use_native else PythonWlbCore
         self._core = core(num_micro_batches, max_tokens, list(outlier_thresholds))
+        self._num_micro_batches = num_micro_batches
         self._crossover_tokens = crossover_tokens
         self._waiting = np.empty(0, DOCUMENT)  # ordered by index
 
-    def pack(self, arrived: np.ndarray) -> Packing:
-        """Pack one step from what waits and the DOCUMENT rows `arrived`; documents stay whole."""
+    def pack(self, step: int, draw: Draw) -> Packing:
+        """Pack step `step` from what waits and one global batch of the stream; documents stay whole.
+
+        At the end of the data the outliers leave their queues, the longest first, up to one a micro-batch in a step.
+        """
+        arrived = draw(step + 1)
+        if draw.exhausted:
+            self._release_outliers()
         known = np.concatenate((self._waiting, arrived))
         work = document_work(arrived["length"], self._crossover_tokens)
         order, bounds = self._core.step(arrived["index"].copy(), arrived["length"].copy(), work)
         chosen = np.searchsorted(known["index"], order)
         self._waiting = np.delete(known, chosen)
         return Packing(documents=known[chosen], bounds=bounds)
+
+    def _release_outliers(self) -> None:
+        rows = self._waiting
+        ready = np.isin(rows["index"], self._core.waiting()[1])
+        longest = np.lexsort((rows["index"], -rows["length"], ready))  # outliers first, the longest of them before
+        ready[longest[: self._num_micro_batches]] = True
+        self._load(rows, ready)
 
     def waiting(self) -> dict[str, np.ndarray]:
         """Documents not yet packed, by queue ("queue0" ...) and "remained", each in its order: DOCUMENT arrays."""
@@ -54,10 +68,13 @@ class WlbPolicy:
 
     def load_waiting(self, waiting: dict[str, np.ndarray]) -> None:
         """Take over what `waiting` gave; documents return to the queue that the present thresholds name."""
+        remained = waiting["remained"]["index"]
         rows = np.concatenate(list(waiting.values()))
         self._waiting = rows[np.argsort(rows["index"])]
+        self._load(rows, np.isin(rows["index"], remained))
+
+    def _load(self, rows: np.ndarray, remained: np.ndarray) -> None:
         work = document_work(rows["length"], self._crossover_tokens)
-        remained = np.isin(rows["index"], waiting["remained"]["index"])
         self._core.load(rows["index"].copy(), rows["length"].copy(), work, remained)
 
 

@@ -1,0 +1,70 @@
+"""What others do with the same documents, written from their published descriptions."""
+
+import heapq
+import itertools
+
+import numpy as np
+
+from megatron_wlb.plan.types import DOCUMENT, Draw, Packing
+from megatron_wlb.plan.workload import document_work
+
+
+class KarmarkarKarpPolicy:
+    """The documents of a global batch in N sets of equal L^2 + c * L by largest differencing, as verl does.
+
+    Knows no limit on the length of a micro-batch; no document waits.
+    """
+
+    def __init__(self, *, num_micro_batches: int, crossover_tokens: int) -> None:
+        self._n, self._crossover_tokens = num_micro_batches, crossover_tokens
+
+    def pack(self, step: int, draw: Draw) -> Packing:
+        documents = draw(step + 1)
+        work = document_work(documents["length"], self._crossover_tokens).tolist()
+        count = itertools.count()  # breaks ties
+        heap = []
+        for i, w in enumerate(work):
+            sets = [(w, [i]), *((0, []) for _ in range(self._n - 1))]
+            heapq.heappush(heap, (-w, next(count), sets))
+        while len(heap) > 1:
+            (_, _, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
+            sets = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(one, reversed(other), strict=True)]
+            sets.sort(key=lambda s: -s[0])
+            heapq.heappush(heap, (sets[-1][0] - sets[0][0], next(count), sets))
+        return _packing(documents, [s[1] for s in heap[0][2]] if heap else [[]] * self._n)
+
+    def waiting(self) -> dict[str, np.ndarray]:
+        return {}
+
+
+class InOrderPolicy:
+    """Whole documents in order, a micro-batch full at its share of the tokens, as token-count schedulers do."""
+
+    def __init__(self, *, num_micro_batches: int, max_tokens: int) -> None:
+        self._n, self._max_tokens = num_micro_batches, max_tokens
+        self._waiting = np.empty(0, DOCUMENT)
+
+    def pack(self, step: int, draw: Draw) -> Packing:
+        documents = np.concatenate((self._waiting, draw(step + 1)))
+        micro_batches: list[list[int]] = [[] for _ in range(self._n)]
+        at = tokens = i = 0
+        share = -(-int(documents["length"].sum()) // self._n)
+        for i, length in enumerate(documents["length"].tolist()):
+            if tokens and (tokens + length > self._max_tokens or tokens + length // 2 > share):
+                at, tokens = at + 1, 0
+            if at == self._n:
+                break
+            micro_batches[at].append(i)
+            tokens += length
+        packed = sum(len(m) for m in micro_batches)
+        self._waiting = documents[packed:]
+        return _packing(documents, micro_batches)
+
+    def waiting(self) -> dict[str, np.ndarray]:
+        return {"carry": self._waiting}
+
+
+def _packing(documents: np.ndarray, micro_batches: list[list[int]]) -> Packing:
+    order = np.array([i for m in micro_batches for i in sorted(m)], np.int64)
+    bounds = np.cumsum([0, *(len(m) for m in micro_batches)], dtype=np.int64)
+    return Packing(documents=documents[order], bounds=bounds)

@@ -1,0 +1,1 @@
+"""The `megatron-wlb` command. Planning commands need neither torch nor megatron."""

@@ -1,0 +1,45 @@
+"""Entry point: one subcommand a module; wrong input is one line on standard error and exit code 2."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from megatron_wlb import __version__
+from megatron_wlb.cli import plan
+
+EXTRAS = ("pyarrow", "scipy")
+"""Packages of the extra `analysis` that only some inputs and policies need."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command (default: the arguments of the process). Returns the exit code."""
+    parser = _Parser(prog="megatron-wlb", description="WLB-LLM for Megatron-LM: planning without training.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    plan.register(commands)
+    args = parser.parse_args(argv)
+    try:
+        args.run(args)
+    except BrokenPipeError:
+        # The reader has gone, as in `| head`; without this the interpreter fails again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        return _refuse(args.command, f"{error.name} is not installed; pip install 'megatron-wlb[analysis]'")
+    except (ValueError, OSError) as error:
+        return _refuse(args.command, " ".join(str(error).split()))
+    return 0
+
+
+def _refuse(command: str, message: str) -> int:
+    print(f"megatron-wlb {command}: error: {message}", file=sys.stderr)
+    return 2

@@ -1,0 +1,129 @@
+"""Fixed-4D: greedy packing of k global batches into windows of fixed length (paper, section 3.2)."""
+
+import numpy as np
+
+from megatron_wlb.plan.types import DOCUMENT, Draw, Packing
+from megatron_wlb.plan.workload import document_work
+
+Pieces = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Document (row), length and window of each piece: int64 [pieces] each."""
+
+
+class FixedPolicy:
+    """Micro-batches of exactly `context_length` pairs, balanced by attention work over k steps at once.
+
+    Every k-th step takes the oldest k * N * C pairs that wait, cuts the last document where they end, and packs them
+    into k * N windows (`place`). The micro-batches are sorted by total work, and each N neighbours make a step, the
+    heaviest first; the steps to come wait in memory. The pieces of a document that was cut run in its order.
+
+    At the end of the data, what is left is spread over as few steps as hold it. A state saved with another number of
+    micro-batches regroups what it planned, if that makes whole steps, else plans it again.
+
+    Args:
+        num_micro_batches: N, of a global batch over all data-parallel ranks.
+        context_length: C in pairs.
+        num_global_batches: k; documents run up to k - 1 steps before or after the step in which they arrive.
+        crossover_tokens: Lc of the work model by which micro-batches are sorted.
+    """
+
+    def __init__(
+        self, *, num_micro_batches: int, context_length: int, num_global_batches: int, crossover_tokens: int
+    ) -> None:
+        self._num_micro_batches, self._context_length = num_micro_batches, context_length
+        self._num_global_batches, self._crossover_tokens = num_global_batches, crossover_tokens
+        self._carry = np.empty(0, DOCUMENT)  # ordered by index
+        self._planned: list[np.ndarray] = []  # micro-batches of the steps to come
+
+    def pack(self, step: int, draw: Draw) -> Packing:
+        """Pack step `step`: as planned, or plan k steps if none is left."""
+        if not self._planned:
+            tokens = self._num_global_batches * self._num_micro_batches * self._context_length
+            self._carry = np.concatenate((self._carry, draw.more(tokens - int(self._carry["length"].sum()))))
+            self._plan()
+        now, self._planned = self._planned[: self._num_micro_batches], self._planned[self._num_micro_batches :]
+        return Packing(documents=np.concatenate(now), bounds=np.cumsum([0, *map(len, now)], dtype=np.int64))
+
+    def _plan(self) -> None:
+        batch_tokens = self._num_micro_batches * self._context_length
+        documents, self._carry = _split(self._carry, self._num_global_batches * batch_tokens)
+        num_steps = max(1, -(-int(documents["length"].sum()) // batch_tokens))
+        num_windows = num_steps * self._num_micro_batches
+        row, length, window = self._place(documents["length"], num_windows)
+        pieces = documents[row]
+        pieces["length"] = length
+        pieces = pieces[np.argsort(window, kind="stable")]
+        # Which part of its document a piece is, is decided only now that it is known in which order the pieces run.
+        consumed: dict[int, int] = {}
+        for piece in pieces:
+            piece["offset"] += consumed.get(piece["index"], 0)
+            consumed[piece["index"]] = consumed.get(piece["index"], 0) + piece["length"]
+        self._planned = np.split(pieces, np.cumsum(np.bincount(window, minlength=num_windows))[:-1])
+
+    def _place(self, lengths: np.ndarray, num_windows: int) -> Pieces:
+        """`place` into windows numbered in the order in which they run."""
+        row, length, window = place(lengths, np.full(num_windows, self._context_length), np.zeros(num_windows))
+        work = np.zeros(num_windows, np.int64)
+        np.add.at(work, window, document_work(length, self._crossover_tokens))
+        return row, length, np.argsort(np.argsort(-work, kind="stable"))[window]
+
+    def waiting(self) -> dict[str, np.ndarray]:
+        """Documents not yet packed: those planned, by micro-batch ("planned0" ...), and "carry": DOCUMENT arrays."""
+        return {"carry": self._carry, **{f"planned{i}": rows for i, rows in enumerate(self._planned)}}
+
+    def load_waiting(self, waiting: dict[str, np.ndarray]) -> None:
+        """Take over what `waiting` gave."""
+        self._carry = waiting["carry"]
+        self._planned = [waiting[f"planned{i}"] for i in range(len(waiting) - 1)]
+        if len(self._planned) % self._num_micro_batches:
+            self._carry, self._planned = _rejoined(np.concatenate((*self._planned, self._carry))), []
+
+
+def place(lengths: np.ndarray, room: np.ndarray, work: np.ndarray) -> Pieces:
+    """Longest first into the window of least attention work d^2 that has room; ties go to the lower index.
+
+    A document that fits nowhere whole is cut into as few pieces as the room allows: the window with most room is
+    filled, then the next. O(n * windows) for n documents.
+
+    Args:
+        lengths: int64 [n], together at most the room.
+        room: pairs that fit into each window yet, int64 [windows].
+        work: sum of d^2 that each window has already, int64 [windows].
+
+    Returns the pieces in the order of placement.
+    """
+    room, work = room.astype(np.int64), work.astype(np.int64)
+    pieces = []
+    for row in np.argsort(-lengths, kind="stable").tolist():
+        left = int(lengths[row])
+        while left:
+            fits = np.flatnonzero(room >= left)
+            window = int(fits[work[fits].argmin()] if len(fits) else room.argmax())
+            length = min(left, int(room[window]))
+            pieces.append((row, length, window))
+            room[window] -= length
+            work[window] += length * length
+            left -= length
+    columns = np.array(pieces, np.int64).reshape(-1, 3)
+    return columns[:, 0], columns[:, 1], columns[:, 2]
+
+
+def _split(documents: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first `tokens` pairs and the rest; at most one document is cut."""
+    ends = np.cumsum(documents["length"])
+    cut = int(np.searchsorted(ends, tokens, side="right"))
+    first, rest = documents[:cut].copy(), documents[cut:].copy()
+    taken = tokens - int(first["length"].sum())
+    if len(rest) and taken:
+        first = np.concatenate((first, rest[:1]))
+        first["length"][-1] = taken
+        rest["offset"][0] += taken
+        rest["length"][0] -= taken
+    return first, rest
+
+
+def _rejoined(pieces: np.ndarray) -> np.ndarray:
+    """Documents by index; pieces of a document that wait follow one another, since those before them ran first."""
+    pieces = np.sort(pieces, order=["index", "offset"])
+    documents = pieces[np.flatnonzero(np.diff(pieces["index"], prepend=-1))]
+    documents["length"] = np.bincount(np.unique(pieces["index"], return_inverse=True)[1], pieces["length"])
+    return documents

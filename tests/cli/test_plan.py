@@ -1,0 +1,421 @@
+"""Plan files, read back and checked by what the format promises, not by the code that wrote them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_wlb.cli.main import main
+from megatron_wlb.plan.packing import POLICIES
+from tests.cli.test_lengths import write_dataset, write_parquet
+
+ROOT = Path(__file__).parents[2]
+N, C, S = 4, 64, 80
+FLAGS = ["--micro-batches", str(N), "--context-length", str(C), "--max-tokens", str(S), "--crossover", "30"]
+METRICS = {
+    "steps", "tokens", "imbalance_mean", "imbalance_p95", "ratio_to_bound", "late_steps", "spread_steps",
+    "max_delay_steps", "token_cv", "long_share_mean", "long_share_std", "waiting_documents", "empty_documents",
+}  # fmt: skip
+
+
+def make_lengths(num_documents=400, seed=3):
+    """Log-normal with a tail of several windows, and some empty documents."""
+    lengths = np.random.default_rng(seed).lognormal(2.3, 1.3, num_documents).astype(int).clip(0, 300)
+    lengths[:2] = (0, 300)
+    return lengths.tolist()
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_json(tmp_path, make_lengths())
+
+
+def write_json(folder, lengths):
+    path = folder / "lengths.json"
+    path.write_text(json.dumps(lengths))
+    return str(path)
+
+
+def plan(source, output, *flags):
+    assert main(["plan", source, *FLAGS, *flags, "--output", str(output)]) == 0
+    return output.read_text()
+
+
+def read(text):
+    header, *steps, last = [json.loads(line) for line in text.splitlines()]
+    return header, steps, last
+
+
+def check(text, lengths, policy):
+    """Everything that a reader may rely on; returns the last line."""
+    header, steps, last = read(text)
+    assert text.endswith("}\n")
+    assert header == {
+        "format": "megatron-wlb-plan",
+        "version": 1,
+        "policy": policy,
+        "micro_batches": N,
+        "context_length": C,
+        "max_tokens": S,
+        "crossover": 30,
+        "documents": len(lengths),
+    }
+    pieces = list(last["waiting"])
+    for t, step in enumerate(steps):
+        assert list(step) == ["step", "micro_batches"]
+        assert step["step"] == t
+        assert len(step["micro_batches"]) == N
+        assert any(step["micro_batches"])
+        for micro_batch in step["micro_batches"]:
+            assert sum(length for _, _, length in micro_batch) <= S
+            pieces += micro_batch
+    ends = [0] * len(lengths)
+    for document, offset, length in sorted(pieces):
+        assert 1 <= length <= C
+        assert offset == ends[document]
+        ends[document] += length
+    assert ends == lengths
+    assert list(last) == ["summary", "waiting"]
+    assert last["summary"].keys() == METRICS
+    assert last["summary"]["steps"] == len(steps)
+    assert last["summary"]["tokens"] == sum(lengths) - sum(length for _, _, length in last["waiting"])
+    assert last["summary"]["waiting_documents"] == len(last["waiting"])
+    assert last["summary"]["empty_documents"] == lengths.count(0)
+    return last
+
+
+@pytest.mark.parametrize("flush", [True, False])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_document_is_tiled_once(source, tmp_path, capsys, policy, flush):
+    lengths = make_lengths()
+    text = plan(source, tmp_path / "plan.jsonl", "--policy", policy, *([] if flush else ["--no-flush"]))
+    last = check(text, lengths, policy)
+    if flush:
+        assert last["waiting"] == []
+    else:
+        assert last["summary"]["steps"] <= sum(lengths) // (N * C)
+        assert last["waiting"]
+        assert last["waiting"] == sorted(last["waiting"])
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"{last['summary']['steps']} steps: imbalance ")
+    assert printed.err.count("\n") == 1
+    assert sorted(os.listdir(tmp_path)) == ["lengths.json", "plan.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "flags"),
+    [
+        ("fixed", ["--global-batches", "3"]),
+        ("wlb", ["--outlier-thresholds", "20,30,50"]),
+        ("adaptive", ["--mode", "low-displacement"]),
+        ("adaptive", ["--mode", "constant-tokens", "--max-delay-steps", "7"]),
+        ("adaptive", ["--planner", "python"]),
+    ],
+)
+def test_settings_of_policies(source, tmp_path, policy, flags):
+    for flush in ([], ["--no-flush"]):
+        last = check(plan(source, tmp_path / "plan", "--policy", policy, *flags, *flush), make_lengths(), policy)
+    if "--max-delay-steps" in flags:
+        assert last["summary"]["max_delay_steps"] <= 7
+
+
+def test_the_order_of_the_file(tmp_path):
+    """Original packing takes the documents as they come, so its plan is the concatenation cut at every window."""
+    lengths = make_lengths()
+    text = plan(write_json(tmp_path, lengths), tmp_path / "plan", "--policy", "original")
+    pieces = [piece for step in read(text)[1] for micro_batch in step["micro_batches"] for piece in micro_batch]
+    assert pieces == sorted(pieces)
+
+
+def test_figures_of_the_summary(tmp_path):
+    """Four windows that are equal, then one document: imbalance 1 and 4."""
+    text = plan(write_json(tmp_path, [64, 64, 64, 64, 64]), tmp_path / "plan", "--policy", "original")
+    summary = read(text)[2]["summary"]
+    assert summary == {
+        "steps": 2,
+        "tokens": 320,
+        "imbalance_mean": 2.5,
+        "imbalance_p95": pytest.approx(3.85),
+        "ratio_to_bound": 1.0,
+        "late_steps": 0.0,
+        "spread_steps": 0.0,
+        "max_delay_steps": 0,
+        "token_cv": pytest.approx(0.6),
+        "long_share_mean": 1.0,
+        "long_share_std": 0.0,
+        "waiting_documents": 0,
+        "empty_documents": 0,
+    }
+
+
+def test_all_inputs_give_the_same_plan(tmp_path):
+    lengths = make_lengths()
+    np.save(tmp_path / "x.npy", np.array(lengths))
+    dataset = write_dataset(tmp_path, [length + 1 for length in lengths])
+    sources = [
+        write_json(tmp_path, lengths),
+        str(tmp_path / "x.npy"),
+        write_parquet(tmp_path / "x.parquet", length=lengths),
+        dataset,
+        dataset + ".idx",
+    ]
+    texts = [plan(source, tmp_path / f"plan{i}", "--policy", "wlb") for i, source in enumerate(sources)]
+    assert len(set(texts)) == 1
+
+
+@pytest.mark.parametrize("policy", ["wlb", "adaptive"])
+def test_the_same_input_gives_the_same_bytes(source, tmp_path, policy):
+    texts = {
+        plan(source, tmp_path / "plan", "--policy", policy, "--planner", planner)
+        for planner in ("native", "native", "python", "auto")
+    }
+    assert len(texts) == 1
+
+
+def test_defaults(source, tmp_path):
+    flags = ["--micro-batches", "4", "--context-length", "63", "--policy", "wlb", "--output"]
+    assert main(["plan", source, *flags, str(tmp_path / "plan")]) == 0
+    header = read((tmp_path / "plan").read_text())[0]
+    assert (header["max_tokens"], header["crossover"]) == (79, 51200)
+
+
+def test_the_crossover_of_a_profile(source, tmp_path):
+    profile = {"name": "mine", "kernel": {"tile_rows": 1, "launch": 0, "tile": 1, "query_tile": 0}}
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(profile | {"crossover_tokens": 1234}))
+    flags = ["--micro-batches", "4", "--context-length", "64", "--policy", "wlb", "--profile"]
+    assert main(["plan", source, *flags, str(path), "--output", str(tmp_path / "plan")]) == 0
+    assert read((tmp_path / "plan").read_text())[0]["crossover"] == 1234
+
+
+class TestNoFlush:
+    def waiting(self, folder, lengths, *flags):
+        text = plan(write_json(folder, lengths), folder / "plan", "--policy", "wlb", "--no-flush", *flags)
+        return len(read(text)[1]), check(text, lengths, "wlb")["waiting"]
+
+    def test_queues_are_not_flushed_in_the_last_full_global_batch(self, tmp_path):
+        """Exactly two global batches; the three outliers wait for a fourth one."""
+        lengths = [50, 50, 50, *[15] * 24, 2]
+        assert sum(lengths) == 2 * N * C
+        assert self.waiting(tmp_path, lengths) == (2, [[0, 0, 50], [1, 0, 50], [2, 0, 50]])
+
+    def test_what_lies_behind_the_last_full_global_batch_waits(self, tmp_path):
+        steps, waiting = self.waiting(tmp_path, [8] * 32 + [8] * 31)
+        assert (steps, waiting) == (1, [[i, 0, 8] for i in range(32, 63)])
+
+    def test_a_last_global_batch_of_outliers_only_makes_no_step(self, tmp_path):
+        """The packer would go on to the flush to get a step at all."""
+        lengths = [8] * 32 + [60, 60, 60, 59] + [17]
+        flags = ["--outlier-thresholds", "17,60"]
+        assert self.waiting(tmp_path, lengths, *flags) == (
+            1,
+            [[32, 0, 60], [33, 0, 60], [34, 0, 60], [35, 0, 59], [36, 0, 17]],
+        )
+
+    def test_no_full_global_batch_is_refused(self, tmp_path, capsys):
+        source = write_json(tmp_path, [8] * 31)
+        assert refused(capsys, tmp_path, source, "--policy", "wlb", "--no-flush") == (
+            f"{source} holds 248 tokens, under one global batch of 4 x 64, of which --no-flush makes no step; leave it "
+            "out or give more documents"
+        )
+
+    def test_no_step_at_all_is_refused(self, tmp_path, capsys):
+        source = write_json(tmp_path, [64, 63, 33, 64, 32])
+        flags = ["--policy", "wlb", "--no-flush", "--outlier-thresholds", "1,33,63,64"]
+        assert refused(capsys, tmp_path, source, *flags) == (
+            "every document waits, so --no-flush leaves no step; leave it out or give more documents"
+        )
+
+
+def refused(capsys, folder, source, *flags, output=None):
+    """The message; checks exit code, that it is one line, and that no file was left."""
+    before = sorted(os.listdir(folder))
+    arguments = ["plan", source, *(flags if "--micro-batches" in flags else [*FLAGS, *flags])]
+    try:
+        code = main([*arguments, "--output", str(output or folder / "plan.jsonl")])
+    except SystemExit as exit:  # argparse's own
+        code = exit.code
+    printed = capsys.readouterr()
+    assert code == 2
+    assert printed.out == ""
+    assert sorted(os.listdir(folder)) == before
+    line, nothing = printed.err.split("\n")
+    assert nothing == ""
+    assert line.startswith("megatron-wlb plan: error: ")
+    return line.removeprefix("megatron-wlb plan: error: ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--policy", "best"], "--policy: invalid choice: 'best' .choose from '?original'?, "),
+        (
+            ["--policy", "adaptive", "--mode", "fast"],
+            "--mode: invalid choice: 'fast' .choose from '?constant-tokens'?, '?low",
+        ),
+        (
+            ["--policy", "wlb", "--planner", "rust"],
+            "--planner: invalid choice: 'rust' .choose from '?auto'?, '?native",
+        ),
+        ([], "the following arguments are required: --policy"),
+        (
+            ["--policy", "wlb", "--max-tokens", "63"],
+            "--max-tokens 63 is under --context-length 64.*; give at least 64$",
+        ),
+        (["--policy", "wlb", "--max-tokens", "67108865"], "'67108865' must be an integer from 1 to 67108864"),
+        (["--policy", "wlb", "--micro-batches", "0"], "--micro-batches: '0' must be an integer from 1 to 1048576"),
+        (["--policy", "wlb", "--crossover", "1.5"], "--crossover: '1.5' must be an integer from 1 to"),
+        (["--policy", "wlb", "--context-length", "-1"], "--context-length"),
+        (["--policy", "wlb", "--outlier-thresholds", "9,3"], "'9,3' must be in increasing order, such as 32768,65536"),
+        (["--policy", "wlb", "--outlier-thresholds", "3,"], "--outlier-thresholds: '' must be an integer from 1 to"),
+        (
+            ["--policy", "adaptive", "--outlier-thresholds", "3"],
+            "^--outlier-thresholds is for --policy wlb; leave it out for adaptive$",
+        ),
+        (["--policy", "wlb", "--mode", "constant-tokens"], "^--mode is for --policy adaptive; leave it out for wlb$"),
+        (["--policy", "wlb", "--max-delay-steps", "9"], "^--max-delay-steps is for --policy adaptive"),
+        (["--policy", "wlb", "--global-batches", "2"], "^--global-batches is for --policy fixed and ilp"),
+        (["--policy", "adaptive", "--max-delay-steps", "1"], "max_delay_steps is 1; .* can guarantee 7 or more"),
+        (["--policy", "wlb", "--profile", "none"], "--profile: not allowed with argument --crossover"),
+        (
+            ["--policy", "wlb", "--crossover", str(1 << 35), "--max-tokens", str(1 << 26)],
+            "overflows 64 bits; lower one of them",
+        ),
+    ],
+)
+def test_wrong_flags(source, tmp_path, capsys, flags, message):
+    match(refused(capsys, tmp_path, source, *flags), message)
+
+
+@pytest.mark.parametrize(
+    ("profile", "message"),
+    [
+        ("none", "no profile 'none': give a JSON file or one of the shipped profiles"),
+        ("flops", "profile flops states no crossover_tokens; add it or give --crossover instead"),
+    ],
+)
+def test_wrong_profiles(source, tmp_path, capsys, profile, message):
+    flags = ["--micro-batches", "4", "--context-length", "64", "--policy", "wlb", "--profile", profile]
+    match(refused(capsys, tmp_path, source, *flags), message)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1, 2,\n oops]", r"lengths\.json, line 2, column 2: not JSON"),
+        ("[1, -2]", r"lengths\.json, index 1: -2 trained tokens; a length must be from 0 to 67108864$"),
+        ("[1, 2.0]", "index 1: 2.0 is not an integer; give trained tokens$"),
+        ("[]", "holds no document; give at least one length$"),
+    ],
+)
+def test_wrong_lengths(tmp_path, capsys, text, message):
+    (tmp_path / "lengths.json").write_text(text)
+    match(refused(capsys, tmp_path, str(tmp_path / "lengths.json"), "--policy", "wlb"), message)
+
+
+def test_missing_lengths(tmp_path, capsys):
+    match(refused(capsys, tmp_path, str(tmp_path / "no"), "--policy", "wlb"), r"no\.idx does not exist; LENGTHS is")
+
+
+@pytest.mark.parametrize(("module", "suffix", "policy"), [("pyarrow", "parquet", "wlb"), ("scipy", "json", "ilp")])
+def test_a_missing_extra(source, tmp_path, capsys, monkeypatch, module, suffix, policy):
+    path = write_parquet(tmp_path / "x.parquet", length=[1]) if suffix == "parquet" else source
+    monkeypatch.setitem(sys.modules, module, None)
+    message = refused(capsys, tmp_path, path, "--policy", policy)
+    assert message == f"{module} is not installed; pip install 'megatron-wlb[analysis]'"
+
+
+def test_wrong_outputs(source, tmp_path, capsys):
+    message = refused(capsys, tmp_path, source, "--policy", "wlb", output=tmp_path / "no" / "plan")
+    match(message, "--output .*plan: the folder .*no does not exist; create it or name another")
+    match(refused(capsys, tmp_path, source, "--policy", "wlb", output=tmp_path), "Is a directory")
+
+
+def test_a_failure_while_planning_leaves_the_former_plan(source, tmp_path, capsys, monkeypatch):
+    output = tmp_path / "plan.jsonl"
+    output.write_text("former")
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megatron_wlb.cli.plan.metrics.measure", full)
+    match(refused(capsys, tmp_path, source, "--policy", "wlb"), "No space left on device")
+    assert output.read_text() == "former"
+
+
+def test_a_link_stays_a_link_and_a_device_a_device(source, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "plan")
+    text = plan(source, tmp_path / "link", "--policy", "wlb")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "plan").read_text() == text
+    os.mkfifo(tmp_path / "pipe")
+    reader = subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE, text=True)
+    assert main(["plan", source, *FLAGS, "--policy", "wlb", "--output", str(tmp_path / "pipe")]) == 0
+    assert reader.communicate()[0] == text
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def match(message, pattern):
+    assert re.search(pattern, message), message
+
+
+def command(*arguments, prelude="", **kwargs):
+    """Run the command in a process of its own, after `prelude`."""
+    code = f"import sys\n{prelude}\nfrom megatron_wlb.cli.main import main\nsys.exit(main())"
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT, check=False, **kwargs
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_standard_input_and_output_where_torch_is_blocked(source, tmp_path, policy):
+    prelude = "for name in ('torch', 'megatron', 'transformer_engine'): sys.modules[name] = None"
+    arguments = ["plan", "-", *FLAGS, "--policy", policy, "--output", "-"]
+    done = command(*arguments, prelude=prelude, input=json.dumps(make_lengths()))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == plan(source, tmp_path / "plan", "--policy", policy)
+    assert done.stderr.count("\n") == 1  # no progress bar: this is not a terminal
+
+
+def test_without_rich(source, tmp_path):
+    arguments = ["plan", source, *FLAGS, "--policy", "wlb", "--output", "-"]
+    done = command(*arguments, prelude="sys.modules['rich.console'] = None")
+    assert (done.returncode, done.stdout) == (0, plan(source, tmp_path / "plan", "--policy", "wlb"))
+
+
+def test_a_progress_bar_on_a_terminal(source, tmp_path):
+    terminal, other_end = os.openpty()
+    arguments = ["plan", source, *FLAGS, "--policy", "wlb", "--output", str(tmp_path / "plan")]
+    code = "import sys; from megatron_wlb.cli.main import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], stderr=other_end, cwd=ROOT, check=True)
+    os.close(other_end)
+    shown = os.read(terminal, 1 << 16).decode()
+    os.close(terminal)
+    assert done.returncode == 0
+    assert "planning" in shown and "100%" in shown
+
+
+def test_a_reader_that_goes_away(tmp_path):
+    """As in `| head -n 1`: no traceback."""
+    source = write_json(tmp_path, make_lengths(20_000))
+    arguments = [sys.executable, "-m", "megatron_wlb", "plan", source, *FLAGS, "--policy", "wlb", "--output", "-"]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert json.loads(process.stdout.readline())["documents"] == 20_000
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 1
+    process.stderr.close()
+
+
+def test_python_m_and_exit_code():
+    arguments = [sys.executable, "-m", "megatron_wlb", "plan", "-", *FLAGS, "--policy", "wlb", "--output", "-"]
+    done = subprocess.run(arguments, input="[1, 2", capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "megatron-wlb plan: error: standard input, line 1, column 6: not JSON: Expecting ',' delimiter\n"
+    )

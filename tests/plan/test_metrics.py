@@ -1,0 +1,97 @@
+"""Measures of balance and order, against their definitions written out document by document."""
+
+import numpy as np
+import pytest
+
+from megatron_wlb.plan.metrics import StepMetrics, delays, measure, summarise
+from megatron_wlb.plan.types import DOCUMENT, Packing
+
+CONTEXT_LENGTH, CROSSOVER = 64, 30
+
+
+def packing(*micro_batches):
+    """Micro-batches of (length, arrival)."""
+    rows = [document for micro_batch in micro_batches for document in micro_batch]
+    documents = np.zeros(len(rows), DOCUMENT)
+    documents["length"] = [length for length, _ in rows]
+    documents["arrival"] = [arrival for _, arrival in rows]
+    return Packing(documents=documents, bounds=np.cumsum([0, *map(len, micro_batches)]))
+
+
+def work(length):
+    return length * (length + CROSSOVER)
+
+
+def measured(step, *micro_batches, plan_ms=0.0):
+    return measure(
+        packing(*micro_batches), step, crossover_tokens=CROSSOVER, context_length=CONTEXT_LENGTH, plan_ms=plan_ms
+    )
+
+
+def test_a_step():
+    step = measured(5, [(64, 5)], [(16, 3), (17, 5), (10, 7)], [])
+    heaviest, second = work(64), work(16) + work(17) + work(10)
+    assert step.tokens == 107
+    assert step.imbalance == pytest.approx(heaviest * 3 / (heaviest + second))
+    assert step.ratio_to_bound == 1.0  # nothing is lighter than the largest document
+    assert step.delays == {-2: 10, 0: 81, 2: 16}
+    assert step.long_tokens == 81  # 16 is a quarter of the window, not more
+
+
+def test_the_bound_is_the_mean_where_no_document_is_larger():
+    step = measured(0, [(10, 0), (10, 0)], [(10, 0)])
+    assert step.ratio_to_bound == pytest.approx(2 / 1.5)
+
+
+def test_a_step_without_documents():
+    step = measured(3, [], [])
+    assert (step.tokens, step.imbalance, step.ratio_to_bound, step.delays) == (0, 1.0, 1.0, {})
+    assert summarise([step], num_waiting=0).spread_steps == 0.0
+
+
+def test_delays_far_from_zero():
+    assert delays(packing([(3, 7), (4, 900)], [(5, 7)]), 1000) == {993: 8, 100: 4}
+
+
+def test_a_run():
+    rng = np.random.default_rng(0)
+    runs = [
+        [[(int(rng.integers(1, 64)), int(t - rng.integers(-2, 6))) for _ in range(rng.integers(1, 9))] for _ in "abcd"]
+        for t in range(45)
+    ]
+    steps = [measured(t, *micro_batches, plan_ms=t + 1.0) for t, micro_batches in enumerate(runs)]
+    summary = summarise(steps, num_waiting=3)
+
+    kept = range(4, 41)  # a tenth of 45 is 4 at either end
+    token_delays = [t - arrival for t in kept for m in runs[t] for length, arrival in m for _ in range(length)]
+    tokens = [sum(length for m in runs[t] for length, _ in m) for t in kept]
+    long = [sum(length for m in runs[t] for length, _ in m if length > 16) for t in kept]
+    imbalances = []
+    for t in kept:
+        loads = [sum(work(length) for length, _ in m) for m in runs[t]]
+        imbalances.append(max(loads) * 4 / sum(loads))
+    shares = np.divide(long, tokens)
+    assert summary.imbalance_mean == pytest.approx(np.mean(imbalances))
+    assert summary.imbalance_p95 == pytest.approx(np.quantile(imbalances, 0.95))
+    assert summary.late_steps == pytest.approx(np.mean(np.maximum(token_delays, 0)))
+    assert summary.spread_steps == pytest.approx(np.mean(np.abs(token_delays - np.median(token_delays))))
+    assert summary.token_cv == pytest.approx(np.std(tokens) / np.mean(tokens))
+    assert (summary.long_share_mean, summary.long_share_std) == pytest.approx((shares.mean(), shares.std()))
+    # All steps, not only those of the averages.
+    assert (summary.steps, summary.waiting_documents) == (45, 3)
+    assert summary.tokens == sum(length for run in runs for m in run for length, _ in m)
+    assert summary.max_delay_steps == max(t - arrival for t, run in enumerate(runs) for m in run for _, arrival in m)
+    assert (summary.plan_ms_median, summary.plan_ms_min, summary.plan_ms_max) == (23.0, 1.0, 45.0)
+
+
+def test_reading_ahead_is_not_late():
+    """All documents two steps early: none is late, and none is out of order with the others."""
+    summary = summarise([measured(t, [(10, t + 2)]) for t in range(20)], num_waiting=0)
+    assert (summary.late_steps, summary.spread_steps, summary.max_delay_steps) == (0.0, 0.0, -2)
+
+
+@pytest.mark.parametrize(("num_steps", "skip"), [(0, 0.1), (2, 0.5)])
+def test_nothing_to_average_is_refused(num_steps, skip):
+    step = StepMetrics(tokens=1, imbalance=1.0, ratio_to_bound=1.0, delays={0: 1}, long_tokens=0, plan_ms=0.0)
+    with pytest.raises(ValueError, match=f"nothing to summarise: {num_steps} steps"):
+        summarise([step] * num_steps, num_waiting=0, skip=skip)

@@ -1,0 +1,46 @@
+"""The native cores under sanitizers, driven by `csrc/tests/stress.cpp`, and without a warning of the compiler."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).parents[2] / "csrc"
+CORES = [p for p in sorted(CSRC.glob("*.cpp")) if p.name != "bindings.cpp"]
+STRESS = CSRC / "tests" / "stress.cpp"
+FLAGS = "-std=c++17 -O1 -g -ffp-contract=off -pthread".split()
+WARNINGS = "-Wall -Wextra -Wconversion -Wshadow -Werror".split()
+
+
+def compile_cpp(*arguments):
+    compiler = shutil.which("g++") or pytest.fail("no g++; install a C++17 compiler, e.g. apt-get install g++")
+    result = subprocess.run([compiler, *FLAGS, *map(str, arguments)], capture_output=True, text=True)
+    if result.returncode:
+        remedy = "; install the runtimes libasan, libubsan and libtsan" if "cannot find" in result.stderr else ""
+        pytest.fail(f"g++ failed{remedy}:\n{result.stderr[-4000:]}")
+
+
+@pytest.mark.parametrize("source", [*CORES, STRESS], ids=lambda p: p.name)
+def test_no_warnings(source):
+    compile_cpp(*WARNINGS, "-fsyntax-only", source)
+
+
+@pytest.mark.parametrize(
+    ("sanitizers", "arguments"),
+    [
+        (
+            ["-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"],
+            ["0", "200"],
+        ),
+        (["-fsanitize=thread"], ["1000", "40", "threads"]),
+    ],
+    ids=["address and undefined", "thread"],
+)
+def test_stress(tmp_path, sanitizers, arguments):
+    binary = tmp_path / "stress"
+    compile_cpp(*sanitizers, STRESS, *CORES, "-o", binary)
+    result = subprocess.run([binary, *arguments], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-8000:]
+    assert result.stdout == "stress: ok\n"
+    assert result.stderr == ""
