@@ -41,7 +41,7 @@ class WlbConfig:
         PACKING_MODES,
     )
     max_delay_steps: int = _setting(
-        30, "Of adaptive packing: no document runs later than this many steps after it arrives; at least 7."
+        30, "Of adaptive packing: no document runs later than this many steps after it arrives; at least 12."
     )
     global_batches: int = _setting(1, "Of fixed packing: global batches that are packed together.")
     max_tokens: int | None = _setting(

@@ -21,7 +21,7 @@ LAYOUTS = {
     "tp2-cp2-pp2-vpp2": (8, f"{TP2} {CP2} {VPP2}"),
 }
 
-# What is reached is about 1e-6 (fp32 sums in another order); the issue allows 1e-5.
+# Reached: pipelines are equal to the bit, everything else to 1e-6 (fp32 sums in another order).
 TOLERANCE = 1e-5
 
 
@@ -54,7 +54,7 @@ def test_layout_equals_single_process(layout, sharding, dataset, single, tmp_pat
     compare(run, single)
 
 
-@pytest.mark.parametrize("layout", ["tp2-sp", "cp2", "pp2-vpp2"])
+@pytest.mark.parametrize("layout", ["tp2-sp", "cp2", "pp2-vpp2", "tp2-cp2-pp2-vpp2"])
 def test_recomputation(layout, dataset, single, tmp_path):
     size, flags = LAYOUTS[layout]
     run = train(size, dataset, *flags.split(), *FULL.split(), log=tmp_path / "log.jsonl")
@@ -77,14 +77,14 @@ def test_distributed_optimizer(dataset, tmp_path):
 
 
 def test_bf16(dataset, single, tmp_path):
-    """bf16 rounds at 2^-9 relative; through four layers the gradients of a step stay within a few such roundings."""
+    """bf16 rounds at 2^-9 = 0.2 % relative; the gradients of four layers reach 1.4 %, on one process as on two."""
     run = train(2, dataset, *CP2.split(), "--bf16", log=tmp_path / "log.jsonl")
     alone = train(1, dataset, "--bf16", log=tmp_path / "alone.jsonl")
     exact = single["grads"][0]
     for grads in (run["grads"][0], alone["grads"][0]):
-        assert relative_error(grads, exact) <= 0.05
+        assert relative_error(grads, exact) <= 0.03
     # Sharding must not cost accuracy that one process in bf16 has.
-    assert relative_error(run["grads"][0], exact) <= 1.5 * relative_error(alone["grads"][0], exact)
+    assert relative_error(run["grads"][0], exact) <= 1.2 * relative_error(alone["grads"][0], exact)
 
 
 def test_original_packing(dataset, tmp_path):

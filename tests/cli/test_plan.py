@@ -114,7 +114,7 @@ def test_every_document_is_tiled_once(source, tmp_path, capsys, policy, flush):
         ("fixed", ["--global-batches", "3"]),
         ("wlb", ["--outlier-thresholds", "20,30,50"]),
         ("adaptive", ["--mode", "low-displacement"]),
-        ("adaptive", ["--mode", "constant-tokens", "--max-delay-steps", "7"]),
+        ("adaptive", ["--mode", "constant-tokens", "--max-delay-steps", "12"]),
         ("adaptive", ["--planner", "python"]),
     ],
 )
@@ -122,7 +122,7 @@ def test_settings_of_policies(source, tmp_path, policy, flags):
     for flush in ([], ["--no-flush"]):
         last = check(plan(source, tmp_path / "plan", "--policy", policy, *flags, *flush), make_lengths(), policy)
     if "--max-delay-steps" in flags:
-        assert last["summary"]["max_delay_steps"] <= 7
+        assert last["summary"]["max_delay_steps"] <= 12
 
 
 def test_the_order_of_the_file(tmp_path):
@@ -281,7 +281,7 @@ def refused(capsys, folder, source, *flags, output=None):
         (["--policy", "wlb", "--mode", "constant-tokens"], "^--mode is for --policy adaptive; leave it out for wlb$"),
         (["--policy", "wlb", "--max-delay-steps", "9"], "^--max-delay-steps is for --policy adaptive"),
         (["--policy", "wlb", "--global-batches", "2"], "^--global-batches is for --policy fixed and ilp"),
-        (["--policy", "adaptive", "--max-delay-steps", "1"], "max_delay_steps is 1; .* can guarantee 7 or more"),
+        (["--policy", "adaptive", "--max-delay-steps", "1"], "max_delay_steps is 1; .* can guarantee 12 or more"),
         (["--policy", "wlb", "--profile", "none"], "--profile: not allowed with argument --crossover"),
         (
             ["--policy", "wlb", "--crossover", str(1 << 35), "--max-tokens", str(1 << 26)],

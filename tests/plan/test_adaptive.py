@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.packing import make_policy
-from megatron_wlb.plan.packing.adaptive import FORCED_STEPS, MODES
+from megatron_wlb.plan.packing.adaptive import MODES, SHORTEST_DELAY_BOUND
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.plan.types import DOCUMENT
 from megatron_wlb.plan.workload import document_work
@@ -69,7 +69,7 @@ def test_nasty_data_is_packed_once_within_bounds_and_alike_by_both_cores(lengths
     mode=st.sampled_from(MODES),
     n=st.sampled_from([1, 2, 3, 4, 7, 16]),
     s_max=st.sampled_from([1.0, 1.1, 1.25, 2.0]),
-    delay=st.integers(FORCED_STEPS + 1, 20),
+    delay=st.integers(SHORTEST_DELAY_BOUND, 20),
 )
 def test_any_data_is_packed_once_within_bounds_and_alike_by_both_cores(lengths, mode, n, s_max, delay):
     check(lengths, mode, n, s_max, delay)
@@ -100,6 +100,20 @@ def check(lengths, mode, n, s_max, delay):
     ).take(1 << 60)
     for name in ("document", "offset", "length"):
         np.testing.assert_array_equal(documents[name], pieces[name])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", range(12))
+def test_the_tightest_bound_on_delay_holds_over_long_streams(seed, mode):
+    """Short streams do not show it: later documents must not overtake forced ones for ever."""
+    rng = np.random.default_rng(seed)
+    n, s_max = int(rng.integers(1, 5)), float(rng.choice([1.0, 1.1, 1.25]))
+    kinds = rng.choice(WINDOW, int(rng.integers(2, 6))) + 1
+    lengths = rng.choice(kinds, 3000)
+    packer = make_packer(lengths, use_native=True, n=n, s_max=s_max, mode=mode, delay=SHORTEST_DELAY_BOUND)
+    while not packer.finished:
+        step = packer.next()
+        assert (step.step - step.packing.documents["arrival"]).max() <= SHORTEST_DELAY_BOUND
 
 
 @pytest.mark.parametrize("use_native", [True, False], ids=["native", "python"])
@@ -147,8 +161,8 @@ def test_it_balances_better_than_original_order_with_steady_tokens():
 def test_refusals(use_native):
     with pytest.raises(ValueError, match="unknown mode 'fast' of adaptive packing; choose one of constant-tokens"):
         make_packer([5], use_native=use_native, mode="fast")
-    with pytest.raises(ValueError, match="max_delay_steps is 6; adaptive packing can guarantee 7 or more"):
-        make_packer([5], use_native=use_native, delay=6)
+    with pytest.raises(ValueError, match="max_delay_steps is 11; adaptive packing can guarantee 12 or more"):
+        make_packer([5], use_native=use_native, delay=11)
     packer = make_packer([5], use_native=use_native)
     column = np.array([WINDOW * 2], np.int64)
     with pytest.raises(ValueError, match=f"a document of {WINDOW * 2} tokens exceeds max_tokens {WINDOW * 5 // 4}"):

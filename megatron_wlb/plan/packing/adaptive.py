@@ -22,6 +22,8 @@ LOOK_AHEAD_BATCHES = 2
 FORCED_STEPS = 6
 """A document is forced this many steps before the bound on its delay. Forced documents fill at least half of N * S_max
 per step, and what waits is at most LOOK_AHEAD_BATCHES * N * C tokens and a window: 6 steps run all of it."""
+SHORTEST_DELAY_BOUND = 2 * FORCED_STEPS
+"""Under a tighter bound, documents that came later would be forced before the first are through, and overtake them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +61,9 @@ def settings(
     """
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r} of adaptive packing; choose one of {', '.join(MODES)}")
-    if max_delay_steps <= FORCED_STEPS:
+    if max_delay_steps < SHORTEST_DELAY_BOUND:
         raise ValueError(
-            f"max_delay_steps is {max_delay_steps}; adaptive packing can guarantee {FORCED_STEPS + 1} or more"
+            f"max_delay_steps is {max_delay_steps}; adaptive packing can guarantee {SHORTEST_DELAY_BOUND} or more"
         )
     constant = mode == "constant-tokens"
     return AdaptiveSettings(
@@ -89,7 +91,7 @@ class AdaptivePolicy:
         context_length: C in pairs, the longest document.
         crossover_tokens: Lc of the work model.
         mode: constant-tokens or low-displacement.
-        max_delay_steps: a guarantee, at least 7.
+        max_delay_steps: a guarantee, at least 12.
         use_native: run the C++ core; the Python reference gives the same plans to the bit.
     """
 
