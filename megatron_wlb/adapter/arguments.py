@@ -10,6 +10,7 @@ from megatron_wlb.config import WlbConfig
 
 def add_wlb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add `--wlb` and one flag for every field of WlbConfig; an `extra_args_provider` of upstream's."""
+    _mend_help(parser)
     group = parser.add_argument_group("workload-balanced training (megatron_wlb)")
     group.add_argument(
         "--wlb",
@@ -31,6 +32,15 @@ def add_wlb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         choices = f"{{{','.join(f.metadata['choices'])}}}" if f.metadata["choices"] else None
         group.add_argument(flag, type=kind, default=f.default, metavar=choices, help=text + default)
     return parser
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Escape a lone percent sign in upstream's help texts (0.19 has one), over which --help stumbles."""
+    for action in parser._actions:
+        try:
+            _ = (action.help or "") % {**vars(action), "prog": parser.prog}
+        except ValueError:
+            action.help = (action.help or "").replace("%", "%%")
 
 
 def config_from_args(args: argparse.Namespace) -> WlbConfig:

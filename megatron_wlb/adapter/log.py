@@ -20,7 +20,7 @@ def record(plan: StepPlan, kernel: KernelModel, loss: float, wait_seconds: float
         "padded_tokens": sum(m.padded_tokens for m in plan.micro_batches),
         "imbalance_original": metrics.imbalance(plan.original_work),
         "imbalance": metrics.imbalance(plan.work),
-        "delay_mean_steps": sum(steps * tokens for steps, tokens in plan.delays.items()) / plan.tokens,
+        "delay_mean_steps": sum(max(0, steps) * tokens for steps, tokens in plan.delays.items()) / plan.tokens,
         "delay_max_steps": max(plan.delays),
         "waiting_documents": plan.num_waiting,
         "delays_tokens": plan.delays,

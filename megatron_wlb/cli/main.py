@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron_wlb import __version__
-from megatron_wlb.cli import plan
+from megatron_wlb.cli import plan, tune
 
-EXTRAS = ("pyarrow", "scipy")
-"""Packages of the extra `analysis` that only some inputs and policies need."""
+EXTRAS = ("matplotlib", "pyarrow", "rich", "scipy")
+"""Packages of the extra `analysis` that only some commands, inputs and policies need."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -24,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     plan.register(commands)
+    tune.register(commands)
     args = parser.parse_args(argv)
     try:
         args.run(args)

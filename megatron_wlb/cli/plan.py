@@ -56,31 +56,21 @@ def register(commands: Any) -> None:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    positive, tokens = _integer(1, 1 << 35), _integer(1, MAX_TOKENS)
-    parser.add_argument("lengths", metavar="LENGTHS", help=FORMATS)
+    positive = integer(1, 1 << 35)
+    add_data_arguments(parser)
     parser.add_argument(
-        "--micro-batches", type=_integer(1, 1 << 20), required=True, metavar="N", help="micro-batches per step"
+        "--max-tokens",
+        type=integer(1, MAX_TOKENS),
+        metavar="S",
+        help="longest micro-batch in tokens, at least C; default: 1.25 C",
     )
-    parser.add_argument("--context-length", type=tokens, required=True, metavar="C", help="context window in tokens")
-    parser.add_argument(
-        "--max-tokens", type=tokens, metavar="S", help="longest micro-batch in tokens, at least C; default: 1.25 C"
-    )
-    crossover = parser.add_mutually_exclusive_group()
-    crossover.add_argument(
-        "--crossover",
-        type=positive,
-        metavar="Lc",
-        help="document length in tokens at which attention costs as much as everything else; default: "
-        f"{DEFAULT_CROSSOVER}",
-    )
-    crossover.add_argument("--profile", metavar="FILE", help="take the crossover from a profile")
     parser.add_argument("--policy", choices=POLICIES, required=True, help="how documents become micro-batches")
     parser.add_argument(
         "--mode", choices=PACKING_MODES, help="adaptive: what the policy keeps close; default: constant-tokens"
     )
     parser.add_argument(
         "--outlier-thresholds",
-        type=_thresholds,
+        type=increasing,
         metavar="a,b",
         help="wlb: lengths from which documents wait in queues; default: a quarter and a half of C",
     )
@@ -103,6 +93,26 @@ def register(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what documents are packed into micro-batches of what: LENGTHS, N, C and the crossover."""
+    parser.add_argument("lengths", metavar="LENGTHS", help=FORMATS)
+    parser.add_argument(
+        "--micro-batches", type=integer(1, 1 << 20), required=True, metavar="N", help="micro-batches per step"
+    )
+    parser.add_argument(
+        "--context-length", type=integer(1, MAX_TOKENS), required=True, metavar="C", help="context window in tokens"
+    )
+    crossover = parser.add_mutually_exclusive_group()
+    crossover.add_argument(
+        "--crossover",
+        type=integer(1, 1 << 35),
+        metavar="Lc",
+        help="document length in tokens at which attention costs as much as everything else; default: "
+        f"{DEFAULT_CROSSOVER}",
+    )
+    crossover.add_argument("--profile", metavar="FILE", help="take the crossover from a profile")
+
+
 def run(args: argparse.Namespace) -> None:
     """Plan everything and write it. Raises ValueError on wrong input, before the output is touched."""
     settings = _settings(args)
@@ -115,7 +125,7 @@ def run(args: argparse.Namespace) -> None:
             f"{args.lengths} holds {total} tokens, under one global batch of {args.micro_batches} x "
             f"{args.context_length}, of which --no-flush makes no step; leave it out or give more documents"
         )
-    stream = (DocumentStream if args.flush else _UnflushedStream)(
+    stream = (DocumentStream if args.flush else UnflushedStream)(
         [Source(pairs=lengths)], seed=0, context_length=args.context_length, shuffle=False, num_epochs=1
     )
     packer = Packer(
@@ -128,9 +138,9 @@ def run(args: argparse.Namespace) -> None:
     )
     measured: list[metrics.StepMetrics] = []
     state = packer.state()
-    with _writer(args.output) as file, _progress(total, args.output) as advance:
+    with writer(args.output) as file, progress(total, args.output) as advance:
         _write(file, _header(args.policy, settings, len(lengths)))
-        for step, plan_ms in _steps(packer, batch_tokens, until):
+        for step, plan_ms in steps(packer, batch_tokens, until):
             micro_batches = [_references(step.packing.micro_batch(i)) for i in range(len(step.packing))]
             _write(file, {"step": step.step, "micro_batches": micro_batches})
             measured.append(
@@ -172,8 +182,25 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(
                 f"--{name.replace('_', '-')} is for --policy {' and '.join(policies)}; leave it out for {args.policy}"
             )
+    data = data_settings(args, args.max_tokens or math.ceil(1.25 * args.context_length))
+    if args.planner == "native" and not native.AVAILABLE:
+        raise ValueError("--planner native, but the native core was not built; reinstall with a C++ compiler")
+    optional = {
+        "mode": args.mode,
+        "max_delay_steps": args.max_delay_steps,
+        "num_global_batches": args.global_batches,
+    }
+    return {
+        **data,
+        "outlier_thresholds": WlbConfig(outlier_thresholds=args.outlier_thresholds).thresholds_for(args.context_length),
+        "use_native": native.AVAILABLE and args.planner != "python",
+        **{name: value for name, value in optional.items() if value is not None},
+    }
+
+
+def data_settings(args: argparse.Namespace, max_tokens: int) -> dict[str, Any]:
+    """What every policy is told of the arguments of `add_data_arguments` and S_max. Raises ValueError if they clash."""
     context_length, num_micro_batches = args.context_length, args.micro_batches
-    max_tokens = args.max_tokens or math.ceil(1.25 * context_length)
     if max_tokens < context_length:
         raise ValueError(
             f"--max-tokens {max_tokens} is under --context-length {context_length}: a document of a full window would "
@@ -189,21 +216,11 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
             f"the work of {num_micro_batches} micro-batches of {max_tokens} tokens at a crossover of {crossover} "
             "overflows 64 bits; lower one of them"
         )
-    if args.planner == "native" and not native.AVAILABLE:
-        raise ValueError("--planner native, but the native core was not built; reinstall with a C++ compiler")
-    optional = {
-        "mode": args.mode,
-        "max_delay_steps": args.max_delay_steps,
-        "num_global_batches": args.global_batches,
-    }
     return {
         "num_micro_batches": num_micro_batches,
         "context_length": context_length,
         "max_tokens": max_tokens,
         "crossover_tokens": crossover,
-        "outlier_thresholds": WlbConfig(outlier_thresholds=args.outlier_thresholds).thresholds_for(context_length),
-        "use_native": native.AVAILABLE and args.planner != "python",
-        **{name: value for name, value in optional.items() if value is not None},
     }
 
 
@@ -220,7 +237,7 @@ def _header(policy: str, settings: dict[str, Any], num_documents: int) -> dict[s
     }
 
 
-class _UnflushedStream(DocumentStream):
+class UnflushedStream(DocumentStream):
     """Says that the data is at its end only to a policy that asks for more than there is.
 
     The end may lie within the last full global batch; a policy that knew would flush in that step already.
@@ -241,7 +258,7 @@ class _UnflushedStream(DocumentStream):
         return super().take(limit)
 
 
-def _steps(packer: Packer, batch_tokens: int, until: float) -> Iterator[tuple[PackedStep, float]]:
+def steps(packer: Packer, batch_tokens: int, until: float) -> Iterator[tuple[PackedStep, float]]:
     """Steps whose global batches end at or before pair `until` of the stream, and the milliseconds each took."""
     state = packer.state()
     while not packer.finished and _batches_end(state, batch_tokens) + batch_tokens <= until:
@@ -277,7 +294,7 @@ def _write(file: TextIO, entry: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _writer(output: str) -> Iterator[TextIO]:
+def writer(output: str, flag: str = "--output") -> Iterator[TextIO]:
     """A file that appears under its name only when it is complete; - for standard output."""
     if output == "-":
         yield sys.stdout
@@ -289,7 +306,7 @@ def _writer(output: str) -> Iterator[TextIO]:
             yield file
         return
     if not path.parent.is_dir():
-        raise ValueError(f"--output {output}: the folder {path.parent} does not exist; create it or name another")
+        raise ValueError(f"{flag} {output}: the folder {path.parent} does not exist; create it or name another")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w") as file:
@@ -300,21 +317,21 @@ def _writer(output: str) -> Iterator[TextIO]:
 
 
 @contextmanager
-def _progress(total: int, output: str) -> Iterator[Callable[[int], None]]:
-    """A bar over `total` tokens on standard error, if that is a terminal without the plan, and rich is installed."""
+def progress(total: int, output: str | None, text: str = "planning") -> Iterator[Callable[[int], None]]:
+    """A bar up to `total` on standard error, if that is a terminal without the output, and rich is installed."""
     try:
         from rich.console import Console
         from rich.progress import Progress
     except ImportError:
-        yield lambda tokens: None
+        yield lambda amount: None
         return
     shown = sys.stderr.isatty() and not (output == "-" and sys.stdout.isatty())
-    with Progress(console=Console(stderr=True), transient=True, disable=not shown) as progress:
-        task = progress.add_task("planning", total=total)
-        yield lambda tokens: progress.advance(task, tokens)
+    with Progress(console=Console(stderr=True), transient=True, disable=not shown) as bar:
+        task = bar.add_task(text, total=total)
+        yield lambda amount: bar.advance(task, amount)
 
 
-def _integer(least: int, most: int) -> Callable[[str], int]:
+def integer(least: int, most: int) -> Callable[[str], int]:
     """An argparse type: integers from `least` to `most`."""
 
     def parse(text: str) -> int:
@@ -325,8 +342,9 @@ def _integer(least: int, most: int) -> Callable[[str], int]:
     return parse
 
 
-def _thresholds(text: str) -> tuple[int, ...]:
-    parse = _integer(1, MAX_TOKENS)
+def increasing(text: str) -> tuple[int, ...]:
+    """An argparse type: integers in increasing order, with commas between them."""
+    parse = integer(1, MAX_TOKENS)
     values = tuple(parse(part) for part in text.split(","))
     if list(values) != sorted(set(values)):
         raise argparse.ArgumentTypeError(f"{text!r} must be in increasing order, such as 32768,65536")

@@ -96,6 +96,14 @@ def test_every_setting_is_a_flag_with_help_and_the_default_of_the_config(monkeyp
         assert len(field.metadata["help"]) > 20
 
 
+def test_help_explains_the_flags(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        parse_args(arguments.add_wlb_arguments)
+    text = capsys.readouterr().out
+    assert all(f"--wlb-{f.name.replace('_', '-')}" in text for f in fields(WlbConfig))
+
+
 def test_flags_reach_the_config(monkeypatch):
     flags = "--wlb-packing original --wlb-outlier-thresholds 8,16 --wlb-max-tokens 512 --wlb-check-shapes --wlb-log x"
     _, config = check(monkeypatch, *flags.split())
