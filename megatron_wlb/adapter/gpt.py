@@ -2,6 +2,7 @@
 
 import contextlib
 from argparse import Namespace
+from typing import Any
 
 from megatron.core.enums import ModelType
 from megatron.training import inprocess_restart, pretrain
@@ -38,7 +39,8 @@ def parse() -> tuple[Namespace, WlbJob | None]:
 def train(args: Namespace, job: WlbJob | None) -> None:
     """Run upstream's `pretrain()`."""
     model = gpt_config_from_args(args)
-    provider, forward_step = plain.dataset_provider, plain.forward_step
+    provider: Any = plain.dataset_provider
+    forward_step: Any = plain.forward_step
     context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if job is not None:
         configure(model, backend_name=job.attention_backend, context_length=args.seq_length)
@@ -51,4 +53,5 @@ def train(args: Namespace, job: WlbJob | None) -> None:
             ModelType.encoder_or_decoder,
             forward_step,
             store=store,
+            get_embedding_ranks=plain.embedding_ranks,
         )

@@ -15,6 +15,11 @@ def token_loss(args: Namespace, loss_mask: torch.Tensor | None, output: torch.Te
     assert loss_mask is not None  # the stage with the loss has the mask
     loss = torch.sum(output.view(-1).float() * loss_mask.view(-1).float())
     tokens = loss_mask.sum().to(torch.int)
+    return check_loss(args, loss), tokens, {"lm loss": torch.cat([loss.detach().view(1), tokens.detach().view(1)])}
+
+
+def check_loss(args: Namespace, loss: torch.Tensor) -> torch.Tensor:
+    """Upstream's checks of a micro-batch's loss; returns it."""
     if args.check_for_nan_in_loss_and_grad:
         for reject, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
             get_rerun_state_machine().validate_result(
@@ -33,4 +38,4 @@ def token_loss(args: Namespace, loss_mask: torch.Tensor | None, output: torch.Te
             tolerance=0.0,
             fatal=False,
         )
-    return loss, tokens, {"lm loss": torch.cat([loss.detach().view(1), tokens.detach().view(1)])}
+    return loss

@@ -1,6 +1,8 @@
 """Training without `--wlb`: what upstream's own `pretrain_gpt.py`, which no wheel ships, gives to `pretrain()`."""
 
-from functools import partial
+import json
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
 from megatron.core.utils import (
     flatten_batch_for_packed_sequences,
     get_attr_wrapped_model,
@@ -16,18 +19,34 @@ from megatron.core.utils import (
     get_batch_on_this_tp_rank,
 )
 from megatron.training import get_args
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from megatron_wlb.adapter.loss import token_loss
+from megatron_wlb.adapter.loss import check_loss, token_loss
 
 
 def dataset_provider(num_samples: list[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
     """Upstream's GPT, SFT or mock datasets for training, validation and test."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    config = GPTDatasetConfig(
+    config_class, fim = GPTDatasetConfig, {}
+    if args.fim_data:
+        fim = {
+            "fim_rate": args.fim_rate,
+            "fim_spm_rate": args.fim_spm_rate,
+            "fim_extra_tokens": {
+                name: getattr(args, f"fim_{name}_token") for name in ("prefix", "middle", "suffix", "pad", "eod")
+            },
+            "fim_split_sample": args.fim_split_sample,
+            "fim_fragment_rate": args.fim_fragment_rate,
+            "fim_no_prefix": args.fim_no_prefix,
+        }
+        config_class = GPTFIMDatasetConfig
+    sequences = args.per_dataset_sequences_path
+    config = config_class(
         random_seed=args.seed,
         sequence_length=args.seq_length,
         blend=blend,
@@ -53,11 +72,14 @@ def dataset_provider(num_samples: list[int | None], vp_stage: int | None = None)
         sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
         hybrid_context_parallel=args.hybrid_context_parallel,
         inter_document_masking=args.dataloader_inter_document_masking,
+        sequences_per_dataset=json.loads(Path(sequences).read_text()) if sequences is not None else None,
+        **fim,
     )
-    kind = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
+    plain = GPTFIMDataset if args.fim_data else GPTDataset
+    kind = SFTDataset if args.sft else MockGPTDataset if args.mock_data else plain
 
     def built_here() -> bool:
-        reads = args.sft or is_first_or_last_pipeline_stage(vp_stage)
+        reads = args.sft or is_first_or_last_pipeline_stage(vp_stage) or _has_mtp(vp_stage)
         return mpu.get_tensor_model_parallel_rank() == 0 and reads
 
     return BlendedMegatronDatasetBuilder(kind, num_samples, built_here, config).build()
@@ -66,9 +88,24 @@ def dataset_provider(num_samples: list[int | None], vp_stage: int | None = None)
 dataset_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
-def forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
-    """Forward one micro-batch as upstream does."""
+def embedding_ranks(pp_ranks: list[int]) -> list[int]:
+    """Pipeline ranks that hold the word embeddings, those of multi-token prediction included."""
+    args = get_args()
+    ranks = {pp_ranks[0]}
+    if len(pp_ranks) > 1 and not args.untie_embeddings_and_output_weights:
+        ranks.add(pp_ranks[-1])
+    if len(pp_ranks) > 1:
+        ranks.update(get_mtp_ranks(pp_ranks, core_transformer_config_from_args(args)))
+    return sorted(ranks)
+
+
+def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
+    """Forward one micro-batch as upstream does, or plan it (`--overlap-moe-expert-parallel-comm`)."""
     batch = _batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    loss = partial(_loss, batch.get("loss_mask"), model=model)
+    if return_schedule_plan:
+        inputs = (batch.get(name) for name in ("tokens", "position_ids", "attention_mask"))
+        return model.build_schedule_plan(*inputs, labels=batch.get("labels"), loss_mask=batch.get("loss_mask")), loss
     output = model(
         batch.get("tokens"),
         batch.get("position_ids"),
@@ -77,13 +114,50 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
         loss_mask=batch.get("loss_mask"),
         packed_seq_params=_packed(batch),
     )
-    return output, partial(token_loss, get_args(), batch.get("loss_mask"))
+    return output, loss
+
+
+def _has_mtp(vp_stage: int | None) -> bool:
+    config = core_transformer_config_from_args(get_args())
+    return bool(
+        mtp_on_this_rank(
+            layout=config.pipeline_model_parallel_layout,
+            mtp_num_layers=config.mtp_num_layers,
+            ignore_virtual=False,
+            vp_stage=vp_stage,
+        )
+    )
+
+
+@lru_cache(maxsize=1)
+def _distillation_loss() -> Any:
+    """The loss against the log-probabilities of a teacher, read from `--logits-load-dir`."""
+    from megatron.training.distillation import LossFuncCallable
+
+    args = get_args()
+    return LossFuncCallable(
+        logprobs_dir=args.logits_load_dir,
+        decode_threads=args.logits_load_decode_threads,
+        prefetch_factor=args.logits_load_prefetch_factor,
+        msc_prefetch_depth=args.logits_load_msc_prefetch_depth,
+        kd_loss_alpha=args.logits_load_kd_loss_alpha,
+        ignore_errors=args.logits_load_ignore_errors,
+    )
+
+
+def _loss(loss_mask: torch.Tensor | None, output: torch.Tensor, model: Any) -> tuple[torch.Tensor, Any, Any]:
+    args = get_args()
+    if args.logits_load_dir is not None:
+        loss, tokens, report = _distillation_loss()(loss_mask, output, model=model)
+        return check_loss(args, loss), tokens, report
+    return token_loss(args, loss_mask, output)
 
 
 def _batch(data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
     args = get_args()
     packed = args.sft or args.dataloader_inter_document_masking
-    edge = is_first_or_last_pipeline_stage(vp_stage)
+    mtp = _has_mtp(vp_stage)
+    edge = is_first_or_last_pipeline_stage(vp_stage) or mtp
     if not edge and not packed:
         return {}
     batch: dict[str, Any] = {}
@@ -95,13 +169,13 @@ def _batch(data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
         has_cu_seqlens=packed,
-        is_hybrid_cp=False,
+        is_hybrid_cp=args.hybrid_context_parallel,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         cp_size=args.context_parallel_size,
         tp_rank=mpu.get_tensor_model_parallel_rank(),
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=mtp,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
@@ -112,9 +186,9 @@ def _batch(data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
     return dict(
         get_batch_on_this_cp_rank(
             batch,
-            is_hybrid_cp=False,
+            is_hybrid_cp=args.hybrid_context_parallel,
             cp_group=mpu.get_context_parallel_group(),
-            hybrid_cp_group_func=None,
+            hybrid_cp_group_func=mpu.get_hybrid_data_context_parallel_groups,
             use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft,
         )
     )
@@ -136,5 +210,7 @@ def _packed(batch: dict[str, Any]) -> PackedSeqParams | None:
         cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        local_cp_size=int(batch["local_cp_size"]) if batch.get("local_cp_size") is not None else None,
+        cp_group=batch.get("hybrid_cp_group"),
         tokens_per_sample=get_args().seq_length,
     )

@@ -49,6 +49,14 @@ def test_data_workers_give_the_same_run(dataset, tmp_path):
     assert [e["loss"] for e in workers["log"]] == [e["loss"] for e in plain["log"]]
 
 
+def test_multi_token_prediction_trains_without_wlb(dataset, tmp_path):
+    flags = ["--mtp-num-layers", "1", "--data-cache-path", str(tmp_path)]
+    one = train(1, dataset, *flags, wlb=False)
+    two = train(2, dataset, *flags, *PP2, wlb=False)
+    assert any("mtp" in name for name in one["grads"][0])
+    assert max(relative_error(g, w) for g, w in zip(two["grads"], one["grads"], strict=True)) <= 1e-5
+
+
 @pytest.mark.parametrize("data", ["--mock-data", "dataset"])
 def test_without_wlb_upstream_trains_its_own_way(data, dataset, tmp_path):
     flags = ["--mock-data"] if data == "--mock-data" else ["--data-cache-path", str(tmp_path)]
