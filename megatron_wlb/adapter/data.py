@@ -1,5 +1,6 @@
 """Documents to tensors: datasets from upstream's data flags, the sampler, and the batches of this rank."""
 
+import functools
 import hashlib
 import itertools
 from argparse import Namespace
@@ -48,15 +49,14 @@ def load_splits(args: Namespace) -> dict[str, SplitData]:
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     if blend is None and blend_per_split is None:
         raise ValueError("--wlb: no dataset; give --data-path PREFIX (or --train-data-path ...)")
-    read: dict[str, DocumentIndex] = {}
+    read = functools.cache(read_index)  # a blend may name a dataset in every split
 
     def split(blend: Any, bounds: tuple[float, float] | None) -> SplitData:
         sources, indices = [], []
         prefixes, weights = blend if blend is not None and bounds is not None else ([], None)
         for i, prefix in enumerate(prefixes):
-            index = read.setdefault(prefix, read_index(prefix)) if prefix not in read else read[prefix]
-            assert bounds is not None
-            first, stop = (round(bound * len(index)) for bound in bounds)
+            index = read(prefix)
+            first, stop = (round(bound * len(index)) for bound in bounds or ())
             pairs = np.maximum(index.tokens[first:stop] - 1, 0)
             # Without weights, datasets count by their size, as upstream does.
             weight = float(weights[i]) if weights is not None else float(pairs.sum())

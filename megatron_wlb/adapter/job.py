@@ -46,6 +46,7 @@ class WlbJob:
         self._planners: dict[str, Planner] = {}
         self._first_step = 0
         self._last_step: int | None = None
+        self._waited = 0.0  # for the planner, up to the last line of the log
 
     @property
     def attention_backend(self) -> str:
@@ -178,7 +179,8 @@ class WlbJob:
             result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
             if loss is not None:
                 planner = self._planners["train"]
-                entry = log.record(planner.get(iteration - 1), self._kernel, loss, planner.wait_seconds)
+                waited, self._waited = planner.wait_seconds - self._waited, planner.wait_seconds
+                entry = log.record(planner.get(iteration - 1), self._kernel, loss, waited)
                 if iteration % self._args.log_interval == 0:
                     print(log.line(entry), flush=True)
                 if self._config.log:

@@ -124,7 +124,6 @@ class Planner:
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._closed = False
         self.wait_seconds = 0.0
         """Time that readers have waited for the planner."""
 
@@ -150,20 +149,10 @@ class Planner:
             for old in [s for s in self._plans if s < step]:
                 del self._plans[old]
 
-    def close(self) -> None:
-        """Stop the thread."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._next <= self._wanted + self._ahead)
-                if self._closed:
-                    return
+                self._changed.wait_for(lambda: self._next <= self._wanted + self._ahead)
             try:
                 plan = plan_step(self._packer, self._layout)
                 if plan.step != self._next:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_wlb.config import PACKING_MODES
 from megatron_wlb.plan import native
 from megatron_wlb.plan.types import DOCUMENT, Draw, Packing
 from megatron_wlb.plan.workload import document_work
 
-MODES = ("constant-tokens", "low-displacement")
 LOOK_AHEAD_BATCHES = 2
 """Constant tokens: global batches that are known when a step is chosen, so that long documents find partners."""
 FORCED_STEPS = 6
@@ -59,8 +59,8 @@ def settings(
     `constant-tokens` keeps N * C tokens a step and reads ahead; `low-displacement` runs documents when they come, and
     lets tokens vary with S_max. Raises ValueError for another mode, and for a bound on the delay that cannot be held.
     """
-    if mode not in MODES:
-        raise ValueError(f"unknown mode {mode!r} of adaptive packing; choose one of {', '.join(MODES)}")
+    if mode not in PACKING_MODES:
+        raise ValueError(f"unknown mode {mode!r} of adaptive packing; choose one of {', '.join(PACKING_MODES)}")
     if max_delay_steps < SHORTEST_DELAY_BOUND:
         raise ValueError(
             f"max_delay_steps is {max_delay_steps}; adaptive packing can guarantee {SHORTEST_DELAY_BOUND} or more"

@@ -2,6 +2,6 @@
 
 from megatron_wlb.plan.sharding.per_document import per_document
 from megatron_wlb.plan.sharding.per_sequence import per_sequence
-from megatron_wlb.plan.sharding.select import SHARDINGS, shard
+from megatron_wlb.plan.sharding.select import shard
 
-__all__ = ["SHARDINGS", "per_document", "per_sequence", "shard"]
+__all__ = ["per_document", "per_sequence", "shard"]

@@ -2,12 +2,11 @@
 
 import numpy as np
 
+from megatron_wlb.config import CP_SHARDINGS
 from megatron_wlb.plan.sharding.per_document import per_document
 from megatron_wlb.plan.sharding.per_sequence import per_sequence
 from megatron_wlb.plan.types import SEGMENT, Shard, ShardPlan
 from megatron_wlb.plan.workload import KernelModel
-
-SHARDINGS = ("per-sequence", "per-document", "adaptive")
 
 
 def rank_work(plan: ShardPlan, kernel: KernelModel) -> np.ndarray:
@@ -27,8 +26,8 @@ def shard(lengths: np.ndarray, cp_size: int, strategy: str, kernel: KernelModel)
     predicted maximum over ranks, per-sequence on a tie, since it makes fewer fragments (paper, section 5.3).
     Deterministic, so that every rank chooses alike.
     """
-    if strategy not in SHARDINGS:
-        raise ValueError(f"unknown sharding {strategy!r}; choose one of {', '.join(SHARDINGS)}")
+    if strategy not in CP_SHARDINGS:
+        raise ValueError(f"unknown sharding {strategy!r}; choose one of {', '.join(CP_SHARDINGS)}")
     if cp_size == 1:
         return _whole(lengths)
     if strategy == "per-sequence":
