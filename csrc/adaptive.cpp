@@ -4,12 +4,11 @@
 #include <cmath>
 #include <functional>
 #include <numeric>
-#include <queue>
-#include <set>
 #include <stdexcept>
 #include <string>
-#include <tuple>
 #include <utility>
+
+#include "ranking.h"
 
 namespace wlb {
 namespace {
@@ -19,10 +18,6 @@ constexpr int kRefinements = 200;
 constexpr size_t kLightest = 4;
 constexpr int64_t kMaxSteps = int64_t{1} << 62;
 constexpr int64_t kMaxWaitingWork = int64_t{1} << 62;
-
-bool longer(const Document& a, const Document& b) {
-  return a.length != b.length ? a.length > b.length : a.index < b.index;
-}
 
 void check_ratio(const char* name, double value, double most) {
   if (!(value >= 0 && value <= most))  // not a number is refused, too
@@ -121,16 +116,14 @@ bool AdaptiveCore::is_forced(const Document& document, int64_t step) const {
 
 Packed AdaptiveCore::step(int64_t step, int64_t credit) {
   check_range("step", step, 0, kMaxSteps);
-  std::vector<Document> forced, fluid, solid;
+  std::vector<Document> forced, fluid, rest, solid;
   for (const Document& d : pool_)
-    (is_forced(d, step) ? forced : 8 * d.length <= settings_.context_length ? fluid : solid).push_back(d);
-  std::sort(solid.begin(), solid.end(), longer);
+    (is_forced(d, step) ? forced : 8 * d.length <= settings_.context_length ? fluid : rest).push_back(d);
+  for (size_t i : longest_first(rest)) solid.push_back(rest[i]);
 
   Bins bins(n_);
-  std::vector<Document> sorted = forced;
-  std::sort(sorted.begin(), sorted.end(), longer);
-  for (const Document& d : sorted)
-    if (bins.tokens[bins.lightest()] + d.length <= settings_.max_tokens) bins.add_to_lightest(d);
+  for (size_t i : longest_first(forced))
+    if (bins.tokens[bins.lightest()] + forced[i].length <= settings_.max_tokens) bins.add_to_lightest(forced[i]);
 
   int64_t tokens = 0, work = 0;
   for (const Document& d : fluid) tokens += d.length, work += d.work;
@@ -233,39 +226,32 @@ std::vector<char> AdaptiveCore::release(const std::vector<Document>& solid, cons
   return released;
 }
 
-Packed AdaptiveCore::place(std::vector<Document>& chosen, int64_t step) {
-  std::sort(chosen.begin(), chosen.end(), [&](const Document& a, const Document& b) {
-    const bool late_a = is_forced(a, step), late_b = is_forced(b, step);
-    return late_a != late_b ? late_a : longer(a, b);
-  });
+Packed AdaptiveCore::place(const std::vector<Document>& chosen, int64_t step) {
+  std::vector<size_t> order = longest_first(chosen);
+  std::stable_partition(order.begin(), order.end(), [&](size_t k) { return is_forced(chosen[k], step); });
   std::vector<std::vector<Document>> micro_batches(n_);
-  std::vector<int64_t> work(n_), tokens(n_), placed;
-  std::set<std::pair<int64_t, size_t>> lightest;
-  for (size_t i = 0; i < n_; ++i) lightest.emplace_hint(lightest.end(), 0, i);
-  for (const Document& d : chosen) {
-    const auto room = std::find_if(lightest.begin(), lightest.end(), [&](const auto& entry) {
-      return tokens[entry.second] + d.length <= settings_.max_tokens;
-    });
-    if (room == lightest.end()) continue;
-    auto node = lightest.extract(room);
-    const size_t i = node.value().second;
-    node.value().first = work[i] += d.work;
-    tokens[i] += d.length;
-    lightest.insert(std::move(node));
+  Ranking work(n_), tokens(n_);
+  int64_t sum = 0;
+  for (size_t k : order) {
+    const Document& d = chosen[k];
+    const size_t i = work.least_within(tokens, settings_.max_tokens - d.length);
+    if (i == n_) continue;
     micro_batches[i].push_back(d);
-    placed.push_back(d.index);
+    work.add(i, d.work);
+    tokens.add(i, d.length);
+    sum += d.work;
   }
 
   // Move a document from the heaviest micro-batch to one of the lightest, or swap two, while it helps.
-  const double total = static_cast<double>(std::accumulate(work.begin(), work.end(), int64_t{0}));
   for (int k = 0; k < kRefinements; ++k) {
-    const size_t heavy = static_cast<size_t>(std::max_element(work.begin(), work.end()) - work.begin());
-    if (static_cast<double>(work[heavy]) * static_cast<double>(n_) <= total * 1.0002) break;
     std::vector<size_t> light(n_);
     std::iota(light.begin(), light.end(), size_t{0});
+    const size_t heavy =
+        *std::max_element(light.begin(), light.end(), [&](size_t a, size_t b) { return work[a] < work[b]; });
+    if (static_cast<double>(work[heavy]) * static_cast<double>(n_) <= static_cast<double>(sum) * 1.0002) break;
     const size_t few = std::min(n_, kLightest);
     std::partial_sort(light.begin(), light.begin() + static_cast<std::ptrdiff_t>(few), light.end(),
-                      [&](size_t a, size_t b) { return std::tie(work[a], a) < std::tie(work[b], b); });
+                      [&](size_t a, size_t b) { return std::pair(work[a], a) < std::pair(work[b], b); });
     Exchange exchange;
     int64_t best = work[heavy];
     for (size_t z = 0; z < few; ++z) {
@@ -296,22 +282,24 @@ Packed AdaptiveCore::place(std::vector<Document>& chosen, int64_t step) {
       from.push_back(up);
     }
     to.push_back(down);
-    work[heavy] -= down.work - up.work, tokens[heavy] -= down.length - up.length;
-    work[exchange.light] += down.work - up.work, tokens[exchange.light] += down.length - up.length;
+    work.add(heavy, up.work - down.work), tokens.add(heavy, up.length - down.length);
+    work.add(exchange.light, down.work - up.work), tokens.add(exchange.light, down.length - up.length);
   }
 
-  std::sort(placed.begin(), placed.end());
-  pool_.erase(std::remove_if(pool_.begin(), pool_.end(),
-                             [&](const Document& d) {
-                               return std::binary_search(placed.begin(), placed.end(), d.index);
-                             }),
-              pool_.end());
-  std::vector<std::vector<int64_t>> order(n_);
-  for (size_t i = 0; i < n_; ++i) {
-    for (const Document& d : micro_batches[i]) order[i].push_back(d.index);
-    std::sort(order[i].begin(), order[i].end());
+  std::vector<Placed> placed;
+  for (size_t i = 0; i < n_; ++i)
+    for (const Document& d : micro_batches[i]) placed.push_back({d.index, i});
+  std::sort(placed.begin(), placed.end(), [](const Placed& a, const Placed& b) { return a.index < b.index; });
+  std::vector<Document> waiting;
+  auto next = placed.begin();
+  for (const Document& d : pool_) {
+    if (next != placed.end() && next->index == d.index)
+      ++next;
+    else
+      waiting.push_back(d);
   }
-  return packed(order);
+  pool_ = std::move(waiting);
+  return packed(placed, n_);
 }
 
 }  // namespace wlb

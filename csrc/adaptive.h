@@ -37,7 +37,7 @@ class AdaptiveCore {
   struct Fluid;
   std::vector<char> release(const std::vector<Document>& solid, const Bins& forced, const Fluid& fluid,
                             int64_t step) const;
-  Packed place(std::vector<Document>& chosen, int64_t step);
+  Packed place(const std::vector<Document>& chosen, int64_t step);
   bool is_forced(const Document& document, int64_t step) const;
 
   AdaptiveSettings settings_;

@@ -9,6 +9,9 @@
 #include <vector>
 
 #include "adaptive.h"
+#include "fixed.h"
+#include "original.h"
+#include "sharding.h"
 #include "wlb.h"
 
 namespace py = pybind11;
@@ -39,6 +42,14 @@ std::vector<wlb::Document> documents(const py::array& index, const py::array& le
   return rows;
 }
 
+// Documents numbered by their rows, without work.
+std::vector<wlb::Document> documents(const py::array& length) {
+  const auto l = column<int64_t>(length, "length", length);
+  std::vector<wlb::Document> rows(static_cast<size_t>(length.size()));
+  for (py::ssize_t k = 0; k < length.size(); ++k) rows[static_cast<size_t>(k)] = {k, l(k)};
+  return rows;
+}
+
 Int64s array(const std::vector<int64_t>& values) {
   return Int64s(static_cast<py::ssize_t>(values.size()), values.data());
 }
@@ -57,6 +68,31 @@ wlb::AdaptiveSettings adaptive_settings(const py::object& s) {
           s.attr("constant_tokens").cast<bool>(), integer("max_delay_steps"), real("tolerance"),
           real("age_tolerance"), real("ratio_limit"), real("token_band"), real("token_repay"),
           real("imbalance_price"), real("token_price")};
+}
+
+// From the dataclass in plan/workload.py.
+wlb::Kernel kernel_model(const py::object& k) {
+  const auto integer = [&](const char* name) { return k.attr(name).cast<int64_t>(); };
+  const auto real = [&](const char* name) { return k.attr(name).cast<double>(); };
+  return {integer("tile_rows"), real("launch"), real("tile"), real("query_tile"), integer("heads"), real("exchange")};
+}
+
+// (strategy, predicted time, SEGMENT columns, where each colour begins)
+py::tuple sharding(const wlb::Sharding& plan) {
+  size_t size = 0;
+  for (const auto& colour : plan.colours) size += colour.size();
+  py::array_t<int64_t> segments({static_cast<py::ssize_t>(size), py::ssize_t{3}});
+  std::vector<int64_t> bounds{0};
+  int64_t* row = segments.mutable_data();
+  for (const auto& colour : plan.colours) {
+    for (const wlb::Segment& s : colour) {
+      *row++ = s.document;
+      *row++ = s.start;
+      *row++ = s.stop;
+    }
+    bounds.push_back(bounds.back() + static_cast<int64_t>(colour.size()));
+  }
+  return py::make_tuple(plan.strategy, plan.time, segments, bounds);
 }
 
 }  // namespace
@@ -87,6 +123,46 @@ PYBIND11_MODULE(_native, module) {
           },
           py::arg("step"), py::arg("credit"))
       .def("waiting", [](const wlb::AdaptiveCore& core) { return indices(core.waiting()); });
+  py::class_<wlb::FixedCore>(module, "FixedCore")
+      .def(py::init<int64_t, int64_t>(), py::arg("context_length"), py::arg("crossover_tokens"))
+      .def(
+          "place",
+          [](const wlb::FixedCore& core, const py::array& length, int64_t num_windows) {
+            const auto rows = documents(length);
+            const auto pieces = [&] {
+              py::gil_scoped_release release;
+              return core.place(rows, num_windows);
+            }();
+            return std::make_tuple(array(pieces.row), array(pieces.length), array(pieces.window));
+          },
+          py::arg("length"), py::arg("num_windows"));
+  py::class_<wlb::OriginalCore>(module, "OriginalCore")
+      .def(py::init<int64_t, int64_t>(), py::arg("num_micro_batches"), py::arg("context_length"))
+      .def(
+          "cut",
+          [](const wlb::OriginalCore& core, const py::array& length) {
+            const auto rows = documents(length);
+            const auto cut = [&] {
+              py::gil_scoped_release release;
+              return core.cut(rows);
+            }();
+            return std::make_tuple(array(cut.row), array(cut.offset), array(cut.length), array(cut.bounds));
+          },
+          py::arg("length"));
+  module.def(
+      "shard",
+      [](const py::array& length, int64_t cp_size, const std::vector<std::string>& strategies,
+         const std::vector<int64_t>& long_shares, const py::object& kernel) {
+        const auto values = column<int64_t>(length, "length", length);
+        std::vector<int64_t> lengths(static_cast<size_t>(length.size()));
+        for (py::ssize_t k = 0; k < length.size(); ++k) lengths[static_cast<size_t>(k)] = values(k);
+        const wlb::Kernel model = kernel_model(kernel);
+        return sharding([&] {
+          py::gil_scoped_release release;
+          return wlb::shard(lengths, cp_size, strategies, long_shares, model);
+        }());
+      },
+      py::arg("length"), py::arg("cp_size"), py::arg("strategies"), py::arg("long_shares"), py::arg("kernel"));
   py::class_<wlb::WlbCore>(module, "WlbCore")
       .def(py::init<int64_t, int64_t, std::vector<int64_t>>(), py::arg("num_micro_batches"), py::arg("max_tokens"),
            py::arg("outlier_thresholds"))

@@ -1,18 +1,12 @@
 #include "document.h"
 
 #include <algorithm>
+#include <array>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 
 namespace wlb {
-namespace {
-
-// A micro-batch's work is at most kMaxTokens * kMaxWorkPerToken = 2^62.
-constexpr int64_t kMaxMicroBatches = int64_t{1} << 20;
-constexpr int64_t kMaxTokens = int64_t{1} << 26;
-constexpr int64_t kMaxWorkPerToken = int64_t{1} << 36;
-
-}  // namespace
 
 void check_range(const char* name, int64_t value, int64_t least, int64_t most) {
   if (value < least || value > most)
@@ -45,13 +39,43 @@ void check_documents(const std::vector<Document>& documents, int64_t max_tokens)
   }
 }
 
-Packed packed(const std::vector<std::vector<int64_t>>& micro_batches) {
-  Packed result;
-  result.bounds.push_back(0);
-  for (const auto& micro_batch : micro_batches) {
-    result.order.insert(result.order.end(), micro_batch.begin(), micro_batch.end());
-    result.bounds.push_back(static_cast<int64_t>(result.order.size()));
+std::vector<size_t> longest_first(const std::vector<Document>& documents) {
+  // Keys of (longest - length, position), sorted by as many digits of the length as there are, the least digit first.
+  constexpr int kDigitBits = 9, kPositionBits = 37;
+  constexpr size_t kDigit = (size_t{1} << kDigitBits) - 1, kPosition = (size_t{1} << kPositionBits) - 1;
+  static_assert(sizeof(size_t) == 8 && kMaxTokens < int64_t{1} << (64 - kPositionBits));
+  int64_t longest = 0;
+  for (const Document& document : documents) longest = std::max(longest, document.length);
+  std::vector<size_t> keys(documents.size()), sorted(documents.size());
+  for (size_t i = 0; i < keys.size(); ++i)
+    keys[i] = static_cast<size_t>(longest - documents[i].length) << kPositionBits | i;
+  for (int shift = 0; longest >> shift; shift += kDigitBits) {
+    const auto digit = [&](size_t key) { return key >> (kPositionBits + shift) & kDigit; };
+    std::array<size_t, kDigit + 1> places{};
+    for (size_t key : keys) ++places[digit(key)];
+    std::exclusive_scan(places.begin(), places.end(), places.begin(), size_t{0});
+    for (size_t key : keys) sorted[places[digit(key)]++] = key;
+    keys.swap(sorted);
   }
+  for (size_t& key : keys) key &= kPosition;
+
+  const auto by_index = [](const Document& a, const Document& b) { return a.index < b.index; };
+  if (std::is_sorted(documents.begin(), documents.end(), by_index)) return keys;
+  for (auto run = keys.begin(); run != keys.end();) {
+    const int64_t length = documents[*run].length;
+    const auto end = std::find_if(run, keys.end(), [&](size_t i) { return documents[i].length != length; });
+    std::sort(run, end, [&](size_t a, size_t b) { return by_index(documents[a], documents[b]); });
+    run = end;
+  }
+  return keys;
+}
+
+Packed packed(const std::vector<Placed>& placed, size_t num_micro_batches) {
+  Packed result{std::vector<int64_t>(placed.size()), std::vector<int64_t>(num_micro_batches + 1)};
+  for (const Placed& p : placed) ++result.bounds[p.micro_batch + 1];
+  std::partial_sum(result.bounds.begin(), result.bounds.end(), result.bounds.begin());
+  std::vector<int64_t> next(result.bounds.begin(), result.bounds.end() - 1);
+  for (const Placed& p : placed) result.order[static_cast<size_t>(next[p.micro_batch]++)] = p.index;
   return result;
 }
 

@@ -1,14 +1,26 @@
 // Documents as the packing cores see them, and the checks that keep sums of their work within 64 bits.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
 namespace wlb {
 
-// `arrival` is the step in which a document came; Algorithm 1 does not look at it.
+// A micro-batch's work is at most kMaxTokens * kMaxWorkPerToken = 2^62.
+constexpr int64_t kMaxMicroBatches = int64_t{1} << 20;
+constexpr int64_t kMaxTokens = int64_t{1} << 26;
+constexpr int64_t kMaxWorkPerToken = int64_t{1} << 36;
+
+// `arrival` is the step in which a document came; only adaptive packing looks at it.
 struct Document {
-  int64_t index, length, work, arrival = 0;
+  int64_t index, length, work = 0, arrival = 0;
+};
+
+// Where a document runs.
+struct Placed {
+  int64_t index;
+  size_t micro_batch;
 };
 
 struct Packed {
@@ -16,7 +28,11 @@ struct Packed {
   std::vector<int64_t> bounds;  // micro-batch i is order[bounds[i], bounds[i + 1])
 };
 
-Packed packed(const std::vector<std::vector<int64_t>>& micro_batches);
+// The documents of each micro-batch, in the order of `placed`.
+Packed packed(const std::vector<Placed>& placed, size_t num_micro_batches);
+
+// Positions in `documents`, whose lengths are 1 to kMaxTokens: longest first, ties by index. O(n).
+std::vector<size_t> longest_first(const std::vector<Document>& documents);
 
 // All throw std::invalid_argument. The limits of check_range are inclusive.
 void check_range(const char* name, int64_t value, int64_t least, int64_t most);

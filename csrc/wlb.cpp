@@ -3,39 +3,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "ranking.h"
+
 namespace wlb {
-namespace {
-
-// Micro-batches by a growing sum, in a tournament: the smallest wins, the smallest index among equals.
-class Ranking {
- public:
-  explicit Ranking(size_t size) : sums_(size) {
-    while (leaves_ < size) leaves_ *= 2;
-    winners_.resize(2 * leaves_);
-    for (size_t i = 0; i < leaves_; ++i) winners_[leaves_ + i] = i;
-    for (size_t node = leaves_ - 1; node > 0; --node) play(node);
-  }
-
-  size_t least() const { return winners_[1]; }
-  int64_t operator[](size_t i) const { return sums_[i]; }
-
-  void add(size_t i, int64_t amount) {
-    sums_[i] += amount;
-    for (size_t node = (leaves_ + i) / 2; node > 0; node /= 2) play(node);
-  }
-
- private:
-  void play(size_t node) {
-    const size_t left = winners_[2 * node], right = winners_[2 * node + 1];
-    winners_[node] = right >= sums_.size() || sums_[left] <= sums_[right] ? left : right;
-  }
-
-  std::vector<int64_t> sums_;
-  std::vector<size_t> winners_;  // of every node; the root is 1, the leaves follow the nodes
-  size_t leaves_ = 1;
-};
-
-}  // namespace
 
 WlbCore::WlbCore(int64_t num_micro_batches, int64_t max_tokens, std::vector<int64_t> outlier_thresholds)
     : num_micro_batches_(static_cast<size_t>(num_micro_batches)),
@@ -48,6 +18,7 @@ WlbCore::WlbCore(int64_t num_micro_batches, int64_t max_tokens, std::vector<int6
 Packed WlbCore::step(const std::vector<Document>& arrived) {
   check_documents(arrived, max_tokens_);
   std::vector<Document> documents = std::exchange(remained_, {});
+  documents.reserve(documents.size() + arrived.size());
   for (const Document& document : arrived) {
     std::vector<Document>* queue = queue_of(document.length);
     if (!queue) {
@@ -61,27 +32,23 @@ Packed WlbCore::step(const std::vector<Document>& arrived) {
       queue->erase(queue->begin(), popped);
     }
   }
-  std::sort(documents.begin(), documents.end(), [](const Document& a, const Document& b) {
-    return a.length != b.length ? a.length > b.length : a.index < b.index;
-  });
-  return place(documents);
-}
 
-Packed WlbCore::place(const std::vector<Document>& documents) {
-  std::vector<std::vector<int64_t>> micro_batches(num_micro_batches_);
+  std::vector<Placed> placed;
+  placed.reserve(documents.size());
   Ranking tokens(num_micro_batches_), load(num_micro_batches_);
-  for (const Document& document : documents) {
-    const auto has_room = [&](size_t i) { return tokens[i] + document.length <= max_tokens_; };
-    const size_t target = has_room(load.least()) ? load.least() : tokens.least();
-    if (!has_room(target)) {
+  for (size_t i : longest_first(documents)) {
+    const Document& document = documents[i];
+    const int64_t limit = max_tokens_ - document.length;
+    const size_t target = tokens[load.least()] <= limit ? load.least() : tokens.least();
+    if (tokens[target] > limit) {
       remained_.push_back(document);
       continue;
     }
-    micro_batches[target].push_back(document.index);
+    placed.push_back({document.index, target});
     tokens.add(target, document.length);
     load.add(target, document.work);
   }
-  return packed(micro_batches);
+  return packed(placed, num_micro_batches_);
 }
 
 void WlbCore::load(const std::vector<Document>& waiting, const std::vector<bool>& remained) {

@@ -16,7 +16,7 @@ class WlbCore {
  public:
   WlbCore(int64_t num_micro_batches, int64_t max_tokens, std::vector<int64_t> outlier_thresholds);
 
-  // One pass of the algorithm's loop over the documents of one global batch, in O(n log n + n log N).
+  // One pass of the algorithm's loop over the documents of one global batch, in O(n log N).
   Packed step(const std::vector<Document>& arrived);
 
   // Replaces all waiting documents; those with `remained` and those below every threshold run next.
@@ -27,7 +27,6 @@ class WlbCore {
 
  private:
   std::vector<Document>* queue_of(int64_t length);
-  Packed place(const std::vector<Document>& documents);
 
   size_t num_micro_batches_;
   int64_t max_tokens_;

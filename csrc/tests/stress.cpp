@@ -1,14 +1,17 @@
 // Drives the packing cores with random and hostile input and aborts where an invariant breaks.
 //
-//   stress SEED ROUNDS [threads]    round r repeats alone as `stress SEED+r 1`
+//   stress SEED ROUNDS [threads|bytes]    round r repeats alone as `stress SEED+r 1` (or `stress SEED+r 1 bytes`)
 //
-// With `threads`, four threads run cores of their own, as planner threads do. Built with -DWLB_FUZZ, libFuzzer chooses.
+// With `threads`, four threads run cores of their own, as planner threads do. With `bytes`, choices come from random
+// bytes through the entry point of libFuzzer, which takes the place of main where this is built with -DWLB_FUZZ.
 #include <algorithm>
+#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <limits>
 #include <map>
+#include <mutex>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -17,15 +20,19 @@
 #include <vector>
 
 #include "../adaptive.h"
+#include "../fixed.h"
+#include "../original.h"
 #include "../wlb.h"
 
 namespace {
 
 using wlb::Document;
+using wlb::kMaxTokens;
+using wlb::kMaxWorkPerToken;
 using Model = std::map<int64_t, Document>;  // what must wait, by index
 
 constexpr int64_t kLowest = std::numeric_limits<int64_t>::min(), kHighest = std::numeric_limits<int64_t>::max();
-constexpr int64_t kMaxWorkPerToken = int64_t{1} << 36, kMaxWaitingWork = int64_t{1} << 62;
+constexpr int64_t kMaxWaitingWork = int64_t{1} << 62;
 constexpr int64_t kForcedSteps = 6;
 
 thread_local std::string round_name = "input of the fuzzer";
@@ -347,40 +354,168 @@ void stress_adaptive(Choices& choose) {
   AdaptiveRound(choose, settings).run();
 }
 
-void stress(Choices& choose) { choose.one_in(3) ? stress_wlb(choose) : stress_adaptive(choose); }
-
-#ifndef WLB_FUZZ
-void run(uint64_t seed, uint64_t rounds) {
-  for (uint64_t r = 0; r < rounds; ++r) {
-    round_name = "seed " + std::to_string(seed + r);
-    Choices choose(seed + r);
-    stress(choose);
+void stress_original(Choices& choose) {
+  const int64_t n = choose.of<int64_t>({1, 2, 3, 9, 33}), window = choose.of<int64_t>({1, 2, 7, 1000, kMaxTokens});
+  for (int64_t bad : {int64_t{0}, int64_t{-1}, kLowest, kHighest}) {
+    require(refuses([&] { wlb::OriginalCore(bad, window); }), "a bad N is refused");
+    require(refuses([&] { wlb::OriginalCore(n, bad); }), "a bad window is refused");
   }
+  const wlb::OriginalCore core(n, window);
+  const int64_t longest = choose.of<int64_t>({1, window, std::min(kMaxTokens, 5 * window), kMaxTokens});
+  std::vector<Document> rows = documents(choose, choose.between(0, 60), longest, 0, 0);
+  const wlb::Cut cut = core.cut(rows);
+  require(cut.bounds.size() == static_cast<size_t>(n) + 1 && cut.bounds.front() == 0, "N + 1 bounds from 0");
+  size_t k = 0, begun = 1;  // pieces, and windows that began
+  int64_t start = 0;
+  for (const Document& d : rows) {
+    for (int64_t offset = 0; offset < d.length; ++k) {
+      require(k < cut.row.size() && cut.row[k] == d.index && cut.offset[k] == offset, "pieces make up the documents");
+      for (; begun < cut.bounds.size() && cut.bounds[begun] == static_cast<int64_t>(k); ++begun)
+        require(start == static_cast<int64_t>(begun) * window, "micro-batches begin at windows");
+      require(cut.length[k] >= 1 && cut.length[k] <= d.length - offset, "pieces are parts of their documents");
+      require(begun == cut.bounds.size() || start + cut.length[k] <= static_cast<int64_t>(begun) * window,
+              "no piece leaves its window");
+      offset += cut.length[k];
+      start += cut.length[k];
+    }
+  }
+  require(k == cut.row.size() && k == cut.offset.size() && k == cut.length.size(), "nothing but the documents");
+  for (; begun < cut.bounds.size(); ++begun)
+    require(cut.bounds[begun] == static_cast<int64_t>(k) && start <= static_cast<int64_t>(begun) * window,
+            "what is not begun is empty");
+  if (rows.empty()) return;
+  spoil(choose, rows, kMaxTokens);
+  require(refuses([&] { core.cut(rows); }), "cut refuses a bad document");
 }
-#endif
+
+void stress_fixed(Choices& choose) {
+  const int64_t windows = choose.of<int64_t>({1, 2, 3, 9, 33, 100});
+  const int64_t window = choose.of<int64_t>({1, 2, 7, 1000, kMaxTokens});
+  const int64_t crossover = choose.of<int64_t>({0, 1, 50'000, int64_t{1} << 35});
+  for (int64_t bad : {int64_t{-1}, kLowest, kHighest}) {
+    require(refuses([&] { wlb::FixedCore(bad, crossover); }), "a bad window is refused");
+    require(refuses([&] { wlb::FixedCore(window, bad); }), "a bad crossover is refused");
+    require(refuses([&] { wlb::FixedCore(window, crossover).place({}, bad); }), "a bad number of windows is refused");
+  }
+  const wlb::FixedCore core(window, crossover);
+  std::vector<Document> rows = documents(choose, choose.between(0, 250), std::min(kMaxTokens, 3 * window), 0, 0);
+  int64_t room = windows * window;
+  size_t kept = 0;
+  for (; kept < rows.size() && room > 0; ++kept) {
+    rows[kept].length = std::min(rows[kept].length, room);  // the last may fill the windows to the last token
+    rows[kept].work = 0;
+    room -= rows[kept].length;
+  }
+  rows.resize(kept);
+  const wlb::Pieces pieces = core.place(rows, windows);
+  require(pieces.row.size() == pieces.length.size() && pieces.row.size() == pieces.window.size(), "columns are alike");
+  std::vector<int64_t> left, used(static_cast<size_t>(windows)), work(used.size());
+  for (const Document& d : rows) left.push_back(d.length);
+  for (size_t k = 0; k < pieces.row.size(); ++k) {
+    const int64_t length = pieces.length[k];
+    require(length >= 1 && pieces.window[k] >= 0 && pieces.window[k] < windows, "pieces are in windows");
+    left.at(static_cast<size_t>(pieces.row[k])) -= length;
+    used[static_cast<size_t>(pieces.window[k])] += length;
+    work[static_cast<size_t>(pieces.window[k])] += length * (length + crossover);
+  }
+  require(std::all_of(left.begin(), left.end(), [](int64_t tokens) { return tokens == 0; }), "every token is placed");
+  require(std::all_of(used.begin(), used.end(), [&](int64_t tokens) { return tokens <= window; }), "windows hold C");
+  require(std::is_sorted(work.rbegin(), work.rend()), "the heaviest window is the first");
+  rows.push_back({static_cast<int64_t>(rows.size()), std::min(kMaxTokens, room + 1)});
+  require(room >= kMaxTokens || refuses([&] { core.place(rows, windows); }), "more than fits is refused");
+  spoil(choose, rows, kMaxTokens);
+  require(refuses([&] { core.place(rows, windows); }), "place refuses a bad document");
+}
+
+// As Planner in plan/step.py: a core is made here and stepped in another thread, a bounded number of steps ahead.
+void stress_planner(Choices& choose) {
+  constexpr int64_t kWindow = 64, kMicroBatches = 4;
+  wlb::WlbCore core(kMicroBatches, kWindow, {kWindow / 4, kWindow / 2});
+  std::vector<std::vector<Document>> arriving(static_cast<size_t>(choose.between(1, 20)));
+  Model model;
+  for (auto& rows : arriving) {
+    rows = documents(choose, choose.between(0, 30), kWindow, static_cast<int64_t>(model.size()), 0);
+    for (const Document& d : rows) model[d.index] = d;
+  }
+  const size_t ahead = static_cast<size_t>(choose.between(0, 3));
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::map<size_t, wlb::Packed> plans;
+  size_t next = 0, wanted = 0;
+  std::thread planner([&] {
+    for (const auto& rows : arriving) {
+      {
+        std::unique_lock lock(mutex);
+        changed.wait(lock, [&] { return next <= wanted + ahead; });
+      }
+      wlb::Packed packed = core.step(rows);
+      const std::lock_guard lock(mutex);
+      plans[next++] = std::move(packed);
+      changed.notify_all();
+    }
+  });
+  for (size_t step = 0; step < arriving.size(); ++step) {
+    std::unique_lock lock(mutex);
+    wanted = step;
+    changed.notify_all();
+    changed.wait(lock, [&] { return next > step; });
+    require(next <= step + ahead + 1, "the planner is ahead by so many steps at most");
+    const wlb::Packed packed = std::move(plans[step]);
+    plans.erase(step);
+    lock.unlock();
+    check_packed(packed, kMicroBatches, kWindow, model);
+  }
+  planner.join();
+  check_waiting(waiting_of(core), model);
+}
+
+void stress(Choices& choose) {
+  const auto policy = choose.of<void (*)(Choices&)>(
+      {stress_wlb, stress_wlb, stress_adaptive, stress_adaptive, stress_original, stress_fixed, stress_planner});
+  policy(choose);
+}
 
 }  // namespace
 
-#ifdef WLB_FUZZ
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Choices choose(data, size);
   stress(choose);
   return 0;
 }
-#else
+
+#ifndef WLB_FUZZ
+namespace {
+
+void run(uint64_t seed, uint64_t rounds, bool bytes) {
+  for (uint64_t r = 0; r < rounds; ++r) {
+    round_name = "seed " + std::to_string(seed + r);
+    Choices choose(seed + r);
+    if (!bytes) {
+      stress(choose);
+      continue;
+    }
+    std::vector<uint8_t> input(static_cast<size_t>(choose.between(0, 2000)));
+    for (uint8_t& byte : input) byte = static_cast<uint8_t>(choose.between(0, 255));
+    LLVMFuzzerTestOneInput(input.data(), input.size());
+  }
+}
+
+}  // namespace
+
 int main(int count, char** arguments) {
   const std::vector<std::string> given(arguments + 1, arguments + count);
-  if (given.size() < 2 || given.size() > 3 || (given.size() == 3 && given[2] != "threads")) {
-    std::fprintf(stderr, "usage: stress SEED ROUNDS [threads]\n");
+  const std::string mode = given.size() == 3 ? given[2] : "";
+  if (given.size() < 2 || given.size() > 3 || (given.size() == 3 && mode != "threads" && mode != "bytes")) {
+    std::fprintf(stderr, "usage: stress SEED ROUNDS [threads|bytes]\n");
     return 2;
   }
   const uint64_t seed = std::stoull(given[0]), rounds = std::stoull(given[1]);
-  if (given.size() == 2) {
-    run(seed, rounds);
-  } else {
+  if (mode == "threads") {
     std::vector<std::thread> threads;
-    for (uint64_t t = 0; t < 4; ++t) threads.emplace_back(run, seed + t * rounds, rounds);
+    for (uint64_t t = 0; t < 4; ++t) threads.emplace_back(run, seed + t * rounds, rounds, false);
     for (std::thread& thread : threads) thread.join();
+  } else {
+    run(seed, rounds, mode == "bytes");
   }
   std::printf("stress: ok\n");
 }

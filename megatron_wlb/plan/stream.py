@@ -5,6 +5,7 @@ costs no memory however many documents there are. A blend always draws from the 
 share of tokens.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +17,7 @@ import numpy as np
 from megatron_wlb.plan.types import DOCUMENT
 
 _ROUNDS = 6
-_CHUNK = 4096
+_CHUNK = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,54 @@ class Source:
     def too_short(self) -> int:
         """Documents under 2 tokens, which have nothing to train."""
         return int((self.pairs < 1).sum())
+
+
+class _Order:
+    """The documents of a source as they come, epoch after epoch; those with nothing to train are passed over.
+
+    Args:
+        source: of the documents.
+        key: selects the shuffles; None for file order.
+        drawn: documents that came before, those passed over included.
+    """
+
+    def __init__(self, source: Source, key: tuple[int, int] | None, drawn: int) -> None:
+        self._source, self._key = source, key
+        self.drawn = drawn
+        """Documents drawn so far, up to the last that was given."""
+        self.at = 0
+        """Of the next document in the chunk."""
+        self.lengths: list[int] = []
+        """Pairs of the documents of the chunk."""
+        self._chunk = drawn  # where the next chunk begins
+        self._document = self._pairs = self._ends = self._drawn = np.empty(0, np.int64)
+
+    def permute(self) -> None:
+        """The next chunk, if the present one is at its end; a chunk at a time, since permuting is what costs."""
+        size = len(self._source.pairs)
+        while self.at == len(self.lengths):
+            epoch, place = divmod(self._chunk, size)
+            places = np.arange(place, min(place - place % _CHUNK + _CHUNK, size))
+            order = places if self._key is None else shuffled(places, size, (*self._key, epoch))
+            pairs = self._source.pairs[order]
+            given = np.flatnonzero(pairs)
+            self._document, self._pairs = self._source.first + order[given], pairs[given].astype(np.int64)
+            self._ends, self._drawn = np.cumsum(self._pairs), self._chunk + given + 1
+            self.lengths, self.at = self._pairs.tolist(), 0
+            self._chunk += len(places)
+
+    def begun(self, pairs: int) -> int:
+        """How many documents of the chunk begin within the next `pairs`."""
+        start = self._ends[self.at] - self._pairs[self.at]
+        return min(int(np.searchsorted(self._ends, start + pairs)) + 1, len(self.lengths)) - self.at
+
+    def take(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """The next `count` documents of the chunk and their pairs, int64 [count] each."""
+        taken = slice(self.at, self.at + count)
+        self.at += count
+        if count:
+            self.drawn = self._drawn.item(self.at - 1)
+        return self._document[taken], self._pairs[taken]
 
 
 class DocumentStream:
@@ -65,11 +114,12 @@ class DocumentStream:
             raise ValueError("the blend is empty; give at least one dataset")
         self.sources = list(sources)
         self.context_length = context_length
-        self._seed, self._shuffle, self._num_epochs = seed, shuffle, num_epochs
-        self._drawn = [0] * len(sources)  # documents taken from each dataset, epochs included
-        self._given = [0] * len(sources)  # of those, documents with something to train
+        self._seed, self._shuffle = seed, shuffle
+        epochs = math.inf if num_epochs is None else num_epochs
+        self._limits = [(len(s.pairs) - s.too_short) * epochs for s in sources]
+        self._orders = self._begin_at([0] * len(sources))
+        self._given = [0] * len(sources)  # documents with something to train that were taken from each dataset
         self._tokens = [0] * len(sources)  # pairs taken from each dataset
-        self._chunks: dict[int, tuple[tuple[int, int], list[int]]] = {}
         self._position = 0  # pairs taken in all
         self._index = 0  # pieces taken in all
         self._head: tuple[int, int, int] | None = None  # dataset, document, offset of a document not wholly taken
@@ -86,22 +136,22 @@ class DocumentStream:
 
     def take(self, limit: int) -> np.ndarray:
         """Next pieces, all that begin before pair `limit` of the stream: DOCUMENT [n], `arrival` left 0."""
-        pieces: list[tuple[int, int, int, int]] = []
-        while self._position < limit and not self.exhausted:
-            dataset, document, offset = self._head or (*self._next_document(), 0)
-            pairs = int(self.sources[dataset].pairs[document - self.sources[dataset].first])
-            while offset < pairs and self._position < limit:
-                length = min(self.context_length, pairs - offset)
-                pieces.append((dataset, document, offset, length))
-                offset += length
-                self._position += length
-            self._head = (dataset, document, offset) if offset < pairs else None
-        out = np.zeros(len(pieces), DOCUMENT)
-        if pieces:
-            columns = np.array(pieces, np.int64).T
-            out["dataset"], out["document"], out["offset"], out["length"] = columns
-        out["index"] = np.arange(self._index, self._index + len(pieces))
-        self._index += len(pieces)
+        dataset, document, offset, pairs = self._documents(limit - self._position)
+        left = pairs - offset
+        starts = self._position + np.cumsum(left) - left
+        pieces = -(-np.minimum(left, limit - starts) // self.context_length)
+        row = np.repeat(np.arange(len(pieces)), pieces)
+        number = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # of a piece within its document
+        out = np.zeros(len(row), DOCUMENT)
+        out["index"] = self._index + np.arange(len(row))
+        out["dataset"], out["document"] = dataset[row], document[row]
+        out["offset"] = offset[row] + number * self.context_length
+        out["length"] = np.minimum(self.context_length, pairs[row] - out["offset"])
+        if len(row):
+            taken = int(out["offset"][-1] + out["length"][-1])
+            self._head = (int(dataset[-1]), int(document[-1]), taken) if taken < pairs[-1] else None
+        self._index += len(row)
+        self._position += int(out["length"].sum())
         return out
 
     def state(self) -> dict[str, Any]:
@@ -109,7 +159,7 @@ class DocumentStream:
         return {
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "drawn": list(self._drawn),
+            "drawn": [order.drawn for order in self._orders],
             "given": list(self._given),
             "tokens": list(self._tokens),
             "position": self._position,
@@ -136,45 +186,64 @@ class DocumentStream:
         head = [index(n) for n in state["head"] or ()]
         if not len(drawn) == len(given) == len(tokens) or len(head) not in (0, 3):
             raise ValueError("the state is damaged: it lacks counts of a dataset, or parts of the document begun")
-        self._drawn, self._given, self._tokens = drawn, given, tokens
+        self._orders, self._given, self._tokens = self._begin_at(drawn), given, tokens
         self._position, self._index = position, next_index
         self._head = (head[0], head[1], head[2]) if head else None
 
-    def _next_document(self) -> tuple[int, int]:
-        """Dataset and document of the next document with something to train."""
-        candidates = self._open()
-        total = sum(self._tokens[i] for i in candidates)
-        shares = sum(self.sources[i].weight for i in candidates)
-        # The first of those furthest behind their share.
-        dataset = max(candidates, key=lambda i: self.sources[i].weight / shares * total - self._tokens[i])
-        source = self.sources[dataset]
-        while True:
-            epoch, place = divmod(self._drawn[dataset], len(source.pairs))
-            self._drawn[dataset] += 1
-            document = self._order(dataset, epoch, place)
-            if pairs := int(source.pairs[document]):
-                self._tokens[dataset] += pairs
-                self._given[dataset] += 1
-                return dataset, source.first + document
+    def _begin_at(self, drawn: list[int]) -> list[_Order]:
+        """The order of each dataset after `drawn` documents of it."""
+        keys = [(self._seed, i) if self._shuffle else None for i in range(len(drawn))]
+        return [_Order(*arguments) for arguments in zip(self.sources, keys, drawn, strict=True)]
 
-    def _open(self) -> Sequence[int]:
+    def _open(self) -> list[int]:
         """Datasets that have documents left."""
-        if self._num_epochs is None:
-            return range(len(self.sources))
-        limits = ((len(s.pairs) - s.too_short) * self._num_epochs for s in self.sources)
-        return [i for i, limit in enumerate(limits) if self._given[i] < limit]
+        return [i for i, limit in enumerate(self._limits) if self._given[i] < limit]
 
-    def _order(self, dataset: int, epoch: int, place: int) -> int:
-        """The document at a place of an epoch; permuted a chunk at a time, which is what costs."""
-        if not self._shuffle:
-            return place
-        chunk, within = divmod(place, _CHUNK)
-        if self._chunks.get(dataset, (None,))[0] != (epoch, chunk):
-            size = len(self.sources[dataset].pairs)
-            places = np.arange(chunk * _CHUNK, min((chunk + 1) * _CHUNK, size))
-            order = shuffled(places, size, (self._seed, dataset, epoch)).tolist()
-            self._chunks[dataset] = ((epoch, chunk), order)
-        return self._chunks[dataset][1][within]
+    def _documents(self, pairs: int) -> np.ndarray:
+        """Documents of which a piece begins within the next `pairs`: dataset, document, offset, pairs; int64 [4, n]."""
+        runs = [np.empty((4, 0), np.int64)]
+        if self._head and pairs > 0:
+            dataset, document, offset = self._head
+            whole = int(self.sources[dataset].pairs[document - self.sources[dataset].first])
+            runs.append(np.array([[dataset], [document], [offset], [whole]]))
+            pairs -= whole - offset
+        while pairs > 0 and (datasets := self._open()):
+            chosen = self._next_datasets(datasets, pairs)
+            run = np.zeros((4, len(chosen)), np.int64)
+            run[0] = chosen
+            for i in datasets:
+                places = np.flatnonzero(chosen == i)
+                run[1, places], run[3, places] = self._orders[i].take(len(places))
+                self._given[i] += len(places)
+                self._tokens[i] += int(run[3, places].sum())
+            pairs -= int(run[3].sum())
+            runs.append(run)
+        return np.concatenate(runs, axis=1)
+
+    def _next_datasets(self, datasets: list[int], pairs: int) -> np.ndarray:
+        """Which of `datasets` give the documents that begin within the next `pairs`, as far as their chunks go."""
+        orders = [self._orders[i] for i in datasets]
+        for order in orders:
+            order.permute()
+        if len(datasets) == 1:
+            return np.full(orders[0].begun(pairs), datasets[0])
+        weights = sum(self.sources[i].weight for i in datasets)
+        shares = [self.sources[i].weight / weights for i in datasets]
+        tokens, at = [self._tokens[i] for i in datasets], [order.at for order in orders]
+        total, chosen = sum(tokens), []
+        # One by one, since each choice depends on the lengths of those before.
+        while pairs > 0:
+            behind = [share * total - taken for share, taken in zip(shares, tokens, strict=True)]
+            k = behind.index(max(behind))  # the first of those furthest behind their share
+            length = orders[k].lengths[at[k]]
+            chosen.append(datasets[k])
+            tokens[k] += length
+            total += length
+            pairs -= length
+            at[k] += 1
+            if at[k] == len(orders[k].lengths):
+                break
+        return np.array(chosen)
 
 
 def shuffled(places: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:

@@ -1,8 +1,9 @@
-"""The C++ packing cores: Algorithm 1 against its Python reference, to the bit, and what no caller should pass."""
+"""The C++ packing cores: each against its Python reference, to the bit, and what no caller should pass."""
 
 import ast
 import dataclasses
 import inspect
+import json
 from pathlib import Path
 
 import numpy as np
@@ -14,15 +15,26 @@ import megatron_wlb
 from megatron_wlb import _native
 from megatron_wlb.config import MAX_TOKENS
 from megatron_wlb.plan import native
+from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.packing import adaptive
 from megatron_wlb.plan.packing.adaptive import PythonAdaptiveCore
+from megatron_wlb.plan.packing.fixed import FixedPolicy, PythonFixedCore
+from megatron_wlb.plan.packing.original import OriginalPolicy, PythonOriginalCore
 from megatron_wlb.plan.packing.wlb import PythonWlbCore
+from megatron_wlb.plan.stream import DocumentStream, Source
 
 METHODS = {
     "AdaptiveCore": ("__init__", "add", "step", "waiting"),
+    "FixedCore": ("__init__", "place"),
+    "OriginalCore": ("__init__", "cut"),
     "WlbCore": ("__init__", "step", "waiting", "load"),
 }
-REFERENCES = {"AdaptiveCore": PythonAdaptiveCore, "WlbCore": PythonWlbCore}
+REFERENCES = {
+    "AdaptiveCore": PythonAdaptiveCore,
+    "FixedCore": PythonFixedCore,
+    "OriginalCore": PythonOriginalCore,
+    "WlbCore": PythonWlbCore,
+}
 
 
 @pytest.fixture
@@ -215,6 +227,142 @@ def test_native_takes_arrays_only():
         native.WlbCore(1, 10, []).step([0], [1], [1])
 
 
+def cut_both(num_micro_batches, context_length, lengths):
+    arguments, length = (num_micro_batches, context_length), np.array(lengths, np.int64)
+    assert_same(*(c(*arguments).cut(length) for c in (PythonOriginalCore, native.OriginalCore)))
+
+
+def place_both(num_windows, context_length, lengths, crossover):
+    """As many of the documents as the windows hold, the last of them cut to what is left."""
+    length = np.array(lengths, np.int64)
+    room = num_windows * context_length - (np.cumsum(length) - length)
+    arguments, length = (context_length, crossover), np.minimum(length, room)[room > 0]
+    assert_same(*(c(*arguments).place(length, num_windows) for c in (PythonFixedCore, native.FixedCore)))
+
+
+NASTY = {
+    "nothing": [],
+    "one token": [1],
+    "one giant": [1000],
+    "giants": [1000, 999, 1000, 64, 65],
+    "all equal": [3] * 50,
+    "all of a window": [10] * 40,
+    "a window and a token": [11] * 40,
+    "longer and longer": [*range(1, 40)],
+    "shorter and shorter": [*range(40, 0, -1)],
+    "one giant among dwarfs": [1] * 30 + [200] + [1] * 30,
+}
+
+
+@pytest.mark.parametrize("lengths", NASTY.values(), ids=NASTY)
+@pytest.mark.parametrize("n", [1, 2, 7, 16, 17, 100])  # the last is more than there are documents
+@pytest.mark.parametrize("context_length", [1, 10, 64, MAX_TOKENS])
+def test_original_and_fixed_equal_python_on_nasty_documents(lengths, n, context_length):
+    cut_both(n, context_length, lengths)
+    for crossover in (0, 7, 1 << 35):
+        place_both(n, context_length, lengths, crossover)
+
+
+@settings(max_examples=300, deadline=None)
+@given(sequences())
+def test_original_and_fixed_equal_python(sequence):
+    n, context_length = sequence["num_micro_batches"], sequence["max_tokens"]
+    for lengths in sequence["steps"]:
+        cut_both(n, context_length, lengths)
+        place_both(n, context_length, lengths, sequence["crossover"])
+
+
+def test_original_and_fixed_equal_python_on_many_random_documents():
+    rng = np.random.default_rng(3)
+    for _ in range(2000):
+        context_length, n = int(rng.integers(1, 2000)), int(rng.integers(1, 60))
+        sizes = rng.lognormal(np.log(context_length) - rng.choice([0, 2]), rng.choice([0.3, 1.0, 2.5]), 3 * n)
+        lengths = np.clip(sizes, 1, 3 * context_length).astype(np.int64)
+        cut_both(n, context_length, lengths)
+        place_both(n, context_length, lengths, int(rng.integers(0, 2 * context_length)))
+
+
+def test_original_and_fixed_equal_python_at_scale():
+    lengths = np.clip(np.random.default_rng(4).lognormal(7.5, 1.5, 20_000), 1, 131_072).astype(np.int64)
+    cut_both(512, 131_072, lengths)
+    place_both(512, 131_072, lengths, crossover=50_000)
+
+
+def packers(name, *, pairs, n, context_length, num_global_batches):
+    """A packer by the Python core and one by the native core, of the same data."""
+    for use_native in (False, True):
+        sizes = {"num_micro_batches": n, "context_length": context_length}
+        if name == "original":
+            policy = OriginalPolicy(**sizes, use_native=use_native)
+        else:
+            how = {"num_global_batches": num_global_batches, "crossover_tokens": 20, "use_native": use_native}
+            policy = FixedPolicy(**sizes, **how)
+        stream = DocumentStream([Source(pairs=pairs)], seed=1, context_length=context_length, num_epochs=1)
+        yield Packer(stream, policy, **sizes, fingerprint="", policy_name=name)
+
+
+@pytest.mark.parametrize("name", ["original", "fixed"])
+def test_policies_plan_the_same_across_cores_and_states(name):
+    """Every step to the end of the data; now and then each core goes on from the state of the other."""
+    rng = np.random.default_rng(5)
+    for _ in range(30):
+        data = {
+            "pairs": np.append(rng.integers(0, 60, rng.integers(1, 80)), 1),
+            "n": int(rng.integers(1, 6)),
+            "context_length": int(rng.integers(2, 40)),
+            "num_global_batches": int(rng.integers(1, 4)),
+        }
+        python, fast = packers(name, **data)
+        while not python.finished:
+            one, other = python.next(), fast.next()
+            np.testing.assert_array_equal(one.packing.documents, other.packing.documents)
+            np.testing.assert_array_equal(one.packing.bounds, other.packing.bounds)
+            assert one.state == other.state
+            if rng.random() < 0.3:
+                python, fast = packers(name, **data)
+                python.load_state(json.loads(json.dumps(other.state)))
+                fast.load_state(json.loads(json.dumps(one.state)))
+        assert fast.finished
+
+
+@pytest.mark.parametrize(
+    ("length", "message"),
+    [
+        (np.array([1.0, 2.0]), "length must be a 1-d array of int64, not 1-d of float64"),
+        (np.array([[1, 2]]), "length must be a 1-d array of int64, not 2-d of int64"),
+        (np.array([1, 0]), "a document of 0 tokens; lengths must be at least 1"),
+        (np.array([1, -(2**63)]), f"a document of -{2**63} tokens; lengths must be at least 1"),
+        (np.array([1, 2**63 - 1]), f"a document of {2**63 - 1} tokens exceeds max_tokens {MAX_TOKENS}; raise it"),
+    ],
+)
+def test_native_original_and_fixed_refuse(length, message):
+    for call in (native.OriginalCore(2, 10).cut, lambda length: native.FixedCore(10, 7).place(length, 2)):
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            call(length)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: native.OriginalCore(0, 10), f"num_micro_batches is 0; it must be 1 to {2**20}"),
+        (lambda: native.OriginalCore(1, 0), f"context_length is 0; it must be 1 to {MAX_TOKENS}"),
+        (
+            lambda: native.FixedCore(MAX_TOKENS + 1, 7),
+            f"context_length is {MAX_TOKENS + 1}; it must be 1 to {MAX_TOKENS}",
+        ),
+        (lambda: native.FixedCore(10, -1), f"crossover_tokens is -1; it must be 0 to {2**36 - MAX_TOKENS}"),
+        (lambda: native.FixedCore(10, 7).place(np.array([5]), 0), f"num_windows is 0; it must be 1 to {2**20}"),
+        (
+            lambda: native.FixedCore(10, 7).place(np.array([11, 10]), 2),
+            "the documents have more than the 20 tokens of 2 windows",
+        ),
+    ],
+)
+def test_native_original_and_fixed_refuse_sizes(make, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        make()
+
+
 def adaptive_settings(**changes):
     base = adaptive.settings(
         num_micro_batches=2, max_tokens=100, context_length=80, mode="constant-tokens", max_delay_steps=12
@@ -311,30 +459,36 @@ def test_the_largest_sums_stay_exact(core):
     assert bounds.tolist() == [0, 2, 4]
 
 
-def definition(function, text):
+def definition(text):
     """Argument names and return annotation of a function written as source text."""
     text = text.replace("numpy.typing.", "").replace("numpy.", "np.")
     (parsed,) = ast.parse(text).body
     return [a.arg for a in parsed.args.args], ast.unparse(parsed.returns)
 
 
-def stub_classes():
-    stub = ast.parse(Path(megatron_wlb.__file__).with_name("_native.pyi").read_text())
-    return {node.name: {f.name: f for f in node.body} for node in stub.body if isinstance(node, ast.ClassDef)}
+def stub(kind):
+    """What `_native.pyi` defines of a kind of syntax, by name."""
+    text = Path(megatron_wlb.__file__).with_name("_native.pyi").read_text()
+    return {node.name: node for node in ast.parse(text).body if isinstance(node, kind)}
 
 
-def test_stub_names_all_classes():
-    assert set(stub_classes()) == set(METHODS) == {n for n in dir(_native) if not n.startswith("_")}
+def test_stub_names_everything():
+    functions = stub(ast.FunctionDef)
+    assert set(stub(ast.ClassDef)) == set(METHODS)
+    assert {*METHODS, *functions} == {n for n in dir(_native) if not n.startswith("_")}
+    for name, function in functions.items():
+        signature = getattr(_native, name).__doc__.strip()
+        assert definition(f"def {signature}: ...")[0] == definition(ast.unparse(function))[0]
 
 
 @pytest.mark.parametrize(
     ("name", "method"), [(name, method) for name, methods in METHODS.items() for method in methods]
 )
 def test_stub_tells_the_truth(name, method):
-    stubs, core = stub_classes()[name], getattr(_native, name)
+    stubs, core = {f.name: f for f in stub(ast.ClassDef)[name].body}, getattr(_native, name)
     assert set(stubs) == set(METHODS[name])
     assert {n for n in dir(core) if not n.startswith("_")} == set(METHODS[name]) - {"__init__"}
     signature = getattr(core, method).__doc__.strip()
-    stated = definition(method, ast.unparse(stubs[method]))
-    assert definition(method, f"def {signature}: ...") == stated
+    stated = definition(ast.unparse(stubs[method]))
+    assert definition(f"def {signature}: ...") == stated
     assert list(inspect.signature(getattr(REFERENCES[name], method)).parameters) == stated[0]

@@ -13,6 +13,9 @@ FLAGS = "-std=c++17 -O1 -g -ffp-contract=off -pthread".split()
 WARNINGS = "-Wall -Wextra -Wconversion -Wshadow -Werror".split()
 
 
+MEMORY = ["-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"]
+
+
 def compile_cpp(*arguments):
     compiler = shutil.which("g++") or pytest.fail("no g++; install a C++17 compiler, e.g. apt-get install g++")
     result = subprocess.run([compiler, *FLAGS, *map(str, arguments)], capture_output=True, text=True)
@@ -27,20 +30,29 @@ def test_no_warnings(source):
 
 
 @pytest.mark.parametrize(
-    ("sanitizers", "arguments"),
-    [
-        (
-            ["-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"],
-            ["0", "200"],
-        ),
-        (["-fsanitize=thread"], ["1000", "40", "threads"]),
-    ],
+    ("sanitizers", "runs"),
+    [(MEMORY, ["0 200", "0 500 bytes"]), (["-fsanitize=thread"], ["1000 40 threads"])],
     ids=["address and undefined", "thread"],
 )
-def test_stress(tmp_path, sanitizers, arguments):
+def test_stress(tmp_path, sanitizers, runs):
     binary = tmp_path / "stress"
     compile_cpp(*sanitizers, STRESS, *CORES, "-o", binary)
-    result = subprocess.run([binary, *arguments], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, (result.stdout + result.stderr)[-8000:]
-    assert result.stdout == "stress: ok\n"
-    assert result.stderr == ""
+    for arguments in runs:
+        result = subprocess.run([binary, *arguments.split()], capture_output=True, text=True, timeout=120)
+        assert result.returncode == 0, (result.stdout + result.stderr)[-8000:]
+        assert result.stdout == "stress: ok\n"
+        assert result.stderr == ""
+
+
+def test_fuzz(tmp_path):
+    """libFuzzer, where there is clang with it; its entry point also takes random bytes in `test_stress`."""
+    compiler = shutil.which("clang++") or pytest.skip("no clang++")
+    build = [compiler, *FLAGS, "-DWLB_FUZZ", "-fsanitize=fuzzer", *MEMORY, STRESS, *CORES, "-o", "fuzz"]
+    built = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True)
+    if "libclang_rt" in built.stderr:
+        pytest.skip("clang++ without its runtimes")
+    assert built.returncode == 0, built.stderr[-4000:]
+    command = ["./fuzz", "-runs=20000", "-seed=1"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-8000:]
+    assert "Done 20000 runs" in result.stderr

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megatron_wlb.plan import stream as module
 from megatron_wlb.plan.stream import DocumentStream, Source, shuffled
 from megatron_wlb.plan.types import DOCUMENT
 
@@ -46,6 +48,99 @@ def test_shuffled_reaches_far_and_depends_on_every_part_of_its_key():
         moved = np.abs(np.array(order) - np.arange(1000))
         assert abs(moved.mean() - 1000 / 3) < 30  # what a random permutation moves an element on average
     assert 0 <= shuffled(np.array([10**12]), 10**13, (1,))[0] < 10**13
+
+
+@cache
+def epoch_order(size, key):
+    return shuffled(np.arange(size), size, key).tolist()
+
+
+class PlainStream:
+    """The reference: one piece and one document at a time."""
+
+    def __init__(self, sources, *, seed, context_length, shuffle, num_epochs):
+        self.sources, self.seed, self.context_length, self.shuffle = sources, seed, context_length, shuffle
+        self.limits = [np.count_nonzero(s.pairs) * (num_epochs or 10**9) for s in sources]
+        self.drawn, self.given, self.tokens = ([0] * len(sources) for _ in range(3))
+        self.position, self.index, self.head = 0, 0, None
+
+    def take(self, limit):
+        pieces = []
+        while self.position < limit and (self.head or self.open()):
+            dataset, document, offset, pairs = self.head or self.next_document()
+            length = min(self.context_length, pairs - offset)
+            pieces.append((self.index, dataset, document, offset, length, 0))
+            self.position, self.index = self.position + length, self.index + 1
+            self.head = (dataset, document, offset + length, pairs) if offset + length < pairs else None
+        return pieces
+
+    def open(self):
+        return [i for i, limit in enumerate(self.limits) if self.given[i] < limit]
+
+    def next_document(self):
+        total, shares = (
+            sum(values[i] for i in self.open()) for values in (self.tokens, [s.weight for s in self.sources])
+        )
+        i = max(self.open(), key=lambda i: self.sources[i].weight / shares * total - self.tokens[i])
+        size, pairs = len(self.sources[i].pairs), 0
+        while not pairs:
+            epoch, place = divmod(self.drawn[i], size)
+            document = epoch_order(size, (self.seed, i, epoch))[place] if self.shuffle else place
+            self.drawn[i] += 1
+            pairs = int(self.sources[i].pairs[document])
+        self.given[i] += 1
+        self.tokens[i] += pairs
+        return i, self.sources[i].first + document, 0, pairs
+
+    def state(self):
+        return {
+            **{
+                name: getattr(self, name)
+                for name in ("seed", "shuffle", "drawn", "given", "tokens", "position", "index")
+            },
+            "head": list(self.head[:3]) if self.head else None,
+        }
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    blend=st.lists(
+        st.tuples(
+            st.floats(0.01, 100),
+            st.lists(st.integers(0, 3) | st.integers(0, 200), min_size=1, max_size=25).filter(any),
+            st.integers(0, 9),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    how=st.fixed_dictionaries(
+        {
+            "seed": st.integers(-5, 2**64),
+            "context_length": st.sampled_from([1, 2, 7, 64, 1000]),
+            "shuffle": st.booleans(),
+            "num_epochs": st.sampled_from([None, 1, 2, 3]),
+        }
+    ),
+    chunk=st.sampled_from([1, 5, 16, 1 << 14]),
+    takes=st.lists(st.tuples(st.integers(-2, 5) | st.integers(0, 2000), st.booleans()), min_size=1, max_size=8),
+)
+def test_equals_the_plain_stream(blend, how, chunk, takes):
+    """Pieces and states, whatever the size of the chunks that are permuted at once, resumed after any take."""
+    sources = [source(*pairs, weight=weight, first=first) for weight, pairs, first in blend]
+    plain, stream, limit = PlainStream(sources, **how), DocumentStream(sources, **how), 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_CHUNK", chunk)
+        for pairs, resume in takes:
+            limit += pairs
+            assert stream.take(limit).tolist() == plain.take(limit)
+            state = json.loads(json.dumps(stream.state()))
+            assert state == plain.state()
+            assert stream.position == plain.position
+            assert stream.exhausted == (not plain.head and not plain.open())
+            if resume:
+                stream = DocumentStream(sources, **how)
+                stream.take(limit // 3)
+                stream.load_state(state)
 
 
 @settings(max_examples=150, deadline=None)

@@ -1,7 +1,10 @@
 """Fixed-4D: greedy packing of k global batches into windows of fixed length (paper, section 3.2)."""
 
+from itertools import pairwise
+
 import numpy as np
 
+from megatron_wlb.plan import native
 from megatron_wlb.plan.types import DOCUMENT, Draw, Packing
 from megatron_wlb.plan.workload import document_work
 
@@ -24,24 +27,35 @@ class FixedPolicy:
         context_length: C in pairs.
         num_global_batches: k; documents run up to k - 1 steps before or after the step in which they arrive.
         crossover_tokens: Lc of the work model by which micro-batches are sorted.
+        use_native: run the C++ core; the Python reference gives the same pieces.
     """
 
     def __init__(
-        self, *, num_micro_batches: int, context_length: int, num_global_batches: int, crossover_tokens: int
+        self,
+        *,
+        num_micro_batches: int,
+        context_length: int,
+        num_global_batches: int,
+        crossover_tokens: int,
+        use_native: bool = False,
     ) -> None:
         self._num_micro_batches, self._context_length = num_micro_batches, context_length
-        self._num_global_batches, self._crossover_tokens = num_global_batches, crossover_tokens
+        self._num_global_batches = num_global_batches
+        core = native.FixedCore if use_native else PythonFixedCore
+        self._core = core(context_length, crossover_tokens)
         self._carry = np.empty(0, DOCUMENT)  # ordered by index
-        self._planned: list[np.ndarray] = []  # micro-batches of the steps to come
+        self._planned, self._bounds = np.empty(0, DOCUMENT), np.zeros(1, np.int64)  # micro-batches of steps to come
 
     def pack(self, step: int, draw: Draw) -> Packing:
         """Pack step `step`: as planned, or plan k steps if none is left."""
-        if not self._planned:
+        if len(self._bounds) == 1:
             tokens = self._num_global_batches * self._num_micro_batches * self._context_length
             self._carry = np.concatenate((self._carry, draw.more(tokens - int(self._carry["length"].sum()))))
             self._plan()
-        now, self._planned = self._planned[: self._num_micro_batches], self._planned[self._num_micro_batches :]
-        return Packing(documents=np.concatenate(now), bounds=np.cumsum([0, *map(len, now)], dtype=np.int64))
+        bounds, later = self._bounds[: self._num_micro_batches + 1], self._bounds[self._num_micro_batches :]
+        now, self._planned = self._planned[: later[0]], self._planned[later[0] :]
+        self._bounds = later - later[0]
+        return Packing(documents=now, bounds=bounds)
 
     def _plan(self) -> None:
         batch_tokens = self._num_micro_batches * self._context_length
@@ -53,29 +67,44 @@ class FixedPolicy:
         pieces["length"] = length
         pieces = pieces[np.argsort(window, kind="stable")]
         # Which part of its document a piece is, is decided only now that it is known in which order the pieces run.
-        consumed: dict[int, int] = {}
-        for piece in pieces:
-            piece["offset"] += consumed.get(piece["index"], 0)
-            consumed[piece["index"]] = consumed.get(piece["index"], 0) + piece["length"]
-        self._planned = np.split(pieces, np.cumsum(np.bincount(window, minlength=num_windows))[:-1])
+        order = np.argsort(pieces["index"], kind="stable")
+        starts = np.cumsum(pieces["length"][order]) - pieces["length"][order]
+        begins = np.flatnonzero(np.diff(pieces["index"][order], prepend=-1))
+        pieces["offset"][order] += starts - np.repeat(starts[begins], np.diff(begins, append=len(order)))
+        self._planned = pieces
+        self._bounds = np.concatenate(([0], np.cumsum(np.bincount(window, minlength=num_windows))))
 
     def _place(self, lengths: np.ndarray, num_windows: int) -> Pieces:
-        """`place` into windows numbered in the order in which they run."""
-        row, length, window = place(lengths, np.full(num_windows, self._context_length), np.zeros(num_windows))
-        work = np.zeros(num_windows, np.int64)
-        np.add.at(work, window, document_work(length, self._crossover_tokens))
-        return row, length, np.argsort(np.argsort(-work, kind="stable"))[window]
+        """Pieces of documents of `lengths`, in windows numbered in the order in which they run."""
+        return self._core.place(lengths, num_windows)
 
     def waiting(self) -> dict[str, np.ndarray]:
         """Documents not yet packed: those planned, by micro-batch ("planned0" ...), and "carry": DOCUMENT arrays."""
-        return {"carry": self._carry, **{f"planned{i}": rows for i, rows in enumerate(self._planned)}}
+        planned = {f"planned{i}": self._planned[slice(*bounds)] for i, bounds in enumerate(pairwise(self._bounds))}
+        return {"carry": self._carry, **planned}
 
     def load_waiting(self, waiting: dict[str, np.ndarray]) -> None:
         """Take over what `waiting` gave."""
-        self._carry = waiting["carry"]
-        self._planned = [waiting[f"planned{i}"] for i in range(len(waiting) - 1)]
-        if len(self._planned) % self._num_micro_batches:
-            self._carry, self._planned = _rejoined(np.concatenate((*self._planned, self._carry))), []
+        planned = [waiting[f"planned{i}"] for i in range(len(waiting) - 1)]
+        self._carry, self._planned = waiting["carry"], np.concatenate((np.empty(0, DOCUMENT), *planned))
+        self._bounds = np.cumsum([0, *map(len, planned)], dtype=np.int64)
+        if len(planned) % self._num_micro_batches:
+            self._carry = _rejoined(np.concatenate((self._planned, self._carry)))
+            self._planned, self._bounds = self._planned[:0], self._bounds[:1]
+
+
+class PythonFixedCore:
+    """Reference of `csrc/fixed.cpp`."""
+
+    def __init__(self, context_length: int, crossover_tokens: int) -> None:
+        self._context_length, self._crossover_tokens = context_length, crossover_tokens
+
+    def place(self, length: np.ndarray, num_windows: int) -> Pieces:
+        """`place` documents of `length` (int64 [n]) into empty windows, which are numbered by work, the most first."""
+        row, length, window = place(length, np.full(num_windows, self._context_length), np.zeros(num_windows))
+        work = np.zeros(num_windows, np.int64)
+        np.add.at(work, window, document_work(length, self._crossover_tokens))
+        return row, length, np.argsort(np.argsort(-work, kind="stable"))[window]
 
 
 def place(lengths: np.ndarray, room: np.ndarray, work: np.ndarray) -> Pieces:

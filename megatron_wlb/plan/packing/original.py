@@ -2,14 +2,22 @@
 
 import numpy as np
 
+from megatron_wlb.plan import native
 from megatron_wlb.plan.types import DOCUMENT, Draw, Packing
 
 
 class OriginalPolicy:
-    """Micro-batches of exactly `context_length` pairs; what is cut off goes on in the next micro-batch."""
+    """Micro-batches of exactly `context_length` pairs; what is cut off goes on in the next micro-batch.
 
-    def __init__(self, *, num_micro_batches: int, context_length: int) -> None:
-        self._num_micro_batches, self._context_length = num_micro_batches, context_length
+    Args:
+        num_micro_batches: N, of a global batch over all data-parallel ranks.
+        context_length: C in pairs.
+        use_native: run the C++ core; the Python reference gives the same pieces.
+    """
+
+    def __init__(self, *, num_micro_batches: int, context_length: int, use_native: bool = False) -> None:
+        core = native.OriginalCore if use_native else PythonOriginalCore
+        self._core = core(num_micro_batches, context_length)
         self._waiting = np.empty(0, DOCUMENT)
 
     def pack(self, step: int, draw: Draw) -> Packing:
@@ -22,14 +30,10 @@ class OriginalPolicy:
         Cuts a document only at a window; the last micro-batches stay short only if the documents do not fill the step.
         """
         documents = np.concatenate((self._waiting, arrived))
-        starts = np.concatenate(([0], np.cumsum(documents["length"])))
-        windows = np.arange(self._num_micro_batches + 1) * self._context_length
-        cuts = np.unique(np.concatenate((starts, windows[windows < starts[-1]])))
-        source = np.searchsorted(starts, cuts[:-1], side="right") - 1
-        pieces = documents[source]
-        pieces["offset"] += cuts[:-1] - starts[source]
-        pieces["length"] = np.diff(cuts)
-        bounds = np.searchsorted(cuts[:-1], windows)
+        row, offset, length, bounds = self._core.cut(documents["length"])
+        pieces = documents[row]
+        pieces["offset"] += offset
+        pieces["length"] = length
         self._waiting = pieces[bounds[-1] :]
         return Packing(documents=pieces[: bounds[-1]], bounds=bounds)
 
@@ -40,3 +44,21 @@ class OriginalPolicy:
     def load_waiting(self, waiting: dict[str, np.ndarray]) -> None:
         """Take over what `waiting` gave."""
         self._waiting = waiting["carry"]
+
+
+class PythonOriginalCore:
+    """Reference of `csrc/original.cpp`."""
+
+    def __init__(self, num_micro_batches: int, context_length: int) -> None:
+        self._windows = np.arange(num_micro_batches + 1) * context_length
+
+    def cut(self, length: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Cut documents of `length` (int64 [n]) that follow one another where one of N windows begins or the last ends.
+
+        Returns document (row), offset in it and length of each piece (int64 [pieces] each), and the bounds of the
+        micro-batches (int64 [N + 1]); pieces beyond the last bound fit into no window.
+        """
+        starts = np.concatenate(([0], np.cumsum(length)))
+        cuts = np.unique(np.concatenate((starts, self._windows[self._windows < starts[-1]])))
+        row = np.searchsorted(starts, cuts[:-1], side="right") - 1
+        return row, cuts[:-1] - starts[row], np.diff(cuts), np.searchsorted(cuts[:-1], self._windows)

@@ -1,0 +1,321 @@
+#include "sharding.h"
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+#include <set>
+#include <stdexcept>
+
+#include "document.h"
+
+namespace wlb {
+namespace {
+
+struct Counts {
+  int64_t tiles = 0, query_tiles = 0;
+};
+
+// Each way to shard emits (chunk, segment), all of a document one after the other. Rank r holds chunk r, its head, and
+// chunk 2 * cp_size - 1 - r, its tail.
+class Sharder {
+ public:
+  Sharder(const std::vector<int64_t>& lengths, int64_t cp_size, const Kernel& kernel)
+      : lengths_(lengths),
+        cp_size_(cp_size),
+        chunks_(2 * cp_size),
+        kernel_(kernel),
+        share_(std::accumulate(lengths.begin(), lengths.end(), int64_t{0}) / cp_size),
+        order_(lengths.size()) {
+    for (int64_t rows = kernel.tile_rows; rows > 1; rows /= 2) ++tile_bits_;
+    std::vector<uint64_t> keys(lengths.size());  // lengths have 26 bits
+    for (size_t d = 0; d < keys.size(); ++d) keys[d] = static_cast<uint64_t>(kMaxTokens - lengths[d]) << 32 | d;
+    std::sort(keys.begin(), keys.end());
+    std::transform(keys.begin(), keys.end(), order_.begin(), [](uint64_t key) { return key & 0xffffffff; });
+  }
+
+  template <typename Emit>
+  void per_sequence(Emit&& emit) const {
+    const int64_t chunk = share_ / 2;
+    int64_t begin = 0, c = 0;
+    for (size_t d = 0; d < lengths_.size(); ++d) {
+      const int64_t end = begin + lengths_[d];
+      for (int64_t at = begin; at < end;) {
+        const int64_t stop = std::min(end, (c + 1) * chunk);
+        emit(c, Segment{static_cast<int64_t>(d), at - begin, stop - begin});
+        at = stop;
+        c += stop == (c + 1) * chunk;
+      }
+      begin = end;
+    }
+  }
+
+  template <typename Emit>
+  void per_document(Emit&& emit) const {
+    int64_t pointer = 0;
+    for (size_t d = 0; d < lengths_.size(); ++d) {
+      const int64_t base = lengths_[d] / chunks_, remainder = lengths_[d] % chunks_;
+      int64_t start = 0;
+      for (int64_t c = 0; c < chunks_; ++c) {
+        const int64_t turn = c >= pointer ? c - pointer : c - pointer + chunks_;
+        const int64_t stop = start + base + (turn < remainder);
+        if (stop > start) emit(c, Segment{static_cast<int64_t>(d), start, stop});
+        start = stop;
+      }
+      pointer = (pointer + remainder) % chunks_;
+    }
+  }
+
+  // What per-document sharding cannot be faster than: its chunks have at least a tile each, and somebody has the mean.
+  double per_document_floor() const {
+    Counts least;
+    for (int64_t length : lengths_) least.tiles += std::min(length, chunks_);
+    least.query_tiles = least.tiles /= cp_size_;
+    return time(1, least);
+  }
+
+  // False, at any point, where the last long document is too short to level the ranks.
+  template <typename Emit>
+  bool hybrid(size_t num_long, Emit&& emit) const {
+    std::vector<int64_t> room(ranks(), share_), sizes(static_cast<size_t>(chunks_));
+    std::vector<Counts> counts(ranks());
+    int64_t pointer = 0, placed = 0;
+    for (size_t i = 0; i < num_long; ++i) {
+      const int64_t length = lengths_[order_[i]];
+      placed += length;
+      if (i + 1 < num_long)
+        tile(length, sizes, pointer);
+      else if (!level(placed, room, sizes))
+        return false;
+      int64_t start = 0;
+      for (int64_t c = 0; c < chunks_; ++c) {
+        const Segment segment{static_cast<int64_t>(order_[i]), start, start + sizes[static_cast<size_t>(c)]};
+        const auto rank = static_cast<size_t>(std::min(c, chunks_ - 1 - c));
+        room[rank] -= segment.stop - start;
+        count(segment, counts[rank]);
+        if (segment.stop > start) emit(c, segment);
+        start = segment.stop;
+      }
+    }
+    place_short(num_long, room, counts, emit);
+    return true;
+  }
+
+  // How many documents are long, for each of the shares.
+  std::set<size_t> long_counts(const std::vector<int64_t>& shares) const {
+    std::set<size_t> found;
+    for (int64_t k : shares) {
+      const int64_t least = std::max<int64_t>(1, share_ >> k);
+      const auto is_long = [&](size_t d) { return lengths_[d] >= least; };
+      const auto first_short = std::partition_point(order_.begin(), order_.end(), is_long);
+      found.insert(static_cast<size_t>(first_short - order_.begin()));
+    }
+    return found;
+  }
+
+  // Query tile j (j = 0, 1, ...) ends at row start + (j + 1) * tile_rows and sees ceil(that / tile_rows) key tiles.
+  void count(const Segment& s, Counts& counts) const {
+    const int64_t mask = kernel_.tile_rows - 1, rows = s.stop - s.start, full = rows >> tile_bits_;
+    const int64_t first = (s.start + kernel_.tile_rows + mask) >> tile_bits_;
+    const bool partial = (rows & mask) > 0;
+    counts.tiles += full * first + full * (full - 1) / 2 + (partial ? (s.stop + mask) >> tile_bits_ : 0);
+    counts.query_tiles += full + partial;
+  }
+
+  double time(int64_t launches, const Counts& counts) const {
+    return static_cast<double>(launches) * kernel_.launch +
+           static_cast<double>(kernel_.heads) * (kernel_.tile * static_cast<double>(counts.tiles) +
+                                                 kernel_.query_tile * static_cast<double>(counts.query_tiles));
+  }
+
+ private:
+  size_t ranks() const { return static_cast<size_t>(cp_size_); }
+
+  // Chunks of whole tiles; the remainder is dealt out tile by tile, by a rotating pointer.
+  void tile(int64_t length, std::vector<int64_t>& sizes, int64_t& pointer) const {
+    const int64_t rows = kernel_.tile_rows, base = length / (chunks_ * rows) * rows, rest = length - chunks_ * base;
+    std::fill(sizes.begin(), sizes.end(), base);
+    for (int64_t left = rest; left > 0; left -= rows, pointer = (pointer + 1) % chunks_)
+      sizes[static_cast<size_t>(pointer)] += std::min(left, rows);
+  }
+
+  // Chunks after which all ranks hold equally many of the `placed` tokens, but for one more on the first ones.
+  bool level(int64_t placed, const std::vector<int64_t>& room, std::vector<int64_t>& sizes) const {
+    for (int64_t r = 0; r < cp_size_; ++r) {
+      const int64_t held = share_ - room[static_cast<size_t>(r)];
+      const int64_t missing = placed / cp_size_ + (r < placed % cp_size_) - held;
+      if (missing < 0) return false;
+      const int64_t head = missing / 2 / kernel_.tile_rows * kernel_.tile_rows;
+      sizes[static_cast<size_t>(r)] = head;
+      sizes[static_cast<size_t>(chunks_ - 1 - r)] = missing - head;
+    }
+    return true;
+  }
+
+  // Whole on a rank where it fits; what fits nowhere, or has been cut, fills ranks up. The rank is the one that will end
+  // with least work if what is left to place fills its room (with most, if this document has less work a token).
+  template <typename Emit>
+  void place_short(size_t num_long, std::vector<int64_t>& room, std::vector<Counts>& counts, Emit&& emit) const {
+    std::vector<double> work;
+    for (const Counts& c : counts) work.push_back(time(0, c));
+    double per_token = 0, sign = 1;
+    const auto choose = [&](int64_t least) {
+      size_t best = ranks();
+      double best_end = std::numeric_limits<double>::infinity();
+      for (size_t r = 0; r < ranks(); ++r) {
+        const double end = sign * (work[r] + per_token * static_cast<double>(room[r]));
+        if ((room[r] >= least) & (end < best_end)) {
+          best = r;
+          best_end = end;
+        }
+      }
+      return best;
+    };
+    Counts left;
+    int64_t tokens_left = 0;
+    for (size_t i = num_long; i < order_.size(); ++i) {
+      count({0, 0, lengths_[order_[i]]}, left);
+      tokens_left += lengths_[order_[i]];
+    }
+    for (size_t i = num_long; i < order_.size(); ++i) {
+      const int64_t length = lengths_[order_[i]];
+      Counts own;
+      count({0, 0, length}, own);
+      per_token = time(0, left) / static_cast<double>(tokens_left);
+      sign = time(0, own) < per_token * static_cast<double>(length) ? -1 : 1;
+      left.tiles -= own.tiles;
+      left.query_tiles -= own.query_tiles;
+      tokens_left -= length;
+      for (int64_t start = 0; start < length;) {
+        size_t rank = start == 0 ? choose(length) : ranks();
+        if (rank == ranks()) rank = choose(1);
+        const Segment segment{static_cast<int64_t>(order_[i]), start, std::min(length, start + room[rank])};
+        emit(static_cast<int64_t>(rank), segment);
+        count(segment, counts[rank]);
+        work[rank] = time(0, counts[rank]);
+        room[rank] -= segment.stop - start;
+        start = segment.stop;
+      }
+    }
+  }
+
+  const std::vector<int64_t>& lengths_;
+  int64_t cp_size_, chunks_;
+  Kernel kernel_;
+  int64_t share_;
+  int tile_bits_ = 0;
+  std::vector<size_t> order_;  // documents, longest first
+};
+
+// Adds up what the kernel model asks for, without keeping segments.
+class Tally {
+ public:
+  Tally(const Sharder& sharder, size_t ranks) : sharder_(sharder), ranks_(ranks) {}
+
+  void operator()(int64_t chunk, const Segment& segment) {
+    const auto c = static_cast<size_t>(chunk), rank = std::min(c, 2 * ranks_.size() - 1 - c);
+    if (segment.document != document_) {
+      end_document();
+      document_ = segment.document;
+      home_ = rank;
+    }
+    alone_ &= rank == home_;
+    rows_ += segment.stop - segment.start;
+    Rank& held = ranks_[rank];
+    held.sent += segment.stop - segment.start;
+    held.launches |= c < ranks_.size() ? 1 : 2;
+    sharder_.count(segment, held.counts);
+  }
+
+  // Of the slowest rank, with the rows that all ranks exchange: as many as the one that sends most.
+  double predicted(double exchange) {
+    end_document();
+    double slowest = 0;
+    int64_t sent = 0;
+    for (const Rank& rank : ranks_) {
+      slowest = std::max(slowest, sharder_.time(rank.launches % 2 + rank.launches / 2, rank.counts));
+      sent = std::max(sent, rank.sent);
+    }
+    return slowest + exchange * static_cast<double>(sent * static_cast<int64_t>(ranks_.size()));
+  }
+
+ private:
+  struct Rank {
+    Counts counts;
+    int64_t launches = 0, sent = 0;  // a bit for heads, one for tails; rows
+  };
+
+  void end_document() {
+    if (alone_) ranks_[home_].sent -= rows_;
+    alone_ = true;
+    rows_ = 0;
+  }
+
+  const Sharder& sharder_;
+  std::vector<Rank> ranks_;
+  // Of the document that is being emitted: the rank of its first segment, and whether it has all of them.
+  int64_t document_ = -1, rows_ = 0;
+  size_t home_ = 0;
+  bool alone_ = true;
+};
+
+void check(const std::vector<int64_t>& lengths, int64_t cp_size, const Kernel& kernel) {
+  check_range("cp_size", cp_size, 1, 1 << 16);
+  check_range("tile_rows", kernel.tile_rows, 1, 1 << 16);
+  if (kernel.tile_rows & (kernel.tile_rows - 1)) throw std::invalid_argument("tile_rows must be a power of two");
+  int64_t tokens = 0;
+  for (int64_t length : lengths) {
+    check_range("a document's length", length, 1, kMaxTokens);
+    tokens = std::min(tokens + length, kMaxTokens + 1);
+  }
+  check_range("the micro-batch", tokens, 1, kMaxTokens);
+  if (tokens % (2 * cp_size)) throw std::invalid_argument("the micro-batch must be a multiple of 2 * cp_size tokens");
+}
+
+}  // namespace
+
+Sharding shard(const std::vector<int64_t>& lengths, int64_t cp_size, const std::vector<std::string>& strategies,
+               const std::vector<int64_t>& long_shares, const Kernel& kernel) {
+  check(lengths, cp_size, kernel);
+  const Sharder sharder(lengths, cp_size, kernel);
+  const auto ranks = static_cast<size_t>(cp_size);
+  struct Way {
+    std::string strategy;
+    size_t num_long;
+  };
+  const auto run = [&](const Way& way, auto&& emit) {
+    if (way.strategy == "hybrid") return sharder.hybrid(way.num_long, emit);
+    way.strategy == "per-sequence" ? sharder.per_sequence(emit) : sharder.per_document(emit);
+    return true;
+  };
+  std::vector<Way> ways;
+  for (const std::string& strategy : strategies) {
+    if (strategy == "hybrid")
+      for (size_t num_long : sharder.long_counts(long_shares)) ways.push_back({strategy, num_long});
+    else if (strategy == "per-sequence" || strategy == "per-document")
+      ways.push_back({strategy, 0});
+    else
+      throw std::invalid_argument("unknown sharding " + strategy);
+  }
+  const Way* best = nullptr;
+  double best_time = 0;
+  for (auto way = ways.rbegin(); way != ways.rend(); ++way) {  // so that the first wins a tie, and per-document comes late
+    if (best && way->strategy == "per-document" && sharder.per_document_floor() > best_time) continue;
+    Tally tally(sharder, ranks);
+    if (!run(*way, tally)) continue;
+    const double time = tally.predicted(kernel.exchange);
+    if (!best || time <= best_time) best = &*way, best_time = time;
+  }
+  if (!best) throw std::invalid_argument("none of the strategies can shard this micro-batch");
+
+  Sharding plan{best->strategy, best_time, std::vector<std::vector<Segment>>(2 * ranks)};
+  run(*best, [&](int64_t chunk, const Segment& segment) {
+    const auto c = static_cast<size_t>(chunk);
+    plan.colours[c < ranks ? 2 * c : 2 * (2 * ranks - 1 - c) + 1].push_back(segment);
+  });
+  if (best->strategy == "hybrid")
+    for (auto& colour : plan.colours)
+      std::sort(colour.begin(), colour.end(), [](auto& a, auto& b) { return a.document < b.document; });
+  return plan;
+}
+
+}  // namespace wlb

@@ -1,0 +1,33 @@
+// Sharding of a micro-batch over context-parallel ranks, and the choice between ways to do it.
+// megatron_wlb/plan/sharding/ is the reference; both give the same plans to the bit.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace wlb {
+
+struct Segment {
+  int64_t document, start, stop;
+};
+
+struct Kernel {
+  int64_t tile_rows;  // a power of two
+  double launch, tile, query_tile;
+  int64_t heads;
+  double exchange;
+};
+
+struct Sharding {
+  std::string strategy;
+  double time;  // predicted, of the slowest rank
+  std::vector<std::vector<Segment>> colours;  // heads and tails of rank r: colours 2 * r and 2 * r + 1
+};
+
+// The best by predicted time; of hybrid with the documents of at least 2^-k of a rank's tokens as long ones, for every k
+// of long_shares. Throws std::invalid_argument where no sharding exists.
+Sharding shard(const std::vector<int64_t>& lengths, int64_t cp_size, const std::vector<std::string>& strategies,
+               const std::vector<int64_t>& long_shares, const Kernel& kernel);
+
+}  // namespace wlb
