@@ -8,9 +8,11 @@ MAX_TOKENS = 1 << 26
 """Longest micro-batch for which work stays exact in 64 bits, with room for sums over a global batch."""
 PACKINGS = ("original", "fixed", "wlb", "adaptive")
 PACKING_MODES = ("constant-tokens", "low-displacement")
-CP_SHARDINGS = ("per-sequence", "per-document", "adaptive")
-ATTENTION_BACKENDS = ("auto", "aten", "cpu", "reference")
+CP_SHARDINGS = ("per-sequence", "per-document", "hybrid", "paper", "adaptive")
+ATTENTION_BACKENDS = ("auto", "aten", "flash_attn", "flash_attn_3", "te", "triton", "cpu", "reference")
 PLANNERS = ("auto", "native", "python")
+MAX_TOLERANCE = 1.0
+"""Of adaptive packing: beyond twice the mean nothing is balanced any more."""
 
 
 def _setting(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -43,6 +45,16 @@ class WlbConfig:
     max_delay_steps: int = _setting(
         30, "Of adaptive packing: no document runs later than this many steps after it arrives; at least 12."
     )
+    balance_tolerance: float | None = _setting(
+        None,
+        "Of adaptive packing: a step is balanced if its largest micro-batch has at most 1 + this times the mean work. "
+        "Default: 0.003 for constant-tokens, 0.015 for low-displacement.",
+    )
+    age_tolerance: float | None = _setting(
+        None,
+        "Of adaptive packing: added to --wlb-balance-tolerance for every step that the oldest document of a step is "
+        "late. Default: 0.008 for constant-tokens, 0.035 for low-displacement.",
+    )
     global_batches: int = _setting(1, "Of fixed packing: global batches that are packed together.")
     max_tokens: int | None = _setting(
         None,
@@ -56,8 +68,9 @@ class WlbConfig:
     )
     cp_sharding: str = _setting(
         "adaptive",
-        "How a micro-batch is divided over context-parallel ranks. adaptive: whichever of the two has the faster "
-        "slowest rank for this micro-batch, by the kernel model of --wlb-profile.",
+        "How a micro-batch is divided over context-parallel ranks. hybrid: long documents per document, in tiles of "
+        "the kernel, short ones whole. adaptive: whichever of the three has the fastest slowest rank for this "
+        "micro-batch, by the kernel model of --wlb-profile. paper: the same without hybrid.",
         CP_SHARDINGS,
     )
     profile: str | None = _setting(
@@ -66,7 +79,19 @@ class WlbConfig:
         "without.",
     )
     attention_backend: str = _setting(
-        "auto", "Kernels under context-parallel attention. auto: aten on GPUs, cpu without.", ATTENTION_BACKENDS
+        "auto",
+        "Kernels under context-parallel attention. aten: torch's own FlashAttention. flash_attn, flash_attn_3, te: the "
+        "packages flash-attn 2, FlashAttention-3, TransformerEngine. triton: ours. auto: on GPUs the first of these "
+        "that passes a small test, in the order aten, flash_attn_3, flash_attn, te, triton; cpu without.",
+        ATTENTION_BACKENDS,
+    )
+    cp_head_groups: int = _setting(
+        2,
+        "Groups of key heads in which context-parallel attention gathers K and V, each while the one before computes; "
+        "1 hides no communication.",
+    )
+    save_gathered_kv: bool = _setting(
+        False, "Keep gathered K and V for backward instead of gathering them again: faster, for memory in every layer."
     )
     planner: str = _setting(
         "auto",
@@ -81,6 +106,11 @@ class WlbConfig:
     check_shapes: bool = _setting(
         False,
         "Debug: exchange tensor shapes between pipeline stages as upstream does, and compare them with the plan.",
+    )
+    document_log: str | None = _setting(
+        None,
+        "Append which documents every step trained to this file, a few bytes each; `megatron-wlb audit` checks that "
+        "none was lost or doubled over restarts.",
     )
     log: str | None = _setting(None, "Append one JSON object a step to this file: loss, tokens, work, delays, shards.")
 
@@ -98,12 +128,17 @@ class WlbConfig:
         for name, limit in (
             ("global_batches", 1 << 10),
             ("crossover", 1 << 35),
+            ("cp_head_groups", 1 << 10),
             ("plan_ahead", 1 << 10),
             ("digest_interval", 1 << 31),
         ):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= limit:
                 raise ValueError(f"--wlb-{_dashes(name)} is {value}; it must be from 1 to {limit}")
+        for name in ("balance_tolerance", "age_tolerance"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= MAX_TOLERANCE:
+                raise ValueError(f"--wlb-{_dashes(name)} is {value}; it must be from 0 to {MAX_TOLERANCE:g}")
         if self.max_tokens is not None and self.max_tokens > MAX_TOKENS:
             raise ValueError(f"--wlb-max-tokens is {self.max_tokens}; work is exact up to {MAX_TOKENS} tokens")
 

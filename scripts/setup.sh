@@ -56,7 +56,7 @@ torch=$(grep -m1 -oE '^torch==[^ ;#]+' "$constraints")
 echo "setup: $torch"
 "${pip[@]}" "$torch"
 echo "setup: megatron_wlb and its dependencies"
-"${pip[@]}" --editable '.[dev,demo,analysis]'
+"${pip[@]}" --editable '.[train,analysis,demo,dev]'
 "$venv/bin/python" -c 'import megatron_wlb._native' 2>/dev/null ||
     echo "setup: the native planner was not built (no C++17 compiler?); plans will come from Python, more slowly"
 fingerprint >"$stamp"

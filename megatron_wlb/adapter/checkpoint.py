@@ -1,10 +1,14 @@
-"""Packer state in one JSON file beside each Megatron checkpoint."""
+"""Packer state in one JSON file beside each Megatron checkpoint, with a digest of itself."""
 
+import hashlib
 import json
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
+
+MAX_STATE_BYTES = 256 << 20
+"""Far above any state (100 bytes a waiting document), so that a wrong file is not read into memory."""
 
 
 def state_path(folder: str, iteration: int) -> Path:
@@ -19,7 +23,7 @@ def save_state(folder: str, iteration: int, state: dict[str, Any]) -> None:
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
         with os.fdopen(descriptor, "w") as file:
-            json.dump(state, file, separators=(",", ":"))
+            json.dump(state | {"digest": _digest(state)}, file, separators=(",", ":"))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -29,15 +33,27 @@ def save_state(folder: str, iteration: int, state: dict[str, Any]) -> None:
 
 
 def load_state(folder: str, iteration: int) -> dict[str, Any]:
-    """Read the state of a checkpoint. Raises ValueError if there is none or it is not JSON."""
+    """Read the state of a checkpoint. Raises ValueError if there is none, or it is not what `save_state` wrote."""
     path = state_path(folder, iteration)
     if not path.is_file():
         raise ValueError(
             f"the checkpoint of iteration {iteration} in {folder} has no packer state {path.name}: it was saved "
             "without --wlb, or copied without this file; copy the file, or start from it with --finetune"
         )
+    size = path.stat().st_size
+    if size > MAX_STATE_BYTES:
+        raise ValueError(
+            f"packer state {path} has {size} bytes, where no state has over {MAX_STATE_BYTES}; restore it or resume an "
+            "older one"
+        )
     try:
-        state: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
+        state: dict[str, Any] = json.loads(path.read_bytes())
+        if not isinstance(state, dict) or state.pop("digest", None) != _digest(state):
+            raise ValueError("its digest is not that of its contents")
+    except (ValueError, RecursionError) as error:  # cut off, no text, numbers of thousands of digits, deep nesting
         raise ValueError(f"packer state {path} is damaged ({error}); restore it or resume an older one") from error
     return state
+
+
+def _digest(state: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(state, separators=(",", ":")).encode(), digest_size=16).hexdigest()

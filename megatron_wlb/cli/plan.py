@@ -32,6 +32,8 @@ _FLAGS_OF = {
     "outlier_thresholds": ("wlb",),
     "mode": ("adaptive",),
     "max_delay_steps": ("adaptive",),
+    "balance_tolerance": ("adaptive",),
+    "age_tolerance": ("adaptive",),
     "global_batches": ("fixed", "ilp"),
 }
 """Flags that only some policies look at; with another one they would do nothing, and are refused."""
@@ -79,6 +81,18 @@ def register(commands: Any) -> None:
     )
     parser.add_argument(
         "--max-delay-steps", type=positive, metavar="D", help="adaptive: bound on the delay of every document"
+    )
+    parser.add_argument(
+        "--balance-tolerance",
+        type=float,
+        metavar="X",
+        help="adaptive: a step is balanced if its largest micro-batch has at most 1 + X times the mean work",
+    )
+    parser.add_argument(
+        "--age-tolerance",
+        type=float,
+        metavar="X",
+        help="adaptive: added to the balance tolerance for every step that the oldest document of a step is late",
     )
     parser.add_argument(
         "--no-flush",
@@ -188,6 +202,8 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     optional = {
         "mode": args.mode,
         "max_delay_steps": args.max_delay_steps,
+        "balance_tolerance": args.balance_tolerance,
+        "age_tolerance": args.age_tolerance,
         "num_global_batches": args.global_batches,
     }
     return {

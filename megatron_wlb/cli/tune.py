@@ -18,7 +18,7 @@ from megatron_wlb.config import PACKING_MODES
 from megatron_wlb.plan import metrics, native
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.packing import make_policy
-from megatron_wlb.plan.packing.adaptive import SHORTEST_DELAY_BOUND
+from megatron_wlb.plan.packing.adaptive import SHORTEST_DELAY_BOUND, TOLERANCES
 from megatron_wlb.plan.stream import Source
 
 FORMAT = "megatron-wlb-tune"
@@ -29,6 +29,8 @@ S_MAX_WINDOWS = (1.1, 1.25, 1.5, 2.0)
 THRESHOLD_SHARES = tuple(k / 8 for k in range(1, 8))
 MAX_QUEUES = 3
 MAX_DELAYS = (SHORTEST_DELAY_BOUND, 20, 30)
+BALANCE_TOLERANCES = (0.003, 0.015, 0.05)
+AGE_TOLERANCES = (0.002, 0.008, 0.035)
 
 _DESCRIPTION = """\
 Find packing flags for documents in file order, without Megatron and without torch.
@@ -145,7 +147,7 @@ def run(args: argparse.Namespace) -> None:
                 ],
             }
             file.write(json.dumps(entry, indent=1) + "\n")
-    console = Console(stderr=args.json == "-", width=200, highlight=False)  # never cut flags that are to be pasted
+    console = Console(stderr=args.json == "-", width=300, highlight=False)  # never cut flags that are to be pasted
     console.print(_table(rows, args.context_length))
     console.print(
         f"{len(tunings)} tunings on {len(fit)} documents, {len(fits)} of them on {len(held_out)} held-out ones "
@@ -212,6 +214,12 @@ def _tunings(context_length: int, max_tokens: Sequence[int]) -> Iterator[Tuning]
     settings: list[tuple[str, dict[str, Any]]] = [
         ("adaptive", {"mode": mode, "max_delay_steps": delay}) for mode, delay in product(PACKING_MODES, MAX_DELAYS)
     ]
+    for mode, *tolerances in product(PACKING_MODES, BALANCE_TOLERANCES, AGE_TOLERANCES):
+        names = ("balance_tolerance", "age_tolerance")
+        changed = {n: x for n, x, own in zip(names, tolerances, TOLERANCES[mode], strict=True) if x != own}
+        if changed:
+            # Under a tight bound on the delay, documents are forced before their age counts.
+            settings.append(("adaptive", {"mode": mode, "max_delay_steps": MAX_DELAYS[-1], **changed}))
     for queues in range(1, MAX_QUEUES + 1):
         settings += [("wlb", {"outlier_thresholds": chosen}) for chosen in combinations(grid, queues)]
     for s_max, (policy, chosen) in product(max_tokens, settings):

@@ -1,17 +1,14 @@
 """Stream + policy + state: the micro-batches of step t, and nothing lost between steps."""
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from megatron_wlb.plan import state as saved
 from megatron_wlb.plan.packing.original import OriginalPolicy
 from megatron_wlb.plan.stream import DocumentStream
 from megatron_wlb.plan.types import DOCUMENT, Packing, Policy
-
-FORMAT = "megatron-wlb-packer-state"
-VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +35,7 @@ class Packer:
         context_length: C in pairs.
         fingerprint: of the dataset; a state of another one is refused.
         policy_name: likewise.
+        use_native: cut in C++ what the original order would have given.
     """
 
     def __init__(
@@ -49,9 +47,12 @@ class Packer:
         context_length: int,
         fingerprint: str,
         policy_name: str,
+        use_native: bool = False,
     ) -> None:
         self._stream, self._policy = stream, policy
-        self._original = OriginalPolicy(num_micro_batches=num_micro_batches, context_length=context_length)
+        self._original = OriginalPolicy(
+            num_micro_batches=num_micro_batches, context_length=context_length, use_native=use_native
+        )
         self._num_micro_batches, self._context_length = num_micro_batches, context_length
         self._settings = {"fingerprint": fingerprint, "context_length": context_length, "policy": policy_name}
         self._step = 0
@@ -93,8 +94,8 @@ class Packer:
     def state(self) -> dict[str, Any]:
         """Everything `load_state` needs, as JSON types; small: references to documents, never tokens."""
         return {
-            "format": FORMAT,
-            "version": VERSION,
+            "format": saved.FORMAT,
+            "version": saved.VERSION,
             **self._settings,
             "num_micro_batches": self._num_micro_batches,
             "step": self._step,
@@ -107,35 +108,50 @@ class Packer:
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on after the step that `state` was taken after, also with another number of micro-batches.
 
-        Raises ValueError, before anything changes, for another format or version, dataset, context window or policy, or
-        if something is missing.
+        Raises ValueError, before anything changes, for another format or version, dataset, context window or policy,
+        and for what no packer has saved (`plan/state.py`).
         """
-        if not isinstance(state, dict) or state.get("format") != FORMAT:
-            raise ValueError(f"not a packer state: its format is not {FORMAT!r}")
-        if state.get("version") != VERSION:
-            raise ValueError(f"packer state of version {state.get('version')}; this release reads version {VERSION}")
+        if not isinstance(state, dict) or state.get("format") != saved.FORMAT:
+            raise ValueError(f"not a packer state: its format is not {saved.FORMAT!r}")
+        if state.get("version") != saved.VERSION:
+            raise ValueError(
+                f"packer state of version {state.get('version')}; this release reads version {saved.VERSION}"
+            )
         for name, value in self._settings.items():
             if state.get(name) != value:
                 raise ValueError(
                     f"the packer state was saved with {name} {state.get(name)!r}, this run has {value!r}; "
                     "resume with the same setting"
                 )
-        before = self._policy.waiting(), self._original.waiting()
+        waiting, original = saved.read(state, self._stream)
+        before = self._stream.state(), self._policy.waiting(), self._original.waiting()
         try:
-            step, num_micro_batches, base_step, base_position = _integers(
-                [state["step"], state["num_micro_batches"], *state["base"]], 4
-            )
-            self._policy.load_waiting(_from_json(state["waiting"]))
-            self._original.load_waiting(_from_json(state["original"]))
-            self._stream.load_state(state["stream"])
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            self._policy.load_waiting(before[0])
-            self._original.load_waiting(before[1])
-            if isinstance(error, ValueError):
-                raise
-            raise ValueError(f"the packer state is damaged: {error!r}; restore it or resume an older one") from error
-        same = num_micro_batches == self._num_micro_batches
-        self._step, self._base = step, (base_step, base_position) if same else (step, self._stream.position)
+            self._load(state["stream"], waiting, original)
+            base = self._base_of(state)
+        except ValueError:
+            self._load(*before)
+            raise
+        self._step, self._base = state["step"], base
+
+    def _load(self, stream: dict[str, Any], waiting: dict[str, np.ndarray], original: dict[str, np.ndarray]) -> None:
+        self._stream.load_state(stream)
+        self._policy.load_waiting(waiting)
+        self._original.load_waiting(original)
+
+    def _base_of(self, state: dict[str, Any]) -> tuple[int, int]:
+        """Where global batches are counted from after `state`, whose stream has been loaded."""
+        if state["num_micro_batches"] != self._num_micro_batches:
+            return state["step"], self._stream.position
+        step, position = state["base"]
+        batch_tokens = self._num_micro_batches * self._context_length
+        ahead = self._stream.position - position - (state["step"] - step) * batch_tokens
+        least, most = -(1 << 62), 1 << 62
+        if state["policy"] in ("original", "wlb"):
+            # These draw a global batch in every step, up to the document that crosses its end.
+            least, most = least if self._stream.exhausted else 0, self._context_length - 1
+        if not least <= ahead <= most:
+            raise saved.damaged(f"base {state['base']} does not fit its step and the position of the stream")
+        return step, position
 
 
 class _Draw:
@@ -178,15 +194,3 @@ class _Draw:
 
 def _to_json(waiting: dict[str, np.ndarray]) -> dict[str, list[tuple[int, ...]]]:
     return {name: rows.tolist() for name, rows in waiting.items()}
-
-
-def _from_json(waiting: dict[str, list[list[int]]]) -> dict[str, np.ndarray]:
-    size = len(DOCUMENT.names or ())
-    return {name: np.array([tuple(_integers(r, size)) for r in rows], DOCUMENT) for name, rows in waiting.items()}
-
-
-def _integers(values: list[int], size: int) -> list[int]:
-    """`values`; TypeError unless they are `size` integers: numpy would round and parse others."""
-    if len(values) != size:
-        raise TypeError(f"{size} integers expected, not {values}")
-    return [operator.index(value) for value in values]

@@ -1,11 +1,16 @@
 """Interrupted and resumed equals uninterrupted: the same documents, losses and parameters, to the bit."""
 
 import json
+import os
 
+import numpy as np
 import pytest
 import torch
 
-from megatron_wlb.adapter.checkpoint import load_state, save_state, state_path
+from megatron_wlb.adapter.checkpoint import MAX_STATE_BYTES, load_state, save_state, state_path
+from megatron_wlb.plan import document_log
+from megatron_wlb.plan.dataset import read_index
+from megatron_wlb.plan.types import DOCUMENT
 from tests.adapter.training import train
 
 ADAM = "--optimizer adam --lr 1e-3".split()
@@ -41,10 +46,40 @@ def test_resumed_equals_uninterrupted(layout, packing, dataset, tmp_path):
         assert torch.equal(resumed["params"][name], parameter), name
 
 
-def test_state_is_written_atomically(tmp_path):
+FULL = [pytest.param(packing, marks=pytest.mark.full) for packing in ("fixed", "original")]
+
+
+@pytest.mark.parametrize("packing", ["wlb", "adaptive", *FULL])
+def test_no_document_is_lost_or_doubled_when_layout_and_batch_size_change(packing, dataset, tmp_path):
+    """Over the run as a whole, by the document log and what waits in the last checkpoint."""
+    log, checkpoint = str(tmp_path / "documents"), str(tmp_path / "ckpt")
+    common = [*ADAM, "--wlb-packing", packing, "--wlb-document-log", log, "--save", checkpoint, "--load", checkpoint]
+    common += ["--save-interval", "3", "--override-opt-param-scheduler"]
+    for part, (size, batch, flags) in enumerate(
+        [(1, 4, ""), (4, 8, "--pipeline-model-parallel-size 2"), (2, 6, "--context-parallel-size 2"), (2, 16, "")], 1
+    ):
+        iterations = ["--train-iters", str(3 * part)]
+        train(size, dataset, *common, *flags.split(), "--global-batch-size", str(batch), *iterations)
+    entries, state = document_log.read(log), load_state(checkpoint, 12)
+    micro_batches = [len(np.unique(entries["micro_batch"][entries["step"] == step])) for step in range(12)]
+    assert micro_batches == [4] * 3 + [8] * 3 + [6] * 3 + [16] * 3
+    waiting = np.array([tuple(row) for rows in state["waiting"].values() for row in rows], DOCUMENT)
+    pairs = np.maximum(read_index(dataset).tokens - 1, 0)
+    found = document_log.audit(entries, waiting, state["stream"]["position"], [pairs])
+    assert found.clean, found
+    assert found.steps == 12
+
+
+def test_state_is_written_atomically(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
     save_state(str(tmp_path), 7, {"step": 7})
     with pytest.raises(TypeError):
-        save_state(str(tmp_path), 7, {"step": object()})  # fails half way through
+        save_state(str(tmp_path), 7, {"step": object()})
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_state(str(tmp_path), 7, {"step": 8})
     assert load_state(str(tmp_path), 7) == {"step": 7}
     assert [p.name for p in tmp_path.iterdir()] == ["iter_0000007.wlb.json"]
 
@@ -52,8 +87,19 @@ def test_state_is_written_atomically(tmp_path):
 def test_missing_and_damaged_state(tmp_path):
     with pytest.raises(ValueError, match=r"has no packer state iter_0000003.wlb.json"):
         load_state(str(tmp_path), 3)
-    state_path(str(tmp_path), 3).write_text('{"format": "megatron-wlb')
-    with pytest.raises(ValueError, match="is damaged"):
+    for damaged in (b'{"format": "megatron-wlb', b"", b"\xff\xfe\x00", b"[" * 100_000, b"[" + b"9" * 5000 + b"]"):
+        state_path(str(tmp_path), 3).write_bytes(damaged)
+        with pytest.raises(ValueError, match="is damaged .*; restore it or resume an older one$"):
+            load_state(str(tmp_path), 3)
+    save_state(str(tmp_path), 3, {"step": 3, "waiting": {"pool": [[5, 0, 7, 0, 64, 2]]}})
+    saved = state_path(str(tmp_path), 3).read_bytes()
+    for place in range(len(saved)):
+        state_path(str(tmp_path), 3).write_bytes(saved[:place] + bytes([saved[place] ^ 1]) + saved[place + 1 :])
+        with pytest.raises(ValueError, match="is damaged .*; restore it or resume an older one$"):
+            load_state(str(tmp_path), 3)
+    with state_path(str(tmp_path), 3).open("wb") as file:
+        file.truncate(MAX_STATE_BYTES + 1)
+    with pytest.raises(ValueError, match="has 268435457 bytes, where no state has over 268435456; restore it"):
         load_state(str(tmp_path), 3)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cli.main import main
+from megatron_wlb.config import WlbConfig
 from megatron_wlb.plan.packing import POLICIES
 from tests.cli.test_lengths import write_dataset, write_parquet
 
@@ -116,6 +117,7 @@ def test_every_document_is_tiled_once(source, tmp_path, capsys, policy, flush):
         ("adaptive", ["--mode", "low-displacement"]),
         ("adaptive", ["--mode", "constant-tokens", "--max-delay-steps", "12"]),
         ("adaptive", ["--planner", "python"]),
+        ("adaptive", ["--balance-tolerance", "0.1", "--age-tolerance", "0"]),
     ],
 )
 def test_settings_of_policies(source, tmp_path, policy, flags):
@@ -123,6 +125,25 @@ def test_settings_of_policies(source, tmp_path, policy, flags):
         last = check(plan(source, tmp_path / "plan", "--policy", policy, *flags, *flush), make_lengths(), policy)
     if "--max-delay-steps" in flags:
         assert last["summary"]["max_delay_steps"] <= 12
+
+
+def test_tolerances(source, tmp_path):
+    """Those of the mode change nothing, others do; both cores take them."""
+    own, wide = ("0.003", "0.008"), ("0.1", "0")
+    texts = [
+        plan(source, tmp_path / "plan", "--policy", "adaptive", "--planner", planner, *flags)
+        for planner in ("native", "python")
+        for flags in ([], *(["--balance-tolerance", x, "--age-tolerance", y] for x, y in (own, wide)))
+    ]
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[:3] == texts[3:]
+
+
+@pytest.mark.parametrize("name", ["balance_tolerance", "age_tolerance"])
+@pytest.mark.parametrize("value", [-0.01, 1.01, float("nan"), float("inf")])
+def test_tolerances_out_of_range_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"^--wlb-{name.replace('_', '-')} is {value}; it must be from 0 to 1$"):
+        WlbConfig(**{name: value})
 
 
 def test_the_order_of_the_file(tmp_path):
@@ -186,9 +207,9 @@ def test_defaults(source, tmp_path):
 
 
 def test_the_crossover_of_a_profile(source, tmp_path):
-    profile = {"name": "mine", "kernel": {"tile_rows": 1, "launch": 0, "tile": 1, "query_tile": 0}}
+    kernel = {"tile_rows": 1, "forward": {"launch": 0, "tile": 1, "query_tile": 0}}
     path = tmp_path / "profile.json"
-    path.write_text(json.dumps(profile | {"crossover_tokens": 1234}))
+    path.write_text(json.dumps({"name": "mine", "kernel": kernel, "crossover_tokens": 1234}))
     flags = ["--micro-batches", "4", "--context-length", "64", "--policy", "wlb", "--profile"]
     assert main(["plan", source, *flags, str(path), "--output", str(tmp_path / "plan")]) == 0
     assert read((tmp_path / "plan").read_text())[0]["crossover"] == 1234
@@ -280,6 +301,11 @@ def refused(capsys, folder, source, *flags, output=None):
         ),
         (["--policy", "wlb", "--mode", "constant-tokens"], "^--mode is for --policy adaptive; leave it out for wlb$"),
         (["--policy", "wlb", "--max-delay-steps", "9"], "^--max-delay-steps is for --policy adaptive"),
+        (["--policy", "wlb", "--age-tolerance", "0.1"], "^--age-tolerance is for --policy adaptive"),
+        (["--policy", "adaptive", "--age-tolerance", "1.1"], "^age_tolerance is 1.1; it must be from 0 to 1$"),
+        (["--policy", "adaptive", "--balance-tolerance", "-1"], "^balance_tolerance is -1.0; it must be from 0 to 1$"),
+        (["--policy", "adaptive", "--balance-tolerance", "nan"], "^balance_tolerance is nan; it must be from 0 to 1$"),
+        (["--policy", "adaptive", "--balance-tolerance", "x"], "--balance-tolerance: invalid float value: 'x'"),
         (["--policy", "wlb", "--global-batches", "2"], "^--global-batches is for --policy fixed and ilp"),
         (["--policy", "adaptive", "--max-delay-steps", "1"], "max_delay_steps is 1; .* can guarantee 12 or more"),
         (["--policy", "wlb", "--profile", "none"], "--profile: not allowed with argument --crossover"),

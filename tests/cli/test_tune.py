@@ -14,6 +14,7 @@ from tests.cli.test_plan import ROOT, write_json
 
 N, C = 4, 64
 FLAGS = ["--micro-batches", str(N), "--context-length", str(C), "--crossover", "30"]
+TOLERANCES = ("balance_tolerance", "age_tolerance")
 COLUMNS = {"imbalance_mean": 4, "late_steps": 3, "token_cv": 3}
 
 
@@ -61,6 +62,8 @@ def test_held_out_numbers_are_those_of_plan(tuned, tmp_path):
                 flags += ["--outlier-thresholds", ",".join(map(str, row["outlier_thresholds"]))]
             else:
                 flags += ["--mode", row["mode"], "--max-delay-steps", str(row["max_delay_steps"])]
+                for name in TOLERANCES:
+                    flags += [f"--{name.replace('_', '-')}", str(row[name])] if name in row else []
             assert main(["plan", source, *FLAGS, *flags, "--no-flush", "--output", str(tmp_path / "plan")]) == 0
             summary = json.loads((tmp_path / "plan").read_text().splitlines()[-1])["summary"]
             for name in set(summary) - {"waiting_documents", "empty_documents"}:
@@ -79,6 +82,17 @@ def test_flags_are_those_of_training(tuned):
             assert config.outlier_thresholds == tuple(row["outlier_thresholds"])
         else:
             assert (config.packing_mode, config.max_delay_steps) == (row["mode"], row["max_delay_steps"])
+            assert [getattr(config, name) for name in TOLERANCES] == [row.get(name) for name in TOLERANCES]
+
+
+def test_tolerances_are_named_where_they_are_not_those_of_the_mode(tuned):
+    own = {"constant-tokens": (0.003, 0.008), "low-displacement": (0.015, 0.035)}
+    rows = [row for row in tuned[2]["rows"] if row["policy"] == "adaptive"]
+    assert any(name in row for row in rows for name in TOLERANCES)
+    for row in rows:
+        for name, value in zip(TOLERANCES, own[row["mode"]], strict=True):
+            assert row.get(name) != value
+            assert (f"--wlb-{name.replace('_', '-')} {row.get(name)} " in row["flags"]) == (name in row)
 
 
 def test_picture(tuned):

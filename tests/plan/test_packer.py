@@ -1,12 +1,17 @@
 """The packer over many steps: nothing lost between them, and a resumed run plans what the first would have planned."""
 
+import copy
+import functools
 import json
+import math
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_wlb.plan.packer import Packer
-from megatron_wlb.plan.packing import FixedPolicy, OriginalPolicy, WlbPolicy
+from megatron_wlb.plan.packing import AdaptivePolicy, FixedPolicy, OriginalPolicy, WlbPolicy
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.plan.types import DOCUMENT
 
@@ -41,6 +46,16 @@ def make_packer(
             crossover_tokens=30,
         )
         if policy_name == "fixed"
+        else AdaptivePolicy(
+            num_micro_batches=num_micro_batches,
+            max_tokens=max_tokens,
+            context_length=context_length,
+            crossover_tokens=30,
+            mode="constant-tokens",
+            max_delay_steps=12,
+            use_native=True,
+        )
+        if policy_name == "adaptive"
         else WlbPolicy(
             num_micro_batches=num_micro_batches,
             max_tokens=max_tokens,
@@ -276,6 +291,158 @@ def test_a_damaged_state_is_refused_and_changes_nothing(policy_name, name, value
     assert packer.state() == before
     packer.load_state(state)
     assert_same_step(packer.next(), later.next())
+
+
+def saved(policy_name, **changes):
+    """A state in the middle of a run over `finite()`, as JSON gives it back, and changes of it by path."""
+    state = copy.deepcopy(saved_states(policy_name)[6])
+    for path, value in changes.items():
+        *above, last = path.split("__")
+        functools.reduce(lambda node, key: node[key], above, state)[last] = value
+    return state
+
+
+@functools.cache
+def saved_states(policy_name):
+    return [json.loads(json.dumps(s.state)) for s in run_to_the_end(make_packer(policy_name, stream=finite()))]
+
+
+def row(state, place, **changes):
+    """A changed first row of a place."""
+    return list((dict(zip(DOCUMENT.names, state["waiting"][place][0], strict=True)) | changes).values())
+
+
+def test_what_a_state_cannot_hold_is_named():
+    state = saved("adaptive")
+    pool, stream = state["waiting"]["pool"], state["stream"]
+    first = dict(zip(DOCUMENT.names, pool[0], strict=True))
+    rows = {
+        r"0\] is .*, not 6 integers from 0 to": [pool[0][:5], [*pool[0][:5], True], [*pool[0][:5], 1.0], "row"],
+        "is not of one of the 2 datasets": [row(state, "pool", dataset=2)],
+        "does not lie within a piece of a document": [
+            row(state, "pool", document=10_000),
+            row(state, "pool", length=0),
+            row(state, "pool", length=CONTEXT_LENGTH + 1),
+            row(state, "pool", offset=first["offset"] + 1),
+            row(state, "pool", offset=300),
+        ],
+        "is of a document that the stream has not come to": [
+            row(state, "pool", index=stream["index"]),
+            row(state, "pool", arrival=1 << 50),
+        ],
+    }
+    changes = [({"waiting__pool": [wrong, *pool[1:]]}, what) for what, wrongs in rows.items() for wrong in wrongs]
+    changes += [
+        ({"waiting__pool": [row(state, "pool", index=0), *pool]}, "waits more often than it was drawn"),
+        ({"waiting__pool": [pool[0], *pool]}, "does not go on where the row of the same index before it ends"),
+        ({"waiting": {"carry": pool}}, r"documents wait in waiting: \['carry'\] instead of \['pool'\]"),
+        ({"waiting": {"pool": pool, "queue0": []}}, "documents wait in waiting"),
+        ({"more": 1}, "'more' was unexpected"),
+        ({"step": -1}, r"\$.step: -1 is less than the minimum"),
+        ({"step": 1.0}, r"\$.step: 1.0 is not of type 'integer'"),
+        ({"step": math.nan}, r"\$.step: nan is not of type 'integer'"),
+        ({"step": 1 << 70}, r"\$.step: 1180591620717411303424 is greater than the maximum"),
+        ({"step": 1 << 40}, "step 1099511627776, base .* contradict each other"),
+        ({"base": [8, 0]}, "base .* contradict each other"),
+        ({"num_micro_batches": 0}, r"\$.num_micro_batches: 0 is less than the minimum of 1"),
+        ({"stream__drawn": [*stream["drawn"], 0]}, "must count 2 datasets"),
+        ({"stream__drawn": [0, stream["drawn"][1]]}, "of dataset 0, .* cannot have been taken"),
+        ({"stream__given": [stream["given"][0] + 1, stream["given"][1]]}, "of dataset 0, .* cannot have been taken"),
+        ({"stream__tokens": [stream["tokens"][0] + 1, stream["tokens"][1]]}, "not what was taken from the datasets"),
+        ({"stream__position": 0}, "contradict each other|not what was taken from the datasets"),
+        ({"stream__index": 1}, "not what was taken from the datasets"),
+        ({"stream__head": [2, 0, 64]}, r"head \[2, 0, 64\] of the stream is not the document that was drawn last"),
+    ]
+    for change, message in changes:
+        packer = make_packer("adaptive", stream=finite())
+        with pytest.raises(ValueError, match=message) as error:
+            packer.load_state(saved("adaptive", **change))
+        assert str(error.value).startswith("the packer state is damaged: ")
+        assert str(error.value).endswith("; restore it or resume an older one")
+        assert_same_step(packer.next(), make_packer("adaptive", stream=finite()).next())
+
+
+def test_a_base_far_ahead_of_the_stream_is_refused():
+    """It would make the next step read the whole stream up to there."""
+    packer = make_packer("native")
+    with pytest.raises(ValueError, match="base .* does not fit its step and the position of the stream"):
+        packer.load_state(saved("native", base=[0, 1 << 50]))
+    assert_same_step(packer.next(), make_packer("native").next())
+
+
+HOSTILE = [-1, 0, 1, 7, 64, 65, 300, 1 << 20, 1 << 53, 1 << 63, 1 << 70, 1.0, 1e300, math.nan, math.inf]
+HOSTILE += [None, True, "", "wlb", [], {}, [[]], [0] * 6, "9" * 5000]
+
+
+@st.composite
+def mutated(draw, policy_name):
+    """A valid state in which something has been deleted, replaced, cut off or doubled, up to three times."""
+    state = copy.deepcopy(draw(st.sampled_from(saved_states(policy_name))))
+    for _ in range(draw(st.integers(1, 3))):
+        parents = [node for node in nodes(state) if isinstance(node, (dict, list)) and node]
+        parent = draw(st.sampled_from(parents))
+        key = draw(st.sampled_from(list(parent) if isinstance(parent, dict) else range(len(parent))))
+        how = draw(st.sampled_from(["delete", "replace", "shift", "swap", "cut", "double"]))
+        if how == "delete":
+            del parent[key]
+        elif how == "shift" and type(parent[key]) is int:
+            parent[key] += draw(st.integers(-3, 3))
+        elif how == "swap":
+            parent[key] = copy.deepcopy(draw(st.sampled_from(list(nodes(state)))))
+        elif how == "cut" and isinstance(parent, list):
+            del parent[key:]
+        elif how == "double" and isinstance(parent, list):
+            parent.insert(draw(st.integers(0, len(parent))), copy.deepcopy(parent[key]))
+        else:
+            parent[key] = copy.deepcopy(draw(st.sampled_from(HOSTILE)))
+    return state
+
+
+def nodes(tree):
+    yield tree
+    if isinstance(tree, (dict, list)):
+        for child in tree.values() if isinstance(tree, dict) else tree:
+            yield from nodes(child)
+
+
+def covered(rows):
+    """Pairs that rows name: (dataset, document, first pair, end), with neighbours joined; each at most once."""
+    joined = []
+    for dataset, document, offset, length in sorted(rows[["dataset", "document", "offset", "length"]].tolist()):
+        if joined and joined[-1][:2] == [dataset, document]:
+            assert offset >= joined[-1][3]
+            if offset == joined[-1][3]:
+                joined[-1][3] += length
+                continue
+        joined.append([dataset, document, offset, offset + length])
+    return joined
+
+
+@pytest.mark.parametrize("policy_name", ["original", "fixed", "python", "native", "adaptive"])
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a_hostile_state_is_refused_or_everything_in_it_runs_once(policy_name, data):
+    """What a state leaves out can't be known here; the digest in the file of a checkpoint tells."""
+    state = data.draw(mutated(policy_name))
+    packer = make_packer(policy_name, stream=finite())
+    for _ in range(data.draw(st.integers(0, 3))):
+        packer.next()
+    undisturbed = copy.deepcopy(packer.state())
+    try:
+        packer.load_state(state)
+    except ValueError:
+        assert packer.state() == undisturbed
+        again = make_packer(policy_name, stream=finite())
+        again.load_state(undisturbed)
+        for _ in range(3):
+            assert_same_step(packer.next(), again.next())
+        return
+    rest = finite()
+    rest.load_state(state["stream"])
+    waiting = [np.array([tuple(r) for r in rows], DOCUMENT) for rows in state["waiting"].values()]
+    expected = covered(np.concatenate([*waiting, rest.take(1 << 40)]))
+    steps = run_to_the_end(packer)
+    assert covered(np.concatenate([np.empty(0, DOCUMENT), *(step.packing.documents for step in steps)])) == expected
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ def make_policy(
     outlier_thresholds: Sequence[int] = (),
     mode: str = "constant-tokens",
     max_delay_steps: int = 30,
+    balance_tolerance: float | None = None,
+    age_tolerance: float | None = None,
     num_global_batches: int = 1,
     time_limit_seconds: float = 60.0,
     use_native: bool,
@@ -33,13 +35,14 @@ def make_policy(
     Raises ValueError for an unknown name or mode, and for settings that the policy refuses.
     """
     if name == "original":
-        return OriginalPolicy(num_micro_batches=num_micro_batches, context_length=context_length)
+        return OriginalPolicy(num_micro_batches=num_micro_batches, context_length=context_length, use_native=use_native)
     if name == "fixed":
         return FixedPolicy(
             num_micro_batches=num_micro_batches,
             context_length=context_length,
             num_global_batches=num_global_batches,
             crossover_tokens=crossover_tokens,
+            use_native=use_native,
         )
     if name == "ilp":
         return IlpPolicy(
@@ -64,6 +67,8 @@ def make_policy(
             crossover_tokens=crossover_tokens,
             mode=mode,
             max_delay_steps=max_delay_steps,
+            balance_tolerance=balance_tolerance,
+            age_tolerance=age_tolerance,
             use_native=use_native,
         )
     raise ValueError(f"unknown packing policy {name!r}; choose one of {', '.join(POLICIES)}")

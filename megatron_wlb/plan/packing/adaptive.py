@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_wlb.config import PACKING_MODES
+from megatron_wlb.config import MAX_TOLERANCE, PACKING_MODES
 from megatron_wlb.plan import native
 from megatron_wlb.plan.types import DOCUMENT, Draw, Packing
 from megatron_wlb.plan.workload import document_work
@@ -24,6 +24,8 @@ FORCED_STEPS = 6
 per step, and what waits is at most LOOK_AHEAD_BATCHES * N * C tokens and a window: 6 steps run all of it."""
 SHORTEST_DELAY_BOUND = 2 * FORCED_STEPS
 """Under a tighter bound, documents that came later would be forced before the first are through, and overtake them."""
+TOLERANCES = {"constant-tokens": (0.003, 0.008), "low-displacement": (0.015, 0.035)}
+"""Of each mode: tolerance and age tolerance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +54,20 @@ class AdaptiveSettings:
 
 
 def settings(
-    *, num_micro_batches: int, max_tokens: int, context_length: int, mode: str, max_delay_steps: int
+    *,
+    num_micro_batches: int,
+    max_tokens: int,
+    context_length: int,
+    mode: str,
+    max_delay_steps: int,
+    balance_tolerance: float | None = None,
+    age_tolerance: float | None = None,
 ) -> AdaptiveSettings:
     """Settings of a mode; its numbers were searched on four samples of F2 at N = 4, and serve for everything.
 
     `constant-tokens` keeps N * C tokens a step and reads ahead; `low-displacement` runs documents when they come, and
-    lets tokens vary with S_max. Raises ValueError for another mode, and for a bound on the delay that cannot be held.
+    lets tokens vary with S_max. Tolerances that are None are the mode's own. Raises ValueError for another mode, for a
+    bound on the delay that cannot be held, and for tolerances that are not from 0 to MAX_TOLERANCE.
     """
     if mode not in PACKING_MODES:
         raise ValueError(f"unknown mode {mode!r} of adaptive packing; choose one of {', '.join(PACKING_MODES)}")
@@ -65,6 +75,13 @@ def settings(
         raise ValueError(
             f"max_delay_steps is {max_delay_steps}; adaptive packing can guarantee {SHORTEST_DELAY_BOUND} or more"
         )
+    given = {"balance_tolerance": balance_tolerance, "age_tolerance": age_tolerance}
+    for name, value in given.items():
+        if value is not None and not 0 <= value <= MAX_TOLERANCE:
+            raise ValueError(f"{name} is {value}; it must be from 0 to {MAX_TOLERANCE:g}")
+    tolerance, per_step = (
+        own if value is None else value for own, value in zip(TOLERANCES[mode], given.values(), strict=True)
+    )
     constant = mode == "constant-tokens"
     return AdaptiveSettings(
         num_micro_batches=num_micro_batches,
@@ -72,9 +89,9 @@ def settings(
         context_length=context_length,
         constant_tokens=constant,
         max_delay_steps=max_delay_steps,
-        tolerance=0.003 if constant else 0.015,
-        age_tolerance=0.008 if constant else 0.035,
-        ratio_limit=1.045 if constant else 1.2,
+        tolerance=tolerance,
+        age_tolerance=per_step,
+        ratio_limit=max(1.045 if constant else 1.2, 1 + tolerance),
         token_band=0.07 if constant else max_tokens / context_length - 1,
         token_repay=0.0125 if constant else 0.6,
         imbalance_price=8.0 if constant else 12.0,
@@ -92,6 +109,8 @@ class AdaptivePolicy:
         crossover_tokens: Lc of the work model.
         mode: constant-tokens or low-displacement.
         max_delay_steps: a guarantee, at least 12.
+        balance_tolerance: how far the largest micro-batch may be above the mean, as a share of it; None: the mode's.
+        age_tolerance: added to that for every step that the oldest document of the step is late; None: the mode's.
         use_native: run the C++ core; the Python reference gives the same plans to the bit.
     """
 
@@ -104,6 +123,8 @@ class AdaptivePolicy:
         crossover_tokens: int,
         mode: str,
         max_delay_steps: int,
+        balance_tolerance: float | None = None,
+        age_tolerance: float | None = None,
         use_native: bool,
     ) -> None:
         chosen = settings(
@@ -112,6 +133,8 @@ class AdaptivePolicy:
             context_length=context_length,
             mode=mode,
             max_delay_steps=max_delay_steps,
+            balance_tolerance=balance_tolerance,
+            age_tolerance=age_tolerance,
         )
         self._settings = chosen
         self._core = native.AdaptiveCore(chosen) if use_native else PythonAdaptiveCore(chosen)
