@@ -27,6 +27,8 @@ def add_wlb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
             kind = _integers
         elif "int" in str(f.type):
             kind = int
+        elif "float" in str(f.type):
+            kind = float
         default = "" if f.default is None else f" Default: {f.default}."
         # Choices are checked by WlbConfig, which also serves those who come without a command line.
         choices = f"{{{','.join(f.metadata['choices'])}}}" if f.metadata["choices"] else None
@@ -118,6 +120,13 @@ def _refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
             given("num_experts") and args.moe_token_dispatcher_type == "allgather",
             "--moe-token-dispatcher-type allgather needs equal lengths on all ranks; give alltoall",
         ),
+        (
+            args.pipeline_model_parallel_size == 2
+            and not args.overlap_p2p_comm
+            and (given("num_virtual_stages_per_pipeline_rank") or given("num_layers_per_virtual_pipeline_stage")),
+            "with two pipeline ranks and virtual stages the next rank is also the previous one, and messages of one "
+            "batch would be mixed up; leave --no-overlap-p2p-communication out",
+        ),
         (given("use_ring_exchange_p2p"), "--use-ring-exchange-p2p needs fixed shapes; leave it out"),
         (
             "local" in str(getattr(args, "attention_backend", "auto")).rsplit(".", 1)[-1],
@@ -132,8 +141,13 @@ def _refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
             f"--attention-dropout is {args.attention_dropout}; packed attention has none, give --attention-dropout 0",
         ),
         (
-            given("window_size") or given("multi_latent_attention") or given("experimental_attention_variant"),
-            "sliding windows, multi-latent attention and experimental variants are not supported; use plain attention",
+            given("multi_latent_attention") or given("experimental_attention_variant"),
+            "multi-latent attention and experimental variants are not supported; use plain attention",
+        ),
+        (
+            (getattr(args, "window_size", None) or (0, 0))[1] != 0,
+            f"--window-size is {getattr(args, 'window_size', None)}; causal attention sees nothing to its right, give "
+            "LEFT,0",
         ),
         (
             getattr(args, "softmax_type", "vanilla") != "vanilla",

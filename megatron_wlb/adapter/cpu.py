@@ -94,6 +94,7 @@ def install() -> None:
     for name in _FACTORIES.split():
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.to = _tensor_to(torch.Tensor.to)  # type: ignore[method-assign]
+    torch.Tensor.new_empty = _on_cpu(torch.Tensor.new_empty)  # type: ignore[method-assign]
     torch.Tensor.type = _tensor_type(torch.Tensor.type)  # type: ignore[method-assign]
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment]
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment]
@@ -143,7 +144,10 @@ def install() -> None:
 
 
 def install_megatron() -> None:
-    """The two places where upstream itself asks for CUDA; call after `install` and before `pretrain`."""
+    """The places where upstream itself asks for CUDA; call after `install` and before `pretrain`."""
+    from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp
     from megatron.training import training
 
+    from_group = fsdp.DeviceMesh.from_group
+    fsdp.DeviceMesh.from_group = lambda group, device, **rest: from_group(group, "cpu", **rest)
     training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)

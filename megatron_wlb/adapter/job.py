@@ -4,12 +4,11 @@ import contextlib
 import functools
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core import mpu
-from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from megatron.training import checkpointing, print_rank_0, training
 
@@ -19,13 +18,15 @@ from megatron_wlb.adapter.loss import token_loss
 from megatron_wlb.adapter.model import WlbPackedSeqParams
 from megatron_wlb.adapter.p2p import PlannedP2PCommunicator
 from megatron_wlb.config import WlbConfig
-from megatron_wlb.plan import native
+from megatron_wlb.plan import document_log, native
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.packing import make_policy
 from megatron_wlb.plan.step import Layout, Planner
 from megatron_wlb.plan.stream import DocumentStream
 from megatron_wlb.plan.types import Policy
-from megatron_wlb.plan.workload import KernelModel, crossover_from_flops, load_profile
+from megatron_wlb.plan.workload import KernelModel, Profile, load_profile
+from megatron_wlb.runtime.attention import AttentionOptions
+from megatron_wlb.runtime.backends import choose_backend, get_backend
 
 
 class WlbJob:
@@ -39,7 +40,7 @@ class WlbJob:
         gpu = torch.cuda.is_available()
         self._device = torch.device("cuda" if gpu else "cpu")
         self._profile = load_profile(config.profile or ("h100-fa2" if gpu else "flops"))
-        self._crossover = config.crossover or self._profile.crossover_tokens or _crossover(args)
+        self._crossover = config.crossover or _crossover(args, self._profile)
         if config.planner == "native" and not native.AVAILABLE:
             raise ValueError("--wlb-planner native, but the native core was not built; reinstall with a C++ compiler")
         self._use_native = native.AVAILABLE and config.planner != "python"
@@ -48,9 +49,14 @@ class WlbJob:
         self._last_step: int | None = None
         self._waited = 0.0  # for the planner, up to the last line of the log
 
-    @property
-    def attention_backend(self) -> str:
-        return self._config.attention_backend
+    @functools.cached_property
+    def attention_options(self) -> AttentionOptions:
+        config = self._config
+        return AttentionOptions(
+            backend=get_backend(config.attention_backend, self._device),
+            head_groups=config.cp_head_groups,
+            save_gathered=config.save_gathered_kv,
+        )
 
     # What pretrain() is given -----------------------------------------------------------------------------------------
 
@@ -137,7 +143,7 @@ class WlbJob:
                 self._compare_digests(first.step)
         if mpu.get_pipeline_model_parallel_world_size() > 1:
             rest["p2p_communicator"] = self._communicator(model, [b.padded_tokens for b in batches[0]])
-            rest["pg_collection"] = schedules._build_default_pg_collection()
+            rest["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
         feeds = [iter(chunk) for chunk in batches]
         return schedule(
             data_iterator=feeds if isinstance(data_iterator, list) else feeds[0],
@@ -177,8 +183,10 @@ class WlbJob:
             last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
             loss = float(loss_dict["lm loss"]) if last and self._wants_log(iteration) else None
             result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
+            planner = self._planners["train"]
+            if self._config.document_log and torch.distributed.get_rank() == 0:
+                document_log.append(self._config.document_log, iteration - 1, planner.get(iteration - 1).packing)
             if loss is not None:
-                planner = self._planners["train"]
                 waited, self._waited = planner.wait_seconds - self._waited, planner.wait_seconds
                 entry = log.record(planner.get(iteration - 1), self._kernel, loss, waited)
                 if iteration % self._args.log_interval == 0:
@@ -207,8 +215,14 @@ class WlbJob:
 
     @property
     def _kernel(self) -> KernelModel:
-        heads = max(1, self._args.num_attention_heads // self._args.tensor_model_parallel_size)
-        return replace(self._profile.kernel, heads=heads)
+        args = self._args
+        groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+        key_heads = max(1, groups // args.tensor_model_parallel_size)
+        return self._profile.kernel(
+            heads=max(1, args.num_attention_heads // args.tensor_model_parallel_size),
+            row_bytes=2 * key_heads * args.kv_channels * args.params_dtype.itemsize,
+            head_groups=self._config.cp_head_groups,
+        )
 
     def _planner(self, split: str, split_data: SplitData, first_step: int) -> Planner:
         args, config = self._args, self._config
@@ -225,10 +239,13 @@ class WlbJob:
             context_length=args.seq_length,
             fingerprint=split_data.fingerprint,
             policy_name=packing,
+            use_native=self._use_native,
         )
         if training_split:
             self._first_step = first_step
             self._resume(packer, first_step)
+            if config.document_log and torch.distributed.get_rank() == 0:
+                document_log.mend(config.document_log)
             self._announce(split_data, num_micro_batches)
         else:
             for _ in range(first_step):
@@ -237,11 +254,14 @@ class WlbJob:
             dp_size=mpu.get_data_parallel_world_size(),
             dp_rank=mpu.get_data_parallel_rank(),
             cp_size=args.context_parallel_size,
+            pp_size=args.pipeline_model_parallel_size,
+            vp_size=args.virtual_pipeline_model_parallel_size or 1,
             unit_tokens=self._unit,
             cp_sharding=config.cp_sharding,
             kernel=self._kernel,
             crossover_tokens=self._crossover,
             balance=packing != "original",
+            use_native=self._use_native,
         )
         return Planner(packer, layout, first_step=first_step, ahead=config.plan_ahead)
 
@@ -255,6 +275,8 @@ class WlbJob:
             outlier_thresholds=self._config.thresholds_for(self._args.seq_length),
             mode=self._config.packing_mode,
             max_delay_steps=self._config.max_delay_steps,
+            balance_tolerance=self._config.balance_tolerance,
+            age_tolerance=self._config.age_tolerance,
             num_global_batches=self._config.global_batches,
             use_native=self._use_native,
         )
@@ -279,13 +301,18 @@ class WlbJob:
         print_rank_0(
             f"> wlb: {documents} documents ({short} under 2 tokens are left out), packing {config.packing} ({core}) "
             f"into {num_micro_batches} micro-batches a step, window {self._args.seq_length}, S_max {self._max_tokens}, "
-            f"{detail}crossover {self._crossover} tokens, CP sharding {config.cp_sharding}, profile "
-            f"{self._profile.name}"
+            f"{detail}crossover {self._crossover} tokens, CP sharding {config.cp_sharding}"
         )
+        options = self.attention_options
+        chosen = str(choose_backend(self._device.type)) if config.attention_backend == "auto" else options.backend.name
+        dtype = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[self._args.params_dtype]
+        other = self._profile.differences(head_size=self._args.kv_channels, dtype=dtype, backend=options.backend.name)
+        measured = f" (measured with {other})" if other else ""
+        print_rank_0(f"> wlb: attention backend {chosen}, profile {self._profile.name}{measured}")
 
 
-def _crossover(args: Namespace) -> int:
-    return crossover_from_flops(
+def _crossover(args: Namespace, profile: Profile) -> int:
+    return profile.crossover_for(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
         ffn_hidden_size=(args.moe_ffn_hidden_size if args.num_experts else None) or args.ffn_hidden_size,

@@ -1,6 +1,6 @@
 """The model: upstream's GPT with WLB's attention, and rotary positions that follow their tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -10,10 +10,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
+from megatron.core.transformer.utils import is_layer_window_attention
 
-from megatron_wlb.runtime.attention import context_parallel_attention
-from megatron_wlb.runtime.backends import Backend, get_backend
+from megatron_wlb.adapter import compat
+from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.metadata import ShardMetadata
 
 
@@ -36,7 +36,7 @@ class WlbCoreAttention(MegatronModule):
         layer_number: int,
         attn_mask_type: Any,
         attention_type: str,
-        backend: Backend,
+        options: AttentionOptions,
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
@@ -45,8 +45,10 @@ class WlbCoreAttention(MegatronModule):
         super().__init__(config=config)
         if attention_type != "self":
             raise ValueError(f"--wlb supports self attention, not {attention_type} attention")
-        self._scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
-        self._backend, self._cp_group = backend, pg_collection.cp
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        window = config.window_size[0] if windowed and config.window_size[0] >= 0 else None
+        self._options = replace(options, scale=softmax_scale, window=window)
+        self._cp_group = pg_collection.cp
 
     def forward(
         self,
@@ -64,24 +66,22 @@ class WlbCoreAttention(MegatronModule):
         if metadata is None:
             raise ValueError("this model was built with --wlb and needs its batches; the batch carries no shard")
         out = context_parallel_attention(
-            query.squeeze(1), key.squeeze(1), value.squeeze(1), metadata, self._cp_group, self._backend, self._scale
+            query.squeeze(1), key.squeeze(1), value.squeeze(1), metadata, self._cp_group, self._options
         )
         return out.reshape(out.shape[0], 1, -1)
 
 
-def configure(model: GPTModelConfig, *, backend_name: str, context_length: int) -> GPTModelConfig:
-    """Make upstream build WLB's attention and rotary positions into its model."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    backend = get_backend(backend_name, device)
-    model.transformer_layer_spec = partial(_layer_spec, backend=backend)
+def configure(model: Any, *, options: AttentionOptions, context_length: int) -> Any:
+    """Make upstream build WLB's attention and rotary positions into its model, a `compat.model_config`."""
+    model.transformer_layer_spec = partial(_layer_spec, options=options)
     model.transformer.variable_seq_lengths = True
     model.pre_wrap_hooks.append(partial(_follow_positions, max_positions=context_length))
     return model
 
 
-def _layer_spec(config: GPTModelConfig, vp_stage: int | None = None, *, backend: Backend) -> Any:
+def _layer_spec(config: Any, vp_stage: int | None = None, *, options: AttentionOptions) -> Any:
     """Upstream's own layer spec with its core attention exchanged, and without TransformerEngine also its norms."""
-    spec = default_layer_spec(config, vp_stage)
+    spec = compat.default_layer_spec(config, vp_stage)
     if config.transformer_impl == "local" and isinstance(spec, ModuleSpec):
         # Only a spec of the whole block says which final norm to build.
         count = get_num_layers_to_build(config.transformer, vp_stage=vp_stage)
@@ -89,7 +89,7 @@ def _layer_spec(config: GPTModelConfig, vp_stage: int | None = None, *, backend:
     layers = spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]
     for layer in layers:
         submodules = layer.submodules
-        submodules.self_attention.submodules.core_attention = partial(WlbCoreAttention, backend=backend)
+        submodules.self_attention.submodules.core_attention = partial(WlbCoreAttention, options=options)
         if config.transformer_impl == "local":
             submodules.input_layernorm = submodules.pre_mlp_layernorm = spec.layer_norm = _torch_norm
     return spec

@@ -44,6 +44,13 @@ class PlannedP2PCommunicator(P2PCommunicator):
         self._forward, self._backward = iter(forward), iter(backward)
         self._check_shapes = check_shapes
 
+    def _communicate(self, *, tensor_send_next: torch.Tensor | None, **rest: Any) -> Any:
+        # Up to 0.17, the interleaved schedule frees an output that is still being sent: it swaps the memory under the
+        # tensor. What is sent is an alias with a hold on that memory, which the pending send keeps.
+        if tensor_send_next is not None:
+            tensor_send_next = tensor_send_next.detach()
+        return super()._communicate(tensor_send_next=tensor_send_next, **rest)
+
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[list[int], list[int]]:

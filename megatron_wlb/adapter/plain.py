@@ -11,20 +11,15 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
-from megatron.core.utils import (
-    flatten_batch_for_packed_sequences,
-    get_attr_wrapped_model,
-    get_batch_on_this_cp_rank,
-    get_batch_on_this_tp_rank,
-)
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
+from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.training.datasets.sft_dataset import SFTDataset
-from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
+from megatron_wlb.adapter import compat
 from megatron_wlb.adapter.loss import check_loss, token_loss
 
 
@@ -71,7 +66,7 @@ def dataset_provider(num_samples: list[int | None], vp_stage: int | None = None)
         data_parallel_size=args.data_parallel_size,
         sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
         hybrid_context_parallel=args.hybrid_context_parallel,
-        inter_document_masking=args.dataloader_inter_document_masking,
+        **compat.known(config_class, inter_document_masking=args.dataloader_inter_document_masking),
         sequences_per_dataset=json.loads(Path(sequences).read_text()) if sequences is not None else None,
         **fim,
     )
@@ -118,15 +113,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
 
 
 def _has_mtp(vp_stage: int | None) -> bool:
-    config = core_transformer_config_from_args(get_args())
-    return bool(
-        mtp_on_this_rank(
-            layout=config.pipeline_model_parallel_layout,
-            mtp_num_layers=config.mtp_num_layers,
-            ignore_virtual=False,
-            vp_stage=vp_stage,
-        )
-    )
+    return compat.mtp_on_this_rank(core_transformer_config_from_args(get_args()), vp_stage)
 
 
 @lru_cache(maxsize=1)
@@ -164,7 +151,7 @@ def _batch(data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
     if mpu.get_tensor_model_parallel_rank() == 0:
         read = next(data_iterator)
         batch = {k: v.cuda(non_blocking=True) for k, v in read.items() if isinstance(v, torch.Tensor)}
-    batch = get_batch_on_this_tp_rank(
+    batch = compat.batch_on_this_tp_rank(
         batch,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
@@ -180,17 +167,15 @@ def _batch(data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
-    batch = flatten_batch_for_packed_sequences(batch)
+    batch = compat.flattened(batch)
     if not edge:
         return {k: batch[k] for k in ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")}
-    return dict(
-        get_batch_on_this_cp_rank(
-            batch,
-            is_hybrid_cp=args.hybrid_context_parallel,
-            cp_group=mpu.get_context_parallel_group(),
-            hybrid_cp_group_func=mpu.get_hybrid_data_context_parallel_groups,
-            use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft,
-        )
+    return compat.batch_on_this_cp_rank(
+        batch,
+        is_hybrid_cp=args.hybrid_context_parallel,
+        cp_group=mpu.get_context_parallel_group(),
+        hybrid_cp_group_func=mpu.get_hybrid_data_context_parallel_groups,
+        use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft,
     )
 
 
@@ -198,7 +183,7 @@ def _packed(batch: dict[str, Any]) -> PackedSeqParams | None:
     if batch.get("cu_seqlens") is None:
         return None
     real = batch["cu_seqlens"].squeeze(0)
-    update_seqlen_stats_from_cu_seqlens(real)
+    compat.count_sequence_lengths(real)
     padded = batch.get("cu_seqlens_padded")
     padded = padded.squeeze(0) if padded is not None else None
     bounds, longest = (padded if padded is not None else real), int(batch["max_seqlen"])
@@ -212,5 +197,5 @@ def _packed(batch: dict[str, Any]) -> PackedSeqParams | None:
         max_seqlen_kv=longest,
         local_cp_size=int(batch["local_cp_size"]) if batch.get("local_cp_size") is not None else None,
         cp_group=batch.get("hybrid_cp_group"),
-        tokens_per_sample=get_args().seq_length,
+        **compat.known(PackedSeqParams, tokens_per_sample=get_args().seq_length),
     )

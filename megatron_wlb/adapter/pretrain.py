@@ -24,12 +24,14 @@ def main(argv: list[str] | None = None) -> None:
 
 def prepare() -> None:
     """Check upstream's version; without a GPU, install `cpu` and add its flags. Before megatron is imported."""
-    from importlib.metadata import version
-
     from megatron_wlb.adapter import compat, cpu
 
-    compat.check_version(version("megatron-core"))
-    if not torch.cuda.is_available():
+    without_gpu = not torch.cuda.is_available()
+    if without_gpu:
         cpu.install()
+    import megatron.core
+
+    compat.check_version(megatron.core.__version__)  # of what runs: a checkout on PYTHONPATH has no metadata
+    if without_gpu:
         sys.argv += cpu.FLAGS
         cpu.install_megatron()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron_wlb import __version__
-from megatron_wlb.cli import plan, tune
+from megatron_wlb.cli import audit, plan, profile, tune
 
 EXTRAS = ("matplotlib", "pyarrow", "rich", "scipy")
 """Packages of the extra `analysis` that only some commands, inputs and policies need."""
@@ -24,10 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     plan.register(commands)
+    audit.register(commands)
     tune.register(commands)
+    profile.register(commands)
     args = parser.parse_args(argv)
     try:
-        args.run(args)
+        return args.run(args) or 0
     except BrokenPipeError:
         # The reader has gone, as in `| head`; without this the interpreter fails again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,11 +1,14 @@
 """Bad input gets a clear error - value, limit, remedy - before any process group is made."""
 
+import contextlib
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import fields
 from pathlib import Path
 
+import megatron.core
 import pytest
 import torch
 from megatron.training.arguments import parse_args
@@ -30,8 +33,8 @@ def check(monkeypatch, *flags, world_size=1):
 
 REFUSED = {
     "--wlb-packing best": "choose one of original, fixed, wlb, adaptive",
-    "--wlb-cp-sharding ring": "choose one of per-sequence, per-document, adaptive",
-    "--wlb-attention-backend cudnn": "choose one of auto, aten, cpu, reference",
+    "--wlb-cp-sharding ring": "choose one of per-sequence, per-document, ",
+    "--wlb-attention-backend cudnn": "choose one of auto, aten, ",
     "--wlb-planner rust": "choose one of auto, native, python",
     "--wlb-outlier-thresholds 160,96": "increasing order",
     "--wlb-outlier-thresholds 96,96": "increasing order",
@@ -59,7 +62,7 @@ REFUSED = {
     "--use-torch-fsdp2": "use --use-distributed-optimizer",
     "--use-megatron-fsdp": "use --use-distributed-optimizer",
     "--attention-dropout 0.1": "give --attention-dropout 0",
-    "--window-size 128,0": "sliding windows",
+    "--window-size 128,128": "give LEFT,0",
     "--multi-latent-attention": "multi-latent",
     "--softmax-type learnable": "give vanilla",
     "--position-embedding-type mrope": "give rope, yarn",
@@ -69,11 +72,18 @@ REFUSED = {
     "--dataloader-type cyclic": "leave it out",
     "--non-persistent-save-interval 5": "use --save-interval",
     "--iterations-to-skip 3": "leave it out",
+    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication": (
+        "leave --no-overlap-p2p-communication out"
+    ),
 }
+SINCE = {"--eval-micro-batch-size 2": 18}
+"""Minor version of megatron-core that first has a flag."""
 
 
 @pytest.mark.parametrize("flags", REFUSED)
 def test_refused(flags, monkeypatch):
+    if compat.minor() < SINCE.get(flags, 0):
+        pytest.skip("this megatron-core does not have the flag")
     with pytest.raises(ValueError, match=REFUSED[flags]) as error:
         check(monkeypatch, *flags.split(), world_size=2 if "global-batch" in flags else 1)
     assert "--" in str(error.value)
@@ -113,9 +123,24 @@ def test_flags_reach_the_config(monkeypatch):
 
 
 def test_unsupported_megatron_core_names_the_supported_ones():
-    with pytest.raises(ValueError, match=r"megatron-core 0\.12\.1 is not supported; install one of 0\.19\.x"):
+    with pytest.raises(ValueError, match="megatron-core 0.12.1 is not supported; install one of 0.17.x, 0.18.x, 0.19"):
         compat.check_version("0.12.1")
-    compat.check_version("0.19.2")
+    for version in ("0.17.1", "0.18.2", "0.19.2", megatron.core.__version__):
+        compat.check_version(version)
+
+
+@pytest.mark.parametrize(
+    ("flag", "since"),
+    [("spec", 19), ("yaml_cfg", 19), ("heterogeneous_layers_config_path", 19), ("hybrid_context_parallel", 18)],
+)
+def test_what_an_older_megatron_core_lacks_is_refused(flag, since, monkeypatch):
+    for minor in (17, 18, 19):
+        monkeypatch.setattr(compat, "minor", lambda minor=minor: minor)
+        reason = f"--{flag.replace('_', '-')} is not supported with megatron-core .* install 0.{since} or later"
+        refused = pytest.raises(ValueError, match=reason) if minor < since else contextlib.nullcontext()
+        with refused:
+            compat.check_flags(Namespace(**{flag: "given"}))
+        compat.check_flags(Namespace(**{flag: None}))
 
 
 def test_replacing_a_name_that_upstream_moved_fails():

@@ -16,6 +16,7 @@ LAYOUTS = {
     "cp4": (4, "--context-parallel-size 4"),
     "pp2": (2, PP2),
     "pp2-vpp2": (2, VPP2),
+    "pp2-vpp2-flush": (2, f"{VPP2} --overlap-p2p-communication-warmup-flush"),
     "pp4": (4, "--pipeline-model-parallel-size 4"),
     "dp2": (2, ""),
     "tp2-cp2-pp2-vpp2": (8, f"{TP2} {CP2} {VPP2}"),
@@ -85,6 +86,15 @@ def test_bf16(dataset, single, tmp_path):
         assert relative_error(grads, exact) <= 0.03
     # Sharding must not cost accuracy that one process in bf16 has.
     assert relative_error(run["grads"][0], exact) <= 1.2 * relative_error(alone["grads"][0], exact)
+
+
+def test_interleaving_without_overlap(dataset, tmp_path):
+    """On three ranks, since on two upstream and we refuse it."""
+    flags = "--pipeline-model-parallel-size 3 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication"
+    model = "--num-layers 6 --global-batch-size 9".split()
+    one = train(1, dataset, *model, log=tmp_path / "one.jsonl")
+    run = train(3, dataset, *model, *flags.split(), log=tmp_path / "log.jsonl")
+    compare(run, one)
 
 
 def test_original_packing(dataset, tmp_path):

@@ -1,0 +1,69 @@
+"""`megatron-wlb audit`: was every document of a run trained exactly once?"""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_wlb.plan import document_log
+from megatron_wlb.plan.dataset import read_index
+from megatron_wlb.plan.state import FORMAT
+from megatron_wlb.plan.types import DOCUMENT
+
+
+def register(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "audit",
+        help="check a run's document log: nothing lost, nothing doubled",
+        description="Checks that the steps of a run trained every document exactly once in every pass over the data, "
+        "over all restarts. Prints what it found as JSON; exit code 1 if something is wrong.",
+    )
+    parser.add_argument("log", help="the file that --wlb-document-log named")
+    parser.add_argument(
+        "--state",
+        required=True,
+        help="packer state of the checkpoint up to which the log is checked (iter_XXXXXXX.wlb.json): it knows what "
+        "waits",
+    )
+    parser.add_argument(
+        "--data-path",
+        nargs="+",
+        metavar="PREFIX",
+        help="datasets of the blend, in order, without weights: checks that documents are trained to their ends",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises ValueError for files that are not what they must be. Returns 1 if the audit finds something."""
+    state = _state(args.state)
+    waiting = np.array([tuple(r) for rows in state["waiting"].values() for r in rows], DOCUMENT)
+    entries = document_log.read(args.log)
+    entries = entries[entries["step"] < state["step"]]
+    if not len(entries):
+        raise ValueError(f"{args.log} has no step before step {state['step']} of {args.state}; name a later state")
+    if entries["step"][-1] != state["step"] - 1:
+        raise ValueError(
+            f"{args.log} ends with step {entries['step'][-1]}, before step {state['step'] - 1} of {args.state}; "
+            "name an earlier state, or the whole log"
+        )
+    pairs = None
+    if args.data_path:
+        pairs = [np.maximum(read_index(prefix).tokens - 1, 0) for prefix in args.data_path]
+    found = document_log.audit(entries, waiting, int(state["stream"]["position"]), pairs)
+    print(json.dumps(asdict(found) | {"waiting": len(waiting), "clean": found.clean}, indent=1))
+    return 0 if found.clean else 1
+
+
+def _state(path: str) -> dict[str, Any]:
+    try:
+        state = json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a packer state: its format is not {FORMAT!r}")
+    return state

@@ -1,0 +1,419 @@
+"""`megatron-wlb profile`: measure attention and the rest of a layer on this device, and write what planning goes by."""
+
+import argparse
+import contextlib
+import datetime
+import itertools
+import json
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_wlb.cli import plan
+from megatron_wlb.plan.sharding.select import shard
+from megatron_wlb.plan.types import Shard, ShardPlan
+from megatron_wlb.plan.workload import KernelModel, KernelTimes, Profile, load_profile, weights_per_layer
+
+LONGEST_TOKENS = {"cuda": (131072, 16384), "cpu": (4096, 1024)}
+"""Longest document that is measured (in shards of it), without and with --quick."""
+LINEAR_TOKENS = {"cuda": 8192, "cpu": 512}
+TILE_ROWS = {"cuda": (128,), "cpu": (1, 32, 64, 128)}
+"""Where there are several, the one that fits best is taken."""
+FLUSH_BYTES = 1 << 30
+"""Written before every sample on a GPU: empties its caches, and takes longer than launching what is measured."""
+
+_DESCRIPTION = """\
+Measure the kernel times that context-parallel sharding goes by, and the crossover length that packing goes by.
+
+Attention runs as in training, on shards of single, equal and mixed documents, forward and backward apart. Two thirds of
+the shards are fitted, the error is that on the others. The linear part of a layer (matrix multiplies, norms,
+activation) gives the crossover of this model, and as TFLOP/s that of others. Takes one or two minutes on a GPU. On a
+CPU shapes are smaller, for demonstrations.
+"""
+
+Shape = tuple[ShardPlan, int]
+"""A plan, and the rank whose shard is measured."""
+
+
+def register(commands: Any) -> None:
+    """Add the command to the subparsers `commands`."""
+    parser = commands.add_parser(
+        "profile",
+        help="measure this device",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    size = plan.integer(1, 1 << 20)
+    parser.add_argument("--hidden-size", type=size, required=True, metavar="N", help="this and the next: the model")
+    parser.add_argument("--num-attention-heads", type=size, required=True, metavar="N", help="query heads")
+    parser.add_argument("--num-query-groups", type=size, metavar="N", help="key heads; default: as many as query heads")
+    parser.add_argument(
+        "--kv-channels", type=size, metavar="N", help="head size; default: hidden size / attention heads"
+    )
+    parser.add_argument(
+        "--ffn-hidden-size",
+        type=size,
+        metavar="N",
+        help="default: 4 x hidden size, with --swiglu two thirds of that in multiples of 64",
+    )
+    parser.add_argument("--swiglu", action="store_true", help="a gated MLP")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
+    parser.add_argument(
+        "--backend", default="auto", help="attention backend, as --wlb-attention-backend; default: auto"
+    )
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="default: bf16 on cuda, fp32 on cpu")
+    parser.add_argument("--quick", action="store_true", help="smaller shapes and fewer samples")
+    parser.add_argument(
+        "--collectives-from", metavar="PROFILE", help="copy us_per_mib from a shipped profile or a JSON file"
+    )
+    parser.add_argument("--output", required=True, metavar="FILE.json", help="profile to write; - for standard output")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure, fit, write and print. Raises ValueError on wrong input or if the device cannot run it."""
+    import scipy.optimize  # noqa: F401  # an extra; `main` says which, before minutes have been spent
+
+    torch = _torch()
+    from megatron_wlb.runtime.backends import get_backend
+
+    model = _model(args)
+    device = _device(args.device)
+    backend = get_backend(args.backend, device)
+    dtype_name = args.dtype or ("bf16" if device == "cuda" else "fp32")
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype_name]
+    if dtype not in backend.dtypes:
+        raise ValueError(f"attention backend {backend.name} does not run {dtype_name}; choose another --dtype")
+    copied = load_profile(args.collectives_from) if args.collectives_from is not None else None
+    measured_shapes = shapes(LONGEST_TOKENS[device][args.quick])
+    stopwatch = _stopwatch(device, seconds=0.05 if args.quick else 0.3)
+    with (
+        plan.writer(args.output) as file,
+        plan.progress(len(measured_shapes), args.output, "measuring") as advance,
+        _one_thread(),
+    ):
+        try:
+            linear_us = linear_times(model, LINEAR_TOKENS[device], device, dtype, stopwatch)
+            times = []
+            for shape in measured_shapes:
+                times.append(attention_times(shape, model, backend, device, dtype, stopwatch))
+                advance(1)
+        except torch.OutOfMemoryError as full:
+            raise ValueError("out of device memory; give --quick, or a smaller model") from full
+        shards = [p.shards[rank] for p, rank in measured_shapes]
+        kernel, error = fit_directions(shards, np.array(times), model["num_attention_heads"], TILE_ROWS[device])
+        flops = 2e-6 * weights_per_layer(**model)  # TFLOP/s x us per token
+        profile = Profile(
+            name=Path(args.output).stem if args.output != "-" else backend.name,
+            **kernel,
+            linear_tflops=(_rounded(flops / linear_us[0]), _rounded(2 * flops / linear_us[1])),
+            head_size=model["kv_channels"],
+            dtype=dtype_name,
+            backend=backend.name,
+        )
+        data = _entries(profile, profile.crossover_for(**model), error)
+        data["linear"] = {
+            "forward_us_per_token": _rounded(linear_us[0]),
+            "backward_us_per_token": _rounded(linear_us[1]),
+            "tokens": LINEAR_TOKENS[device],
+            **{name: size for name, size in model.items() if name not in ("num_layers", "padded_vocab_size")},
+        }
+        if copied is not None:
+            data["us_per_mib"] = {"gather": copied.gather_us_per_mib, "scatter": copied.scatter_us_per_mib}
+        data |= _provenance(args, device)
+        file.write(json.dumps(data, indent=1) + "\n")
+    _print(data)
+
+
+def shapes(longest: int) -> list[Shape]:
+    """Shards to measure, of documents of up to `longest` tokens (a power of two from 512 on); the same in every run.
+
+    Single documents; equal documents packed; first and last chunks of single documents; mixed documents in all three
+    shardings. Whatever cost is common to a kind is in the fit as well as among what is held out.
+    """
+    rng = np.random.default_rng(0)
+    kernel = KernelModel(tile_rows=128, launch=0.0, tile=1.0, query_tile=1.0)
+    made: list[Shape] = []
+
+    def add(lengths: Any, cp_size: int = 1, strategy: str = "per-document") -> None:
+        sharded = shard(np.array(lengths, np.int64), cp_size, strategy, kernel, use_native=False)
+        made.extend((sharded, rank) for rank in sorted({0, cp_size - 1}))
+
+    for length in sorted({max(8, int(longest / 4 * 0.6**k)) for k in range(14)}):
+        add([length])
+    equal = sorted({max(8, longest // n) for n in (32, 128, 512, 2048)})
+    for total, length in itertools.product((longest // 8, longest // 32), equal):
+        add([length] * (total // length))
+    for length, cp_size in itertools.product((longest, longest // 4, longest // 16), (4, 16)):
+        add([length], cp_size)
+    for total, cp_size in itertools.product((longest, longest // 4), (4, 8)):
+        for strategy in ("per-sequence", "per-document", "hybrid"):
+            ends = np.unique(rng.lognormal(np.log(total / 32), 1.2, 256).astype(np.int64).cumsum().clip(1, total))
+            add(np.diff(ends, prepend=0), cp_size, strategy)
+    return made
+
+
+def fit_directions(
+    shards: list[Shard], us: np.ndarray, heads: int, tile_rows: tuple[int, ...]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tile rows (those of `tile_rows` that fit best) and kernel times, and the errors of these, by direction.
+
+    `us` is float64 [shards, 2], forward and backward. Raises ValueError if the times do not grow with the tiles.
+    """
+    held_out = held_out_shapes(len(shards))
+    best: tuple[float, dict[str, Any], dict[str, Any]] | None = None
+    for rows in tile_rows:
+        counts = np.array([count(s, heads, rows) for s in shards])
+        kernel: dict[str, Any] = {"tile_rows": rows}
+        error, misfit = {}, 0.0
+        for direction, measured in zip(("forward", "backward"), us.T, strict=True):
+            kernel[direction] = fit(counts[~held_out], measured[~held_out])
+            predicted = predict(kernel[direction], counts)
+            median, p90 = relative_error(predicted[held_out], measured[held_out])
+            error[direction] = {
+                "held_out_median": median,
+                "held_out_p90": p90,
+                "shapes_fitted": int((~held_out).sum()),
+                "shapes_held_out": int(held_out.sum()),
+            }
+            misfit += float(((predicted / measured - 1)[~held_out] ** 2).sum())
+        if best is None or misfit < best[0]:
+            best = misfit, kernel, error
+    assert best is not None
+    _, kernel, error = best
+    if not kernel["forward"].tile + kernel["backward"].tile:
+        raise ValueError("attention took no longer for more tiles; run without --quick, or while nothing else runs")
+    return kernel, error
+
+
+def held_out_shapes(num_shapes: int) -> np.ndarray:
+    """bool [num_shapes]: a third, the same in every run; shuffled, since `shapes` repeats itself."""
+    return np.random.default_rng(0).permutation(num_shapes) % 3 == 2
+
+
+def count(shard: Shard, heads: int, tile_rows: int) -> tuple[int, int, int]:
+    """What the launch, tile and query_tile of `KernelTimes` are multiplied with for a shard."""
+    kernel = KernelModel(tile_rows=tile_rows, launch=0.0, tile=0.0, query_tile=0.0)
+    counts = np.array([kernel.count(colour) for colour in shard.colours if len(colour)])
+    tiles, query_tiles = counts.sum(0).tolist()
+    return len(counts), heads * tiles, heads * query_tiles
+
+
+def fit(counts: np.ndarray, us: np.ndarray) -> KernelTimes:
+    """Least squares of relative errors, no constant under 0, to 4 digits; counts [n, 3] as from `count`, us [n]."""
+    from scipy.optimize import nnls
+
+    relative = counts / us[:, None]
+    unit = np.linalg.norm(relative, axis=0)
+    shares = nnls(relative / unit, np.ones(len(us)))[0]
+    shares[shares < 1e-9 * shares.max()] = 0  # of rounding errors
+    launch, tile, query_tile = map(_rounded, shares / unit)
+    return KernelTimes(launch=launch, tile=tile, query_tile=query_tile)
+
+
+def predict(times: KernelTimes, counts: np.ndarray) -> np.ndarray:
+    """Times in us, float64 [n], of counts [n, 3]."""
+    return counts @ np.array([times.launch, times.tile, times.query_tile])
+
+
+def relative_error(predicted: np.ndarray, measured: np.ndarray) -> tuple[float, float]:
+    """Median and 90th percentile of |predicted / measured - 1|."""
+    errors = np.abs(predicted / measured - 1)
+    return round(float(np.median(errors)), 4), round(float(np.quantile(errors, 0.9)), 4)
+
+
+def _rounded(x: float) -> float:
+    """To 4 significant digits."""
+    return float(f"{x:.4g}")
+
+
+def attention_times(
+    shape: Shape, model: dict[str, Any], backend: Any, device: str, dtype: Any, stopwatch: Callable[..., float]
+) -> tuple[float, float]:
+    """Of a rank's attention forward and backward in us, as it runs when all keys have arrived."""
+    import torch
+
+    from megatron_wlb.runtime.attention import AttentionOptions, attend, attend_backward
+    from megatron_wlb.runtime.metadata import ShardMetadata
+
+    metadata = ShardMetadata.build(*shape, device)
+    options = AttentionOptions(backend=backend)
+    heads, key_heads, head_size = (model[n] for n in ("num_attention_heads", "num_query_groups", "kv_channels"))
+    q, dout = torch.randn(2, metadata.num_rows, heads, head_size, device=device, dtype=dtype)
+    k, v = torch.randn(metadata.num_keys, 2, key_heads, head_size, device=device, dtype=dtype).unbind(1)
+    out, dq = torch.empty_like(q), torch.empty_like(q)
+    lse = attend(q, k, v, out, metadata, options)
+    return (
+        stopwatch(lambda: attend(q, k, v, out, metadata, options)),
+        stopwatch(lambda: attend_backward(dout, q, k, v, out, lse, dq, metadata, options)),
+    )
+
+
+def linear_times(
+    model: dict[str, Any], tokens: int, device: str, dtype: Any, stopwatch: Callable[..., float]
+) -> tuple[float, float]:
+    """Of a layer without attention and RoPE, forward and backward, in us per token of a micro-batch of `tokens`."""
+    import torch
+    from torch.nn import functional as F
+
+    h, ffn, gated = model["hidden_size"], model["ffn_hidden_size"], model["gated_linear_unit"]
+    query = model["num_attention_heads"] * model["kv_channels"]
+    qkv = query + 2 * model["num_query_groups"] * model["kv_channels"]
+    sizes = [(h,), (qkv, h), (h, query), (h,), (ffn * (1 + gated), h), (h, ffn)]
+    x, dy = torch.randn(2, tokens, h, device=device, dtype=dtype)
+    leaves = [x.requires_grad_()]
+    leaves += [torch.randn(size, device=device, dtype=dtype).mul_(h**-0.5).requires_grad_() for size in sizes]
+
+    def forward() -> torch.Tensor:
+        x, norm1, to_qkv, projection, norm2, up, down = leaves
+        attended = F.linear(F.rms_norm(x, (h,), norm1), to_qkv)[:, :query]
+        x = x + F.linear(attended, projection)
+        y = F.linear(F.rms_norm(x, (h,), norm2), up)
+        y = F.silu(y[:, :ffn]) * y[:, ffn:] if gated else F.gelu(y)
+        return x + F.linear(y, down)
+
+    y = forward()
+    return (
+        stopwatch(forward) / tokens,
+        stopwatch(lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)) / tokens,
+    )
+
+
+def _stopwatch(device: str, seconds: float) -> Callable[[Callable[[], Any]], float]:
+    """Time of a call in us: of samples for `seconds`, but 3 to 20 of them, after two that warm up.
+
+    The median on a GPU; on a CPU the shortest, since other processes only ever add to it.
+    """
+    import torch
+
+    if device == "cuda":
+        flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def sample(call: Callable[[], Any]) -> float:
+        if device == "cpu":
+            started = time.perf_counter()
+            call()
+            return (time.perf_counter() - started) * 1e6
+        flush.zero_()
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e3
+
+    def measure(call: Callable[[], Any]) -> float:
+        for _ in range(2):
+            sample(call)
+        started = time.perf_counter()
+        samples: list[float] = []
+        while len(samples) < 3 or (len(samples) < 20 and time.perf_counter() < started + seconds):
+            samples.append(sample(call))
+        return statistics.median(samples) if device == "cuda" else min(samples)
+
+    return measure
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """As torchrun has it on CPUs, where every rank gets one."""
+    torch = _torch()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ValueError("torch is not installed; pip install 'megatron-wlb[train]'") from error
+    return torch
+
+
+def _device(wanted: str | None) -> str:
+    torch = _torch()
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device cuda, but torch {torch.__version__} finds none; install a driver or choose cpu")
+    return wanted or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _model(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `weights_per_layer` with Megatron's defaults, for a layer alone. Raises ValueError."""
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    groups = args.num_query_groups or heads
+    if heads % groups:
+        raise ValueError(f"--num-query-groups {groups} does not divide --num-attention-heads {heads}")
+    if args.kv_channels is None and hidden % heads:
+        raise ValueError(
+            f"--num-attention-heads {heads} does not divide --hidden-size {hidden}; change one, or give --kv-channels"
+        )
+    return {
+        "num_layers": 1,
+        "hidden_size": hidden,
+        "ffn_hidden_size": args.ffn_hidden_size or (max(64, hidden * 8 // 3 // 64 * 64) if args.swiglu else 4 * hidden),
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "kv_channels": args.kv_channels or hidden // heads,
+        "gated_linear_unit": args.swiglu,
+        "padded_vocab_size": 0,
+    }
+
+
+def _entries(profile: Profile, crossover_tokens: int, error: dict[str, Any]) -> dict[str, Any]:
+    """What `load_profile` reads, and the errors."""
+    assert profile.backward is not None and profile.linear_tflops is not None
+    return {
+        "name": profile.name,
+        "kernel": {
+            "tile_rows": profile.tile_rows,
+            "forward": asdict(profile.forward),
+            "backward": asdict(profile.backward),
+            "head_size": profile.head_size,
+            "dtype": profile.dtype,
+            "backend": profile.backend,
+        },
+        "unit": "us; tile and query_tile per query head, launch once",
+        "error": error,
+        "crossover_tokens": crossover_tokens,
+        "linear_tflops": dict(zip(("forward", "backward"), profile.linear_tflops, strict=True)),
+    }
+
+
+def _provenance(args: argparse.Namespace, device: str) -> dict[str, Any]:
+    torch = _torch()
+    given = {n: v for n, v in vars(args).items() if n not in ("run", "command") and v not in (None, False)}
+    flags = [x for n, v in given.items() for x in (f"--{n.replace('_', '-')}", *([] if v is True else [str(v)]))]
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else f"one thread of an {platform.machine()} CPU",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda},
+        "date": datetime.date.today().isoformat(),
+        "command": shlex.join(["megatron-wlb", "profile", *flags]),
+    }
+
+
+def _print(data: dict[str, Any]) -> None:
+    for direction in ("forward", "backward"):
+        times, error = data["kernel"][direction], data["error"][direction]
+        print(
+            f"{direction}: {times['launch']:.3g} us a launch, {times['tile']:.3g} a tile, {times['query_tile']:.3g} a "
+            f"query tile of {data['kernel']['tile_rows']} rows; error median {error['held_out_median']:.1%}, p90 "
+            f"{error['held_out_p90']:.1%} on {error['shapes_held_out']} held-out shapes; linear part "
+            f"{data['linear'][f'{direction}_us_per_token']:.3g} us a token, {data['linear_tflops'][direction]:.3g} "
+            "TFLOP/s",
+            file=sys.stderr,
+        )
+    print(f"crossover {data['crossover_tokens']} tokens", file=sys.stderr)

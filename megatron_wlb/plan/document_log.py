@@ -1,0 +1,173 @@
+"""The documents of every step of a run in a compact file that only grows, and the audit that none is lost or doubled.
+
+One gzip member a step, which holds the array ENTRY [n] as NumPy writes it: `zcat` and `numpy.load` read it. A step that
+was run again after a restart stands there twice; the later one counts.
+"""
+
+import gzip
+import io
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from megatron_wlb.plan.types import DOCUMENT, Packing
+
+ENTRY = np.dtype(
+    [
+        ("step", "<i8"),
+        ("micro_batch", "<i4"),
+        ("index", "<i8"),  # place in the stream
+        ("dataset", "<i4"),
+        ("document", "<i8"),
+        ("offset", "<i8"),  # first trained pair within the document
+        ("length", "<i4"),
+    ]
+)
+
+
+def append(path: str | os.PathLike[str], step: int, packing: Packing) -> None:
+    """Append the micro-batches of a step, in one write."""
+    rows = np.empty(len(packing.documents), ENTRY)
+    rows["step"] = step
+    rows["micro_batch"] = np.repeat(np.arange(len(packing)), np.diff(packing.bounds))
+    for name in ("index", "dataset", "document", "offset", "length"):
+        rows[name] = packing.documents[name]
+    buffer = io.BytesIO()
+    np.save(buffer, rows)
+    with open(path, "ab", buffering=0) as file:
+        file.write(gzip.compress(buffer.getvalue(), mtime=0))
+
+
+def mend(path: str | os.PathLike[str]) -> int:
+    """Cut off what a crash left half written at the end; returns the number of bytes. A missing file is fine.
+
+    Raises ValueError for a file that is not a document log.
+    """
+    if not Path(path).exists():
+        return 0
+    with open(path, "r+b") as file:
+        size = os.fstat(file.fileno()).st_size
+        end = 0
+        for _, member_end in _members(file):
+            end = member_end
+        if size and not end:
+            raise ValueError(f"{path} is not a document log: it does not begin with a whole step; name another file")
+        file.truncate(end)
+    return size - end
+
+
+def read(path: str | os.PathLike[str]) -> np.ndarray:
+    """ENTRY [n] of the whole run, in order of steps; of a step that was run again, the last run.
+
+    Raises ValueError for a file that is damaged before its last step.
+    """
+    steps: dict[int, np.ndarray] = {}
+    with open(path, "rb") as file:
+        end = 0
+        for rows, member_end in _members(file):
+            end = member_end
+            if len(rows):
+                steps[int(rows["step"][0])] = rows
+        file.seek(end)
+        if not steps or b"\x1f\x8b" in file.read()[2:]:
+            raise ValueError(f"{path} is not a document log, or it is damaged at byte {end}; restore it")
+    return np.concatenate([steps[step] for step in sorted(steps)])
+
+
+def _members(file: BinaryIO) -> Iterator[tuple[np.ndarray, int]]:
+    """Every whole step of a log, and where it ends."""
+    while True:
+        start = file.tell()
+        unpack = zlib.decompressobj(wbits=31)
+        data = bytearray()
+        try:
+            while not unpack.eof:
+                block = file.read(1 << 20)
+                if not block:
+                    return
+                data += unpack.decompress(block)
+            rows = np.load(io.BytesIO(data))
+        except (zlib.error, ValueError, EOFError):
+            return
+        if rows.dtype != ENTRY:
+            return
+        file.seek(-len(unpack.unused_data), os.SEEK_CUR)
+        end = file.tell()
+        assert end > start
+        yield rows, end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """What a document log says about a run; see `audit`."""
+
+    steps: int
+    missing_steps: int
+    """Steps between the first and the last that are not in the log."""
+    tokens: int
+    documents: int
+    """Trained, wholly or in part."""
+    doubled: int
+    """Trained pairs that had been trained before in the same pass over the data."""
+    lost: int
+    """Places at which something between the first and the last piece was neither trained nor waits."""
+    out_of_turn: int
+    """Documents that came again before all others of their dataset had come."""
+
+    @property
+    def clean(self) -> bool:
+        return not (self.missing_steps or self.doubled or self.lost or self.out_of_turn)
+
+
+def audit(entries: np.ndarray, waiting: np.ndarray, position: int, pairs: Sequence[np.ndarray] | None = None) -> Audit:
+    """Check that what was trained and what waits make up the stream: every piece once, every document whole.
+
+    Args:
+        entries: ENTRY [n], what `read` gave of a log that begins with the run.
+        waiting: DOCUMENT [m], what waits after the last step (of the packer state).
+        position: pairs that the stream had given by then (of the packer state).
+        pairs: trained pairs of every document, by dataset of the blend; without, the end of a document is not checked.
+    """
+    names = ["index", "dataset", "document", "offset", "length"]
+    rows = np.concatenate([entries[names].astype(DOCUMENT[names]), waiting[names].astype(DOCUMENT[names])])
+    rows = rows[np.lexsort((rows["offset"], rows["index"]))]
+    stops = rows["offset"] + rows["length"]
+    before, after = rows[:-1], rows[1:]
+    same = (before["dataset"] == after["dataset"]) & (before["document"] == after["document"])
+    same &= (after["offset"] > 0) | (before["index"] == after["index"])
+    step = np.where(same, after["offset"] - stops[:-1], after["offset"])  # past the pair that must come next
+    jump = after["index"] - before["index"]
+    lost = int(((jump > 1) | (step > 0)).sum()) + int(rows["index"][0] > 0 or rows["offset"][0] > 0)
+    lost += int(rows["length"].sum() != position)
+    begins = np.concatenate(([True], ~same))
+    if pairs is not None:
+        ends = rows[np.append(~same, False)]  # the last document may not have come to its end
+        known = np.array([pairs[d][i] for d, i in zip(ends["dataset"], ends["document"], strict=True)], np.int64)
+        lost += int((ends["offset"] + ends["length"] < known).sum())
+    steps = np.unique(entries["step"])
+    return Audit(
+        steps=len(steps),
+        missing_steps=int(steps[-1] - steps[0]) + 1 - len(steps),
+        tokens=int(entries["length"].sum()),
+        documents=int(begins.sum()),
+        doubled=int(-step[step < 0].sum()),
+        lost=lost,
+        out_of_turn=_out_of_turn(rows[begins]),
+    )
+
+
+def _out_of_turn(documents: np.ndarray) -> int:
+    """Documents, in the order of the stream, that begin an earlier pass over their dataset than the one before."""
+    order = np.lexsort((documents["index"], documents["document"], documents["dataset"]))
+    rows = documents[order]
+    new = np.ones(len(rows), bool)
+    new[1:] = (rows["document"][1:] != rows["document"][:-1]) | (rows["dataset"][1:] != rows["dataset"][:-1])
+    place = np.arange(len(rows))
+    passes = np.empty(len(rows), np.int64)
+    passes[order] = place - np.maximum.accumulate(np.where(new, place, 0))  # how often the document came before
+    return sum(int((np.diff(passes[documents["dataset"] == d]) < 0).sum()) for d in np.unique(documents["dataset"]))

@@ -1,0 +1,145 @@
+"""The document log: what is written is read, whatever a crash leaves; and an audit that finds what it should."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_wlb.plan.document_log import append, audit, mend, read
+from megatron_wlb.plan.packer import Packer
+from megatron_wlb.plan.packing import make_policy
+from megatron_wlb.plan.stream import DocumentStream, Source
+from megatron_wlb.plan.types import DOCUMENT
+
+WINDOW, N = 64, 4
+
+
+def packer(policy, pairs):
+    stream = DocumentStream([Source(pairs=p) for p in pairs], seed=3, context_length=WINDOW)
+    made = make_policy(
+        policy,
+        num_micro_batches=N,
+        context_length=WINDOW,
+        max_tokens=80,
+        crossover_tokens=32,
+        outlier_thresholds=(32,),
+        use_native=True,
+    )
+    return Packer(stream, made, num_micro_batches=N, context_length=WINDOW, fingerprint="", policy_name=policy)
+
+
+@pytest.fixture
+def pairs():
+    rng = np.random.default_rng(5)
+    return [rng.integers(0, 200, 60), rng.integers(1, 30, 40)]
+
+
+def logged(tmp_path, policy, pairs, steps):
+    """A log of `steps` steps, its entries, and (what waits, how far the stream is)."""
+    path = tmp_path / "documents.log"
+    made = packer(policy, pairs)
+    for _ in range(steps):
+        step = made.next()
+        append(path, step.step, step.packing)
+    state = made.state()
+    waiting = np.array([tuple(row) for rows in state["waiting"].values() for row in rows], DOCUMENT)
+    return path, read(path), (waiting, state["stream"]["position"])
+
+
+@pytest.mark.parametrize("policy", ["original", "fixed", "wlb", "adaptive"])
+def test_a_run_over_several_epochs_is_clean(tmp_path, policy, pairs):
+    _, entries, (waiting, position) = logged(tmp_path, policy, pairs, 80)
+    found = audit(entries, waiting, position, pairs)
+    assert found.clean
+    assert (found.steps, found.tokens) == (80, entries["length"].sum())
+    assert found.documents > 200
+    if len(waiting):
+        assert not audit(entries, waiting[:0], position, pairs).clean
+
+
+def test_what_is_written_is_read(tmp_path, pairs):
+    path, entries, _ = logged(tmp_path, "wlb", pairs, 3)
+    made = packer("wlb", pairs)
+    for step in range(3):
+        packing = made.next().packing
+        rows = entries[entries["step"] == step]
+        for name in ("index", "dataset", "document", "offset", "length"):
+            assert np.array_equal(rows[name], packing.documents[name])
+        assert np.array_equal(np.bincount(rows["micro_batch"], minlength=N), np.diff(packing.bounds))
+    assert path.stat().st_size < 40 * len(entries)
+
+
+def test_a_step_that_ran_again_counts_once(tmp_path, pairs):
+    path, entries, state = logged(tmp_path, "adaptive", pairs, 6)
+    again = packer("adaptive", pairs)
+    for _ in range(6):
+        step = again.next()
+        if step.step >= 3:
+            append(path, step.step, step.packing)
+    assert np.array_equal(read(path), entries)
+    assert audit(read(path), *state, pairs).clean
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_a_crash_costs_the_last_step_only(tmp_path_factory, data):
+    tmp_path = tmp_path_factory.mktemp("log")
+    pairs = [np.random.default_rng(1).integers(1, 100, 50)]
+    path, entries, _ = logged(tmp_path, "wlb", pairs, 3)
+    whole = path.read_bytes()
+    cut = data.draw(st.integers(1, len(whole) - 1))
+    path.write_bytes(whole[:cut])
+    starts = [i for i in range(len(whole)) if whole.startswith(b"\x1f\x8b\x08", i)]
+    complete = sum(end <= cut for end in [*starts[1:], len(whole)])
+    if complete == 0:
+        with pytest.raises(ValueError, match="is not a document log"):
+            mend(path)
+        return
+    assert mend(path) == cut - [*starts, len(whole)][complete]
+    assert mend(path) == 0
+    assert np.array_equal(read(path), entries[entries["step"] < complete])
+    made = packer("wlb", pairs)
+    for step in (made.next() for _ in range(3)):
+        if step.step >= complete:
+            append(path, step.step, step.packing)
+    assert np.array_equal(read(path), entries)
+
+
+def test_damage_before_the_end_is_refused(tmp_path, pairs):
+    path, *_ = logged(tmp_path, "wlb", pairs, 4)
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 3] ^= 0xFF
+    path.write_bytes(whole)
+    with pytest.raises(ValueError, match="damaged at byte"):
+        read(path)
+    path.write_text("something else")
+    with pytest.raises(ValueError, match="is not a document log"):
+        mend(path)
+    assert path.read_text() == "something else"
+    assert mend(tmp_path / "nothing") == 0
+
+
+@pytest.mark.parametrize("what", ["lost", "doubled", "out_of_turn", "missing_steps", "first", "end"])
+def test_an_audit_finds(tmp_path, pairs, what):
+    _, entries, state = logged(tmp_path, "wlb", pairs, 40)
+    bad = entries.copy()
+    if what == "lost":
+        bad = np.delete(bad, 20)
+    elif what == "doubled":
+        bad = np.append(bad, bad[20:21])
+    elif what == "out_of_turn":
+        single = np.flatnonzero(bad["dataset"] == 1)
+        bad["document"][single[1]] = bad["document"][single[0]]
+    elif what == "missing_steps":
+        bad = bad[bad["step"] != 7]
+        what = "lost"
+        assert audit(bad, *state).missing_steps == 1
+    elif what == "first":
+        bad, what = bad[bad["index"] > 0], "lost"
+    else:
+        longest = int(np.argmax(bad["length"]))
+        bad["length"][longest] -= 1
+        what = "lost"
+    found = audit(bad, *state, pairs)
+    assert getattr(found, what) >= 1
+    assert not found.clean
