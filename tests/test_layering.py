@@ -15,7 +15,7 @@ ALLOWED = {
     "config": ((), ()),
     "plan": (("config",), ()),
     "simulate": (("plan", "config"), ()),
-    "runtime": (("plan.types", "plan.sharding.segments"), ("torch",)),
+    "runtime": (("plan.types", "plan.sharding.segments", "plan.sharding.exchange"), ("torch",)),
     "adapter": (("plan", "runtime", "config", "simulate"), ("torch", "megatron")),
     "__main__": (("cli",), ()),
     "cli": (("plan", "runtime", "config", "simulate", "adapter"), ("torch", "megatron")),

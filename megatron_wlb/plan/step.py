@@ -10,24 +10,29 @@ import numpy as np
 
 from megatron_wlb.plan import metrics, pipeline, sharding
 from megatron_wlb.plan.packer import PackedStep, Packer
-from megatron_wlb.plan.types import ShardPlan
+from megatron_wlb.plan.types import Packing, ShardPlan
 from megatron_wlb.plan.workload import KernelModel, document_work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where a rank stands in data and context parallelism, and how costs are judged."""
+    """Where a rank stands in data and context parallelism, the pipeline around it, and how costs are judged."""
 
     dp_size: int
     dp_rank: int
     cp_size: int
+    pp_size: int
+    """Pipeline stages."""
+    vp_size: int
+    """Model chunks (virtual stages) per pipeline stage."""
     unit_tokens: int
     """Micro-batches are padded at their tail to a multiple of this: CP * lcm(2, TP if sequence parallel else 1)."""
     cp_sharding: str
     kernel: KernelModel
     crossover_tokens: int
     balance: bool
-    """Deal micro-batches over data-parallel ranks by work; False keeps upstream's order."""
+    """Place micro-batches on data-parallel ranks and order them there by work; False keeps upstream's order."""
+    use_native: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +62,8 @@ class StepPlan:
     step: int
     micro_batches: tuple[MicroBatchPlan, ...]
     """Of this data-parallel rank, in pipeline order."""
+    packing: Packing
+    """All N micro-batches."""
     work: np.ndarray
     """Work of all N micro-batches, int64 [N]."""
     original_work: np.ndarray
@@ -77,12 +84,17 @@ def plan_step(packer: Packer, layout: Layout) -> StepPlan:
     packed = packer.next()
     packing = packed.packing
     work = packing.sums(document_work(packing.documents["length"], layout.crossover_tokens))
-    placement = pipeline.place(work, layout.dp_size, balance=layout.balance)
-    micro_batches = tuple(_shard(packed.step, packing.micro_batch(int(i)), layout) for i in placement[layout.dp_rank])
+    stages, chunks = layout.pp_size, layout.vp_size
+    placement = pipeline.place(work, layout.dp_size, balance=layout.balance, num_stages=stages, num_chunks=chunks)
+    mine = placement[layout.dp_rank]
+    if layout.balance:
+        mine = mine[pipeline.order(work[mine], stages, chunks)]
+    micro_batches = tuple(_shard(packed.step, packing.micro_batch(int(i)), layout) for i in mine)
     original = packed.original
     return StepPlan(
         step=packed.step,
         micro_batches=micro_batches,
+        packing=packing,
         work=work,
         original_work=original.sums(document_work(original.documents["length"], layout.crossover_tokens)),
         tokens=int(packing.documents["length"].sum()),
@@ -94,16 +106,33 @@ def plan_step(packer: Packer, layout: Layout) -> StepPlan:
 
 
 def _shard(step: int, documents: np.ndarray, layout: Layout) -> MicroBatchPlan:
-    """Pad a micro-batch once at its tail, never per document, and shard it."""
+    """Pad a micro-batch once at its tail, never per document, and shard it.
+
+    The order of documents within a micro-batch is free, and per-sequence sharding gains by another one.
+    """
     tokens = int(documents["length"].sum())
     padding = -tokens % layout.unit_tokens or (0 if tokens else layout.unit_tokens)
-    lengths = np.concatenate((documents["length"], np.array([padding] if padding else [], np.int64)))
-    shards = sharding.shard(lengths, layout.cp_size, layout.cp_sharding, layout.kernel)
+    tail = np.array([padding] if padding else [], np.int64)
+    cp_size, strategy, kernel = layout.cp_size, layout.cp_sharding, layout.kernel
+
+    def shard(documents: np.ndarray, strategy: str) -> ShardPlan:
+        lengths = np.concatenate((documents["length"], tail))
+        return sharding.shard(lengths, cp_size, strategy, kernel, use_native=layout.use_native)
+
+    shards = shard(documents, strategy)
+    if cp_size > 1 and "per-sequence" in sharding.STRATEGIES[strategy]:
+        mirrored = documents[sharding.mirrored_order(documents["length"])]
+        other = shard(mirrored, "per-sequence")
+        if other.time < shards.time:
+            documents, shards = mirrored, other
     return MicroBatchPlan(step=step, documents=documents, shards=shards)
 
 
 def _digest(packed: PackedStep, placement: np.ndarray, layout: Layout) -> int:
-    shared = (packed.step, layout.dp_size, layout.cp_size, layout.unit_tokens, layout.cp_sharding, layout.kernel)
+    # Ranks order their own micro-batches only, by the work of those and the pipeline.
+    pipelines = (layout.pp_size, layout.vp_size, layout.crossover_tokens)
+    sharding_by = (layout.cp_size, layout.unit_tokens, layout.cp_sharding, layout.kernel)
+    shared = (packed.step, layout.dp_size, *pipelines, *sharding_by)
     digest = hashlib.blake2b(repr(shared).encode(), digest_size=8)
     for array in (packed.packing.documents, packed.packing.bounds, placement):
         digest.update(np.ascontiguousarray(array).tobytes())

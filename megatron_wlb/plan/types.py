@@ -4,6 +4,7 @@ A *document* of T tokens trains T - 1 (input, target) pairs, and lengths count p
 window have been cut into pieces by the stream; a piece is a document for everything that follows.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -83,7 +84,7 @@ class Shard:
 
     A *colour* is a run of segments in which every document occurs at most once, in document order, so that their key
     ranges are disjoint and one varlen kernel call serves them (`segments.encode`). The rank's local rows are the
-    colours one after the other: for both shardings of the paper, all head chunks, then all tail chunks.
+    colours one after the other: first all head chunks and whatever is whole or cut once, then all tail chunks.
     """
 
     colours: tuple[np.ndarray, ...]
@@ -103,3 +104,6 @@ class ShardPlan:
     shards: tuple[Shard, ...]
     """One per context-parallel rank, all of the same number of tokens."""
     strategy: str
+    """per-sequence, per-document, hybrid, or whole for a single rank."""
+    time: float = math.nan
+    """Predicted for the slowest rank, in the unit of the kernel model that chose the strategy."""

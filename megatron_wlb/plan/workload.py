@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ def document_work(lengths: np.ndarray, crossover_tokens: int) -> np.ndarray:
     return lengths * (lengths + crossover_tokens)
 
 
-def crossover_from_flops(
+def weights_per_layer(
     *,
     num_layers: int,
     hidden_size: int,
@@ -31,58 +32,139 @@ def crossover_from_flops(
     padded_vocab_size: int,
     active_experts: int = 1,
 ) -> int:
-    """Crossover length Lc in tokens of a decoder-only model, from matrix-multiply FLOPs alone.
+    """Weights that a token is multiplied with in a layer of a decoder-only model.
 
-    Per token and layer: 2 FLOPs per weight, and 2 * heads * kv_channels per token attended to (causal attention: QK^T
-    and PV over half of the document). The output projection is spread over the layers, as the pipeline does.
+    The output projection is spread over the layers, as the pipeline does; `padded_vocab_size` 0 leaves it out.
     """
     query = num_attention_heads * kv_channels
     attention_weights = hidden_size * (2 * query + 2 * num_query_groups * kv_channels)
     mlp_weights = hidden_size * ffn_hidden_size * (3 if gated_linear_unit else 2) * active_experts
-    weights = attention_weights + mlp_weights + hidden_size * padded_vocab_size // num_layers
-    return max(1, weights // query)
+    return attention_weights + mlp_weights + hidden_size * padded_vocab_size // num_layers
+
+
+def crossover_from_flops(**model: Any) -> int:
+    """Crossover length Lc in tokens of a model (arguments of `weights_per_layer`), from matrix-multiply FLOPs alone.
+
+    Per token and layer: 2 FLOPs per weight, and 2 * heads * kv_channels per token attended to (causal attention: QK^T
+    and PV over half of the document).
+    """
+    return max(1, weights_per_layer(**model) // (model["num_attention_heads"] * model["kv_channels"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelModel:
-    """Time of one varlen attention launch: t = launch + tile * N_tile + query_tile * N_qtile.
+    """Time of varlen attention launches of a rank and layer: t = launch + heads * (tile * N_t + query_tile * N_q).
 
-    N_qtile counts query tiles of `tile_rows` rows, N_tile the tiles of `tile_rows` x `tile_rows` that the causal mask
-    leaves visible, both times query heads.
+    N_q counts query tiles of `tile_rows` rows, N_t the tiles of `tile_rows` x `tile_rows` that the causal mask leaves
+    visible. `exchange` is the exposed time per row of K and V that is gathered from all ranks.
     """
 
-    name: str
     tile_rows: int
+    """A power of two."""
     launch: float
     tile: float
     query_tile: float
     heads: int = 1
+    exchange: float = 0.0
 
-    def launch_time(self, starts: np.ndarray, stops: np.ndarray) -> float:
-        """Predicted time of query rows [start, stop) against keys [0, stop), summed over segments (int64 [n])."""
-        if len(starts) == 0:
-            return 0.0
-        t, q = self.tile_rows, stops - starts
+    def count(self, segments: np.ndarray) -> tuple[int, int]:
+        """(N_t, N_q) of SEGMENT [n]: query rows [start, stop) against keys [0, stop)."""
+        t, starts, stops = self.tile_rows, segments["start"], segments["stop"]
+        q = stops - starts
         full = q // t
         # Query tile j (j = 0, 1, ...) ends at row start + (j + 1) * t and sees ceil(that / t) key tiles.
         first = -(-(starts + t) // t)
-        tiles = int((full * first + full * (full - 1) // 2 + (q % t > 0) * -(-stops // t)).sum())
-        query_tiles = int((-(-q // t)).sum())
-        return self.launch + self.heads * (self.tile * tiles + self.query_tile * query_tiles)
+        tiles = full * first + full * (full - 1) // 2 + (q % t > 0) * -(-stops // t)
+        return int(tiles.sum()), int((-(-q // t)).sum())
+
+    def time(self, launches: Any, tiles: Any, query_tiles: Any) -> Any:
+        """Predicted time of counts, which may be arrays; in the order of operations of csrc/sharding.cpp."""
+        return launches * self.launch + self.heads * (self.tile * tiles + self.query_tile * query_tiles)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelTimes:
+    """Constants of one direction of `KernelModel`, in the unit of the profile (us, but for `flops`)."""
+
+    launch: float
+    tile: float
+    query_tile: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Calibration of a device: the kernel model for sharding, and the crossover if it was measured."""
+    """Calibration of a device: kernels for sharding, collectives, and the crossover if it was measured."""
 
     name: str
-    kernel: KernelModel
+    tile_rows: int
+    forward: KernelTimes
+    backward: KernelTimes | None = None
+    """None if not measured: sharding then goes by the forward pass alone."""
+    gather_us_per_mib: float = 0.0
+    """Of K and V as they arrive from all ranks (all-gather, large messages)."""
+    scatter_us_per_mib: float = 0.0
+    """Of dK and dV as they leave for all ranks (reduce-scatter)."""
+    linear_tflops: tuple[float, float] | None = None
+    """Of a layer without attention, forward and backward: TFLOP/s of its matrix multiplies over all of its time."""
     crossover_tokens: int | None = None
+    """Of the model that was measured, without its output projection."""
+    head_size: int | None = None
+    dtype: str | None = None
+    """bf16 or fp32."""
+    backend: str | None = None
+    """What the kernel times were measured for; None if not stated."""
+
+    def kernel(self, *, heads: int, row_bytes: int = 0, head_groups: int = 1) -> KernelModel:
+        """Attention of one layer on one rank, forward and backward.
+
+        Args:
+            heads: query heads per tensor-parallel rank.
+            row_bytes: of K and V of one row.
+            head_groups: in which K and V are gathered; all but the first gather hide behind attention, and all but
+                the last reduce-scatter (fp32, so of twice the bytes of bf16).
+        """
+        parts = [self.forward] if self.backward is None else [self.forward, self.backward]
+        exposed = row_bytes / head_groups / 2**20
+        moved = self.gather_us_per_mib * len(parts) + (self.scatter_us_per_mib * 2 if self.backward else 0.0)
+        return KernelModel(
+            tile_rows=self.tile_rows,
+            launch=head_groups * sum(p.launch for p in parts),
+            tile=sum(p.tile for p in parts),
+            query_tile=sum(p.query_tile for p in parts),
+            heads=heads,
+            exchange=exposed * moved,
+        )
+
+    def crossover_for(self, **model: Any) -> int:
+        """Crossover length Lc in tokens of a model (arguments of `weights_per_layer`) on this device.
+
+        From times where `linear_tflops` is known: a document of d tokens, whole tiles of them, takes
+        d * per_token + d * d * per_pair, so with Lc = per_token / per_pair its work is proportional to its time. Tiles
+        of another head size than the measured one are taken to cost in proportion. Launches, which are one per
+        micro-batch, don't count. Else `crossover_tokens` if stated, else from FLOPs.
+        """
+        if self.linear_tflops is None:
+            return self.crossover_tokens or crossover_from_flops(**model)
+        kernel, t = self.kernel(heads=model["num_attention_heads"]), self.tile_rows
+        heads = kernel.heads * model["kv_channels"] / (self.head_size or model["kv_channels"])
+        forward, backward = self.linear_tflops
+        flops = weights_per_layer(**model) * (2 / forward + (4 / backward if self.backward else 0)) / 1e6
+        # n tiles of rows have n * (n + 1) / 2 visible tiles: d * d / (2 * t * t) + d / (2 * t).
+        per_token = flops + heads * (kernel.tile / 2 + kernel.query_tile) / t
+        per_pair = heads * kernel.tile / (2 * t * t)
+        return max(1, round(per_token / per_pair))
+
+    def differences(self, *, head_size: int, dtype: str, backend: str) -> str:
+        """What the kernel times were measured for and the run does not have, as "head size 128, not 64"; else ""."""
+        pairs = {
+            "head size": (self.head_size, head_size),
+            "dtype": (self.dtype, dtype),
+            "backend": (self.backend, backend),
+        }
+        return ", ".join(f"{name} {ours}, not {run}" for name, (ours, run) in pairs.items() if ours not in (None, run))
 
 
-FLOPS_PROFILE = Profile(
-    name="flops", kernel=KernelModel(name="flops", tile_rows=1, launch=0.0, tile=1.0, query_tile=0.0)
-)
+FLOPS_PROFILE = Profile(name="flops", tile_rows=1, forward=KernelTimes(launch=0.0, tile=1.0, query_tile=0.0))
 """Counts attended pairs and nothing else: no launch cost, no tile waste."""
 
 
@@ -93,30 +175,49 @@ def shipped_profiles() -> list[str]:
 
 
 def load_profile(name_or_path: str) -> Profile:
-    """A shipped profile by name, or one from a JSON file.
+    """A shipped profile by name, or one from a JSON file (what `megatron-wlb profile` writes).
 
     Raises ValueError if there is neither, or the file does not hold a profile.
     """
     if name_or_path == "flops":
         return FLOPS_PROFILE
-    path: object = Path(name_or_path)
+    path: Any = Path(name_or_path)
     if name_or_path in shipped_profiles():
         path = resources.files("megatron_wlb.plan") / "profiles" / f"{name_or_path}.json"
-    elif not Path(name_or_path).is_file():
+    elif not path.is_file():
         raise ValueError(
             f"no profile {name_or_path!r}: give a JSON file or one of the shipped profiles "
             f"{', '.join(shipped_profiles())}"
         )
     try:
-        data = json.loads(path.read_text())  # type: ignore[attr-defined]
-        kernel = KernelModel(name=data["name"], **data["kernel"])
-        crossover = data.get("crossover_tokens")
-        counts = (kernel.tile_rows, kernel.heads, *([] if crossover is None else [crossover]))
-        if not all(isinstance(n, int) and n >= 1 for n in counts):
-            raise ValueError("tile_rows, heads and crossover_tokens must be integers of at least 1")
-        times = (kernel.launch, kernel.tile, kernel.query_tile)
-        if not all(np.isfinite(t) and t >= 0 for t in times) or not any(times):
-            raise ValueError("its constants must be finite, at least 0, and not all 0")
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{name_or_path} is not a megatron_wlb profile: {error}") from error
-    return Profile(name=data["name"], kernel=kernel, crossover_tokens=crossover)
+        return _profile(json.loads(path.read_text()))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{name_or_path} is not a megatron_wlb profile: {error!r}") from error
+
+
+def _profile(data: dict[str, Any]) -> Profile:
+    kernel, linear, collectives = data["kernel"], data.get("linear_tflops"), data.get("us_per_mib", {})
+    directions = {d: KernelTimes(**kernel[d]) for d in ("forward", "backward") if kernel.get(d)}
+    stated: dict[str, Any] = {name: kernel.get(name) for name in ("head_size", "dtype", "backend")}
+    stated |= directions | {f"{name}_us_per_mib": us for name, us in collectives.items()}
+    if linear:
+        stated["linear_tflops"] = linear["forward"], linear["backward"]
+    profile = Profile(
+        name=data["name"], tile_rows=kernel["tile_rows"], crossover_tokens=data.get("crossover_tokens"), **stated
+    )
+    for times in directions.values():
+        values = (times.launch, times.tile, times.query_tile)
+        if not all(np.isfinite(t) and t >= 0 for t in values) or not any(values):
+            raise ValueError("its kernel times must be finite, at least 0, and not all 0")
+    if not all(np.isfinite(us) and us >= 0 for us in collectives.values()):
+        raise ValueError("us_per_mib must be finite and at least 0")
+    if linear and not all(np.isfinite(x) and x > 0 for x in (*linear.values(), profile.kernel(heads=1).tile)):
+        raise ValueError("linear_tflops must be finite and over 0, and go with a tile over 0")
+    for name in ("crossover_tokens", "head_size"):
+        value = getattr(profile, name)
+        if value is not None and not (isinstance(value, int) and value >= 1):
+            raise ValueError(f"{name} must be an integer of at least 1")
+    tile = profile.tile_rows
+    if not isinstance(tile, int) or tile < 1 or tile & (tile - 1) or tile > 1 << 16:
+        raise ValueError("tile_rows must be a power of two up to 65536")
+    return profile

@@ -1,11 +1,14 @@
 """Causal attention of packed documents over context-parallel ranks: gather K and V, run every colour, save only shards.
 
-Shapes: s local rows, P = cp_size * s rows of the micro-batch in packed order, Hq query heads, a multiple of the Hkv
-key heads, head size D. `kv` holds K and V side by side, [rows, 2, Hkv, D], so that one collective and one index_select
-move both.
+Shapes: s local rows, P keys that they see, e rows that every rank sends (`ShardMetadata`); Hq query heads, a multiple
+of the Hkv key heads; head size D. Heads are worked off in groups of h key heads with their query heads, so that K and V
+of the next group arrive, and dK and dV of the last one leave, while this one computes. `kv` holds K and V of a group
+side by side, [rows, 2, h, D], so that one collective and one index_select move both.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,29 +23,47 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOptions:
+    """How attention runs; the same on all ranks."""
+
+    backend: Backend
+    scale: float | None = None
+    """Of the scores; head size ** -0.5 by default."""
+    window: int | None = None
+    """Keys that a query sees before its own; None: all of its document."""
+    head_groups: int = 1
+    """At most this many groups of key heads; 1 hides no communication."""
+    save_gathered: bool = False
+    """Keep the gathered K and V for backward instead of gathering them again: P rows of memory for every layer."""
+
+    def scale_for(self, q: Tensor) -> float:
+        return float(q.shape[-1] ** -0.5) if self.scale is None else self.scale
+
+
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     metadata: ShardMetadata,
     group: dist.ProcessGroup | None,
-    backend: Backend,
-    softmax_scale: float | None = None,
+    options: AttentionOptions,
 ) -> Tensor:
     """Every row attends to the rows up to itself of its own document, wherever these are; differentiable once.
 
     q [s, Hq, D], k and v [s, Hkv, D] are the local rows in the order of `metadata`; returns out [s, Hq, D]. `group` has
-    one rank per shard of the plan (None: a single shard), and all of them must call. `softmax_scale` is D ** -0.5 by
-    default. Communication: one all-gather of K and V each in forward and backward, and one fp32 reduce-scatter of dK
-    and dV; a single shard communicates nothing. Saved for backward: q, k, v, out and the log-sum-exps.
+    one rank per shard of the plan (None: a single shard), and all of them must call. Communication, per head group: an
+    all-gather of K and V in forward and again in backward, and an fp32 reduce-scatter of dK and dV, all of documents
+    that live on more than one rank only. Saved for backward: q, k, v, out and the log-sum-exps.
 
     Raises ValueError where shapes, dtypes, devices or ranks do not fit each other. Source: WLB-LLM (OSDI'25),
     section 5; the all-gather of K and V follows LLaMA 3 (arXiv 2407.21783, section 3.3.2).
     """
     _check_shapes(q, k, v, metadata)
-    _check_placement(q, k, v, metadata, group, backend)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    return _ContextParallelAttention.apply(_dense_heads(q), k, v, metadata, group, backend, scale)
+    _check_placement(q, k, v, metadata, group, options.backend)
+    if metadata.num_sent == 0:
+        group = None
+    return _ContextParallelAttention.apply(_dense_heads(q), _dense_heads(k), _dense_heads(v), metadata, group, options)
 
 
 class _ContextParallelAttention(torch.autograd.Function):
@@ -54,81 +75,161 @@ class _ContextParallelAttention(torch.autograd.Function):
         v: Tensor,
         metadata: ShardMetadata,
         group: dist.ProcessGroup | None,
-        backend: Backend,
-        scale: float,
+        options: AttentionOptions,
     ) -> Tensor:
-        kv = _gather(torch.stack((k, v), dim=1), metadata, group)
-        out, lse = attend(q, kv, metadata, backend, scale)
-        ctx.save_for_backward(q, k, v, out, *lse)
-        ctx.call = metadata, group, backend, scale
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        groups = _head_groups(q, k, options)
+        lse, kept = [], []
+        for heads, (k_all, v_all) in zip(groups, _gathered(k, v, groups, metadata, group), strict=True):
+            lse += attend(q[:, heads.q], k_all, v_all, out[:, heads.q], metadata, options)
+            if options.save_gathered and group is not None:
+                kept.append((k_all, v_all))
+        ctx.save_for_backward(q, k, v, out, *lse, *(x for pair in kept for x in pair))
+        ctx.call = metadata, group, options, groups
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        metadata, group, backend, scale = ctx.call
-        q, k, v, out, *lse = ctx.saved_tensors
-        kv = _gather(torch.stack((k, v), dim=1), metadata, group)
-        dq, dkv = attend_backward(_dense_heads(dout), q, kv, out, lse, metadata, backend, scale)
-        dk, dv = _scatter(dkv, metadata, group).to(k.dtype).unbind(1)
-        return dq, dk, dv, None, None, None, None
+        metadata, group, options, groups = ctx.call
+        q, k, v, out, *rest = ctx.saved_tensors
+        lse, kept = rest[: len(groups) * len(metadata.colours)], rest[len(groups) * len(metadata.colours) :]
+        gathered = zip(kept[::2], kept[1::2], strict=True) if kept else _gathered(k, v, groups, metadata, group)
+        dout = _dense_heads(dout)
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        under_way: list[_Leaving] = []
+        for i, (heads, (k_all, v_all)) in enumerate(zip(groups, gathered, strict=True)):
+            local = dout[:, heads.q], q[:, heads.q], k_all, v_all, out[:, heads.q]
+            parts = lse[i * len(metadata.colours) : (i + 1) * len(metadata.colours)]
+            dkv = attend_backward(*local, parts, dq[:, heads.q], metadata, options)
+            under_way.append(_Leaving(dkv, dk[:, heads.k], dv[:, heads.k], metadata, group))
+            if i > 0:
+                under_way.pop(0).arrive()
+        under_way.pop().arrive()
+        return dq, dk, dv, None, None, None
 
 
 def attend(
-    q: Tensor, kv: Tensor, metadata: ShardMetadata, backend: Backend, scale: float
-) -> tuple[Tensor, list[Tensor]]:
-    """Attention of local queries to all keys: q [s, Hq, D], kv [P, 2, Hkv, D] in packed order.
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, metadata: ShardMetadata, options: AttentionOptions
+) -> list[Tensor]:
+    """Attention of local queries q [s, Hq, D] to all keys k, v [P, Hkv, D], into out [s, Hq, D].
 
-    Returns out [s, Hq, D] and one log-sum-exp [Hq, rows] per colour.
+    Returns one log-sum-exp [Hq, rows] per colour.
     """
-    k, v = kv.unbind(1)
-    parts = [backend.forward(q[c.q_start : c.q_stop], k, v, c, scale) for c in metadata.colours]
-    return torch.cat([out for out, _ in parts]), [lse for _, lse in parts]
+    lse = []
+    for colour in metadata.colours:
+        rows = slice(colour.q_start, colour.q_stop)
+        out[rows], part = options.backend.forward(q[rows], k, v, colour, options.scale_for(q), window=options.window)
+        lse.append(part)
+    return lse
 
 
 def attend_backward(
     dout: Tensor,
     q: Tensor,
-    kv: Tensor,
+    k: Tensor,
+    v: Tensor,
     out: Tensor,
     lse: list[Tensor],
+    dq: Tensor,
     metadata: ShardMetadata,
-    backend: Backend,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of `attend`: dq [s, Hq, D], and this rank's share of dkv [P, 2, Hkv, D] in fp32 (fp64 for fp64)."""
-    k, v = kv.unbind(1)
-    dkv = torch.zeros(kv.shape, dtype=torch.promote_types(kv.dtype, torch.float32), device=kv.device)
-    dk, dv = dkv.unbind(1)
-    dq = []
-    for colour, colour_lse in zip(metadata.colours, lse, strict=True):
+    options: AttentionOptions,
+) -> Tensor:
+    """Gradients of `attend`: into dq [s, Hq, D]; returns this rank's share of dK and dV, [P + 1, 2, Hkv, D].
+
+    In fp32 (fp64 for fp64), so that colours are summed in fp32. The last row stays 0: it stands for all rows of the
+    exchange that this rank has no keys for.
+    """
+    dtype = torch.promote_types(k.dtype, torch.float32)
+    dkv = torch.zeros((metadata.num_keys + 1, 2, *k.shape[1:]), dtype=dtype, device=k.device)
+    dk, dv = dkv[:-1].unbind(1)
+    for colour, part in zip(metadata.colours, lse, strict=True):
         rows = slice(colour.q_start, colour.q_stop)
-        dq.append(backend.backward(dout[rows], q[rows], k, v, out[rows], colour_lse, colour, scale, dk, dv))
-    return torch.cat(dq), dkv
+        local = dout[rows], q[rows], k, v, out[rows]
+        dq[rows] = options.backend.backward(*local, part, colour, options.scale_for(q), dk, dv, window=options.window)
+    return dkv
+
+
+class _Heads(NamedTuple):
+    """A group: query heads, and the key heads that they read."""
+
+    q: slice
+    k: slice
+
+
+def _head_groups(q: Tensor, k: Tensor, options: AttentionOptions) -> list[_Heads]:
+    """As many groups of equal size as divide the key heads, at most `options.head_groups`."""
+    num_keys = k.shape[1]
+    count = max(n for n in range(1, min(options.head_groups, num_keys) + 1) if num_keys % n == 0)
+    h, g = num_keys // count, q.shape[1] // num_keys
+    return [_Heads(slice(i * h * g, (i + 1) * h * g), slice(i * h, (i + 1) * h)) for i in range(count)]
+
+
+def _gathered(
+    k: Tensor, v: Tensor, groups: list[_Heads], metadata: ShardMetadata, group: dist.ProcessGroup | None
+) -> Iterator[tuple[Tensor, ...]]:
+    """K and V [P, h, D] of one head group after the other; the next ones are on their way while these are used."""
+    if group is None and metadata.keys_are_rows:
+        yield from ((k[:, heads.k], v[:, heads.k]) for heads in groups)
+        return
+    under_way = [_start_gather(k[:, groups[0].k], v[:, groups[0].k], metadata, group)]
+    for i in range(len(groups)):
+        if i + 1 < len(groups):
+            under_way.append(_start_gather(k[:, groups[i + 1].k], v[:, groups[i + 1].k], metadata, group))
+        pool, work = under_way.pop(0)
+        if work is not None:
+            work.wait()
+        yield pool.index_select(0, metadata.gather_index).unbind(1)
+
+
+def _start_gather(
+    k: Tensor, v: Tensor, metadata: ShardMetadata, group: dist.ProcessGroup | None
+) -> tuple[Tensor, dist.Work | None]:
+    """The pool [cp_size * e + s, 2, h, D]: what arrives from all ranks, then the local rows."""
+    arrived = metadata.cp_size * metadata.num_sent
+    pool = k.new_empty((arrived + metadata.num_rows, 2, *k.shape[1:]))
+    sent = torch.stack((k, v), dim=1, out=pool[arrived:])
+    if group is None:
+        return pool, None
+    if not metadata.sends_rows:
+        rows, sent = sent, sent.new_zeros((metadata.num_sent, *sent.shape[1:]))
+        torch.index_select(rows, 0, metadata.sent_rows, out=sent[: metadata.sent_rows.shape[0]])
+    return pool, _all_gather(pool[:arrived], sent, group=group, async_op=True)
+
+
+class _Leaving:
+    """dK and dV of a head group on their way to the ranks that hold the rows."""
+
+    def __init__(
+        self, dkv: Tensor, dk: Tensor, dv: Tensor, metadata: ShardMetadata, group: dist.ProcessGroup | None
+    ) -> None:
+        """dkv is what `attend_backward` gave; dk and dv [s, h, D] are filled when it has arrived."""
+        self._dk, self._dv, self._metadata, self._work = dk, dv, metadata, None
+        self._own = dkv[:-1] if metadata.keys_are_rows else dkv.index_select(0, metadata.own_keys)
+        if group is not None:
+            self._sent = dkv.index_select(0, metadata.scatter_index)
+            self._sum = dkv.new_empty((metadata.num_sent, *dkv.shape[1:]))
+            self._work = _reduce_scatter(self._sum, self._sent, group=group, async_op=True)
+
+    def arrive(self) -> None:
+        """Wait for the sums of all ranks, and write them down."""
+        m = self._metadata
+        self._write(self._own, m.own_rows, m.keys_are_rows)
+        if self._work is not None:
+            self._work.wait()
+            self._write(self._sum, m.sent_rows, m.sends_rows)
+
+    def _write(self, dkv: Tensor, rows: Tensor, all_in_order: bool) -> None:
+        for local, values in zip((self._dk, self._dv), dkv[: rows.shape[0]].to(self._dk.dtype).unbind(1), strict=True):
+            if all_in_order:
+                local.copy_(values)
+            else:
+                local[rows] = values
 
 
 def _dense_heads(x: Tensor) -> Tensor:
     """x with stride 1 in the head size, which kernels take for granted; dout of a plain sum, say, has stride 0."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _gather(kv: Tensor, metadata: ShardMetadata, group: dist.ProcessGroup | None) -> Tensor:
-    """Local kv [s, 2, Hkv, D] -> that of all ranks in packed order [P, 2, Hkv, D]."""
-    if group is not None and group.size() > 1:
-        local = kv
-        kv = local.new_empty((metadata.num_keys, *local.shape[1:]))
-        _all_gather(kv, local, group=group)
-    return kv.index_select(0, metadata.gather_index)
-
-
-def _scatter(dkv: Tensor, metadata: ShardMetadata, group: dist.ProcessGroup | None) -> Tensor:
-    """Every rank's share of dkv [P, 2, Hkv, D] in packed order -> the sum, for the local rows [s, 2, Hkv, D]."""
-    dkv = dkv.index_select(0, metadata.scatter_index)
-    if group is None or group.size() == 1:
-        return dkv
-    local = dkv.new_empty((metadata.num_rows, *dkv.shape[1:]))
-    _reduce_scatter(local, dkv, group=group)
-    return local
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, metadata: ShardMetadata) -> None:

@@ -1,6 +1,7 @@
 """What attention needs to know about a micro-batch on one context-parallel rank, made once and used by every layer.
 
-Shapes: s local rows, P rows of the micro-batch in packed order (documents one after the other), cp_size * s = P.
+Shapes: s local rows; P keys, the rows of the micro-batch that the local queries see; e rows that every rank sends to
+all (`plan.sharding.exchange`).
 """
 
 from dataclasses import dataclass, replace
@@ -11,11 +12,12 @@ import torch
 from torch import Tensor
 
 from megatron_wlb.plan.sharding import segments as seg
+from megatron_wlb.plan.sharding.exchange import exchange
 from megatron_wlb.plan.types import ShardPlan
 
 
 class SegmentRows(NamedTuple):
-    """Query rows [q_start, q_stop) of a colour are the last rows of keys [k_start, k_stop) of the micro-batch."""
+    """Query rows [q_start, q_stop) of a colour are the last rows of keys [k_start, k_stop)."""
 
     q_start: int
     q_stop: int
@@ -69,18 +71,26 @@ class ShardMetadata:
     """s."""
     num_keys: int
     """P."""
+    num_sent: int
+    """e; 0 where every document lives on one rank, and nothing is exchanged."""
     max_length: int
     """Longest document; positions are below it."""
+    keys_are_rows: bool
+    """The keys are the local rows, in their order."""
+    sends_rows: bool
+    """What is sent are the local rows, in their order."""
     colours: tuple[Colour, ...]
     """Colours without rows are left out."""
+    sizes: tuple[int, ...]
+    """Of the arrays that make up `integers`, in the order of the properties below."""
     integers: Tensor
-    """int64: positions, gather_index, scatter_index, then the int32 cu_q and cu_k of every colour."""
+    """int64: the arrays of the properties below, then the int32 cu_q and cu_k of every colour."""
 
     @classmethod
     def build(cls, plan: ShardPlan, cp_rank: int, device: torch.device | str = "cpu") -> Self:
         """The metadata of rank `cp_rank` of `plan`, on `device` (by one asynchronous copy from pinned memory).
 
-        Host work is linear in P. Raises ValueError for a rank that the plan does not have.
+        Host work is linear in the rows of the micro-batch. Raises ValueError for a rank that the plan does not have.
         """
         if not 0 <= cp_rank < len(plan.shards):
             raise ValueError(
@@ -88,21 +98,26 @@ class ShardMetadata:
                 "plan with the size of the context-parallel group"
             )
         shard = plan.shards[cp_rank]
-        colours = [colour for colour in shard.colours if (colour["stop"] > colour["start"]).any()]
-        calls = [seg.encode(plan.lengths, colour) for colour in colours]
-        positions, gather_index = seg.positions(shard), seg.gather_index(plan)
-        scatter_index = np.empty_like(gather_index)
-        scatter_index[gather_index] = np.arange(len(gather_index))
+        moved = exchange(plan, cp_rank)
+        colours = [colour for colour in shard.colours if len(colour)]
+        calls = [seg.encode(moved.key_begins, colour) for colour in colours]
         cu = np.concatenate([array for call in calls for array in (call.cu_q, call.cu_k)])
         cu = np.pad(cu, (0, len(cu) % 2)).view(np.int64)
-        integers = torch.from_numpy(np.concatenate((positions, gather_index, scatter_index, cu)))
+        positions = seg.positions(shard)
+        arrays = (positions, moved.gather, moved.scatter, moved.sent_rows, moved.own_rows, moved.own_keys)
+        integers = torch.from_numpy(np.concatenate((*arrays, cu)))
+        rows = np.arange(len(positions))
         metadata = cls(
             cp_rank=cp_rank,
             cp_size=len(plan.shards),
             num_rows=len(positions),
-            num_keys=len(gather_index),
+            num_keys=len(moved.gather),
+            num_sent=moved.num_sent,
             max_length=int(plan.lengths.max()),
-            colours=_colours(plan.lengths, colours, calls, integers, 2 * (len(integers) - len(cu))),
+            keys_are_rows=moved.num_sent == 0 and np.array_equal(moved.gather, rows),
+            sends_rows=moved.num_sent == len(rows) and np.array_equal(moved.sent_rows, rows),
+            colours=_colours(moved.key_begins, colours, calls, integers, 2 * (len(integers) - len(cu))),
+            sizes=tuple(len(array) for array in arrays),
             integers=integers,
         )
         if torch.device(device).type == "cuda":
@@ -112,17 +127,35 @@ class ShardMetadata:
     @property
     def positions(self) -> Tensor:
         """In-document position of every local row, int64 [s]."""
-        return self.integers[: self.num_rows]
+        return self._array(0)
 
     @property
     def gather_index(self) -> Tensor:
-        """Packed order from the rank-major all-gather, int64 [P]: packed = gathered[gather_index]."""
-        return self.integers.narrow(0, self.num_rows, self.num_keys)
+        """Keys from the pool of all rows that arrived and the local ones, int64 [P]: keys = pool[gather_index]."""
+        return self._array(1)
 
     @property
     def scatter_index(self) -> Tensor:
-        """The inverse, int64 [P]: gathered = packed[scatter_index]."""
-        return self.integers.narrow(0, self.num_rows + self.num_keys, self.num_keys)
+        """Key of every row that arrived, int64 [cp_size * e]; P where it is none of ours."""
+        return self._array(2)
+
+    @property
+    def sent_rows(self) -> Tensor:
+        """The local rows that are sent, int64 [at most e]."""
+        return self._array(3)
+
+    @property
+    def own_rows(self) -> Tensor:
+        """The local rows that are not sent, int64 [the rest of s]."""
+        return self._array(4)
+
+    @property
+    def own_keys(self) -> Tensor:
+        """Their keys, int64."""
+        return self._array(5)
+
+    def _array(self, i: int) -> Tensor:
+        return self.integers.narrow(0, sum(self.sizes[:i]), self.sizes[i])
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """The same metadata on `device`; asynchronous from pinned memory with `non_blocking`."""
@@ -138,13 +171,12 @@ class ShardMetadata:
 
 
 def _colours(
-    lengths: np.ndarray, colours: list[np.ndarray], calls: list[seg.VarlenCall], integers: Tensor, cu_start: int
+    key_begins: np.ndarray, colours: list[np.ndarray], calls: list[seg.VarlenCall], integers: Tensor, cu_start: int
 ) -> tuple[Colour, ...]:
     """One Colour per SEGMENT array, whose cu_q and cu_k follow each other in `integers` from int32 `cu_start` on."""
-    begins = seg.document_begins(lengths)
     q_start, made = 0, []
     for colour, call in zip(colours, calls, strict=True):
-        rows = _segment_rows(begins, colour)
+        rows = _segment_rows(key_begins, colour)
         made.append(
             Colour(
                 q_start=q_start,
@@ -161,11 +193,10 @@ def _colours(
     return tuple(made)
 
 
-def _segment_rows(begins: np.ndarray, colour: np.ndarray) -> tuple[SegmentRows, ...]:
-    """Host-side ranges of the segments of one colour (SEGMENT [n]) that have rows."""
-    colour = colour[colour["stop"] > colour["start"]]
+def _segment_rows(key_begins: np.ndarray, colour: np.ndarray) -> tuple[SegmentRows, ...]:
+    """Host-side ranges of the segments of one colour."""
     q_stops = np.cumsum(colour["stop"] - colour["start"])
     q_starts = q_stops - (colour["stop"] - colour["start"])
-    k_starts = begins[colour["document"]]
+    k_starts = key_begins[colour["document"]]
     columns = (q_starts, q_stops, k_starts, k_starts + colour["stop"])
     return tuple(SegmentRows(*row) for row in zip(*(column.tolist() for column in columns), strict=True))

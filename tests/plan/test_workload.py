@@ -1,6 +1,7 @@
 """Work of documents, the kernel model against counting tiles one by one, and calibration profiles."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,13 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb.config import MAX_TOKENS
+from megatron_wlb.plan.types import SEGMENT
 from megatron_wlb.plan.workload import (
     FLOPS_PROFILE,
     KernelModel,
+    KernelTimes,
+    Profile,
     crossover_from_flops,
     document_work,
     load_profile,
     shipped_profiles,
+    weights_per_layer,
 )
 
 LLAMA2_7B = {
@@ -68,38 +73,117 @@ def count_tiles(segments, tile_rows):
     st.integers(1, 70),
     st.integers(1, 4),
 )
-def test_launch_time_counts_tiles(segments, tile_rows, heads):
-    kernel = KernelModel(name="", tile_rows=tile_rows, launch=1.0, tile=1e3, query_tile=1e9, heads=heads)
-    starts, stops = np.array(segments, np.int64).reshape(-1, 2).T
-    tiles, query_tiles = count_tiles(segments, tile_rows)
-    expected = 1.0 + heads * (1e3 * tiles + 1e9 * query_tiles) if segments else 0.0
-    assert kernel.launch_time(starts, stops) == expected
+def test_the_kernel_model_counts_tiles(segments, tile_rows, heads):
+    kernel = KernelModel(tile_rows=tile_rows, launch=1.0, tile=1e3, query_tile=1e9, heads=heads)
+    counts = kernel.count(colour(segments))
+    assert counts == count_tiles(segments, tile_rows)
+    assert kernel.time(2, *counts) == 2.0 + heads * (1e3 * counts[0] + 1e9 * counts[1])
+
+
+def colour(segments):
+    return np.array([(d, *s) for d, s in enumerate(segments)], SEGMENT)
 
 
 def test_flops_profile_counts_attended_pairs():
-    starts, stops = np.array([0, 5]), np.array([4, 7])
-    assert FLOPS_PROFILE.kernel.launch_time(starts, stops) == (1 + 2 + 3 + 4) + (6 + 7)
+    kernel = FLOPS_PROFILE.kernel(heads=3)
+    assert kernel.time(2, *kernel.count(colour([(0, 4), (5, 7)]))) == 3 * ((1 + 2 + 3 + 4) + (6 + 7))
+
+
+def test_a_kernel_adds_up_both_directions_and_the_exposed_exchange():
+    profile = Profile(
+        name="",
+        tile_rows=128,
+        forward=KernelTimes(launch=1.0, tile=2.0, query_tile=3.0),
+        backward=KernelTimes(launch=10.0, tile=20.0, query_tile=30.0),
+        gather_us_per_mib=4.0,
+        scatter_us_per_mib=5.0,
+    )
+    kernel = profile.kernel(heads=7, row_bytes=2**19, head_groups=2)
+    assert (kernel.launch, kernel.tile, kernel.query_tile, kernel.heads) == (22.0, 22.0, 33.0, 7)
+    assert kernel.exchange == (2 * 4.0 + 2 * 5.0) / 4
+    forward = replace(profile, backward=None).kernel(heads=7, row_bytes=2**20)
+    assert (forward.launch, forward.tile, forward.exchange) == (1.0, 2.0, 4.0)
+
+
+MEASURED = Profile(
+    name="",
+    tile_rows=128,
+    forward=KernelTimes(launch=20.0, tile=0.026, query_tile=0.1),
+    backward=KernelTimes(launch=40.0, tile=0.065, query_tile=0.2),
+    linear_tflops=(500.0, 400.0),
+    head_size=128,
+)
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_with_a_measured_crossover_work_is_proportional_to_time(backward):
+    profile = MEASURED if backward else replace(MEASURED, backward=None)
+    kernel, lengths = profile.kernel(heads=32), np.array([128, 1024, 12800, 131072])
+    flops = weights_per_layer(**LLAMA2_7B) * lengths
+    linear_us = (2 * flops / 500e12 + (4 * flops / 400e12 if backward else 0)) * 1e6
+    us = linear_us + [kernel.time(0, *kernel.count(colour([(0, n)]))) for n in lengths.tolist()]
+    crossover = profile.crossover_for(**LLAMA2_7B)
+    assert crossover > 20_000
+    np.testing.assert_allclose(
+        us / document_work(lengths, crossover), us[-1] / document_work(lengths, crossover)[-1], 1e-4
+    )
+
+
+def test_the_crossover_of_other_head_sizes():
+    """Twice as many heads of half the size do the same multiplications, in as many tiles of half the time."""
+    halved = LLAMA2_7B | {"num_attention_heads": 64, "num_query_groups": 64, "kv_channels": 64}
+    assert MEASURED.crossover_for(**halved) == MEASURED.crossover_for(**LLAMA2_7B)
+    unstated = replace(MEASURED, head_size=None)
+    assert unstated.crossover_for(**LLAMA2_7B) == MEASURED.crossover_for(**LLAMA2_7B)
+
+
+def test_what_a_crossover_is_taken_from():
+    stated = replace(MEASURED, crossover_tokens=7)
+    assert stated.crossover_for(**LLAMA2_7B) == MEASURED.crossover_for(**LLAMA2_7B)  # with the output projection
+    assert replace(stated, linear_tflops=None).crossover_for(**LLAMA2_7B) == 7
+    assert replace(MEASURED, linear_tflops=None).crossover_for(**LLAMA2_7B) == crossover_from_flops(**LLAMA2_7B)
+
+
+def test_a_profile_says_where_it_differs_from_a_run():
+    profile = replace(MEASURED, dtype="bf16", backend="aten")
+    assert profile.differences(head_size=128, dtype="bf16", backend="aten") == ""
+    assert (
+        profile.differences(head_size=64, dtype="bf16", backend="te") == "head size 128, not 64, backend aten, not te"
+    )
+    assert FLOPS_PROFILE.differences(head_size=64, dtype="fp32", backend="cpu") == ""
 
 
 def test_shipped_profiles_load():
     assert shipped_profiles() == ["flops", "h100-fa2"]
     assert load_profile("flops") is FLOPS_PROFILE
     profile = load_profile("h100-fa2")
-    assert profile.kernel == KernelModel(name="h100-fa2", tile_rows=128, launch=19.8, tile=0.0260, query_tile=0.104)
-    assert profile.crossover_tokens is None
+    assert profile.tile_rows == 128
+    assert profile.forward == KernelTimes(launch=23.55, tile=0.0256, query_tile=0.0)
+    assert profile.backward is None
+    assert (profile.gather_us_per_mib, profile.scatter_us_per_mib) == (2.77, 2.98)
+    assert profile.crossover_tokens is profile.linear_tflops is None
+    assert (
+        profile.differences(head_size=64, dtype="fp32", backend="cpu") == "head size 128, not 64, dtype bf16, not fp32"
+    )
+
+
+TIMES = {"launch": 3, "tile": 0.5, "query_tile": 0.25}
 
 
 def profile(**changes):
-    kernel = {"tile_rows": 64, "launch": 3, "tile": 0.5, "query_tile": 0.25}
+    kernel = {"tile_rows": 64, "forward": TIMES | changes.pop("forward", {}), "backward": None}
     return {"name": "mine", "kernel": kernel | changes.pop("kernel", {})} | changes
 
 
 def test_a_profile_from_a_file(tmp_path):
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps(profile(crossover_tokens=40_000, device="anything")))
+    known = {"crossover_tokens": 40_000, "us_per_mib": {"gather": 2}, "linear_tflops": {"forward": 3, "backward": 2.5}}
+    path.write_text(json.dumps(profile(**known, device="anything")))
     loaded = load_profile(str(path))
-    assert loaded.crossover_tokens == 40_000
-    assert loaded.kernel.launch_time(np.array([0]), np.array([65])) == 3 + 0.5 * 3 + 0.25 * 2
+    assert (loaded.crossover_tokens, loaded.gather_us_per_mib, loaded.scatter_us_per_mib) == (40_000, 2, 0)
+    assert loaded.linear_tflops == (3, 2.5)
+    kernel = loaded.kernel(heads=1)
+    assert kernel.time(1, *kernel.count(colour([(0, 65)]))) == 3 + 0.5 * 3 + 0.25 * 2
 
 
 def test_a_profile_that_does_not_exist():
@@ -117,16 +201,24 @@ def test_a_profile_that_does_not_exist():
         "{}",
         '{"name": "x", "kernel": 3}',
         json.dumps({"name": "x"}),
-        json.dumps(profile(kernel={"name": "again"})),
-        json.dumps(profile(kernel={"unknown": 1})),
-        json.dumps(profile(kernel={"launch": "3"})),
-        json.dumps(profile(kernel={"launch": -1})),
-        json.dumps(profile(kernel={"tile": float("nan")})),
-        json.dumps(profile(kernel={"tile": float("inf")})),
-        json.dumps(profile(kernel={"launch": 0, "tile": 0, "query_tile": 0})),
+        json.dumps(profile(forward={"unknown": 1})),
+        json.dumps(profile(forward={"launch": "3"})),
+        json.dumps(profile(forward={"launch": -1})),
+        json.dumps(profile(forward={"tile": float("nan")})),
+        json.dumps(profile(forward={"tile": float("inf")})),
+        json.dumps(profile(forward={"launch": 0, "tile": 0, "query_tile": 0})),
+        json.dumps(profile(kernel={"forward": None})),
+        json.dumps(profile(kernel={"backward": {"tile": 1}})),
+        json.dumps(profile(kernel={"tile_rows": 96})),
+        json.dumps(profile(kernel={"tile_rows": 1 << 17})),
+        json.dumps(profile(us_per_mib={"gather": -1})),
+        json.dumps(profile(us_per_mib={"both": 1})),
         json.dumps(profile(kernel={"tile_rows": 0})),
         json.dumps(profile(kernel={"tile_rows": 1.5})),
-        json.dumps(profile(kernel={"heads": 0})),
+        json.dumps(profile(kernel={"head_size": "128"})),
+        json.dumps(profile(linear_tflops={"forward": 1})),
+        json.dumps(profile(linear_tflops={"forward": 1, "backward": 0})),
+        json.dumps(profile(linear_tflops={"forward": 1, "backward": 1}, forward={"tile": 0})),
         json.dumps(profile(crossover_tokens=0)),
         json.dumps(profile(crossover_tokens=1.5)),
         json.dumps(profile(crossover_tokens="50000")),

@@ -3,15 +3,32 @@
 Shapes: P rows in packed order, Hq query heads, Hkv key heads, head size D.
 """
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_wlb.plan.sharding import hybrid, per_document, per_sequence
 from megatron_wlb.plan.types import ShardPlan
-from megatron_wlb.runtime.attention import attend, attend_backward
-from megatron_wlb.runtime.backends import Backend
+from megatron_wlb.plan.workload import KernelModel
+from megatron_wlb.runtime.attention import AttentionOptions, attend, attend_backward
 from megatron_wlb.runtime.metadata import ShardMetadata
 
 NAMES = ("out", "dq", "dk", "dv")
+
+
+def _hybrid(lengths: np.ndarray, cp_size: int) -> ShardPlan:
+    """The longest three per document in tiles of 4, the others whole; per-document where that cannot be."""
+    kernel = KernelModel(tile_rows=4, launch=0.0, tile=1.0, query_tile=0.0)
+    return hybrid(lengths, cp_size, min(3, len(lengths)), kernel) or per_document(lengths, cp_size)
+
+
+SHARDINGS: dict[str, Callable[[np.ndarray, int], ShardPlan]] = {
+    "per-sequence": per_sequence,
+    "per-document": per_document,
+    "hybrid": _hybrid,
+}
 
 
 def inputs(num_rows: int, heads: tuple[int, int], head_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -22,13 +39,15 @@ def inputs(num_rows: int, heads: tuple[int, int], head_size: int, dtype: torch.d
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lengths: list[int], scale: float
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lengths: list[int], scale: float, window: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """float64 out, dq, dk, dv: one block-diagonal causal mask, gradients by autograd."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     row = torch.arange(len(document))
     visible = ((document[:, None] == document[None, :]) & (row[:, None] >= row[None, :])).to(q.device)
+    if window is not None:
+        visible &= (row[:, None] - row[None, :] <= window).to(q.device)
     keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, keys) * scale
     out = torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, float("-inf")).softmax(-1), values)
@@ -45,22 +64,36 @@ def local_rows(plan: ShardPlan, cp_rank: int) -> Tensor:
 
 
 def all_ranks(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, plan: ShardPlan, backend: Backend, scale: float
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, plan: ShardPlan, options: AttentionOptions
 ) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv in packed order, computed shard by shard; collectives are replaced by cat, sum and chunk."""
+    """out, dq, dk, dv in packed order, computed shard by shard; collectives are replaced by cat and sum."""
     rows = [local_rows(plan, rank) for rank in range(len(plan.shards))]
-    metadata = [ShardMetadata.build(plan, rank) for rank in range(len(plan.shards))]
-    gathered = torch.cat([torch.stack((k[r], v[r]), dim=1) for r in rows])
-    out, dq, dkv = torch.empty_like(q), torch.empty_like(q), torch.empty_like(gathered)
-    shares = []
+    metadata = [ShardMetadata.build(plan, rank, q.device) for rank in range(len(plan.shards))]
+    kv = torch.stack((k, v), dim=1)
+    sent = [_sent(kv[r], m) for r, m in zip(rows, metadata, strict=True)]
+    out, dq, dkv = torch.empty_like(q), torch.empty_like(q), torch.empty_like(kv)
+    shares, own = [], []
     for r, m in zip(rows, metadata, strict=True):
-        kv = gathered[m.gather_index]
-        out[r], lse = attend(q[r], kv, m, backend, scale)
-        dq[r], share = attend_backward(dout[r], q[r], kv, out[r], lse, m, backend, scale)
+        keys = torch.cat((*sent, kv[r]))[m.gather_index].unbind(1)
+        local_out, local_dq = torch.empty_like(q[r]), torch.empty_like(q[r])
+        lse = attend(q[r], *keys, local_out, m, options)
+        share = attend_backward(dout[r], q[r], *keys, local_out, lse, local_dq, m, options)
+        out[r], dq[r] = local_out, local_dq
         shares.append(share[m.scatter_index])
-    for r, home in zip(rows, torch.stack(shares).sum(0).chunk(len(rows)), strict=True):
-        dkv[r] = home.to(k.dtype)
+        own.append(share[m.own_keys])
+    sums = torch.stack(shares).sum(0).chunk(len(rows)) if metadata[0].num_sent else [None] * len(rows)
+    for r, m, arrived, mine in zip(rows, metadata, sums, own, strict=True):
+        dkv[r[m.own_rows]] = mine.to(k.dtype)
+        if arrived is not None:
+            dkv[r[m.sent_rows]] = arrived[: len(m.sent_rows)].to(k.dtype)
     return out, dq, *dkv.unbind(1)
+
+
+def _sent(kv: Tensor, metadata: ShardMetadata) -> Tensor:
+    """What a rank sends: NaN where it is padding, which nobody may look at."""
+    sent = kv.new_full((metadata.num_sent, *kv.shape[1:]), float("nan"))
+    sent[: len(metadata.sent_rows)] = kv[metadata.sent_rows]
+    return sent
 
 
 def assert_close(got: tuple[Tensor, ...], want: tuple[Tensor, ...], tolerance: float) -> None:

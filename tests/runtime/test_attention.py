@@ -5,15 +5,13 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_wlb.plan.sharding import per_document, per_sequence
 from megatron_wlb.plan.types import ShardPlan
-from megatron_wlb.runtime.attention import attend, attend_backward, context_parallel_attention
-from megatron_wlb.runtime.backends import BACKENDS, Backend, get_backend
+from megatron_wlb.runtime.attention import AttentionOptions, attend, attend_backward, context_parallel_attention
+from megatron_wlb.runtime.backends import Backend, get_backend
 from megatron_wlb.runtime.backends.aten import AtenBackend, _check_schema
 from megatron_wlb.runtime.metadata import ShardMetadata
-from tests.runtime.oracle import all_ranks, assert_close, dense, inputs
+from tests.runtime.oracle import SHARDINGS, all_ranks, assert_close, dense, inputs, local_rows
 
-SHARDINGS = {"per-sequence": per_sequence, "per-document": per_document}
 LENGTHS = {
     "ones": [1] * 16,
     "short": [3, 7, 1, 2, 5, 6],
@@ -37,10 +35,10 @@ def make_plan(sharding: str, lengths: list[int], cp_size: int) -> ShardPlan:
     return SHARDINGS[sharding](np.array(lengths, np.int64), cp_size)
 
 
-def run(q, k, v, dout, metadata, backend, scale=None):
+def run(q, k, v, dout, metadata, options):
     """out, dq, dk, dv of the public function on a single shard."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out = context_parallel_attention(q, k, v, metadata, None, backend, scale)
+    out = context_parallel_attention(q, k, v, metadata, None, options)
     return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
 
 
@@ -51,7 +49,7 @@ def run(q, k, v, dout, metadata, backend, scale=None):
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_all_ranks_together_are_dense_attention(backend, lengths, sharding, cp_size, heads, dtype):
     tensors = inputs(sum(lengths), heads, HEAD_SIZE, dtype)
-    got = all_ranks(*tensors, make_plan(sharding, lengths, cp_size), backend, 0.3)
+    got = all_ranks(*tensors, make_plan(sharding, lengths, cp_size), AttentionOptions(backend=backend, scale=0.3))
     assert all(x.dtype == dtype for x in got)
     assert_close(got, dense(*tensors, lengths, 0.3), TOLERANCE[dtype])
 
@@ -63,9 +61,8 @@ def test_autograd_on_a_single_shard(backend, sharding, scale, dtype):
     lengths = LENGTHS["mixed"]
     tensors = inputs(sum(lengths), (8, 2), HEAD_SIZE, dtype)
     plan = make_plan(sharding, lengths, 1)
-    metadata = ShardMetadata.build(plan, 0)
-    order = metadata.scatter_index  # a single shard holds every row, colour by colour
-    got = run(*(x[order] for x in tensors), metadata, backend, scale)
+    metadata, order = ShardMetadata.build(plan, 0), local_rows(plan, 0)
+    got = run(*(x[order] for x in tensors), metadata, AttentionOptions(backend=backend, scale=scale))
     want = dense(*tensors, lengths, HEAD_SIZE**-0.5 if scale is None else scale)
     assert_close(got, tuple(x[order] for x in want), TOLERANCE[dtype])
 
@@ -73,17 +70,18 @@ def test_autograd_on_a_single_shard(backend, sharding, scale, dtype):
 def test_head_sizes_and_strided_inputs(backend):
     """Megatron hands over views of one QKV projection, and a plain sum sends back a gradient of stride 0."""
     lengths = LENGTHS["mixed"]
-    metadata = ShardMetadata.build(make_plan("per-sequence", lengths, 1), 0)
+    plan = make_plan("per-sequence", lengths, 1)
+    metadata, order = ShardMetadata.build(plan, 0), local_rows(plan, 0)
     q, k, v, _ = inputs(sum(lengths), (8, 2), 24, torch.float32)
-    order = metadata.scatter_index
+    options = AttentionOptions(backend=backend)
     fused = torch.cat((q, k, v), dim=1)[order].requires_grad_()
-    out = context_parallel_attention(*fused.split([8, 2, 2], dim=1), metadata, None, backend)
+    out = context_parallel_attention(*fused.split([8, 2, 2], dim=1), metadata, None, options)
     out.sum().backward()
     want = dense(q, k, v, torch.ones_like(q), lengths, 24**-0.5)
     got = (out.detach(), *fused.grad.split([8, 2, 2], dim=1))
     assert_close(got, tuple(x[order] for x in want), TOLERANCE[torch.float32])
     transposed = q[order].transpose(1, 2).contiguous().transpose(1, 2)
-    again = context_parallel_attention(transposed, *fused.split([8, 2, 2], dim=1)[1:], metadata, None, backend)
+    again = context_parallel_attention(transposed, *fused.split([8, 2, 2], dim=1)[1:], metadata, None, options)
     assert torch.equal(again, out)
 
 
@@ -93,7 +91,7 @@ def test_runs_are_equal_to_the_bit(backend, sharding, dtype):
     lengths = LENGTHS["mixed"]
     tensors = inputs(sum(lengths), (8, 2), HEAD_SIZE, dtype)
     plan = make_plan(sharding, lengths, 4)
-    first, second = (all_ranks(*tensors, plan, backend, 0.3) for _ in range(2))
+    first, second = (all_ranks(*tensors, plan, AttentionOptions(backend=backend)) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
@@ -102,9 +100,10 @@ def test_activation_recomputation_changes_nothing(backend, use_reentrant):
     lengths = LENGTHS["mixed"]
     metadata = ShardMetadata.build(make_plan("per-document", lengths, 1), 0)
     q, k, v, dout = inputs(sum(lengths), (8, 2), HEAD_SIZE, torch.float32)
-    plain = run(q, k, v, dout, metadata, backend)
+    options = AttentionOptions(backend=backend)
+    plain = run(q, k, v, dout, metadata, options)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = checkpoint(context_parallel_attention, q, k, v, metadata, None, backend, use_reentrant=use_reentrant)
+    out = checkpoint(context_parallel_attention, q, k, v, metadata, None, options, use_reentrant=use_reentrant)
     out.backward(dout)
     recomputed = (out.detach(), q.grad, k.grad, v.grad)
     assert all(torch.equal(x, y) for x, y in zip(plain, recomputed, strict=True))
@@ -116,10 +115,17 @@ def test_log_sum_exps_of_both_backends_agree(dtype, tolerance):
     q, k, v, _ = inputs(sum(lengths), (8, 2), HEAD_SIZE, dtype)
     for rank in range(4):
         metadata = ShardMetadata.build(make_plan("per-document", lengths, 4), rank)
-        rows = torch.arange(metadata.num_rows)
-        kv = torch.stack((k, v), dim=1)
-        (_, cpu), (_, reference) = (
-            attend(q[rows], kv, metadata, get_backend(name, "cpu"), 0.3) for name in ("cpu", "reference")
+        rows, keys = torch.arange(metadata.num_rows), torch.arange(metadata.num_keys)
+        cpu, reference = (
+            attend(
+                q[rows],
+                k[keys],
+                v[keys],
+                torch.empty_like(q[rows]),
+                metadata,
+                AttentionOptions(backend=get_backend(name, "cpu"), scale=0.3),
+            )
+            for name in ("cpu", "reference")
         )
         for ours, theirs in zip(cpu, reference, strict=True):
             assert ours.dtype == theirs.dtype == torch.float32
@@ -129,7 +135,7 @@ def test_log_sum_exps_of_both_backends_agree(dtype, tolerance):
 def test_only_local_tensors_are_saved_for_backward(backend):
     metadata = ShardMetadata.build(make_plan("per-document", LENGTHS["mixed"], 1), 0)
     q, k, v, _ = inputs(metadata.num_rows, (8, 2), HEAD_SIZE, torch.float32)
-    out = context_parallel_attention(q.requires_grad_(), k, v, metadata, None, backend)
+    out = context_parallel_attention(q.requires_grad_(), k, v, metadata, None, AttentionOptions(backend=backend))
     saved = sum(x.numel() for x in out.grad_fn.saved_tensors)
     assert saved == 2 * q.numel() + 2 * k.numel() + q.shape[0] * q.shape[1]
 
@@ -140,7 +146,7 @@ def test_wrong_inputs_are_refused(backend):
 
     def refused(message, q=q, k=k, v=v, metadata=metadata):
         with pytest.raises(ValueError, match=message):
-            context_parallel_attention(q, k, v, metadata, None, backend)
+            context_parallel_attention(q, k, v, metadata, None, AttentionOptions(backend=backend))
 
     refused("3 query heads are not a multiple of 2 key heads", q=q[:, :3])
     refused("q has 8 and k has 8 rows, but the shard .* has 16", q=q[:8], k=k[:8], v=v[:8])
@@ -152,41 +158,27 @@ def test_wrong_inputs_are_refused(backend):
     refused("rank 0 of 1 .* rank 1 of 2", metadata=ShardMetadata.build(make_plan("per-document", [32], 2), 1))
 
 
-def test_backends_are_chosen_by_name_and_device():
-    assert get_backend("auto", "cpu").name == "cpu"
-    assert get_backend("auto", "cuda").name == "aten"
-    for name in BACKENDS:
-        device = BACKENDS[name].device_types[0]
-        assert get_backend(name, device).name == name
-    with pytest.raises(ValueError, match="unknown attention backend 'fa9'; choose one of auto, aten, cpu, reference"):
-        get_backend("fa9", "cpu")
-    with pytest.raises(ValueError, match="'aten' is not available on device 'cpu': it runs on cuda; choose one of"):
-        get_backend("aten", "cpu")
-    with pytest.raises(ValueError, match="'cpu' is not available on device 'cuda:1'"):
-        get_backend("cpu", "cuda:1")
-
-
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_aten_arguments_bind_and_shapes_hold(sharding):
     """The operators' shape functions run without a GPU; tests/gpu has the numbers."""
     metadata = ShardMetadata.build(make_plan(sharding, LENGTHS["mixed"], 2), 1).to("meta")
-    q, dout = (torch.empty(metadata.num_rows, 8, 64, dtype=torch.bfloat16, device="meta") for _ in range(2))
-    kv = torch.empty(metadata.num_keys, 2, 2, 64, dtype=torch.bfloat16, device="meta")
-    out, lse = attend(q, kv, metadata, AtenBackend(), 0.3)
-    dq, dkv = attend_backward(dout, q, kv, out, lse, metadata, AtenBackend(), 0.3)
-    assert (out.shape, dq.shape, dkv.shape) == (q.shape, q.shape, kv.shape)
+    options = AttentionOptions(backend=AtenBackend())
+    q, dout, out, dq = (torch.empty(metadata.num_rows, 8, 64, dtype=torch.bfloat16, device="meta") for _ in range(4))
+    k, v = (torch.empty(metadata.num_keys, 2, 64, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    lse = attend(q, k, v, out, metadata, options)
     assert [x.shape for x in lse] == [(8, c.q_stop - c.q_start) for c in metadata.colours]
-    assert dkv.dtype == torch.float32
+    dkv = attend_backward(dout, q, k, v, out, lse, dq, metadata, options)
+    assert (dkv.shape, dkv.dtype) == ((metadata.num_keys + 1, 2, 2, 64), torch.float32)
 
 
 def test_aten_refuses_what_it_cannot_run():
     metadata = ShardMetadata.build(make_plan("per-document", [16], 1), 0)
     q, k, v, _ = inputs(16, (4, 2), HEAD_SIZE, torch.float32)
     with pytest.raises(ValueError, match="'aten' runs one of torch.float16, torch.bfloat16"):
-        context_parallel_attention(q, k, v, metadata, None, AtenBackend())
+        context_parallel_attention(q, k, v, metadata, None, AttentionOptions(backend=AtenBackend()))
     q, k, v = (x.bfloat16()[..., :12] for x in (q, k, v))
     with pytest.raises(ValueError, match="head size 12: it must be a multiple of 8 and at most 256"):
-        context_parallel_attention(q, k, v, metadata, None, AtenBackend())
+        context_parallel_attention(q, k, v, metadata, None, AttentionOptions(backend=AtenBackend()))
 
 
 def test_aten_notices_another_schema():

@@ -7,36 +7,37 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from megatron_wlb.plan.sharding import per_document, per_sequence
+from megatron_wlb.plan.sharding import per_document, per_sequence, shard
+from megatron_wlb.plan.sharding.exchange import exchange
 from megatron_wlb.plan.sharding.segments import encode
+from megatron_wlb.plan.workload import FLOPS_PROFILE
 from megatron_wlb.runtime.metadata import ShardMetadata
-from tests.runtime.oracle import local_rows
+from tests.runtime.oracle import SHARDINGS, local_rows
 
 LENGTHS = np.array([5, 61, 18, 33, 1, 42, 24], np.int64)
 
 
-@pytest.mark.parametrize("sharding", [per_sequence, per_document])
+@pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 def test_rows_and_positions_follow_the_plan(sharding, cp_size):
     plan = sharding(LENGTHS, cp_size)
-    gathered = torch.cat([local_rows(plan, rank) for rank in range(cp_size)])
     position = torch.cat([torch.arange(n) for n in LENGTHS])
     for rank in range(cp_size):
         metadata = ShardMetadata.build(plan, rank)
-        assert torch.equal(gathered[metadata.gather_index], torch.arange(184))
-        assert torch.equal(metadata.scatter_index, gathered)
         assert torch.equal(metadata.positions, position[local_rows(plan, rank)])
-        assert (metadata.num_rows, metadata.num_keys, metadata.max_length) == (184 // cp_size, 184, 61)
+        assert (metadata.num_rows, metadata.max_length) == (184 // cp_size, 61)
         assert [c.q_start for c in metadata.colours] == [0, *(c.q_stop for c in metadata.colours[:-1])]
         assert metadata.colours[-1].q_stop == metadata.num_rows
+        both = torch.cat((metadata.sent_rows, metadata.own_rows))
+        assert torch.equal(both.sort().values, torch.arange(metadata.num_rows))
 
 
-@pytest.mark.parametrize("sharding", [per_sequence, per_document])
+@pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
 def test_colours_are_the_varlen_calls(sharding):
     plan = sharding(LENGTHS, 2)
     metadata = ShardMetadata.build(plan, 1)
     for colour, segments in zip(metadata.colours, plan.shards[1].colours, strict=True):
-        call = encode(plan.lengths, segments)
+        call = encode(exchange(plan, 1).key_begins, segments)
         assert colour.cu_q.dtype == colour.cu_k.dtype == torch.int32
         assert colour.cu_q.tolist() == call.cu_q.tolist()
         assert colour.cu_k.tolist() == call.cu_k.tolist()
@@ -56,6 +57,15 @@ def test_a_colour_without_rows_is_left_out():
     assert len(ShardMetadata.build(type(plan)(lengths=plan.lengths, shards=shards, strategy=""), 0).colours) == 2
 
 
+def test_a_single_shard_in_one_piece_copies_no_keys():
+    plan = shard(LENGTHS, 1, "adaptive", FLOPS_PROFILE.kernel(heads=1), use_native=False)
+    metadata = ShardMetadata.build(plan, 0)
+    assert metadata.keys_are_rows
+    assert metadata.num_sent == 0
+    assert not ShardMetadata.build(per_document(LENGTHS, 1), 0).keys_are_rows
+    assert ShardMetadata.build(per_document(np.full(2, 16, np.int64), 2), 0).sends_rows
+
+
 def test_one_buffer_moves_and_pickles_everything():
     metadata = ShardMetadata.build(per_document(np.full(8, 1000, np.int64), 4), 2)
     assert len(pickle.dumps(metadata)) < metadata.integers.nbytes + 4000
@@ -63,7 +73,7 @@ def test_one_buffer_moves_and_pickles_everything():
     assert torch.equal(copy.positions, metadata.positions)
     assert all(c.integers is copy.integers for c in copy.colours)
     moved = metadata.to("meta", non_blocking=True)
-    tensors = (moved.positions, moved.gather_index, moved.scatter_index, *(c.cu_k for c in moved.colours))
+    tensors = (moved.positions, moved.gather_index, moved.own_keys, *(c.cu_k for c in moved.colours))
     assert all(x.device.type == "meta" for x in tensors)
 
 

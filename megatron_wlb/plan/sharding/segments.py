@@ -4,21 +4,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_wlb.plan.types import Shard, ShardPlan
+from megatron_wlb.plan.types import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VarlenCall:
-    """Arguments of one varlen attention call over K/V in packed document order, causal aligned to the bottom right.
+    """Arguments of one varlen attention call over the keys of a rank, causal aligned to the bottom right.
 
-    Entry e attends query rows [cu_q[e], cu_q[e + 1]) of the colour to key rows [cu_k[e], cu_k[e + 1]) of the whole
-    micro-batch. Entries without queries skip the keys that nobody in this colour reads, so no K/V is copied.
+    Entry e attends query rows [cu_q[e], cu_q[e + 1]) of the colour to keys [cu_k[e], cu_k[e + 1]). Entries without
+    queries skip the keys that nobody in this colour reads, so no K/V is copied.
     """
 
     cu_q: np.ndarray
     """int32 [entries + 1]."""
     cu_k: np.ndarray
-    """int32 [entries + 1]; spans all keys of the micro-batch."""
+    """int32 [entries + 1]; spans all keys of the rank."""
     max_q: int
     max_k: int
     """Longest entry in queries and in keys. Gap entries count: a backward kernel writes dK only up to max_k."""
@@ -49,23 +49,16 @@ def positions(shard: Shard) -> np.ndarray:
     return np.concatenate([ranges(c["start"], c["stop"]) for c in shard.colours])
 
 
-def gather_index(plan: ShardPlan) -> np.ndarray:
-    """Where each packed row is found in the rank-major all-gather, int64 [sum(lengths)]: packed = gathered[index]."""
-    gathered = np.concatenate([rows(plan.lengths, shard) for shard in plan.shards])
-    index = np.empty(len(gathered), np.int64)
-    index[gathered] = np.arange(len(gathered))
-    return index
+def encode(key_begins: np.ndarray, colour: np.ndarray) -> VarlenCall:
+    """The varlen call of one colour (SEGMENT [n], in document order); DESIGN "colours and gap entries".
 
-
-def encode(lengths: np.ndarray, colour: np.ndarray) -> VarlenCall:
-    """The varlen call of one colour (SEGMENT [n]); DESIGN "colours and gap entries"."""
-    begins = document_begins(lengths)
-    colour = colour[colour["stop"] > colour["start"]]
+    `key_begins` (int64 [documents + 1]) says where the keys of each document begin; see `exchange.Exchange`.
+    """
     q_lengths = colour["stop"] - colour["start"]
-    k_starts = begins[colour["document"]]
+    k_starts = key_begins[colour["document"]]
     k_stops = k_starts + colour["stop"]
     # Interleave gap, entry, gap, entry, ..., gap; then drop the empty gaps.
-    cu_k = np.concatenate(([0], np.stack([k_starts, k_stops], axis=1).ravel(), begins[-1:]))
+    cu_k = np.concatenate(([0], np.stack([k_starts, k_stops], axis=1).ravel(), key_begins[-1:]))
     q = np.zeros(2 * len(colour) + 1, np.int64)
     q[1::2] = q_lengths
     keep = (np.diff(cu_k) > 0) | (q > 0)

@@ -1,78 +1,87 @@
 """Attention backends: forward and backward of one colour, and the one place that chooses between them."""
 
-from typing import Protocol
+import functools
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from megatron_wlb.runtime.backends.aten import AtenBackend
 from megatron_wlb.runtime.backends.cpu import CpuBackend
+from megatron_wlb.runtime.backends.flash_attn import FlashAttn3Backend, FlashAttnBackend
+from megatron_wlb.runtime.backends.protocol import Backend
 from megatron_wlb.runtime.backends.reference import ReferenceBackend
-from megatron_wlb.runtime.metadata import Colour
+from megatron_wlb.runtime.backends.te import TeBackend
+from megatron_wlb.runtime.backends.trial import try_backend
+from megatron_wlb.runtime.backends.triton import TritonBackend
 
-__all__ = ["BACKENDS", "Backend", "get_backend"]
+__all__ = ["BACKENDS", "Backend", "Choice", "choose_backend", "get_backend"]
+
+BACKENDS: dict[str, type[Backend]] = {
+    "aten": AtenBackend,
+    "flash_attn": FlashAttnBackend,
+    "flash_attn_3": FlashAttn3Backend,
+    "te": TeBackend,
+    "triton": TritonBackend,
+    "cpu": CpuBackend,
+    "reference": ReferenceBackend,
+}
+_PREFERENCE = {"cuda": ("aten", "flash_attn_3", "flash_attn", "te", "triton"), "cpu": ("cpu",)}
 
 
-class Backend(Protocol):
-    """Attention of the queries of one colour to the keys of the whole micro-batch, as plain functions.
-
-    Shapes: sq query rows of the colour, P keys of the micro-batch in packed order, Hq query heads, a multiple of the
-    Hkv key heads, head size D. Query head h reads key head h // (Hq / Hkv); K and V are never expanded to Hq heads
-    over all P rows. Every tensor but `lse` has stride 1 in D and may be strided otherwise.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What "auto" came to."""
 
     name: str
-    device_types: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]
+    refused: tuple[tuple[str, str], ...]
+    """Backends that would have come first, each with why it did not."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, colour: Colour, scale: float) -> tuple[Tensor, Tensor]:
-        """q [sq, Hq, D], k and v [P, Hkv, D] -> out [sq, Hq, D] and lse [Hq, sq], contiguous.
-
-        lse is the natural logarithm of the sum of exp(scale * q k^T), fp32 (fp64 for fp64 inputs). Raises ValueError
-        for a head size that the backend cannot run.
-        """
-        ...
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        colour: Colour,
-        scale: float,
-        dk: Tensor,
-        dv: Tensor,
-    ) -> Tensor:
-        """dq [sq, Hq, D] in the dtype of q; the colour's dK and dV are added into dk and dv [P, Hkv, D].
-
-        The accumulators are fp32 (fp64 for fp64 inputs), so that colours are summed in fp32, and a backend that works
-        document by document adds slices without a buffer of P rows for each.
-        """
-        ...
+    def __str__(self) -> str:
+        reasons = "; ".join(f"{name}: {why}" for name, why in self.refused)
+        return f"{self.name} ({reasons})" if reasons else self.name
 
 
-BACKENDS: dict[str, type[Backend]] = {"aten": AtenBackend, "cpu": CpuBackend, "reference": ReferenceBackend}
+@functools.cache
+def choose_backend(device_type: str) -> Choice:
+    """The backend of "auto": the first in order of preference that computes the right thing on a small colour here.
+
+    Tried once per process, without a word between ranks: on the same machine image all come to the same. On cuda:
+
+    1. aten: comes with torch, and FA3 or FA4 once activated;
+    2. flash_attn_3, flash_attn: the same kernels, built apart from torch;
+    3. te: on Hopper and later perhaps the fastest, but plans are built anew as lengths change, and K and V copied;
+    4. triton: needs neither package, and nobody has tuned it.
+
+    The order is reasoned, not measured: none of it has run on a GPU. Raises ValueError where nothing works.
+    """
+    refused: list[tuple[str, str]] = []
+    for name in _PREFERENCE.get(device_type, ()):
+        try:
+            try_backend(BACKENDS[name](), torch.device(device_type))
+        except Exception as error:  # what a broken installation raises is anyone's guess
+            refused.append((name, str(error).strip().split("\n")[0] or type(error).__name__))
+        else:
+            return Choice(name=name, refused=tuple(refused))
+    reasons = "; ".join(f"{name}: {why}" for name, why in refused) or "none is made for it"
+    raise ValueError(f"no attention backend works on device {device_type!r} ({reasons})")
 
 
 def get_backend(name: str, device: torch.device | str) -> Backend:
-    """The backend `name`, or for "auto" the fastest one for `device`: aten on cuda, else cpu.
+    """The backend `name`, or for "auto" that of `choose_backend`.
 
-    Raises ValueError for an unknown name and for a backend that cannot run on `device` or with this torch.
+    Raises ValueError for an unknown name and for a backend that cannot run on `device` or with what is installed.
     """
     device = torch.device(device)
     choices = ", ".join(("auto", *BACKENDS))
     if name == "auto":
-        name = "aten" if device.type == "cuda" else "cpu"
+        name = choose_backend(device.type).name
     if name not in BACKENDS:
         raise ValueError(f"unknown attention backend {name!r}; choose one of {choices}")
-    backend = BACKENDS[name]()
+    backend = BACKENDS[name]
     if device.type not in backend.device_types:
         runs_on = " and ".join(backend.device_types)
         raise ValueError(
             f"attention backend {name!r} is not available on device {str(device)!r}: it runs on {runs_on}; "
             f"choose one of {choices}"
         )
-    return backend
+    return backend()

@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_wlb.runtime.backends.checks import check_head_size
 from megatron_wlb.runtime.metadata import Colour
 
 _QKV = ("query", "key", "value")
 _LENGTHS = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal")
 _FORWARD_ARGUMENTS = (*_QKV, *_LENGTHS, "return_debug_mask")
 _BACKWARD_ARGUMENTS = ("grad_out", *_QKV, "out", "logsumexp", *_LENGTHS, "rng_state", "unused")
-
-_MAX_HEAD_SIZE = 256
+_KEYWORDS = ("scale", "window_size_left", "window_size_right")
 
 
 class AtenBackend:
@@ -20,6 +20,13 @@ class AtenBackend:
 
     The operators are private to torch, so their schemas are compared with what is passed here: ValueError where a
     version of torch has changed them. Bitwise reproducible under `torch.use_deterministic_algorithms(True)`.
+
+    `torch.nn.attention.activate_flash_attention_impl("FA3")` (needs the package `flash_attn_interface`) or `"FA4"`
+    (`flash_attn.cute`), torch 2.11 or newer, puts other kernels under the same two operators for the whole process, so
+    this backend then runs them without knowing. Whoever wants that activates before the first step, on every rank. FA3
+    needs compute capability 9.0 and refuses deterministic gradients for head sizes over 192; FA4 needs 9.0, or 10.0 and
+    a head size up to 128 or of 256. Log-sum-exps have the same shape, windows work, and torch calls both a prototype.
+    Neither has been tried with entries without queries; `choose_backend` tries what is active.
     """
 
     name = "aten"
@@ -30,15 +37,13 @@ class AtenBackend:
         _check_schema(torch.ops.aten._flash_attention_forward.default._schema, _FORWARD_ARGUMENTS, num_returns=5)
         _check_schema(torch.ops.aten._flash_attention_backward.default._schema, _BACKWARD_ARGUMENTS, num_returns=3)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, colour: Colour, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, colour: Colour, scale: float, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""
-        if q.shape[-1] % 8 or q.shape[-1] > _MAX_HEAD_SIZE:
-            raise ValueError(
-                f"attention backend 'aten' cannot run head size {q.shape[-1]}: it must be a multiple of 8 and at most "
-                f"{_MAX_HEAD_SIZE}; choose another kv_channels"
-            )
+        check_head_size(self.name, q)
         out, lse, _, _, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *_lengths(colour), 0.0, True, False, scale=scale
+            q, k, v, *_lengths(colour), 0.0, True, False, scale=scale, **_window(window)
         )
         return out, lse
 
@@ -54,12 +59,14 @@ class AtenBackend:
         scale: float,
         dk: Tensor,
         dv: Tensor,
+        window: int | None = None,
     ) -> Tensor:
         """See `Backend.backward`."""
         # The random state of the forward pass, in its dtype; without dropout nobody reads it.
         rng_state = torch.empty(2, dtype=torch.uint64, device=q.device)
+        lengths = _lengths(colour)
         dq, dk_part, dv_part = torch.ops.aten._flash_attention_backward(
-            dout, q, k, v, out, lse, *_lengths(colour), 0.0, True, rng_state, rng_state[0], scale=scale
+            dout, q, k, v, out, lse, *lengths, 0.0, True, rng_state, rng_state[0], scale=scale, **_window(window)
         )
         dk += dk_part
         dv += dv_part
@@ -67,19 +74,30 @@ class AtenBackend:
 
 
 def _lengths(colour: Colour) -> tuple[Tensor, Tensor, int, int]:
-    # With max_q = 1 the kernel takes every entry for a single query (decoding) and fails on the gap entries, which have
-    # none. It is an upper bound, so 2 is as good.
-    return colour.cu_q, colour.cu_k, max(colour.max_q, 2), colour.max_k
+    return colour.cu_q, colour.cu_k, max_queries(colour), colour.max_k
+
+
+def max_queries(colour: Colour) -> int:
+    """The max_q that FlashAttention kernels are given.
+
+    With 1 they take every entry for a single query (decoding) and fail on the gap entries, which have none. It is an
+    upper bound, so 2 is as good.
+    """
+    return max(colour.max_q, 2)
+
+
+def _window(window: int | None) -> dict[str, int]:
+    return {} if window is None else {"window_size_left": window, "window_size_right": 0}
 
 
 def _check_schema(schema: Any, positional: tuple[str, ...], num_returns: int) -> None:
-    """Raise ValueError unless the operator takes exactly these positional arguments, and `scale` by keyword."""
+    """Raise ValueError unless the operator takes exactly these positional arguments, and `_KEYWORDS` by keyword."""
     names = tuple(argument.name for argument in schema.arguments if not argument.kwarg_only)
     keywords = {argument.name: argument.has_default_value() for argument in schema.arguments if argument.kwarg_only}
-    required = [name for name, has_default in keywords.items() if not has_default and name != "scale"]
-    if names != positional or "scale" not in keywords or required or len(schema.returns) != num_returns:
+    required = [name for name, has_default in keywords.items() if not has_default and name not in _KEYWORDS]
+    if names != positional or not keywords.keys() >= set(_KEYWORDS) or required or len(schema.returns) != num_returns:
         raise ValueError(
             f"attention backend 'aten' was written for torch 2.11 to 2.13, and torch {torch.__version__} has another "
             f"{schema.name}({', '.join((*names, *keywords))}) with {len(schema.returns)} results, where "
-            f"({', '.join((*positional, 'scale'))}) with {num_returns} were expected; use a supported torch"
+            f"({', '.join((*positional, *_KEYWORDS))}) with {num_returns} were expected; use a supported torch"
         )

@@ -16,12 +16,15 @@ class ReferenceBackend:
     device_types: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, colour: Colour, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, colour: Colour, scale: float, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""
-        scores = _scores(q, k, colour, scale)
+        scores = _scores(q, k, colour, scale, window)
         out = torch.einsum("hgqk,khd->qhgd", scores.softmax(-1), v.double())
         lse = scores.logsumexp(-1).flatten(0, 1)
-        return out.flatten(1, 2).to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
+        out, lse = out.flatten(1, 2).to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
+        return out.contiguous(), lse.contiguous()
 
     def backward(
         self,
@@ -35,9 +38,10 @@ class ReferenceBackend:
         scale: float,
         dk: Tensor,
         dv: Tensor,
+        window: int | None = None,
     ) -> Tensor:
         """See `Backend.backward`; out and lse, which are rounded, are not used."""
-        p = _scores(q, k, colour, scale).softmax(-1)
+        p = _scores(q, k, colour, scale, window).softmax(-1)
         do = _grouped(dout, k.shape[1])
         dp = torch.einsum("qhgd,khd->hgqk", do, v.double())
         ds = scale * p * (dp - (p * dp).sum(-1, keepdim=True))
@@ -51,18 +55,20 @@ def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
     return x.double().unflatten(1, (num_kv_heads, -1))
 
 
-def _scores(q: Tensor, k: Tensor, colour: Colour, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, colour: Colour, scale: float, window: int | None) -> Tensor:
     """float64 [Hkv, g, sq, P], -inf where a query does not see a key."""
     scores = scale * torch.einsum("qhgd,khd->hgqk", _grouped(q, k.shape[1]), k.double())
-    return scores.masked_fill(~_visible(colour, q.shape[0], k.shape[0]), float("-inf"))
+    return scores.masked_fill(~_visible(colour, q.shape[0], k.shape[0], window), float("-inf"))
 
 
-def _visible(colour: Colour, num_queries: int, num_keys: int) -> Tensor:
-    """bool [sq, P]: same entry, and counted from the entry's end the key is not after the query."""
+def _visible(colour: Colour, num_queries: int, num_keys: int, window: int | None) -> Tensor:
+    """bool [sq, P]: same entry, and counted from the entry's end the key is not after the query, nor too far before."""
     (entry_q, to_end_q), (entry_k, to_end_k) = (
         _locate(cu, rows) for cu, rows in ((colour.cu_q, num_queries), (colour.cu_k, num_keys))
     )
-    return (entry_q[:, None] == entry_k[None, :]) & (to_end_k[None, :] >= to_end_q[:, None])
+    back = to_end_k[None, :] - to_end_q[:, None]
+    near = back >= 0 if window is None else (back >= 0) & (back <= window)
+    return (entry_q[:, None] == entry_k[None, :]) & near
 
 
 def _locate(cu: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

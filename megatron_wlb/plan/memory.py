@@ -1,0 +1,78 @@
+"""Activation memory of a pipeline stage under variable micro-batch lengths: what S_max costs, and which S_max fits.
+
+Bytes per token and layer follow Korthikanti et al. (arXiv 2205.05198, section 4), with attention that saves no scores,
+grouped key heads and gated MLPs: every tensor that some layer keeps for backward, in the training dtype.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationModel:
+    """A decoder-only model on one rank of its layout; see `peak_bytes`."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    """Of the experts that a token goes to, together."""
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    gated_linear_unit: bool
+    padded_vocab_size: int
+    dropout: bool
+    """Hidden dropout keeps two masks a layer."""
+    recompute_layers: bool
+    """Full activation recomputation: a layer keeps its input only."""
+    bytes_per_value: int
+    tp_size: int
+    sequence_parallel: bool
+    cp_size: int
+    pp_size: int
+    vp_size: int = 1
+    group_size: int = 0
+    """Micro-batches per virtual stage group; 0: pp_size, as upstream."""
+
+    def layer_bytes(self, *, keep_all: bool = False) -> float:
+        """Kept for backward by one layer, per token of the rank's shard of the sequence."""
+        h, w = self.hidden_size, self.bytes_per_value
+        split = self.tp_size if self.sequence_parallel else 1
+        if self.recompute_layers and not keep_all:
+            return w * h / split
+        query, key = self.num_attention_heads * self.kv_channels, self.num_query_groups * self.kv_channels
+        # Split by sequence parallelism: inputs and outputs of both norms, dropout masks of one byte.
+        between = 4 * w * h + (2 * h if self.dropout else 0)
+        # Split by tensor parallelism: Q, K, V, the attention output, log-sum-exps; the MLP before and after activation.
+        attention = w * (2 * query + 2 * key) + 4 * self.num_attention_heads
+        mlp = w * self.ffn_hidden_size * (3 if self.gated_linear_unit else 2)
+        return between / split + (attention + mlp) / self.tp_size
+
+    def in_flight(self, stage: int, num_micro_batches: int) -> int:
+        """Forward passes of model chunks that a stage holds at most before it goes back through one (1F1B)."""
+        if self.vp_size == 1:
+            return min(num_micro_batches, self.pp_size - stage)
+        group = self.group_size or self.pp_size
+        warmup = 2 * (self.pp_size - stage - 1) + (self.vp_size - 1) * group
+        return min(num_micro_batches * self.vp_size, warmup + 1)
+
+    def peak_bytes(self, stage: int, max_tokens: int, num_micro_batches: int) -> float:
+        """Activations at the peak of a stage, if every micro-batch in flight had `max_tokens` (S_max) tokens."""
+        tokens = max_tokens / self.cp_size
+        layers = self.num_layers / (self.pp_size * self.vp_size)
+        per_token = self.in_flight(stage, num_micro_batches) * layers * self.layer_bytes()
+        if self.recompute_layers:
+            per_token += self.layer_bytes(keep_all=True)
+        if stage == self.pp_size - 1:
+            # Input of the output layer, its logits, and their softmax in fp32.
+            per_token += self.bytes_per_value * self.hidden_size
+            per_token += (self.bytes_per_value + 4) * self.padded_vocab_size / self.tp_size
+        return tokens * per_token
+
+    def peak_bytes_of_stages(self, max_tokens: int, num_micro_batches: int) -> list[float]:
+        """`peak_bytes` of every stage."""
+        return [self.peak_bytes(stage, max_tokens, num_micro_batches) for stage in range(self.pp_size)]
+
+    def largest_max_tokens(self, budget_bytes: float, num_micro_batches: int, unit: int) -> int:
+        """The largest S_max, a multiple of `unit`, whose peak fits the budget on every stage; 0 if none does."""
+        per_token = max(self.peak_bytes_of_stages(1, num_micro_batches))
+        return int(budget_bytes / per_token) // unit * unit

@@ -1,0 +1,153 @@
+"""GPU backend on TransformerEngine: cuDNN's fused attention over packed rows, one call per colour."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_wlb.runtime.backends.checks import check_arguments, check_head_size, import_for
+from megatron_wlb.runtime.metadata import Colour
+
+_MODULE, _PACKAGE = "transformer_engine.pytorch", "transformer-engine[pytorch]"
+_LAYOUT = {
+    "qkv_layout": "thd_thd_thd",
+    "attn_bias_type": "no_bias",
+    "attn_mask_type": "padding_causal_bottom_right",
+    "dropout": 0.0,
+}
+_COMMON = (
+    *("max_seqlen_q", "max_seqlen_kv", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
+    *("q", "k", "v", "fake_dtype", "fused_attention_backend", "attn_scale", "window_size", *_LAYOUT),
+)
+_FORWARD = (*_COMMON, "is_training")
+_BACKWARD = (*_COMMON, "o", "d_o", "aux_ctx_tensors", "deterministic")
+# Since 2.15 the layouts of results are arguments; before, the dtype of the gradients was.
+_LAYOUTS_OF_RESULTS = {"o_format": "thd", "do_format": "thd", "dqkv_layout": "thd_thd_thd"}
+
+
+class TeBackend:
+    """`fused_attn_fwd` and `fused_attn_bwd` of TransformerEngine 2.2 or newer, with cuDNN 9.7 or newer.
+
+    cuDNN takes the place of an entry's first key from an array of its own (padded offsets), so only entries with
+    queries are given, and keys that nobody reads are skipped. It builds a plan for every (number of entries, rows,
+    keys) rounded up by TransformerEngine: the first steps are slow. Needs compute capability 9.0; head sizes over 128
+    run on 9.0, and 256 on the newest versions for 10.0. k and v are copied where they are not contiguous. Deterministic
+    under `torch.use_deterministic_algorithms(True)`, on 10.0 with cuDNN 9.18.1 or newer. What cuDNN cannot run, it says
+    itself, as a RuntimeError of TransformerEngine.
+
+    Raises ValueError where the package is missing or takes other arguments, and at the first call where cuDNN is so old
+    that log-sum-exps are not packed.
+    """
+
+    name = "te"
+    device_types: tuple[str, ...] = ("cuda",)
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+
+    def __init__(self) -> None:
+        te = import_for(self.name, f"{_MODULE}.cpp_extensions.fused_attn", _PACKAGE)
+        self._engine = te.FusedAttnBackend["F16_arbitrary_seqlen"]
+        self._forward, forward_extra = _function(te.fused_attn_fwd, _FORWARD)
+        self._backward, backward_extra = _function(te.fused_attn_bwd, _BACKWARD)
+        self._forward_extra: dict[str, Any] = forward_extra
+        self._backward_extra: dict[str, Any] = backward_extra
+        self._dtypes: dict[torch.dtype, Any] = {}
+        if "dqkv_dtype" in inspect.signature(te.fused_attn_bwd).parameters:
+            constants = import_for(self.name, f"{_MODULE}.constants", _PACKAGE)
+            self._dtypes = constants.TE_DType
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, colour: Colour, scale: float, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See `Backend.forward`."""
+        check_head_size(self.name, q)
+        call = self._call(q, k, v, colour, scale, window)
+        out, aux, *_ = self._forward(is_training=True, **call, **self._forward_extra)
+        stats = aux[0]
+        if stats.dim() != 3:
+            raise ValueError(
+                f"attention backend 'te' got log-sum-exps of shape {tuple(stats.shape)}, where packed ones [rows, "
+                "heads, 1] were expected: cuDNN is older than 9.6, or pads them for this GPU (capability 12.0); use "
+                "a newer cuDNN, or choose another backend"
+            )
+        # Older versions round the number of rows up.
+        return out.view(q.shape), stats[: q.shape[0], :, 0].T.contiguous()
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        colour: Colour,
+        scale: float,
+        dk: Tensor,
+        dv: Tensor,
+        window: int | None = None,
+    ) -> Tensor:
+        """See `Backend.backward`."""
+        extra = self._backward_extra
+        if self._dtypes:
+            extra = extra | {"dqkv_dtype": self._dtypes[q.dtype]}
+        # The random state of the forward pass; without dropout nobody reads it.
+        aux = [lse.T.contiguous()[:, :, None], torch.zeros(2, dtype=torch.int64, device=q.device)]
+        dq, dk_part, dv_part, *_ = self._backward(
+            o=out.contiguous(),
+            d_o=dout.contiguous(),
+            aux_ctx_tensors=aux,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **self._call(q, k, v, colour, scale, window),
+            **extra,
+        )
+        # Rows of K and V between the entries are 0: TransformerEngine clears gradients of packed rows first.
+        dk += dk_part
+        dv += dv_part
+        return dq
+
+    def _call(
+        self, q: Tensor, k: Tensor, v: Tensor, colour: Colour, scale: float, window: int | None
+    ) -> dict[str, Any]:
+        cu_q, cu_k, k_begins = _entries_with_queries(colour)
+        return {
+            "max_seqlen_q": colour.max_q,
+            "max_seqlen_kv": colour.max_k,
+            "cu_seqlens_q": cu_q,
+            "cu_seqlens_kv": cu_k,
+            "cu_seqlens_q_padded": cu_q,
+            "cu_seqlens_kv_padded": k_begins,
+            "q": q.contiguous(),
+            "k": k.contiguous(),
+            "v": v.contiguous(),
+            "fake_dtype": q.dtype,
+            "fused_attention_backend": self._engine,
+            "attn_scale": scale,
+            "window_size": (-1 if window is None else window, 0),
+            **_LAYOUT,
+        }
+
+
+def _function(function: Any, passed: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
+    """The function, checked, and those of `_LAYOUTS_OF_RESULTS` that it takes."""
+    parameters = {
+        name: parameter.default is not inspect.Parameter.empty
+        for name, parameter in inspect.signature(function).parameters.items()
+    }
+    extra = {name: value for name, value in _LAYOUTS_OF_RESULTS.items() if name in parameters}
+    parameters.pop("dqkv_dtype", None)
+    check_arguments("te", function.__name__, parameters, (*passed, *extra), "transformer-engine 2.2 to 2.18")
+    return function, extra
+
+
+def _entries_with_queries(colour: Colour) -> tuple[Tensor, Tensor, Tensor]:
+    """cu_q and cu_k of the entries that have queries, and where their keys begin, int32 [n + 1] each, on the device."""
+    q_lengths, k_lengths = colour.cu_q.diff(), colour.cu_k.diff()
+    # Entries with queries first, in order; how many they are is known on the host, so nobody waits for the device.
+    order = (q_lengths == 0).int().sort(stable=True).indices[: len(colour.segments)]
+    cu_q, cu_k = (_offsets(lengths[order]) for lengths in (q_lengths, k_lengths))
+    return cu_q, cu_k, torch.cat((colour.cu_k[:-1][order], colour.cu_k[-1:]))
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))

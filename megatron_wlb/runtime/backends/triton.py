@@ -1,0 +1,91 @@
+"""GPU backend that needs nothing but torch and triton: one kernel forward and two backward for a colour."""
+
+import torch
+from torch import Tensor
+
+from megatron_wlb.runtime.backends.checks import check_head_size, import_for
+from megatron_wlb.runtime.metadata import Colour
+
+# More keys than any entry has, so that kernels need not know of a case without a window.
+_NO_WINDOW = 1 << 30
+
+
+class TritonBackend:
+    """Kernels of `triton_kernels`: no atomics, so every run gives the same bits; no copies of K and V for query heads.
+
+    Head sizes are multiples of 8 up to 256 and computed as the next power of two. fp32 inputs are multiplied in full
+    fp32, not TF32. Raises ValueError where triton is not installed.
+    """
+
+    name = "triton"
+    device_types: tuple[str, ...] = ("cuda",)
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
+
+    def __init__(self) -> None:
+        self._kernels = import_for(self.name, "megatron_wlb.runtime.backends.triton_kernels", "triton")
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, colour: Colour, scale: float, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See `Backend.forward`."""
+        check_head_size(self.name, q)
+        out = q.new_empty(q.shape)
+        lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+        sizes = _sizes(q, k)
+        self._kernels.forward_kernel[_grid(q, colour, sizes["BLOCK_Q"])](
+            q, k, v, out, lse, *_call(q, colour, scale, window), *_strides(q, k, v, out), **sizes
+        )
+        return out, lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        colour: Colour,
+        scale: float,
+        dk: Tensor,
+        dv: Tensor,
+        window: int | None = None,
+    ) -> Tensor:
+        """See `Backend.backward`."""
+        dq, delta, sizes = q.new_empty(q.shape), torch.empty_like(lse), _sizes(q, k)
+        call = _call(q, colour, scale, window)
+        self._kernels.dq_kernel[_grid(q, colour, sizes["BLOCK_Q"])](
+            dout, q, k, v, out, lse, dq, delta, *call, *_strides(dout, q, k, v, out, dq), **sizes
+        )
+        self._kernels.dkv_kernel[_grid(k, colour, sizes["BLOCK_K"])](
+            dout, q, k, v, lse, delta, dk, dv, *call, *_strides(dout, q, k, v, dk, dv), **sizes
+        )
+        return dq
+
+
+def _grid(x: Tensor, colour: Colour, block: int) -> tuple[int, int]:
+    return x.shape[0] // block + colour.entries, x.shape[1]
+
+
+def _call(q: Tensor, colour: Colour, scale: float, window: int | None) -> tuple[Tensor, Tensor, int, int, float, int]:
+    return colour.cu_q, colour.cu_k, colour.entries, q.shape[0], scale, _NO_WINDOW if window is None else window
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(stride for x in tensors for stride in x.stride()[:2])
+
+
+def _sizes(q: Tensor, k: Tensor) -> dict[str, int]:
+    """Compile-time arguments. Blocks are the largest that compile for H100 with next to no spilled registers."""
+    padded = max(16, 1 << (q.shape[-1] - 1).bit_length())
+    full = q.dtype == torch.float32
+    block = (64 if padded <= 128 else 32) >> full
+    return {
+        "GROUP": q.shape[1] // k.shape[1],
+        "D": q.shape[-1],
+        "D_PAD": padded,
+        "BLOCK_Q": block,
+        "BLOCK_K": block,
+        "num_warps": 8 if full or padded > 64 else 4,
+        "num_stages": 2,
+    }

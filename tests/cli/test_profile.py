@@ -1,0 +1,192 @@
+"""What `megatron-wlb profile` fits, writes and refuses."""
+
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from megatron_wlb.cli import profile
+from megatron_wlb.cli.main import main
+from megatron_wlb.plan.sharding.select import shard
+from megatron_wlb.plan.workload import KernelTimes, load_profile
+from tests.cli.test_plan import ROOT, match
+
+MODEL = ["--hidden-size", "64", "--num-attention-heads", "4", "--num-query-groups", "2", "--kv-channels", "16"]
+SMALL = ["--device", "cpu", "--quick"]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The file of a run on the CPU."""
+    pytest.importorskip("torch")
+    path = tmp_path_factory.mktemp("profile") / "mine.json"
+    assert main(["profile", *MODEL, "--swiglu", *SMALL, "--collectives-from", "h100-fa2", "--output", str(path)]) == 0
+    return path
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+def test_the_fit_recovers_constants_from_noisy_times(rows):
+    heads, noise = 8, np.random.default_rng(1)
+    forward = KernelTimes(launch=20.0, tile=0.03, query_tile=0.1)
+    backward = KernelTimes(launch=50.0, tile=0.08, query_tile=0.0)
+    shards = [plan.shards[rank] for plan, rank in profile.shapes(131072)]
+    counts = np.array([profile.count(s, heads, rows) for s in shards])
+    us = np.stack([profile.predict(times, counts) for times in (forward, backward)], axis=1)
+    us *= noise.lognormal(0, 0.05, us.shape)
+    kernel, error = profile.fit_directions(shards, us, heads, (1, 64, 128))
+    assert kernel["tile_rows"] == rows
+    for true, name in ((forward, "forward"), (backward, "backward")):
+        fitted = kernel[name]
+        assert fitted.launch == pytest.approx(true.launch, rel=0.05)
+        assert fitted.tile == pytest.approx(true.tile, rel=0.05)
+        assert fitted.query_tile == pytest.approx(true.query_tile, rel=0.25, abs=0.02)
+        assert 0.02 < error[name]["held_out_median"] < 0.06
+        assert error[name]["held_out_median"] < error[name]["held_out_p90"] < 0.15
+        assert error[name]["shapes_fitted"] + error[name]["shapes_held_out"] == len(shards)
+
+
+def test_one_slow_sample_does_not_move_the_fit():
+    counts = np.array([(1, n, m) for n in (1, 10, 100, 1000) for m in (1, 5, 50)], float)
+    us = profile.predict(KernelTimes(launch=5.0, tile=1.0, query_tile=1.0), counts)
+    us[5] *= 100
+    assert profile.fit(counts, us).tile == pytest.approx(1.0, rel=0.1)
+
+
+def test_times_that_do_not_grow_are_refused():
+    shards = [plan.shards[rank] for plan, rank in profile.shapes(512)]
+    launches = np.array([profile.count(s, 1, 128)[:1] * 2 for s in shards], float)
+    with pytest.raises(ValueError, match="attention took no longer for more tiles"):
+        profile.fit_directions(shards, launches, 1, (128,))
+
+
+def test_shapes_are_those_of_training():
+    shapes = profile.shapes(4096)
+    assert {plan.strategy for plan, _ in shapes} == {"whole", "per-sequence", "per-document", "hybrid"}
+    assert all(plan.shards[rank].tokens for plan, rank in shapes)
+    for held_out in (True, False):
+        chosen = zip(shapes, profile.held_out_shapes(len(shapes)) == held_out, strict=True)
+        strategies = {plan.strategy for (plan, _), is_chosen in chosen if is_chosen}
+        assert strategies == {"whole", "per-sequence", "per-document", "hybrid"}
+
+
+def test_a_run_on_the_cpu(written, capsys):
+    data = json.loads(written.read_text())
+    assert data["kernel"].items() >= {"head_size": 16, "dtype": "fp32", "backend": "cpu"}.items()
+    assert data["error"]["forward"].keys() == data["error"]["backward"].keys()
+    assert data["error"]["forward"]["held_out_median"] <= data["error"]["forward"]["held_out_p90"]
+    assert data["linear"]["ffn_hidden_size"] == 128
+    assert data["linear"]["gated_linear_unit"] is True
+    # 4 * 64 * 16 query and output, 4 * 64 * 16 of two key heads, a gated MLP of 128.
+    weights = 64 * (2 * 64 + 2 * 32) + 3 * 64 * 128
+    for direction, flops in (("forward", 2 * weights), ("backward", 4 * weights)):
+        us = data["linear"][f"{direction}_us_per_token"]
+        assert data["linear_tflops"][direction] == pytest.approx(flops / us / 1e6, rel=1e-3)
+    assert data["us_per_mib"] == {"gather": 2.77, "scatter": 2.98}
+    assert data["command"].startswith("megatron-wlb profile --hidden-size 64 ")
+    assert data["versions"]["torch"] and data["date"] and data["device"].startswith("one thread of ")
+
+
+def test_what_it_writes_is_a_profile(written):
+    loaded = load_profile(str(written))
+    assert loaded.name == "mine"
+    assert loaded.forward.tile + loaded.backward.tile > 0
+    model = {"num_layers": 1, "hidden_size": 64, "ffn_hidden_size": 128, "gated_linear_unit": True}
+    heads = {"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 16, "padded_vocab_size": 0}
+    assert loaded.crossover_for(**model, **heads) == loaded.crossover_tokens
+    for use_native in (False, True):
+        kernel = loaded.kernel(heads=4, row_bytes=256, head_groups=2)
+        plan = shard(np.array([900, 60, 5, 59]), 4, "adaptive", kernel, use_native=use_native)
+        assert plan.time > 0
+        assert sum(s.tokens for s in plan.shards) == 1024
+
+
+def test_packing_takes_its_crossover(written, tmp_path):
+    (tmp_path / "lengths.json").write_text("[64, 32, 32]")
+    flags = ["--micro-batches", "1", "--context-length", "64", "--policy", "wlb", "--profile", str(written)]
+    assert main(["plan", str(tmp_path / "lengths.json"), *flags, "--output", str(tmp_path / "plan")]) == 0
+    header = json.loads((tmp_path / "plan").read_text().splitlines()[0])
+    assert header["crossover"] == json.loads(written.read_text())["crossover_tokens"]
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu(tmp_path):
+    if not pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    model = ["--hidden-size", "4096", "--num-attention-heads", "32", "--ffn-hidden-size", "11008", "--swiglu"]
+    assert main(["profile", *model, "--quick", "--device", "cuda", "--output", str(tmp_path / "gpu.json")]) == 0
+    loaded = load_profile(str(tmp_path / "gpu.json"))
+    assert (loaded.tile_rows, loaded.dtype) == (128, "bf16")
+    assert loaded.backward.tile > loaded.forward.tile > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--backend", "fa9"], "unknown attention backend 'fa9'; choose one of auto, "),
+        (["--backend", "aten"], "attention backend 'aten' is not available on device 'cpu'"),
+        (["--dtype", "fp8"], "--dtype: invalid choice: 'fp8'"),
+        (["--num-query-groups", "3"], "^--num-query-groups 3 does not divide --num-attention-heads 4$"),
+        (["--hidden-size", "0"], "--hidden-size: '0' must be an integer from 1 to"),
+        (["--collectives-from", "none"], "no profile 'none': give a JSON file or one of the shipped profiles"),
+        (["--device", "tpu"], "--device: invalid choice: 'tpu'"),
+    ],
+)
+def test_wrong_flags(tmp_path, capsys, flags, message):
+    match(refused(capsys, tmp_path, *MODEL, *SMALL, *flags), message)
+
+
+def test_heads_that_do_not_divide_the_hidden_size(tmp_path, capsys):
+    message = refused(capsys, tmp_path, "--hidden-size", "64", "--num-attention-heads", "5", *SMALL)
+    match(message, "^--num-attention-heads 5 does not divide --hidden-size 64; change one, or give --kv-channels$")
+
+
+def test_no_model(tmp_path, capsys):
+    match(refused(capsys, tmp_path), "required: --hidden-size, --num-attention-heads")
+
+
+def test_no_gpu(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    message = refused(capsys, tmp_path, *MODEL, "--device", "cuda")
+    match(message, "^--device cuda, but torch .* finds none; install a driver or choose cpu$")
+
+
+def test_outputs_are_tried_before_measuring(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(profile, "linear_times", None)
+    message = refused(capsys, tmp_path, *MODEL, *SMALL, output=tmp_path / "no" / "x.json")
+    match(message, "--output .*x.json: the folder .*no does not exist; create it or name another")
+    match(refused(capsys, tmp_path, *MODEL, *SMALL, output="/proc/x.json"), "/proc/.*x.json")
+
+
+def test_a_device_without_enough_memory(tmp_path, capsys, monkeypatch):
+    torch = pytest.importorskip("torch")
+
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+    monkeypatch.setattr(profile, "attention_times", full)
+    assert refused(capsys, tmp_path, *MODEL, *SMALL) == "out of device memory; give --quick, or a smaller model"
+
+
+def test_without_torch(tmp_path):
+    code = "import sys; sys.modules['torch'] = None\nfrom megatron_wlb.cli.main import main\nsys.exit(main())"
+    command = [sys.executable, "-c", code, "profile", *MODEL, "--output", str(tmp_path / "x.json")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    message = "megatron-wlb profile: error: torch is not installed; pip install 'megatron-wlb[train]'\n"
+    assert (done.returncode, done.stderr) == (2, message)
+
+
+def refused(capsys, folder, *flags, output=None):
+    """The message; checks exit code, that it is one line, and that no file was left."""
+    try:
+        code = main(["profile", *flags, "--output", str(output or folder / "x.json")])
+    except SystemExit as exit:  # argparse's own
+        code = exit.code
+    printed = capsys.readouterr()
+    assert code == 2
+    assert printed.out == ""
+    assert list(folder.iterdir()) == []
+    assert re.fullmatch("megatron-wlb profile: error: [^\n]*\n", printed.err), printed.err
+    return printed.err.removeprefix("megatron-wlb profile: error: ").removesuffix("\n")

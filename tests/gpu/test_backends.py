@@ -1,0 +1,139 @@
+"""Every GPU backend against float64: hand-made colours with gap entries, and all shards of plans."""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_wlb.plan.sharding import per_document
+from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
+from megatron_wlb.runtime.backends import BACKENDS, choose_backend, get_backend
+from megatron_wlb.runtime.backends.trial import colour_of, try_backend
+from megatron_wlb.runtime.metadata import ShardMetadata
+from tests.runtime import colours
+from tests.runtime.oracle import SHARDINGS, all_ranks, assert_close, dense, inputs
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+LENGTHS = {
+    "pairs": [2] * 8,
+    "short": [3, 7, 1, 2, 5, 6],
+    "giant among short": [1, 1000, 2, 5],
+    "mixed": [261, 18, 533, 1, 142, 424, 5],
+}
+TOLERANCE = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2e-6}
+
+
+@pytest.fixture(params=[name for name, cls in BACKENDS.items() if cls.device_types == ("cuda",)])
+def backend(request):
+    """Skips, with the reason, where the package is not installed or has another interface."""
+    try:
+        return get_backend(request.param, "cuda")
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+def skip_unless_it_runs(backend):
+    """What an installed package cannot do on this GPU is no failure of ours, but said."""
+    if backend.name in ("flash_attn_3", "te") and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip(f"{backend.name} needs compute capability 9.0, not {torch.cuda.get_device_capability()}")
+
+
+def poison():
+    """Leave NaN in the allocator's free blocks, where the next outputs are made."""
+    blocks = [torch.full((size,), float("nan"), device="cuda") for size in (1 << 8, 1 << 12, 1 << 16, 1 << 20, 1 << 22)]
+    del blocks
+
+
+def single(lengths):
+    """One shard: metadata on the GPU, and its q, k, v, dout in bf16, with gradients wanted."""
+    metadata = ShardMetadata.build(per_document(np.array(lengths, np.int64), 1), 0, "cuda")
+    return metadata, [x.cuda().requires_grad_() for x in inputs(sum(lengths), (8, 2), 64, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("window", colours.WINDOWS)
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4)], ids=["GQA", "MHA"])
+@pytest.mark.parametrize("entries", colours.COLOURS.values(), ids=colours.COLOURS)
+def test_colours(backend, entries, heads, window):
+    skip_unless_it_runs(backend)
+    colour = colour_of(entries, "cuda")
+    for dtype in backend.dtypes:
+        given = (*colours.tensors(colour, heads, 64, dtype), colour, 0.2, window)
+        poison()
+        colours.assert_close(colours.run(backend, *given), colours.expected(*given), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("head_size", [8, 24, 80, 96, 128, 192, 256])
+def test_head_sizes(backend, head_size):
+    skip_unless_it_runs(backend)
+    if head_size > 128 and backend.name == "te" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("cuDNN has gradients for head sizes over 128 on compute capability 9.0")
+    colour = colour_of([(0, 70), (300, 500), (0, 1), (1, 1), (129, 129)], "cuda")
+    for dtype in backend.dtypes:
+        given = (*colours.tensors(colour, (4, 2), head_size, dtype), colour, head_size**-0.5, None)
+        colours.assert_close(colours.run(backend, *given), colours.expected(*given), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4), (4, 1)], ids=["GQA", "MHA", "MQA"])
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_all_shards_of_a_plan(backend, lengths, sharding, cp_size, heads):
+    skip_unless_it_runs(backend)
+    plan = SHARDINGS[sharding](np.array(lengths, np.int64), cp_size)
+    tensors = [x.cuda() for x in inputs(sum(lengths), heads, 64, torch.bfloat16)]
+    for window in (None, 100):
+        poison()
+        got = all_ranks(*tensors, plan, AttentionOptions(backend=backend, scale=0.2, window=window))
+        assert_close(got, dense(*tensors, lengths, 0.2, window), TOLERANCE[torch.bfloat16])
+
+
+def test_no_synchronisation_with_the_host(backend):
+    """From the second call on: the first may build plans or compile."""
+    skip_unless_it_runs(backend)
+    lengths = LENGTHS["mixed"]
+    options = AttentionOptions(backend=backend)
+    for mode in ("default", "error"):
+        metadata, (q, k, v, dout) = single(lengths)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            context_parallel_attention(q, k, v, metadata, None, options).backward(dout.detach())
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_deterministic_on_request(backend):
+    skip_unless_it_runs(backend)
+    metadata, (q, k, v, dout) = single(LENGTHS["mixed"])
+    options = AttentionOptions(backend=backend)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (
+            torch.autograd.grad(context_parallel_attention(q, k, v, metadata, None, options), (q, k, v), dout)
+            for _ in range(2)
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def test_the_trial_of_auto(backend):
+    skip_unless_it_runs(backend)
+    try_backend(backend, torch.device("cuda"))
+
+
+def test_auto_finds_one():
+    assert choose_backend("cuda").name in BACKENDS
+
+
+@pytest.mark.parametrize("implementation", ["FA3", "FA4"])
+def test_aten_with_activated_kernels(implementation):
+    attention = torch.nn.attention
+    try:
+        attention.activate_flash_attention_impl(implementation)
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"{implementation} cannot be activated: {error}")
+    try:
+        try_backend(get_backend("aten", "cuda"), torch.device("cuda"))
+    finally:
+        attention.restore_flash_attention_impl()

@@ -1,0 +1,300 @@
+"""The backends on flash-attn, FlashAttention-3 and TransformerEngine, without these packages and without a GPU.
+
+Stand-ins have the packages' interfaces and compute on the CPU, in float64, from the arguments alone, so the tests show
+that calls bind and say what is meant. That the packages themselves agree only tests/gpu can show.
+"""
+
+import importlib.util
+import sys
+import types
+
+import pytest
+import torch
+
+from megatron_wlb.runtime.backends import flash_attn
+from megatron_wlb.runtime.backends.flash_attn import FlashAttn3Backend, FlashAttnBackend
+from megatron_wlb.runtime.backends.te import TeBackend
+from megatron_wlb.runtime.backends.trial import colour_of
+from tests.runtime.colours import COLOURS, WINDOWS, assert_close, expected, run, tensors
+
+# Interfaces of flash-attn 2.8.3, of FlashAttention-3 in 2026 (without paged and rotary arguments), and of
+# TransformerEngine 2.12 and 2.18.
+FLASH_ATTN = {
+    "_flash_attn_varlen_forward": "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt "
+    "max_seqlen_q, SymInt max_seqlen_k, float dropout_p, float softmax_scale, bool causal, SymInt window_size_left=-1, "
+    "SymInt window_size_right=-1, float softcap=0., Tensor? alibi_slopes=None, bool return_softmax=False, Tensor? "
+    "block_table=None, Tensor? leftpad_k=None, Tensor? seqused_k=None, bool zero_tensors=False) -> (Tensor, Tensor, "
+    "Tensor, Tensor)",
+    "_flash_attn_varlen_backward": "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+    "Tensor(a6!)? dq, Tensor(a7!)? dk, Tensor(a8!)? dv, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, float dropout_p, float softmax_scale, bool causal, SymInt window_size_left, SymInt "
+    "window_size_right, float softcap, Tensor? alibi_slopes, bool deterministic, Tensor? rng_state=None, bool "
+    "zero_tensors=False) -> Tensor",
+}
+FLASH_ATTN_3 = {
+    "fwd": "(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new = None, Tensor(v_new!)? v_new = None, Tensor? q_v = "
+    "None, Tensor(out!)? out = None, Tensor? cu_seqlens_q = None, Tensor? cu_seqlens_k = None, Tensor? "
+    "cu_seqlens_k_new = None, Tensor? seqused_q = None, Tensor? seqused_k = None, int? max_seqlen_q = None, int? "
+    "max_seqlen_k = None, float? softmax_scale = None, bool is_causal = False, int window_size_left = -1, int "
+    "window_size_right = -1, int attention_chunk = 0, float softcap = 0.0, int num_splits = 0, bool? pack_gqa = None, "
+    "int sm_margin = 0) -> (Tensor(out!), Tensor, Tensor, Tensor)",
+    "bwd": "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!)? dq = None, "
+    "Tensor(dk!)? dk = None, Tensor(dv!)? dv = None, Tensor? cu_seqlens_q = None, Tensor? cu_seqlens_k = None, Tensor? "
+    "seqused_q = None, Tensor? seqused_k = None, int? max_seqlen_q = None, int? max_seqlen_k = None, float? "
+    "softmax_scale = None, bool is_causal = False, int window_size_left = -1, int window_size_right = -1, float "
+    "softcap = 0.0, bool deterministic = False, int sm_margin = 0) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+}
+TE_QKV = "max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v"
+TE_PADDED = "cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None"
+TE_KINDS = "attn_bias_type='no_bias', attn_mask_type='padding', softmax_type='vanilla', window_size=(-1, -1)"
+TE_SCALE = "attn_scale=None, dropout=0.0, fast_zero_fill=True, qkv_layout='sbh3d'"
+TE = {
+    "2.12": (
+        f"is_training, {TE_QKV}, fake_dtype, fused_attention_backend, attn_bias=None, {TE_PADDED}, page_table_k=None, "
+        f"page_table_v=None, s_quantizer=None, o_quantizer=None, {TE_SCALE}, {TE_KINDS}, bottom_right_diagonal=None, "
+        "rng_gen=None, softmax_offset=None, return_max_logit=False, cuda_graph=False",
+        f"{TE_QKV}, o, d_o, fake_dtype, dqkv_dtype, aux_ctx_tensors, fused_attention_backend, {TE_PADDED}, "
+        f"s_quantizer=None, dp_quantizer=None, dqkv_quantizer=None, {TE_SCALE}, {TE_KINDS}, "
+        "bottom_right_diagonal=None, deterministic=False, cuda_graph=False",
+    ),
+    "2.18": (
+        f"is_training, {TE_QKV}, fake_dtype, fused_attention_backend, attn_bias=None, {TE_PADDED}, page_table_k=None, "
+        f"page_table_v=None, s_quantizer=None, o_quantizer=None, {TE_SCALE}, o_format='sbhd', "
+        f"qkv_scale_inv_format=None, {TE_KINDS}, bottom_right_diagonal=None, rng_gen=None, softmax_offset=None, "
+        "return_max_logit=False, cuda_graph=False",
+        f"{TE_QKV}, o, d_o, fake_dtype, aux_ctx_tensors, fused_attention_backend, {TE_PADDED}, s_quantizer=None, "
+        f"dp_quantizer=None, dqkv_quantizer=None, {TE_SCALE}, o_format='sbhd', do_format='sbhd', dqkv_layout='sbh3d', "
+        f"qkv_scale_inv_format=None, do_scale_inv_format=None, {TE_KINDS}, bottom_right_diagonal=None, "
+        "deterministic=False, cuda_graph=False",
+    ),
+}
+
+
+def weights(q, k, keys, queries, scale, left):
+    """softmax over the keys of one entry and its log-sum-exp: bottom right, at most `left` keys back (-1: all)."""
+    scores = scale * torch.einsum("qhd,khd->hqk", q[queries].double(), k[keys].double())
+    num_queries, num_keys = scores.shape[1:]
+    back = torch.arange(num_queries)[:, None] + num_keys - num_queries - torch.arange(num_keys)[None, :]
+    scores = scores.masked_fill((back < 0) | (back > (num_keys if left < 0 else left)), float("-inf"))
+    return scores.softmax(-1), scores.logsumexp(-1)
+
+
+def entries(cu_q, cu_k, k_begins=None):
+    k_begins = cu_k if k_begins is None else k_begins
+    for i in range(len(cu_q) - 1):
+        if cu_q[i + 1] > cu_q[i]:
+            begin = int(k_begins[i])
+            yield slice(int(cu_q[i]), int(cu_q[i + 1])), slice(begin, begin + int(cu_k[i + 1] - cu_k[i]))
+
+
+def varlen_forward(q, k, v, cu, scale, left):
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty((q.shape[1], q.shape[0]))
+    for queries, keys in entries(*cu):
+        p, lse[:, queries] = weights(q, k, keys, queries, scale, left)
+        out[queries] = torch.einsum("hqk,khd->qhd", p, v[keys].double()).to(q.dtype)
+    return out, lse
+
+
+def varlen_backward(dout, q, k, v, out, lse, cu, scale, left):
+    """Uses lse, as kernels do. Gradients of keys that nobody reads are 0."""
+    group = q.shape[1] // k.shape[1]
+    k_wide, v_wide = (x.repeat_interleave(group, dim=1).double() for x in (k, v))
+    dq, dk, dv = torch.zeros(q.shape).double(), torch.zeros_like(k_wide), torch.zeros_like(v_wide)
+    for queries, keys in entries(*cu):
+        p, exact = weights(q, k_wide, keys, queries, scale, left)
+        p = p * torch.exp(exact - lse[:, queries])[..., None]
+        do = dout[queries].double()
+        delta = (do * out[queries].double()).sum(-1).T[..., None]
+        ds = scale * p * (torch.einsum("qhd,khd->hqk", do, v_wide[keys]) - delta)
+        dq[queries] = torch.einsum("hqk,khd->qhd", ds, k_wide[keys])
+        dk[keys] = torch.einsum("hqk,qhd->khd", ds, q[queries].double())
+        dv[keys] = torch.einsum("hqk,qhd->khd", p, do)
+    dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+
+
+def bound(operator, arguments, named):
+    """Arguments by name, with the defaults of the schema."""
+    parameters = operator._schema.arguments
+    values = {p.name: p.default_value for p in parameters if p.has_default_value()}
+    return values | dict(zip((p.name for p in parameters), arguments, strict=False)) | named
+
+
+def check_varlen(a, causal):
+    assert a[causal] is True
+    assert a["window_size_right"] in (-1, 0)
+    assert a["max_seqlen_q"] >= max(2, int(a["cu_seqlens_q"].diff().max()))
+    assert a["max_seqlen_k"] >= int(a["cu_seqlens_k"].diff().max())
+    assert int(a["cu_seqlens_k"][-1]) == a["k"].shape[0]
+    cu = a["cu_seqlens_q"], a["cu_seqlens_k"]
+    return cu, a["softmax_scale"], a["window_size_left"]
+
+
+def library(namespace, schemas, causal):
+    """The operators of a package, on the CPU."""
+    forward_name, backward_name = schemas
+    made = torch.library.Library(namespace, "DEF")
+    for name, schema in schemas.items():
+        made.define(name + schema)
+    operators = getattr(torch.ops, namespace)
+
+    def forward(*arguments, **named):
+        a = bound(getattr(operators, forward_name).default, arguments, named)
+        out, lse = varlen_forward(a["q"], a["k"], a["v"], *check_varlen(a, causal))
+        return out, lse, torch.empty(0), torch.empty(0)
+
+    def backward(*arguments, **named):
+        a = bound(getattr(operators, backward_name).default, arguments, named)
+        state = a["dout"], a["q"], a["k"], a["v"], a["out"], a["softmax_lse"]
+        for name, x in zip(("dq", "dk", "dv"), varlen_backward(*state, *check_varlen(a, causal)), strict=True):
+            assert a[name].is_contiguous()
+            a[name].copy_(x)
+        count = len(getattr(operators, backward_name).default._schema.returns)
+        return torch.empty(0) if count == 1 else tuple(torch.empty(0) for _ in range(count))
+
+    made.impl(forward_name, forward, "CPU")
+    made.impl(backward_name, backward, "CPU")
+    return made
+
+
+def te_module(version):
+    """`transformer_engine.pytorch.cpp_extensions.fused_attn` of a version."""
+    module = types.ModuleType("fused_attn")
+    module.FusedAttnBackend = {"F16_arbitrary_seqlen": "cuDNN"}
+
+    def check(a):
+        assert all(a[x].is_contiguous() for x in ("q", "k", "v"))
+        assert (a["fused_attention_backend"], a["fake_dtype"], a["dropout"]) == ("cuDNN", a["q"].dtype, 0.0)
+        assert (a["qkv_layout"], a["attn_mask_type"]) == ("thd_thd_thd", "padding_causal_bottom_right")
+        for name in ("o_format", "do_format", "dqkv_layout"):
+            assert a.get(name, "thd").startswith("thd")
+        assert a["window_size"][1] == 0
+        lengths = a["cu_seqlens_q"].diff()
+        assert bool((lengths > 0).all()), "an entry without queries"
+        assert all(x.dtype == torch.int32 and x.is_contiguous() for n, x in a.items() if n.startswith("cu_seqlens"))
+        assert int(lengths.max()) <= a["max_seqlen_q"] <= a["max_seqlen_kv"] >= int(a["cu_seqlens_kv"].diff().max())
+        assert torch.equal(a["cu_seqlens_q"], a["cu_seqlens_q_padded"])
+        assert a["attn_scale"] is not None
+        return (a["cu_seqlens_q"], a["cu_seqlens_kv"], a["cu_seqlens_kv_padded"]), a["attn_scale"], a["window_size"][0]
+
+    def forward(a):
+        assert a["is_training"] is True
+        out, lse = varlen_forward(a["q"], a["k"], a["v"], *check(a))
+        stats = lse.T.contiguous()[:, :, None]
+        if version == "2.12":
+            stats = torch.nn.functional.pad(stats, (0, 0, 0, 0, 0, 5), value=float("nan"))
+        return out, [stats, torch.zeros(2, dtype=torch.int64)]
+
+    def backward(a):
+        stats, rng_state = a["aux_ctx_tensors"]
+        assert stats.is_contiguous() and stats.shape == (*a["q"].shape[:2], 1) and rng_state.numel() == 2
+        assert a["o"].is_contiguous() and a["d_o"].is_contiguous()
+        assert a.get("dqkv_dtype", "bf16") == "bf16"
+        lse = stats[:, :, 0].T
+        return [*varlen_backward(a["d_o"], a["q"], a["k"], a["v"], a["o"], lse, *check(a)), None, None]
+
+    for name, implementation, parameters in zip(
+        ("fused_attn_fwd", "fused_attn_bwd"), (forward, backward), TE[version], strict=True
+    ):
+        scope = {"implementation": implementation}
+        exec(f"def {name}({parameters}): return implementation(dict(locals()))", scope)
+        setattr(module, name, scope[name])
+    return module
+
+
+@pytest.fixture(params=["flash_attn", "flash_attn_3", "te 2.12", "te 2.18"])
+def backend(request, monkeypatch):
+    """A backend on its stand-in."""
+    torch.set_num_threads(1)
+    packages = ("flash_attn", "flash_attn_interface", "transformer_engine")
+    if installed := [name for name in packages if importlib.util.find_spec(name)]:
+        pytest.skip(f"{installed} are installed: tests/gpu has the real ones")
+    if request.param.startswith("te"):
+        path = "transformer_engine.pytorch.cpp_extensions.fused_attn"
+        constants = types.ModuleType("constants")
+        constants.TE_DType = {torch.bfloat16: "bf16"}
+        monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.constants", constants)
+        monkeypatch.setitem(sys.modules, path, te_module(request.param.split()[1]))
+        for end in range(1, path.count(".") + 1):
+            name = ".".join(path.split(".")[:end])
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        yield TeBackend()
+        return
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", types.ModuleType("flash_attn_interface"))
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", types.ModuleType("flash_attn_interface"))
+    if request.param == "flash_attn":
+        made = library("flash_attn", FLASH_ATTN, "causal")
+        yield FlashAttnBackend()
+    else:
+        made = library("flash_attn_3", FLASH_ATTN_3, "is_causal")
+        yield FlashAttn3Backend()
+    made._destroy()
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (2, 2)], ids=["GQA", "MHA"])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("name", COLOURS)
+def test_calls_say_what_is_meant(backend, name, window, heads):
+    colour = colour_of(COLOURS[name], "cpu")
+    given = (*tensors(colour, heads, 16, torch.bfloat16), colour, 0.3, window)
+    assert_close(run(backend, *given), expected(*given), 2**-7)
+
+
+def test_head_sizes_that_no_kernel_has_are_refused(backend):
+    colour = colour_of(COLOURS["square"], "cpu")
+    for size in (12, 264):
+        q, k, v, _ = tensors(colour, (2, 2), size, torch.bfloat16)
+        with pytest.raises(ValueError, match=f"{backend.name!r} cannot run head size {size}: .* multiple of 8"):
+            backend.forward(q, k, v, colour, 0.3)
+
+
+def test_determinism_is_passed_on_or_refused(backend):
+    colour = colour_of(COLOURS["square"], "cpu")
+    given = (*tensors(colour, (2, 2), 200, torch.bfloat16), colour, 0.3, None)
+    torch.use_deterministic_algorithms(True)
+    try:
+        if backend.name == "flash_attn_3":
+            with pytest.raises(ValueError, match="no deterministic gradients for head size 200, only up to 192"):
+                run(backend, *given)
+        else:
+            assert_close(run(backend, *given), expected(*given), 2**-7)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("cls", "package"),
+    [
+        (FlashAttnBackend, "needs flash-attn 2"),
+        (FlashAttn3Backend, "needs FlashAttention-3"),
+        (TeBackend, "needs transformer-engine"),
+    ],
+)
+def test_missing_packages_are_named(cls, package, monkeypatch):
+    for name in ("flash_attn", "flash_attn_interface", "transformer_engine"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in [name for name in sys.modules if name.startswith(("flash_attn.", "transformer_engine."))]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ValueError, match=f"attention backend '{cls.name}' {package}.*cannot be imported"):
+        cls()
+
+
+def test_other_interfaces_are_refused(backend, monkeypatch):
+    if backend.name == "te":
+        module = sys.modules["transformer_engine.pytorch.cpp_extensions.fused_attn"]
+        monkeypatch.setattr(module, "fused_attn_bwd", lambda q, k, v, new: None)
+    else:
+        monkeypatch.setattr(flash_attn, "_PASSED", dict.fromkeys(flash_attn._PASSED, ("q", "k", "renamed")))
+    with pytest.raises(ValueError, match="was written for .*does not take .* or also needs .*install such a version"):
+        type(backend)()
+
+
+@pytest.mark.parametrize("backend", ["te 2.18"], indirect=True)
+def test_te_refuses_padded_log_sum_exps(backend, monkeypatch):
+    monkeypatch.setattr(backend, "_forward", lambda q, **rest: (q, [torch.zeros(2, 4, 40, 1)]))
+    colour = colour_of(COLOURS["square"], "cpu")
+    q, k, v, _ = tensors(colour, (4, 2), 16, torch.bfloat16)
+    with pytest.raises(ValueError, match="packed ones .rows, heads, 1. were expected: cuDNN is older than 9.6"):
+        backend.forward(q, k, v, colour, 0.3)
