@@ -7,7 +7,6 @@ averages. Writes benchmarks/results/packing.json and docs/packing.png.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -23,6 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks import results
+from benchmarks.lengths import f2
 from benchmarks.peers import InOrderPolicy, KarmarkarKarpPolicy
 from megatron_wlb.plan import metrics, native
 from megatron_wlb.plan.dataset import read_index
@@ -46,16 +46,6 @@ TUNINGS = (
 )
 MODES = ("constant-tokens", "low-displacement")
 Row = dict[str, Any]
-
-
-def f2(count: int, seed: int) -> np.ndarray:
-    """Lengths of the synthetic distribution F2."""
-    p = json.loads((ROOT / "data/f2.json").read_text())
-    rng = np.random.default_rng(seed)
-    body = rng.lognormal(p["body"]["mu"], p["body"]["sigma"], count)
-    tail = p["tail"]["minimum"] * (1 + rng.pareto(p["tail"]["alpha"], count))
-    drawn = np.where(rng.random(count) < p["tail"]["probability"], tail, body)
-    return np.clip(drawn, *p["clip"]).astype(np.int64)
 
 
 def distributions(count: int) -> dict[str, tuple[np.ndarray, int]]:

@@ -1,0 +1,267 @@
+"""Attention of context-parallel ranks on the CPU: our `cpu` backend against torch alone, forward and backward.
+
+    python -m benchmarks.cp_attention_cpu [--quick] [--check]
+
+The ranks of a micro-batch run one after the other, all of K and V at hand. Torch alone is what one would write without
+our backend: scaled_dot_product_attention segment by segment, causal where a segment begins its document and with a mask
+aligned to the bottom right where it does not; or once under one mask for all queries and keys of a rank. Masks are made
+before. Results are compared with float64 first. Writes benchmarks/results/cp_attention_cpu.json and
+docs/cp_attention_cpu.png, in about 12 minutes; threads that have to share cores with others wait for each other.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks import results
+from benchmarks.gpu.ranks import CopyFree, Rank, Rows, both, random_rows, ranks
+from megatron_wlb.plan.sharding import per_document
+from megatron_wlb.runtime.attention import AttentionOptions
+from megatron_wlb.runtime.backends import get_backend
+from megatron_wlb.runtime.metadata import SegmentRows
+
+TOKENS, HEAD_SIZE = 4096, 64
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
+GOAL = 1.3
+LEAST_ROUNDS = 5
+OURS = "ours"
+Row = dict[str, Any]
+Gradients = tuple[Tensor, ...]  # out and dq [s, Hq, D], dk and dv [P, Hkv, D]
+Call = Callable[[], Gradients]
+
+
+class Case(NamedTuple):
+    name: str
+    lengths: np.ndarray
+    cp_size: int
+    heads: tuple[int, int] = (8, 8)
+    dtype: torch.dtype = torch.float32
+
+
+def documents(count: int) -> np.ndarray:
+    """Log-normal lengths, TOKENS in all."""
+    drawn = np.random.default_rng(0).lognormal(0, 1, count)
+    ends = np.rint(np.cumsum(drawn) / drawn.sum() * TOKENS).astype(np.int64)
+    return np.diff(ends, prepend=0)
+
+
+MAIN = "20 documents, CP=4"
+CASES = (
+    Case(MAIN, documents(20), 4),
+    *(Case(f"20 documents, CP={cp_size}", documents(20), cp_size) for cp_size in (1, 2, 8)),
+    Case("3 long documents, CP=4", np.array([2500, 1500, 96], np.int64), 4),
+    Case(f"{MAIN}, GQA", documents(20), 4, heads=(8, 2)),
+    Case(f"{MAIN}, bf16", documents(20), 4, dtype=torch.bfloat16),
+)
+
+
+def ours(rank: Rank, local: Rows, backend: str = "cpu") -> Call:
+    method = CopyFree(rank, AttentionOptions(backend=get_backend(backend, CPU)))
+
+    def call() -> Gradients:
+        out, dq, dkv = both(method, local)
+        return out, dq, *dkv.unbind(1)
+
+    return call
+
+
+def by_segment(rank: Rank, local: Rows) -> Call:
+    """One call for each segment. Keys are split by document, so that autograd adds up no more than a document."""
+    found = [segment for colour in rank.metadata.colours for segment in colour.segments]
+    ends: dict[int, int] = {}
+    for s in found:
+        ends[s.k_start] = max(s.k_stop, ends.get(s.k_start, 0))
+    begins = sorted(ends)
+    documents, queries = [ends[begin] - begin for begin in begins], [s.q_stop - s.q_start for s in found]
+    which, keys = [begins.index(s.k_start) for s in found], [s.k_stop - s.k_start for s in found]
+    masks = [None if s.k_split == s.k_start else _hidden(s, local.q.dtype) for s in found]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ks, vs = k.split(documents, dim=2), v.split(documents, dim=2)
+        outs = [
+            _sdpa(part, ks[d][:, :, :n], vs[d][:, :, :n], attn_mask=mask, is_causal=mask is None)
+            for part, d, n, mask in zip(q.split(queries, dim=2), which, keys, masks, strict=True)
+        ]
+        return torch.cat(outs, dim=2)
+
+    return partial(_by_autograd, attend, local)
+
+
+def by_mask(rank: Rank, local: Rows) -> Call:
+    """One call for everything."""
+    mask = torch.full((rank.metadata.num_rows, rank.metadata.num_keys), -torch.inf, dtype=local.q.dtype)
+    for colour in rank.metadata.colours:
+        for s in colour.segments:
+            mask[colour.q_start :][s.q_start : s.q_stop, s.k_start : s.k_stop] = _hidden(s, mask.dtype)
+    return partial(_by_autograd, lambda q, k, v: _sdpa(q, k, v, attn_mask=mask), local)
+
+
+def _hidden(s: SegmentRows, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores of a segment: -inf for the keys behind a query."""
+    scores = torch.full((s.q_stop - s.q_start, s.k_stop - s.k_start), -torch.inf, dtype=dtype)
+    return scores.triu(1 + s.k_split - s.k_start)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **options)
+
+
+def _by_autograd(attend: Callable[[Tensor, Tensor, Tensor], Tensor], local: Rows) -> Gradients:
+    """`attend` takes and gives [1, heads, rows, D]."""
+    leaves = [x.detach().requires_grad_() for x in (local.q, *local.kv.unbind(1))]
+    out = attend(*(x.transpose(0, 1)[None] for x in leaves))[0].transpose(0, 1)
+    return out.detach(), *torch.autograd.grad(out, leaves, local.dout)
+
+
+METHODS = {OURS: ours, "by segment": by_segment, "one mask": by_mask}
+
+
+def check(case: Case, rank: Rank, local: Rows, calls: dict[str, Call]) -> None:
+    """Raise ValueError where a method is not float64, one key head after the other, as norms."""
+    group = case.heads[0] // case.heads[1]
+    found = {method: call() for method, call in calls.items()}
+    for head in range(case.heads[1]):
+        queries, keys = slice(head * group, (head + 1) * group), slice(head, head + 1)
+        q, kv, dout = (x.double() for x in local)
+        part = Rows(q[:, queries], kv[:, :, keys], dout[:, queries])
+        want = ours(rank, part, "reference")()
+        for method, tensors in found.items():
+            for x, y, heads in zip(tensors, want, (queries, queries, keys, keys), strict=True):
+                error = float((x[:, heads].double() - y).norm() / (y.norm() + y.numel() ** 0.5))
+                if not error <= TOLERANCE[case.dtype]:
+                    raise ValueError(f"{case.name}, rank {rank.metadata.cp_rank}: {method} is off by {error:.1e}")
+
+
+def prepare(case: Case) -> list[dict[str, Call]]:
+    """What is measured, for every rank; checked."""
+    micro_batch = random_rows(int(case.lengths.sum()), case.heads, HEAD_SIZE, case.dtype, CPU)
+    calls = []
+    for rank in ranks(per_document(case.lengths, case.cp_size), CPU):
+        local = rank.local(micro_batch)
+        calls.append({method: make(rank, local) for method, make in METHODS.items()})
+        check(case, rank, local, calls[-1])
+    return calls
+
+
+def measure(case: Case, calls: list[dict[str, Call]], threads: int, seconds: float) -> list[Row]:
+    """One row a method, methods by turns for `seconds`: sum over ranks and slowest rank, medians over rounds."""
+    torch.set_num_threads(threads)
+    rounds: list[list[list[float]]] = []
+    begin = time.perf_counter()
+    while len(rounds) < LEAST_ROUNDS or time.perf_counter() - begin < seconds:
+        rounds.append([[_ms(of_rank[method]) for of_rank in calls] for method in METHODS])
+    ms = np.array(rounds)  # [rounds, methods, ranks]
+    rows = []
+    for i, method in enumerate(METHODS):
+        row: Row = {"case": case.name, "threads": threads, "method": method, "rounds": len(rounds)}
+        for what, reduced in (("total", ms.sum(axis=2)), ("slowest", ms.max(axis=2))):
+            row |= spread(f"{what}_ms", reduced[:, i]) | spread(f"{what}_over_ours", reduced[:, i] / reduced[:, 0])
+        rows.append(row)
+    return rows
+
+
+def _ms(call: Call) -> float:
+    begin = time.perf_counter()
+    call()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def spread(name: str, values: np.ndarray) -> Row:
+    return {name: float(np.median(values)), f"{name}_min": float(values.min()), f"{name}_max": float(values.max())}
+
+
+def goals(rows: list[Row]) -> list[results.Goal]:
+    return [
+        results.Goal(
+            name=f"{row['case']}, {row['threads']} threads: {row['method']} over ours, {what}",
+            value=row[f"{what}_over_ours"],
+            goal=GOAL,
+            direction=">=",
+        )
+        for row in rows
+        if row["case"] == MAIN and row["method"] != OURS
+        for what in ("total", "slowest")
+    ]
+
+
+def draw(rows: list[Row]) -> Path:
+    """Time over ours of all cases, with the range over rounds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    threads = sorted({row["threads"] for row in rows})
+    figure, axes = plt.subplots(1, len(threads), figsize=(11, 4), constrained_layout=True, sharey=True, squeeze=False)
+    for axis, count in zip(axes[0], threads, strict=True):
+        for i, (method, colour) in enumerate((("by segment", "#d55e00"), ("one mask", "#8c8c8c"))):
+            here = [r for r in rows if (r["threads"], r["method"]) == (count, method)]
+            value, least, most = ([r[f"total_over_ours{end}"] for r in here] for end in ("", "_min", "_max"))
+            ends = [
+                [v - x for v, x in zip(value, least, strict=True)],
+                [x - v for v, x in zip(value, most, strict=True)],
+            ]
+            places = [j + 0.4 * i for j in range(len(here))]
+            axis.barh(places, value, 0.38, xerr=ends, color=colour, label=f"torch, {method}", error_kw={"lw": 0.8})
+        axis.set_yticks([j + 0.2 for j in range(len(here))], [r["case"] for r in here], fontsize=8)
+        axis.axvline(1, color="black", lw=0.8)
+        axis.set_xlabel("time of all ranks over ours")
+        axis.set_title(f"{count} thread{'s' * (count > 1)}", loc="left", fontsize=10)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].invert_yaxis()
+    axes[0][0].legend(frameon=False, fontsize=8)
+    path = Path(__file__).parent.parent / "docs/cp_attention_cpu.png"
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def show(rows: list[Row], wanted: list[results.Goal]) -> None:
+    console = Console(width=140)
+    table = Table(
+        "case", "threads", "method", "all ranks, ms", "min", "max", "slowest, ms", "all / ours", "slowest / ours"
+    )
+    for r in rows:
+        numbers = (r[k] for k in ("total_ms", "total_ms_min", "total_ms_max", "slowest_ms"))
+        ratios = (f"{r[k]:.2f}" for k in ("total_over_ours", "slowest_over_ours"))
+        table.add_row(r["case"], str(r["threads"]), r["method"], *(f"{v:.1f}" for v in numbers), *ratios)
+    console.print(table)
+    for g in wanted:
+        console.print(f"{'holds ' if g.holds else 'MISSED'} {g.name} = {g.value:.2f} ({g.direction} {g.goal:g})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="seconds: one case, one thread, nothing written")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a goal is missed")
+    args = parser.parse_args()
+    rows = []
+    for case in track(CASES[:1] if args.quick else CASES, "attending", console=Console(stderr=True)):
+        calls = prepare(case)
+        for threads in (1,) if args.quick else sorted({1, os.cpu_count() or 1}):
+            rows += measure(case, calls, threads, 5 if args.quick else 25)
+    wanted = goals(rows)
+    show(rows, wanted)
+    if not args.quick:
+        setup = {"tokens": TOKENS, "head_size": HEAD_SIZE, "sharding": "per-document"}
+        setup["cases"] = [c._asdict() | {"lengths": c.lengths.tolist(), "dtype": str(c.dtype)} for c in CASES]
+        print(results.write("cp_attention_cpu", settings=setup, rows=rows, goals=wanted), draw(rows))
+    if args.check and not all(g.holds for g in wanted):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""What is measured: micro-batches, and the ways to shard them."""
+
+import itertools
+from functools import cache
+
+import numpy as np
+
+from benchmarks.lengths import f2
+from megatron_wlb.plan import native
+from megatron_wlb.plan.packing import make_policy
+from megatron_wlb.plan.sharding import mirrored_order, shard
+from megatron_wlb.plan.sharding.select import STRATEGIES, candidates
+from megatron_wlb.plan.stream import DocumentStream, Source
+from megatron_wlb.plan.types import ShardPlan
+from megatron_wlb.plan.workload import FLOPS_PROFILE, KernelModel
+
+WINDOW = 131_072
+"""That F2 was made for; under half of it, documents are scaled with the window."""
+CROSSOVER = 51_200
+SKIPPED = 20
+"""Micro-batches before the packer is in its stride."""
+STATIC = ("per-sequence", "per-document")
+CHOSEN = ("paper", "hybrid")
+PACKINGS = ("adaptive", "wlb", "original")
+
+
+@cache
+def micro_batches(window: int, packing: str, count: int) -> tuple[np.ndarray, ...]:
+    """Document lengths of F2 micro-batches, int64 [documents] each, in the order of the stream."""
+    policy = make_policy(
+        packing,
+        num_micro_batches=4,
+        context_length=window,
+        max_tokens=5 * window // 4,
+        crossover_tokens=CROSSOVER,
+        outlier_thresholds=(window // 4, window // 2),
+        use_native=native.AVAILABLE,
+    )
+    lengths = f2(20_000, 0)
+    if window < WINDOW // 2:
+        lengths = np.maximum(1, lengths * window // WINDOW)
+    stream = DocumentStream([Source(pairs=lengths)], seed=0, context_length=window, shuffle=False)
+    made: list[np.ndarray] = []
+    for step in itertools.count():
+        packed = policy.pack(step, _Draw(stream, step, 4 * window))
+        documents = [packed.micro_batch(i) for i in range(len(packed))]
+        made += [d["length"][np.argsort(d["index"])] for d in documents if len(d)]
+        if len(made) >= SKIPPED + count:
+            return tuple(made[SKIPPED : SKIPPED + count])
+
+
+class _Draw:
+    """The stream as a policy sees it in a step: as in plan/packer.py, which needs more than numpy for its state."""
+
+    exhausted = False
+
+    def __init__(self, stream: DocumentStream, step: int, batch_tokens: int) -> None:
+        self._stream, self._step, self._batch_tokens = stream, step, batch_tokens
+
+    def __call__(self, global_batches: int) -> np.ndarray:
+        return self._take(global_batches * self._batch_tokens)
+
+    def more(self, tokens: int) -> np.ndarray:
+        return self._take(self._stream.position + tokens)
+
+    def ahead(self, step: int) -> int:
+        return self._stream.position - step * self._batch_tokens
+
+    def _take(self, limit: int) -> np.ndarray:
+        begin = self._stream.position
+        rows = self._stream.take(limit)
+        starts = begin + np.cumsum(rows["length"]) - rows["length"]
+        rows["arrival"] = np.maximum(self._step, starts // self._batch_tokens)
+        return rows
+
+
+def padded(lengths: np.ndarray, unit: int) -> np.ndarray:
+    """Brought to a multiple of `unit` by a document at the tail."""
+    padding = -int(lengths.sum()) % unit
+    return np.append(lengths, padding) if padding else lengths
+
+
+def whole(lengths: np.ndarray) -> ShardPlan:
+    """On one rank in one piece."""
+    return shard(lengths, 1, "adaptive", FLOPS_PROFILE.kernel(heads=1), use_native=False)
+
+
+def ours(lengths: np.ndarray, cp_size: int, kernel: KernelModel) -> ShardPlan:
+    """What training chooses with --wlb-cp-sharding adaptive (plan/step.py)."""
+    chosen = shard(padded(lengths, 2 * cp_size), cp_size, "adaptive", kernel, use_native=native.AVAILABLE)
+    return min(chosen, _mirrored(lengths, cp_size, kernel), key=lambda plan: plan.time)
+
+
+class Choices:
+    """What every strategy makes of a micro-batch, equal plans once."""
+
+    def __init__(self, lengths: np.ndarray, cp_size: int) -> None:
+        self._lengths, self._cp_size = lengths, cp_size
+        self.by_strategy: dict[str, bytes] = {}
+        self.plans: dict[bytes, ShardPlan] = {}
+        """By a key that is equal where plans are."""
+
+    def choose(self, strategies: tuple[str, ...], kernel: KernelModel, suffix: str = "") -> None:
+        """Plan by strategies of `plan.sharding`, and ours under the name of "adaptive"."""
+        tokens = padded(self._lengths, 2 * self._cp_size)
+        for strategy in strategies:
+            plan = shard(tokens, self._cp_size, strategy, kernel, use_native=native.AVAILABLE)
+            self.by_strategy[strategy + suffix] = self._add(plan)
+        self.by_strategy[f"adaptive{suffix}"] = self._add(ours(self._lengths, self._cp_size, kernel))
+
+    def add_candidates(self, kernel: KernelModel) -> None:
+        """Everything that ours chooses from."""
+        tokens = padded(self._lengths, 2 * self._cp_size)
+        for plan in candidates(tokens, self._cp_size, STRATEGIES["adaptive"], kernel):
+            self._add(plan)
+        self._add(_mirrored(self._lengths, self._cp_size, kernel))
+
+    def _add(self, plan: ShardPlan) -> bytes:
+        arrays = (plan.lengths, *(colour for shard in plan.shards for colour in shard.colours))
+        key = b"|".join(array.tobytes() for array in arrays)
+        self.plans.setdefault(key, plan)
+        return key
+
+
+def _mirrored(lengths: np.ndarray, cp_size: int, kernel: KernelModel) -> ShardPlan:
+    """Per-sequence sharding of the documents in another order."""
+    tokens = padded(lengths[mirrored_order(lengths)], 2 * cp_size)
+    return shard(tokens, cp_size, "per-sequence", kernel, use_native=native.AVAILABLE)

@@ -1,0 +1,140 @@
+"""Context-parallel ranks played one after the other in one process, and ways to run the attention of one.
+
+Shapes: L rows of the micro-batch, s of them local; P keys that they see; N rows of all key prefixes together; Hq query
+heads, a multiple of the Hkv key heads; head size D. K and V lie side by side, [rows, 2, Hkv, D], as in training.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_wlb.plan.sharding import segments
+from megatron_wlb.plan.types import ShardPlan
+from megatron_wlb.runtime.attention import AttentionOptions, attend, attend_backward
+from megatron_wlb.runtime.backends.trial import colour_of
+from megatron_wlb.runtime.metadata import ShardMetadata
+
+
+class Rows(NamedTuple):
+    """Tensors of a micro-batch or of a rank; on a rank, `kv` has the keys."""
+
+    q: Tensor
+    """[L or s, Hq, D]."""
+    kv: Tensor
+    """[L or P, 2, Hkv, D]."""
+    dout: Tensor
+    """[L or s, Hq, D]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """What a rank is given; integers on the device."""
+
+    metadata: ShardMetadata
+    rows: Tensor
+    """Rows of the micro-batch that it holds, int64 [s]."""
+    keys: Tensor
+    """Rows of the micro-batch that are its keys, int64 [P]."""
+
+    def local(self, micro_batch: Rows) -> Rows:
+        """The tensors that the rank has once K and V have been gathered."""
+        q, kv, dout = micro_batch
+        return Rows(q.index_select(0, self.rows), kv.index_select(0, self.keys), dout.index_select(0, self.rows))
+
+
+def ranks(plan: ShardPlan, device: torch.device) -> list[Rank]:
+    """All ranks of a plan. Keys are looked up as in training: in the pool of what arrives and the local rows."""
+    metadata = [ShardMetadata.build(plan, rank, device) for rank in range(len(plan.shards))]
+    rows = [torch.from_numpy(segments.rows(plan.lengths, shard)).to(device) for shard in plan.shards]
+    sent = [F.pad(r[m.sent_rows], (0, m.num_sent - len(m.sent_rows))) for r, m in zip(rows, metadata, strict=True)]
+    return [
+        Rank(metadata=m, rows=r, keys=torch.cat((*sent, r))[m.gather_index])
+        for r, m in zip(rows, metadata, strict=True)
+    ]
+
+
+def random_rows(count: int, heads: tuple[int, int], head_size: int, dtype: torch.dtype, device: torch.device) -> Rows:
+    """Random tensors of `count` rows for (Hq, Hkv) heads; the same in every run on a device."""
+    generator = torch.Generator(device).manual_seed(count)
+    shapes = ((heads[0],), (2, heads[1]), (heads[0],))
+    return Rows(*(torch.randn(count, *s, head_size, generator=generator, device=device, dtype=dtype) for s in shapes))
+
+
+class Method(Protocol):
+    """Attention of one rank. `forward` gives out and all else that stays in memory until `backward`."""
+
+    def forward(self, local: Rows) -> tuple[Tensor, ...]: ...
+
+    def backward(self, local: Rows, saved: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """dq [s, Hq, D] and this rank's share of dK and dV [P, 2, Hkv, D]."""
+
+
+MakeMethod = Callable[[Rank, AttentionOptions], Method]
+
+
+def both(method: Method, local: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """Forward and backward: out, dq, dkv."""
+    saved = method.forward(local)
+    return saved[0], *method.backward(local, saved)
+
+
+class CopyFree:
+    """Ours: one call per colour over all keys, dK and dV of the colours summed in fp32."""
+
+    def __init__(self, rank: Rank, options: AttentionOptions) -> None:
+        self._metadata, self._options = rank.metadata, options
+
+    def forward(self, local: Rows) -> tuple[Tensor, ...]:
+        out = torch.empty_like(local.q)
+        return out, *attend(local.q, *local.kv.unbind(1), out, self._metadata, self._options)
+
+    def backward(self, local: Rows, saved: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        out, *lse = saved
+        q, kv, dout = local
+        dq = torch.empty_like(q)
+        return dq, attend_backward(dout, q, *kv.unbind(1), out, lse, dq, self._metadata, self._options)[:-1]
+
+
+class PrefixCopies:
+    """K and V up to the end of every segment copied one after the other, then one call, in which nothing is shared.
+
+    After the implementation that DistCA compares itself with (hao-ai-lab/DistCA, baseline/wlbllm_original): copies by
+    `torch.cat`, kept for backward, dK and dV summed in their own dtype. With `dtype` float32 they are as exact as ours.
+    """
+
+    def __init__(self, rank: Rank, options: AttentionOptions, dtype: torch.dtype | None = None) -> None:
+        self._options, self._dtype = options, dtype
+        found = [segment for colour in rank.metadata.colours for segment in colour.segments]
+        self._prefixes = [slice(s.k_start, s.k_stop) for s in found]
+        device = rank.keys.device
+        self._index = torch.cat([torch.arange(s.k_start, s.k_stop) for s in found]).to(device)
+        self._call = colour_of([(s.q_stop - s.q_start, s.k_stop - s.k_start) for s in found], device)
+
+    def forward(self, local: Rows) -> tuple[Tensor, ...]:
+        q, kv, _ = local
+        k, v = (torch.cat([x[prefix] for prefix in self._prefixes]) for x in kv.unbind(1))
+        return *self._options.backend.forward(q, k, v, self._call, self._options.scale_for(q)), k, v
+
+    def backward(self, local: Rows, saved: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        out, lse, k, v = saved
+        dq, *gradients = self._gradients(local.dout, local.q, k, v, out, lse)
+        dkv = torch.zeros_like(local.kv, dtype=self._dtype)
+        for total, part in zip(dkv.unbind(1), gradients, strict=True):
+            total.index_add_(0, self._index, part.to(total.dtype))
+        return dq, dkv
+
+    def _gradients(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        """dq, dk, dv of the call; straight from the operator where our backend would first add them in fp32."""
+        backend, call, scale = self._options.backend, self._call, self._options.scale_for(q)
+        if backend.name == "aten":
+            lengths = call.cu_q, call.cu_k, call.max_q, call.max_k
+            state = torch.empty(2, dtype=torch.uint64, device=q.device)
+            return torch.ops.aten._flash_attention_backward(
+                dout, q, k, v, out, lse, *lengths, 0.0, True, state, state[0], scale=scale
+            )
+        dk, dv = (torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (k, v))
+        return backend.backward(dout, q, k, v, out, lse, call, scale, dk, dv), dk, dv
