@@ -1,0 +1,184 @@
+"""Who waits for whom in a pipeline step: passes, transfers between stages, and the points where a stage goes on.
+
+A *node* ends at max(end of two earlier nodes) + its own time. A transfer begins when both sides have posted it. Who
+posts and waits when is what megatron-core 0.19 does with its defaults: the plain schedule sends and receives
+synchronously; the interleaved one (`--overlap-p2p-communication`) does so while it warms up and cools down, and in
+between receives one pass ahead and waits for an output until it is sent, since it frees it then, and for a gradient
+until after the next backward. The tests hold this against upstream's own functions.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from megatron_wlb.simulate.schedule import Schedule
+
+NONE = -1
+"""No node: the beginning of the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """Nodes in an order in which every node comes after those it waits for, which is no property of their times."""
+
+    nodes: np.ndarray
+    """int64 [n]: 0 <= i < num_passes is a pass (numbered as in `Timeline`), num_passes + i its transfer, 2 * num_passes
+    + i the point where its stage goes on."""
+    first: list[int]
+    second: list[int]
+    """The two nodes that each waits for: their places in the order, from 1; 0 is the beginning of the step."""
+    passes: np.ndarray
+    """int64 [passes]: place in the order of every pass."""
+    before: np.ndarray
+    """int64 [2, passes]: `first` and `second` of every pass."""
+
+
+@lru_cache(maxsize=16)
+def graph_of(schedule: Schedule) -> Graph:
+    """The graph of a schedule. O(passes * log(passes)), vectorised."""
+    chains = _chains(schedule)
+    num, senders = chains.ids.size, chains.senders
+    first, second = np.full(3 * num, NONE), np.full(3 * num, NONE)
+    waits = _plain(chains) if schedule.num_chunks == 1 else _interleaved(schedule, chains)
+    first[:num], second[:num] = waits.arrival, np.where(chains.before != NONE, waits.after[chains.before], NONE)
+    first[num + senders], second[num + senders] = senders, waits.ready
+    joins = np.flatnonzero(waits.extra != NONE)
+    first[2 * num + joins], second[2 * num + joins] = waits.sync[joins], waits.extra[joins]
+
+    keys = np.concatenate((4 * chains.keys, 4 * chains.keys + 1, np.zeros(num, np.int64)))
+    keys[2 * num + joins] = np.maximum(keys[waits.sync[joins]], keys[waits.extra[joins]]) + 1
+    nodes = np.concatenate((np.arange(num), num + senders, 2 * num + joins))
+    nodes = nodes[np.argsort(keys[nodes].astype(np.int32))]
+    place = np.zeros(3 * num + 1, np.int64)  # place[NONE] is the beginning of the step
+    place[nodes] = 1 + np.arange(len(nodes))
+    before = np.stack((place[first[nodes]], place[second[nodes]]))
+    assert (before <= np.arange(len(nodes))).all(), schedule
+    passes = place[:num]
+    return Graph(
+        nodes=nodes, first=before[0].tolist(), second=before[1].tolist(), passes=passes, before=before[:, passes - 1]
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chains:
+    """Passes in the order of their stage, and of their micro-batch."""
+
+    ids: np.ndarray
+    """int64 [directions, stages, chunks, micro-batches]: 0, 1, 2, ..."""
+    turns: np.ndarray
+    """The same shape: rank on the stage, see `Schedule.turns`."""
+    keys: np.ndarray
+    """int64 [passes]: grows along both chains."""
+    before: np.ndarray
+    """int64 [passes]: the pass before on the same stage, or NONE."""
+    senders: np.ndarray
+    receivers: np.ndarray
+    """int64 [transfers]: the result of the one is sent to the other, on another stage."""
+
+
+def _chains(schedule: Schedule) -> _Chains:
+    stages, chunks, count = schedule.num_stages, schedule.num_chunks, schedule.num_micro_batches
+    directions = 1 if schedule.forward_only else 2
+    ids = np.arange(directions * stages * chunks * count).reshape(directions, stages, chunks, count)
+    turns = np.stack([schedule.turns(s) for s in range(stages)], axis=1)[:directions]
+    by_turn = np.argsort(turns.swapaxes(0, 1).reshape(stages, -1), axis=1)
+    sequence = np.take_along_axis(ids.swapaxes(0, 1).reshape(stages, -1), by_turn, axis=1)
+    before = np.full(ids.size, NONE)
+    before[sequence[:, 1:]] = sequence[:, :-1]
+
+    # Micro-batches pass through the virtual stages, then back; where they turn round, nothing is sent.
+    ways = ids.swapaxes(1, 2).reshape(directions, stages * chunks, count)
+    ways = np.concatenate((ways[:1], ways[1:, ::-1]))
+    hops = (ways[:, :-1], ways[:, 1:]) if stages > 1 else (ways[:, :0], ways[:, :0])
+    # A forward pass comes 1 (plain) or 2 turns after that of the stage before it, a backward pass as much earlier.
+    keys = turns + (1 if chunks == 1 else 2) * np.arange(stages)[:, None, None]
+    senders, receivers = (hop.ravel() for hop in hops)
+    return _Chains(ids=ids, turns=turns, keys=keys.ravel(), before=before, senders=senders, receivers=receivers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Waits:
+    """Nodes (see `Graph.nodes`, or NONE) that passes, int64 [passes] each, and transfers wait for."""
+
+    arrival: np.ndarray
+    """A pass, for the transfer of what it takes."""
+    sync: np.ndarray
+    extra: np.ndarray
+    """After a pass, its stage goes on when both have ended."""
+    ready: np.ndarray
+    """int64 [transfers]: posted by the receiver after it."""
+
+    @property
+    def after(self) -> np.ndarray:
+        """The point where the stage goes on: a node of its own only if it waits for two."""
+        num = len(self.sync)
+        return np.where(self.extra == NONE, self.sync, 2 * num + np.arange(num))
+
+
+def _plain(chains: _Chains) -> _Waits:
+    num, senders, receivers = chains.ids.size, chains.senders, chains.receivers
+    arrival, sync = np.full(num, NONE), np.arange(num)
+    arrival[receivers], sync[senders] = num + senders, num + senders
+    previous = chains.before[receivers]
+    # Two passes of the same direction: first a send, then a receive. Otherwise both at once.
+    backward = np.arange(num) >= chains.ids[0].size
+    ready = np.where((previous != NONE) & (backward[previous] == backward[receivers]), sync[previous], previous)
+    return _Waits(arrival=arrival, sync=sync, extra=np.full(num, NONE), ready=ready)
+
+
+def _interleaved(schedule: Schedule, chains: _Chains) -> _Waits:
+    ids, senders, receivers = chains.ids, chains.senders, chains.receivers
+    directions, stages, chunks, count = ids.shape
+    num, total = ids.size, chunks * count
+    # by_turn[d, s, k] is the k-th pass of direction d on stage s, and turn its inverse.
+    by_turn = chains.turns.reshape(directions, stages, total).argsort(axis=2)
+    by_turn += ids[:, :, :1, 0]
+    turn = np.empty(num, np.int64)
+    turn[by_turn] = np.arange(total)
+    direction, stage, _, _ = np.unravel_index(np.arange(num), ids.shape)
+    warm_up = np.array([total if schedule.forward_only else min(total, schedule.warm_up(s)) for s in range(stages)])
+    steady = np.where(direction == 0, turn >= warm_up[stage], turn < total - warm_up[stage])
+
+    # A receive is posted after the pass before, or around the corner stages - 1 passes after the sender's number.
+    corner = stage[receivers] == np.where(direction[receivers] == 0, 0, stages - 1)
+    slot = turn[senders] + np.where(corner, stages - 1, -1)
+    posted = np.where(slot >= 0, by_turn[direction[receivers], stage[receivers], slot], NONE)
+    received = np.full(num, NONE)
+    received[posted[slot >= 0]] = num + senders[slot >= 0]
+
+    # After warm-up forward and cool-down backward, wait for both; after a steady backward, for the send of the one
+    # before.
+    sends = np.zeros(num, bool)
+    sends[senders] = True
+    sync = np.where(sends & ((direction == 0) | ~steady), num + np.arange(num), np.arange(num))
+    extra = np.where(steady, NONE, received)
+    late, now = by_turn[1:, :, :-1].ravel(), by_turn[1:, :, 1:].ravel()
+    late, now = late[sends[late] & steady[now]], now[sends[late] & steady[now]]
+    extra[now] = num + late
+
+    # What was received in steady state is waited for by the pass that takes it, but around the corner in the order of
+    # the receives.
+    arrival = np.full(num, NONE)
+    ahead = ~corner & ((slot < 0) | steady[posted])
+    arrival[receivers[ahead]] = num + senders[ahead]
+    takes = np.zeros(num, bool)
+    takes[receivers] = True
+    for d in range(directions):
+        pending: deque[int] = deque()
+        for i in by_turn[d, 0 if d == 0 else -1].tolist():
+            if takes[i] and pending:
+                arrival[i] = pending.popleft()
+            if steady[i] and received[i] != NONE:
+                pending.append(received[i])
+
+    # The first gradient is received after the warm-up: ahead, or at once if there is nothing else to do.
+    waits = _Waits(arrival=arrival, sync=sync, extra=extra, ready=posted)
+    first = np.flatnonzero((slot < 0) & (direction[receivers] == 1))
+    last = by_turn[0, stage[receivers[first]], warm_up[stage[receivers[first]]] - 1]
+    idle = warm_up[stage[receivers[first]]] == total
+    posted[first] = np.where(idle, sync[last], waits.after[last])
+    arrival[receivers[first[idle]]] = NONE
+    extra[last[idle]] = num + senders[first[idle]]
+    return waits

@@ -1,0 +1,173 @@
+"""What is simulated: a model, the hardware, and how the one runs on the other; with the source of every number."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_wlb.plan.workload import KernelModel, Profile, crossover_from_flops, load_profile
+from megatron_wlb.simulate.collectives import Network, load_network
+from megatron_wlb.simulate.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A dense decoder with untied embeddings, by Megatron's names for its sizes."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    padded_vocab_size: int
+    kv_channels: int = 128
+    gated_linear_unit: bool = True
+
+    @property
+    def query_size(self) -> int:
+        return self.num_attention_heads * self.kv_channels
+
+    @property
+    def layer_weights(self) -> int:
+        """Parameters of a layer's matrices."""
+        attention = 2 * self.query_size + 2 * self.num_query_groups * self.kv_channels
+        return self.hidden_size * (attention + self.ffn_hidden_size * (3 if self.gated_linear_unit else 2))
+
+    @property
+    def vocabulary_weights(self) -> int:
+        """Parameters of the embedding, and of the output layer."""
+        return self.padded_vocab_size * self.hidden_size
+
+    @property
+    def crossover_tokens(self) -> int:
+        """Crossover length by FLOPs alone, as planning takes it where no profile says better."""
+        return crossover_from_flops(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=self.ffn_hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            num_query_groups=self.num_query_groups,
+            kv_channels=self.kv_channels,
+            gated_linear_unit=self.gated_linear_unit,
+            padded_vocab_size=self.padded_vocab_size,
+        )
+
+
+def _shape(layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: int) -> ModelShape:
+    return ModelShape(
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        padded_vocab_size=vocab,
+    )
+
+
+MODELS = {
+    "550m": _shape(24, 1280, 3456, 10, 10, 32000),
+    "llama2-7b": _shape(32, 4096, 11008, 32, 32, 32000),
+    "30b": _shape(48, 7168, 19200, 56, 56, 32000),
+    "llama2-70b": _shape(80, 8192, 28672, 64, 8, 32000),
+    "llama3-405b": _shape(126, 16384, 53248, 128, 8, 128256),
+}
+"""llama2-7b, llama2-70b: Touvron et al. 2023 and the published configurations; llama3-405b: The Llama 3 Herd of Models,
+table 3. The paper's 550M and 30B are internal models "scaled in layers and dimensions" of unpublished shape; ours are
+assumed: 550m has 24 layers of 10 heads (558 M parameters), 30b the layers, width and heads of OPT-30B, both LLaMA's
+feed-forward ratio of 8/3."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """What the GPUs and the network do. Defaults: H100 SXM, with what they come from."""
+
+    linear_tflops: float = 600.0
+    """bf16 matrix products, achieved. Assumed: 61 % of the 989 TFLOP/s of the data sheet, for large matrices."""
+    memory_gb_per_s: float = 2700.0
+    """Of what is bound by memory, achieved. Assumed: 80 % of the 3350 GB/s of the data sheet."""
+    attention: Profile = field(default_factory=lambda: load_profile("h100-fa2"))
+    """Attention kernels, in us. The shipped profile is fitted to measurements of DistCA."""
+    attention_backward: float = 2.5
+    """Backward time of attention per forward time, where the profile has only forward: 5 matrix products against 2."""
+    network: Network = field(default_factory=load_network)
+
+    def __post_init__(self) -> None:
+        if self.attention.name == "flops":
+            raise ValueError("profile flops counts attended pairs; a simulation needs one in us, such as h100-fa2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A model, how it is parallelised, and on what. Ranks are numbered by TP, CP, DP, PP, as Megatron's default does.
+
+    Sequence parallelism is on; optimizer states are sharded over DP and CP (distributed optimizer). Raises ValueError
+    if the sizes do not divide.
+    """
+
+    model: ModelShape
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    """Model chunks per pipeline stage."""
+    dp: int = 1
+    group_size: int | None = None
+    """Of the interleaved schedule; default: PP."""
+    edge_layers: int = 0
+    """1: the embedding and the loss count as a layer each where layers are dealt over stages
+    (`--account-for-embedding-in-pipeline-split` and `--account-for-loss-in-pipeline-split`)."""
+    cp_head_groups: int = 1
+    """In which K and V are gathered, each while the one before computes; 1 hides nothing (as in the paper)."""
+    recompute: bool = False
+    """Full activation recomputation."""
+    tp_overlap: float = 0.0
+    """Share of tensor-parallel communication that hides behind matrix products."""
+    dp_overlap: float = 0.9
+    """Share of the exchange of gradients and parameters that hides behind passes. Assumed."""
+    hardware: Hardware = field(default_factory=Hardware)
+
+    def __post_init__(self) -> None:
+        model = self.model
+        if (model.num_layers + 2 * self.edge_layers) % (self.pp * self.vpp):
+            counted = f" and {2 * self.edge_layers} for the edges" if self.edge_layers else ""
+            raise ValueError(
+                f"{model.num_layers} layers{counted} do not divide over {self.pp} stages of {self.vpp} chunks"
+            )
+        if model.num_attention_heads % self.tp:
+            raise ValueError(f"{model.num_attention_heads} attention heads do not divide over {self.tp} ranks")
+
+    @property
+    def num_gpus(self) -> int:
+        return self.tp * self.cp * self.pp * self.dp
+
+    def schedule(self, num_micro_batches: int) -> Schedule:
+        """The pipeline schedule of each data-parallel rank."""
+        return Schedule(
+            num_stages=self.pp,
+            num_chunks=self.vpp,
+            num_micro_batches=num_micro_batches,
+            group_size=self.group_size,
+        )
+
+    def layers(self) -> np.ndarray:
+        """Layers of every chunk, int64 [stages, chunks]."""
+        total = self.model.num_layers + 2 * self.edge_layers
+        layers = np.full((self.pp, self.vpp), total // (self.pp * self.vpp))
+        layers[0, 0] -= self.edge_layers
+        layers[-1, -1] -= self.edge_layers
+        return layers
+
+    def kernel(self, *, backward: bool) -> KernelModel:
+        """Attention of one layer on one GPU in one direction, in us, communication aside."""
+        profile = self.hardware.attention
+        times, scale = profile.forward, 1.0
+        if backward and profile.backward:
+            times = profile.backward
+        elif backward:
+            scale = self.hardware.attention_backward
+        return KernelModel(
+            tile_rows=profile.tile_rows,
+            launch=self.cp_head_groups * times.launch * scale,
+            tile=times.tile * scale,
+            query_tile=times.query_tile * scale,
+            heads=self.model.num_attention_heads // self.tp,
+        )

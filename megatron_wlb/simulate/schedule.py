@@ -1,0 +1,87 @@
+"""What each pipeline stage does in which order: plain and interleaved 1F1B, as megatron-core 0.19 schedules them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+OP = np.dtype([("backward", "?"), ("chunk", "<i8"), ("micro_batch", "<i8")])
+"""One forward or backward pass of a micro-batch through a model chunk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """A pipeline step. More than one chunk means interleaved 1F1B; one stage alternates forward and backward.
+
+    Raises ValueError on what upstream refuses.
+    """
+
+    num_stages: int
+    num_micro_batches: int
+    num_chunks: int = 1
+    """Model chunks (virtual stages) per stage; chunk c of stage s is virtual stage c * num_stages + s."""
+    group_size: int | None = None
+    """`--microbatch-group-size-per-virtual-pipeline-stage`: consecutive micro-batches in one chunk; default: stages."""
+    forward_only: bool = False
+
+    def __post_init__(self) -> None:
+        stages, micro_batches = self.num_stages, self.num_micro_batches
+        if min(stages, micro_batches, self.num_chunks) < 1:
+            raise ValueError(f"a pipeline has at least one stage, chunk and micro-batch, not {self}")
+        if self.num_chunks == 1:
+            return
+        if stages == 1:
+            raise ValueError(f"{self.num_chunks} model chunks need at least 2 pipeline stages")
+        group = self.group
+        if not stages <= group <= micro_batches:
+            raise ValueError(
+                f"the interleaved schedule runs groups of {group} micro-batches; give a group size from {stages}, the "
+                f"number of stages, to {micro_batches}, the number of micro-batches"
+            )
+        if 0 < micro_batches % group < stages:
+            raise ValueError(
+                f"{micro_batches} micro-batches in groups of {group} leave a last group of {micro_batches % group}; "
+                f"it must be empty or at least {stages}, the number of stages"
+            )
+
+    @property
+    def group(self) -> int:
+        return self.group_size or self.num_stages
+
+    def table(self) -> np.ndarray:
+        """(micro-batch, chunk) of the k-th forward pass of every stage, int64 [num_micro_batches * num_chunks, 2].
+
+        Groups of micro-batches go through all chunks one after the other; what `get_schedule_table` of
+        megatron/core/pipeline_parallel/schedules.py returns. Backward passes go through the chunks from the last one.
+        """
+        micro_batches, group = np.arange(self.num_micro_batches), self.group if self.num_chunks > 1 else 1
+        rows = [
+            (micro_batches // group).repeat(self.num_chunks),
+            np.tile(np.arange(self.num_chunks), self.num_micro_batches),
+            micro_batches.repeat(self.num_chunks),
+        ]
+        order = np.lexsort(rows[::-1])
+        return np.stack((rows[2][order], rows[1][order]), axis=1)
+
+    def warm_up(self, stage: int) -> int:
+        """Forward passes of `stage` before its first backward, if there are as many (`get_pp_rank_microbatches`)."""
+        behind = self.num_stages - 1 - stage
+        return behind if self.num_chunks == 1 else 2 * behind + (self.num_chunks - 1) * self.group
+
+    def turns(self, stage: int) -> np.ndarray:
+        """Rank among the passes of `stage`, int64 [2, num_chunks, num_micro_batches]; forward even, backward odd.
+
+        The k-th backward comes right after forward number warm_up + k, or after the last one.
+        """
+        table = self.table()
+        turns = np.empty((2, self.num_chunks, self.num_micro_batches), np.int64)
+        turns[0, table[:, 1], table[:, 0]] = 2 * np.arange(len(table))
+        turns[1] = turns[0, ::-1] + 2 * self.warm_up(stage) + 1
+        return turns
+
+    def ops(self, stage: int) -> np.ndarray:
+        """OP rows of `stage` in order: warm-up, then one forward and one backward by turns, then backward only."""
+        turns = self.turns(stage)[: 1 if self.forward_only else 2]
+        order = np.argsort(turns, axis=None)
+        ops = np.empty(len(order), OP)
+        ops["backward"], ops["chunk"], ops["micro_batch"] = np.unravel_index(order, turns.shape)
+        return ops

@@ -1,0 +1,177 @@
+"""One training step of a job, simulated: from its micro-batches to its time, and where the time is lost."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+import numpy as np
+
+from megatron_wlb.plan.types import ShardPlan
+from megatron_wlb.simulate import engine
+from megatron_wlb.simulate.collectives import Group
+from megatron_wlb.simulate.costs import BF16, FP32, LayerTimes, Passes, pass_times
+from megatron_wlb.simulate.engine import Timeline
+from megatron_wlb.simulate.job import Job
+
+ADAM_BYTES = 30
+"""Memory traffic of Adam per parameter: an fp32 gradient read, the fp32 weight and two moments read and written, the
+bf16 weight written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedStep:
+    """Times in us. GPUs are [data-parallel rank, stage, context-parallel rank]; tensor-parallel ranks are alike."""
+
+    job: Job
+    plan: tuple[tuple[ShardPlan, ...], ...]
+    """Micro-batches of every data-parallel rank, in pipeline order."""
+    passes: tuple[Passes, ...]
+    """Their times, per data-parallel rank."""
+    timelines: tuple[Timeline, ...]
+    """When they run, per data-parallel rank."""
+    gradients: float
+    """From the end of the last pass until gradients are reduced on all stages."""
+    optimizer: float
+    parameters: float
+    """Gathering of what the optimizer changed."""
+
+    @property
+    def time(self) -> float:
+        """Of the step."""
+        return max(t.makespan for t in self.timelines) + self.gradients + self.optimizer + self.parameters
+
+    @property
+    def attention(self) -> np.ndarray:
+        """Attention kernels of every GPU, float64 [dp, pp, cp] (figure 4 of the paper)."""
+        each = [sum(layer.attention.sum(axis=0) for layer in p.layers) for p in self.passes]
+        return self.job.layers().sum(axis=1)[:, None] * np.stack(each)[:, None]
+
+    @property
+    def computation(self) -> np.ndarray:
+        """Attention and everything linear in tokens of every GPU, float64 [dp, pp, cp] (figure 1 of the paper)."""
+        each = [sum(layer.linear.sum() for layer in p.layers) for p in self.passes]
+        return self.attention + self.job.layers().sum(axis=1)[:, None] * np.array(each)[:, None, None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """Where the time of a step goes, in us, mean over all GPUs; the parts sum to the step."""
+
+    attention: float
+    linear: float
+    tensor: float
+    """Exposed tensor-parallel communication."""
+    exchange: float
+    """Exposed exchange of K, V and their gradients."""
+    vocabulary: float
+    """Embedding and output layer."""
+    cp_wait: float
+    """Waiting for the slowest context-parallel rank, in every layer."""
+    bubble: float
+    """Idle in a pipeline whose micro-batches are all alike: filling, draining, uneven stages and transfers."""
+    imbalance: float
+    """Idle beyond that, since micro-batches differ."""
+    dp_wait: float
+    """Waiting for the slowest data-parallel rank."""
+    gradients: float
+    optimizer: float
+    parameters: float
+
+
+def simulate_step(job: Job, plan: Sequence[Sequence[ShardPlan]]) -> SimulatedStep:
+    """Simulate a training step.
+
+    Args:
+        job: what runs where.
+        plan: micro-batches of every data-parallel rank in pipeline order, sharded over `job.cp` ranks, padding included
+            (`MicroBatchPlan.shards`).
+
+    Raises ValueError if the plan is not of the job: ranks, equal numbers of micro-batches, shards.
+    """
+    counts = {len(micro_batches) for micro_batches in plan}
+    if len(plan) != job.dp or len(counts) != 1:
+        raise ValueError(
+            f"the plan has {[len(m) for m in plan]} micro-batches by data-parallel rank; the job has {job.dp} ranks, "
+            "which run equally many"
+        )
+    schedule = job.schedule(counts.pop())
+    passes = tuple(pass_times(job, micro_batches) for micro_batches in plan)
+    timelines = tuple(engine.run(schedule, p.forward, p.backward, p.transfer) for p in passes)
+    reduce, optimizer, gather = _update(job)
+    ends = np.stack([t.end.max(axis=(0, 2, 3)) for t in timelines])  # [dp, stages]
+    return SimulatedStep(
+        job=job,
+        plan=tuple(map(tuple, plan)),
+        passes=passes,
+        timelines=timelines,
+        gradients=float((ends.max(axis=0) + reduce).max() - ends.max()),
+        optimizer=float(optimizer.max()),
+        parameters=float(gather.max()),
+    )
+
+
+def breakdown(step: SimulatedStep) -> Breakdown:
+    """Where the time goes. Simulates the step once more with all micro-batches of a rank alike."""
+    job = step.job
+    layers = job.model.num_layers / job.pp
+
+    def per_gpu(part: Callable[[LayerTimes], np.ndarray]) -> float:
+        return layers * sum(float(part(layer).sum()) for p in step.passes for layer in p.layers) / job.dp
+
+    attention = per_gpu(lambda layer: layer.attention.mean(axis=1))
+    in_layers = per_gpu(lambda layer: layer.total)
+    linear, tensor, exchange = (per_gpu(attrgetter(name)) for name in ("linear", "tensor", "exchange"))
+    busy = float(np.mean([t.busy for t in step.timelines]))
+    makespans = [t.makespan for t in step.timelines]
+    alike = float(np.mean([_alike(step, [p.forward], [p.backward], [p.transfer]) for p in step.passes]))
+    return Breakdown(
+        attention=attention,
+        linear=linear,
+        tensor=tensor,
+        exchange=exchange,
+        vocabulary=busy - in_layers,
+        cp_wait=in_layers - attention - linear - tensor - exchange,
+        bubble=alike - busy,
+        imbalance=float(np.mean(makespans)) - alike,
+        dp_wait=max(makespans) - float(np.mean(makespans)),
+        gradients=step.gradients,
+        optimizer=step.optimizer,
+        parameters=step.parameters,
+    )
+
+
+def balanced_time(step: SimulatedStep) -> float:
+    """Time of the step in us if all micro-batches, and all context-parallel shards, had the mean of their work.
+
+    The limit of what packing and sharding can gain: the same tokens and attention, nobody waits for a slower one.
+    """
+    layers = step.job.layers()[:, :, None]
+    forward, backward = (
+        [
+            getattr(p, name) - layers * (p.layers[d].attention.max(axis=1) - p.layers[d].attention.mean(axis=1))
+            for p in step.passes
+        ]
+        for d, name in enumerate(("forward", "backward"))
+    )
+    makespan = _alike(step, forward, backward, [p.transfer for p in step.passes])
+    return makespan + step.gradients + step.optimizer + step.parameters
+
+
+def _alike(
+    step: SimulatedStep, forward: list[np.ndarray], backward: list[np.ndarray], transfer: list[np.ndarray]
+) -> float:
+    """Makespan of a pipeline in which every micro-batch takes the mean of those given."""
+    times = (np.concatenate(part, axis=-1).mean(axis=-1, keepdims=True) for part in (forward, backward, transfer))
+    return engine.run(step.timelines[0].schedule, *times).makespan
+
+
+def _update(job: Job) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Exposed reduction of gradients, optimizer, and exposed gathering of parameters, in us, float64 [stages] each."""
+    weights = job.layers().sum(axis=1) * float(job.model.layer_weights)
+    weights[0] += job.model.vocabulary_weights
+    weights[-1] += job.model.vocabulary_weights
+    weights /= job.tp
+    group, network = Group(size=job.dp * job.cp, stride=job.tp), job.hardware.network
+    reduce = network.collective("reduce_scatter", weights * FP32, group) * (1 - job.dp_overlap)
+    gather = network.collective("all_gather", weights * BF16, group) * (1 - job.dp_overlap)
+    return reduce, weights / group.size * ADAM_BYTES / job.hardware.memory_gb_per_s / 1e3, gather

@@ -1,0 +1,56 @@
+"""A simulated step as a timeline for Perfetto or chrome://tracing (the Trace Event Format's JSON)."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_wlb.plan.workload import document_work
+from megatron_wlb.simulate.step import SimulatedStep
+
+
+def write_trace(path: Path | str, step: SimulatedStep) -> None:
+    """Write `trace_events(step)` to a file that Perfetto opens."""
+    Path(path).write_text(json.dumps({"traceEvents": list(trace_events(step)), "displayTimeUnit": "ms"}))
+
+
+def trace_events(step: SimulatedStep) -> Iterator[dict[str, Any]]:
+    """One process per data-parallel rank, one thread per stage, one event per pass ("F c0 m3": chunk 0, micro-batch 3).
+
+    Arguments of an event are the micro-batch's tokens (with padding), its documents, the longest of them, its work
+    (with the model's crossover length by FLOPs) and how it is sharded. Times are in us.
+    """
+    crossover = step.job.model.crossover_tokens
+    for rank, (timeline, micro_batches) in enumerate(zip(step.timelines, step.plan, strict=True)):
+        yield _named("process", f"data-parallel rank {rank}", pid=rank)
+        described = [
+            {
+                "tokens": int(plan.lengths.sum()),
+                "documents": len(plan.lengths),
+                "longest": int(plan.lengths.max()),
+                "work": int(document_work(plan.lengths, crossover).sum()),
+                "sharding": plan.strategy,
+            }
+            for plan in micro_batches
+        ]
+        for stage in range(timeline.schedule.num_stages):
+            yield _named("thread", f"stage {stage}", pid=rank, tid=stage)
+            for backward, chunk, micro_batch in timeline.schedule.ops(stage).tolist():
+                at = (int(backward), stage, chunk, micro_batch)
+                name = f"{'FB'[backward]} c{chunk} m{micro_batch}"
+                yield _event(name, rank, stage, timeline.start[at], timeline.end[at], described[micro_batch])
+            begin = max(t.makespan for t in step.timelines)
+            for name in ("gradients", "optimizer", "parameters"):
+                yield _event(name, rank, stage, begin, begin + getattr(step, name), {})
+                begin += getattr(step, name)
+
+
+def _named(what: str, name: str, **ids: int) -> dict[str, Any]:
+    return {"ph": "M", "name": f"{what}_name", "args": {"name": name}, **ids}
+
+
+def _event(name: str, pid: int, tid: int, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
+    times = {"ts": float(np.round(start, 3)), "dur": float(np.round(end - start, 3))}
+    return {"ph": "X", "name": name, "cat": name.split()[0], "pid": pid, "tid": tid, **times, "args": args}

@@ -1,0 +1,36 @@
+"""Pipeline schedules and times for them, drawn by hypothesis."""
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_numpy
+
+from megatron_wlb.simulate.schedule import Schedule
+
+
+@st.composite
+def schedules(draw) -> Schedule:
+    """Up to 5 stages; ragged numbers of micro-batches, and groups longer than the pipeline."""
+    stages, forward_only = draw(st.integers(1, 5)), draw(st.booleans())
+    chunks = draw(st.integers(1, 3)) if stages > 1 else 1
+    if chunks == 1:
+        return Schedule(num_stages=stages, num_micro_batches=draw(st.integers(1, 12)), forward_only=forward_only)
+    group = draw(st.integers(stages, stages + 3))
+    rest = draw(st.one_of(st.just(0), st.integers(stages, group - 1) if group > stages else st.just(0)))
+    return Schedule(
+        num_stages=stages,
+        num_chunks=chunks,
+        num_micro_batches=draw(st.integers(1, 3)) * group + rest,
+        group_size=group,
+        forward_only=forward_only,
+    )
+
+
+@st.composite
+def timed_schedules(draw) -> tuple[Schedule, np.ndarray, np.ndarray]:
+    """A schedule, times of its passes and of its transfers: integers, so that sums are exact."""
+    schedule = draw(schedules())
+    shape = (schedule.num_stages, schedule.num_chunks, schedule.num_micro_batches)
+    directions = 1 if schedule.forward_only else 2
+    work = draw(st_numpy.arrays(np.float64, (directions, *shape), elements=st.integers(0, 100)))
+    transfer = draw(st_numpy.arrays(np.float64, schedule.num_micro_batches, elements=st.integers(0, 30)))
+    return schedule, work, transfer
