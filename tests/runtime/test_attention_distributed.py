@@ -15,7 +15,7 @@ from tests.worlds import run_world
 LENGTHS = [5, 61, 18, 33, 1, 42, 24, 8]
 
 
-def _attend(cp_size, sharding, dtype, backend, settings):
+def _attend(cp_size, sharding, dtype, backend, heads, settings):
     """This rank's rows and out, dq, dk, dv of them; ranks are grouped cp_size by cp_size."""
     groups = [dist.new_group(range(i, i + cp_size)) for i in range(0, dist.get_world_size(), cp_size)]
     group = groups[dist.get_rank() // cp_size]
@@ -23,7 +23,7 @@ def _attend(cp_size, sharding, dtype, backend, settings):
     rows = local_rows(plan, group.rank())
     metadata = ShardMetadata.build(plan, group.rank())
     options = AttentionOptions(backend=get_backend(backend, "cpu"), scale=0.3, **settings)
-    q, k, v, dout = (x[rows] for x in inputs(sum(LENGTHS), (8, 2), 16, dtype))
+    q, k, v, dout = (x[rows] for x in inputs(sum(LENGTHS), heads, 16, dtype))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     runs = []
     for _ in range(2):
@@ -33,6 +33,7 @@ def _attend(cp_size, sharding, dtype, backend, settings):
     return rows, runs[0]
 
 
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4)], ids=["GQA", "MHA"])
 @pytest.mark.parametrize(
     ("world_size", "cp_size", "sharding", "dtype", "backend", "settings"),
     [
@@ -51,9 +52,9 @@ def _attend(cp_size, sharding, dtype, backend, settings):
         (8, 8, "per-document", torch.bfloat16, "cpu", {}),
     ],
 )
-def test_processes_together_are_dense_attention(world_size, cp_size, sharding, dtype, backend, settings):
-    answers = run_world(_attend, world_size, cp_size, sharding, dtype, backend, settings)
-    tensors = inputs(sum(LENGTHS), (8, 2), 16, dtype)
+def test_processes_together_are_dense_attention(world_size, cp_size, sharding, dtype, backend, heads, settings):
+    answers = run_world(_attend, world_size, cp_size, sharding, dtype, backend, heads, settings)
+    tensors = inputs(sum(LENGTHS), heads, 16, dtype)
     want = dense(*tensors, LENGTHS, 0.3, settings.get("window"))
     tolerance = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2**-7}[dtype]
     for i in range(0, world_size, cp_size):

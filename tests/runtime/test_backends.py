@@ -33,6 +33,20 @@ def test_out_lse_and_gradients(backend, entries, window, heads, dtype):
     assert_close(run(backend, *given), expected(*given), TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "heads"), [(torch.float64, (4, 2)), (torch.float32, (2, 2)), (torch.bfloat16, (3, 1))]
+)
+@pytest.mark.parametrize("long", [1, 20, 1000])
+@pytest.mark.parametrize("entries", COLOURS.values(), ids=COLOURS)
+def test_cpu_in_one_call_or_two(monkeypatch, entries, long, heads, dtype):
+    monkeypatch.setattr(cpu, "_LONG", long)
+    colour = colour_of(entries, "cpu")
+    given = (*tensors(colour, heads, 16, dtype), colour, 0.3, None)
+    got = run(CpuBackend(), *given)
+    assert_close(got, expected(*given), TOLERANCE[dtype])
+    assert all(torch.equal(x, y) for x, y in zip(got, run(CpuBackend(), *given), strict=True))
+
+
 @pytest.mark.parametrize("window", [0, 1, 255, 256, 300, 599, 600])
 @pytest.mark.parametrize("entries", [[(600, 601)], [(0, 9), (257, 900), (512, 512)]])
 def test_windows_over_several_blocks(backend, entries, window):

@@ -1,24 +1,26 @@
-"""CPU backend: per segment a causal square and an unmasked prefix of keys, merged by their log-sum-exps.
+"""CPU backend: torch's flash attention, one masked call for a short segment and two without a mask for a long one.
 
-Query rows [start, stop) of a document see all of its keys [0, start) and, causally, [start, stop). Torch's CPU flash
-attention runs each part and returns its log-sum-exp. Given the merged output and log-sum-exp, its backward returns each
-part's share of the exact gradients, since it recomputes P = exp(scores - lse) and needs nothing else of the softmax.
-Where a window hides keys, queries are worked off in blocks, each with the keys that one of them sees and a mask.
+Query rows [start, stop) of a document see all of its keys [0, start) and, causally, [start, stop). A short segment is
+one call under a mask, a view of the one that all segments of a colour share, and little is done around the kernel. In a
+long one the hidden half of the square would cost more than a second call: a causal square and a prefix of keys that all
+queries see are merged by their log-sum-exps. Given the merged output and log-sum-exp, backward returns each part's
+share of the exact gradients, since it recomputes P = exp(scores - lse) and needs nothing else of the softmax. Where a
+window hides keys, queries are worked off in masked blocks, each with the keys that one of them sees.
 
-Shapes: n query rows of a segment, Hq = Hkv * g heads, head size D; g query heads share a key head.
+Shapes: n query rows of a call; Hq = Hkv * g heads, head size D; g query heads share a key head.
 """
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from megatron_wlb.runtime.metadata import Colour, SegmentRows
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 _WINDOW_BLOCK = 256
+_LONG = 256
+"""Rows of a segment from which on two calls are faster than one, as measured with 8 heads of size 64."""
 
 
 class CpuBackend:
@@ -38,22 +40,29 @@ class CpuBackend:
         g = q.shape[1] // k.shape[1]
         out = q.new_empty(q.shape)
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
-        for queries, keys, prefix, mask in _parts(colour, window, q.dtype):
+        masked, long = _parts(colour, window)
+        mask = _Mask(masked, window, g, q.dtype)
+        (qs, os, ms), (ks, vs) = (_grouped(x, g) for x in (q, out, lse.T)), (_heads(x) for x in (k, v))
+        for part in masked:
+            n, seen = part.q_stop - part.q_start, part.k_stop - part.k_start
             o, m = _forward(
-                _by_group(q[queries], g),
-                _per_group(k[keys], g),
-                _per_group(v[keys], g),
-                0.0,
-                mask is None,
-                attn_mask=mask,
+                _rows(qs, part),
+                ks.narrow(2, part.k_start, seen),
+                vs.narrow(2, part.k_start, seen),
+                attn_mask=mask(n, seen),
                 scale=scale,
+            )
+            os.narrow(2, part.q_start, n).copy_(o.unflatten(2, (n, g)))
+            ms.narrow(2, part.q_start, n).copy_(m.unflatten(2, (n, g)))
+        for part in long:
+            queries, keys, prefix = _slices(part)
+            o, m = _forward(
+                _by_group(q[queries], g), _per_group(k[keys], g), _per_group(v[keys], g), 0.0, True, scale=scale
             )
             o, m = _from_group(o), _from_group(m)
             if prefix is not None:
-                o_prefix, m_prefix = _forward(
-                    _by_row(q[queries], g), _heads(k[prefix]), _heads(v[prefix]), 0.0, False, scale=scale
-                )
-                o_prefix, m_prefix = _from_row(o_prefix, g), _from_row(m_prefix, g)
+                o_prefix, m_prefix = _forward(_rows(qs, part), ks[:, :, prefix], vs[:, :, prefix], scale=scale)
+                o_prefix, m_prefix = _from_rows(o_prefix, g), _from_rows(m_prefix, g)
                 o = torch.lerp(o.to(m.dtype), o_prefix.to(m.dtype), torch.sigmoid(m_prefix - m)[..., None])
                 m = torch.logaddexp(m, m_prefix)
             out[queries], lse[:, queries] = o, m.T
@@ -76,59 +85,84 @@ class CpuBackend:
         """See `Backend.backward`."""
         g = q.shape[1] // k.shape[1]
         dq = q.new_empty(q.shape)
-        for queries, keys, prefix, mask in _parts(colour, window, q.dtype):
-            do, qs, o, m = dout[queries], q[queries], out[queries], lse[:, queries].T
+        masked, long = _parts(colour, window)
+        mask = _Mask(masked, window, g, q.dtype)
+        grouped, dqs = [_grouped(x, g) for x in (dout, q, out, lse.T)], _grouped(dq, g)
+        ks, vs, dks, dvs = (_heads(x) for x in (k, v, dk, dv))
+        for part in masked:
+            n, seen = part.q_stop - part.q_start, part.k_stop - part.k_start
+            do, qs, o, m = (_rows(x, part) for x in grouped)
+            k_part, v_part = (x.narrow(2, part.k_start, seen) for x in (ks, vs))
             dq_part, dk_part, dv_part = _backward(
-                _by_group(do, g),
-                _by_group(qs, g),
-                _per_group(k[keys], g),
-                _per_group(v[keys], g),
-                _by_group(o, g),
-                _by_group(m, g),
-                0.0,
-                mask is None,
-                attn_mask=mask,
-                scale=scale,
+                do, qs, k_part, v_part, o, m, 0.0, False, attn_mask=mask(n, seen), scale=scale
+            )
+            dqs.narrow(2, part.q_start, n).copy_(dq_part.unflatten(2, (n, g)))
+            dks.narrow(2, part.k_start, seen).add_(dk_part)
+            dvs.narrow(2, part.k_start, seen).add_(dv_part)
+        for part in long:
+            queries, keys, prefix = _slices(part)
+            do, qs, o, m = (_by_group(x[queries], g) for x in (dout, q, out, lse.T))
+            dq_part, dk_part, dv_part = _backward(
+                do, qs, _per_group(k[keys], g), _per_group(v[keys], g), o, m, 0.0, True, scale=scale
             )
             dq_rows = _from_group(dq_part)
-            dk[keys] += dk_part.sum(0, dtype=dk.dtype).transpose(0, 1)
-            dv[keys] += dv_part.sum(0, dtype=dv.dtype).transpose(0, 1)
+            dks[0, :, keys] += dk_part.sum(0, dtype=dk.dtype)
+            dvs[0, :, keys] += dv_part.sum(0, dtype=dv.dtype)
             if prefix is not None:
-                do, qs, o, m = (_by_row(x, g) for x in (do, qs, o, m))
+                do, qs, o, m = (_rows(x, part) for x in grouped)
                 dq_part, dk_part, dv_part = _backward(
-                    do, qs, _heads(k[prefix]), _heads(v[prefix]), o, m, 0.0, False, scale=scale
+                    do, qs, ks[:, :, prefix], vs[:, :, prefix], o, m, 0.0, False, scale=scale
                 )
-                dq_rows = dq_rows.to(dk.dtype) + _from_row(dq_part, g)
-                dk[prefix] += dk_part[0].transpose(0, 1)
-                dv[prefix] += dv_part[0].transpose(0, 1)
+                dq_rows = dq_rows.to(dk.dtype) + _from_rows(dq_part, g)
+                dks[:, :, prefix] += dk_part
+                dvs[:, :, prefix] += dv_part
             dq[queries] = dq_rows
         return dq
 
 
-def _parts(
-    colour: Colour, window: int | None, dtype: torch.dtype
-) -> Iterator[tuple[slice, slice, slice | None, Tensor | None]]:
-    """Queries, keys that they see causally or by the mask, and keys that all of them see, of every call."""
+def _parts(colour: Colour, window: int | None) -> tuple[list[SegmentRows], list[SegmentRows]]:
+    """What is one masked call, and long segments."""
+    masked: list[SegmentRows] = []
+    long: list[SegmentRows] = []
     for rows in colour.segments:
         if window is not None and window < rows.k_stop - rows.k_start - 1:
-            yield from _window_parts(rows, window, dtype)
+            masked += _window_parts(rows, window)
         else:
-            prefix = slice(rows.k_start, rows.k_split) if rows.k_split > rows.k_start else None
-            yield slice(rows.q_start, rows.q_stop), slice(rows.k_split, rows.k_stop), prefix, None
+            (long if rows.q_stop - rows.q_start >= _LONG else masked).append(rows)
+    return masked, long
 
 
-def _window_parts(rows: SegmentRows, window: int, dtype: torch.dtype) -> Iterator[tuple[slice, slice, None, Tensor]]:
+def _window_parts(rows: SegmentRows, window: int) -> list[SegmentRows]:
+    parts = []
     for q_start in range(rows.q_start, rows.q_stop, _WINDOW_BLOCK):
         q_stop = min(q_start + _WINDOW_BLOCK, rows.q_stop)
         own, k_stop = (rows.k_split + row - rows.q_start for row in (q_start, q_stop))
-        k_start = max(own - window, rows.k_start)
-        back = torch.arange(own, k_stop)[:, None] - torch.arange(k_start, k_stop)[None, :]
-        mask = torch.zeros(back.shape, dtype=dtype).masked_fill((back < 0) | (back > window), float("-inf"))
-        yield slice(q_start, q_stop), slice(k_start, k_stop), None, mask
+        parts.append(SegmentRows(q_start, q_stop, max(own - window, rows.k_start), k_stop))
+    return parts
+
+
+class _Mask:
+    """What is added to the scores of [n * g query rows, keys]: -inf behind a query, and before its window."""
+
+    def __init__(self, parts: list[SegmentRows], window: int | None, g: int, dtype: torch.dtype) -> None:
+        rows = max((part.q_stop - part.q_start for part in parts), default=0)
+        self._prefix, self._g = max((part.k_split - part.k_start for part in parts), default=0), g
+        back = torch.arange(rows)[:, None] + self._prefix - torch.arange(self._prefix + rows)
+        hidden = back < 0 if window is None else (back < 0) | (back > window)
+        self._all = torch.zeros(back.shape, dtype=dtype).masked_fill_(hidden, -torch.inf).repeat_interleave(g, 0)
+
+    def __call__(self, n: int, keys: int) -> Tensor:
+        return self._all.narrow(0, 0, n * self._g).narrow(1, self._prefix + n - keys, keys)
+
+
+def _slices(rows: SegmentRows) -> tuple[slice, slice, slice | None]:
+    """Queries of a long segment, keys that they see causally, and keys that all of them see."""
+    prefix = slice(rows.k_start, rows.k_split) if rows.k_split > rows.k_start else None
+    return slice(rows.q_start, rows.q_stop), slice(rows.k_split, rows.k_stop), prefix
 
 
 # The causal square needs one query row per key, so the heads of a group go to the batch dimension, where keys can be
-# broadcast without a copy. The prefix has no mask, so there they become more query rows of the same key head.
+# broadcast without a copy. Elsewhere they become more query rows of the same key head.
 
 
 def _by_group(x: Tensor, g: int) -> Tensor:
@@ -146,12 +180,17 @@ def _per_group(x: Tensor, g: int) -> Tensor:
     return x.transpose(0, 1).expand(g, -1, -1, -1)
 
 
-def _by_row(x: Tensor, g: int) -> Tensor:
-    """[n, Hq, ...] -> [1, Hkv, n * g, ...]."""
-    return x.unflatten(1, (-1, g)).transpose(0, 1).flatten(1, 2)[None]
+def _grouped(x: Tensor, g: int) -> Tensor:
+    """[rows, Hq, ...] -> [1, Hkv, rows, g, ...], a view."""
+    return x.unflatten(1, (-1, g)).transpose(0, 1)[None]
 
 
-def _from_row(x: Tensor, g: int) -> Tensor:
+def _rows(grouped: Tensor, part: SegmentRows) -> Tensor:
+    """The query rows of a part, [1, Hkv, n * g, ...]; a view for g = 1."""
+    return grouped.narrow(2, part.q_start, part.q_stop - part.q_start).flatten(2, 3)
+
+
+def _from_rows(x: Tensor, g: int) -> Tensor:
     """[1, Hkv, n * g, ...] -> [n, Hq, ...]."""
     return x[0].unflatten(1, (-1, g)).transpose(0, 1).flatten(1, 2)
 
