@@ -171,7 +171,7 @@ def _merge(measured: list[Row]) -> Row:
     for kind in ("planned", "handshake"):
         slowest = np.array([m["times"][kind] for m in measured]).max(0)
         row |= {
-            f"{kind}_ms": statistics.median(slowest),
+            f"{kind}_ms": statistics.median(slowest.tolist()),
             f"{kind}_ms_min": float(slowest.min()),
             f"{kind}_ms_max": float(slowest.max()),
             f"{kind}_messages": sum(m["messages"][kind] for m in measured),

@@ -31,6 +31,8 @@ class Sharder {
     for (size_t d = 0; d < keys.size(); ++d) keys[d] = static_cast<uint64_t>(kMaxTokens - lengths[d]) << 32 | d;
     std::sort(keys.begin(), keys.end());
     std::transform(keys.begin(), keys.end(), order_.begin(), [](uint64_t key) { return key & 0xffffffff; });
+    whole_.resize(lengths.size());
+    for (size_t i = 0; i < order_.size(); ++i) count({0, 0, lengths[order_[i]]}, whole_[i]);
   }
 
   template <typename Emit>
@@ -173,13 +175,13 @@ class Sharder {
     Counts left;
     int64_t tokens_left = 0;
     for (size_t i = num_long; i < order_.size(); ++i) {
-      count({0, 0, lengths_[order_[i]]}, left);
+      left.tiles += whole_[i].tiles;
+      left.query_tiles += whole_[i].query_tiles;
       tokens_left += lengths_[order_[i]];
     }
     for (size_t i = num_long; i < order_.size(); ++i) {
       const int64_t length = lengths_[order_[i]];
-      Counts own;
-      count({0, 0, length}, own);
+      const Counts& own = whole_[i];
       per_token = time(0, left) / static_cast<double>(tokens_left);
       sign = time(0, own) < per_token * static_cast<double>(length) ? -1 : 1;
       left.tiles -= own.tiles;
@@ -204,6 +206,7 @@ class Sharder {
   int64_t share_;
   int tile_bits_ = 0;
   std::vector<size_t> order_;  // documents, longest first
+  std::vector<Counts> whole_;  // and their tiles
 };
 
 // Adds up what the kernel model asks for, without keeping segments.

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 MAX_TOKENS = 1 << 26
 """Longest micro-batch for which work stays exact in 64 bits, with room for sums over a global batch."""
@@ -56,10 +56,15 @@ class WlbConfig:
         "late. Default: 0.008 for constant-tokens, 0.035 for low-displacement.",
     )
     global_batches: int = _setting(1, "Of fixed packing: global batches that are packed together.")
-    max_tokens: int | None = _setting(
+    max_tokens: int | Literal["auto"] | None = _setting(
         None,
-        "S_max: longest micro-batch in tokens, bounded by memory; at least --seq-length. Default: 1.25 times "
-        "--seq-length.",
+        "S_max: longest micro-batch in tokens, bounded by memory; at least --seq-length. auto: the largest whose "
+        "activations fit --wlb-memory-budget. Default: 1.25 times --seq-length.",
+    )
+    memory_budget: float | None = _setting(
+        None,
+        "GiB that the activations of a pipeline stage may take, as predicted from S_max. Default: on GPUs the "
+        "device's memory without weights and optimizer, else no limit.",
     )
     crossover: int | None = _setting(
         None,
@@ -107,6 +112,16 @@ class WlbConfig:
         False,
         "Debug: exchange tensor shapes between pipeline stages as upstream does, and compare them with the plan.",
     )
+    weight_gradients: bool = _setting(
+        False,
+        "Multiply the gradient of a step by its tokens over the mean (N x --seq-length), so that every token weighs "
+        "the same however many its step has. Without, every step weighs the same, as upstream has it.",
+    )
+    restart_packing: bool = _setting(
+        False,
+        "Where the packer state of the loaded checkpoint is missing or does not fit (another dataset, window or "
+        "policy), begin with the data anew instead of stopping.",
+    )
     document_log: str | None = _setting(
         None,
         "Append which documents every step trained to this file, a few bytes each; `megatron-wlb audit` checks that "
@@ -139,7 +154,9 @@ class WlbConfig:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= MAX_TOLERANCE:
                 raise ValueError(f"--wlb-{_dashes(name)} is {value}; it must be from 0 to {MAX_TOLERANCE:g}")
-        if self.max_tokens is not None and self.max_tokens > MAX_TOKENS:
+        if self.memory_budget is not None and not 0 < self.memory_budget < math.inf:
+            raise ValueError(f"--wlb-memory-budget is {self.memory_budget}; give GiB, more than 0")
+        if isinstance(self.max_tokens, int) and self.max_tokens > MAX_TOKENS:
             raise ValueError(f"--wlb-max-tokens is {self.max_tokens}; work is exact up to {MAX_TOKENS} tokens")
 
     def thresholds_for(self, context_length: int) -> tuple[int, ...]:
@@ -148,12 +165,30 @@ class WlbConfig:
             return self.outlier_thresholds
         return tuple(sorted({max(2, context_length // 4), max(2, context_length // 2)}))
 
-    def max_tokens_for(self, context_length: int, unit: int) -> int:
-        """S_max for a context window, a multiple of `unit`.
+    def max_tokens_for(self, context_length: int, unit: int, fitting: int | None = None) -> int:
+        """S_max for a context window, a multiple of `unit`; `fitting` is the largest that memory has room for, or None.
 
-        Raises ValueError if the setting is under the window or not a multiple of the unit.
+        Raises ValueError if the setting is under the window, not a multiple of the unit, or more than fits.
         """
-        if self.max_tokens is None:
+        if fitting is not None and fitting < context_length:
+            raise ValueError(
+                f"micro-batches of at most {fitting} tokens fit into memory, less than --seq-length {context_length}; "
+                "recompute activations, use more pipeline, context or tensor parallelism, or raise --wlb-memory-budget"
+            )
+        if self.max_tokens == "auto":
+            if fitting is None:
+                raise ValueError("--wlb-max-tokens auto needs to know the memory: give --wlb-memory-budget in GiB")
+            return min(fitting, MAX_TOKENS // unit * unit)
+        chosen = self._max_tokens(context_length, unit)
+        if fitting is not None and chosen > fitting:
+            raise ValueError(
+                f"micro-batches of {chosen} tokens (S_max) need more memory for activations than there is; give "
+                f"--wlb-max-tokens {fitting} or auto, recompute activations, or raise --wlb-memory-budget"
+            )
+        return chosen
+
+    def _max_tokens(self, context_length: int, unit: int) -> int:
+        if not isinstance(self.max_tokens, int):
             return math.ceil(1.25 * context_length / unit) * unit
         if self.max_tokens < context_length:
             raise ValueError(

@@ -25,6 +25,8 @@ def add_wlb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         kind: Any = str
         if "tuple" in str(f.type):
             kind = _integers
+        elif "auto" in str(f.type):
+            kind = _integer_or_auto
         elif "int" in str(f.type):
             kind = int
         elif "float" in str(f.type):
@@ -34,6 +36,10 @@ def add_wlb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         choices = f"{{{','.join(f.metadata['choices'])}}}" if f.metadata["choices"] else None
         group.add_argument(flag, type=kind, default=f.default, metavar=choices, help=text + default)
     return parser
+
+
+def _integer_or_auto(value: str) -> int | str:
+    return value if value == "auto" else int(value)
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +76,8 @@ def check(args: argparse.Namespace, config: WlbConfig) -> None:
             f"--wlb: --seq-length {args.seq_length} cannot be shared by {args.context_parallel_size} context-parallel "
             f"and {args.tensor_model_parallel_size} tensor-parallel ranks; give a multiple of {unit}"
         )
-    config.max_tokens_for(args.seq_length, unit)
+    if config.max_tokens != "auto":
+        config.max_tokens_for(args.seq_length, unit)
     model_ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     dp_size, batch = args.world_size // model_ranks, args.global_batch_size
     if dp_size and batch and batch % dp_size:
@@ -133,8 +140,24 @@ def _refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
             "--attention-backend local would replace the attention of --wlb; choose with --wlb-attention-backend",
         ),
         (
-            given("use_torch_fsdp2") or given("use_megatron_fsdp"),
-            "FSDP (--use-torch-fsdp2, --use-megatron-fsdp) is not supported yet; use --use-distributed-optimizer",
+            given("use_torch_fsdp2")
+            and (
+                args.pipeline_model_parallel_size > 1
+                or args.expert_model_parallel_size > 1
+                or given("use_distributed_optimizer")
+                or not args.untie_embeddings_and_output_weights
+            ),
+            "--use-torch-fsdp2 does not go with pipeline or expert parallelism, tied embeddings or the distributed "
+            "optimizer; leave it out and use --use-distributed-optimizer",
+        ),
+        (
+            given("use_torch_fsdp2") and (given("save") or given("load")),
+            "--use-torch-fsdp2 with --save or --load: upstream does not bring back the optimizer state, in either "
+            "--ckpt-format; use --use-distributed-optimizer",
+        ),
+        (
+            given("use_megatron_fsdp"),
+            "--use-megatron-fsdp is not supported yet; use --use-torch-fsdp2 or --use-distributed-optimizer",
         ),
         (
             args.attention_dropout > 0,

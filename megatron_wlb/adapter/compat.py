@@ -77,6 +77,7 @@ def check_flags(args: Namespace) -> None:
 
     needs: dict[str, int | None] = {"sft": 18, "hybrid_context_parallel": 18, "inprocess_restart": 18}
     needs |= {"spec": 19, "yaml_cfg": 19, "heterogeneous_layers_config_path": 19, "experimental_attention_variant": 19}
+    needs |= {"use_torch_fsdp2": 19}
     needs |= {"use_legacy_models": None}
     for name, since in needs.items():
         if getattr(args, name, None) and (since is None or minor() < since):

@@ -146,8 +146,13 @@ def install() -> None:
 def install_megatron() -> None:
     """The places where upstream itself asks for CUDA; call after `install` and before `pretrain`."""
     from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp
+    from megatron.core.transformer.moe import token_dispatcher
     from megatron.training import training
 
     from_group = fsdp.DeviceMesh.from_group
     fsdp.DeviceMesh.from_group = lambda group, device, **rest: from_group(group, "cpu", **rest)
+    # Upstream makes the split sizes of an all-to-all numbers as it copies them from the GPU.
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, **rest: (
+        tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+    )
     training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)

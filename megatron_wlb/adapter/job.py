@@ -8,17 +8,20 @@ from typing import Any
 
 import torch
 from megatron.core import mpu
+from megatron.core.distributed import TorchFullyShardedDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from megatron.training import checkpointing, print_rank_0, training
+from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
 from megatron_wlb.adapter import arguments, checkpoint, compat, data, log
 from megatron_wlb.adapter.data import Batch, DocumentDataset, SplitData
-from megatron_wlb.adapter.loss import token_loss
+from megatron_wlb.adapter.loss import scale_sharded, token_loss
 from megatron_wlb.adapter.model import WlbPackedSeqParams
 from megatron_wlb.adapter.p2p import PlannedP2PCommunicator
 from megatron_wlb.config import WlbConfig
 from megatron_wlb.plan import document_log, native
+from megatron_wlb.plan.memory import ActivationModel
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.packing import make_policy
 from megatron_wlb.plan.step import Layout, Planner
@@ -35,7 +38,8 @@ class WlbJob:
     def __init__(self, args: Namespace, config: WlbConfig) -> None:
         self._args, self._config = args, config
         self._unit = arguments.unit_tokens(args)
-        self._max_tokens = config.max_tokens_for(args.seq_length, self._unit)
+        self._memory = _activation_model(args)
+        self._max_tokens = config.max_tokens_for(args.seq_length, self._unit, self._fitting_tokens())
         self._splits = data.load_splits(args)
         gpu = torch.cuda.is_available()
         self._device = torch.device("cuda" if gpu else "cpu")
@@ -57,6 +61,19 @@ class WlbJob:
             head_groups=config.cp_head_groups,
             save_gathered=config.save_gathered_kv,
         )
+
+    def _micro_batches_per_rank(self) -> int:
+        return int(self._args.global_batch_size // self._args.data_parallel_size)
+
+    def _fitting_tokens(self) -> int | None:
+        """The largest S_max whose activations fit the budget; None without one."""
+        budget = self._config.memory_budget and self._config.memory_budget * 2**30
+        if budget is None and torch.cuda.is_available():
+            total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+            budget = total - compute_weight_and_optimizer_memory(self._args)
+        if budget is None:
+            return None
+        return self._memory.largest_max_tokens(budget, self._micro_batches_per_rank(), self._unit)
 
     # What pretrain() is given -----------------------------------------------------------------------------------------
 
@@ -106,7 +123,11 @@ class WlbJob:
             labels=batch.labels,
             packed_seq_params=WlbPackedSeqParams(wlb=batch.metadata),
         )
-        return output, functools.partial(token_loss, self._args, batch.loss_mask)
+        weight = 1.0
+        if self._config.weight_gradients and batch.split == "train":
+            args = self._args
+            weight = self._planners["train"].get(batch.step).tokens / (args.global_batch_size * args.seq_length)
+        return output, functools.partial(token_loss, self._args, batch.loss_mask, weight=weight)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -115,6 +136,7 @@ class WlbJob:
             compat.replaced(training, "get_forward_backward_func", self._planned_forward_backward, ()),
             compat.replaced(training, "training_log", self._logged, ("loss_dict", "iteration")),
             compat.replaced(checkpointing, "maybe_save_dataloader_state", self._saved, ("train_iterator", "iteration")),
+            compat.replaced(TorchFullyShardedDataParallel, "scale_gradients", scale_sharded, ("scaling_factor",)),
         ):
             yield
 
@@ -284,9 +306,21 @@ class WlbJob:
     def _resume(self, packer: Packer, first_step: int) -> None:
         if first_step == 0:
             return
-        packer.load_state(checkpoint.load_state(self._args.load, first_step))
-        if packer.step != first_step:
-            raise ValueError(f"the packer state is of step {packer.step}, the checkpoint of iteration {first_step}")
+        try:
+            state = checkpoint.load_state(self._args.load, first_step)
+            if state.get("step") != first_step:
+                raise ValueError(f"the packer state is of step {state.get('step')}, not of iteration {first_step}")
+            packer.load_state(state)
+        except ValueError as error:
+            if not self._config.restart_packing:
+                raise ValueError(f"{error}; or begin with the data anew by --wlb-restart-packing") from error
+            packer.begin_at(first_step)
+            print_rank_0(f"> wlb: WARNING: the data begins anew at iteration {first_step}: {error}")
+            return
+        if (saved := state["num_micro_batches"]) != self._args.global_batch_size:
+            print_rank_0(
+                f"> wlb: global batch size {saved} -> {self._args.global_batch_size}; what waited is packed anew"
+            )
 
     def _announce(self, split_data: SplitData, num_micro_batches: int) -> None:
         config = self._config
@@ -303,12 +337,44 @@ class WlbJob:
             f"into {num_micro_batches} micro-batches a step, window {self._args.seq_length}, S_max {self._max_tokens}, "
             f"{detail}crossover {self._crossover} tokens, CP sharding {config.cp_sharding}"
         )
+        peaks = self._memory.peak_bytes_of_stages(self._max_tokens, self._micro_batches_per_rank())
+        print_rank_0(
+            "> wlb: activations by stage, predicted peak if every micro-batch had S_max tokens: "
+            + ", ".join(f"{peak / 2**30:.2f}" for peak in peaks)
+            + " GiB"
+        )
         options = self.attention_options
         chosen = str(choose_backend(self._device.type)) if config.attention_backend == "auto" else options.backend.name
         dtype = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[self._args.params_dtype]
         other = self._profile.differences(head_size=self._args.kv_channels, dtype=dtype, backend=options.backend.name)
         measured = f" (measured with {other})" if other else ""
         print_rank_0(f"> wlb: attention backend {chosen}, profile {self._profile.name}{measured}")
+
+
+def _activation_model(args: Namespace) -> ActivationModel:
+    return ActivationModel(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=(
+            args.moe_router_topk * (args.moe_ffn_hidden_size or args.ffn_hidden_size)
+            if args.num_experts
+            else args.ffn_hidden_size
+        ),
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        kv_channels=args.kv_channels,
+        gated_linear_unit=args.swiglu,
+        padded_vocab_size=args.padded_vocab_size or 0,
+        dropout=args.hidden_dropout > 0,
+        recompute_layers=args.recompute_granularity == "full",
+        bytes_per_value=args.params_dtype.itemsize,
+        tp_size=args.tensor_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+        cp_size=args.context_parallel_size,
+        pp_size=args.pipeline_model_parallel_size,
+        vp_size=args.virtual_pipeline_model_parallel_size or 1,
+        group_size=args.microbatch_group_size_per_vp_stage or 0,
+    )
 
 
 def _crossover(args: Namespace, profile: Profile) -> int:

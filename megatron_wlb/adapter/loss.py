@@ -6,16 +6,26 @@ from typing import Any
 
 import torch
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import to_local_if_dtensor
 
 _SPIKE = 10  # upstream calls a loss spiky at ten times the largest seen
 
 
-def token_loss(args: Namespace, loss_mask: torch.Tensor | None, output: torch.Tensor) -> tuple[torch.Tensor, Any, Any]:
-    """Sum of the token losses and number of trained tokens: upstream divides by the tokens of the global batch."""
+def token_loss(
+    args: Namespace, loss_mask: torch.Tensor | None, output: torch.Tensor, *, weight: float = 1.0
+) -> tuple[torch.Tensor, Any, Any]:
+    """Sum of the token losses and number of trained tokens: upstream divides by the tokens of the global batch.
+
+    `weight` multiplies the gradient, not the loss that is reported.
+    """
     assert loss_mask is not None  # the stage with the loss has the mask
     loss = torch.sum(output.view(-1).float() * loss_mask.view(-1).float())
     tokens = loss_mask.sum().to(torch.int)
-    return check_loss(args, loss), tokens, {"lm loss": torch.cat([loss.detach().view(1), tokens.detach().view(1)])}
+    return (
+        weight * check_loss(args, loss),
+        tokens,
+        {"lm loss": torch.cat([loss.detach().view(1), tokens.detach().view(1)])},
+    )
 
 
 def check_loss(args: Namespace, loss: torch.Tensor) -> torch.Tensor:
@@ -39,3 +49,17 @@ def check_loss(args: Namespace, loss: torch.Tensor) -> torch.Tensor:
             fatal=False,
         )
     return loss
+
+
+def scale_sharded(original: Any) -> Any:
+    """`scale_gradients` of torch-FSDP2, which upstream leaves empty: its gradients would not be per token.
+
+    FSDP2 has averaged over its ranks, each a part of the global batch, so their number goes back in.
+    """
+
+    def scale_gradients(self: Any, scaling_factor: torch.Tensor) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                to_local_if_dtensor(parameter.grad).mul_(scaling_factor * self.process_group.size())
+
+    return scale_gradients

@@ -92,6 +92,9 @@ def _layer_spec(config: Any, vp_stage: int | None = None, *, options: AttentionO
         submodules.self_attention.submodules.core_attention = partial(WlbCoreAttention, options=options)
         if config.transformer_impl == "local":
             submodules.input_layernorm = submodules.pre_mlp_layernorm = spec.layer_norm = _torch_norm
+            if config.transformer.qk_layernorm:
+                attention = submodules.self_attention.submodules
+                attention.q_layernorm = attention.k_layernorm = _torch_norm
     return spec
 
 

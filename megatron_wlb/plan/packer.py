@@ -105,6 +105,10 @@ class Packer:
             "original": _to_json(self._original.waiting()),
         }
 
+    def begin_at(self, step: int) -> None:
+        """Call the first step `step`: a run that goes on with the data from its beginning. Before any step only."""
+        self._step, self._base = step, (step, self._stream.position)
+
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on after the step that `state` was taken after, also with another number of micro-batches.
 

@@ -42,6 +42,7 @@ REFUSED = {
     "--wlb-max-tokens 128": "is under --seq-length 256.*give at least 256",
     "--wlb-max-tokens 100000000": "up to 67108864 tokens",
     "--wlb-max-tokens 301": "give a multiple of 2, such as 302",
+    "--wlb-memory-budget 0": "give GiB, more than 0",
     "--wlb-crossover 0": "from 1 to 34359738368",
     "--wlb-plan-ahead 0": "from 1 to 1024",
     "--wlb-digest-interval 0": "from 1 to",
@@ -59,8 +60,11 @@ REFUSED = {
     "--num-experts 4 --moe-token-dispatcher-type allgather": "give alltoall",
     "--use-ring-exchange-p2p": "fixed shapes",
     "--attention-backend local": "--wlb-attention-backend",
-    "--use-torch-fsdp2": "use --use-distributed-optimizer",
-    "--use-megatron-fsdp": "use --use-distributed-optimizer",
+    "--use-megatron-fsdp": "use --use-torch-fsdp2 or --use-distributed-optimizer",
+    "--use-torch-fsdp2 --pipeline-model-parallel-size 2": "--use-torch-fsdp2 .*use --use-distributed-optimizer",
+    "--use-torch-fsdp2 --use-distributed-optimizer": "--use-torch-fsdp2 .*use --use-distributed-optimizer",
+    "--use-torch-fsdp2 --save x": "--use-torch-fsdp2 with --save or --load",
+    "--use-torch-fsdp2 --load x": "--use-torch-fsdp2 with --save or --load",
     "--attention-dropout 0.1": "give --attention-dropout 0",
     "--window-size 128,128": "give LEFT,0",
     "--multi-latent-attention": "multi-latent",
@@ -131,7 +135,13 @@ def test_unsupported_megatron_core_names_the_supported_ones():
 
 @pytest.mark.parametrize(
     ("flag", "since"),
-    [("spec", 19), ("yaml_cfg", 19), ("heterogeneous_layers_config_path", 19), ("hybrid_context_parallel", 18)],
+    [
+        ("spec", 19),
+        ("yaml_cfg", 19),
+        ("heterogeneous_layers_config_path", 19),
+        ("hybrid_context_parallel", 18),
+        ("use_torch_fsdp2", 19),
+    ],
 )
 def test_what_an_older_megatron_core_lacks_is_refused(flag, since, monkeypatch):
     for minor in (17, 18, 19):

@@ -112,6 +112,10 @@ def test_resume_without_state_and_from_another_dataset_are_refused(dataset, tmp_
     other = write_dataset(tmp_path / "other", seed=1, documents=300)
     with pytest.raises(RuntimeError, match="saved with fingerprint"):
         train(1, other, *load)
+    run = train(1, other, *load, "--wlb-restart-packing", log=tmp_path / "other.jsonl")
+    fresh = train(1, other, *ADAM, "--train-iters", "1", log=tmp_path / "fresh.jsonl")
+    assert [e["step"] for e in run["log"]] == [2]
+    assert run["log"][0]["work"] == fresh["log"][0]["work"]
     state_path(str(tmp_path / "ckpt"), 1).unlink()
-    with pytest.raises(RuntimeError, match="has no packer state"):
+    with pytest.raises(RuntimeError, match="has no packer state.*by --wlb-restart-packing"):
         train(1, dataset, *load)

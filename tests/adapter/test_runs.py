@@ -75,3 +75,22 @@ def test_without_wlb_upstream_trains_its_own_way(data, dataset, tmp_path):
     assert max(relative_error(g, w) for g, w in zip(four["grads"], one["grads"], strict=True)) <= 1e-5
     assert four["evaluations"] == pytest.approx(one["evaluations"], rel=1e-5)
     assert all(math.isfinite(loss) for loss in one["evaluations"])
+
+
+def test_s_max_follows_the_memory_budget(dataset, tmp_path):
+    with pytest.raises(RuntimeError, match="tokens fit into memory, less than --seq-length"):
+        train(1, dataset, "--wlb-max-tokens", "auto", "--wlb-memory-budget", "1e-6")
+    run = train(1, dataset, "--wlb-max-tokens", "auto", "--wlb-memory-budget", "0.1", log=tmp_path / "log.jsonl")
+    assert len(run["log"]) == 2
+
+
+def test_gradients_can_be_weighted_by_the_tokens_of_the_step(dataset, tmp_path):
+    runs = [
+        train(1, dataset, "--train-iters", "1", *flags, log=tmp_path / f"{len(flags)}.jsonl")
+        for flags in ([], ["--wlb-weight-gradients"])
+    ]
+    plain, weighted = (run["grads"][0] for run in runs)
+    weight = runs[0]["log"][0]["tokens"] / (8 * 256)
+    assert abs(weight - 1) > 0.01
+    assert runs[0]["log"][0]["loss"] == runs[1]["log"][0]["loss"]
+    assert relative_error(weighted, {name: weight * gradient for name, gradient in plain.items()}) < 1e-6

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.worlds import run_world
 
@@ -38,14 +39,15 @@ def train(
     wlb: bool = True,
     flags_of_rank: dict[int, list[str]] | None = None,
     timeout: float = 120.0,
+    without: str = "",
 ) -> dict[str, Any]:
-    """Train on `size` processes.
+    """Train on `size` processes, with the flags of MODEL less `without` and with `flags`.
 
     Returns {"grads": per optimizer step {global name: gradient of the whole parameter}, "params": the same after
     training, "log": the step log, "evaluations": validation losses, "sends": by rank, dtypes of all point-to-point
     sends}.
     """
-    argv = ["pretrain_gpt.py", *MODEL, *(WLB if wlb else []), *flags]
+    argv = ["pretrain_gpt.py", *(f for f in MODEL if f != without), *(WLB if wlb else []), *flags]
     if dataset:
         argv += ["--data-path", *dataset.split()]
     if log is not None:
@@ -94,7 +96,7 @@ def _train(argv: list[str], flags_of_rank: dict[int, list[str]]) -> dict[str, An
 
         def watched() -> Any:
             if not get_args().use_distributed_optimizer:  # then no rank has whole gradients
-                out["grads"].append(_shards(chunks, lambda p: p.main_grad))
+                out["grads"].append(_shards(chunks, lambda p: getattr(p, "main_grad", p.grad)))
             return step()
 
         optimizer.step = watched
@@ -110,7 +112,9 @@ def _train(argv: list[str], flags_of_rank: dict[int, list[str]]) -> dict[str, An
 
 
 def _parameters(chunks: list[Any]) -> Any:
-    """(global name, parameter) of every model chunk; layer numbers count over the whole model."""
+    """(global name, parameter) of every model chunk; layers and experts count over the whole model."""
+    from megatron.core import mpu
+
     for chunk in chunks:
         module = chunk.module
         model = module.module if hasattr(module, "module") else module
@@ -118,6 +122,12 @@ def _parameters(chunks: list[Any]) -> Any:
             if match := re.match(r"decoder\.layers\.(\d+)\.(.*)", name):
                 number = model.decoder.layers[int(match[1])].layer_number
                 name = f"layer{number}.{match[2]}"
+            if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+                name = "embedding.word_embeddings.weight"  # the last stage has a copy
+            if match := re.match(r"(.*local_experts\.)(\d+)(\..*)", name):
+                first = mpu.get_expert_model_parallel_rank() * model.config.num_moe_experts
+                number = first // mpu.get_expert_model_parallel_world_size() + int(match[2])
+                name = f"{match[1]}{number}{match[3]}"
             yield name, parameter
 
 
@@ -125,7 +135,10 @@ def _split(name: str, parameter: Any) -> tuple[int, int, int]:
     """Dimension that tensor parallelism divides (-1: none), rank and size. fc1 is [gate, up], each divided."""
     from megatron.core import mpu
 
-    size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+    if getattr(parameter, "allreduce", True):
+        size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+    else:  # of an expert
+        size, rank = mpu.get_expert_tensor_parallel_world_size(), mpu.get_expert_tensor_parallel_rank()
     divided = getattr(parameter, "tensor_model_parallel", False) and size > 1
     return (parameter.partition_dim if divided else -1), rank, size
 
@@ -146,13 +159,18 @@ def _set_parameters(chunks: list[Any]) -> None:
             whole = whole.view(2, size, -1, shape[1])[:, rank].reshape(parameter.shape)
         elif dim >= 0:
             whole = whole.chunk(size, dim)[rank]
+        if isinstance(parameter, DTensor):  # of FSDP
+            whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
         parameter.data.copy_(whole)
 
 
 def _shards(chunks: list[Any], value: Any) -> dict[str, Any]:
-    return {
-        name: (value(parameter).float().clone(), *_split(name, parameter)) for name, parameter in _parameters(chunks)
-    }
+    shards = {}
+    for name, parameter in _parameters(chunks):
+        tensor = value(parameter)
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        shards[name] = (tensor.float().clone(), *_split(name, parameter))
+    return shards
 
 
 def _merge(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
