@@ -13,6 +13,11 @@ namespace {
 
 struct Counts {
   int64_t tiles = 0, query_tiles = 0;
+
+  void operator+=(const Counts& other) {
+    tiles += other.tiles;
+    query_tiles += other.query_tiles;
+  }
 };
 
 // Each way to shard emits (chunk, segment), all of a document one after the other. Rank r holds chunk r, its head, and
@@ -75,9 +80,10 @@ class Sharder {
     return time(1, least);
   }
 
-  // False, at any point, where the last long document is too short to level the ranks.
+  // False, at any point, where the last long document is too short to level the ranks, or where it is clear that the
+  // time will be over `limit`.
   template <typename Emit>
-  bool hybrid(size_t num_long, Emit&& emit) const {
+  bool hybrid(size_t num_long, double limit, Emit&& emit) const {
     std::vector<int64_t> room(ranks(), share_), sizes(static_cast<size_t>(chunks_));
     std::vector<Counts> counts(ranks());
     int64_t pointer = 0, placed = 0;
@@ -98,6 +104,12 @@ class Sharder {
         start = segment.stop;
       }
     }
+    Counts mean;
+    for (const Counts& c : counts) mean += c;
+    for (size_t i = num_long; i < whole_.size(); ++i) mean += whole_[i];
+    mean.tiles /= cp_size_;
+    mean.query_tiles /= cp_size_;
+    if (time(1, mean) > limit) return false;
     place_short(num_long, room, counts, emit);
     return true;
   }
@@ -175,8 +187,7 @@ class Sharder {
     Counts left;
     int64_t tokens_left = 0;
     for (size_t i = num_long; i < order_.size(); ++i) {
-      left.tiles += whole_[i].tiles;
-      left.query_tiles += whole_[i].query_tiles;
+      left += whole_[i];
       tokens_left += lengths_[order_[i]];
     }
     for (size_t i = num_long; i < order_.size(); ++i) {
@@ -285,8 +296,10 @@ Sharding shard(const std::vector<int64_t>& lengths, int64_t cp_size, const std::
     std::string strategy;
     size_t num_long;
   };
-  const auto run = [&](const Way& way, auto&& emit) {
-    if (way.strategy == "hybrid") return sharder.hybrid(way.num_long, emit);
+  constexpr double kNoLimit = std::numeric_limits<double>::infinity();
+  const auto run = [&](const Way& way, double limit, auto&& emit) {
+    if (way.strategy == "hybrid") return sharder.hybrid(way.num_long, limit, emit);
+    if (way.strategy == "per-document" && sharder.per_document_floor() > limit) return false;
     way.strategy == "per-sequence" ? sharder.per_sequence(emit) : sharder.per_document(emit);
     return true;
   };
@@ -300,18 +313,22 @@ Sharding shard(const std::vector<int64_t>& lengths, int64_t cp_size, const std::
       throw std::invalid_argument("unknown sharding " + strategy);
   }
   const Way* best = nullptr;
-  double best_time = 0;
-  for (auto way = ways.rbegin(); way != ways.rend(); ++way) {  // so that the first wins a tie, and per-document comes late
-    if (best && way->strategy == "per-document" && sharder.per_document_floor() > best_time) continue;
+  double best_time = kNoLimit;
+  const auto race = [&](const Way& way) {
     Tally tally(sharder, ranks);
-    if (!run(*way, tally)) continue;
+    if (!run(way, best_time, tally)) return;
     const double time = tally.predicted(kernel.exchange);
-    if (!best || time <= best_time) best = &*way, best_time = time;
-  }
+    if (!best || time < best_time || (time == best_time && &way < best)) best = &way, best_time = time;
+  };
+  // The likely winners first, since they spare the others; the first of `ways` wins a tie all the same.
+  for (const Way& way : ways)
+    if (way.strategy == "hybrid") race(way);
+  for (const Way& way : ways)
+    if (way.strategy != "hybrid") race(way);
   if (!best) throw std::invalid_argument("none of the strategies can shard this micro-batch");
 
   Sharding plan{best->strategy, best_time, std::vector<std::vector<Segment>>(2 * ranks)};
-  run(*best, [&](int64_t chunk, const Segment& segment) {
+  run(*best, kNoLimit, [&](int64_t chunk, const Segment& segment) {
     const auto c = static_cast<size_t>(chunk);
     plan.colours[c < ranks ? 2 * c : 2 * (2 * ranks - 1 - c) + 1].push_back(segment);
   });
