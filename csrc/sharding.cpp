@@ -165,8 +165,8 @@ class Sharder {
     return true;
   }
 
-  // Whole on a rank where it fits; what fits nowhere, or has been cut, fills ranks up. The rank is the one that will end
-  // with least work if what is left to place fills its room (with most, if this document has less work a token).
+  // Whole on a rank where it fits; what fits nowhere, or has been cut, fills ranks up. The rank is the one that will
+  // end with least work if what is left to place fills its room (with most, if this document has less work a token).
   template <typename Emit>
   void place_short(size_t num_long, std::vector<int64_t>& room, std::vector<Counts>& counts, Emit&& emit) const {
     std::vector<double> work;

@@ -22,6 +22,7 @@
 #include "../adaptive.h"
 #include "../fixed.h"
 #include "../original.h"
+#include "../sharding.h"
 #include "../wlb.h"
 
 namespace {
@@ -469,9 +470,56 @@ void stress_planner(Choices& choose) {
   check_waiting(waiting_of(core), model);
 }
 
+void stress_sharding(Choices& choose) {
+  const int64_t cp_size = choose.of<int64_t>({1, 2, 3, 4, 16}), longest = choose.of<int64_t>({1, 40, 3000, 1 << 20});
+  const int64_t tile = choose.of<int64_t>({1, 2, 128, 1 << 16});
+  const wlb::Kernel kernel{tile, 3.0, choose.of<double>({0.0, 1.0}), 0.5, choose.between(1, 64), 0.25};
+  std::vector<int64_t> lengths;
+  int64_t tokens = 0;
+  for (int64_t left = choose.between(1, 40); left > 0; --left) {
+    lengths.push_back(choose.between(1, longest));
+    tokens += lengths.back();
+  }
+  if (tokens % (2 * cp_size)) {
+    require(refuses([&] { wlb::shard(lengths, cp_size, {"per-document"}, {}, kernel); }), "a remainder is refused");
+    lengths.push_back(2 * cp_size - tokens % (2 * cp_size));
+    tokens += lengths.back();
+  }
+  const std::vector<std::string> all{"per-sequence", "per-document", "hybrid"};
+  for (const auto& tried : {all, {all[0]}, {all[1]}, {all[1], all[2]}}) {
+    const wlb::Sharding plan = wlb::shard(lengths, cp_size, tried, {0, 1, 2, 5, 62}, kernel);
+    require(plan.colours.size() == 2 * static_cast<size_t>(cp_size), "two colours a rank");
+    std::map<int64_t, std::map<int64_t, int64_t>> pieces;  // of each document: start -> stop
+    for (size_t rank = 0; rank < static_cast<size_t>(cp_size); ++rank) {
+      int64_t held = 0;
+      for (size_t c : {2 * rank, 2 * rank + 1}) {
+        int64_t last = -1;
+        for (const wlb::Segment& s : plan.colours[c]) {
+          require(s.document > last && s.start >= 0 && s.stop > s.start, "a colour has each document once, in order");
+          require(pieces[s.document].emplace(s.start, s.stop).second, "no row is held twice");
+          last = s.document;
+          held += s.stop - s.start;
+        }
+      }
+      require(held == tokens / cp_size, "ranks hold equally many tokens");
+    }
+    for (size_t d = 0; d < lengths.size(); ++d) {
+      int64_t at = 0;
+      for (const auto& [start, stop] : pieces[static_cast<int64_t>(d)]) {
+        require(start == at, "pieces follow each other");
+        at = stop;
+      }
+      require(at == lengths[d], "documents are whole");
+    }
+  }
+  lengths[0] = choose.of<int64_t>({0, -1, kMaxTokens + 1, kLowest, kHighest});
+  require(refuses([&] { wlb::shard(lengths, cp_size, all, {1}, kernel); }), "a bad length is refused");
+}
+
 void stress(Choices& choose) {
   const auto policy = choose.of<void (*)(Choices&)>(
-      {stress_wlb, stress_wlb, stress_adaptive, stress_adaptive, stress_original, stress_fixed, stress_planner});
+      {stress_wlb, stress_wlb, stress_adaptive, stress_adaptive, stress_original, stress_fixed, stress_planner,
+       stress_sharding});
   policy(choose);
 }
 
