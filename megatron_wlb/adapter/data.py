@@ -112,7 +112,7 @@ class Batch:
             split=self.split,
             step=self.step,
             padded_tokens=self.padded_tokens,
-            metadata=self.metadata.to(device),
+            metadata=self.metadata.to(device, non_blocking=True),
             tokens=move(self.tokens),
             labels=move(self.labels),
             loss_mask=move(self.loss_mask),

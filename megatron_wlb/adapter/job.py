@@ -27,7 +27,7 @@ from megatron_wlb.plan.packing import make_policy
 from megatron_wlb.plan.step import Layout, Planner
 from megatron_wlb.plan.stream import DocumentStream
 from megatron_wlb.plan.types import Policy
-from megatron_wlb.plan.workload import KernelModel, Profile, load_profile
+from megatron_wlb.plan.workload import KernelModel, load_profile
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import choose_backend, get_backend
 
@@ -44,7 +44,7 @@ class WlbJob:
         gpu = torch.cuda.is_available()
         self._device = torch.device("cuda" if gpu else "cpu")
         self._profile = load_profile(config.profile or ("h100-fa2" if gpu else "flops"))
-        self._crossover = config.crossover or _crossover(args, self._profile)
+        self._crossover = config.crossover or self._profile.crossover_for(**_model_shape(args))
         if config.planner == "native" and not native.AVAILABLE:
             raise ValueError("--wlb-planner native, but the native core was not built; reinstall with a C++ compiler")
         self._use_native = native.AVAILABLE and config.planner != "python"
@@ -238,8 +238,7 @@ class WlbJob:
     @property
     def _kernel(self) -> KernelModel:
         args = self._args
-        groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-        key_heads = max(1, groups // args.tensor_model_parallel_size)
+        key_heads = max(1, self._memory.num_query_groups // args.tensor_model_parallel_size)
         return self._profile.kernel(
             heads=max(1, args.num_attention_heads // args.tensor_model_parallel_size),
             row_bytes=2 * key_heads * args.kv_channels * args.params_dtype.itemsize,
@@ -351,20 +350,24 @@ class WlbJob:
         print_rank_0(f"> wlb: attention backend {chosen}, profile {self._profile.name}{measured}")
 
 
+def _model_shape(args: Namespace) -> dict[str, Any]:
+    """What costs and memory of a layer depend on; a token runs through `moe_router_topk` experts at once."""
+    expert = args.moe_ffn_hidden_size or args.ffn_hidden_size
+    return {
+        "num_layers": args.num_layers,
+        "hidden_size": args.hidden_size,
+        "ffn_hidden_size": args.moe_router_topk * expert if args.num_experts else args.ffn_hidden_size,
+        "num_attention_heads": args.num_attention_heads,
+        "num_query_groups": args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        "kv_channels": args.kv_channels,
+        "gated_linear_unit": args.swiglu,
+        "padded_vocab_size": args.padded_vocab_size or 0,
+    }
+
+
 def _activation_model(args: Namespace) -> ActivationModel:
     return ActivationModel(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=(
-            args.moe_router_topk * (args.moe_ffn_hidden_size or args.ffn_hidden_size)
-            if args.num_experts
-            else args.ffn_hidden_size
-        ),
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-        kv_channels=args.kv_channels,
-        gated_linear_unit=args.swiglu,
-        padded_vocab_size=args.padded_vocab_size or 0,
+        **_model_shape(args),
         dropout=args.hidden_dropout > 0,
         recompute_layers=args.recompute_granularity == "full",
         bytes_per_value=args.params_dtype.itemsize,
@@ -374,18 +377,4 @@ def _activation_model(args: Namespace) -> ActivationModel:
         pp_size=args.pipeline_model_parallel_size,
         vp_size=args.virtual_pipeline_model_parallel_size or 1,
         group_size=args.microbatch_group_size_per_vp_stage or 0,
-    )
-
-
-def _crossover(args: Namespace, profile: Profile) -> int:
-    return profile.crossover_for(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=(args.moe_ffn_hidden_size if args.num_experts else None) or args.ffn_hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-        kv_channels=args.kv_channels,
-        gated_linear_unit=args.swiglu,
-        padded_vocab_size=args.padded_vocab_size or 0,
-        active_experts=args.moe_router_topk if args.num_experts else 1,
     )

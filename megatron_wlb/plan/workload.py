@@ -30,15 +30,15 @@ def weights_per_layer(
     kv_channels: int,
     gated_linear_unit: bool,
     padded_vocab_size: int,
-    active_experts: int = 1,
 ) -> int:
     """Weights that a token is multiplied with in a layer of a decoder-only model.
 
-    The output projection is spread over the layers, as the pipeline does; `padded_vocab_size` 0 leaves it out.
+    `ffn_hidden_size` is that of all experts that a token goes to, together. The output projection is spread over the
+    layers, as the pipeline does; `padded_vocab_size` 0 leaves it out.
     """
     query = num_attention_heads * kv_channels
     attention_weights = hidden_size * (2 * query + 2 * num_query_groups * kv_channels)
-    mlp_weights = hidden_size * ffn_hidden_size * (3 if gated_linear_unit else 2) * active_experts
+    mlp_weights = hidden_size * ffn_hidden_size * (3 if gated_linear_unit else 2)
     return attention_weights + mlp_weights + hidden_size * padded_vocab_size // num_layers
 
 

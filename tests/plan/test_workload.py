@@ -53,7 +53,8 @@ def test_crossover_follows_the_model():
     base = crossover_from_flops(**LLAMA2_7B)
     assert crossover_from_flops(**(LLAMA2_7B | {"num_query_groups": 8})) < base
     assert crossover_from_flops(**(LLAMA2_7B | {"gated_linear_unit": False})) < base
-    assert crossover_from_flops(**(LLAMA2_7B | {"active_experts": 2})) > base
+    two_experts = crossover_from_flops(**(LLAMA2_7B | {"ffn_hidden_size": 2 * 11008}))
+    assert two_experts == base + 3 * 11008
 
 
 def count_tiles(segments, tile_rows):
