@@ -18,6 +18,7 @@ ALLOWED = {
     "runtime": (("plan.types", "plan.sharding.segments", "plan.sharding.exchange"), ("torch",)),
     "adapter": (("plan", "runtime", "config", "simulate"), ("torch", "megatron")),
     "__main__": (("cli",), ()),
+    "run": (("adapter",), ()),
     "cli": (("plan", "runtime", "config", "simulate", "adapter"), ("torch", "megatron")),
 }
 FRAMEWORKS = ("torch", "megatron", "transformer_engine", "flash_attn", "apex")

@@ -101,6 +101,11 @@ def parse_and_validate(extra_args_provider: Any, args_defaults: dict[str, Any]) 
             initialize.load_args_from_checkpoint(args)
         args = arguments.validate_args(args, args_defaults)
         initialize.set_global_variables(args)
+    return with_newer(args)
+
+
+def with_newer(args: Namespace) -> Namespace:
+    """Add the flags of 0.19 that we read and this version lacks, as if they were not given."""
     newer = {"eval_global_batch_size": args.global_batch_size, "eval_micro_batch_size": args.micro_batch_size}
     newer |= {"dataloader_inter_document_masking": False, "logits_load_dir": None}
     for name, value in newer.items():
@@ -216,6 +221,66 @@ def pretrain_arguments(args: Namespace, model: Any) -> dict[str, Any]:
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     return {"cfg_container": pretrain_cfg_container_from_args(args, None if built else model), **built}
+
+
+# A script of upstream's that calls pretrain() itself -----------------------------------------------------------------
+
+
+def parsed_by_script(given: dict[str, Any]) -> Namespace:
+    """The script's validated arguments; 0.17 parses them inside of `pretrain()`, which got the arguments `given`."""
+    if minor() < 18:
+        return parse_and_validate(given.get("extra_args_provider"), given.get("args_defaults", {}))
+    from megatron.training import get_args
+
+    return with_newer(get_args())
+
+
+def model_of_script(args: Namespace, given: dict[str, Any]) -> Any:
+    """The `model_config` that the script's `pretrain(**given)` trains.
+
+    Before 0.19 the script gives a function instead, for which ours is exchanged in `given`. Raises ValueError if it
+    builds anything but upstream's GPT.
+    """
+    if minor() >= 19:
+        return given["cfg_container"].model
+    builder = getattr(given["model_provider"], "args", (None,))[0]
+    if getattr(builder, "__name__", None) != "gpt_builder":
+        raise ValueError(
+            f"--wlb: the script builds its model with {builder or given['model_provider']}; with megatron-core before "
+            "0.19 only gpt_builder of upstream's pretrain_gpt.py is supported"
+        )
+    model = model_config(args)
+    given["model_provider"] = model.build
+    return model
+
+
+# Losses of the router ------------------------------------------------------------------------------------------------
+
+
+class _WholeAuxLoss:
+    """Upstream's MoEAuxLossAutoScaler for its router, with the factor TP * CP that 0.19 brought."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def apply(self, activation: Any, loss: Any) -> Any:
+        from megatron.core import mpu
+
+        return self._original.apply(activation, loss * mpu.get_tensor_and_context_parallel_world_size())
+
+
+@contextlib.contextmanager
+def whole_router_losses() -> Iterator[None]:
+    """Keep the router's auxiliary and z losses from shrinking by TP * CP under `--calculate-per-token-loss`.
+
+    Before 0.19 a rank multiplies them by its own rows only, while gradients are divided by the tokens of all ranks.
+    """
+    if minor() >= 19:
+        yield
+        return
+    router = importlib.import_module("megatron.core.transformer.moe.router")
+    with replaced(router, "MoEAuxLossAutoScaler", _WholeAuxLoss, ()):
+        yield
 
 
 # Batches without --wlb -----------------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
 """`pretrain_gpt.py`: upstream's GPT pre-training, with `--wlb` or without."""
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 
 import torch
 
@@ -10,16 +12,23 @@ def main(argv: list[str] | None = None) -> None:
     """Train a GPT as upstream's `pretrain_gpt.py` does. Bad input ends the process with one line and status 2."""
     if argv is not None:
         sys.argv = [sys.argv[0], *argv]
-    try:
+    with one_line():
         prepare()
         from megatron_wlb.adapter.gpt import parse, train
 
         args, job = parse()
+    train(args, job)
+
+
+@contextlib.contextmanager
+def one_line() -> Iterator[None]:
+    """End the process with status 2 and one line, on the first rank, where bad input raises a ValueError."""
+    try:
+        yield
     except ValueError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
-    train(args, job)
 
 
 def prepare() -> None:
