@@ -5,7 +5,9 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-checkout=${1:?usage: scripts/test_upstream.sh CHECKOUT, a clone of Megatron-LM at one of the tags: $(ls patches | grep -v README | xargs)}
+known=(patches/*/)
+known=("${known[@]#patches/}")
+checkout=${1:?usage: scripts/test_upstream.sh CHECKOUT, a clone of Megatron-LM at one of the tags ${known[*]%/}}
 info=$checkout/megatron/core/package_info.py
 if [[ ! -f $info || ! -f $checkout/pretrain_gpt.py ]]; then
     echo "test_upstream: $checkout is no Megatron-LM checkout: megatron/core/package_info.py or pretrain_gpt.py is missing" >&2
@@ -14,11 +16,12 @@ fi
 bash scripts/setup.sh
 # Upstream builds its dataset helpers with python3 and python3-config; virtual environments lack the latter.
 PATH=$PWD/.venv/bin:$PATH
-export MAKEFLAGS="LIBEXT=$(python -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')"
+MAKEFLAGS=LIBEXT=$(python -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
+export MAKEFLAGS
 version=$(python -c 'import runpy, sys; print(runpy.run_path(sys.argv[1])["__version__"].split("+")[0])' "$info")
 patch=$(compgen -G "$PWD/patches/${version%.*}.*/pretrain_gpt.patch" || true) # of the same minor version
 if [[ -z $patch ]]; then
-    echo "test_upstream: the checkout is of $version, and patches/ has $(ls patches | grep -v README | xargs); check out one of these" >&2
+    echo "test_upstream: the checkout is of $version, and patches/ has ${known[*]%/}; check out one of these" >&2
     exit 2
 fi
 

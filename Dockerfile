@@ -1,0 +1,50 @@
+# Two images. To train, on NVIDIA's PyTorch with transformer-engine, flash-attn and apex as shipped there:
+#     docker build -t megatron-wlb .
+# For `megatron-wlb analyze` and the other commands that need neither torch nor a GPU:
+#     docker build -t megatron-wlb-analyze --target analyze .
+# NVIDIA's image by megatron-core (upstream's docker/.ngc_version.dev): 0.19 26.06-py3, 0.18 26.04-py3, 0.17 26.02-py3.
+ARG PYTORCH=26.06-py3
+ARG PYTHON=3.12-slim-bookworm
+
+FROM python:${PYTHON} AS analyze-wheel
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+COPY pyproject.toml setup.py README.md LICENSE ./
+COPY csrc csrc
+COPY megatron_wlb megatron_wlb
+RUN MEGATRON_WLB_REQUIRE_NATIVE=1 pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+
+FROM python:${PYTHON} AS analyze
+COPY requirements/constraints.txt /etc/megatron_wlb/constraints.txt
+RUN --mount=type=bind,from=analyze-wheel,source=/wheels,target=/wheels \
+    wheel=$(echo /wheels/*.whl) \
+    && pip install --no-cache-dir --constraint /etc/megatron_wlb/constraints.txt "${wheel}[analysis]" \
+    && useradd --create-home --uid 10001 wlb
+COPY scripts/docker/healthcheck.py /etc/megatron_wlb/
+USER 10001
+WORKDIR /home/wlb
+HEALTHCHECK --interval=5m --timeout=1m CMD ["python", "/etc/megatron_wlb/healthcheck.py"]
+ENTRYPOINT ["megatron-wlb"]
+CMD ["--help"]
+
+FROM nvcr.io/nvidia/pytorch:${PYTORCH} AS train-wheel
+WORKDIR /src
+COPY pyproject.toml setup.py README.md LICENSE ./
+COPY csrc csrc
+COPY megatron_wlb megatron_wlb
+RUN MEGATRON_WLB_REQUIRE_NATIVE=1 pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+
+FROM nvcr.io/nvidia/pytorch:${PYTORCH} AS train
+ARG MEGATRON_CORE=0.19.2
+# Without their dependencies: torch and all that is built against it is the image's own.
+RUN --mount=type=bind,from=train-wheel,source=/wheels,target=/wheels \
+    pip install --no-cache-dir --no-deps "megatron-core==${MEGATRON_CORE}" /wheels/*.whl \
+    && pip install --no-cache-dir jsonschema==4.26.0 psutil==7.2.2 tensorboard==2.21.0 \
+    && useradd --create-home --uid 10001 wlb
+COPY scripts/docker/healthcheck.py /etc/megatron_wlb/
+COPY pretrain_gpt.py /opt/megatron_wlb/
+COPY scripts/slurm /opt/megatron_wlb/scripts/slurm
+USER 10001
+WORKDIR /home/wlb
+HEALTHCHECK --interval=5m --timeout=2m CMD ["python", "/etc/megatron_wlb/healthcheck.py", "--train"]

@@ -1,0 +1,53 @@
+"""Does the image work: healthcheck.py [--train]. Imports what it is for, and packs natively and in Python."""
+
+import argparse
+import importlib
+
+import numpy as np
+
+from megatron_wlb.plan import native
+from megatron_wlb.plan.packer import Packer
+from megatron_wlb.plan.packing import make_policy
+from megatron_wlb.plan.stream import DocumentStream, Source
+
+TRAINING = ("torch", "megatron.core", "transformer_engine.pytorch", "flash_attn", "apex", "megatron_wlb.run")
+
+
+def main() -> None:
+    """Raise, and so exit with a status other than 0, if anything is missing or the planners differ."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--train", action="store_true", help="the image to train with, not the one for analyses")
+    for module in TRAINING if parser.parse_args().train else ("rich", "pyarrow", "matplotlib", "scipy"):
+        importlib.import_module(module)
+    if not native.AVAILABLE:
+        raise RuntimeError("the native core is missing; build the image with MEGATRON_WLB_REQUIRE_NATIVE=1")
+    steps = [pack(use_native) for use_native in (True, False)]
+    if steps[0] != steps[1]:
+        raise RuntimeError("the native core and Python pack differently")
+    print(f"ok: {sum(map(len, steps[0]))} documents packed")
+
+
+def pack(use_native: bool) -> list[list[int]]:
+    """Lengths of the documents of four adaptively packed steps."""
+    pairs = np.random.default_rng(0).lognormal(6, 1.5, 2000).astype(np.int64) + 1
+    packer = Packer(
+        DocumentStream([Source(pairs=pairs)], seed=0, context_length=8192),
+        make_policy(
+            "adaptive",
+            num_micro_batches=8,
+            context_length=8192,
+            max_tokens=10240,
+            crossover_tokens=2048,
+            use_native=use_native,
+        ),
+        num_micro_batches=8,
+        context_length=8192,
+        fingerprint="",
+        policy_name="adaptive",
+        use_native=use_native,
+    )
+    return [packer.next().packing.documents["length"].tolist() for _ in range(4)]
+
+
+if __name__ == "__main__":
+    main()
