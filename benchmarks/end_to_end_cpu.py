@@ -1,0 +1,364 @@
+"""How much faster real training gets on two CPU cores: upstream's `pretrain()` with `--wlb` against plain packing.
+
+    python -m benchmarks.end_to_end_cpu [--quick] [--check] [--lengths f2|demo] [--layouts DP=2 ...] [--rounds N]
+
+Two processes of one thread, each pinned to a core, train a small model; documents are of random tokens and have the
+lengths of F2, or of the demo's corpus. Plain is what Megatron does with packed documents: concatenate in order, cut at
+the window, shard per sequence. Methods run by turns, every round on the next steps, so that all train the same data.
+
+Busy is the CPU time of forward and backward passes in the thread that trains, by rank and micro-batch; waiting is no
+part of it. The critical path is what a step must take of it (the slower rank; under CP the slower rank of each
+micro-batch; 1F1B in a pipeline), imbalance the critical path over that of the same work spread evenly, and attainable
+plain's gain if its work were spread evenly and all else took as long as it did. Gains are per token, and per work,
+that is, per second of computing: these are apart, since a document that plain packing cuts at the window needs less
+attention than a whole one. The fraction reached compares gains per work. Imbalance is predicted by two cost models: of
+`megatron-wlb profile`, and fitted to some steps of training before; the latter's crossover is what packing goes by.
+The gain by CPU time is that of the critical path and whatever else the thread computes, without any wait for messages
+or for a core that others use. Writes benchmarks/results/end_to_end_cpu.json, in about 20 minutes; anything else that
+runs meanwhile spoils it.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks import results
+from benchmarks.training_cpu import (
+    ROOT,
+    SHAPE,
+    TRAINING,
+    Row,
+    Steps,
+    arguments,
+    document_lengths,
+    train,
+    warm,
+    write_dataset,
+)
+from megatron_wlb.plan import pipeline
+from tests.worlds import run_world
+
+WARM_STEPS = 100
+"""Planned and not trained, so that documents that wait are as in the middle of a run."""
+
+
+class Layout(NamedTuple):
+    name: str
+    flags: str
+    micro_batches: int
+    """Of a step."""
+    methods: dict[str, str]
+    """Name -> flags; the first is plain."""
+    fraction: float | None = None
+    """Goal, of the attainable gain."""
+
+
+class Costs(NamedTuple):
+    """How planning takes times to come about."""
+
+    crossover: int
+    """Of whole micro-batches: rows * crossover + pairs."""
+    row: float
+    """Of shards: rows * this + kernel_us."""
+
+    def work(self, layout: str, step: Row) -> list[float]:
+        """Of the micro-batches of a rank; any unit, the same on all ranks."""
+        if layout.startswith("CP"):
+            return [self.row * rows + us for rows, us in zip(step["rows"], step["kernel_us"], strict=True)]
+        return [float(rows * self.crossover + pairs) for rows, pairs in zip(step["rows"], step["pairs"], strict=True)]
+
+
+class Size(NamedTuple):
+    window: int
+    steps: int
+    """Measured, per round and method."""
+    rounds: int
+
+
+PLAIN = "--wlb-packing original --wlb-cp-sharding per-sequence"
+LAYOUTS = (
+    Layout(
+        "DP=2",
+        "",
+        2,
+        {"plain": PLAIN, **{p: f"--wlb-packing {p}" for p in ("fixed", "wlb", "adaptive")}},
+        0.9,
+    ),
+    Layout(
+        "CP=2",
+        "--context-parallel-size 2",
+        1,
+        {
+            "plain": PLAIN,
+            **{s: f"--wlb-packing original --wlb-cp-sharding {s}" for s in ("per-document", "hybrid", "adaptive")},
+        },
+        0.9,
+    ),
+    Layout(
+        "PP=2",
+        "--pipeline-model-parallel-size 2",
+        4,
+        {"plain": PLAIN, **{p: f"--wlb-packing {p}" for p in ("wlb", "adaptive")}},
+    ),
+)
+SIZE = Size(window=8192, steps=6, rounds=4)
+QUICK = Size(window=2048, steps=3, rounds=1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="about a minute: a short window, nothing written")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a goal is missed")
+    parser.add_argument("--layouts", nargs="+", choices=[layout.name for layout in LAYOUTS], help="default: all")
+    parser.add_argument("--lengths", choices=("f2", "demo"), default="f2", help="of documents; default: f2")
+    parser.add_argument("--rounds", type=int, help=f"default: {SIZE.rounds}, with --quick {QUICK.rounds}")
+    args = parser.parse_args()
+    if len(os.sched_getaffinity(0)) < 2:
+        sys.exit("end_to_end_cpu: this process may run on one core only; it needs two")
+    size = QUICK if args.quick else SIZE
+    size = size._replace(rounds=args.rounds or size.rounds)
+    layouts = [layout for layout in LAYOUTS if layout.name in (args.layouts or (layout.name,))]
+    with tempfile.TemporaryDirectory() as folder:
+        dataset = write_dataset(Path(folder), document_lengths(args.lengths, size.window))
+        profile = measure_profile(Path(folder), args.quick)
+        warm()
+        models = calibrate(size, dataset, profile)
+        crossover = models["trained"].crossover
+        measured = {layout.name: measure(layout, size, dataset, profile, crossover) for layout in layouts}
+        without = without_wlb(dataset)
+        stated = json.loads(profile.read_text())
+    rows = [row for layout in layouts for row in summarise(layout, measured[layout.name], models)]
+    wanted = goals(layouts, rows)
+    show(rows, wanted)
+    print(without)
+    if not args.quick:
+        suffix = "" if args.lengths == "f2" else f".{args.lengths}"
+        settings = {"model": [*SHAPE, *TRAINING], "profile": stated, **size._asdict()}
+        settings |= {"lengths": args.lengths, "costs": {name: costs._asdict() for name, costs in models.items()}}
+        settings |= {"layouts": [layout._asdict() for layout in layouts], "plain without --wlb": without}
+        print(results.write("end_to_end_cpu", settings=settings, rows=rows, goals=wanted, suffix=suffix))
+    if args.check and not all(g.holds for g in wanted):
+        sys.exit(1)
+
+
+# What is run ----------------------------------------------------------------------------------------------------------
+
+
+def measure_profile(folder: Path, quick: bool) -> Path:
+    """What planning goes by, measured now and on this machine."""
+    path = folder / "profile.json"
+    command = [sys.executable, "-m", "megatron_wlb", "profile", *SHAPE, "--device", "cpu", "--output", path]
+    subprocess.run([*command, "--quick"] if quick else command, check=True, cwd=ROOT)
+    return path
+
+
+def calibrate(size: Size, dataset: str, profile: Path) -> dict[str, Costs]:
+    """Cost models: of the profile, which knows a layer's matrices and its attention, and of training as it is.
+
+    The latter is fitted to the busy times of micro-batches that are not measured later.
+    """
+    data = json.loads(profile.read_text())
+    linear = data["linear"]["forward_us_per_token"] + data["linear"]["backward_us_per_token"]
+    flags = f"--wlb --wlb-profile {profile} {PLAIN}"
+    argv = arguments(dataset, size.window, 2, WARM_STEPS, flags)
+    steps = [step for steps in run_world(train, 2, argv, WARM_STEPS - size.steps, True, timeout=600) for step in steps]
+    return {"profile": Costs(data["crossover_tokens"], linear), "trained": fit(steps)}
+
+
+def measure(layout: Layout, size: Size, dataset: str, profile: Path, crossover: int) -> dict[str, list[list[Steps]]]:
+    """Method -> of every round: the steps of each rank."""
+    measured: dict[str, list[list[Steps]]] = {method: [] for method in layout.methods}
+    for number in track(range(size.rounds), layout.name, console=Console(stderr=True)):
+        # Turns go back and forth, so that none always follows the same other.
+        for method in list(layout.methods)[:: 1 if number % 2 == 0 else -1]:
+            first = WARM_STEPS + number * size.steps
+            flags = f"--wlb --wlb-profile {profile} --wlb-crossover {crossover} --wlb-max-tokens {2 * size.window}"
+            flags += f" {layout.flags} {layout.methods[method]}"
+            argv = arguments(dataset, size.window, layout.micro_batches, first + size.steps, flags)
+            measured[method].append(run_world(train, 2, argv, first, method == "plain", timeout=600))
+    return measured
+
+
+def without_wlb(dataset: str) -> Row:
+    """Tokens a second under DP=2 of plain packing by us, and of upstream without `--wlb`, at a short window.
+
+    Upstream's attention on a CPU is dense: every row costs a window of keys, and memory is quadratic in the window.
+    """
+    masked = f"--reset-position-ids --reset-attention-mask --eod-mask-loss --data-cache-path {dataset}.cache"
+    found: Row = {"window": QUICK.window}
+    for name, flags in (("plain", f"--wlb {PLAIN}"), ("without --wlb", masked)):
+        argv = arguments(dataset, QUICK.window, 2, QUICK.steps + 1, flags)
+        steps = run_world(train, 2, argv, 2 if name == "plain" else 1, name == "plain", timeout=600)[0]
+        seconds = statistics.median(step["seconds"] for step in steps)
+        found[f"{name}, tokens a second"] = 2 * QUICK.window / seconds
+    return found
+
+
+# What follows from it -------------------------------------------------------------------------------------------------
+
+
+def fit(steps: Steps) -> Costs:
+    """Of micro-batches that one rank holds whole; least squares of relative errors."""
+    busy, rows, pairs, kernel = (np.concatenate([s[k] for s in steps]) for k in ("busy", "rows", "pairs", "kernel_us"))
+
+    def ratio(other: np.ndarray) -> float:
+        """What a row costs, in units of `other`."""
+        row, one = np.linalg.lstsq(np.stack((rows, other), 1) / busy[:, None], np.ones(len(busy)))[0]
+        if not (row > 0 and one > 0):
+            raise ValueError("micro-batches took no longer for more attention; run while nothing else does")
+        return float(row / one)
+
+    return Costs(round(ratio(pairs)), ratio(kernel))
+
+
+def critical_path(layout: str, busy: np.ndarray) -> float:
+    """Time of a step that computing takes, of busy times float64 [ranks, micro-batches of a rank], in their unit.
+
+    The slower rank under data parallelism; under context parallelism the slower one of every micro-batch, as ranks wait
+    for each other within; 1F1B of the mean over stages in a pipeline.
+    """
+    if layout.startswith("DP"):
+        return float(busy.sum(axis=1).max())
+    if layout.startswith("CP"):
+        return float(busy.max(axis=0).sum())
+    # In whole numbers, a third of a pass forward and two backward.
+    scale = 2**40 / busy.sum()
+    work = np.rint(busy.mean(axis=0) * scale).astype(np.int64)
+    return float(pipeline.makespan(work[None], len(busy), 1)[0]) / 3 / scale
+
+
+def even_path(layout: str, busy: np.ndarray) -> float:
+    """The critical path if all ranks and micro-batches had the mean."""
+    return critical_path(layout, np.full_like(busy, busy.mean()))
+
+
+def totals(layout: str, ranks: list[Steps], models: dict[str, Costs]) -> Row:
+    """Sums over the steps of a round; and by how much each share of a step was predicted wrong, in "errors"."""
+    sums: Counter[str] = Counter()
+    errors: list[float] = []
+    for of_ranks in zip(*ranks, strict=True):
+        sums["tokens"] += of_ranks[0]["tokens"]
+        sums["seconds"] += float(np.mean([step["seconds"] for step in of_ranks]))
+        sums["other"] += float(np.mean([step["other"] for step in of_ranks]))
+        busy = np.array([step["busy"] for step in of_ranks])
+        sums["critical"] += critical_path(layout, busy)
+        sums["even"] += even_path(layout, busy)
+        for name, model in models.items():
+            work = np.array([model.work(layout, step) for step in of_ranks])
+            sums[f"{name} critical"] += critical_path(layout, work)
+            sums[f"{name} even"] += even_path(layout, work)
+        if layout.startswith("PP"):  # whose stages differ by more than micro-batches
+            busy, work = busy.mean(axis=0), work.mean(axis=0)
+        errors += np.abs(work / work.mean() / (busy / busy.mean()) - 1).ravel().tolist()
+    return {**sums, "errors": errors}
+
+
+def compare(plain: Row, other: Row) -> Row:
+    """Ratios of the totals of the same round or rounds."""
+
+    def attainable(imbalance: float) -> float:
+        """Plain's gain if its critical path were shorter by `imbalance`."""
+        return plain["seconds"] / (plain["seconds"] - plain["critical"] + plain["critical"] / imbalance)
+
+    gain = attainable(plain["critical"] / plain["even"])
+    per_work = plain["seconds"] / plain["even"] / (other["seconds"] / other["even"])
+    computing = [(row["critical"] + row["other"]) / row["even"] for row in (plain, other)]
+    even = 1 + plain["other"] / plain["even"]
+    models = [key.removesuffix(" critical") for key in other if key.endswith(" critical")]
+    predicted = {name: [row[f"{name} critical"] / row[f"{name} even"] for row in (plain, other)] for name in models}
+    return {
+        "speedup_per_token": plain["seconds"] / plain["tokens"] / (other["seconds"] / other["tokens"]),
+        "speedup_per_work": per_work,
+        "speedup_by_cpu_time": computing[0] / computing[1],
+        "attainable": gain,
+        **{f"attainable by {name}": attainable(of_plain) for name, (of_plain, _) in predicted.items()},
+        "fraction": (per_work - 1) / (gain - 1),
+        "fraction_by_cpu_time": (computing[0] / computing[1] - 1) / (computing[0] / even - 1),
+        "work_per_token": other["even"] / other["tokens"] / (plain["even"] / plain["tokens"]),
+        "imbalance": other["critical"] / other["even"],
+        **{f"imbalance by {name}": of_other for name, (_, of_other) in predicted.items()},
+        "other_computing": other["other"] / other["seconds"],
+        "no_computing": 1 - (other["critical"] + other["other"]) / other["seconds"],
+    }
+
+
+def summarise(layout: Layout, measured: dict[str, list[list[Steps]]], models: dict[str, Costs]) -> list[Row]:
+    """A row for each method: of all rounds together, and the median, least and greatest of single rounds.
+
+    Errors of shares are those of the last model.
+    """
+    found = {method: [totals(layout.name, ranks, models) for ranks in rounds] for method, rounds in measured.items()}
+    plain = next(iter(found.values()))
+    rows = []
+    for method, rounds in found.items():
+        row: Row = {"layout": layout.name, "method": method, **compare(_sum(plain), _sum(rounds))}
+        single = [compare(p, r) for p, r in zip(plain, rounds, strict=True)]
+        for key in ("speedup_per_token", "speedup_per_work", "imbalance"):
+            values = [s[key] for s in single]
+            row |= {f"{key}_median": statistics.median(values), f"{key}_min": min(values), f"{key}_max": max(values)}
+        errors = np.concatenate([r["errors"] for r in rounds])
+        row |= {"share_error_median": float(np.median(errors)), "share_error_p90": float(np.quantile(errors, 0.9))}
+        rows.append(row | {key: sum(r[key] for r in rounds) for key in ("tokens", "seconds")})
+    return rows
+
+
+def _sum(rounds: list[Row]) -> Row:
+    return {key: sum(r[key] for r in rounds) for key in rounds[0] if key != "errors"}
+
+
+def goals(layouts: list[Layout], rows: list[Row]) -> list[results.Goal]:
+    """The best method of a layout reaches its fraction of the gain; imbalance is as predicted for every method."""
+    wanted = []
+    for layout in layouts:
+        here = [row for row in rows if row["layout"] == layout.name]
+        if layout.fraction:
+            best = max(here[1:], key=lambda row: row["fraction"])
+            name = f"{layout.name}, {best['method']}: fraction of the attainable gain"
+            wanted.append(results.Goal(name=name, value=best["fraction"], goal=layout.fraction, direction=">="))
+        for row in here:
+            name = f"{layout.name}, {row['method']}: imbalance, predicted against measured"
+            error = abs(row["imbalance by trained"] / row["imbalance"] - 1)
+            wanted.append(results.Goal(name=name, value=error, goal=0.05, direction="<="))
+    return wanted
+
+
+def show(rows: list[Row], wanted: list[results.Goal]) -> None:
+    console = Console(width=160)
+    keys = {
+        "per token": "speedup_per_token",
+        "per work": "speedup_per_work",
+        "by CPU time": "speedup_by_cpu_time",
+        "attainable": "attainable",
+        "predicted": "attainable by trained",
+        "fraction": "fraction",
+        "by CPU time ": "fraction_by_cpu_time",
+        "work a token": "work_per_token",
+        "imbalance": "imbalance",
+        "as predicted": "imbalance by trained",
+        "by profile": "imbalance by profile",
+        "share error": "share_error_median",
+        "other": "other_computing",
+        "waiting": "no_computing",
+    }
+    table = Table("layout", "method", *keys)
+    for row in rows:
+        table.add_row(row["layout"], row["method"], *(f"{row[key]:.3f}" for key in keys.values()))
+    console.print(table)
+    for g in wanted:
+        console.print(f"{'holds ' if g.holds else 'MISSED'} {g.name} = {g.value:.3f} ({g.direction} {g.goal:g})")
+
+
+if __name__ == "__main__":
+    main()

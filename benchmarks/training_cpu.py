@@ -1,0 +1,169 @@
+"""Real training on cores of this machine, for benchmarks: upstream's `pretrain()`, and how long each rank computes.
+
+Processes are forks of one that has imported everything, with one thread on a core of their own.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from benchmarks.lengths import f2
+from megatron_wlb.plan.dataset import read_index
+from tests.adapter.datasets import write_index
+
+ROOT = Path(__file__).parent.parent
+SHAPE = "--hidden-size 256 --num-attention-heads 8 --kv-channels 64 --ffn-hidden-size 704 --swiglu".split()
+TRAINING = """
+--num-layers 2 --position-embedding-type rope --normalization RMSNorm --disable-bias-linear
+--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --lr 1e-3
+--lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size 255 --split 100,0,0 --eval-iters 0 --num-workers 0
+--calculate-per-token-loss --seed 1234 --log-interval 1000000
+""".split()
+VOCABULARY = 255
+"""Of random tokens; 255 ends a document."""
+F2_WINDOW = 131072
+Row = dict[str, Any]
+Steps = list[Row]
+"""Of one rank: "tokens" and "seconds" of the step, "other" CPU time (optimizer, planning, logging); and of each of its
+micro-batches, CPU time of its passes, "busy", and what planning knows: "rows", "pairs", "kernel_us"."""
+
+
+def document_lengths(name: str, window: int) -> np.ndarray:
+    """Tokens of documents: F2 scaled to this window; or the demo's corpus as it is, made if it is not there."""
+    if name == "f2":
+        return np.maximum(f2(20000, 0) * window // F2_WINDOW, 2)
+    prefix = ROOT / "demo/data/python"
+    subprocess.run([sys.executable, ROOT / "scripts/demo/make_data.py", "--output", prefix], check=True)
+    return read_index(str(prefix)).tokens
+
+
+def write_dataset(folder: Path, lengths: np.ndarray) -> str:
+    """Documents of random tokens, each with an end; returns the prefix."""
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, int(lengths.sum()), dtype=np.int32)
+    tokens[np.cumsum(lengths) - 1] = VOCABULARY
+    (folder / "data.bin").write_bytes(tokens.tobytes())
+    write_index(folder / "data.idx", lengths)
+    return str(folder / "data")
+
+
+def warm() -> None:
+    """Import what every run needs, so that its processes, forks of this one, begin at once."""
+    from megatron_wlb.adapter import cpu
+
+    if "megatron" not in sys.modules:
+        cpu.install()
+        cpu.install_megatron()
+    import megatron.core.tokenizers.text  # noqa: F401
+
+    import megatron_wlb.adapter.gpt  # noqa: F401
+
+
+def arguments(dataset: str, window: int, micro_batches: int, last_step: int, flags: str) -> list[str]:
+    """Command line of a run that ends after `last_step`, with `micro_batches` a step."""
+    sizes = f"--seq-length {window} --max-position-embeddings {window} --global-batch-size {micro_batches}"
+    return [*SHAPE, *TRAINING, *sizes.split(), "--data-path", dataset, "--train-iters", str(last_step), *flags.split()]
+
+
+def train(argv: list[str], first: int, in_order: bool) -> Steps:
+    """In every process: train the steps from `first` on, and the one before to warm up.
+
+    Steps before these are planned and not trained. `in_order` keeps documents in the order in which they are packed,
+    as Megatron does, where ours would reorder them for per-sequence sharding.
+    """
+    pin()
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # upstream says hundreds of lines, here and in its log
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()), LOCAL_RANK="0")
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.training import get_args, training
+
+    from megatron_wlb.adapter import cpu, gpt, job
+    from megatron_wlb.plan import sharding, step
+
+    sys.argv = ["pretrain_gpt.py", *argv, *cpu.FLAGS]
+    steps: Steps = []
+    plans: dict[int, Row] = {}
+    passes: dict[str, list[float]] = {"forward": [], "backward": []}
+    setup, train_step, plan_step, last = (
+        training.setup_model_and_optimizer,
+        training.train_step,
+        step.plan_step,
+        [0.0, 0.0],
+    )
+
+    def busy(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = time.thread_time()
+            result = function(*args, **kwargs)
+            passes[name].append(time.thread_time() - begin)
+            return result
+
+        return timed
+
+    def setup_for_later(*args: Any, **kwargs: Any) -> Any:
+        result = setup(*args, **kwargs)
+        get_args().iteration = first - 1
+        return result
+
+    def resume_by_planning(packer: Any, args: Any, config: Any, first_step: int, layout: Any) -> bool:
+        for _ in range(first_step):
+            packer.next()
+        return False
+
+    def train_step_timed(*args: Any, **kwargs: Any) -> Any:
+        passes["forward"], passes["backward"] = [], []
+        result = train_step(*args, **kwargs)
+        now = [time.perf_counter(), time.thread_time()]
+        number = first - 1 + len(steps)
+        by_micro_batch = [sum(parts) for parts in zip(passes["forward"], passes["backward"], strict=True)]
+        seconds, computing = (end - begin for begin, end in zip(last, now, strict=True))
+        other = computing - sum(by_micro_batch)
+        steps.append({"seconds": seconds, "busy": by_micro_batch, "other": other, **plans.get(number, {})})
+        last[:] = now
+        return result
+
+    def plan_step_kept(packer: Any, layout: Any) -> Any:
+        plan = plan_step(packer, layout)
+        plans[plan.step] = {"tokens": plan.tokens, **costs(plan.micro_batches, layout)}
+        return plan
+
+    schedules.forward_step = busy(schedules.forward_step, "forward")
+    schedules.backward_step = busy(schedules.backward_step, "backward")
+    training.setup_model_and_optimizer, training.train_step = setup_for_later, train_step_timed
+    step.plan_step = plan_step_kept
+    job.resume = resume_by_planning
+    if in_order:
+        sharding.mirrored_order = lambda lengths: np.arange(len(lengths))
+    gpt.train(*gpt.parse())
+    return steps[1:]
+
+
+def pin() -> None:
+    """All threads of this process to the core of its rank."""
+    cores = sorted(os.sched_getaffinity(0))
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), {cores[dist.get_rank() % len(cores)]})
+
+
+def costs(micro_batches: Any, layout: Any) -> Row:
+    """Of this rank's micro-batches, what their times are predicted from."""
+    from megatron.core import mpu
+
+    from megatron_wlb.plan.sharding.select import shard_work
+
+    shards = [m.shards.shards[mpu.get_context_parallel_rank()] for m in micro_batches]
+    return {
+        "rows": [shard.tokens for shard in shards],
+        "pairs": [int((m.documents["length"] ** 2).sum()) for m in micro_batches],
+        "kernel_us": [shard_work(shard, layout.kernel) for shard in shards],
+    }
