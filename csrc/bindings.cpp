@@ -11,6 +11,7 @@
 #include "adaptive.h"
 #include "fixed.h"
 #include "original.h"
+#include "pipeline.h"
 #include "sharding.h"
 #include "wlb.h"
 
@@ -48,6 +49,13 @@ std::vector<wlb::Document> documents(const py::array& length) {
   std::vector<wlb::Document> rows(static_cast<size_t>(length.size()));
   for (py::ssize_t k = 0; k < length.size(); ++k) rows[static_cast<size_t>(k)] = {k, l(k)};
   return rows;
+}
+
+std::vector<int64_t> int64s(const py::array& given, const char* name) {
+  const auto view = column<int64_t>(given, name, given);
+  std::vector<int64_t> values(static_cast<size_t>(given.size()));
+  for (py::ssize_t k = 0; k < given.size(); ++k) values[static_cast<size_t>(k)] = view(k);
+  return values;
 }
 
 Int64s array(const std::vector<int64_t>& values) {
@@ -150,12 +158,31 @@ PYBIND11_MODULE(_native, module) {
           },
           py::arg("length"));
   module.def(
+      "order",
+      [](const py::array& work, int64_t num_stages, int64_t num_chunks) {
+        const std::vector<int64_t> works = int64s(work, "work");
+        return array([&] {
+          py::gil_scoped_release release;
+          return wlb::order(works, num_stages, num_chunks);
+        }());
+      },
+      py::arg("work"), py::arg("num_stages"), py::arg("num_chunks"));
+  module.def(
+      "place",
+      [](const py::array& work, int64_t dp_size, int64_t num_stages, int64_t num_chunks) {
+        const std::vector<int64_t> works = int64s(work, "work");
+        return array([&] {
+                 py::gil_scoped_release release;
+                 return wlb::place(works, dp_size, num_stages, num_chunks);
+               }())
+            .reshape({py::ssize_t{dp_size}, py::ssize_t{-1}});
+      },
+      py::arg("work"), py::arg("dp_size"), py::arg("num_stages"), py::arg("num_chunks"));
+  module.def(
       "shard",
       [](const py::array& length, int64_t cp_size, const std::vector<std::string>& strategies,
          const std::vector<int64_t>& long_shares, const py::object& kernel) {
-        const auto values = column<int64_t>(length, "length", length);
-        std::vector<int64_t> lengths(static_cast<size_t>(length.size()));
-        for (py::ssize_t k = 0; k < length.size(); ++k) lengths[static_cast<size_t>(k)] = values(k);
+        const std::vector<int64_t> lengths = int64s(length, "length");
         const wlb::Kernel model = kernel_model(kernel);
         return sharding([&] {
           py::gil_scoped_release release;

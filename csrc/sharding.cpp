@@ -168,21 +168,23 @@ class Sharder {
   // Whole on a rank where it fits; what fits nowhere, or has been cut, fills ranks up. The rank is the one that will
   // end with least work if what is left to place fills its room (with most, if this document has less work a token).
   template <typename Emit>
-  void place_short(size_t num_long, std::vector<int64_t>& room, std::vector<Counts>& counts, Emit&& emit) const {
-    std::vector<double> work;
+  void place_short(size_t num_long, const std::vector<int64_t>& left_over, std::vector<Counts>& counts,
+                   Emit&& emit) const {
+    // As doubles, which hold them exactly, and in loops without a branch, which compilers make vectors of.
+    constexpr double kNone = std::numeric_limits<double>::infinity();
+    std::vector<double> room(left_over.begin(), left_over.end()), work, ends((ranks() + 3) / 4 * 4, kNone);
     for (const Counts& c : counts) work.push_back(time(0, c));
     double per_token = 0, sign = 1;
     const auto choose = [&](int64_t least) {
-      size_t best = ranks();
-      double best_end = std::numeric_limits<double>::infinity();
       for (size_t r = 0; r < ranks(); ++r) {
-        const double end = sign * (work[r] + per_token * static_cast<double>(room[r]));
-        if ((room[r] >= least) & (end < best_end)) {
-          best = r;
-          best_end = end;
-        }
+        const double end = sign * (work[r] + per_token * room[r]);
+        ends[r] = room[r] >= static_cast<double>(least) ? end : kNone;
       }
-      return best;
+      double lanes[] = {kNone, kNone, kNone, kNone};
+      for (size_t r = 0; r < ends.size(); r += 4)
+        for (size_t lane = 0; lane < 4; ++lane) lanes[lane] = std::min(lanes[lane], ends[r + lane]);
+      const double best = *std::min_element(lanes, lanes + 4);
+      return best == kNone ? ranks() : static_cast<size_t>(std::find(ends.begin(), ends.end(), best) - ends.begin());
     };
     Counts left;
     int64_t tokens_left = 0;
@@ -201,11 +203,11 @@ class Sharder {
       for (int64_t start = 0; start < length;) {
         size_t rank = start == 0 ? choose(length) : ranks();
         if (rank == ranks()) rank = choose(1);
-        const Segment segment{static_cast<int64_t>(order_[i]), start, std::min(length, start + room[rank])};
+        const Segment segment{static_cast<int64_t>(order_[i]), start, std::min(length, start + static_cast<int64_t>(room[rank]))};
         emit(static_cast<int64_t>(rank), segment);
         count(segment, counts[rank]);
         work[rank] = time(0, counts[rank]);
-        room[rank] -= segment.stop - start;
+        room[rank] -= static_cast<double>(segment.stop - start);
         start = segment.stop;
       }
     }
@@ -220,7 +222,7 @@ class Sharder {
   std::vector<Counts> whole_;  // and their tiles
 };
 
-// Adds up what the kernel model asks for, without keeping segments.
+// Adds up what the kernel model asks for.
 class Tally {
  public:
   Tally(const Sharder& sharder, size_t ranks) : sharder_(sharder), ranks_(ranks) {}
@@ -296,7 +298,6 @@ Sharding shard(const std::vector<int64_t>& lengths, int64_t cp_size, const std::
     std::string strategy;
     size_t num_long;
   };
-  constexpr double kNoLimit = std::numeric_limits<double>::infinity();
   const auto run = [&](const Way& way, double limit, auto&& emit) {
     if (way.strategy == "hybrid") return sharder.hybrid(way.num_long, limit, emit);
     if (way.strategy == "per-document" && sharder.per_document_floor() > limit) return false;
@@ -313,12 +314,25 @@ Sharding shard(const std::vector<int64_t>& lengths, int64_t cp_size, const std::
       throw std::invalid_argument("unknown sharding " + strategy);
   }
   const Way* best = nullptr;
-  double best_time = kNoLimit;
+  double best_time = std::numeric_limits<double>::infinity();
+  struct Piece {
+    int64_t chunk;
+    Segment segment;
+  };
+  std::vector<Piece> pieces, best_pieces;
   const auto race = [&](const Way& way) {
     Tally tally(sharder, ranks);
-    if (!run(way, best_time, tally)) return;
+    pieces.clear();
+    const auto emit = [&](int64_t chunk, const Segment& segment) {
+      tally(chunk, segment);
+      pieces.push_back({chunk, segment});
+    };
+    if (!run(way, best_time, emit)) return;
     const double time = tally.predicted(kernel.exchange);
-    if (!best || time < best_time || (time == best_time && &way < best)) best = &way, best_time = time;
+    if (!best || time < best_time || (time == best_time && &way < best)) {
+      best = &way, best_time = time;
+      pieces.swap(best_pieces);
+    }
   };
   // The likely winners first, since they spare the others; the first of `ways` wins a tie all the same.
   for (const Way& way : ways)
@@ -328,10 +342,10 @@ Sharding shard(const std::vector<int64_t>& lengths, int64_t cp_size, const std::
   if (!best) throw std::invalid_argument("none of the strategies can shard this micro-batch");
 
   Sharding plan{best->strategy, best_time, std::vector<std::vector<Segment>>(2 * ranks)};
-  run(*best, kNoLimit, [&](int64_t chunk, const Segment& segment) {
-    const auto c = static_cast<size_t>(chunk);
-    plan.colours[c < ranks ? 2 * c : 2 * (2 * ranks - 1 - c) + 1].push_back(segment);
-  });
+  for (const Piece& piece : best_pieces) {
+    const auto c = static_cast<size_t>(piece.chunk);
+    plan.colours[c < ranks ? 2 * c : 2 * (2 * ranks - 1 - c) + 1].push_back(piece.segment);
+  }
   if (best->strategy == "hybrid")
     for (auto& colour : plan.colours)
       std::sort(colour.begin(), colour.end(), [](auto& a, auto& b) { return a.document < b.document; });

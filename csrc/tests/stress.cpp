@@ -1,4 +1,4 @@
-// Drives the packing cores with random and hostile input and aborts where an invariant breaks.
+// Drives the planning cores with random and hostile input and aborts where an invariant breaks.
 //
 //   stress SEED ROUNDS [threads|bytes]    round r repeats alone as `stress SEED+r 1` (or `stress SEED+r 1 bytes`)
 //
@@ -12,6 +12,7 @@
 #include <limits>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -22,6 +23,7 @@
 #include "../adaptive.h"
 #include "../fixed.h"
 #include "../original.h"
+#include "../pipeline.h"
 #include "../sharding.h"
 #include "../wlb.h"
 
@@ -516,10 +518,56 @@ void stress_sharding(Choices& choose) {
   require(refuses([&] { wlb::shard(lengths, cp_size, all, {1}, kernel); }), "a bad length is refused");
 }
 
+// Work of so many micro-batches, up to what the predicted times allow.
+std::vector<int64_t> works(Choices& choose, int64_t count, int64_t limit) {
+  const int64_t kind = choose.between(0, 4), most = choose.of<int64_t>({0, 1, 5, 1'000'000, limit});
+  std::vector<int64_t> work;
+  for (int64_t k = 0; k < count; ++k) {
+    if (kind == 0) work.push_back(most);
+    else if (kind == 1) work.push_back(choose.one_in(20) ? limit : 0);
+    else work.push_back(choose.between(0, most));
+  }
+  return work;
+}
+
+void stress_pipeline(Choices& choose) {
+  const int64_t stages = choose.between(1, 6), chunks = choose.between(1, 3), dp_size = choose.between(1, 9);
+  const int64_t rounds = choose.between(1, 20), total = dp_size * rounds;
+  const auto partition = [](std::vector<int64_t> found, size_t size) {
+    std::sort(found.begin(), found.end());
+    std::vector<int64_t> all(size);
+    std::iota(all.begin(), all.end(), 0);
+    return found == all;
+  };
+  const int64_t place_limit = kHighest / (chunks * total + stages - 1);
+  std::vector<int64_t> work = works(choose, total, place_limit);
+  const std::vector<int64_t> rows = wlb::place(work, dp_size, stages, chunks);
+  require(partition(rows, work.size()), "every micro-batch is on a rank");
+  for (auto row = rows.begin(); row != rows.end(); row += rounds)
+    require(std::is_sorted(row, row + rounds), "a rank's micro-batches ascend");
+  const int64_t bad_size = choose.of<int64_t>({0, -1, kLowest, kHighest, total + 1});
+  require(refuses([&] { wlb::place(work, bad_size, stages, chunks); }), "a bad dp_size is refused");
+  require(refuses([&] { wlb::place({}, 1, stages, chunks); }), "no micro-batches are refused");
+  work.back() = choose.of<int64_t>({-1, kLowest, kHighest, place_limit + 1});
+  require(refuses([&] { wlb::place(work, dp_size, stages, chunks); }), "place refuses bad work");
+
+  const int64_t count = choose.one_in(3) ? choose.between(1, 6) : choose.between(7, 40);
+  const int64_t order_limit = kHighest / (3 * stages * chunks * count);
+  work = works(choose, count, order_limit);
+  require(partition(wlb::order(work, stages, chunks), work.size()), "an order is a permutation");
+  for (int64_t bad : {int64_t{0}, int64_t{-1}, kLowest, kHighest}) {
+    require(refuses([&] { wlb::order(work, bad, chunks); }), "a bad number of stages is refused");
+    require(refuses([&] { wlb::order(work, stages, bad); }), "a bad number of chunks is refused");
+  }
+  require(refuses([&] { wlb::order(work, 1 << 16, 1 << 16); }), "too large a schedule is refused");
+  work.back() = choose.of<int64_t>({-1, kLowest, kHighest, order_limit + 1});
+  require(refuses([&] { wlb::order(work, stages, chunks); }), "order refuses bad work");
+}
+
 void stress(Choices& choose) {
   const auto policy = choose.of<void (*)(Choices&)>(
       {stress_wlb, stress_wlb, stress_adaptive, stress_adaptive, stress_original, stress_fixed, stress_planner,
-       stress_sharding});
+       stress_sharding, stress_pipeline});
   policy(choose);
 }
 

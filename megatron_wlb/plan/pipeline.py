@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_wlb.plan import native
+
 EXHAUSTIVE = 6
 """Up to so many micro-batches, `order` tries all orders."""
 ROUNDS, LANES = 4, 64
@@ -19,7 +21,15 @@ _Pass = tuple[bool, int, int, int]
 """Forward or backward, micro-batch, chunk, stage."""
 
 
-def place(work: np.ndarray, dp_size: int, *, balance: bool, num_stages: int = 1, num_chunks: int = 1) -> np.ndarray:
+def place(
+    work: np.ndarray,
+    dp_size: int,
+    *,
+    balance: bool,
+    num_stages: int = 1,
+    num_chunks: int = 1,
+    use_native: bool = False,
+) -> np.ndarray:
     """Which micro-batches each data-parallel rank runs, ascending: int64 [dp_size, N / dp_size].
 
     With `balance`, total and largest work of the ranks come out alike: the greatest `rank_cost` is made small, from a
@@ -28,14 +38,21 @@ def place(work: np.ndarray, dp_size: int, *, balance: bool, num_stages: int = 1,
     round-robin, as Megatron's own sampler does.
 
     Args:
-        work: of all N micro-batches, int64 [N], not negative.
+        work: of all N micro-batches, int64 [N], not negative; (V * N + P - 1) * the largest must fit 64 bits.
         dp_size: data-parallel ranks, a divisor of N.
         balance: whether to look at work at all.
-        num_stages: of the pipeline.
-        num_chunks: model chunks (virtual stages) per stage.
+        num_stages: of the pipeline, P.
+        num_chunks: model chunks (virtual stages) per stage, V.
+        use_native: run the C++ core; the Python reference gives the same.
+
+    Raises:
+        ValueError: work out of its range, with `balance`.
     """
     if not balance:
         return np.arange(len(work)).reshape(-1, dp_size).T
+    if use_native:
+        return native.place(work, dp_size, num_stages, num_chunks)
+    _check(work, num_chunks * len(work) + num_stages - 1)
     rounds = np.argsort(-work, kind="stable").reshape(-1, dp_size)
     rounds[1::2] = rounds[1::2, ::-1]
     rows = np.ascontiguousarray(rounds.T)
@@ -79,7 +96,7 @@ def _swap(rows: np.ndarray, work: np.ndarray, num_stages: int, num_chunks: int) 
     return False
 
 
-def order(work: np.ndarray, num_stages: int, num_chunks: int) -> np.ndarray:
+def order(work: np.ndarray, num_stages: int, num_chunks: int, *, use_native: bool = False) -> np.ndarray:
     """The order of a rank's micro-batches with the shortest `makespan` that was found: int64 [M], a permutation.
 
     A function of the arguments alone, in integers, so that all stages of a pipeline find the same. All orders are tried
@@ -88,10 +105,17 @@ def order(work: np.ndarray, num_stages: int, num_chunks: int) -> np.ndarray:
     worse than the given order, which one stage keeps: there all take equally long.
 
     Args:
-        work: of the rank's micro-batches, int64 [M].
-        num_stages: of the pipeline.
-        num_chunks: model chunks (virtual stages) per stage.
+        work: of the rank's micro-batches, int64 [M], not negative; 3 * P * V * M * the largest must fit 64 bits.
+        num_stages: of the pipeline, P.
+        num_chunks: model chunks (virtual stages) per stage, V.
+        use_native: run the C++ core; the Python reference gives the same.
+
+    Raises:
+        ValueError: work out of its range.
     """
+    if use_native:
+        return native.order(work, num_stages, num_chunks)
+    _check(work, 3 * num_stages * num_chunks * len(work))
     if num_stages == 1:
         return np.arange(len(work))
     if len(work) <= EXHAUSTIVE:
@@ -106,6 +130,16 @@ def order(work: np.ndarray, num_stages: int, num_chunks: int) -> np.ndarray:
         if times.min() < time:
             best, time = orders[times.argmin()], times.min()
     return best
+
+
+def _check(work: np.ndarray, times: int) -> None:
+    """Refuse work below 0 or so large that `times` that does not fit 64 bits."""
+    least, most, limit = int(work.min()), int(work.max()), (2**63 - 1) // times
+    if least < 0 or most > limit:
+        raise ValueError(
+            f"a micro-batch has work {least if least < 0 else most}; it must be 0 to {limit} for predicted times to "
+            "fit 64 bits; lower S_max or the crossover"
+        )
 
 
 def _shapes(work: np.ndarray) -> np.ndarray:
@@ -136,16 +170,21 @@ def _permutations(count: int) -> np.ndarray:
 @functools.lru_cache(maxsize=16)
 def _moves(count: int) -> tuple[np.ndarray, ...]:
     """`ROUNDS` sets of up to `LANES` changes of an order, int64 [lanes, count]: two swap places, or one moves."""
-    given = list(range(count))
-    moves = []
-    for i, j in itertools.permutations(given, 2):
-        moved = given[:i] + given[i + 1 :]
-        moves.append([*moved[:j], i, *moved[j:]])
-        if i < j:
-            moves.append([j if k == i else i if k == j else k for k in given])
+    pairs = itertools.permutations(range(count), 2)
+    changes = [(i, j, swap) for i, j in pairs for swap in ((False, True) if i < j else (False,))]
+
+    def changed(i: int, j: int, swap: bool) -> list[int]:
+        given = list(range(count))
+        if swap:
+            given[i], given[j] = j, i
+        else:
+            given.insert(j, given.pop(i))
+        return given
+
     # Spread over all of them, and on from there in the next round.
-    stride = -(-len(moves) // LANES)
-    return tuple(np.array(moves[k * stride // ROUNDS % stride :: stride]) for k in range(ROUNDS))
+    stride = -(-len(changes) // LANES)
+    starts = [k * stride // ROUNDS % stride for k in range(ROUNDS)]
+    return tuple(np.array([changed(*change) for change in changes[start::stride]]) for start in starts)
 
 
 def makespan(work: np.ndarray, num_stages: int, num_chunks: int) -> np.ndarray:

@@ -84,12 +84,14 @@ def plan_step(packer: Packer, layout: Layout) -> StepPlan:
     packed = packer.next()
     packing = packed.packing
     work = packing.sums(document_work(packing.documents["length"], layout.crossover_tokens))
-    stages, chunks = layout.pp_size, layout.vp_size
-    placement = pipeline.place(work, layout.dp_size, balance=layout.balance, num_stages=stages, num_chunks=chunks)
+    stages, chunks, use_native = layout.pp_size, layout.vp_size, layout.use_native
+    placement = pipeline.place(
+        work, layout.dp_size, balance=layout.balance, num_stages=stages, num_chunks=chunks, use_native=use_native
+    )
     mine = placement[layout.dp_rank]
     if layout.balance:
-        mine = mine[pipeline.order(work[mine], stages, chunks)]
-    micro_batches = tuple(_shard(packed.step, packing.micro_batch(int(i)), layout) for i in mine)
+        mine = mine[pipeline.order(work[mine], stages, chunks, use_native=use_native)]
+    micro_batches = tuple(shard_micro_batch(packed.step, packing.micro_batch(int(i)), layout) for i in mine)
     original = packed.original
     return StepPlan(
         step=packed.step,
@@ -105,7 +107,7 @@ def plan_step(packer: Packer, layout: Layout) -> StepPlan:
     )
 
 
-def _shard(step: int, documents: np.ndarray, layout: Layout) -> MicroBatchPlan:
+def shard_micro_batch(step: int, documents: np.ndarray, layout: Layout) -> MicroBatchPlan:
     """Pad a micro-batch once at its tail, never per document, and shard it.
 
     The order of documents within a micro-batch is free, and per-sequence sharding gains by another one.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.plan import pipeline
+from megatron_wlb.plan import native, pipeline
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.packing import make_policy
 from megatron_wlb.plan.pipeline import makespan, order, place, rank_cost, receive_order
@@ -17,6 +17,7 @@ from megatron_wlb.plan.step import Layout, plan_step
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.plan.workload import load_profile
 
+LARGEST = 2**63 - 1
 WORKS = {
     "all equal": [7] * 8,
     "zeros": [0] * 8,
@@ -97,6 +98,123 @@ def test_placement_by_hand():
     assert place(np.array([100, 60, 50, 40, 30, 20]), 2, balance=True).tolist() == [[0, 4, 5], [1, 2, 3]]
     # Sums are alike, largest are not: in a pipeline the 6 stands by the 1s.
     assert place(np.array([6, 5, 4, 3, 1, 1]), 2, balance=True, num_stages=8).tolist() == [[0, 4, 5], [1, 2, 3]]
+
+
+def place_both(work, dp_size, num_stages, num_chunks):
+    how = {"balance": True, "num_stages": num_stages, "num_chunks": num_chunks}
+    ours, theirs = (place(work, dp_size, use_native=use_native, **how) for use_native in (True, False))
+    assert ours.dtype == theirs.dtype == np.int64
+    np.testing.assert_array_equal(ours, theirs, strict=True)
+    return ours
+
+
+def order_both(work, num_stages, num_chunks):
+    ours, theirs = (order(work, num_stages, num_chunks, use_native=use_native) for use_native in (True, False))
+    assert ours.dtype == theirs.dtype == np.int64
+    np.testing.assert_array_equal(ours, theirs, strict=True)
+    return ours
+
+
+@st.composite
+def nasty_works(draw, count, times):
+    """Work of `count` micro-batches, up to the limit at which `times` the largest fits 64 bits."""
+    limit = LARGEST // times
+    around = st.sampled_from([0, 1, limit // 2, limit - 1, limit])
+    item = st.one_of(
+        st.integers(0, draw(st.sampled_from([1, 5, 1000, 2**53 // times, limit]))), draw(around.map(st.just))
+    )
+    return np.array(draw(st.lists(item, min_size=count, max_size=count)), np.int64)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    dp_size=st.integers(1, 9),
+    rounds=st.integers(1, 9),
+    stages=st.integers(1, 9),
+    chunks=st.integers(1, 4),
+    data=st.data(),
+)
+def test_native_placement_equals_python(dp_size, rounds, stages, chunks, data):
+    count = dp_size * rounds
+    place_both(data.draw(nasty_works(count, chunks * count + stages - 1)), dp_size, stages, chunks)
+
+
+@settings(deadline=None, max_examples=300)
+@given(count=st.integers(1, 20), stages=st.integers(1, 9), chunks=st.integers(1, 4), data=st.data())
+def test_native_order_equals_python(count, stages, chunks, data):
+    order_both(data.draw(nasty_works(count, 3 * stages * chunks * count)), stages, chunks)
+
+
+@pytest.mark.parametrize("spread", [0.05, 1.0, 3.0])
+@pytest.mark.parametrize(
+    ("total", "dp_size", "num_stages", "num_chunks"),
+    [(64, 1, 4, 1), (64, 1, 8, 2), (66, 2, 5, 3), (200, 2, 3, 1), (2048, 64, 16, 4)],
+)
+def test_native_equals_python_at_scale(total, dp_size, num_stages, num_chunks, spread):
+    work = np.random.default_rng(4).lognormal(20, spread, total).astype(np.int64)
+    order_both(work[place_both(work, dp_size, num_stages, num_chunks)[0]], num_stages, num_chunks)
+    large = work * (LARGEST // (3 * num_stages * num_chunks * total) // work.max())
+    order_both(large[place_both(large, dp_size, num_stages, num_chunks)[-1]], num_stages, num_chunks)
+
+
+def test_strided_work_is_read_as_it_is():
+    work = np.random.default_rng(5).integers(0, 100, (12, 2))[:, 1]
+    order_both(work, 4, 1)
+    place_both(work, 3, 4, 1)
+
+
+@pytest.mark.parametrize("use_native", [True, False], ids=["native", "python"])
+def test_the_largest_work_and_no_larger(use_native):
+    """The limits of the docstrings; near them the result is that of small work of the same shares: no overflow."""
+    calls = {
+        2 * 6 + 3 - 1: lambda work: place(work, 3, balance=True, num_stages=3, num_chunks=2, use_native=use_native),
+        3 * 3 * 2 * 6: lambda work: order(work, 3, 2, use_native=use_native),
+    }
+    for times, call in calls.items():
+        limit = LARGEST // times
+        shares = np.array([8, 1, 4, 0, 2, 8])
+        np.testing.assert_array_equal(call(shares * (limit // 8)), call(shares))
+        call(np.full(6, limit))
+        for bad in (limit + 1, -1, LARGEST, -LARGEST - 1):
+            with pytest.raises(
+                ValueError, match=f"^a micro-batch has work {bad}; it must be 0 to {limit} for predicted"
+            ):
+                call(np.array([1, 2, bad, 3, 4, 5]))
+
+
+def test_times_beyond_53_bits_are_exact():
+    """Orders whose times differ by one unit where a double has no room for it."""
+    rng, worse = np.random.default_rng(6), 0
+    for _ in range(20):
+        work = 2**55 + rng.integers(0, 4, 8)
+        found = order_both(work, 4, 1)
+        rounded = order(work // 8 * 8, 4, 1)
+        worse += np.diff(makespan(work[np.array([found, rounded])], 4, 1))[0] > 0
+    assert worse, "the last bits of work matter"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: native.order(np.zeros(0, np.int64), 4, 1), f"num_micro_batches is 0; it must be 1 to {2**20}"),
+        (lambda: native.order(np.ones(3, np.int64), 0, 1), f"num_stages is 0; it must be 1 to {2**16}"),
+        (lambda: native.order(np.ones(3, np.int64), 2, -1), f"num_chunks is -1; it must be 1 to {2**16}"),
+        (
+            lambda: native.order(np.ones(3, np.int64), 2**16, 2**16),
+            f"micro-batches times stages times chunks is {3 * 2**32}; it must be 1 to {2**24}",
+        ),
+        (lambda: native.place(np.ones(3, np.int64), 4, 1, 1), "dp_size is 4; it must be 1 to 3"),
+        (lambda: native.place(np.ones(3, np.int64), 2, 1, 1), "dp_size must divide the number of micro-batches"),
+        (lambda: native.order(np.ones(3), 4, 1), "work must be a 1-d array of int64, not 1-d of float64"),
+        (
+            lambda: native.place(np.ones((2, 2), np.int64), 2, 4, 1),
+            "work must be a 1-d array of int64, not 2-d of int64",
+        ),
+    ],
+)
+def test_native_refuses(call, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        call()
 
 
 def simulated(work, num_stages, num_chunks):
@@ -232,8 +350,22 @@ def test_a_step_runs_in_that_order():
             step.packing.micro_batch(int(i)).tolist() for i in expected
         ]
     assert any((row[order(ranks[0].work[row], 4, 1)] != row).any() for row in placement)
+    fast = plan("fixed", 0, use_native=True)
+    assert fast.digest == ranks[0].digest
+    assert [m.documents.tolist() for m in fast.micro_batches] == [m.documents.tolist() for m in ranks[0].micro_batches]
     others = [plan("fixed", 0, **change) for change in ({"pp_size": 2}, {"vp_size": 2}, {"crossover_tokens": 501})]
     assert len({step.digest for step in (ranks[0], *others)}) == 4, "whatever the order depends on is compared"
+
+
+def test_a_step_is_placed_by_the_core_of_the_layout(monkeypatch):
+    used = []
+    for name in ("place", "order"):
+        core = getattr(native, name)
+        monkeypatch.setattr(native, name, lambda *a, core=core, name=name: used.append(name) or core(*a))
+    plan("fixed", 0, use_native=False)
+    assert used == []
+    plan("fixed", 0, use_native=True)
+    assert used == ["place", "order"]
 
 
 def test_a_step_of_original_packing_keeps_upstreams_order(monkeypatch):
