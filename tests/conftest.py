@@ -1,6 +1,10 @@
-"""Tests marked `full` run only with --run-full."""
+"""Tests marked `full` run only with --run-full; no test has a deadline, since a busy machine is no failure."""
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,4 +1,4 @@
-"""A Slurm cluster of one node on this machine: munged, slurmctld and slurmd of the system, on free ports of loopback."""
+"""A Slurm cluster of one node on this machine: munged, slurmctld and slurmd on free ports of loopback."""
 
 import getpass
 import os

@@ -1,11 +1,12 @@
 """CPU backend: torch's flash attention, one masked call for a short segment and two without a mask for a long one.
 
 Query rows [start, stop) of a document see all of its keys [0, start) and, causally, [start, stop). A short segment is
-one call under a mask, a view of the one that all segments of a colour share, and little is done around the kernel. In a
-long one the hidden half of the square would cost more than a second call: a causal square and a prefix of keys that all
-queries see are merged by their log-sum-exps. Given the merged output and log-sum-exp, backward returns each part's
-share of the exact gradients, since it recomputes P = exp(scores - lse) and needs nothing else of the softmax. Where a
-window hides keys, queries are worked off in masked blocks, each with the keys that one of them sees.
+one call under a mask, a view of the one that all segments of a colour share, and little is done around the kernel. In
+a long one the hidden half of the square would cost more than a second call: a causal square and a prefix of keys that
+all queries see are merged by their log-sum-exps. Given the merged output and log-sum-exp, backward returns each part's
+share of the exact gradients, since it recomputes P = exp(scores - lse) and needs nothing else of the softmax. Half
+precision is computed in fp32: the kernel is several times slower in it where a CPU has no such units. Where a window
+hides keys, queries are worked off in masked blocks, each with the keys that one of them sees.
 
 Shapes: n query rows of a call; Hq = Hkv * g heads, head size D; g query heads share a key head.
 """
@@ -41,14 +42,15 @@ class CpuBackend:
         out = q.new_empty(q.shape)
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
         masked, long = _parts(colour, window)
-        mask = _Mask(masked, window, g, q.dtype)
+        mask = _Mask(masked, window, g, lse.dtype)
+        q = q.to(lse.dtype)
         (qs, os, ms), (ks, vs) = (_grouped(x, g) for x in (q, out, lse.T)), (_heads(x) for x in (k, v))
         for part in masked:
             n, seen = part.q_stop - part.q_start, part.k_stop - part.k_start
             o, m = _forward(
                 _rows(qs, part),
-                ks.narrow(2, part.k_start, seen),
-                vs.narrow(2, part.k_start, seen),
+                ks.narrow(2, part.k_start, seen).to(q.dtype),
+                vs.narrow(2, part.k_start, seen).to(q.dtype),
                 attn_mask=mask(n, seen),
                 scale=scale,
             )
@@ -56,14 +58,14 @@ class CpuBackend:
             ms.narrow(2, part.q_start, n).copy_(m.unflatten(2, (n, g)))
         for part in long:
             queries, keys, prefix = _slices(part)
-            o, m = _forward(
-                _by_group(q[queries], g), _per_group(k[keys], g), _per_group(v[keys], g), 0.0, True, scale=scale
-            )
+            k_part, v_part = (_per_group(x[keys].to(q.dtype), g) for x in (k, v))
+            o, m = _forward(_by_group(q[queries], g), k_part, v_part, 0.0, True, scale=scale)
             o, m = _from_group(o), _from_group(m)
             if prefix is not None:
-                o_prefix, m_prefix = _forward(_rows(qs, part), ks[:, :, prefix], vs[:, :, prefix], scale=scale)
+                k_part, v_part = (x[:, :, prefix].to(q.dtype) for x in (ks, vs))
+                o_prefix, m_prefix = _forward(_rows(qs, part), k_part, v_part, scale=scale)
                 o_prefix, m_prefix = _from_rows(o_prefix, g), _from_rows(m_prefix, g)
-                o = torch.lerp(o.to(m.dtype), o_prefix.to(m.dtype), torch.sigmoid(m_prefix - m)[..., None])
+                o = torch.lerp(o, o_prefix, torch.sigmoid(m_prefix - m)[..., None])
                 m = torch.logaddexp(m, m_prefix)
             out[queries], lse[:, queries] = o, m.T
         return out, lse
@@ -86,13 +88,14 @@ class CpuBackend:
         g = q.shape[1] // k.shape[1]
         dq = q.new_empty(q.shape)
         masked, long = _parts(colour, window)
-        mask = _Mask(masked, window, g, q.dtype)
+        mask = _Mask(masked, window, g, dk.dtype)
+        dout, q, out = (x.to(dk.dtype) for x in (dout, q, out))
         grouped, dqs = [_grouped(x, g) for x in (dout, q, out, lse.T)], _grouped(dq, g)
         ks, vs, dks, dvs = (_heads(x) for x in (k, v, dk, dv))
         for part in masked:
             n, seen = part.q_stop - part.q_start, part.k_stop - part.k_start
             do, qs, o, m = (_rows(x, part) for x in grouped)
-            k_part, v_part = (x.narrow(2, part.k_start, seen) for x in (ks, vs))
+            k_part, v_part = (x.narrow(2, part.k_start, seen).to(q.dtype) for x in (ks, vs))
             dq_part, dk_part, dv_part = _backward(
                 do, qs, k_part, v_part, o, m, 0.0, False, attn_mask=mask(n, seen), scale=scale
             )
@@ -102,18 +105,16 @@ class CpuBackend:
         for part in long:
             queries, keys, prefix = _slices(part)
             do, qs, o, m = (_by_group(x[queries], g) for x in (dout, q, out, lse.T))
-            dq_part, dk_part, dv_part = _backward(
-                do, qs, _per_group(k[keys], g), _per_group(v[keys], g), o, m, 0.0, True, scale=scale
-            )
+            k_part, v_part = (_per_group(x[keys].to(q.dtype), g) for x in (k, v))
+            dq_part, dk_part, dv_part = _backward(do, qs, k_part, v_part, o, m, 0.0, True, scale=scale)
             dq_rows = _from_group(dq_part)
-            dks[0, :, keys] += dk_part.sum(0, dtype=dk.dtype)
-            dvs[0, :, keys] += dv_part.sum(0, dtype=dv.dtype)
+            dks[0, :, keys] += dk_part.sum(0)
+            dvs[0, :, keys] += dv_part.sum(0)
             if prefix is not None:
                 do, qs, o, m = (_rows(x, part) for x in grouped)
-                dq_part, dk_part, dv_part = _backward(
-                    do, qs, ks[:, :, prefix], vs[:, :, prefix], o, m, 0.0, False, scale=scale
-                )
-                dq_rows = dq_rows.to(dk.dtype) + _from_rows(dq_part, g)
+                k_part, v_part = (x[:, :, prefix].to(q.dtype) for x in (ks, vs))
+                dq_part, dk_part, dv_part = _backward(do, qs, k_part, v_part, o, m, 0.0, False, scale=scale)
+                dq_rows = dq_rows + _from_rows(dq_part, g)
                 dks[:, :, prefix] += dk_part
                 dvs[:, :, prefix] += dv_part
             dq[queries] = dq_rows
