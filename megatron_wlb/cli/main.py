@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron_wlb import __version__
-from megatron_wlb.cli import audit, plan, profile, tune
+from megatron_wlb.cli import analyze, audit, compare, plan, profile, simulate, tune
 
 EXTRAS = ("matplotlib", "pyarrow", "rich", "scipy")
 """Packages of the extra `analysis` that only some commands, inputs and policies need."""
@@ -23,10 +23,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="megatron-wlb", description="WLB-LLM for Megatron-LM: planning without training.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    analyze.register(commands)
     plan.register(commands)
     audit.register(commands)
     tune.register(commands)
     profile.register(commands)
+    simulate.register(commands)
+    compare.register(commands)
     args = parser.parse_args(argv)
     try:
         return args.run(args) or 0

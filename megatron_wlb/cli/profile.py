@@ -114,15 +114,15 @@ def run(args: argparse.Namespace) -> None:
         profile = Profile(
             name=Path(args.output).stem if args.output != "-" else backend.name,
             **kernel,
-            linear_tflops=(_rounded(flops / linear_us[0]), _rounded(2 * flops / linear_us[1])),
+            linear_tflops=(rounded(flops / linear_us[0]), rounded(2 * flops / linear_us[1])),
             head_size=model["kv_channels"],
             dtype=dtype_name,
             backend=backend.name,
         )
-        data = _entries(profile, profile.crossover_for(**model), error)
+        data = entries(profile, profile.crossover_for(**model), error)
         data["linear"] = {
-            "forward_us_per_token": _rounded(linear_us[0]),
-            "backward_us_per_token": _rounded(linear_us[1]),
+            "forward_us_per_token": rounded(linear_us[0]),
+            "backward_us_per_token": rounded(linear_us[1]),
             "tokens": LINEAR_TOKENS[device],
             **{name: size for name, size in model.items() if name not in ("num_layers", "padded_vocab_size")},
         }
@@ -215,7 +215,7 @@ def fit(counts: np.ndarray, us: np.ndarray) -> KernelTimes:
     unit = np.linalg.norm(relative, axis=0)
     shares = nnls(relative / unit, np.ones(len(us)))[0]
     shares[shares < 1e-9 * shares.max()] = 0  # of rounding errors
-    launch, tile, query_tile = map(_rounded, shares / unit)
+    launch, tile, query_tile = map(rounded, shares / unit)
     return KernelTimes(launch=launch, tile=tile, query_tile=query_tile)
 
 
@@ -230,7 +230,7 @@ def relative_error(predicted: np.ndarray, measured: np.ndarray) -> tuple[float, 
     return round(float(np.median(errors)), 4), round(float(np.quantile(errors, 0.9)), 4)
 
 
-def _rounded(x: float) -> float:
+def rounded(x: float) -> float:
     """To 4 significant digits."""
     return float(f"{x:.4g}")
 
@@ -373,7 +373,7 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _entries(profile: Profile, crossover_tokens: int, error: dict[str, Any]) -> dict[str, Any]:
+def entries(profile: Profile, crossover_tokens: int, error: dict[str, Any]) -> dict[str, Any]:
     """What `load_profile` reads, and the errors."""
     assert profile.backward is not None and profile.linear_tflops is not None
     return {
@@ -395,14 +395,19 @@ def _entries(profile: Profile, crossover_tokens: int, error: dict[str, Any]) -> 
 
 def _provenance(args: argparse.Namespace, device: str) -> dict[str, Any]:
     torch = _torch()
-    given = {n: v for n, v in vars(args).items() if n not in ("run", "command") and v not in (None, False)}
-    flags = [x for n, v in given.items() for x in (f"--{n.replace('_', '-')}", *([] if v is True else [str(v)]))]
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else f"one thread of an {platform.machine()} CPU",
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda},
         "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["megatron-wlb", "profile", *flags]),
+        "command": shlex.join(["megatron-wlb", "profile", *given_flags(args)]),
     }
+
+
+def given_flags(args: argparse.Namespace, *positional: str) -> list[str]:
+    """The flags of a command, as they were given or are by default, without what is `positional`."""
+    left_out = ("run", "command", *positional)
+    given = {n: v for n, v in vars(args).items() if n not in left_out and v not in (None, False)}
+    return [x for n, v in given.items() for x in (f"--{n.replace('_', '-')}", *([] if v is True else [str(v)]))]
 
 
 def _print(data: dict[str, Any]) -> None:

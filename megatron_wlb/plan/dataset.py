@@ -38,10 +38,7 @@ def read_index(prefix: str) -> DocumentIndex:
         if not file.is_file():
             raise ValueError(f"dataset file {file} does not exist; --data-path takes the prefix of a .bin/.idx pair")
     lengths, pointers, documents, item_bytes = _parse(path)
-    if len(documents) < 2:
-        raise ValueError(f"{path} holds no document; build it again from a non-empty corpus")
-    ends = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
-    tokens = np.diff(ends[documents])
+    tokens = _tokens(path, lengths, documents)
     # Unsigned: a damaged pointer near 2^63 must not wrap around to a small one.
     needed = int((pointers.view("<u8") + (lengths * item_bytes).view("<u8")).max(initial=0))
     if (size := binary.stat().st_size) < needed:
@@ -55,6 +52,27 @@ def read_index(prefix: str) -> DocumentIndex:
     begins = np.concatenate((pointers, [needed]))[documents[:-1]]
     digest = hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()
     return DocumentIndex(prefix=prefix, tokens=tokens, pointers=begins, item_bytes=item_bytes, fingerprint=digest)
+
+
+def read_tokens(prefix: str) -> np.ndarray:
+    """Tokens of each document, int64 [documents], from `PREFIX.idx` alone.
+
+    Raises ValueError as `read_index` does, but for what only the `.bin` file shows.
+    """
+    path = Path(prefix.removesuffix(".idx") + ".idx")
+    if not path.is_file():
+        raise ValueError(f"dataset file {path} does not exist; --data-path takes the prefix of a .bin/.idx pair")
+    lengths, _, documents, _ = _parse(path)
+    return _tokens(path, lengths, documents)
+
+
+def _tokens(path: Path, lengths: np.ndarray, documents: np.ndarray) -> np.ndarray:
+    """Tokens of each document from sequence lengths and document boundaries."""
+    if len(documents) < 2:
+        raise ValueError(f"{path} holds no document; build it again from a non-empty corpus")
+    ends = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+    tokens: np.ndarray = np.diff(ends[documents])
+    return tokens
 
 
 def _parse(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:

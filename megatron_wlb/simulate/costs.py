@@ -58,7 +58,7 @@ def pass_times(job: Job, plans: Sequence[ShardPlan]) -> Passes:
     tokens = np.array([plan.lengths.sum() for plan in plans]) / job.cp
     kernel = job.kernel(backward=False)
     counts = np.array([[_count(kernel, s.colours) for s in plan.shards] for plan in plans])  # [M, cp, 3]
-    shared = np.array([num_sent(plan) * job.cp if job.cp > 1 else 0 for plan in plans])
+    shared = tokens * job.cp if job.gather_all else np.array([num_sent(plan) * job.cp for plan in plans])
 
     tensor, context = Group(size=job.tp, stride=1), Group(size=job.cp, stride=job.tp)
     hidden_bytes = tokens * model.hidden_size * BF16
@@ -66,8 +66,8 @@ def pass_times(job: Job, plans: Sequence[ShardPlan]) -> Passes:
     scatter = network.collective("reduce_scatter", hidden_bytes, tensor)
     exposed = 1 - job.tp_overlap
 
-    def products(weights: int) -> np.ndarray:
-        return 2 * weights / job.tp * tokens / hardware.linear_tflops / 1e6
+    def products(weights: int, tflops: float) -> np.ndarray:
+        return 2 * weights / job.tp * tokens / tflops / 1e6
 
     def memory(bytes_per_token: float) -> np.ndarray:
         return bytes_per_token / job.tp * tokens / hardware.memory_gb_per_s / 1e3
@@ -76,7 +76,11 @@ def pass_times(job: Job, plans: Sequence[ShardPlan]) -> Passes:
     kv_size = model.num_query_groups * model.kv_channels
     values = 2 * 2 * model.hidden_size + 2 * 3 * model.hidden_size + 2 * (model.query_size + kv_size)
     values += model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
-    linear = products(model.layer_weights) + memory(values * BF16)
+    measured = hardware.attention.linear_tflops  # over all of the time, with that of memory
+    tflops = measured or (hardware.linear_tflops, hardware.linear_tflops)
+    linear = [n * products(model.layer_weights, rate) for n, rate in zip((1, 2), tflops, strict=True)]
+    if measured is None:
+        linear = [each + n * memory(values * BF16) for n, each in zip((1, 2), linear, strict=True)]
 
     # K and V of all ranks arrive; in backward again, and their gradients leave in fp32.
     kv_bytes = shared * 2 * -(-model.num_query_groups // job.tp) * model.kv_channels * BF16
@@ -90,7 +94,7 @@ def pass_times(job: Job, plans: Sequence[ShardPlan]) -> Passes:
         # the inputs again for the gradients of the weights.
         collectives = 2 * (gather + scatter) + (2 * gather if backward else 0)
         return LayerTimes(
-            linear=linear * (2 if backward else 1),
+            linear=linear[backward],
             tensor=collectives * exposed,
             attention=attention,
             exchange=_exposed(arrive + leave if backward else arrive, attention.max(axis=1), job.cp_head_groups),
@@ -107,11 +111,12 @@ def pass_times(job: Job, plans: Sequence[ShardPlan]) -> Passes:
     layers = job.layers()[:, :, None]
     times = [layers * forward.total, layers * backward.total]
     # The embedding scatters its rows; logits are written in bf16, and read and written in fp32 by the loss.
-    output = products(model.vocabulary_weights) + memory(model.padded_vocab_size * (BF16 + 2 * FP32))
+    logits = memory(model.padded_vocab_size * (BF16 + 2 * FP32))
+    output = [n * (products(model.vocabulary_weights, rate) + logits) for n, rate in zip((1, 2), tflops, strict=True)]
     times[0][0, 0] += scatter * exposed
     times[1][0, 0] += gather * exposed
-    times[0][-1, -1] += output + gather * exposed
-    times[1][-1, -1] += 2 * output + (gather + scatter) * exposed
+    times[0][-1, -1] += output[0] + gather * exposed
+    times[1][-1, -1] += output[1] + (gather + scatter) * exposed
     between = Group(size=job.pp, stride=job.tp * job.cp * job.dp)
     transfer = network.point_to_point(hidden_bytes / job.tp, between)
     return Passes(forward=times[0], backward=times[1], transfer=transfer, layers=(forward, backward))

@@ -81,7 +81,8 @@ class Hardware:
     """What the GPUs and the network do. Defaults: H100 SXM, with what they come from."""
 
     linear_tflops: float = 600.0
-    """bf16 matrix products, achieved. Assumed: 61 % of the 989 TFLOP/s of the data sheet, for large matrices."""
+    """bf16 matrix products, achieved. Assumed: 61 % of the 989 TFLOP/s of the data sheet, for large matrices.
+    Where `attention` states measured `linear_tflops`, those count."""
     memory_gb_per_s: float = 2700.0
     """Of what is bound by memory, achieved. Assumed: 80 % of the 3350 GB/s of the data sheet."""
     attention: Profile = field(default_factory=lambda: load_profile("h100-fa2"))
@@ -117,6 +118,9 @@ class Job:
     (`--account-for-embedding-in-pipeline-split` and `--account-for-loss-in-pipeline-split`)."""
     cp_head_groups: int = 1
     """In which K and V are gathered, each while the one before computes; 1 hides nothing (as in the paper)."""
+    gather_all: bool = False
+    """Exchange K and V of all rows, as the paper and Megatron's all-gather do; else of documents that several ranks
+    share."""
     recompute: bool = False
     """Full activation recomputation."""
     tp_overlap: float = 0.0

@@ -11,7 +11,7 @@ from typing import Any
 
 type Step = dict[str, Any]
 
-UNREPRODUCIBLE = {"plan_wait_ms"}
+UNREPRODUCIBLE = {"step_ms", "plan_wait_ms"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -197,3 +197,14 @@ def test_the_papers_8k_gpu_job():
     assert step.computation.shape == (4, 16, 16)
     # All stages between the first and the last hold as many layers, and so the same attention.
     assert np.ptp(step.attention[:, 1:-1], axis=1) == pytest.approx(0)
+
+
+def test_all_rows_are_gathered_if_asked():
+    """Documents that are whole on a rank need no exchange, and are exchanged nevertheless."""
+    job = Job(model=SMALL, cp=2, gather_all=True)
+    shared, whole = plan_of(job, [[8192], [2048, 4096, 2048]])
+    every = pass_times(job, [shared, whole]).layers[1].exchange
+    chosen = pass_times(replace(job, gather_all=False), [shared, whole]).layers[1].exchange
+    assert every[0] == every[1] == chosen[0]
+    assert chosen[1] < every[1]
+    assert pass_times(replace(job, cp=1), plan_of(replace(job, cp=1), [[8192]])).layers[0].exchange == 0

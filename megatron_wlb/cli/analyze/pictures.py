@@ -1,0 +1,228 @@
+"""The pictures of the report, each as wide as a phone and as legible there as on a desk."""
+
+import base64
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, PercentFormatter
+
+from megatron_wlb.cli.analyze.report import Report, Result, micro_batch_times
+from megatron_wlb.simulate import SimulatedStep
+
+# Okabe-Ito: told apart with every kind of colour vision.
+GREY, BLUE, ORANGE = "#8c8c8c", "#0072b2", "#d55e00"
+STYLE: Any = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "svg.hashsalt": "megatron_wlb",
+}
+WIDTH = 4.8
+"""Inches."""
+MOST_BARS = 160
+"""Beyond which micro-batches are drawn as an outline."""
+
+
+def pictures(report: Report) -> Iterator[tuple[str, str, str]]:
+    """Title, explanation, and the picture as the address of an <img>, of everything that the job has."""
+    job = report.setup.job
+    drawn: list[tuple[str, str, Callable[[Figure], None], float]] = [
+        (
+            "Documents",
+            "Documents by length: their share of all documents, of the tokens, and of the work (attention and the "
+            "rest, cut at the window).",
+            lambda figure: lengths(figure, report),
+            3.4,
+        ),
+        (
+            "Work of the micro-batches",
+            "Predicted time of every micro-batch in the layers of the model, in a typical step, in the order of the "
+            "pipeline; CP ranks taken as alike. Orange: what the slowest has over the mean.",
+            lambda figure: micro_batches(figure, report),
+            4.4,
+        ),
+        (
+            "Work of the context-parallel ranks",
+            "Attention of every CP rank in the micro-batch of that step whose ranks differ most. --wlb takes uneven "
+            "ranks where exchanging less of K and V is worth more.",
+            lambda figure: ranks(figure, report),
+            4.4,
+        ),
+        (
+            "The pipeline",
+            "Forward (blue) and backward (orange) passes of every stage in that step, on the slowest data-parallel "
+            "rank; white is waiting. Tokens differ between the two.",
+            lambda figure: timelines(figure, report),
+            4.4,
+        ),
+        (
+            "What else could be had",
+            "Packings that megatron-wlb tune would try: down and to the left is better. Filled: no other is as good "
+            "in imbalance, delay, tokens per step and S_max. Stars: the paper's scheme and --wlb as simulated here.",
+            lambda figure: front(figure, report),
+            5.6,
+        ),
+    ]
+    for title, text, draw, height in drawn:
+        if job.cp > 1 or draw is not drawn[2][2]:
+            yield title, text, _address(draw, height)
+
+
+def _address(draw: Callable[[Figure], None], height: float) -> str:
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        draw(figure)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None}, dpi=220)
+    return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def lengths(figure: Figure, report: Report) -> None:
+    """Shares by length, one bin a power of 2."""
+    data, axes = report.entries["data"], figure.subplots()
+    up_to = np.array(data["up_to"], float)
+    edges = np.concatenate(([up_to[0] / 2], up_to))
+    for (name, share), colour, style in zip(
+        data["shares"].items(), (GREY, BLUE, ORANGE), ("-", "--", "-."), strict=True
+    ):
+        axes.stairs(share, edges, color=colour, fill=True, alpha=0.12)
+        axes.stairs(share, edges, color=colour, linewidth=1.8, linestyle=style, label=name)
+    window = report.setup.context_length
+    axes.axvline(window, color="black", linewidth=0.8)
+    axes.annotate("window", (window, 1), (-4, -2), xycoords=("data", "axes fraction"), va="top", ha="right",
+                  textcoords="offset points", fontsize=9)  # fmt: skip
+    seen = np.flatnonzero(np.max(list(data["shares"].values()), axis=0) > 1e-3)
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(edges[seen[0]], edges[-1] * 1.2)
+    axes.margins(y=0.12)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / 1024:.0f}K" if x >= 1024 else f"{x:.0f}"))
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.set(xlabel="length (tokens)", ylabel="share per doubling of length")
+    figure.legend(loc="outside upper center", ncols=3)
+
+
+def _before_and_after(report: Report) -> tuple[Result, Result]:
+    return report.results[0], report.results[-1]
+
+
+def _panels(figure: Figure, report: Report) -> Iterator[tuple[Axes, Result, str]]:
+    panels = figure.subplots(2, sharex=True, sharey=True)
+    for axes, result in zip(panels, _before_and_after(report), strict=True):
+        yield axes, result, result.scheme.title
+
+
+def micro_batches(figure: Figure, report: Report) -> None:
+    """Time of every micro-batch, data-parallel ranks side by side."""
+    for axes, result, title in _panels(figure, report):
+        step = result.example
+        times = micro_batch_times(step) * step.job.model.num_layers / 1e3
+        mean, count = float(times.mean()), times.size
+        slowest = int(times.argmax())
+        if count <= MOST_BARS:
+            axes.bar(range(count), times.ravel(), width=0.8, color=BLUE)
+            axes.bar(slowest, times.max() - mean, bottom=mean, width=0.8, color=ORANGE)
+        else:
+            axes.stairs(times.ravel(), np.arange(count + 1) - 0.5, color=BLUE, fill=True)
+            axes.plot([slowest, slowest], [mean, times.max()], color=ORANGE, linewidth=2)
+        for rank in range(1, len(times)):
+            axes.axvline(rank * times.shape[1] - 0.5, color=GREY, linewidth=0.6, linestyle=":")
+        axes.axhline(mean, color="black", linewidth=0.8)
+        axes.set_title(f"{title}: slowest / mean {times.max() / mean:.2f}", loc="left", fontsize=10)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.margins(x=0.02)
+    figure.axes[-1].set_xlabel("micro-batch" + (", by data-parallel rank" if report.setup.job.dp > 1 else ""))
+    figure.supylabel("time (ms)", fontsize=10)
+
+
+def ranks(figure: Figure, report: Report) -> None:
+    """Attention of the ranks that differ most."""
+    for axes, result, title in _panels(figure, report):
+        step = result.example
+        attention = np.concatenate([sum(layer.attention for layer in p.layers) for p in step.passes])
+        worst = attention[(attention.max(axis=1) / attention.mean(axis=1)).argmax()]
+        relative = worst / worst.mean()
+        slowest = int(relative.argmax())
+        axes.bar(range(len(relative)), relative, width=0.7, color=BLUE)
+        axes.bar(slowest, relative[slowest] - 1, bottom=1, width=0.7, color=ORANGE)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_title(f"{title}: slowest / mean {relative[slowest]:.2f}", loc="left", fontsize=10)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.axes[-1].set_xlabel("context-parallel rank")
+    figure.supylabel("attention / mean of the ranks", fontsize=10)
+
+
+def timelines(figure: Figure, report: Report) -> None:
+    """Passes of every stage."""
+    for axes, result, title in _panels(figure, report):
+        step = result.example
+        _timeline(axes, step)
+        tokens = sum(int(lengths.sum()) for lengths in result.example_documents)
+        axes.set_title(f"{title}: {step.time / 1e3:,.0f} ms for {tokens:,} tokens", loc="left", fontsize=10)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_ylim(step.job.pp - 0.5, -0.5)
+    figure.axes[-1].set_xlabel("ms")
+    figure.supylabel("pipeline stage", fontsize=10)
+
+
+def _timeline(axes: Axes, step: SimulatedStep) -> None:
+    slowest = max(step.timelines, key=lambda timeline: timeline.makespan)
+    for direction, colour in ((0, BLUE), (1, ORANGE)):
+        for stage in range(slowest.schedule.num_stages):
+            start = slowest.start[direction, stage].ravel() / 1e3
+            duration = slowest.end[direction, stage].ravel() / 1e3 - start
+            bars = np.stack((start, duration), axis=1).tolist()
+            # Thousands of passes are a picture of the order of 100 KB as pixels, and of megabytes as shapes.
+            axes.broken_barh(bars, (stage - 0.4, 0.8), color=colour, edgecolor="white", linewidth=0.3, rasterized=True)
+
+
+def front(figure: Figure, report: Report) -> None:
+    """Imbalance over delay and over the variation of tokens."""
+    entries, window = report.entries, report.setup.context_length
+    rows = entries["front"]
+    most = max([1.1, *(row["max_tokens"] / window for row in rows)])
+    colours = matplotlib.colormaps["viridis"].resampled(8)
+    panels = figure.subplots(2, sharey=True)
+    for axes, measure, label in zip(
+        panels, ("late_steps", "token_cv"), ("mean delay (steps)", "tokens per step, CV"), strict=True
+    ):
+        for row in rows:
+            colour = colours((row["max_tokens"] / window - 1) / max(0.1, most - 1))
+            shape = {"marker": "o" if row["policy"] == "wlb" else "s", "markersize": 6}
+            filled = colour if row["best"] else "none"
+            at = row[measure], _over_one(row["imbalance_mean"])
+            axes.plot(*at, **shape, linestyle="none", color=colour, markerfacecolor=filled, alpha=0.9)
+        for result, colour in zip(report.results[1:], (GREY, ORANGE), strict=True):
+            at = result.numbers[measure], _over_one(result.numbers["imbalance"]["work_mean"])
+            axes.plot(*at, marker="*", markersize=13, color=colour, markeredgecolor="white", linestyle="none")
+        axes.set(xlabel=label, ylabel="mean imbalance", yscale="log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{1 + y:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    windows = sorted({row["max_tokens"] for row in rows})
+    handles = [
+        Line2D([], [], marker="o", linestyle="none", color="black", markerfacecolor="none", label="wlb"),
+        Line2D([], [], marker="s", linestyle="none", color="black", markerfacecolor="none", label="adaptive"),
+        *(
+            Line2D([], [], marker="*", markersize=12, linestyle="none", color=colour, label=result.scheme.title)
+            for result, colour in zip(report.results[1:], (GREY, ORANGE), strict=True)
+        ),
+        *(
+            Patch(
+                color=colours((tokens / window - 1) / max(0.1, most - 1)), label=f"S_max {tokens / window:.3g} windows"
+            )
+            for tokens in windows
+        ),
+    ]
+    figure.legend(handles=handles, loc="outside upper center", ncols=2, fontsize=9)
+
+
+def _over_one(imbalance: float) -> float:
+    """For a logarithmic axis; nobody tells 1.0001 from 1."""
+    return max(imbalance - 1, 1e-4)

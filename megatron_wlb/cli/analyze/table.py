@@ -1,0 +1,152 @@
+"""The report in words: rows and sentences that the terminal and the page share."""
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_wlb.cli.analyze.report import WARM_UP, Report, errors_of
+
+Row = tuple[str, list[str]]
+
+
+def rows(report: Report) -> tuple[list[str], list[Row]]:
+    """Titles of the columns (schemes, and the limit), and what is shown of each."""
+    entries, job = report.entries, report.setup.job
+    each = [result.numbers for result in report.results]
+    limit = entries["limit"]
+
+    def row(title: str, show: Callable[[dict[str, Any]], str], of_limit: str = "") -> Row:
+        return title, [*map(show, each), of_limit]
+
+    shown = [
+        row("speed-up per token", lambda n: f"{n['speedup']:.3f}", f"{limit['speedup']:.3f}"),
+        row("  standard error", lambda n: f"{n['speedup_error']:.3f}" if n["speedup_error"] else ""),
+        row("  of the attainable gain", _share, "100 %" if each[-1]["of_attainable"] is not None else "none"),
+        row("step, ms", lambda n: f"{n['step_ms']:.1f}"),
+        row(
+            "tokens a second and GPU",
+            lambda n: f"{1e6 / n['us_per_token'] / job.num_gpus:,.0f}",
+            f"{1e6 / limit['us_per_token'] / job.num_gpus:,.0f}",
+        ),
+    ]
+    levels = (("pp", "micro-batches", job.pp > 1), ("dp", "DP ranks", job.dp > 1))
+    for name, title, exists in (*levels, ("cp", "CP ranks", job.cp > 1)):
+        if exists:
+            shown.append(row(f"{title}: slowest / mean", _imbalance(name), "1.000"))
+    return [*(result.scheme.title for result in report.results), "limit"], [
+        *shown,
+        row("work by length: largest / mean", _imbalance("work_mean"), "1.000"),
+        row("  p95 over steps", _imbalance("work_p95")),
+        *(
+            row(f"typical step: {title}, %", _part(parts))
+            for title, parts, exists in (
+                ("exchange of K and V", ("exchange",), job.cp > 1),
+                ("waiting for CP ranks", ("cp_wait",), job.cp > 1),
+                ("uneven pipelines", ("imbalance", "dp_wait"), job.pp * job.dp > 1),
+            )
+            if exists
+        ),
+        row("delay of a token, steps", lambda n: f"{n['late_steps']:.2f}"),
+        row("  of the latest", lambda n: str(n["max_delay_steps"])),
+        row("tokens per step, CV", lambda n: f"{n['token_cv']:.3f}"),
+        row("S_max, tokens", lambda n: f"{n['longest_micro_batch_tokens']:,}"),
+        row("  activations, GiB a GPU", lambda n: f"{n['activation_gib']:.1f}"),
+    ]
+
+
+def _imbalance(name: str) -> Callable[[dict[str, Any]], str]:
+    return lambda numbers: f"{numbers['imbalance'][name]:.3f}"
+
+
+def _part(names: tuple[str, ...]) -> Callable[[dict[str, Any]], str]:
+    def show(numbers: dict[str, Any]) -> str:
+        typical = numbers["typical_step_ms"]
+        return f"{100 * sum(typical[name] for name in names) / typical['step']:.1f}"
+
+    return show
+
+
+def _share(numbers: dict[str, Any]) -> str:
+    if numbers["of_attainable"] is None:
+        return "none"
+    return f"{numbers['of_attainable']:.0%}".replace("%", " %") if numbers["packing"] != "original" else ""
+
+
+def headline(report: Report) -> str:
+    entries = report.entries
+    ours, limit = entries["schemes"]["ours"], entries["limit"]["speedup"]
+    if ours["of_attainable"] is None:
+        return (
+            f"Predicted: nothing to gain; work that is all alike would give {limit:.3f} times as many tokens a second."
+        )
+    return (
+        f"Predicted: {ours['speedup']:.2f} times as many tokens a second, {ours['of_attainable']:.0%} of what is "
+        f"attainable ({limit:.2f})."
+    ).replace("%", " %")
+
+
+def facts(report: Report) -> list[str]:
+    """What the numbers go by, a sentence each."""
+    entries, setup, job = report.entries, report.setup, report.setup.job
+    profile, steps = entries["profile"], entries["steps"]
+    errors = errors_of(profile)
+    stated = "; ".join(errors) if errors else "the profile states none"
+    measured = "measured" if profile["linear_measured"] else "assumed"
+    backward = "" if profile["backward_measured"] else "; backward of attention is assumed to take 2.5 times forward"
+    return [
+        f"This is a prediction by simulation. Attention: profile {profile['name']}"
+        + (f" ({profile['device']})" if "device" in profile else "")
+        + f". Its errors on what it was not fitted to: {stated}{backward}.",
+        f"Other layers go by {measured} rates, the network by profile {profile['network']['name']} (within a node: "
+        f"{profile['network']['error']}; between nodes assumed). The time of a whole step has not been held against a "
+        "GPU; megatron-wlb compare does that with the log of a run.",
+        f"{steps['simulated']} steps of each scheme were simulated and {steps['packed']} packed, after {WARM_UP} that "
+        "fill queues. Time per token is that of the simulated steps' work, at the work per token of all packed ones.",
+        "Megatron exchanges K and V in a ring; the paper's scheme gathers them all, --wlb those of documents that CP "
+        f"ranks share, both in {job.cp_head_groups} head groups of which one computes while the next travels. In all "
+        "of them attention stays inside of documents, sequence parallelism is on and numbers are bf16.",
+        "Activations are the peak if every micro-batch in flight had S_max tokens; weights and optimizer come on top.",
+        f"The limit has the micro-batches and CP shards of --wlb all alike. Pipelines can come below it where light "
+        f"micro-batches run at the ends. The work of a document of d tokens is d x {setup.crossover_tokens:,} + d x d.",
+        *(f"Assumed: {what}." for what in entries["assumptions"]),
+        *(
+            [f"Ignored, since nothing here depends on them: {' '.join(entries['ignored'])}."]
+            if entries["ignored"]
+            else []
+        ),
+    ]
+
+
+def described(report: Report) -> str:
+    """The job in a line."""
+    entries = report.entries
+    job, data = entries["job"], entries["data"]
+    quantiles = data["length_quantiles"]
+    model = job["model"]["name"] or f"{job['model']['num_layers']} layers of {job['model']['hidden_size']}"
+    vpp = f" x VPP {job['vpp']}" if job["vpp"] > 1 else ""
+    return (
+        f"{model}, window {job['seq_length']:,}, {job['num_gpus']:,} GPUs: TP {job['tp']} x CP {job['cp']} x PP "
+        f"{job['pp']}{vpp} x DP {job['dp']}, {job['global_batch_size']:,} micro-batches a step. "
+        f"{data['documents']:,} documents, {data['tokens']:,} tokens: median {quantiles['p50']:,}, p99 "
+        f"{quantiles['p99']:,}, longest {quantiles['max']:,}."
+    )
+
+
+def show(report: Report, say: Callable[[str], None], console: Any) -> None:
+    """Print everything."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    titles, body = rows(report)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
+    for title, cells in body:
+        table.add_row(title, *cells, style="bold" if title == "speed-up per token" else "")
+    say(escape(described(report)))
+    console.print(table)
+    say(f"[bold]{escape(headline(report))}[/bold]")
+    for fact in facts(report):
+        say(escape(f"- {fact}"))
+    say("Add to the launch line:")
+    say(f"  {escape(report.entries['flags'])}")

@@ -1,0 +1,430 @@
+"""`megatron-wlb analyze`: its numbers by hand, launch lines as people paste them, and what it refuses."""
+
+import argparse
+import base64
+import io
+import json
+import re
+import struct
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from megatron_wlb.adapter.arguments import add_wlb_arguments, config_from_args
+from megatron_wlb.cli.analyze import flags
+from megatron_wlb.cli.analyze.report import data_of
+from megatron_wlb.cli.analyze.setup import described as entries_of
+from megatron_wlb.cli.analyze.setup import setup_of
+from megatron_wlb.cli.main import main
+from megatron_wlb.plan.stream import shuffled
+from tests.adapter.datasets import write_index
+
+ROOT = Path(__file__).parents[2]
+C, N = 4096, 4
+HIDDEN, HEADS, FFN, LAYERS, VOCABULARY = 512, 4, 2048, 2, 1024
+MODEL = f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads {HEADS} --ffn-hidden-size {FFN} "
+MODEL += f"--vocab-size {VOCABULARY}"
+JOB = f"{MODEL} --seq-length {C} --global-batch-size {N} --split 1"
+
+
+@pytest.fixture(scope="module")
+def lengths():
+    """Trained tokens of documents, for about 240 steps."""
+    return np.random.default_rng(3).lognormal(5.5, 1.4, 8000).astype(np.int64).clip(1, 6000)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, lengths):
+    """Prefix of a dataset whose `.bin` file is elsewhere."""
+    prefix = tmp_path_factory.mktemp("data") / "corpus"
+    write_index(prefix.with_suffix(".idx"), lengths + 1)
+    return str(prefix)
+
+
+def analyse(tmp_path, *words):
+    assert main(["analyze", *" ".join(words).split(), "--json", str(tmp_path / "analysis")]) == 0
+    return json.loads((tmp_path / "analysis").read_text())
+
+
+def order(lengths, seed=1234):
+    """Documents of epoch after epoch as they come, pieces of at most a window."""
+    epochs = [lengths[shuffled(np.arange(len(lengths)), len(lengths), (seed, 0, epoch))] for epoch in range(2)]
+    pieces = []
+    for length in np.concatenate(epochs).tolist():
+        pieces += [C] * (length // C) + ([length % C] if length % C else [])
+    return pieces
+
+
+def windows(pieces):
+    """Concatenated and cut at every multiple of the window: the way of Megatron."""
+    out, current, room = [], [], C
+    for piece in pieces:
+        while piece:
+            current.append(min(piece, room))
+            piece, room = piece - current[-1], room - current[-1]
+            if not room:
+                out.append(current)
+                current, room = [], C
+    return out
+
+
+def by_hand_us(micro_batches, launches):
+    """A step on one H100, from the constants of the shipped profile and those that the simulator states."""
+    weights = HIDDEN * (4 * HIDDEN + 2 * FFN)
+    time = 0.0
+    for documents in micro_batches:
+        tokens = sum(documents)
+        tokens += -tokens % 2
+        tiles = sum(sum(range(1, -(-d // 128) + 1)) for d in [*documents, *[1] * (tokens - sum(documents))])
+        attention = launches * 23.55 + HEADS * 0.0256 * tiles
+        linear = 2 * weights * tokens / 600e6 + 2 * (14 * HIDDEN + 2 * FFN) * tokens / 2700e3
+        logits = 2 * VOCABULARY * HIDDEN * tokens / 600e6 + 10 * VOCABULARY * tokens / 2700e3
+        time += LAYERS * (3.5 * attention + 3 * linear) + 3 * logits
+    return time + (LAYERS * weights + 2 * VOCABULARY * HIDDEN) * 30 / 2700e3
+
+
+def imbalance(micro_batches):
+    crossover = HIDDEN * (4 * HIDDEN + 2 * FFN + VOCABULARY // LAYERS) // HIDDEN
+    work = [sum(d * (d + crossover) for d in documents) for documents in micro_batches]
+    return max(work) * N / sum(work)
+
+
+def test_plain_and_ours_by_hand(tmp_path, lengths, data):
+    """One GPU: the windows of plain Megatron cut by hand, the steps of ours from `megatron-wlb plan`."""
+    found = analyse(tmp_path, JOB, "--data-path", data, "--steps 200")
+    assert found["steps"] == {"warm_up": 30, "packed": 200, "simulated": 200}
+    pieces = order(lengths)
+    cut = windows(pieces)
+    plain = [cut[N * i : N * (i + 1)] for i in range(30, 230)]
+
+    (tmp_path / "lengths.json").write_text(json.dumps(pieces))
+    crossover = str(found["job"]["crossover_tokens"])
+    arguments = ["--micro-batches", str(N), "--context-length", str(C), "--crossover", crossover]
+    arguments += ["--max-tokens", str(found["job"]["max_tokens"]), "--policy", "adaptive", "--output"]
+    assert main(["plan", str(tmp_path / "lengths.json"), *arguments, str(tmp_path / "plan")]) == 0
+    steps = [json.loads(line) for line in (tmp_path / "plan").read_text().splitlines()[31:231]]
+    ours = [[[d[2] for d in documents] for documents in step["micro_batches"]] for step in steps]
+
+    per_token = {}
+    for name, planned, head_groups in (("plain", plain, 1), ("ours", ours, 2)):
+        times = [by_hand_us(step, head_groups) for step in planned]
+        tokens = sum(sum(map(sum, step)) for step in planned)
+        numbers = found["schemes"][name]
+        assert numbers["step_ms"] == pytest.approx(np.mean(times) / 1e3)
+        assert numbers["us_per_token"] == pytest.approx(sum(times) / tokens)
+        kept = [imbalance(step) for step in planned][20:-20]
+        assert numbers["imbalance"]["work_mean"] == pytest.approx(np.mean(kept))
+        assert numbers["imbalance"]["dp"] == numbers["imbalance"]["cp"] == 1
+        per_token[name] = sum(times) / tokens
+    assert found["schemes"]["ours"]["speedup"] == pytest.approx(per_token["plain"] / per_token["ours"])
+
+
+def test_nothing_to_gain(tmp_path, capsys):
+    """Documents of a full window each: all schemes are the same, and nothing is attainable."""
+    write_index(tmp_path / "full.idx", np.full(300, C + 1))
+    found = analyse(
+        tmp_path, JOB, "--steps 4 --num-gpus 2 --wlb-cp-head-groups 1 --data-path", str(tmp_path / "full.idx")
+    )
+    for numbers in found["schemes"].values():
+        assert numbers["speedup"] == pytest.approx(1) and numbers["of_attainable"] is None
+        assert numbers["imbalance"] == pytest.approx({"pp": 1, "dp": 1, "cp": 1, "work_mean": 1, "work_p95": 1})
+        assert numbers["late_steps"] == numbers["token_cv"] == 0
+    assert found["limit"]["speedup"] == pytest.approx(1)
+    assert "nothing to gain" in capsys.readouterr().out
+    shares = found["data"]["shares"]
+    assert found["data"]["up_to"][-1] == C
+    assert [values[-1] for values in shares.values()] == [1, 1, 1]
+
+
+def test_levels_of_imbalance(tmp_path, lengths):
+    """In a layout that has them all: balancing lowers each, and the speed-up lies between none and the limit."""
+    layout = "--tensor-model-parallel-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 2 --num-gpus 16"
+    model = "--num-layers 4 --hidden-size 512 --num-attention-heads 4 --vocab-size 128 --group-query-attention"
+    write_index(tmp_path / "long.idx", 8 * lengths + 1)
+    job = f"--seq-length {8 * C} --global-batch-size 8 --data-path {tmp_path / 'long'} --steps 40"
+    found = analyse(tmp_path, model, layout, job)
+    assert [found["job"][name] for name in ("tp", "cp", "pp", "dp")] == [2, 2, 2, 2]
+    assert found["job"]["model"]["num_query_groups"] == 1
+    plain, ours = (found["schemes"][name] for name in ("plain", "ours"))
+    for level in ("pp", "dp", "cp"):
+        assert plain["imbalance"][level] > ours["imbalance"][level] >= 1
+    assert 1 < ours["speedup"] < 1.1 * found["limit"]["speedup"]
+    assert ours["of_attainable"] == pytest.approx((ours["speedup"] - 1) / (found["limit"]["speedup"] - 1))
+    assert plain["max_delay_steps"] <= 1 and ours["max_delay_steps"] <= 30
+    assert plain["token_cv"] == 0 < found["schemes"]["paper"]["token_cv"]
+    assert ours["activation_gib"] / plain["activation_gib"] == pytest.approx(1.25)
+    for numbers in (plain, ours):
+        parts = dict(numbers["typical_step_ms"])
+        assert sum(parts.values()) == pytest.approx(2 * parts["step"])
+    best = [row for row in found["front"] if row["best"]]
+    assert 0 < len(best) < len(found["front"])
+
+
+def described(*words):
+    """The job that a command line describes, as the report has it, and its documents."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    flags.add_arguments(parser)
+    setup = setup_of(flags.parse(parser, " ".join(words).split(), None))
+    return setup, entries_of(setup)
+
+
+def test_blend_and_split(tmp_path, data, lengths):
+    other = str(tmp_path / "other")
+    write_index(tmp_path / "other.idx", np.full(100, 65))
+    words = [MODEL, f"--seq-length {C} --global-batch-size {N} --split 80,10,10 --data-path"]
+    setup, job = described(*words, f"0.25 {data} 0.75 {other}.idx")
+    assert job["data_path"] == [data, f"{other}.idx"]
+    assert [source.weight for source in setup.sources] == [0.25, 0.75]
+    assert [source.pairs.tolist() for source in setup.sources] == [lengths[:6400].tolist(), [64] * 80]
+    found = data_of(setup)
+    assert (found["documents"], found["tokens"]) == (6480, lengths[:6400].sum() + 80 * 64)
+    by_size, _ = described(*words, data, other)  # as upstream without weights
+    assert [source.weight for source in by_size.sources] == [lengths[:6400].sum(), 80 * 64]
+    whole, _ = described(MODEL, f"--seq-length {C} --data-path", data)  # upstream's default split
+    assert len(whole.sources[0].pairs) == 7752
+
+
+def test_shares_of_work_by_hand(data, lengths):
+    """Documents over the window count window by window."""
+    setup, job = described(JOB, "--data-path", data)
+    crossover, shares = job["crossover_tokens"], data_of(setup)["shares"]
+    work = [d * crossover + (d // C) * C * C + (d % C) ** 2 for d in lengths.tolist()]
+    for name, weights in (("documents", [1] * len(work)), ("tokens", lengths.tolist()), ("work", work)):
+        over = sum(w for d, w in zip(lengths.tolist(), weights, strict=True) if 2048 < d <= 4096)
+        assert shares[name][12] == pytest.approx(over / sum(weights))
+
+
+LINE = """torchrun --nproc_per_node=2 --nnodes 2 --rdzv-endpoint host:29500 pretrain_gpt.py \
+    --num-layers 4 --hidden-size 512 --num-attention-heads 4 --vocab-size 100 --swiglu --bf16 --use-flash-attn \
+    --tensor-model-parallel-size 2 --sequence-parallel --seq-length 4096 --max-position-embeddings 4096 \
+    --micro-batch-size 1 --global-batch-size 8 --lr 1.5e-4 --min-lr=1e-5 --save $CHECKPOINTS \
+    --recompute-granularity selective --tokenizer-type GPTSentencePieceTokenizer --data-path PREFIX \\
+    --split 99,1,0 2>&1 | tee "log $RANK.txt"
+"""
+SCRIPT = """#!/bin/bash
+# Launches training; --num-layers 99 in a comment means nothing.
+GPUS_PER_NODE=2
+NUM_NODES=2
+export LAYERS="4"
+DATA_PATH=PREFIX
+WORLD_SIZE=$(($GPUS_PER_NODE*$NUM_NODES))
+DISTRIBUTED_ARGS=(
+    --nproc_per_node $GPUS_PER_NODE
+    --nnodes ${NUM_NODES}
+)
+GPT_MODEL_ARGS=(--num-layers $LAYERS --hidden-size 512 --num-attention-heads 4 --vocab-size 100 --swiglu)
+MODEL_PARALLEL_ARGS=( --tensor-model-parallel-size 2 )
+DATA_ARGS=(
+    --data-path $DATA_PATH
+)
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py ${GPT_MODEL_ARGS[@]} ${MODEL_PARALLEL_ARGS[@]} ${DATA_ARGS[@]} --bf16 \
+    --seq-length 4096 --global-batch-size 8 --split 99,1,0 --save "$CHECKPOINTS" && echo done
+"""
+
+
+def test_launch_lines(tmp_path, data, monkeypatch):
+    """As words, from a script of the form of Megatron's examples, and from standard input: the same job."""
+    line, script = (text.replace("PREFIX", data) for text in (LINE, SCRIPT))
+    (tmp_path / "train.sh").write_text(script)
+    found = [described("--launch", str(tmp_path / "train.sh"))]
+    monkeypatch.setattr("sys.stdin", io.StringIO(line))
+    found.append(described("--launch=-"))
+    found.append(described(line.replace("\\\n", " ").split(" 2>&1")[0]))
+    for _, job in found:
+        assert job == found[0][1]
+        assert (job["num_gpus"], job["dp"], job["tp"]) == (4, 2, 2)
+        assert job["model"]["num_layers"] == 4
+        assert job["model"]["ffn_hidden_size"] == 512 * 8 // 3 // 64 * 64
+        assert job["model"]["padded_vocab_size"] == 256
+        assert job["global_batch_size"] == 8
+    assert [list(setup.ignored) for setup, _ in found] == [["--bf16", "--save"], IGNORED, IGNORED]
+
+
+IGNORED = (
+    "--rdzv-endpoint --bf16 --use-flash-attn --sequence-parallel --max-position-embeddings --lr --min-lr --save "
+    "--tokenizer-type"
+).split()
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "assumed"),
+    [("WORLD_SIZE=8 python -u pretrain_gpt.py", 8, False), ("--num-gpus 6", 6, False), ("", 2, True)],
+)
+def test_world_size(data, words, gpus, assumed):
+    layout = f"{MODEL} --seq-length {C} --pipeline-model-parallel-size 2 --data-path {data}"
+    setup, job = described(words, layout)
+    assert job["num_gpus"] == job["global_batch_size"] == gpus  # PP x DP
+    assert any("GPUs" in line for line in setup.assumptions) == assumed
+
+
+def test_sizes_beside_a_known_model(data):
+    words = f"--seq-length 4096 --tensor-model-parallel-size 8 --data-path {data}"
+    known = described("--model llama2-70b", words)[1]["model"]
+    assert (known["num_layers"], known["num_query_groups"]) == (80, 8)
+    changed = described("--model llama2-70b --num-layers 40", words)[1]["model"]
+    assert changed == known | {"num_layers": 40}
+    edges = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+    setup, _ = described(f"--model llama3-405b --pipeline-model-parallel-size 16 {edges}", words)
+    assert setup.job.layers().sum() == 126 and setup.job.layers()[0, 0] == 7
+    # One key head a rank travels in one piece, however many groups are asked for.
+    assert setup.job.cp_head_groups == 1
+
+
+def test_flags_to_paste_are_those_that_were_simulated(tmp_path, data):
+    ours = "--wlb-packing wlb --wlb-outlier-thresholds 500,2000 --wlb-max-tokens 6144 --wlb-cp-sharding hybrid"
+    found = analyse(tmp_path, JOB, "--data-path", data, ours, "--steps 2")
+    parser = add_wlb_arguments(argparse.ArgumentParser())
+    parsed, _ = parser.parse_known_args(found["flags"].split())
+    config = config_from_args(parsed)
+    assert (config.packing, config.outlier_thresholds, config.max_tokens) == ("wlb", (500, 2000), 6144)
+    assert config.cp_sharding == "hybrid"
+    assert found["schemes"]["ours"]["packing"] == "wlb"
+    assert found["schemes"]["ours"]["longest_micro_batch_tokens"] == 6144
+    # Algorithm 1 with the same thresholds in both.
+    assert found["schemes"]["ours"]["imbalance"]["work_mean"] == found["schemes"]["paper"]["imbalance"]["work_mean"]
+
+
+class Page(HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.images, self.titles, self.text = [], [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        if tag == "img":
+            self.images.append(dict(attrs)["src"])
+        assert tag not in ("script", "link", "iframe")
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.mark.parametrize(("layout", "images"), [("", 4), ("--context-parallel-size 2", 5)])
+def test_page(tmp_path, data, layout, images):
+    """Stands alone: every picture is in it, and whatever the table says."""
+    target = tmp_path / "report.html"
+    found = analyse(tmp_path, JOB, layout, "--data-path", data, "--steps 2 --lr 3 --html", str(target))
+    text = target.read_text()
+    page = Page(text)
+    assert len(page.images) == images
+    for source in page.images:
+        head, _, image = source.partition(",")
+        assert head == "data:image/svg+xml;base64"
+        assert ElementTree.fromstring(base64.b64decode(image)).tag.endswith("svg")
+    assert "http" not in re.sub('base64,[^"]*', "", text)
+    assert found["flags"] in page.text
+    assert f"{found['schemes']['ours']['speedup']:.3f}" in page.text
+    assert "h100-fa2" in page.text and "median 9.7%" in page.text and "--lr" in page.text
+    assert ("CP ranks: slowest / mean" in page.text) == bool(layout)
+
+
+def test_json_on_standard_output(data, capsys):
+    assert main(["analyze", *JOB.split(), "--data-path", data, "--steps", "2", "--json", "-"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["prediction"] is True
+    assert "This is a prediction" in printed.err
+
+
+def test_without_torch(data):
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'megatron'): sys.modules[name] = None\n"
+        "from megatron_wlb.cli.main import main; sys.exit(main())"
+    )
+    arguments = ["analyze", *JOB.split(), "--data-path", data, "--steps", "2"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert "--wlb-packing adaptive" in done.stdout
+
+
+def header(sequences, boundaries):
+    return b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, sequences, boundaries)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"corpus.idx does not exist"),
+        (b"", r"the file is truncated"),
+        (b"parquet!!" + bytes(40), r"is not a Megatron .idx file"),
+        (header(0, 1) + bytes(8), r"corpus.idx holds no document"),
+        (header(1, 2) + struct.pack("<iqqq", 1, 0, 0, 1), r"no document of at least 2 tokens"),
+    ],
+)
+def test_what_is_no_dataset(tmp_path, capsys, content, message):
+    if content is not None:
+        (tmp_path / "corpus.idx").write_bytes(content)
+    refused(capsys, f"{JOB} --data-path {tmp_path / 'corpus'}", message)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--num-gpus 6 --tensor-model-parallel-size 4", r"6 GPUs are no multiple of .* 4 x 1 x 1 = 4"),
+        ("--nproc-per-node 3 --context-parallel-size 2", r"3 GPUs are no multiple"),
+        ("--nproc-per-node gpu", r"--nproc-per-node gpu is not a number; .* --num-gpus"),
+        ("--nproc-per-node 8 --nnodes 1:4", r"--nnodes 1:4 is not a number"),
+        ("--nnodes 2", r"--nnodes without --nproc-per-node"),
+        ("--num-layers 5 --pipeline-model-parallel-size 2", r"5 layers do not divide over 2 stages"),
+        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2", r"do not divide 2 layers"),
+        ("--tensor-model-parallel-size 8", r"4 attention heads do not divide over 8 ranks"),
+        ("--hidden-size 510", r"--num-attention-heads 4 does not divide --hidden-size 510"),
+        ("--seq-length 4098 --context-parallel-size 4", r"--seq-length 4098 cannot be shared .* multiple of 8"),
+        ("--num-gpus 3", r"--global-batch-size 4 cannot be shared by 3 data-parallel ranks"),
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 8 --num-gpus 8",
+         r"groups of 2 micro-batches"),
+        ("--micro-batch-size 2", r"--micro-batch-size is 2; .* give 1"),
+        ("--model gpt5", r"argument --model: invalid choice: 'gpt5'"),
+        ("--num-layers $LAYERS", r"argument --num-layers: '\$LAYERS' must be an integer"),
+        ("--account-for-loss-in-pipeline-split", r"give both or none"),
+        ("--num-experts 8", r"--num-experts: mixture of experts cannot be simulated"),
+        ("--rampup-batch-size 16 16 1000", r"--rampup-batch-size"),
+        ("--wlb-packings adaptive", r"--wlb-packings is no flag of ours"),
+        ("--wlb-packing best", r"--wlb-packing is 'best'; choose one of"),
+        ("--wlb-max-tokens 100", r"--wlb-max-tokens 100 is under --seq-length 4096"),
+        ("--wlb-memory-budget 0.001", r"micro-batches of at most \d+ tokens fit into memory"),
+        ("--wlb-profile flops", r"profile flops counts attended pairs"),
+        ("--wlb-profile none.json", r"no profile 'none.json'"),
+        ("--split 0,1", r"--split 0,1: give shares"),
+        ("--launch no/such/file", r"No such file"),
+        ("--html no/such/report.html", r"--html no/such/report.html: the folder .* does not exist"),
+    ],
+)  # fmt: skip
+def test_errors(data, capsys, words, message):
+    refused(capsys, f"{JOB} --data-path {data} {words}", message)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (JOB, r"no --data-path; give"),
+        (f"{MODEL} --data-path DATA", r"no --seq-length; give"),
+        ("--data-path DATA --seq-length 64 --num-layers 2", r"no --hidden-size, --num-attention-heads: give the sizes"),
+        (f"{JOB} --data-path -1 DATA", r"weights must be over 0"),
+    ],
+)
+def test_what_is_missing(data, capsys, words, message):
+    refused(capsys, words.replace("DATA", data), message)
+
+
+def test_a_script_with_an_open_quote(tmp_path, capsys):
+    (tmp_path / "train.sh").write_text("torchrun pretrain_gpt.py --data-path 'x")
+    refused(capsys, f"--launch {tmp_path / 'train.sh'}", "is not one of a shell: no closing quotation")
+
+
+def refused(capsys, words, message):
+    try:
+        code = main(["analyze", *words.split()])
+    except SystemExit as error:
+        code = error.code
+    printed = capsys.readouterr()
+    assert code == 2
+    assert printed.out == ""
+    assert re.search(message, printed.err)
+    assert printed.err.count("\n") == 1
