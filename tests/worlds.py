@@ -46,6 +46,7 @@ def _main(fn: Callable[..., Any], rank: int, size: int, folder: str, writer: Con
     os.setpgrp()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    tempfile.tempdir = folder  # killed or ended by os._exit, no process cleans up after itself
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
         answer = (True, fn(*args))

@@ -201,6 +201,11 @@ def _refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
             "--save-interval",
         ),
         (given("spec") or given("yaml_cfg"), "--spec and --yaml-cfg are not supported; give flags"),
+        (
+            getattr(args, "rerun_mode", None) == "report_stats",
+            "--rerun-mode report_stats: upstream takes the flag and fails at its start, since it calls this mode "
+            "otherwise inside; give validate_results or disabled",
+        ),
         (given("iterations_to_skip"), "--iterations-to-skip is not supported; leave it out"),
     ]
 

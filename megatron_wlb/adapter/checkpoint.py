@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,12 @@ def state_path(folder: str, iteration: int) -> Path:
     return Path(folder) / f"iter_{iteration:07d}.wlb.json"
 
 
-def save_state(folder: str, iteration: int, state: dict[str, Any]) -> None:
-    """Write the state atomically: a crash leaves the old file or the new one, never a part."""
+def save_state(folder: str, iteration: int, state: dict[str, Any], layout: Mapping[str, int | str]) -> None:
+    """Write the state and the layout of the run atomically: a crash leaves the old file or the new one, never a part.
+
+    The layout is there to be compared with the next run's; nothing depends on it.
+    """
+    state = state | {"layout": dict(layout)}
     path = state_path(folder, iteration)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
@@ -32,8 +37,11 @@ def save_state(folder: str, iteration: int, state: dict[str, Any]) -> None:
         raise
 
 
-def load_state(folder: str, iteration: int) -> dict[str, Any]:
-    """Read the state of a checkpoint. Raises ValueError if there is none, or it is not what `save_state` wrote."""
+def load_state(folder: str, iteration: int) -> tuple[dict[str, Any], dict[str, int | str]]:
+    """Read the state of a checkpoint and the layout of the run that saved it, empty in files of earlier releases.
+
+    Raises ValueError if there is none, or it is not what `save_state` wrote.
+    """
     path = state_path(folder, iteration)
     if not path.is_file():
         raise ValueError(
@@ -50,9 +58,12 @@ def load_state(folder: str, iteration: int) -> dict[str, Any]:
         state: dict[str, Any] = json.loads(path.read_bytes())
         if not isinstance(state, dict) or state.pop("digest", None) != _digest(state):
             raise ValueError("its digest is not that of its contents")
+        layout = state.pop("layout", {})
+        if not isinstance(layout, dict) or not all(type(v) is int or type(v) is str for v in layout.values()):
+            raise ValueError("its layout does not map names to numbers and texts")
     except (ValueError, RecursionError) as error:  # cut off, no text, numbers of thousands of digits, deep nesting
         raise ValueError(f"packer state {path} is damaged ({error}); restore it or resume an older one") from error
-    return state
+    return state, layout
 
 
 def _digest(state: dict[str, Any]) -> str:

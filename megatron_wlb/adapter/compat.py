@@ -7,21 +7,24 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TextIO
 
-SUPPORTED = ("0.17", "0.18", "0.19")
-"""Minor versions of megatron-core that the tests run against."""
+from packaging.version import Version
+
+SUPPORTED = ((0, 17, 1), (0, 18, 2), (0, 19, 0))
+"""The first version of each minor one of megatron-core that the tests run against."""
 
 
 def check_version(version: str) -> None:
     """Raises ValueError for a megatron-core that this release was not tested with."""
-    if ".".join(version.split(".")[:2]) not in SUPPORTED:
-        raise ValueError(
-            f"megatron-core {version} is not supported; install one of {', '.join(f'{v}.x' for v in SUPPORTED)}"
-        )
+    release = Version(version).release
+    if not any(first[:2] == release[:2] and first <= release for first in SUPPORTED):
+        tested = ", ".join(f"{major}.{minor}.{patch} or a later {major}.{minor}" for major, minor, patch in SUPPORTED)
+        raise ValueError(f"megatron-core {version} is not supported; install {tested}")
 
 
 def minor() -> int:
@@ -254,19 +257,39 @@ def model_of_script(args: Namespace, given: dict[str, Any]) -> Any:
     return model
 
 
+# Checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def whole_tracker() -> Iterator[None]:
+    """Let upstream's note of the latest checkpoint change at once.
+
+    Upstream opens it for writing, which empties it: whoever is killed before it is written could not resume any more.
+    """
+    checkpointing = importlib.import_module("megatron.training.checkpointing")
+    owner, name = (checkpointing.maybe_msc, "open") if minor() >= 19 else (checkpointing, "open_file")
+
+    def at_once(original: Any) -> Any:
+        def open_file(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            tracker = os.path.basename(path) == "latest_checkpointed_iteration.txt" and "://" not in str(path)
+            return _replacing(path) if tracker and mode == "w" else original(path, mode, *args, **kwargs)
+
+        return open_file
+
+    with replaced(owner, name, at_once, ()):
+        yield
+
+
+@contextlib.contextmanager
+def _replacing(path: str) -> Iterator[TextIO]:
+    with open(f"{path}.tmp", "w") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{path}.tmp", path)
+
+
 # Losses of the router ------------------------------------------------------------------------------------------------
-
-
-class _WholeAuxLoss:
-    """Upstream's MoEAuxLossAutoScaler for its router, with the factor TP * CP that 0.19 brought."""
-
-    def __init__(self, original: Any) -> None:
-        self._original = original
-
-    def apply(self, activation: Any, loss: Any) -> Any:
-        from megatron.core import mpu
-
-        return self._original.apply(activation, loss * mpu.get_tensor_and_context_parallel_world_size())
 
 
 @contextlib.contextmanager
@@ -278,8 +301,13 @@ def whole_router_losses() -> Iterator[None]:
     if minor() >= 19:
         yield
         return
-    router = importlib.import_module("megatron.core.transformer.moe.router")
-    with replaced(router, "MoEAuxLossAutoScaler", _WholeAuxLoss, ()):
+    from megatron.core import mpu
+
+    def whole(apply: Any) -> Any:
+        return lambda rows, loss: apply(rows, loss * mpu.get_tensor_and_context_parallel_world_size())
+
+    scaler = importlib.import_module("megatron.core.transformer.moe.router").MoEAuxLossAutoScaler
+    with replaced(scaler, "apply", whole, ()):
         yield
 
 

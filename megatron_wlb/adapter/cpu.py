@@ -145,6 +145,7 @@ def install() -> None:
 
 def install_megatron() -> None:
     """The places where upstream itself asks for CUDA; call after `install` and before `pretrain`."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
     from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp
     from megatron.core.transformer.moe import token_dispatcher
     from megatron.training import training
@@ -154,5 +155,10 @@ def install_megatron() -> None:
     # Upstream makes the split sizes of an all-to-all numbers as it copies them from the GPU.
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, **rest: (
         tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+    )
+    # Of the checkpoint writer; started by upstream's fork server, it would lack what `install` has done.
+    worker = PersistentAsyncCaller._get_process.__func__
+    PersistentAsyncCaller._get_process = classmethod(
+        lambda cls, rank, mp_mode="", *rest, **options: worker(cls, rank, "fork", *rest, **options)
     )
     training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)

@@ -2,10 +2,12 @@
 
 import contextlib
 import functools
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import mpu
 from megatron.core.distributed import TorchFullyShardedDataParallel
@@ -19,6 +21,8 @@ from megatron_wlb.adapter.data import Batch, DocumentDataset, SplitData
 from megatron_wlb.adapter.loss import scale_sharded, token_loss
 from megatron_wlb.adapter.model import WlbPackedSeqParams
 from megatron_wlb.adapter.p2p import PlannedP2PCommunicator
+from megatron_wlb.adapter.resume import RunLayout, packing_settings, resume, run_layout
+from megatron_wlb.adapter.throughput import Throughput
 from megatron_wlb.config import WlbConfig
 from megatron_wlb.plan import document_log, native
 from megatron_wlb.plan.memory import ActivationModel
@@ -51,7 +55,12 @@ class WlbJob:
         self._planners: dict[str, Planner] = {}
         self._first_step = 0
         self._last_step: int | None = None
+        self._begins_anew = False  # the data, in the first step
+        self._initial_state: dict[str, Any] = {}
+        self._layout: RunLayout = {}
+        self._throughput = Throughput(self._trained_lengths)
         self._waited = 0.0  # for the planner, up to the last line of the log
+        self._began = 0.0  # the last training step, by `time.perf_counter`
 
     @functools.cached_property
     def attention_options(self) -> AttentionOptions:
@@ -134,9 +143,14 @@ class WlbJob:
         """The scoped replacements in upstream that training needs."""
         with (
             compat.replaced(training, "get_forward_backward_func", self._planned_forward_backward, ()),
-            compat.replaced(training, "training_log", self._logged, ("loss_dict", "iteration")),
+            compat.replaced(training, "training_log", self._logged, ("loss_dict", "total_loss_dict", "iteration")),
+            compat.replaced(
+                training, "num_floating_point_operations", self._throughput.counted, ("args", "batch_size")
+            ),
             compat.replaced(checkpointing, "maybe_save_dataloader_state", self._saved, ("train_iterator", "iteration")),
             compat.replaced(TorchFullyShardedDataParallel, "scale_gradients", scale_sharded, ("scaling_factor",)),
+            compat.whole_router_losses(),
+            compat.whole_tracker(),
         ):
             yield
 
@@ -151,6 +165,7 @@ class WlbJob:
         return get_forward_backward_func
 
     def _forward_backward(self, schedule: Any, *, data_iterator: Any, model: Any, num_microbatches: int, **rest: Any):  # type: ignore[no-untyped-def]
+        began = time.perf_counter()
         # Taking all micro-batches of the call first tells every stage their lengths before its first receive. A replay
         # of the step (rerun state machine) hands out the same batches again, and so the same lengths.
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
@@ -158,9 +173,9 @@ class WlbJob:
         first = batches[0][0]
         if any(b.step != first.step or b.split != first.split for chunk in batches for b in chunk):
             raise RuntimeError(f"micro-batches of different steps in step {first.step}: the data iterators are apart")
-        self._planners[first.split].release(first.step)
+        self._planners[first.split].release(first.step - 1)  # upstream may save in the middle of a step
         if first.split == "train":
-            self._last_step = first.step
+            self._last_step, self._began = first.step, began
             if first.step == self._first_step or first.step % self._config.digest_interval == 0:
                 self._compare_digests(first.step)
         if mpu.get_pipeline_model_parallel_world_size() > 1:
@@ -204,13 +219,17 @@ class WlbJob:
             # Upstream adds up and clears the losses that it is given, so read ours first.
             last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
             loss = float(loss_dict["lm loss"]) if last and self._wants_log(iteration) else None
-            result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
+            took = time.perf_counter() - self._began  # on a GPU, too: to read the loss waits for all of the step
+            with self._throughput.line(total_loss_dict):
+                result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
             planner = self._planners["train"]
             if self._config.document_log and torch.distributed.get_rank() == 0:
-                document_log.append(self._config.document_log, iteration - 1, planner.get(iteration - 1).packing)
+                begins_anew = self._begins_anew and iteration - 1 == self._first_step
+                packing = planner.get(iteration - 1).packing
+                document_log.append(self._config.document_log, iteration - 1, packing, begins_anew=begins_anew)
             if loss is not None:
                 waited, self._waited = planner.wait_seconds - self._waited, planner.wait_seconds
-                entry = log.record(planner.get(iteration - 1), self._kernel, loss, waited)
+                entry = log.record(planner.get(iteration - 1), self._kernel, loss, took, waited)
                 if iteration % self._args.log_interval == 0:
                     print(log.line(entry), flush=True)
                 if self._config.log:
@@ -227,11 +246,18 @@ class WlbJob:
 
         @functools.wraps(original)
         def maybe_save_dataloader_state(train_iterator: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
-            if torch.distributed.get_rank() == 0 and self._last_step is not None:
-                state = self._planners["train"].get(self._last_step).state
-                checkpoint.save_state(self._args.save, iteration, state)
+            if torch.distributed.get_rank() == 0:
+                # By the iteration, not by what ran last: a step that failed validation is saved as one still to come.
+                trained = iteration > self._first_step
+                state = self._planners["train"].get(iteration - 1).state if trained else self._initial_state
+                checkpoint.save_state(self._args.save, iteration, state, self._layout)
 
         return maybe_save_dataloader_state
+
+    def _trained_lengths(self) -> np.ndarray:
+        assert self._last_step is not None
+        lengths: np.ndarray = self._planners["train"].get(self._last_step).packing.documents["length"]
+        return lengths
 
     # How the plan is made ---------------------------------------------------------------------------------------------
 
@@ -264,7 +290,9 @@ class WlbJob:
         )
         if training_split:
             self._first_step = first_step
-            self._resume(packer, first_step)
+            self._layout = run_layout(args, config, max_tokens=self._max_tokens, crossover=self._crossover)
+            self._begins_anew = resume(packer, args, config, first_step, self._layout)
+            self._initial_state = packer.state()
             if config.document_log and torch.distributed.get_rank() == 0:
                 document_log.mend(config.document_log)
             self._announce(split_data, num_micro_batches)
@@ -302,35 +330,12 @@ class WlbJob:
             use_native=self._use_native,
         )
 
-    def _resume(self, packer: Packer, first_step: int) -> None:
-        if first_step == 0:
-            return
-        try:
-            state = checkpoint.load_state(self._args.load, first_step)
-            if state.get("step") != first_step:
-                raise ValueError(f"the packer state is of step {state.get('step')}, not of iteration {first_step}")
-            packer.load_state(state)
-        except ValueError as error:
-            if not self._config.restart_packing:
-                raise ValueError(f"{error}; or begin with the data anew by --wlb-restart-packing") from error
-            packer.begin_at(first_step)
-            print_rank_0(f"> wlb: WARNING: the data begins anew at iteration {first_step}: {error}")
-            return
-        if (saved := state["num_micro_batches"]) != self._args.global_batch_size:
-            print_rank_0(
-                f"> wlb: global batch size {saved} -> {self._args.global_batch_size}; what waited is packed anew"
-            )
-
     def _announce(self, split_data: SplitData, num_micro_batches: int) -> None:
         config = self._config
         documents = sum(len(s.pairs) for s in split_data.sources)
         short = sum(s.too_short for s in split_data.sources)
         core = "native" if self._use_native else "python"
-        detail = {
-            "wlb": f"thresholds {','.join(map(str, config.thresholds_for(self._args.seq_length)))}, ",
-            "adaptive": f"mode {config.packing_mode}, delay at most {config.max_delay_steps} steps, ",
-            "fixed": f"over {config.global_batches} global batches, ",
-        }.get(config.packing, "")
+        detail = "".join(f"{name} {value}, " for name, value in packing_settings(self._args, config).items())
         print_rank_0(
             f"> wlb: {documents} documents ({short} under 2 tokens are left out), packing {config.packing} ({core}) "
             f"into {num_micro_batches} micro-batches a step, window {self._args.seq_length}, S_max {self._max_tokens}, "

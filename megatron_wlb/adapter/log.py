@@ -9,8 +9,14 @@ from megatron_wlb.plan.step import StepPlan
 from megatron_wlb.plan.workload import KernelModel
 
 
-def record(plan: StepPlan, kernel: KernelModel, loss: float, wait_seconds: float) -> dict[str, Any]:
-    """What is worth keeping of a step, as JSON types; work is in units of `workload.document_work`."""
+def record(
+    plan: StepPlan, kernel: KernelModel, loss: float, step_seconds: float, wait_seconds: float
+) -> dict[str, Any]:
+    """What is worth keeping of a step, as JSON types; work is in units of `workload.document_work`.
+
+    `lengths`, those of the documents of all N micro-batches, is what `megatron-wlb compare` predicts `step_ms` from.
+    """
+    packing = plan.packing
     cp_size = len(plan.micro_batches[0].shards.shards)
     return {
         "step": plan.step + 1,
@@ -35,6 +41,8 @@ def record(plan: StepPlan, kernel: KernelModel, loss: float, wait_seconds: float
             }
             for m in plan.micro_batches
         ],
+        "lengths": [packing.micro_batch(i)["length"].tolist() for i in range(len(packing))],
+        "step_ms": step_seconds * 1e3,
         "plan_wait_ms": wait_seconds * 1e3,
     }
 

@@ -18,10 +18,9 @@ def install() -> None:
     """
     with one_line():
         prepare()
-    package, training, arguments = (
-        importlib.import_module(name)
-        for name in ("megatron.training", "megatron.training.training", "megatron.training.arguments")
-    )
+    package: Any = importlib.import_module("megatron.training")
+    training: Any = importlib.import_module("megatron.training.training")
+    arguments: Any = importlib.import_module("megatron.training.arguments")
     arguments.parse_args = _parsing(arguments.parse_args)
     package.pretrain = training.pretrain = _training(training.pretrain)
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ def register(commands: Any) -> None:
         "audit",
         help="check a run's document log: nothing lost, nothing doubled",
         description="Checks that the steps of a run trained every document exactly once in every pass over the data, "
-        "over all restarts. Prints what it found as JSON; exit code 1 if something is wrong.",
+        "over all restarts; where the data began anew (--wlb-restart-packing), from the last time on. Prints what it "
+        "found as JSON; exit code 1 if something is wrong.",
     )
     parser.add_argument("log", help="the file that --wlb-document-log named")
     parser.add_argument(
@@ -55,6 +57,11 @@ def run(args: argparse.Namespace) -> int:
     if args.data_path:
         pairs = [np.maximum(read_index(prefix).tokens - 1, 0) for prefix in args.data_path]
     found = document_log.audit(entries, waiting, int(state["stream"]["position"]), pairs)
+    if found.restarts:
+        print(
+            f"{args.log}: the data began anew at step {found.first_step}; the steps before are not judged",
+            file=sys.stderr,
+        )
     print(json.dumps(asdict(found) | {"waiting": len(waiting), "clean": found.clean}, indent=1))
     return 0 if found.clean else 1
 

@@ -1,7 +1,8 @@
 """The documents of every step of a run in a compact file that only grows, and the audit that none is lost or doubled.
 
 One gzip member a step, which holds the array ENTRY [n] as NumPy writes it: `zcat` and `numpy.load` read it. A step that
-was run again after a restart stands there twice; the later one counts.
+was run again after a restart stands there twice; the later one counts. A step with which the data began anew
+(`--wlb-restart-packing`) begins with a row of its own, whose micro_batch is BEGINS_ANEW.
 """
 
 import gzip
@@ -29,14 +30,20 @@ ENTRY = np.dtype(
     ]
 )
 
+BEGINS_ANEW = -1
 
-def append(path: str | os.PathLike[str], step: int, packing: Packing) -> None:
-    """Append the micro-batches of a step, in one write."""
+
+def append(path: str | os.PathLike[str], step: int, packing: Packing, *, begins_anew: bool = False) -> None:
+    """Append the micro-batches of a step, in one write; `begins_anew` where its data is the beginning of the stream."""
     rows = np.empty(len(packing.documents), ENTRY)
     rows["step"] = step
     rows["micro_batch"] = np.repeat(np.arange(len(packing)), np.diff(packing.bounds))
     for name in ("index", "dataset", "document", "offset", "length"):
         rows[name] = packing.documents[name]
+    if begins_anew:
+        mark = np.zeros(1, ENTRY)
+        mark["step"], mark["micro_batch"] = step, BEGINS_ANEW
+        rows = np.concatenate((mark, rows))
     buffer = io.BytesIO()
     np.save(buffer, rows)
     with open(path, "ab", buffering=0) as file:
@@ -62,7 +69,7 @@ def mend(path: str | os.PathLike[str]) -> int:
 
 
 def read(path: str | os.PathLike[str]) -> np.ndarray:
-    """ENTRY [n] of the whole run, in order of steps; of a step that was run again, the last run.
+    """ENTRY [n] of the whole run, marks of a new beginning too, in order of steps; of a step that ran again, the last.
 
     Raises ValueError for a file that is damaged before its last step.
     """
@@ -106,6 +113,10 @@ def _members(file: BinaryIO) -> Iterator[tuple[np.ndarray, int]]:
 class Audit:
     """What a document log says about a run; see `audit`."""
 
+    restarts: int
+    """How often the data began anew. All else is about the steps from the last time on."""
+    first_step: int
+    """The first step that is judged."""
     steps: int
     missing_steps: int
     """Steps between the first and the last that are not in the log."""
@@ -127,12 +138,18 @@ class Audit:
 def audit(entries: np.ndarray, waiting: np.ndarray, position: int, pairs: Sequence[np.ndarray] | None = None) -> Audit:
     """Check that what was trained and what waits make up the stream: every piece once, every document whole.
 
+    Where the data began anew, the steps before belong to another stream, of which nobody knows what waited; so these
+    are not judged.
+
     Args:
         entries: ENTRY [n], what `read` gave of a log that begins with the run.
         waiting: DOCUMENT [m], what waits after the last step (of the packer state).
         position: pairs that the stream had given by then (of the packer state).
         pairs: trained pairs of every document, by dataset of the blend; without, the end of a document is not checked.
     """
+    marks = entries["micro_batch"] == BEGINS_ANEW
+    first_step = int(entries["step"][marks][-1] if marks.any() else entries["step"].min())
+    entries = entries[~marks & (entries["step"] >= first_step)]
     names = ["index", "dataset", "document", "offset", "length"]
     rows = np.concatenate([entries[names].astype(DOCUMENT[names]), waiting[names].astype(DOCUMENT[names])])
     rows = rows[np.lexsort((rows["offset"], rows["index"]))]
@@ -151,6 +168,8 @@ def audit(entries: np.ndarray, waiting: np.ndarray, position: int, pairs: Sequen
         lost += int((ends["offset"] + ends["length"] < known).sum())
     steps = np.unique(entries["step"])
     return Audit(
+        restarts=int(marks.sum()),
+        first_step=first_step,
         steps=len(steps),
         missing_steps=int(steps[-1] - steps[0]) + 1 - len(steps),
         tokens=int(entries["length"].sum()),

@@ -23,6 +23,12 @@ def write_dataset(prefix: Path, *, seed: int, documents: int) -> str:
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(3.8, 1.2, documents).astype(np.int64) + 2, 2, 700)
     lengths[:3] = (0, 1, 2)
+    return write_lengths(prefix, lengths, rng)
+
+
+def write_lengths(prefix: Path, lengths: np.ndarray, rng: np.random.Generator | None = None) -> str:
+    """Random tokens. Returns the prefix."""
+    rng = rng or np.random.default_rng(0)
     tokens = rng.integers(0, VOCABULARY, int(lengths.sum()), dtype=np.int32)
     prefix.with_suffix(".bin").write_bytes(tokens.tobytes())
     write_index(prefix.with_suffix(".idx"), lengths)

@@ -56,6 +56,7 @@ REFUSED = {
     "--cuda-graph-impl local": "CUDA graphs",
     "--overlap-moe-expert-parallel-comm": "overlap-moe-expert-parallel-comm",
     "--tp-comm-overlap": "tp-comm-overlap",
+    "--rerun-mode report_stats": "give validate_results or disabled",
     "--mtp-num-layers 1": "mtp-num-layers",
     "--num-experts 4 --moe-token-dispatcher-type allgather": "give alltoall",
     "--use-ring-exchange-p2p": "fixed shapes",
@@ -126,11 +127,18 @@ def test_flags_reach_the_config(monkeypatch):
     )
 
 
-def test_unsupported_megatron_core_names_the_supported_ones():
-    with pytest.raises(ValueError, match="megatron-core 0.12.1 is not supported; install one of 0.17.x, 0.18.x, 0.19"):
-        compat.check_version("0.12.1")
-    for version in ("0.17.1", "0.18.2", "0.19.2", megatron.core.__version__):
+@pytest.mark.parametrize("version", ["0.12.1", "0.17.0", "0.18.0", "0.20.0", "1.17.1"])
+def test_unsupported_megatron_core_names_the_supported_ones(version):
+    """0.17.0 and 0.18.0 exist and are not tested."""
+    with pytest.raises(
+        ValueError, match=f"megatron-core {version} is not supported; install 0.17.1 or a later 0.17, 0.1"
+    ):
         compat.check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.17.1", "0.18.2", "0.18.3+a1b2", "0.19.0", "0.19.2", megatron.core.__version__])
+def test_supported_megatron_core(version):
+    compat.check_version(version)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Killed at any point and resumed, again and again: the same documents in the same order, each exactly once."""
+"""Killed at any point and resumed in another layout, again and again: every document exactly once, in its turn."""
+
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,27 +12,51 @@ from megatron_wlb.plan.dataset import read_index
 from megatron_wlb.plan.types import DOCUMENT
 from tests.adapter.training import train
 
+LAYOUTS = [(1, ""), (2, ""), (2, "--context-parallel-size 2"), (2, "--pipeline-model-parallel-size 2")]
 
-@pytest.mark.parametrize(("kills", "steps"), [(3, 16), pytest.param(20, 120, marks=pytest.mark.full)])
-def test_killed_and_resumed_trains_the_same_documents(kills, steps, dataset, tmp_path):
-    """SIGKILL to every process at random moments of starting, training and saving."""
-    flags = "--optimizer adam --lr 1e-3 --wlb-packing adaptive --save-interval 1 --train-iters".split()
-    flags += [str(steps)]
-    whole, log, checkpoint = str(tmp_path / "whole"), str(tmp_path / "documents"), str(tmp_path / "ckpt")
-    train(2, dataset, *flags, "--wlb-document-log", whole)
-    run = [*flags, "--wlb-document-log", log, "--save", checkpoint, "--load", checkpoint]
-    rng, killed = np.random.default_rng(kills), 0
-    for _ in range(kills):
-        try:
-            train(2, dataset, *run, timeout=rng.uniform(1.0, 5.0))
-            break
-        except TimeoutError:
-            killed += 1
-    train(2, dataset, *run)
-    assert killed >= 2 * kills // 3
-    assert np.array_equal(document_log.read(log), document_log.read(whole))
-    state = load_state(checkpoint, steps)
+
+def audit(dataset, log, checkpoint, steps):
+    state, _ = load_state(checkpoint, steps)
     waiting = np.array([tuple(row) for rows in state["waiting"].values() for row in rows], DOCUMENT)
     pairs = [np.maximum(read_index(dataset).tokens - 1, 0)]
-    found = document_log.audit(document_log.read(log), waiting, state["stream"]["position"], pairs)
+    return document_log.audit(document_log.read(log), waiting, state["stream"]["position"], pairs)
+
+
+@pytest.mark.parametrize("batches", [(8,), (8, 4, 12)])
+@pytest.mark.parametrize(("kills", "steps"), [(3, 24), pytest.param(20, 160, marks=pytest.mark.full)])
+def test_killed_and_resumed_trains_the_same_documents(kills, steps, batches, dataset, tmp_path):
+    """SIGKILL to every process at random moments of starting, training and saving; every start draws its layout.
+
+    With one global batch size the sequence of documents is that of a run that nothing disturbs, whatever the layout;
+    with several there is none to compare with, and the audit remains.
+    """
+    whole, log, checkpoint = str(tmp_path / "whole"), str(tmp_path / "documents"), str(tmp_path / "ckpt")
+    flags = "--optimizer adam --lr 1e-3 --wlb-packing adaptive --override-opt-param-scheduler".split()
+    flags += ["--train-iters", str(steps)]
+    resume = [*flags, "--wlb-document-log", log, "--save", checkpoint, "--load", checkpoint, "--save-interval", "1"]
+    rng, layouts, saved = np.random.default_rng(kills + len(batches)), set(), []
+    begin = time.monotonic()
+    train(2, dataset, *flags, "--train-iters", "1")
+    start = time.monotonic() - begin  # how long a start takes on this machine
+
+    def attempt(timeout):
+        size, layout = LAYOUTS[rng.integers(len(LAYOUTS))]
+        layouts.add((size, layout))
+        batch = ["--global-batch-size", str(rng.choice(batches))]
+        train(size, dataset, *resume, *layout.split(), *batch, timeout=timeout)
+
+    for _ in range(kills):
+        try:
+            attempt(rng.uniform(0.4, 2.4) * start)
+            break
+        except TimeoutError:
+            tracker = Path(checkpoint, "latest_checkpointed_iteration.txt")
+            saved.append(tracker.read_text() if tracker.is_file() else "0")
+    attempt(400.0)
+    assert len(saved) >= 2 * kills // 3
+    assert len(set(saved)) > kills // 5 and len(layouts) > 1  # kills met runs that had come further
+    found = audit(dataset, log, checkpoint, steps)
     assert found.clean and found.steps == steps
+    if len(batches) == 1:
+        train(2, dataset, *flags, "--wlb-document-log", whole)
+        assert np.array_equal(document_log.read(log), document_log.read(whole))

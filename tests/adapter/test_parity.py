@@ -119,7 +119,6 @@ def test_model_equals_single_process(name, model, size, layout, dataset, alone, 
     assert run["log"][0]["loss"] != pytest.approx(single["log"][0]["loss"], rel=1e-7)  # the flags do something
 
 
-@pytest.mark.skipif(compat.minor() < 19, reason="upstream's losses of the router shrink with TP * CP")
 @pytest.mark.parametrize("coefficient", ["--moe-aux-loss-coeff 0.1", full("--moe-z-loss-coeff 0.1")])
 def test_losses_of_the_router(coefficient, dataset, tmp_path, monkeypatch):
     """Upstream's count padding as tokens, so both runs are given the same."""

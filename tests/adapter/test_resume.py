@@ -1,7 +1,9 @@
 """Interrupted and resumed equals uninterrupted: the same documents, losses and parameters, to the bit."""
 
+import hashlib
 import json
 import os
+import re
 
 import numpy as np
 import pytest
@@ -51,16 +53,24 @@ FULL = [pytest.param(packing, marks=pytest.mark.full) for packing in ("fixed", "
 
 @pytest.mark.parametrize("packing", ["wlb", "adaptive", *FULL])
 def test_no_document_is_lost_or_doubled_when_layout_and_batch_size_change(packing, dataset, tmp_path):
-    """Over the run as a whole, by the document log and what waits in the last checkpoint."""
-    log, checkpoint = str(tmp_path / "documents"), str(tmp_path / "ckpt")
+    """Over the run as a whole, by the document log and what waits in the last checkpoint; starts say what is new."""
+    log, checkpoint, prints = str(tmp_path / "documents"), str(tmp_path / "ckpt"), tmp_path / "prints"
     common = [*ADAM, "--wlb-packing", packing, "--wlb-document-log", log, "--save", checkpoint, "--load", checkpoint]
     common += ["--save-interval", "3", "--override-opt-param-scheduler"]
     for part, (size, batch, flags) in enumerate(
         [(1, 4, ""), (4, 8, "--pipeline-model-parallel-size 2"), (2, 6, "--context-parallel-size 2"), (2, 16, "")], 1
     ):
         iterations = ["--train-iters", str(3 * part)]
-        train(size, dataset, *common, *flags.split(), "--global-batch-size", str(batch), *iterations)
-    entries, state = document_log.read(log), load_state(checkpoint, 12)
+        train(size, dataset, *common, *flags.split(), "--global-batch-size", str(batch), *iterations, prints=prints)
+    changes = re.findall(
+        r"> wlb: resumed at iteration (\d+) with \d+ documents waiting; changed: (.*)", prints.read_text()
+    )
+    assert changes == [
+        ("3", "PP 1 -> 2, DP 1 -> 2, global batch size 4 -> 8"),
+        ("6", "CP 1 -> 2, PP 2 -> 1, DP 2 -> 1, global batch size 8 -> 6"),
+        ("9", "CP 2 -> 1, DP 1 -> 2, global batch size 6 -> 16"),
+    ]
+    entries, state = document_log.read(log), load_state(checkpoint, 12)[0]
     micro_batches = [len(np.unique(entries["micro_batch"][entries["step"] == step])) for step in range(12)]
     assert micro_batches == [4] * 3 + [8] * 3 + [6] * 3 + [16] * 3
     waiting = np.array([tuple(row) for rows in state["waiting"].values() for row in rows], DOCUMENT)
@@ -70,18 +80,51 @@ def test_no_document_is_lost_or_doubled_when_layout_and_batch_size_change(packin
     assert found.steps == 12
 
 
+def test_the_latest_checkpoint_is_noted_at_once(dataset, tmp_path, monkeypatch):
+    """Upstream empties its note before it writes it; killed in between, no run could resume."""
+    checkpoint = tmp_path / "ckpt"
+    save = [*ADAM, "--save", str(checkpoint), "--load", str(checkpoint), "--save-interval", "1", "--train-iters"]
+    train(1, dataset, *save, "1")
+
+    replace = os.replace
+
+    def killed(temporary, path):
+        if "latest" in str(path):
+            raise KeyboardInterrupt
+        replace(temporary, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
+            train(1, dataset, *save, "2", "--override-opt-param-scheduler")
+    assert (checkpoint / "latest_checkpointed_iteration.txt").read_text() == "1"
+    train(1, dataset, *save, "2", "--override-opt-param-scheduler")
+    assert (checkpoint / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
 def test_state_is_written_atomically(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    save_state(str(tmp_path), 7, {"step": 7})
+    save_state(str(tmp_path), 7, {"step": 7}, {"CP": 2})
     with pytest.raises(TypeError):
-        save_state(str(tmp_path), 7, {"step": object()})
+        save_state(str(tmp_path), 7, {"step": object()}, {})
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        save_state(str(tmp_path), 7, {"step": 8})
-    assert load_state(str(tmp_path), 7) == {"step": 7}
+        save_state(str(tmp_path), 7, {"step": 8}, {})
+    assert load_state(str(tmp_path), 7) == ({"step": 7}, {"CP": 2})
     assert [p.name for p in tmp_path.iterdir()] == ["iter_0000007.wlb.json"]
+
+
+def test_a_layout_is_optional_and_checked(tmp_path):
+    """Files of earlier releases have none."""
+    digest = hashlib.blake2b(b'{"step":7}', digest_size=16).hexdigest()
+    state_path(str(tmp_path), 7).write_text(json.dumps({"step": 7, "digest": digest}))
+    assert load_state(str(tmp_path), 7) == ({"step": 7}, {})
+    for layout in ({"CP": [2]}, {"CP": None}, {"CP": True}):
+        save_state(str(tmp_path), 7, {"step": 7}, layout)
+        with pytest.raises(ValueError, match="its layout does not map names to numbers and texts"):
+            load_state(str(tmp_path), 7)
 
 
 def test_missing_and_damaged_state(tmp_path):
@@ -91,7 +134,9 @@ def test_missing_and_damaged_state(tmp_path):
         state_path(str(tmp_path), 3).write_bytes(damaged)
         with pytest.raises(ValueError, match="is damaged .*; restore it or resume an older one$"):
             load_state(str(tmp_path), 3)
-    save_state(str(tmp_path), 3, {"step": 3, "waiting": {"pool": [[5, 0, 7, 0, 64, 2]]}})
+    save_state(
+        str(tmp_path), 3, {"step": 3, "waiting": {"pool": [[5, 0, 7, 0, 64, 2]]}}, {"CP": 2, "sharding": "hybrid"}
+    )
     saved = state_path(str(tmp_path), 3).read_bytes()
     for place in range(len(saved)):
         state_path(str(tmp_path), 3).write_bytes(saved[:place] + bytes([saved[place] ^ 1]) + saved[place + 1 :])
@@ -106,16 +151,22 @@ def test_missing_and_damaged_state(tmp_path):
 def test_resume_without_state_and_from_another_dataset_are_refused(dataset, tmp_path):
     from tests.adapter.datasets import write_dataset
 
-    save = ["--save", str(tmp_path / "ckpt"), "--save-interval", "1"]
+    documents = str(tmp_path / "documents")
+    save = ["--save", str(tmp_path / "ckpt"), "--save-interval", "1", "--wlb-document-log", documents]
     train(1, dataset, *ADAM, *save, "--train-iters", "1")
     load = [*ADAM, "--load", str(tmp_path / "ckpt"), "--train-iters", "2", "--override-opt-param-scheduler"]
     other = write_dataset(tmp_path / "other", seed=1, documents=300)
     with pytest.raises(RuntimeError, match="saved with fingerprint"):
         train(1, other, *load)
-    run = train(1, other, *load, "--wlb-restart-packing", log=tmp_path / "other.jsonl")
+    save = ["--save", str(tmp_path / "again"), *save[2:]]
+    run = train(1, other, *load, *save, "--wlb-restart-packing", log=tmp_path / "other.jsonl")
     fresh = train(1, other, *ADAM, "--train-iters", "1", log=tmp_path / "fresh.jsonl")
     assert [e["step"] for e in run["log"]] == [2]
     assert run["log"][0]["work"] == fresh["log"][0]["work"]
+    state = load_state(str(tmp_path / "again"), 2)[0]
+    waiting = np.array([tuple(row) for rows in state["waiting"].values() for row in rows], DOCUMENT)
+    found = document_log.audit(document_log.read(documents), waiting, state["stream"]["position"])
+    assert found.clean and (found.restarts, found.first_step, found.steps) == (1, 1, 1)
     state_path(str(tmp_path / "ckpt"), 1).unlink()
     with pytest.raises(RuntimeError, match="has no packer state.*by --wlb-restart-packing"):
         train(1, dataset, *load)

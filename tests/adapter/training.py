@@ -40,19 +40,22 @@ def train(
     flags_of_rank: dict[int, list[str]] | None = None,
     timeout: float = 120.0,
     without: str = "",
+    prints: Path | None = None,
 ) -> dict[str, Any]:
-    """Train on `size` processes, with the flags of MODEL less `without` and with `flags`.
+    """Train on `size` processes, with the flags of MODEL less `without`, a flag and its value, and with `flags`.
+
+    What rank 0 and the last print goes to the file `prints`.
 
     Returns {"grads": per optimizer step {global name: gradient of the whole parameter}, "params": the same after
     training, "log": the step log, "evaluations": validation losses, "sends": by rank, dtypes of all point-to-point
     sends}.
     """
-    argv = ["pretrain_gpt.py", *(f for f in MODEL if f != without), *(WLB if wlb else []), *flags]
+    argv = ["pretrain_gpt.py", *_less(MODEL, without), *(WLB if wlb else []), *flags]
     if dataset:
         argv += ["--data-path", *dataset.split()]
     if log is not None:
         argv += ["--wlb-log", str(log)]
-    results = run_world(_train, size, argv, flags_of_rank or {}, timeout=timeout)
+    results = run_world(_train, size, argv, flags_of_rank or {}, str(prints or os.devnull), timeout=timeout)
     return {
         "evaluations": results[-1]["evaluations"],
         "sends": [r["sends"] for r in results],
@@ -62,7 +65,14 @@ def train(
     }
 
 
-def _train(argv: list[str], flags_of_rank: dict[int, list[str]]) -> dict[str, Any]:
+def _less(flags: list[str], name: str) -> list[str]:
+    if name not in flags:
+        return flags
+    first = flags.index(name)
+    return flags[:first] + flags[first + (1 if flags[first + 1].startswith("--") else 2) :]
+
+
+def _train(argv: list[str], flags_of_rank: dict[int, list[str]], prints: str) -> dict[str, Any]:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training import get_args, training
 
@@ -70,7 +80,7 @@ def _train(argv: list[str], flags_of_rank: dict[int, list[str]]) -> dict[str, An
 
     os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()), LOCAL_RANK="0")
     # Upstream prints hundreds of lines; they matter only when a test fails, and then pytest shows the exception.
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    sys.stdout = open(prints, "a", buffering=1)  # noqa: SIM115
     sys.argv = [*argv, *flags_of_rank.get(dist.get_rank(), []), *cpu.FLAGS]
     out: dict[str, Any] = {"grads": [], "evaluations": [], "sends": []}
     setup, evaluate, isend = training.setup_model_and_optimizer, training.evaluate, dist.isend

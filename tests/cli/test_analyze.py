@@ -392,6 +392,7 @@ def test_what_is_no_dataset(tmp_path, capsys, content, message):
         ("--wlb-profile flops", r"profile flops counts attended pairs"),
         ("--wlb-profile none.json", r"no profile 'none.json'"),
         ("--split 0,1", r"--split 0,1: give shares"),
+        ("--html - --json -", r"would be mixed on standard output"),
         ("--launch no/such/file", r"No such file"),
         ("--html no/such/report.html", r"--html no/such/report.html: the folder .* does not exist"),
     ],

@@ -38,6 +38,20 @@ def test_a_lost_document_is_found(run, capsys):
     assert json.loads(capsys.readouterr().out)["lost"] >= 1
 
 
+def test_a_new_beginning_is_said(run, capsys):
+    made = packer("wlb", [np.random.default_rng(2).integers(1, 150, 300)])
+    made.begin_at(7)
+    for _ in range(3):
+        step = made.next()
+        append(run[0], step.step, step.packing, begins_anew=step.step == 7)
+    run[1].write_text(json.dumps(made.state()))
+    assert main(["audit", str(run[0]), "--state", str(run[1])]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert (found["restarts"], found["first_step"], found["steps"], found["clean"]) == (1, 7, 3, True)
+    assert "began anew at step 7; the steps before are not judged" in printed.err
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

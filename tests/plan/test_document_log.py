@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.plan.document_log import append, audit, mend, read
+from megatron_wlb.plan.document_log import BEGINS_ANEW, append, audit, mend, read
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.packing import make_policy
 from megatron_wlb.plan.stream import DocumentStream, Source
@@ -78,6 +78,42 @@ def test_a_step_that_ran_again_counts_once(tmp_path, pairs):
             append(path, step.step, step.packing)
     assert np.array_equal(read(path), entries)
     assert audit(read(path), *state, pairs).clean
+
+
+def test_an_audit_begins_where_the_data_began_anew_for_the_last_time(tmp_path, pairs):
+    path = tmp_path / "documents.log"
+    for begin, stop in ((0, 9), (5, 12), (8, 14)):
+        made = packer("wlb", pairs)
+        if begin:
+            made.begin_at(begin)
+        for _ in range(begin, stop):
+            step = made.next()
+            append(path, step.step, step.packing, begins_anew=0 < begin == step.step)
+    state = made.state()
+    waiting = np.array([tuple(row) for rows in state["waiting"].values() for row in rows], DOCUMENT)
+    entries = read(path)
+    found = audit(entries, waiting, state["stream"]["position"], pairs)
+    assert found.clean
+    assert (found.restarts, found.first_step, found.steps) == (2, 8, 6)
+    assert found.tokens == entries["length"][entries["step"] >= 8].sum()
+    unmarked = entries[entries["micro_batch"] != BEGINS_ANEW]
+    assert not audit(unmarked, waiting, state["stream"]["position"], pairs).clean
+
+
+def test_a_new_beginning_that_was_undone_does_not_count(tmp_path, pairs):
+    """Its step ran again from the state that had been missing."""
+    path, entries, state = logged(tmp_path, "adaptive", pairs, 6)
+    anew = packer("adaptive", pairs)
+    anew.begin_at(3)
+    step = anew.next()
+    append(path, step.step, step.packing, begins_anew=True)
+    assert audit(read(path), *state).restarts == 1
+    again = packer("adaptive", pairs)
+    for _ in range(6):
+        step = again.next()
+        if step.step >= 2:
+            append(path, step.step, step.packing)
+    assert np.array_equal(read(path), entries)
 
 
 @settings(deadline=None, max_examples=40)

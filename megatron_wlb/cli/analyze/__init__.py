@@ -59,6 +59,8 @@ def run(args: argparse.Namespace) -> None:
 
     from megatron_wlb.cli.analyze import table
 
+    if args.html == args.json == "-":
+        raise ValueError("--html - and --json - would be mixed on standard output; name a file for one")
     if args.html is not None:
         import matplotlib  # noqa: F401  # missed now rather than after the work
     setup = setup_of(args)

@@ -348,7 +348,7 @@ def errors_of(profile: dict[str, Any]) -> list[str]:
 def front(setup: Setup, advance: Advance) -> list[dict[str, Any]]:
     """What `megatron-wlb tune` finds of some tunings that no other one beats, on documents in the order of training."""
     window, count = setup.context_length, setup.num_micro_batches
-    steps = min(FRONT_STEPS, max(2 * tune.LEAST_STEPS, FRONT_MICRO_BATCHES // count))
+    steps = min(FRONT_STEPS, max(tune.LEAST_STEPS, FRONT_MICRO_BATCHES // count))
     stream = DocumentStream(setup.sources, seed=setup.seed, context_length=window)
     lengths = stream.take(steps * count * window)["length"].astype(np.int64)
     data = {

@@ -1,0 +1,190 @@
+"""Upstream's other ways to run: ends by samples or time, replays of a step, asynchronous saving, epochs of blends."""
+
+import json
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.training import training
+
+from megatron_wlb.adapter.checkpoint import load_state, state_path
+from megatron_wlb.adapter.job import WlbJob
+from megatron_wlb.plan import document_log
+from megatron_wlb.plan.dataset import read_index
+from megatron_wlb.plan.types import DOCUMENT
+from tests.adapter.datasets import write_dataset
+from tests.adapter.training import train
+
+ADAM = "--optimizer adam --lr 1e-3".split()
+PP2 = "--pipeline-model-parallel-size 2".split()
+CP2 = "--context-parallel-size 2".split()
+
+
+def losses(path):
+    """(step, loss, digest of the plan) of every line of a step log."""
+    return [(e["step"], e["loss"], e["digest"]) for e in map(json.loads, path.read_text().splitlines())]
+
+
+@pytest.fixture(scope="module")
+def whole(dataset, tmp_path_factory):
+    """Four steps on one process: (losses, documents)."""
+    folder = tmp_path_factory.mktemp("whole")
+    log, documents = folder / "log.jsonl", folder / "documents"
+    train(1, dataset, *ADAM, "--train-iters", "4", "--wlb-document-log", str(documents), log=log)
+    return losses(log), document_log.read(documents)
+
+
+def test_train_samples(dataset, whole, tmp_path):
+    """A sample is a micro-batch; the run is cut in two."""
+    log, documents, checkpoint = tmp_path / "log.jsonl", str(tmp_path / "documents"), str(tmp_path / "ckpt")
+    common = [
+        *ADAM,
+        "--train-samples",
+        "32",
+        "--save",
+        checkpoint,
+        "--save-interval",
+        "9",
+        "--wlb-document-log",
+        documents,
+    ]
+    options = {"without": "--train-iters", "log": log}
+    with pytest.raises(RuntimeError, match="SystemExit"):
+        train(1, dataset, *common, "--exit-interval", "3", **options)
+    train(1, dataset, *common, "--load", checkpoint, **options)
+    assert losses(log) == whole[0]
+    assert np.array_equal(document_log.read(documents), whole[1])
+
+
+def test_exit_duration(dataset, whole, tmp_path, monkeypatch):
+    """The time has run out before the first step, after which the run stops; the next one goes on."""
+    log, checkpoint = tmp_path / "log.jsonl", str(tmp_path / "ckpt")
+    common = [*ADAM, "--train-iters", "4", "--save", checkpoint, "--save-interval", "9"]
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "_TRAIN_START_TIME", 0.0)
+        with pytest.raises(RuntimeError, match="SystemExit"):
+            train(1, dataset, *common, "--exit-duration-in-mins", "1", log=log)
+    assert load_state(checkpoint, 1)[0]["step"] == 1
+    train(1, dataset, *common, "--load", checkpoint, log=log)
+    assert losses(log) == whole[0]
+
+
+@pytest.mark.parametrize(("size", "layout"), [(1, []), (4, [*CP2, *PP2])])
+def test_steps_are_replayed(size, layout, dataset, tmp_path, monkeypatch):
+    """A transient error is injected into every step after the first, each of which runs again, and nothing else."""
+    plain, replayed, documents = tmp_path / "plain.jsonl", tmp_path / "replayed.jsonl", tmp_path / "documents"
+    common = [*ADAM, *layout, "--train-iters", "3"]
+    train(size, dataset, *common, log=plain)
+    forward = WlbJob.forward_step
+
+    def counted(self, *args, **kwargs):
+        with (tmp_path / f"forward{dist.get_rank()}").open("a") as file:
+            file.write(".")
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(WlbJob, "forward_step", counted)
+    inject = "--rerun-mode validate_results --error-injection-rate 1 --error-injection-type transient_error".split()
+    inject += [
+        "--no-check-for-nan-in-loss-and-grad",
+        "--check-for-spiky-loss",
+    ]  # of which the second does not end a run
+    train(size, dataset, *common, *inject, "--wlb-document-log", str(documents), log=replayed)
+    assert losses(replayed) == losses(plain)
+    assert np.unique(document_log.read(documents)["step"]).tolist() == [0, 1, 2]
+    assert [(tmp_path / f"forward{rank}").stat().st_size for rank in range(size)] == [8 * (1 + 2 + 2)] * size
+
+
+def test_a_step_that_fails_validation_is_saved_as_still_to_come(dataset, whole, tmp_path):
+    """A persistent error is injected into a step after the first: it is replayed, saved for another GPU, replayed from
+    there, and trained when the run goes on without validation."""
+    log, documents, checkpoint = tmp_path / "log.jsonl", str(tmp_path / "documents"), str(tmp_path / "ckpt")
+    common = [
+        *ADAM,
+        "--train-iters",
+        "4",
+        "--save",
+        checkpoint,
+        "--save-interval",
+        "9",
+        "--wlb-document-log",
+        documents,
+    ]
+    inject = "--rerun-mode validate_results --error-injection-rate 1 --error-injection-type persistent_error".split()
+    with pytest.raises(RuntimeError, match="SystemExit: 16"):
+        train(1, dataset, *common, *inject, log=log)
+    assert losses(log) == whole[0][:1]
+    assert load_state(checkpoint, 1)[0]["step"] == 1
+    with pytest.raises(RuntimeError, match="SystemExit: 16"):  # it ran once more, on the same machine
+        train(1, dataset, *common, "--load", checkpoint, "--rerun-mode", "validate_results", log=log)
+    train(1, dataset, *common, "--load", checkpoint, "--rerun-mode", "disabled", log=log)
+    assert losses(log) == whole[0]
+    assert np.array_equal(document_log.read(documents), whole[1])
+
+
+@pytest.mark.parametrize("worker", [[], ["--use-persistent-ckpt-worker"]])
+def test_asynchronous_saving(worker, dataset, whole, tmp_path, monkeypatch):
+    """The state of the packer is there before the checkpoint counts as saved."""
+    log, checkpoint = tmp_path / "log.jsonl", tmp_path / "ckpt"
+    common = [*ADAM, "--train-iters", "4", "--save", str(checkpoint), "--save-interval", "1"]
+    common += ["--async-save", "--async-strategy", "mcore", *worker]
+    order = tmp_path / "order"
+    finalize = training.maybe_finalize_async_save
+
+    def watched_finalize(*args, **kwargs):
+        result = finalize(*args, **kwargs)
+        tracker = checkpoint / "latest_checkpointed_iteration.txt"
+        if tracker.is_file():
+            iteration = int(tracker.read_text())
+            with order.open("a") as file:
+                file.write(f"{iteration} {state_path(str(checkpoint), iteration).is_file()}\n")
+        return result
+
+    monkeypatch.setattr(training, "maybe_finalize_async_save", watched_finalize)
+    with pytest.raises(RuntimeError, match="SystemExit"):
+        train(1, dataset, *common, "--exit-interval", "2", log=log)
+    seen = set(order.read_text().splitlines())
+    assert "2 True" in seen and not any("False" in line for line in seen)
+    assert (checkpoint / "latest_checkpointed_iteration.txt").read_text() == "2"
+    train(1, dataset, *common, "--load", str(checkpoint), log=log)
+    assert losses(log) == whole[0]
+
+
+@pytest.mark.parametrize("packing", ["wlb", "adaptive"])
+def test_several_epochs_of_a_blend(packing, tmp_path):
+    """Over restarts and layouts; every document comes once in every pass over its dataset."""
+    prefixes = [
+        write_dataset(tmp_path / name, seed=seed, documents=n) for name, seed, n in (("a", 1, 40), ("b", 2, 25))
+    ]
+    log, checkpoint, blend = str(tmp_path / "documents"), str(tmp_path / "ckpt"), f"0.7 {prefixes[0]} 0.3 {prefixes[1]}"
+    common = [*ADAM, "--wlb-packing", packing, "--split", "100,0,0", "--wlb-document-log", log, "--save", checkpoint]
+    common += ["--override-opt-param-scheduler", "--load", checkpoint, "--save-interval", "9"]
+    train(1, blend, *common, "--train-iters", "6")
+    train(2, blend, *common, *CP2, "--train-iters", "12")
+    entries, (state, _) = document_log.read(log), load_state(checkpoint, 12)
+    waiting = np.array([tuple(row) for rows in state["waiting"].values() for row in rows], DOCUMENT)
+    pairs = [np.maximum(read_index(prefix).tokens - 1, 0) for prefix in prefixes]
+    found = document_log.audit(entries, waiting, state["stream"]["position"], pairs)
+    assert found.clean, found
+    for dataset, share in enumerate((0.7, 0.3)):
+        rows = entries[entries["dataset"] == dataset]
+        assert rows["length"].sum() / entries["length"].sum() == pytest.approx(share, abs=0.05)
+        times = np.unique(rows["document"][rows["offset"] == 0], return_counts=True)[1]
+        assert times.min() >= 2
+        assert len(times) == (pairs[dataset] > 0).sum()
+
+
+def test_a_rank_that_hangs_ends_in_the_timeout(dataset, monkeypatch):
+    """A minute of --distributed-timeout-minutes takes four seconds here."""
+    forward = WlbJob.forward_step
+
+    def hang(self, *args, **kwargs):
+        if dist.get_rank() == 1 and self._last_step == 1:
+            dist.distributed_c10d.time.sleep(60)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(WlbJob, "forward_step", hang)
+    monkeypatch.setattr(parallel_state, "timedelta", lambda minutes: timedelta(seconds=4 * minutes))
+    with pytest.raises(RuntimeError, match="[Tt]imed out"):
+        train(2, dataset, *PP2, "--distributed-timeout-minutes", "1", timeout=50)
