@@ -76,6 +76,8 @@ QUICK = Scale(
 class Bench:
     """One run. The arguments are those of `cp_attention`."""
 
+    name = "cp_attention"
+
     def __init__(self, args: Namespace) -> None:
         self.args, self._begin = args, time.perf_counter()
         self.scale = QUICK if args.quick else FULL
@@ -130,7 +132,7 @@ class Bench:
             results._commit = lambda: self.args.commit
         tag = (re.findall(r"[a-z]+\d+", self.device_name.lower()) or [self.device.type])[0]
         path = results.write(
-            "cp_attention",
+            self.name,
             settings=self.settings | {"seconds": self.seconds},
             rows=self.rows,
             goals=self.goals,

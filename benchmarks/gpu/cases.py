@@ -1,6 +1,7 @@
 """What is measured: micro-batches, and the ways to shard them."""
 
 import itertools
+from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
@@ -11,7 +12,7 @@ from megatron_wlb.plan.packing import make_policy
 from megatron_wlb.plan.sharding import mirrored_order, shard
 from megatron_wlb.plan.sharding.select import STRATEGIES, candidates
 from megatron_wlb.plan.stream import DocumentStream, Source
-from megatron_wlb.plan.types import ShardPlan
+from megatron_wlb.plan.types import Packing, Policy, ShardPlan
 from megatron_wlb.plan.workload import FLOPS_PROFILE, KernelModel
 
 WINDOW = 131_072
@@ -39,14 +40,20 @@ def micro_batches(window: int, packing: str, count: int) -> tuple[np.ndarray, ..
     lengths = f2(20_000, 0)
     if window < WINDOW // 2:
         lengths = np.maximum(1, lengths * window // WINDOW)
-    stream = DocumentStream([Source(pairs=lengths)], seed=0, context_length=window, shuffle=False)
     made: list[np.ndarray] = []
-    for step in itertools.count():
-        packed = policy.pack(step, _Draw(stream, step, 4 * window))
+    for packed in packings(policy, lengths, window, 4):
         documents = [packed.micro_batch(i) for i in range(len(packed))]
         made += [d["length"][np.argsort(d["index"])] for d in documents if len(d)]
         if len(made) >= SKIPPED + count:
-            return tuple(made[SKIPPED : SKIPPED + count])
+            break
+    return tuple(made[SKIPPED : SKIPPED + count])
+
+
+def packings(policy: Policy, lengths: np.ndarray, window: int, num_micro_batches: int) -> Iterator[Packing]:
+    """Step after step of a policy over documents of `lengths` in order, again and again."""
+    stream = DocumentStream([Source(pairs=lengths)], seed=0, context_length=window, shuffle=False)
+    for step in itertools.count():
+        yield policy.pack(step, _Draw(stream, step, num_micro_batches * window))
 
 
 class _Draw:

@@ -33,7 +33,7 @@ class AttentionOptions:
     window: int | None = None
     """Keys that a query sees before its own; None: all of its document."""
     head_groups: int = 1
-    """At most this many groups of key heads; 1 hides no communication."""
+    """At most this many groups of key heads where K and V are exchanged; 1 hides no communication."""
     save_gathered: bool = False
     """Keep the gathered K and V for backward instead of gathering them again: P rows of memory for every layer."""
 
@@ -78,7 +78,7 @@ class _ContextParallelAttention(torch.autograd.Function):
         options: AttentionOptions,
     ) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        groups = _head_groups(q, k, options)
+        groups = _head_groups(q, k, options.head_groups if group is not None else 1)
         lse, kept = [], []
         for heads, (k_all, v_all) in zip(groups, _gathered(k, v, groups, metadata, group), strict=True):
             lse += attend(q[:, heads.q], k_all, v_all, out[:, heads.q], metadata, options)
@@ -157,10 +157,10 @@ class _Heads(NamedTuple):
     k: slice
 
 
-def _head_groups(q: Tensor, k: Tensor, options: AttentionOptions) -> list[_Heads]:
-    """As many groups of equal size as divide the key heads, at most `options.head_groups`."""
+def _head_groups(q: Tensor, k: Tensor, limit: int) -> list[_Heads]:
+    """As many groups of equal size as divide the key heads, at most `limit`."""
     num_keys = k.shape[1]
-    count = max(n for n in range(1, min(options.head_groups, num_keys) + 1) if num_keys % n == 0)
+    count = max(n for n in range(1, min(limit, num_keys) + 1) if num_keys % n == 0)
     h, g = num_keys // count, q.shape[1] // num_keys
     return [_Heads(slice(i * h * g, (i + 1) * h * g), slice(i * h, (i + 1) * h)) for i in range(count)]
 

@@ -170,7 +170,7 @@ class Job:
             scale = self.hardware.attention_backward
         return KernelModel(
             tile_rows=profile.tile_rows,
-            launch=self.cp_head_groups * times.launch * scale,
+            launch=(self.cp_head_groups if self.cp > 1 else 1) * times.launch * scale,
             tile=times.tile * scale,
             query_tile=times.query_tile * scale,
             heads=self.model.num_attention_heads // self.tp,

@@ -1,0 +1,166 @@
+"""The jobs are the paper's, schemes run the same documents, and the benchmark runs. Speeds are not looked at."""
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+from benchmarks.paper import __main__ as paper
+from benchmarks.paper import balance, report, setups, speed
+from benchmarks.paper.run import (
+    BALANCE,
+    BLOCKS,
+    OURS,
+    PLAIN,
+    WLB,
+    Outcome,
+    gain_share,
+    outcomes,
+    pack,
+    simulate,
+    speedup,
+)
+from benchmarks.paper.setups import BIG, CALIBRATION, SEVEN_128, TABLE_1, check_calibration, clipped, pieces
+from megatron_wlb.simulate.job import Hardware
+
+
+def test_table_1_is_the_papers():
+    gpus = {case.name: case.job.num_gpus for case in TABLE_1}
+    assert gpus == {
+        "550M-64K": 32,
+        "550M-128K": 32,
+        "7B-64K": 32,
+        "7B-128K": 64,
+        "30B-64K": 64,
+        "30B-128K": 128,
+        "70B-64K": 256,
+        "70B-128K": 256,
+    }
+    assert [case.num_micro_batches for case in TABLE_1] == [8, 4, 4, 4, 4, 4, 4, 4]
+    assert BIG.job.num_gpus == 8192 and BIG.num_micro_batches == 64
+    assert all(case.job.vpp > 1 and case.window == (65536, 131072)[i % 2] for i, case in enumerate(TABLE_1))
+
+
+def test_the_loader_cuts_at_every_window():
+    cut, whole = pieces(clipped, 65536, 3), clipped(65536, 3)
+    assert cut.sum() == whole.sum()
+    ends = set(np.cumsum(cut).tolist())
+    assert ends >= set(range(65536, int(whole.sum()), 65536)) and ends >= set(np.cumsum(whole).tolist())
+    assert cut.min() >= 1
+
+
+def test_the_calibration_is_that_of_the_simulator(monkeypatch):
+    check_calibration()
+    other = tuple(
+        ("linear_tflops", 500.0, "") if name == "linear_tflops" else (name, *rest) for name, *rest in CALIBRATION
+    )
+    monkeypatch.setattr(setups, "CALIBRATION", other)
+    with pytest.raises(ValueError, match="states linear_tflops 500.0, the simulator has 600.0"):
+        check_calibration()
+
+
+def test_the_crossover_is_where_attention_takes_as_long_as_all_else():
+    from megatron_wlb.plan import sharding
+    from megatron_wlb.simulate.costs import pass_times
+
+    length = SEVEN_128.crossover_tokens // 16 * 16
+    plan = sharding.shard(np.array([length]), 2, "per-document", SEVEN_128.kernel, use_native=True)
+    times = pass_times(SEVEN_128.job, [plan]).layers
+    attention = sum(t.attention.mean() for t in times)
+    assert attention == pytest.approx(sum((t.total - t.attention.max(axis=1))[0] for t in times), rel=0.03)
+
+
+def test_speedups_and_their_errors():
+    work = np.ones(64)
+    plain = Outcome(work=work, times=np.full(64, 2.0))
+    assert speedup(Outcome(work=work, times=np.full(64, 1.6)), plain) == (pytest.approx(1.25), pytest.approx(0))
+    times = np.repeat(np.tile([1.0, 3.0], BLOCKS // 2), 4)
+    ratio, error = speedup(Outcome(work=work, times=times), plain)
+    assert ratio == pytest.approx(1)
+    assert error == pytest.approx(np.std(2 / times[::4], ddof=1) / 4)
+    assert gain_share(1.33, 1.40) == pytest.approx(0.825)
+
+
+@pytest.fixture(scope="module")
+def seven():
+    case = replace(SEVEN_128, thresholds=(0.25, 0.5))
+    return case, outcomes(case, {"WLB-LLM": WLB, "ours, balance alone": BALANCE, "ours": OURS}, 20)
+
+
+def test_schemes_run_the_same_documents_and_none_beats_its_limit(seven):
+    _, (found, limits) = seven
+    work = {name: one.work.sum() for name, one in found.items()}
+    assert max(work.values()) < 1.15 * min(work.values())
+    plain = found["Plain-4D"]
+    balance_limit, limit = (speedup(one, plain)[0] for one in (limits.balance, limits.everything))
+    ratios = {name: speedup(one, plain)[0] for name, one in found.items()}
+    assert 1 < ratios["WLB-LLM"] < ratios["ours, balance alone"] < ratios["ours"] < limit
+    assert 1 < balance_limit < limit
+    assert (limits.balance.times < plain.times).all() and (limits.everything.times < limits.balance.times).all()
+
+
+def test_ours_differs_from_balance_alone_by_the_exchange(seven):
+    case, _ = seven
+    packing = pack(case, "adaptive", 12)[0][0].packing
+    ours, alone = simulate(case, OURS, packing), simulate(case, BALANCE, packing)
+    assert sum(p.layers[0].exchange.sum() for p in ours.passes) < sum(p.layers[0].exchange.sum() for p in alone.passes)
+    assert simulate(case, PLAIN, packing).time > alone.time
+
+
+def test_variations_change_one_thing():
+    cases = speed.variations(SEVEN_128)
+    assert cases.pop("as calibrated") is SEVEN_128
+    stated = [f.name for f in fields(SEVEN_128)]
+    for name, case in cases.items():
+        changed = [f for f in stated if getattr(case, f) != getattr(SEVEN_128, f)]
+        assert len(changed) == (0 if name.startswith("550M of") else 1)  # which is another model
+    small = speed.variations(TABLE_1[0])["550M of 16 layers, width 1536"].job.model
+    weights = small.num_layers * small.layer_weights + 2 * small.vocabulary_weights
+    assert weights / 1e9 == pytest.approx(0.55, rel=0.02)
+
+
+def test_slower_attention_takes_longer():
+    slow = setups.slower_attention(SEVEN_128, 1.5)
+    fast, kernel = SEVEN_128.kernel, slow.kernel
+    assert (kernel.launch, kernel.tile) == pytest.approx((1.5 * fast.launch, 1.5 * fast.tile))
+    assert slow.job.hardware.linear_tflops == Hardware().linear_tflops
+
+
+def test_llama_3_is_near_what_was_published():
+    assert speed.llama3_tflops() == pytest.approx({"8192 GPUs": 430, "16384 GPUs": 400}, rel=0.05)
+
+
+@pytest.fixture(scope="module")
+def rows(seven):
+    small = replace(paper.QUICK, other_models=6, packing=12, gpus=2, layer=4, sensitivity=6)
+    return paper.run(small)
+
+
+@pytest.mark.full
+def test_every_figure_has_its_rows_table_and_picture(rows, tmp_path):
+    found, gpus = rows
+    assert {r["figure"] for r in found} == {"12", "13", "14", "1, 4", "15", "table 2", "sensitivity"}
+    assert {r["label"] for r in found} == {"simulated"}
+    lines = report.compare(found)
+    stated = [line["paper"] for line in lines if line.get("paper") is not None]
+    # Figure 1; all of Table 2, twice; three averages and a case of Figure 12; Figures 13, 14 and 15.
+    assert len(stated) == 1 + 2 * 11 + 4 + 4 + 2 + 4
+    empty = {line["what"] for line in lines if line.get("reproduced") is None and line.get("ours") is None}
+    assert empty == {f"ms (measured), solver, {k} global batches" for k in (1, 2, 4)}
+    assert gpus.keys() == {"Plain-4D", "WLB-LLM", "ours"} and gpus["ours"].shape == (4, 16, 16)
+    assert report.draw(found, gpus, tmp_path).stat().st_size > 10_000
+    paper.show(found, paper.goals(found))
+
+
+@pytest.mark.full
+def test_goals_are_those_that_were_set(rows):
+    names = [g.name for g in paper.goals(rows[0])]
+    assert [n.split(",")[0] for n in names] == ["figure 12"] * 2 + ["7B-128K", "largest standard error"]
+
+
+def test_a_layer_is_never_slower_by_the_better_sharding():
+    found = {(r["window"], r["scheme"]): r["layer_ms"] for r in balance.figure_15(8)}
+    for window in (65536, 131072):
+        best = min(found[window, "per-sequence"], found[window, "per-document"])
+        assert found[window, "optimal of the two"] <= best
+        assert found[window, "limit of balance"] <= found[window, "per-sequence"]
