@@ -1,0 +1,154 @@
+"""A small GPT over `megatron_wlb.runtime` attention, and what a global batch of micro-batches does to it.
+
+The model is upstream's GPT (RMSNorm, rotary positions, SwiGLU, no biases) with upstream's names and layouts of weights,
+so that `tests/benchmarks/test_convergence.py` can hold it against Megatron's own training. Needs torch only.
+
+Shapes: s tokens of a micro-batch, H hidden size, n heads of size D = H / n, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron_wlb.plan import sharding
+from megatron_wlb.plan.types import Packing
+from megatron_wlb.plan.workload import FLOPS_PROFILE
+from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
+from megatron_wlb.runtime.metadata import ShardMetadata
+
+ROTARY_BASE = 10_000.0
+LOSS_ROWS = 1024
+"""Logits exist for this many rows at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Of a model."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Packed documents on the device; attention and positions never cross documents."""
+
+    tokens: Tensor
+    """int64 [s]."""
+    labels: Tensor
+    """int64 [s]."""
+    metadata: ShardMetadata
+
+
+class Corpus:
+    """Documents one after the other.
+
+    Args:
+        tokens: of all documents, integers [total].
+        lengths: of the documents in tokens, int64 [documents].
+    """
+
+    def __init__(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        self._tokens = tokens
+        self._begins = np.cumsum(lengths) - lengths
+        self.pairs = np.maximum(lengths.astype(np.int64) - 1, 0)
+        """What each document trains, int64 [documents]."""
+
+    def micro_batch(self, documents: np.ndarray, device: torch.device) -> MicroBatch:
+        """DOCUMENT rows [n], n >= 1, concatenated, on `device`."""
+        lengths = documents["length"]
+        begins = self._begins[documents["document"]] + documents["offset"]
+        # Of every pair the place of its input: within a document one after the other.
+        places = np.repeat(begins - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
+        plan = sharding.shard(lengths, 1, "per-sequence", FLOPS_PROFILE.kernel(heads=1), use_native=False)
+        return MicroBatch(
+            tokens=torch.from_numpy(self._tokens[places].astype(np.int64)).to(device),
+            labels=torch.from_numpy(self._tokens[places + 1].astype(np.int64)).to(device),
+            metadata=ShardMetadata.build(plan, 0, device),
+        )
+
+
+class Gpt(nn.Module):
+    """Decoder-only transformer; weights are drawn from `seed`, the same on every device."""
+
+    def __init__(self, shape: Shape, *, attention: AttentionOptions, max_positions: int, seed: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Layer(shape, attention) for _ in range(shape.num_layers))
+        self.final_layernorm = nn.RMSNorm(shape.hidden_size, eps=1e-5)
+        self.output_layer = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        self.register_buffer("rotary", _rotary_table(max_positions, shape.hidden_size // shape.num_heads), False)
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                residual = "proj" in name or "fc2" in name
+                std = 0.02 / (2 * shape.num_layers) ** 0.5 if residual else 0.02
+                nn.init.normal_(parameter, std=std, generator=generator)
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """Loss of every pair, fp32 [s]."""
+        x = self.embedding(batch.tokens)
+        cos, sin = self.rotary[:, batch.metadata.positions].unsqueeze(2)
+        for layer in self.layers:
+            x = layer(x, cos, sin, batch.metadata)
+        x = self.final_layernorm(x)
+        parts = zip(x.split(LOSS_ROWS), batch.labels.split(LOSS_ROWS), strict=True)
+        return torch.cat([F.cross_entropy(self.output_layer(h).float(), y, reduction="none") for h, y in parts])
+
+
+class Layer(nn.Module):
+    def __init__(self, shape: Shape, attention: AttentionOptions) -> None:
+        super().__init__()
+        hidden, self._heads, self._attention = shape.hidden_size, shape.num_heads, attention
+        self.input_layernorm = nn.RMSNorm(hidden, eps=1e-5)
+        self.linear_qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.linear_proj = nn.Linear(hidden, hidden, bias=False)
+        self.pre_mlp_layernorm = nn.RMSNorm(hidden, eps=1e-5)
+        self.linear_fc1 = nn.Linear(hidden, 2 * shape.ffn_hidden_size, bias=False)
+        self.linear_fc2 = nn.Linear(shape.ffn_hidden_size, hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, metadata: ShardMetadata) -> Tensor:
+        """x [s, H] -> [s, H]; cos and sin [s, 1, D]."""
+        qkv = self.linear_qkv(self.input_layernorm(x)).unflatten(1, (self._heads, 3, -1))  # of each head q, k, v
+        q, k, v = qkv.unbind(2)
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        attended = context_parallel_attention(q, k, v, metadata, None, self._attention)
+        x = x + self.linear_proj(attended.flatten(1))
+        gate, up = self.linear_fc1(self.pre_mlp_layernorm(x)).chunk(2, -1)
+        return x + self.linear_fc2(F.silu(gate) * up)
+
+
+def _rotary_table(positions: int, head_size: int) -> Tensor:
+    """Cosines and sines, fp32 [2, positions, D]."""
+    frequencies = ROTARY_BASE ** -(torch.arange(0, head_size, 2) / head_size)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies).repeat(1, 2)
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions of x [s, n, D]: halves of a head are the two axes."""
+    first, second = x.chunk(2, -1)
+    return (x * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
+
+
+def accumulate(model: Gpt, corpus: Corpus, packing: Packing, device: torch.device, *, weight: float = 1.0) -> float:
+    """Add the gradient of the mean loss over all tokens of a step, times `weight`; returns that mean without it.
+
+    The micro-batches of all data-parallel ranks come one after the other: their sum is what any layout computes.
+    """
+    tokens = int(packing.documents["length"].sum())
+    total = torch.zeros((), device=device)
+    for i in range(len(packing)):
+        if packing.bounds[i] == packing.bounds[i + 1]:
+            continue  # a step may have fewer documents than micro-batches
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = model(corpus.micro_batch(packing.micro_batch(i), device)).sum()
+        (loss * (weight / tokens)).backward()
+        total += loss.detach()
+    return float(total) / tokens

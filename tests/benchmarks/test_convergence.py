@@ -1,0 +1,304 @@
+"""One process that adds up N micro-batches trains as Megatron on 4 processes; runs go on after a break; the report."""
+
+import copy
+import json
+import re
+import subprocess
+import sys
+import zlib
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from benchmarks import convergence, convergence_corpus, convergence_report
+from benchmarks.convergence import SCALES, VARIANTS, Trainer, learning_rate, make_packer, validation_packing
+from benchmarks.convergence_model import Corpus, Shape, accumulate
+from megatron_wlb.plan.dataset import read_index
+from tests.adapter.conftest import dataset  # noqa: F401  # also makes this process the warm parent of forked worlds
+from tests.adapter.training import MODEL, relative_error, train
+
+CPU = torch.device("cpu")
+CP2_PP2 = "--context-parallel-size 2 --pipeline-model-parallel-size 2"
+DP2_PP2 = "--pipeline-model-parallel-size 2"
+SEED = int(MODEL[MODEL.index("--seed") + 1])
+LEARNING_RATE = float(MODEL[MODEL.index("--lr") + 1])
+STEPS = 3
+
+# The model and the data of tests/adapter/training.py, with as many key heads as query heads.
+TINY = replace(
+    SCALES["quick"],
+    shape=Shape(num_layers=4, hidden_size=64, ffn_hidden_size=96, num_heads=8, vocab_size=256),
+    context_length=256,
+    crossover_over_window=0.5,
+)
+FLAGS = "--num-query-groups 8 --wlb-crossover 128 --wlb-outlier-thresholds 64,128 --wlb-max-tokens 320"
+
+
+def full(*values):
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize(
+    ("variant", "flags"),
+    [
+        ("original", f"{CP2_PP2} --wlb-packing original"),
+        ("wlb", f"{CP2_PP2} --wlb-packing wlb"),
+        full("fixed-8", f"{CP2_PP2} --wlb-packing fixed --wlb-global-batches 8"),
+        full("adaptive-constant-tokens", f"{CP2_PP2} --wlb-packing adaptive"),
+        (
+            "adaptive-low-displacement-weighted",
+            f"{DP2_PP2} --wlb-packing adaptive --wlb-packing-mode low-displacement --wlb-weight-gradients",
+        ),
+    ],
+)
+def test_equals_megatron_on_four_processes(variant, flags, dataset, tmp_path):  # noqa: F811
+    """The losses and all gradients of three steps, of the weights that two updates have led to."""
+    steps = f"--train-iters {STEPS} --weight-decay 0 --sgd-momentum 0.9"
+    log = tmp_path / "log.jsonl"
+    megatron = train(4, dataset, *FLAGS.split(), *flags.split(), *steps.split(), log=log)
+    index = read_index(dataset)
+    corpus = Corpus(np.fromfile(f"{dataset}.bin", np.int32), index.tokens)
+    model = Trainer(TINY, corpus, 0, CPU).model
+    set_parameters(model)
+    packer = make_packer(VARIANTS[variant], TINY, corpus.pairs[: round(0.9 * len(index))], SEED)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
+    weights = []
+    for logged, gradients in zip(megatron["log"], megatron["grads"], strict=True):
+        packing = packer.next().packing
+        tokens = int(packing.documents["length"].sum())
+        weights.append(tokens / TINY.batch_tokens if VARIANTS[variant].weight_gradients else 1.0)
+        optimizer.zero_grad()
+        loss = accumulate(model, corpus, packing, CPU, weight=weights[-1])
+        assert tokens == logged["tokens"]
+        assert loss == pytest.approx(logged["loss"], rel=1e-5)
+        assert relative_error({name_of(n): p.grad for n, p in model.named_parameters()}, gradients) <= 1e-5
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # upstream's default
+        optimizer.step()
+    assert (max(weights) == min(weights)) == (not VARIANTS[variant].weight_gradients)
+
+
+def name_of(name):
+    """Megatron's name of a parameter, as tests/adapter/training.py has it."""
+    if match := re.match(r"layers\.(\d+)\.(.*)", name):
+        block = {"linear_qkv": "self_attention.", "linear_proj": "self_attention.", "linear_fc": "mlp."}
+        prefix = next((to for begin, to in block.items() if match[2].startswith(begin)), "")
+        return f"layer{int(match[1]) + 1}.{prefix}{match[2]}"
+    return {
+        "embedding.weight": "embedding.word_embeddings.weight",
+        "final_layernorm.weight": "decoder.final_layernorm.weight",
+    }.get(name, name)
+
+
+def set_parameters(model):
+    """As tests/adapter/training.py does."""
+    for name, parameter in model.named_parameters():
+        generator = torch.Generator().manual_seed(zlib.crc32(name_of(name).encode()))
+        scale, shift = (0.1, 1.0) if parameter.dim() == 1 else (0.05, 0.0)
+        parameter.data = torch.randn(parameter.shape, generator=generator) * scale + shift
+
+
+@pytest.fixture(scope="module")
+def data():
+    """Documents of 2 to 599 tokens, a tenth of them held out."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(4, 1.2, 400), 2, 599).astype(np.int64)
+    tokens = (TINY.shape.vocab_size * rng.random(lengths.sum()) ** 3).astype(np.uint16)  # the first are frequent
+    return {"tokens": tokens, "lengths": lengths, "held_out": np.arange(400) % 10 == 3, "summary": {"digest": "-"}}
+
+
+SHORT = replace(
+    TINY,
+    shape=Shape(num_layers=1, hidden_size=16, ffn_hidden_size=16, num_heads=2, vocab_size=256),
+    global_batches=40,
+    validation_tokens=1000,
+)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_run_trains_the_same_tokens_as_every_other(variant, data):
+    heard = []
+    log = convergence.run(variant, 1, SHORT, data, CPU, heard.append)
+    assert heard == np.cumsum(log["steps"]["tokens"]).tolist()
+    assert heard[-2] < SHORT.tokens <= heard[-1]
+    assert len(log["validation"]) == convergence.MEASUREMENTS + 1
+    assert log["validation"][-1]["tokens"] == heard[-1]
+    assert log["validation"][-1]["all"] < log["validation"][0]["all"]
+    assert sum(log["tokens_by_delay"].values()) == heard[-1] == log["packing"]["tokens"]
+    assert log == json.loads(json.dumps(log))
+
+
+def test_a_seed_draws_weights_and_order(data):
+    first, again, other = (
+        convergence.run("original", seed, SHORT, data, CPU, lambda tokens: None) for seed in (1, 1, 2)
+    )
+    assert first["steps"] == again["steps"]
+    assert first["validation"][0] != other["validation"][0]
+    assert first["steps"]["long_tokens"] != other["steps"]["long_tokens"]
+
+
+def test_held_out_documents_are_never_trained(data):
+    train, held_out = (convergence.split(data, held) for held in (False, True))
+    assert len(train.pairs) == 360 and len(held_out.pairs) == 40
+    rows = validation_packing(held_out, replace(SHORT, validation_tokens=1 << 20)).documents
+    assert rows["length"].sum() == held_out.pairs.sum()
+    for corpus, held in ((train, False), (held_out, True)):
+        begins = np.cumsum(data["lengths"]) - data["lengths"]
+        for document, place in enumerate(np.flatnonzero(data["held_out"] == held)):
+            row = np.array([(0, 0, document, 0, corpus.pairs[document], 0)], rows.dtype)
+            batch = corpus.micro_batch(row, CPU)
+            whole = data["tokens"][begins[place] :][: data["lengths"][place]].tolist()
+            assert batch.tokens.tolist() == whole[:-1] and batch.labels.tolist() == whole[1:]
+
+
+def test_documents_of_a_micro_batch_do_not_see_each_other(data):
+    corpus = convergence.split(data, False)
+    model = Trainer(SHORT, corpus, 1, CPU).model
+    packing = make_packer(VARIANTS["wlb"], SHORT, corpus.pairs, 1).next().packing
+    rows = max((packing.micro_batch(i) for i in range(len(packing))), key=len)
+    assert len(rows) > 2
+    together = model(corpus.micro_batch(rows, CPU))
+    alone = torch.cat([model(corpus.micro_batch(rows[i : i + 1], CPU)) for i in range(len(rows))])
+    torch.testing.assert_close(together, alone)
+
+
+def test_learning_rate_goes_by_tokens():
+    assert learning_rate(0, TINY) == 0
+    assert learning_rate(0.05 * TINY.tokens, TINY) == pytest.approx(TINY.learning_rate / 2)
+    assert learning_rate(0.1 * TINY.tokens, TINY) == pytest.approx(TINY.learning_rate)
+    assert learning_rate(0.55 * TINY.tokens, TINY) == pytest.approx(TINY.learning_rate / 2)
+    assert learning_rate(1.02 * TINY.tokens, TINY) == 0
+
+
+def test_finished_runs_are_kept_and_others_done(data, tmp_path):
+    corpus, output = tmp_path / "corpus.npz", tmp_path / "runs"
+    settings = {name: getattr(SHORT, name) for name in ("pivot_bytes", "held_out_share")}
+    summary = {"settings": {"vocab_size": 256, **settings}, "digest": "-"}
+    np.savez(corpus, **{k: v for k, v in data.items() if k != "summary"}, summary=json.dumps(summary))
+
+    def do(runs, scale=SHORT):
+        convergence.run_all(runs, scale, corpus, CPU, 2, output)
+        return {path.name: path.stat().st_mtime_ns for path in output.iterdir()}
+
+    first = do([("original", 1)])
+    (output / "wlb-1.tmp").write_text("{")  # of a run that was killed
+    second = do([("original", 1), ("wlb", 1)])
+    assert second.keys() == {"original-1.json", "wlb-1.json"}
+    assert second["original-1.json"] == first["original-1.json"]
+    with pytest.raises(ValueError, match="original-1.json is of another scale"):
+        do([("original", 1)], replace(SHORT, learning_rate=1.0))
+
+
+def test_an_unfinished_run_leaves_no_log(data, tmp_path, monkeypatch):
+    class Interrupts:
+        def put(self, message):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(convergence, "read_corpus", lambda path, scale: data)
+    with pytest.raises(KeyboardInterrupt):
+        convergence.run_one("original", 1, SHORT, tmp_path, CPU, tmp_path, Interrupts())
+    assert not list(tmp_path.iterdir())
+
+
+def test_corpus_is_made_once_and_split_by_name(tmp_path, monkeypatch):
+    files = []
+    for i in range(60):
+        path = tmp_path / f"{i}.py"
+        path.write_text(f"def function_{i % 50}(argument):\n    return argument + {i % 50}\n" * (1 + i % 50))
+        files.append((f"root/{i}.py", path))
+    monkeypatch.setattr(convergence_corpus, "_files", lambda: files)
+    settings = {"vocab_size": 300, "pivot_bytes": 1 << 20, "held_out_share": 0.3}
+    made = convergence_corpus.load(tmp_path / "corpus.npz", **settings)
+    assert len(made["lengths"]) == 50  # ten have the same content as another
+    assert made["lengths"].sum() == len(made["tokens"])
+    assert Counter(made["tokens"].tolist())[299] == 50  # ends of documents
+    monkeypatch.setattr(convergence_corpus, "_files", lambda: files[::-1])
+    again = convergence_corpus.load(tmp_path / "corpus.npz", **settings)
+    assert again["summary"] == made["summary"] and (again["tokens"] == made["tokens"]).all()
+    fewer = convergence_corpus.load(tmp_path / "corpus.npz", **{**settings, "pivot_bytes": 1000})
+    assert 0 < len(fewer["lengths"]) < 50
+
+
+@pytest.fixture
+def logs(data):
+    """Three seeds of three variants; wlb loses 1 % on average, fixed-8 something between -1 and 1 %."""
+    log = convergence.run("original", 1, SHORT, data, CPU, lambda tokens: None)
+    changes = {"original": (0, 0, 0), "wlb": (0.9, 1.0, 1.1), "fixed-8": (-1, 0.2, 1)}
+    made = []
+    for variant, percents in changes.items():
+        for seed, percent in enumerate(percents, 1):
+            copied = copy.deepcopy(log) | {"variant": variant, "seed": seed}
+            copied["validation"][-1]["all"] = (5 + seed / 10) * (1 + percent / 100)
+            made.append(copied)
+    return made
+
+
+def test_report_compares_by_seed(logs):
+    rows = {row["variant"]: row for row in convergence_report.compare(logs)}
+    assert rows["original"]["difference_percent"] is None
+    assert rows["wlb"]["difference_of_seeds"] == pytest.approx([0.9, 1.0, 1.1])
+    low, high = stats.ttest_1samp([0.9, 1.0, 1.1], 0).confidence_interval(0.95)
+    mean, half = rows["wlb"]["difference_percent"], rows["wlb"]["difference_half_width"]
+    assert (mean - half, mean + half) == pytest.approx((low, high))
+    worse, unseen = convergence_report.verdicts([rows["wlb"], rows["fixed-8"]])
+    assert "is worse: +1.00 %" in worse and "no difference is seen" in unseen and "with +0.07 %" in unseen
+    assert [goal.holds for goal in convergence_report.goals(list(rows.values()))] == [False]
+
+
+def test_report_of_the_runs_so_far(logs):
+    rows = convergence_report.compare([log for log in logs if log["seed"] == 1 and log["variant"] != "fixed-8"])
+    assert rows[1]["difference_percent"] == pytest.approx(0.9) and rows[1]["difference_half_width"] is None
+    assert "no interval yet" in convergence_report.verdicts(rows)[0]
+    assert convergence_report.goals(rows) == []
+    rows = convergence_report.compare(logs[3:])  # without the baseline
+    assert [row["difference_percent"] for row in rows] == [None, None]
+    convergence_report.show(rows)
+
+
+def test_report_is_written_and_written_again(logs, tmp_path, monkeypatch):
+    monkeypatch.setattr(convergence_report, "DOCS", tmp_path)
+    monkeypatch.setattr(convergence_report.results, "FOLDER", tmp_path)
+    for log in logs:
+        size = {"documents": 1, "tokens": 1, "p50": 1, "p90": 1, "longest": 1}
+        log["scale"] = log["scale"] | {"name": "cpu"}
+        log["corpus"] = {"train": size, "held_out": size, "digest": "-"}
+    page = tmp_path / "convergence.md"
+    begin = "<!-- results: written by python -m benchmarks.convergence -->\n"
+    page.write_text(f"before\n{begin}stale\n<!-- end of results -->\nafter\n")
+    written = convergence_report.write(logs)
+    first = page.read_text()
+    assert "| `wlb` | 3 |" in first and "stale" not in first
+    assert first.startswith("before\n") and first.endswith("\nafter\n")
+    assert all(path.stat().st_size for path in written) and (tmp_path / "convergence.png") in written
+    convergence_report.write(logs)
+    assert page.read_text() == first
+    page.write_text("before\n")
+    with pytest.raises(ValueError, match="must have the lines"):
+        convergence_report.write(logs)
+
+
+def test_report_refuses_runs_of_other_settings(logs, tmp_path):
+    with pytest.raises(ValueError, match="no finished run"):
+        convergence_report.read(tmp_path)
+    logs[1]["corpus"] = {"digest": "another"}
+    for log in logs:
+        (tmp_path / f"{log['variant']}-{log['seed']}.json").write_text(json.dumps(log))
+    with pytest.raises(ValueError, match="differ in their corpus"):
+        convergence_report.read(tmp_path)
+
+
+@pytest.mark.full
+def test_quick_version(tmp_path):
+    """Everything from text to table."""
+    command = [sys.executable, "-m", "benchmarks.convergence", "--quick", "--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    logs = convergence_report.read(tmp_path)
+    assert {(log["variant"], log["seed"]) for log in logs} == {(v, s) for v in VARIANTS for s in (1, 2, 3)}
+    for log in logs:
+        assert log["validation"][0]["all"] == pytest.approx(np.log(SCALES["quick"].shape.vocab_size), rel=0.01)
+        assert log["validation"][-1]["all"] < 0.9 * log["validation"][0]["all"]
+    assert "adaptive-low-displacement-weighted" in done.stdout
