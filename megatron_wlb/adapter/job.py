@@ -22,6 +22,7 @@ from megatron_wlb.adapter.loss import scale_sharded, token_loss
 from megatron_wlb.adapter.model import WlbPackedSeqParams
 from megatron_wlb.adapter.p2p import PlannedP2PCommunicator
 from megatron_wlb.adapter.resume import RunLayout, packing_settings, resume, run_layout
+from megatron_wlb.adapter.telemetry import Telemetry
 from megatron_wlb.adapter.throughput import Throughput
 from megatron_wlb.config import WlbConfig
 from megatron_wlb.plan import document_log, native
@@ -59,6 +60,7 @@ class WlbJob:
         self._initial_state: dict[str, Any] = {}
         self._layout: RunLayout = {}
         self._throughput = Throughput(self._trained_lengths)
+        self._telemetry = Telemetry(args)
         self._waited = 0.0  # for the planner, up to the last line of the log
         self._began = 0.0  # the last training step, by `time.perf_counter`
 
@@ -125,13 +127,14 @@ class WlbJob:
         """Forward one micro-batch."""
         batch = next(data_iterator).to(self._device)
         positions = batch.metadata.positions
-        output = model(
-            batch.tokens,
-            positions.unsqueeze(0),
-            None,
-            labels=batch.labels,
-            packed_seq_params=WlbPackedSeqParams(wlb=batch.metadata),
-        )
+        with self._telemetry.forward(batch, model):
+            output = model(
+                batch.tokens,
+                positions.unsqueeze(0),
+                None,
+                labels=batch.labels,
+                packed_seq_params=WlbPackedSeqParams(wlb=batch.metadata),
+            )
         weight = 1.0
         if self._config.weight_gradients and batch.split == "train":
             args = self._args
@@ -218,7 +221,8 @@ class WlbJob:
         def training_log(loss_dict: Any, total_loss_dict: Any, learning_rate: Any, iteration: int, *args, **kwargs):  # type: ignore[no-untyped-def]
             # Upstream adds up and clears the losses that it is given, so read ours first.
             last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
-            loss = float(loss_dict["lm loss"]) if last and self._wants_log(iteration) else None
+            wanted = self._telemetry.wants(iteration) or iteration % self._args.log_interval == 0 or self._config.log
+            loss = float(loss_dict["lm loss"]) if last and wanted else None
             took = time.perf_counter() - self._began  # on a GPU, too: to read the loss waits for all of the step
             with self._throughput.line(total_loss_dict):
                 result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
@@ -227,19 +231,19 @@ class WlbJob:
                 begins_anew = self._begins_anew and iteration - 1 == self._first_step
                 packing = planner.get(iteration - 1).packing
                 document_log.append(self._config.document_log, iteration - 1, packing, begins_anew=begins_anew)
+            imbalance = self._telemetry.imbalance(iteration)
             if loss is not None:
+                plan = planner.get(iteration - 1)
                 waited, self._waited = planner.wait_seconds - self._waited, planner.wait_seconds
-                entry = log.record(planner.get(iteration - 1), self._kernel, loss, took, waited)
+                entry = log.summary(plan, loss, took, waited)
                 if iteration % self._args.log_interval == 0:
                     print(log.line(entry), flush=True)
                 if self._config.log:
-                    log.append(self._config.log, entry)
+                    log.append(self._config.log, entry | log.details(plan, self._kernel))
+                self._telemetry.write(iteration, plan, entry, imbalance)
             return result
 
         return training_log
-
-    def _wants_log(self, iteration: int) -> bool:
-        return self._config.log is not None or iteration % self._args.log_interval == 0
 
     def _saved(self, original: Any) -> Any:
         """Save the packer with the model; upstream marks the checkpoint complete only after this."""

@@ -9,15 +9,8 @@ from megatron_wlb.plan.step import StepPlan
 from megatron_wlb.plan.workload import KernelModel
 
 
-def record(
-    plan: StepPlan, kernel: KernelModel, loss: float, step_seconds: float, wait_seconds: float
-) -> dict[str, Any]:
-    """What is worth keeping of a step, as JSON types; work is in units of `workload.document_work`.
-
-    `lengths`, those of the documents of all N micro-batches, is what `megatron-wlb compare` predicts `step_ms` from.
-    """
-    packing = plan.packing
-    cp_size = len(plan.micro_batches[0].shards.shards)
+def summary(plan: StepPlan, loss: float, step_seconds: float, wait_seconds: float) -> dict[str, Any]:
+    """What every line says of a step, as JSON types."""
     return {
         "step": plan.step + 1,
         "digest": f"{plan.digest:016x}",
@@ -30,6 +23,19 @@ def record(
         "delay_max_steps": max(plan.delays),
         "waiting_documents": plan.num_waiting,
         "delays_tokens": plan.delays,
+        "step_ms": step_seconds * 1e3,
+        "plan_wait_ms": wait_seconds * 1e3,
+    }
+
+
+def details(plan: StepPlan, kernel: KernelModel) -> dict[str, Any]:
+    """What the log keeps besides, as JSON types; work is in units of `workload.document_work`.
+
+    `lengths`, those of the documents of all N micro-batches, is what `megatron-wlb compare` predicts `step_ms` from.
+    """
+    packing = plan.packing
+    cp_size = len(plan.micro_batches[0].shards.shards)
+    return {
         "original_work": plan.original_work.tolist(),
         "work": plan.work.tolist(),
         "micro_batches": [
@@ -42,8 +48,6 @@ def record(
             for m in plan.micro_batches
         ],
         "lengths": [packing.micro_batch(i)["length"].tolist() for i in range(len(packing))],
-        "step_ms": step_seconds * 1e3,
-        "plan_wait_ms": wait_seconds * 1e3,
     }
 
 

@@ -27,7 +27,9 @@ def one_line() -> Iterator[None]:
         yield
     except ValueError as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
+            # Of a path in it, control characters could write to the terminal.
+            text = "".join(c if c.isprintable() else " " for c in str(error))
+            print(f"{os.path.basename(sys.argv[0])}: error: {text}", file=sys.stderr)
         raise SystemExit(2) from error
 
 

@@ -42,10 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _refuse(args.command, f"{error.name} is not installed; pip install 'megatron-wlb[analysis]'")
     except (ValueError, OSError) as error:
-        return _refuse(args.command, " ".join(str(error).split()))
+        return _refuse(args.command, str(error))
     return 0
 
 
 def _refuse(command: str, message: str) -> int:
-    print(f"megatron-wlb {command}: error: {message}", file=sys.stderr)
+    # Of a path or a name in it, control characters could write to the terminal.
+    text = "".join(c if c.isprintable() else " " for c in message)
+    print(f"megatron-wlb {command}: error: {' '.join(text.split())}", file=sys.stderr)
     return 2

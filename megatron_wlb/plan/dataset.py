@@ -99,6 +99,6 @@ def _parse(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     )
     if (lengths < 0).any() or (pointers < 0).any():
         raise ValueError(f"{path} holds a negative length or pointer: the file is damaged, build it again")
-    if boundaries and (documents[0] != 0 or documents[-1] != sequences or (np.diff(documents) < 0).any()):
+    if boundaries and (documents[0] != 0 or documents[-1] != sequences or (documents[1:] < documents[:-1]).any()):
         raise ValueError(f"{path} has document boundaries that do not cover its {sequences} sequences in order")
     return lengths.astype(np.int64), np.asarray(pointers), np.asarray(documents), _ITEM_BYTES[code]

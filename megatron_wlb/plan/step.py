@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_wlb.plan import metrics, pipeline, sharding
+from megatron_wlb.plan import metrics, native, pipeline, sharding
 from megatron_wlb.plan.packer import PackedStep, Packer
 from megatron_wlb.plan.types import Packing, ShardPlan
-from megatron_wlb.plan.workload import KernelModel, document_work
+from megatron_wlb.plan.workload import FLOPS_PROFILE, KernelModel, document_work
+
+_FLOPS = FLOPS_PROFILE.kernel(heads=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,19 +22,30 @@ class Layout:
 
     dp_size: int
     dp_rank: int
-    cp_size: int
-    pp_size: int
+    cp_size: int = 1
+    pp_size: int = 1
     """Pipeline stages."""
-    vp_size: int
+    vp_size: int = 1
     """Model chunks (virtual stages) per pipeline stage."""
-    unit_tokens: int
+    unit_tokens: int = 1
     """Micro-batches are padded at their tail to a multiple of this: CP * lcm(2, TP if sequence parallel else 1)."""
-    cp_sharding: str
-    kernel: KernelModel
+    cp_sharding: str = "adaptive"
+    kernel: KernelModel = _FLOPS
     crossover_tokens: int
-    balance: bool
+    balance: bool = True
     """Place micro-batches on data-parallel ranks and order them there by work; False keeps upstream's order."""
-    use_native: bool
+    use_native: bool = native.AVAILABLE
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.dp_rank < self.dp_size:
+            raise ValueError(
+                f"dp_rank is {self.dp_rank}; of {self.dp_size} data-parallel ranks it must be 0 to dp_size - 1"
+            )
+        if self.cp_size > 1 and self.unit_tokens % (2 * self.cp_size):
+            raise ValueError(
+                f"unit_tokens is {self.unit_tokens}; {self.cp_size} context-parallel ranks need a multiple of "
+                f"{2 * self.cp_size}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +79,8 @@ class StepPlan:
     """All N micro-batches."""
     work: np.ndarray
     """Work of all N micro-batches, int64 [N]."""
+    cost: int
+    """About the time of the costliest data-parallel rank, in units of work (`pipeline.rank_cost`)."""
     original_work: np.ndarray
     """The same under original packing of the documents that arrived in this step."""
     tokens: int
@@ -80,9 +95,17 @@ class StepPlan:
 
 
 def plan_step(packer: Packer, layout: Layout) -> StepPlan:
-    """Plan the packer's next step; reads top to bottom as the work does: pack, place, shard."""
+    """Plan the packer's next step; reads top to bottom as the work does: pack, place, shard.
+
+    Raises StopIteration if the packer is finished, and ValueError if the data-parallel ranks do not divide N.
+    """
     packed = packer.next()
     packing = packed.packing
+    if len(packing) % layout.dp_size:
+        raise ValueError(
+            f"{len(packing)} micro-batches a step cannot be shared by {layout.dp_size} data-parallel ranks; choose a "
+            f"multiple of {layout.dp_size}"
+        )
     work = packing.sums(document_work(packing.documents["length"], layout.crossover_tokens))
     stages, chunks, use_native = layout.pp_size, layout.vp_size, layout.use_native
     placement = pipeline.place(
@@ -98,6 +121,7 @@ def plan_step(packer: Packer, layout: Layout) -> StepPlan:
         micro_batches=micro_batches,
         packing=packing,
         work=work,
+        cost=int(pipeline.rank_cost(work[placement], stages, chunks).max()),
         original_work=original.sums(document_work(original.documents["length"], layout.crossover_tokens)),
         tokens=int(packing.documents["length"].sum()),
         delays=metrics.delays(packing, packed.step),

@@ -3,7 +3,7 @@
 # shellcheck shell=bash
 # export SBATCH_ACCOUNT=... SBATCH_PARTITION=...
 
-# This repository, as the nodes see it; in the image of the Dockerfile it is /opt/megatron_wlb.
+# This repository, as the nodes see it.
 export MEGATRON_WLB_HOME=${MEGATRON_WLB_HOME:-$PWD}
 
 # .bin/.idx prefix or blend, tokenizer, and the folder for checkpoints and logs, all on a shared file system.
@@ -11,7 +11,8 @@ export DATA_PATH=${DATA_PATH:-}
 export TOKENIZER=${TOKENIZER:-}
 export RUNS=${RUNS:-$PWD/runs}
 
-# Only where pyxis is there; without an image the nodes' own Python runs.
+# An image of the Dockerfile, only where pyxis is there, and what it sees besides RUNS, as OUTSIDE:INSIDE[,...]; without
+# an image the nodes' own Python runs.
 export CONTAINER_IMAGE=${CONTAINER_IMAGE:-}
 export CONTAINER_MOUNTS=${CONTAINER_MOUNTS:-}
 export PYTHON=${PYTHON:-python3}

@@ -43,7 +43,7 @@ nodes() {
 
 train() { # FLAGS of pretrain_gpt.py
     required MEGATRON_WLB_HOME DATA_PATH RUNS
-    local run=$RUNS/$SLURM_JOB_NAME head status=0
+    local run=$RUNS/$SLURM_JOB_NAME home=$MEGATRON_WLB_HOME head status=0
     mkdir -p "$run"
     head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
     local container=()
@@ -52,7 +52,8 @@ train() { # FLAGS of pretrain_gpt.py
             echo "CONTAINER_IMAGE is set, but this cluster's srun has no --container-image (pyxis); leave it empty" >&2
             exit 2
         fi
-        container=(--container-image "$CONTAINER_IMAGE" --container-mounts "${CONTAINER_MOUNTS:-$RUNS:$RUNS}")
+        home=/opt/megatron_wlb # of the Dockerfile's image
+        container=(--container-image "$CONTAINER_IMAGE" --container-mounts "$RUNS:$RUNS${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}")
     fi
     local data
     read -ra data <<<"$DATA_PATH"
@@ -62,11 +63,11 @@ train() { # FLAGS of pretrain_gpt.py
         --tensorboard-dir "$run/tensorboard" --log-throughput
     )
     srun --kill-on-bad-exit=1 --ntasks-per-node=1 "${container[@]}" \
-        bash "$MEGATRON_WLB_HOME/scripts/slurm/node.sh" \
+        bash "$home/scripts/slurm/node.sh" \
         --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "${PROCESSES_PER_NODE:-8}" \
         --rdzv-backend c10d --rdzv-endpoint "$head:$((20000 + SLURM_JOB_ID % 20000))" \
         --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
-        "$MEGATRON_WLB_HOME/pretrain_gpt.py" "${flags[@]}" "$@" || status=$?
+        "$home/pretrain_gpt.py" "${flags[@]}" "$@" || status=$?
     if [[ $status == 99 ]]; then # node.sh: stopped by the signal
         echo "stopped by a signal with a checkpoint; requeued"
         scontrol requeue "$SLURM_JOB_ID"

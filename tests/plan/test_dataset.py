@@ -110,6 +110,10 @@ def test_truncated_bin(tmp_path):
         ({"boundaries": [1, 2, 3]}, "has document boundaries that do not cover its 3 sequences in order$"),
         ({"boundaries": [0, 2, 1, 3]}, "has document boundaries that do not cover its 3 sequences in order$"),
         ({"boundaries": [0, 4, 3]}, "has document boundaries that do not cover its 3 sequences in order$"),
+        (
+            {"boundaries": [0, 2**63 - 1, -(2**63), -1, 3]},  # whose differences wrap around to positive ones
+            "has document boundaries that do not cover its 3 sequences in order$",
+        ),
         ({"boundaries": [0, 2, 3], "pointers": [0, 16, 12]}, "sequences do not follow each other in .*data.bin"),
         ({"lengths": [], "boundaries": [0]}, "holds no document; build it again from a non-empty corpus$"),
         ({"lengths": [], "boundaries": []}, "holds no document; build it again from a non-empty corpus$"),

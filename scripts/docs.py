@@ -1,0 +1,50 @@
+"""Hook of mkdocs: fills in what the pages of the site take from the code and from the benchmarks' results."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from megatron_wlb.config import WlbConfig
+
+ROOT = Path(__file__).parents[1]
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replace the comments `<!-- flags -->` and `<!-- goals -->` of a page."""
+    for marker, table in (("<!-- flags -->", flags), ("<!-- goals -->", goals)):
+        if marker in markdown:
+            markdown = markdown.replace(marker, table())
+    return markdown
+
+
+def flags() -> str:
+    """A section for every field of WlbConfig, with its choices and its default."""
+    sections = []
+    for f in fields(WlbConfig):
+        choices, switch = f.metadata["choices"], isinstance(f.default, bool)
+        facts = ["Switch, off unless given."] if switch else []
+        facts += [f"One of {', '.join(f'`{choice}`' for choice in choices)}."] if choices else []
+        facts += [f"Default: `{f.default}`."] if f.default is not None and not switch else []
+        text = " ".join([_escaped(f.metadata["help"]), *facts])
+        sections.append(f"### `--wlb-{f.name.replace('_', '-')}`\n\n{text}\n")
+    return "\n".join(sections)
+
+
+def goals() -> str:
+    """One table over all results that set themselves goals, the missed ones too."""
+    rows = ["| result | what | value | goal | |", "|---|---|---|---|---|"]
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        for goal in json.loads(path.read_text())["goals"]:
+            verdict = "holds" if goal["holds"] else "**missed**"
+            limit = f"{goal['direction']} {goal['goal']:g}"
+            rows.append(f"| `{path.name}` | {_escaped(goal['name'])} | {goal['value']:.4g} | {limit} | {verdict} |")
+    return "\n".join(rows)
+
+
+def _escaped(text: str) -> str:
+    """Text as Markdown that shows it unchanged, but for `code`."""
+    parts = text.split("`")
+    for i in range(0, len(parts), 2):
+        parts[i] = "".join("\\" + c if c in "\\*_[]#|" else {"<": "&lt;", "&": "&amp;"}.get(c, c) for c in parts[i])
+    return "`".join(parts)
