@@ -1,11 +1,16 @@
 """Stream + policy + state: the micro-batches of step t, and nothing lost between steps."""
 
+import hashlib
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from megatron_wlb.config import WlbConfig
+from megatron_wlb.plan import native
 from megatron_wlb.plan import state as saved
+from megatron_wlb.plan.packing import make_policy
 from megatron_wlb.plan.packing.original import OriginalPolicy
 from megatron_wlb.plan.stream import DocumentStream
 from megatron_wlb.plan.types import DOCUMENT, Packing, Policy
@@ -198,3 +203,67 @@ class _Draw:
 
 def _to_json(waiting: dict[str, np.ndarray]) -> dict[str, list[tuple[int, ...]]]:
     return {name: rows.tolist() for name, rows in waiting.items()}
+
+
+def make_packer(
+    stream: DocumentStream,
+    *,
+    num_micro_batches: int,
+    crossover_tokens: int,
+    policy: str = "adaptive",
+    max_tokens: int | None = None,
+    fingerprint: str | None = None,
+    use_native: bool | None = None,
+    **settings: Any,
+) -> Packer:
+    """A packer of `stream`, in windows of its context length C.
+
+    Args:
+        stream: where documents come from.
+        num_micro_batches: N, of a global batch over all data-parallel ranks.
+        crossover_tokens: Lc, the document length at which attention costs as much as everything else.
+        policy: one of `packing.POLICIES`.
+        max_tokens: S_max, the longest micro-batch in pairs; by default 1.25 C.
+        fingerprint: of the dataset; by default a digest of its documents' lengths.
+        use_native: whether C++ packs, to the same result; by default where it was built.
+        settings: of the policy, those of `packing.make_policy`; outlier thresholds are by default C / 4 and C / 2.
+
+    Raises ValueError for settings out of their range, an unknown policy, and a native core that was not built.
+    """
+    context_length = stream.context_length
+    if max_tokens is None:
+        max_tokens = math.ceil(1.25 * context_length)
+    for name, value in (("num_micro_batches", num_micro_batches), ("crossover_tokens", crossover_tokens)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    if max_tokens < context_length:
+        raise ValueError(
+            f"max_tokens {max_tokens} is under the context length {context_length}: a document of a full window would "
+            f"fit nowhere; give at least {context_length}"
+        )
+    if num_micro_batches * max_tokens * (context_length + crossover_tokens) >= 1 << 63:
+        raise ValueError(
+            f"the work of {num_micro_batches} micro-batches of {max_tokens} tokens at a crossover of "
+            f"{crossover_tokens} overflows 64 bits; lower one of them"
+        )
+    if use_native and not native.AVAILABLE:
+        raise ValueError("use_native is True, but the native core was not built; reinstall with a C++ compiler")
+    if use_native is None:
+        use_native = native.AVAILABLE
+    sizes: dict[str, Any] = {"num_micro_batches": num_micro_batches, "context_length": context_length}
+    settings.setdefault("outlier_thresholds", WlbConfig().thresholds_for(context_length))
+    made = make_policy(
+        policy, **sizes, max_tokens=max_tokens, crossover_tokens=crossover_tokens, use_native=use_native, **settings
+    )
+    if fingerprint is None:
+        fingerprint = _fingerprint(stream)
+    return Packer(stream, made, **sizes, fingerprint=fingerprint, policy_name=policy, use_native=use_native)
+
+
+def _fingerprint(stream: DocumentStream) -> str:
+    """Digest of what the order of documents depends on, besides the seed."""
+    digest = hashlib.blake2b(digest_size=16)
+    for source in stream.sources:
+        digest.update(repr((source.first, len(source.pairs), source.weight)).encode())
+        digest.update(np.ascontiguousarray(source.pairs, np.int64))
+    return digest.hexdigest()

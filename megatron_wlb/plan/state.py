@@ -4,13 +4,12 @@ Structure by JSON Schema; values against the datasets: what waits are pieces of 
 each to its end and no more often than drawn. That a state names the wrong one of two such pieces can't be seen.
 """
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jsonschema import Draft202012Validator, validators
-from jsonschema.exceptions import best_match
 
 from megatron_wlb.plan.stream import DocumentStream, Source, shuffled
 from megatron_wlb.plan.types import DOCUMENT
@@ -66,20 +65,29 @@ SCHEMA = _object(
     waiting=_ROWS,
     original=_ROWS,
 )
-_validator = validators.extend(
-    Draft202012Validator,
-    type_checker=Draft202012Validator.TYPE_CHECKER.redefine_many(
+def damaged(what: str) -> ValueError:
+    """The error for a state that no packer has saved, or that something has happened to since."""
+    return ValueError(f"the packer state is damaged: {what}; restore it or resume an older one")
+
+
+@functools.cache
+def _validator() -> Any:
+    from jsonschema import Draft202012Validator, validators
+
+    types = Draft202012Validator.TYPE_CHECKER.redefine_many(
         {
             "integer": lambda _, value: type(value) is int,  # neither true nor 1.0
             "array": lambda _, value: isinstance(value, (list, tuple)),
         }
-    ),
-)(SCHEMA)
+    )
+    return validators.extend(Draft202012Validator, type_checker=types)(SCHEMA)
 
 
-def damaged(what: str) -> ValueError:
-    """The error for a state that no packer has saved, or that something has happened to since."""
-    return ValueError(f"the packer state is damaged: {what}; restore it or resume an older one")
+def _schema_error(state: dict[str, Any]) -> Any:
+    """What is most wrong with the structure, a jsonschema error; None if nothing. Imported here: planning needs none."""
+    from jsonschema.exceptions import best_match
+
+    return best_match(_validator().iter_errors(state))
 
 
 def read(state: dict[str, Any], stream: DocumentStream) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -92,8 +100,7 @@ def read(state: dict[str, Any], stream: DocumentStream) -> tuple[dict[str, np.nd
     Raises ValueError, saying what is wrong, unless a packer over these datasets can go on from the state. Takes
     O(rows), and O(documents of the epoch) for datasets with documents that have nothing to train.
     """
-    error = best_match(_validator.iter_errors(state))
-    if error is not None:
+    if (error := _schema_error(state)) is not None:
         raise damaged(f"{error.json_path}: {_short(error.message)}")
     drawn = _check_stream(state["stream"], stream)
     if not state["base"][0] <= state["step"] <= state["stream"]["position"]:

@@ -5,10 +5,7 @@ import importlib
 
 import numpy as np
 
-from megatron_wlb.plan import native
-from megatron_wlb.plan.packer import Packer
-from megatron_wlb.plan.packing import make_policy
-from megatron_wlb.plan.stream import DocumentStream, Source
+from megatron_wlb.plan import DocumentStream, Source, make_packer, native
 
 TRAINING = ("torch", "megatron.core", "transformer_engine.pytorch", "flash_attn", "apex", "megatron_wlb.run")
 
@@ -30,22 +27,8 @@ def main() -> None:
 def pack(use_native: bool) -> list[list[int]]:
     """Lengths of the documents of four adaptively packed steps."""
     pairs = np.random.default_rng(0).lognormal(6, 1.5, 2000).astype(np.int64) + 1
-    packer = Packer(
-        DocumentStream([Source(pairs=pairs)], seed=0, context_length=8192),
-        make_policy(
-            "adaptive",
-            num_micro_batches=8,
-            context_length=8192,
-            max_tokens=10240,
-            crossover_tokens=2048,
-            use_native=use_native,
-        ),
-        num_micro_batches=8,
-        context_length=8192,
-        fingerprint="",
-        policy_name="adaptive",
-        use_native=use_native,
-    )
+    stream = DocumentStream([Source(pairs=pairs)], seed=0, context_length=8192)
+    packer = make_packer(stream, num_micro_batches=8, crossover_tokens=2048, use_native=use_native)
     return [packer.next().packing.documents["length"].tolist() for _ in range(4)]
 
 
