@@ -65,6 +65,8 @@ SCHEMA = _object(
     waiting=_ROWS,
     original=_ROWS,
 )
+
+
 def damaged(what: str) -> ValueError:
     """The error for a state that no packer has saved, or that something has happened to since."""
     return ValueError(f"the packer state is damaged: {what}; restore it or resume an older one")
@@ -84,7 +86,7 @@ def _validator() -> Any:
 
 
 def _schema_error(state: dict[str, Any]) -> Any:
-    """What is most wrong with the structure, a jsonschema error; None if nothing. Imported here: planning needs none."""
+    """What is most wrong with the structure, a jsonschema error, or None. Imported here, since planning needs none."""
     from jsonschema.exceptions import best_match
 
     return best_match(_validator().iter_errors(state))
