@@ -26,7 +26,8 @@ class Goal:
 
     @property
     def holds(self) -> bool:
-        return self.value <= self.goal if self.direction == "<=" else self.value >= self.goal
+        # Of NumPy's numbers, too, whose truth JSON does not take.
+        return bool(self.value <= self.goal if self.direction == "<=" else self.value >= self.goal)
 
 
 def write(

@@ -95,6 +95,7 @@ def test_figures_are_those_of_the_results():
     goals = {goal["name"]: goal["value"] for goal in result("cp_balance")["goals"]}
     messages = next(row for row in result("pipeline_p2p")["rows"] if row["layout"] == "PP=4")
     error = max(row["error_max"] for row in result("simulator")["rows"])
+    trained = {(row["layout"], row["method"]): row for row in result("end_to_end_cpu")["rows"]}
     unbalanced = f"{f2['original']['imbalance_mean']:.3f}"
     expected = [
         ("demo", f"{demo['mean imbalance of micro-batches, original']:.2f}"),
@@ -112,6 +113,12 @@ def test_figures_are_those_of_the_results():
         ("pipeline_p2p", str(messages["handshake_messages"])),
         ("pipeline_p2p", str(messages["planned_messages"])),
         ("simulator", f"{error:.1%}".replace("%", " %")),
+        ("end_to_end_cpu", "1"),
+        ("end_to_end_cpu", f"{trained['DP=2', 'wlb']['speedup_per_work']:.3f}"),
+        ("end_to_end_cpu", "1"),
+        ("end_to_end_cpu", f"{trained['DP=2', 'wlb']['speedup_per_token']:.3f}"),
+        ("end_to_end_cpu", "1"),
+        ("end_to_end_cpu", f"{trained['CP=2', 'adaptive']['speedup_per_token']:.3f}"),
     ]
     shown = []
     for row in (ROOT / "docs" / "performance.md").read_text().splitlines():
