@@ -30,7 +30,7 @@ auto column(const py::array& values, const char* name, const py::array& first) {
                                 py::str(values.dtype()).cast<std::string>());
   if (values.size() != first.size())
     throw std::invalid_argument(std::string(name) + " has " + std::to_string(values.size()) + " elements, index has " +
-                                std::to_string(first.size()));
+                                std::to_string(first.size()) + "; give as many");
   return values.unchecked<T, 1>();
 }
 

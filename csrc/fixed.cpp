@@ -24,7 +24,7 @@ Pieces FixedCore::place(const std::vector<Document>& documents, int64_t num_wind
     tokens += document.length;
     if (tokens > room)
       throw std::invalid_argument("the documents have more than the " + std::to_string(room) + " tokens of " +
-                                  std::to_string(num_windows) + " windows");
+                                  std::to_string(num_windows) + " windows; give more windows");
   }
 
   const size_t size = static_cast<size_t>(num_windows);

@@ -336,7 +336,9 @@ int64_t check_work(const std::vector<int64_t>& work, int64_t times) {
 std::vector<int64_t> place(const std::vector<int64_t>& work, int64_t dp_size, int64_t num_stages, int64_t num_chunks) {
   const int64_t count = check_pipeline(work, num_stages, num_chunks);
   check_range("dp_size", dp_size, 1, count);
-  if (count % dp_size) throw std::invalid_argument("dp_size must divide the number of micro-batches");
+  if (count % dp_size)
+    throw std::invalid_argument("dp_size is " + std::to_string(dp_size) + "; it must divide the " +
+                                std::to_string(count) + " micro-batches");
   check_work(work, num_chunks * count + num_stages - 1);
   Placement placement(work, static_cast<size_t>(dp_size), num_stages, num_chunks);
   while (placement.swap()) continue;

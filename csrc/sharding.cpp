@@ -277,14 +277,17 @@ class Tally {
 void check(const std::vector<int64_t>& lengths, int64_t cp_size, const Kernel& kernel) {
   check_range("cp_size", cp_size, 1, 1 << 16);
   check_range("tile_rows", kernel.tile_rows, 1, 1 << 16);
-  if (kernel.tile_rows & (kernel.tile_rows - 1)) throw std::invalid_argument("tile_rows must be a power of two");
+  if (kernel.tile_rows & (kernel.tile_rows - 1))
+    throw std::invalid_argument("tile_rows is " + std::to_string(kernel.tile_rows) + "; it must be a power of two");
   int64_t tokens = 0;
   for (int64_t length : lengths) {
     check_range("a document's length", length, 1, kMaxTokens);
     tokens = std::min(tokens + length, kMaxTokens + 1);
   }
   check_range("the micro-batch", tokens, 1, kMaxTokens);
-  if (tokens % (2 * cp_size)) throw std::invalid_argument("the micro-batch must be a multiple of 2 * cp_size tokens");
+  if (tokens % (2 * cp_size))
+    throw std::invalid_argument("the micro-batch has " + std::to_string(tokens) + " tokens; it must be a multiple of " +
+                                std::to_string(2 * cp_size));
 }
 
 }  // namespace
@@ -311,7 +314,7 @@ Sharding shard(const std::vector<int64_t>& lengths, int64_t cp_size, const std::
     else if (strategy == "per-sequence" || strategy == "per-document")
       ways.push_back({strategy, 0});
     else
-      throw std::invalid_argument("unknown sharding " + strategy);
+      throw std::invalid_argument("unknown sharding " + strategy + "; choose per-sequence, per-document or hybrid");
   }
   const Way* best = nullptr;
   double best_time = std::numeric_limits<double>::infinity();
@@ -339,7 +342,9 @@ Sharding shard(const std::vector<int64_t>& lengths, int64_t cp_size, const std::
     if (way.strategy == "hybrid") race(way);
   for (const Way& way : ways)
     if (way.strategy != "hybrid") race(way);
-  if (!best) throw std::invalid_argument("none of the strategies can shard this micro-batch");
+  if (!best)
+    throw std::invalid_argument("none of the " + std::to_string(strategies.size()) +
+                                " strategies can shard this micro-batch; add per-sequence");
 
   Sharding plan{best->strategy, best_time, std::vector<std::vector<Segment>>(2 * ranks)};
   for (const Piece& piece : best_pieces) {

@@ -157,7 +157,9 @@ class WlbConfig:
         if self.memory_budget is not None and not 0 < self.memory_budget < math.inf:
             raise ValueError(f"--wlb-memory-budget is {self.memory_budget}; give GiB, more than 0")
         if isinstance(self.max_tokens, int) and self.max_tokens > MAX_TOKENS:
-            raise ValueError(f"--wlb-max-tokens is {self.max_tokens}; work is exact up to {MAX_TOKENS} tokens")
+            raise ValueError(
+                f"--wlb-max-tokens is {self.max_tokens}; work is exact up to {MAX_TOKENS} tokens, give at most that"
+            )
 
     def thresholds_for(self, context_length: int) -> tuple[int, ...]:
         """L_1, L_2, ... for a context window."""

@@ -1,6 +1,7 @@
 // Drives the planning cores with random and hostile input and aborts where an invariant breaks.
 //
 //   stress SEED ROUNDS [threads|bytes]    round r repeats alone as `stress SEED+r 1` (or `stress SEED+r 1 bytes`)
+//   stress files FILE...                  inputs of the fuzzer, one after the other
 //
 // With `threads`, four threads run cores of their own, as planner threads do. With `bytes`, choices come from random
 // bytes through the entry point of libFuzzer, which takes the place of main where this is built with -DWLB_FUZZ.
@@ -8,7 +9,9 @@
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
 #include <functional>
+#include <iterator>
 #include <limits>
 #include <map>
 #include <mutex>
@@ -548,7 +551,8 @@ void stress_pipeline(Choices& choose) {
   const int64_t bad_size = choose.of<int64_t>({0, -1, kLowest, kHighest, total + 1});
   require(refuses([&] { wlb::place(work, bad_size, stages, chunks); }), "a bad dp_size is refused");
   require(refuses([&] { wlb::place({}, 1, stages, chunks); }), "no micro-batches are refused");
-  work.back() = choose.of<int64_t>({-1, kLowest, kHighest, place_limit + 1});
+  // A single micro-batch on one stage may have any work.
+  work.back() = place_limit == kHighest ? -1 : choose.of<int64_t>({-1, kLowest, kHighest, place_limit + 1});
   require(refuses([&] { wlb::place(work, dp_size, stages, chunks); }), "place refuses bad work");
 
   const int64_t count = choose.one_in(3) ? choose.between(1, 6) : choose.between(7, 40);
@@ -600,9 +604,19 @@ void run(uint64_t seed, uint64_t rounds, bool bytes) {
 
 int main(int count, char** arguments) {
   const std::vector<std::string> given(arguments + 1, arguments + count);
+  if (given.size() > 1 && given[0] == "files") {
+    for (size_t i = 1; i < given.size(); ++i) {
+      round_name = given[i];
+      std::ifstream file(given[i], std::ios::binary);
+      const std::vector<char> input((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+      LLVMFuzzerTestOneInput(reinterpret_cast<const uint8_t*>(input.data()), input.size());
+    }
+    std::printf("stress: ok\n");
+    return 0;
+  }
   const std::string mode = given.size() == 3 ? given[2] : "";
   if (given.size() < 2 || given.size() > 3 || (given.size() == 3 && mode != "threads" && mode != "bytes")) {
-    std::fprintf(stderr, "usage: stress SEED ROUNDS [threads|bytes]\n");
+    std::fprintf(stderr, "usage: stress SEED ROUNDS [threads|bytes]\n       stress files FILE...\n");
     return 2;
   }
   const uint64_t seed = std::stoull(given[0]), rounds = std::stoull(given[1]);

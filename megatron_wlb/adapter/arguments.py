@@ -39,7 +39,10 @@ def add_wlb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 
 
 def _integer_or_auto(value: str) -> int | str:
-    return value if value == "auto" else int(value)
+    try:
+        return value if value == "auto" else int(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{value!r} must be a number of tokens, or auto") from None
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:
@@ -102,8 +105,8 @@ def _refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
         ),
         (
             not args.calculate_per_token_loss,
-            "--calculate-per-token-loss is missing; without it every micro-batch would weigh the same, whatever its "
-            "length",
+            "--calculate-per-token-loss is missing; give it, since without it every micro-batch would weigh the same, "
+            "whatever its length",
         ),
         (
             given("rampup_batch_size") or given("step_batch_size_schedule"),
@@ -211,4 +214,7 @@ def _refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
 
 
 def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be integers, such as 32768,65536") from None

@@ -1,5 +1,6 @@
 """Packer state in one JSON file beside each Megatron checkpoint, with a digest of itself."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -20,20 +21,28 @@ def state_path(folder: str, iteration: int) -> Path:
 def save_state(folder: str, iteration: int, state: dict[str, Any], layout: Mapping[str, int | str]) -> None:
     """Write the state and the layout of the run atomically: a crash leaves the old file or the new one, never a part.
 
-    The layout is there to be compared with the next run's; nothing depends on it.
+    The layout is there to be compared with the next run's; nothing depends on it. Raises OSError, naming the file,
+    where the disk does not take it.
     """
     state = state | {"layout": dict(layout)}
-    path = state_path(folder, iteration)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    path, temporary = state_path(folder, iteration), ""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
         with os.fdopen(descriptor, "w") as file:
             json.dump(state | {"digest": _digest(state)}, file, separators=(",", ":"))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise OSError(
+                error.errno,
+                f"cannot save the packer state {path}: {error.strerror}; earlier checkpoints are as they were, free "
+                "space or make the folder writable, and resume from the last one",
+            ) from error
         raise
 
 

@@ -250,7 +250,7 @@ def model_of_script(args: Namespace, given: dict[str, Any]) -> Any:
     if getattr(builder, "__name__", None) != "gpt_builder":
         raise ValueError(
             f"--wlb: the script builds its model with {builder or given['model_provider']}; with megatron-core before "
-            "0.19 only gpt_builder of upstream's pretrain_gpt.py is supported"
+            "0.19 only gpt_builder of upstream's pretrain_gpt.py is supported, use that or install 0.19"
         )
     model = model_config(args)
     given["model_provider"] = model.build

@@ -175,7 +175,10 @@ class WlbJob:
         batches = [[next(iterator) for _ in range(num_microbatches)] for iterator in iterators]
         first = batches[0][0]
         if any(b.step != first.step or b.split != first.split for chunk in batches for b in chunk):
-            raise RuntimeError(f"micro-batches of different steps in step {first.step}: the data iterators are apart")
+            raise RuntimeError(
+                f"micro-batches of different steps in step {first.step}: the data iterators are apart; report it, with "
+                "the flags"
+            )
         self._planners[first.split].release(first.step - 1)  # upstream may save in the middle of a step
         if first.split == "train":
             self._last_step, self._began = first.step, began

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from megatron_wlb.plan import metrics, sharding
+from megatron_wlb.plan import files, metrics, sharding
 from megatron_wlb.plan.sharding.select import rank_work
 from megatron_wlb.plan.step import StepPlan
 from megatron_wlb.plan.workload import KernelModel
@@ -61,6 +61,5 @@ def line(entry: dict[str, Any]) -> str:
 
 
 def append(path: str, entry: dict[str, Any]) -> None:
-    """Append one JSON line in one write."""
-    with open(path, "a") as file:
-        file.write(json.dumps(entry, separators=(",", ":")) + "\n")
+    """Append one JSON line, all of it or nothing. Raises OSError, as `files.append`."""
+    files.append(path, (json.dumps(entry, separators=(",", ":")) + "\n").encode(), "--wlb-log")

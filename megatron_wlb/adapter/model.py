@@ -44,7 +44,7 @@ class WlbCoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         if attention_type != "self":
-            raise ValueError(f"--wlb supports self attention, not {attention_type} attention")
+            raise ValueError(f"--wlb supports self attention, not {attention_type} attention; leave --wlb out")
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         window = config.window_size[0] if windowed and config.window_size[0] >= 0 else None
         self._options = replace(options, scale=softmax_scale, window=window)
@@ -64,7 +64,10 @@ class WlbCoreAttention(MegatronModule):
         """query [s, 1, Hq, D], key and value [s, 1, Hkv, D] -> [s, 1, Hq * D]."""
         metadata = getattr(packed_seq_params, "wlb", None)
         if metadata is None:
-            raise ValueError("this model was built with --wlb and needs its batches; the batch carries no shard")
+            raise ValueError(
+                "this model was built with --wlb and needs its batches; the batch carries no shard, train by pretrain()"
+                " or leave --wlb out"
+            )
         out = context_parallel_attention(
             query.squeeze(1), key.squeeze(1), value.squeeze(1), metadata, self._cp_group, self._options
         )

@@ -59,7 +59,8 @@ class PlannedP2PCommunicator(P2PCommunicator):
             sent = super()._communicate_shapes(tensor_send_next, tensor_send_prev, recv_prev, recv_next)
             if sent != planned:
                 raise RuntimeError(
-                    f"pipeline rank {self.pp_group.rank()}: the plan says shapes {planned}, its neighbours sent {sent}"
+                    f"pipeline rank {self.pp_group.rank()}: the plan says shapes {planned}, its neighbours sent {sent};"
+                    " report it, with the flags"
                 )
         return planned
 

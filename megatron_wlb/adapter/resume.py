@@ -48,7 +48,9 @@ def resume(packer: Packer, args: Namespace, config: WlbConfig, first_step: int, 
     try:
         state, before = checkpoint.load_state(args.load, first_step)
         if state.get("step") != first_step:
-            raise ValueError(f"the packer state is of step {state.get('step')}, not of iteration {first_step}")
+            raise ValueError(
+                f"the packer state is of step {state.get('step')}, not of iteration {first_step}; copy that one's"
+            )
         packer.load_state(state)
     except ValueError as error:
         if not config.restart_packing:

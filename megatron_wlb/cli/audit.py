@@ -11,8 +11,8 @@ import numpy as np
 
 from megatron_wlb.plan import document_log
 from megatron_wlb.plan.dataset import read_index
-from megatron_wlb.plan.state import FORMAT
-from megatron_wlb.plan.types import DOCUMENT
+from megatron_wlb.plan.state import check_format
+from megatron_wlb.plan.state import waiting as waiting_of
 
 
 def register(commands: Any) -> None:
@@ -43,7 +43,7 @@ def register(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Raises ValueError for files that are not what they must be. Returns 1 if the audit finds something."""
     state = _state(args.state)
-    waiting = np.array([tuple(r) for rows in state["waiting"].values() for r in rows], DOCUMENT)
+    waiting = waiting_of(state)
     entries = document_log.read(args.log)
     entries = entries[entries["step"] < state["step"]]
     if not len(entries):
@@ -69,8 +69,7 @@ def run(args: argparse.Namespace) -> int:
 def _state(path: str) -> dict[str, Any]:
     try:
         state = json.loads(Path(path).read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a packer state: its format is not {FORMAT!r}")
-    return state
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}; give iter_XXXXXXX.wlb.json") from error
+    check_format(state, path)
+    return dict(state)

@@ -109,7 +109,9 @@ def run(args: argparse.Namespace) -> None:
     steps = warm(read_log(args.log), args.skip)
     least = LEAST_STEPS if args.output is not None else 2
     if len(steps) < least:
-        raise ValueError(f"{args.log} has {len(steps)} steps after --skip {args.skip}; at least {least} are needed")
+        raise ValueError(
+            f"{args.log} has {len(steps)} steps after --skip {args.skip}; at least {least} are needed, log more steps"
+        )
     measured = np.array([step.measured_us for step in steps])
     with (
         plan.progress(len(steps), args.output or args.json, "simulating") as advance,
@@ -162,7 +164,8 @@ def read_log(path: str) -> list[LoggedStep]:
             except (ValueError, RecursionError) as error:
                 # The number of the line is not known where it is not UTF-8.
                 where = f"{path}, after step {steps[-1].number}" if steps else path
-                raise ValueError(f"{where}: not JSON ({str(error).split(': line')[0]})") from error
+                why = str(error).split(": line")[0]
+                raise ValueError(f"{where}: not JSON ({why}); give the file that --wlb-log named") from error
             where = f"{path}, line {number}"
             if not isinstance(entry, dict) or type(entry.get("step")) is not int:
                 raise ValueError(f"{where} is no step of a run; give the file that --wlb-log named")
@@ -172,7 +175,8 @@ def read_log(path: str) -> list[LoggedStep]:
             if type(measured) not in (int, float) or not 0 < measured < math.inf:
                 raise ValueError(f"{where}: step_ms is {str(measured)[:40]}; it must be a time over 0")
             if not isinstance(lengths, list):
-                raise ValueError(f"{where}: lengths is not a list of micro-batches")
+                given = str(lengths)[:40]
+                raise ValueError(f"{where}: lengths is not a list of micro-batches but {given}; log the run anew")
             micro_batches = [
                 checked_lengths(each, f"{where}: micro-batch {i}", MAX_TOKENS) for i, each in enumerate(lengths)
             ]
@@ -258,7 +262,9 @@ def fit_scales(job: Job, plans: Sequence[StepShards], measured: np.ndarray) -> S
             found = replace(at(fit.x), uncertainty=(uncertain[0], uncertain[1]))
             if count == 1 or max(uncertain) <= MOST_UNCERTAIN:
                 return found
-    raise ValueError("the step times do not depend on what is scaled; is it the log of this job?")
+    raise ValueError(
+        f"the times of {len(plans)} steps do not depend on what is scaled; give the log of this job, and its flags"
+    )
 
 
 def _times(known: KernelTimes, scale: float, rounded: Callable[[float], float] = float) -> KernelTimes:

@@ -100,7 +100,7 @@ def job_of(args: argparse.Namespace) -> Job:
         if rest or not vpp:
             raise ValueError(
                 f"--num-layers-per-virtual-pipeline-stage {args.num_layers_per_virtual_pipeline_stage} x {pp} pipeline "
-                f"stages do not divide {model.num_layers} layers"
+                f"stages do not divide {model.num_layers} layers; change one of them"
             )
     return Job(
         model=model,
@@ -219,7 +219,10 @@ def _model(args: argparse.Namespace) -> ModelShape:
             raise ValueError(f"no {', '.join(missing)}: give the sizes of the model, or --model")
         hidden, heads = args.hidden_size, args.num_attention_heads
         if "kv_channels" not in given and hidden % heads:
-            raise ValueError(f"--num-attention-heads {heads} does not divide --hidden-size {hidden}")
+            raise ValueError(
+                f"--num-attention-heads {heads} does not divide --hidden-size {hidden}; change one, or give "
+                "--kv-channels"
+            )
         gated_ffn = max(64, hidden * 8 // 3 // 64 * 64)
         defaults = {
             "num_query_groups": heads,
@@ -229,7 +232,8 @@ def _model(args: argparse.Namespace) -> ModelShape:
         model = ModelShape(**(defaults | given), gated_linear_unit=args.swiglu)
     if model.num_attention_heads % model.num_query_groups:
         raise ValueError(
-            f"--num-query-groups {model.num_query_groups} does not divide {model.num_attention_heads} attention heads"
+            f"--num-query-groups {model.num_query_groups} does not divide {model.num_attention_heads} attention heads; "
+            "change one of them"
         )
     return model
 
@@ -237,7 +241,7 @@ def _model(args: argparse.Namespace) -> ModelShape:
 def checked_lengths(values: Any, what: str, longest: int) -> np.ndarray:
     """Lengths of the documents of a micro-batch from JSON, int64 [n]. Raises ValueError beginning with `what`."""
     if not isinstance(values, list):
-        raise ValueError(f"{what} is not a list")
+        raise ValueError(f"{what} is not a list but {str(values)[:40]}; give the lengths of its documents")
     for value in values:
         if type(value) is not int or not 1 <= value <= longest:  # bool is a subclass of int
             raise ValueError(f"{what} has a document of length {str(value)[:40]}; it must be from 1 to {longest}")

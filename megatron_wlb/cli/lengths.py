@@ -28,7 +28,7 @@ def read_lengths(source: str) -> np.ndarray:
         lengths = _json(sys.stdin.buffer.read(), name)
     elif suffix in _READERS:
         if not Path(source).is_file():
-            raise ValueError(f"{source} does not exist or is not a file; LENGTHS is {FORMATS}")
+            raise ValueError(f"{source} does not exist or is not a file; give as LENGTHS {FORMATS}")
         lengths = _READERS[suffix](Path(source))
     else:
         lengths = _dataset(source)
@@ -39,9 +39,11 @@ def _json(text: bytes, name: str) -> np.ndarray:
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{name}, line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from error
+        raise ValueError(
+            f"{name}, line {error.lineno}, column {error.colno}: not JSON: {error.msg}; give an array of integers"
+        ) from error
     except (ValueError, RecursionError) as error:  # not UTF-8, thousands of digits, thousands of brackets
-        raise ValueError(f"{name} is not a JSON array of integers: {error}") from error
+        raise ValueError(f"{name} is not a JSON array of integers: {error}; give one, such as [512, 2048]") from error
     if not isinstance(values, list):
         raise ValueError(f"{name} holds a JSON {type(values).__name__}; give an array of integers, such as [512, 2048]")
     for i, value in enumerate(values):
@@ -56,8 +58,8 @@ def _npy(path: Path) -> np.ndarray:
     try:
         with path.open("rb") as file:
             values = np.lib.format.read_array(file, allow_pickle=False)
-    except (ValueError, EOFError, MemoryError) as error:  # MemoryError: a damaged shape
-        raise ValueError(f"{path} is not an .npy file of integers: {error}") from error
+    except Exception as error:  # of a damaged header NumPy raises what Python's tokenizer does, MemoryError for a shape
+        raise ValueError(f"{path} is not an .npy file of integers: {error}; write it by numpy.save") from error
     if values.ndim != 1 or values.dtype.kind not in "iu":
         raise ValueError(
             f"{path} holds {values.dtype} {list(values.shape)}; give one dimension of integers, as int64 [documents]"
@@ -79,7 +81,7 @@ def _parquet(path: Path) -> np.ndarray:
                 raise ValueError(f"{path} has a column 'length' of {kind}; give integers, such as int64")
             column = file.read(columns=["length"]).column("length")
     except pyarrow.ArrowException as error:
-        raise ValueError(f"{path} is not a Parquet file: {error}") from error
+        raise ValueError(f"{path} is not a Parquet file: {error}; give one with a column 'length'") from error
     if column.null_count:
         index = int(np.flatnonzero(column.is_null().to_numpy())[0])
         raise ValueError(f"{path}, index {index}: the length is null; give an integer")
@@ -90,7 +92,7 @@ def _dataset(source: str) -> np.ndarray:
     prefix = source.removesuffix(".idx")
     for file in (Path(prefix + ".idx"), Path(prefix + ".bin")):
         if not file.is_file():
-            raise ValueError(f"{file} does not exist; LENGTHS is {FORMATS}")
+            raise ValueError(f"{file} does not exist; give as LENGTHS {FORMATS}")
     return np.maximum(read_index(prefix).tokens - 1, 0)
 
 
@@ -104,7 +106,9 @@ def _checked(lengths: np.ndarray, name: str) -> np.ndarray:
     if not len(lengths):
         raise ValueError(f"{name} holds no document; give at least one length")
     if not lengths.any():
-        raise ValueError(f"{name} has nothing to train: the length of each of its {len(lengths)} documents is 0")
+        raise ValueError(
+            f"{name} has nothing to train: the length of each of its {len(lengths)} documents is 0; give longer ones"
+        )
     return lengths.astype(np.int64)
 
 

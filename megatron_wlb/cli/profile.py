@@ -356,7 +356,7 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
     hidden, heads = args.hidden_size, args.num_attention_heads
     groups = args.num_query_groups or heads
     if heads % groups:
-        raise ValueError(f"--num-query-groups {groups} does not divide --num-attention-heads {heads}")
+        raise ValueError(f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; change one")
     if args.kv_channels is None and hidden % heads:
         raise ValueError(
             f"--num-attention-heads {heads} does not divide --hidden-size {hidden}; change one, or give --kv-channels"

@@ -109,7 +109,9 @@ def run(args: argparse.Namespace) -> None:
             advance(source.last_line_size)
         if args.trace is not None:
             if traced is None:
-                raise ValueError(f"--trace-step {args.trace_step}: {source.name} has {len(entries)} steps from 0")
+                raise ValueError(
+                    f"--trace-step {args.trace_step}: {source.name} has {len(entries)} steps from 0; give one of them"
+                )
             write_trace(args.trace, traced)
         result = {
             "format": FORMAT,
@@ -154,7 +156,7 @@ class PlanFile:
         self.last_line_size = 0
         self.header = self._read("a header")
         if self.header.get("format") != plan.FORMAT or self.header.get("version") != plan.VERSION:
-            raise self._wrong(f"no header of {plan.FORMAT} version {plan.VERSION}; give what `megatron-wlb plan` wrote")
+            raise self._wrong(f"no header of {plan.FORMAT} version {plan.VERSION}")
         limits = (1 << 20, MAX_TOKENS, MAX_TOKENS, 1 << 35)
         for name, most in zip(("micro_batches", "context_length", "max_tokens", "crossover"), limits, strict=True):
             value = self.header.get(name)
@@ -182,7 +184,7 @@ class PlanFile:
             yield number, lengths
             number += 1
         if not number:
-            raise ValueError(f"{self.name} holds no step")
+            raise ValueError(f"{self.name} holds no step; plan more documents")
 
     def _lengths(self, i: int, micro_batch: Any) -> np.ndarray:
         if not isinstance(micro_batch, list) or not all(isinstance(d, list) and len(d) == 3 for d in micro_batch):
@@ -192,7 +194,9 @@ class PlanFile:
         except ValueError as error:
             raise self._wrong(str(error)) from error
         if lengths.sum() > self.header["max_tokens"]:
-            raise self._wrong(f"micro-batch {i} holds {lengths.sum()} tokens, over max_tokens of the plan")
+            raise self._wrong(
+                f"micro-batch {i} holds {lengths.sum()} tokens, over max_tokens {self.header['max_tokens']} of the plan"
+            )
         return lengths
 
     def _read(self, what: str) -> dict[str, Any]:
@@ -203,14 +207,14 @@ class PlanFile:
         except (ValueError, RecursionError) as error:  # not UTF-8, thousands of digits, thousands of brackets
             raise self._wrong(f"not JSON ({str(error).split(': line')[0]})") from error
         if not line:
-            raise self._wrong(f"the file ends where {what} should be; was it cut off?")
+            raise self._wrong(f"the file ends where {what} should be, as if it were cut off")
         if not isinstance(entry, dict):
             raise self._wrong(f"a JSON {type(entry).__name__}, where {what} should be")
         self.last_line_size = len(line)
         return entry
 
     def _wrong(self, message: str) -> ValueError:
-        return ValueError(f"{self.name}, line {self._line}: {message}")
+        return ValueError(f"{self.name}, line {self._line}: {message}; give what `megatron-wlb plan` wrote")
 
 
 @contextmanager

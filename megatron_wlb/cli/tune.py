@@ -124,7 +124,9 @@ def run(args: argparse.Namespace) -> None:
         in_time = [(t, s) for t, s in found if s.late_steps <= args.max_late]
         if not in_time:
             least = min(s.late_steps for _, s in found)
-            raise ValueError(f"no tuning keeps --max-late {args.max_late:g}; the {what} steps reach {least:.3f}")
+            raise ValueError(
+                f"no tuning keeps --max-late {args.max_late:g}; the {what} steps reach {least:.3f}, give more than that"
+            )
         return front(in_time)
 
     with plan.writer(args.json, "--json") if args.json is not None else nullcontext() as file:

@@ -35,8 +35,7 @@ def read_index(prefix: str) -> DocumentIndex:
     prefix = prefix.removesuffix(".idx")
     path, binary = Path(prefix + ".idx"), Path(prefix + ".bin")
     for file in (path, binary):
-        if not file.is_file():
-            raise ValueError(f"dataset file {file} does not exist; --data-path takes the prefix of a .bin/.idx pair")
+        _check_file(file)
     lengths, pointers, documents, item_bytes = _parse(path)
     tokens = _tokens(path, lengths, documents)
     # Unsigned: a damaged pointer near 2^63 must not wrap around to a small one.
@@ -60,10 +59,17 @@ def read_tokens(prefix: str) -> np.ndarray:
     Raises ValueError as `read_index` does, but for what only the `.bin` file shows.
     """
     path = Path(prefix.removesuffix(".idx") + ".idx")
-    if not path.is_file():
-        raise ValueError(f"dataset file {path} does not exist; --data-path takes the prefix of a .bin/.idx pair")
+    _check_file(path)
     lengths, _, documents, _ = _parse(path)
     return _tokens(path, lengths, documents)
+
+
+def _check_file(path: Path) -> None:
+    """Raises ValueError unless it is one that can be mapped; reading a pipe would wait for ever."""
+    if not path.exists():
+        raise ValueError(f"dataset file {path} does not exist; give --data-path the prefix of a .bin/.idx pair")
+    if not path.is_file():
+        raise ValueError(f"dataset file {path} is a folder, pipe or device; give --data-path files on a disk")
 
 
 def _tokens(path: Path, lengths: np.ndarray, documents: np.ndarray) -> np.ndarray:
@@ -82,16 +88,25 @@ def _parse(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     with path.open("rb") as file:
         head = file.read(header)
     if len(head) < header:
-        raise ValueError(f"{path} has {size} bytes, its header alone needs {header}: the file is truncated")
+        raise ValueError(
+            f"{path} has {size} bytes, its header alone needs {header}: the file is truncated, build it again"
+        )
     if head[: len(_MAGIC)] != _MAGIC:
-        raise ValueError(f"{path} is not a Megatron .idx file: it begins with {head[:9]!r}, not {_MAGIC!r}")
+        raise ValueError(
+            f"{path} is not a Megatron .idx file: it begins with {head[:9]!r}, not {_MAGIC!r}; give one that "
+            "preprocess_data.py wrote"
+        )
     version, code = int(np.frombuffer(head, "<u8", 1, 9)[0]), head[17]
     sequences, boundaries = (int(n) for n in np.frombuffer(head, "<u8", 2, 18))
     if version != 1 or code not in _ITEM_BYTES:
-        raise ValueError(f"{path} has version {version} and dtype code {code}; supported: version 1, codes 1 to 8")
+        raise ValueError(
+            f"{path} has version {version} and dtype code {code}; supported: version 1, codes 1 to 8, build it again"
+        )
     needed = header + 12 * sequences + 8 * boundaries
     if size < needed:
-        raise ValueError(f"{path} has {size} bytes, its header announces {needed}: the file is truncated")
+        raise ValueError(
+            f"{path} has {size} bytes, its header announces {needed}: the file is truncated, build it again"
+        )
     lengths = np.memmap(path, "<i4", "r", header, (sequences,)) if sequences else np.empty(0, "<i4")
     pointers = np.memmap(path, "<i8", "r", header + 4 * sequences, (sequences,)) if sequences else np.empty(0, "<i8")
     documents = (
@@ -100,5 +115,7 @@ def _parse(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     if (lengths < 0).any() or (pointers < 0).any():
         raise ValueError(f"{path} holds a negative length or pointer: the file is damaged, build it again")
     if boundaries and (documents[0] != 0 or documents[-1] != sequences or (documents[1:] < documents[:-1]).any()):
-        raise ValueError(f"{path} has document boundaries that do not cover its {sequences} sequences in order")
+        raise ValueError(
+            f"{path} has document boundaries that do not cover its {sequences} sequences in order; build it again"
+        )
     return lengths.astype(np.int64), np.asarray(pointers), np.asarray(documents), _ITEM_BYTES[code]

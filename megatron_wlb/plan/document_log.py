@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from megatron_wlb.plan import files
 from megatron_wlb.plan.types import DOCUMENT, Packing
 
 ENTRY = np.dtype(
@@ -32,9 +33,19 @@ ENTRY = np.dtype(
 
 BEGINS_ANEW = -1
 
+MAX_STEP_BYTES = 256 << 20
+"""Of a step unpacked, 6 million documents: far above any, so that a few hostile bytes do not fill the memory."""
+
+_MOST = 1 << 53
+_BEGIN = b"\x1f\x8b\x08" + bytes(5)
+"""Of a gzip member without a time."""
+
 
 def append(path: str | os.PathLike[str], step: int, packing: Packing, *, begins_anew: bool = False) -> None:
-    """Append the micro-batches of a step, in one write; `begins_anew` where its data is the beginning of the stream."""
+    """Append the micro-batches of a step, all or nothing; `begins_anew` where its data is the beginning of the stream.
+
+    Raises OSError, as `files.append`, and ValueError for a step that is too large to be read again.
+    """
     rows = np.empty(len(packing.documents), ENTRY)
     rows["step"] = step
     rows["micro_batch"] = np.repeat(np.arange(len(packing)), np.diff(packing.bounds))
@@ -46,17 +57,23 @@ def append(path: str | os.PathLike[str], step: int, packing: Packing, *, begins_
         rows = np.concatenate((mark, rows))
     buffer = io.BytesIO()
     np.save(buffer, rows)
-    with open(path, "ab", buffering=0) as file:
-        file.write(gzip.compress(buffer.getvalue(), mtime=0))
+    if buffer.tell() > MAX_STEP_BYTES:
+        raise ValueError(
+            f"step {step} has {len(rows)} documents, {buffer.tell()} bytes where --wlb-document-log takes "
+            f"{MAX_STEP_BYTES}; train without it"
+        )
+    files.append(path, gzip.compress(buffer.getvalue(), mtime=0), "--wlb-document-log")
 
 
 def mend(path: str | os.PathLike[str]) -> int:
     """Cut off what a crash left half written at the end; returns the number of bytes. A missing file is fine.
 
-    Raises ValueError for a file that is not a document log.
+    Raises ValueError for a file that is not a document log, or is damaged elsewhere.
     """
     if not Path(path).exists():
         return 0
+    if not Path(path).is_file():
+        raise ValueError(f"{path} is not a document log but a folder, pipe or device; name another file")
     with open(path, "r+b") as file:
         size = os.fstat(file.fileno()).st_size
         end = 0
@@ -64,6 +81,8 @@ def mend(path: str | os.PathLike[str]) -> int:
             end = member_end
         if size and not end:
             raise ValueError(f"{path} is not a document log: it does not begin with a whole step; name another file")
+        if not _cut_off(file, end):
+            raise ValueError(f"{path} is damaged at byte {end}, before its last step; restore it, or name another file")
         file.truncate(end)
     return size - end
 
@@ -71,42 +90,78 @@ def mend(path: str | os.PathLike[str]) -> int:
 def read(path: str | os.PathLike[str]) -> np.ndarray:
     """ENTRY [n] of the whole run, marks of a new beginning too, in order of steps; of a step that ran again, the last.
 
-    Raises ValueError for a file that is damaged before its last step.
+    Raises ValueError for a file that is damaged before its last step, or larger than the memory.
     """
     steps: dict[int, np.ndarray] = {}
+    room = _memory_bytes() // 4  # what is made of the rows takes several times as much
     with open(path, "rb") as file:
         end = 0
         for rows, member_end in _members(file):
             end = member_end
+            room -= rows.nbytes
+            if room < 0:
+                raise ValueError(
+                    f"{path} unpacks to over a quarter of {_memory_bytes()} bytes of memory; audit it on a larger one"
+                )
             if len(rows):
                 steps[int(rows["step"][0])] = rows
-        file.seek(end)
-        if not steps or b"\x1f\x8b" in file.read()[2:]:
+        if not steps or not _cut_off(file, end):
             raise ValueError(f"{path} is not a document log, or it is damaged at byte {end}; restore it")
     return np.concatenate([steps[step] for step in sorted(steps)])
 
 
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _members(file: BinaryIO) -> Iterator[tuple[np.ndarray, int]]:
-    """Every whole step of a log, and where it ends."""
+    """Every whole step of a log, and where it ends; up to the first that is none."""
     while True:
-        start = file.tell()
         unpack = zlib.decompressobj(wbits=31)
         data = bytearray()
         try:
             while not unpack.eof:
-                block = file.read(1 << 20)
+                block = unpack.unconsumed_tail or file.read(1 << 20)
                 if not block:
                     return
-                data += unpack.decompress(block)
-            rows = np.load(io.BytesIO(data))
-        except (zlib.error, ValueError, EOFError):
+                # Bounded, since a few bytes may stand for thousands.
+                data += unpack.decompress(block, MAX_STEP_BYTES + 1 - len(data))
+                if len(data) > MAX_STEP_BYTES:
+                    return
+        except zlib.error:
             return
-        if rows.dtype != ENTRY:
+        rows = _rows(data)
+        if rows is None:
             return
         file.seek(-len(unpack.unused_data), os.SEEK_CUR)
-        end = file.tell()
-        assert end > start
-        yield rows, end
+        yield rows, file.tell()
+
+
+def _rows(data: bytearray) -> np.ndarray | None:
+    """The array of a step, None for anything that `append` does not write. `numpy.load` would believe the header."""
+    start = 10 + int.from_bytes(data[8:10], "little")
+    count = max(0, len(data) - start) // ENTRY.itemsize
+    header = f"{{'descr': {ENTRY.descr!r}, 'fortran_order': False, 'shape': ({count},), }}"
+    # Versions of NumPy pad differently.
+    if data[:8] != b"\x93NUMPY\x01\x00" or bytes(data[10:start]).rstrip() != header.encode():
+        return None
+    if len(data) != start + count * ENTRY.itemsize:
+        return None
+    rows = np.frombuffer(data, ENTRY, count, start) if count else np.empty(0, ENTRY)
+    marks = rows["micro_batch"] == BEGINS_ANEW
+    if count and ((rows["step"] != rows["step"][0]).any() or marks[1:].any() or marks.all()):
+        return None
+    for name in ENTRY.names or ():
+        least = BEGINS_ANEW if name == "micro_batch" else 0
+        if count and not least <= rows[name].min() <= rows[name].max() <= _MOST:
+            return None
+    return rows
+
+
+def _cut_off(file: BinaryIO, end: int) -> bool:
+    """Whether what follows `end`, where a step ought to begin, is a part of one step only."""
+    file.seek(end)
+    return _BEGIN not in file.read()[1:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +218,7 @@ def audit(entries: np.ndarray, waiting: np.ndarray, position: int, pairs: Sequen
     lost += int(rows["length"].sum() != position)
     begins = np.concatenate(([True], ~same))
     if pairs is not None:
+        _check_datasets(rows, pairs)
         ends = rows[np.append(~same, False)]  # the last document may not have come to its end
         known = np.array([pairs[d][i] for d, i in zip(ends["dataset"], ends["document"], strict=True)], np.int64)
         lost += int((ends["offset"] + ends["length"] < known).sum())
@@ -180,6 +236,19 @@ def audit(entries: np.ndarray, waiting: np.ndarray, position: int, pairs: Sequen
     )
 
 
+def _check_datasets(rows: np.ndarray, pairs: Sequence[np.ndarray]) -> None:
+    """Raises ValueError for documents that the datasets have not."""
+    sizes = np.array([len(each) for each in pairs], np.int64)
+    unknown = rows["dataset"] >= len(pairs)
+    unknown[~unknown] = rows["document"][~unknown] >= sizes[rows["dataset"][~unknown]]
+    if unknown.any():
+        row = rows[unknown.argmax()]
+        raise ValueError(
+            f"document {row['document']} of dataset {row['dataset']} was trained or waits, and {len(pairs)} datasets"
+            f" have {sizes.tolist()} documents; give --data-path the datasets of the run"
+        )
+
+
 def _out_of_turn(documents: np.ndarray) -> int:
     """Documents, in the order of the stream, that begin an earlier pass over their dataset than the one before."""
     order = np.lexsort((documents["index"], documents["document"], documents["dataset"]))
@@ -189,4 +258,6 @@ def _out_of_turn(documents: np.ndarray) -> int:
     place = np.arange(len(rows))
     passes = np.empty(len(rows), np.int64)
     passes[order] = place - np.maximum.accumulate(np.where(new, place, 0))  # how often the document came before
-    return sum(int((np.diff(passes[documents["dataset"] == d]) < 0).sum()) for d in np.unique(documents["dataset"]))
+    by_dataset = np.argsort(documents["dataset"], kind="stable")
+    same = np.diff(documents["dataset"][by_dataset]) == 0
+    return int((same & (np.diff(passes[by_dataset]) < 0)).sum())

@@ -91,7 +91,9 @@ def summarise(steps: Sequence[StepMetrics], *, num_waiting: int, skip: float = 0
     edge = int(skip * len(steps))
     kept = steps[edge : len(steps) - edge]
     if not kept:
-        raise ValueError(f"nothing to summarise: {len(steps)} steps, of which {edge} at either end are left out")
+        raise ValueError(
+            f"nothing to summarise: {len(steps)} steps, of which {edge} at either end are left out; give more steps"
+        )
     imbalances = np.array([s.imbalance for s in kept])
     tokens = np.array([s.tokens for s in kept])
     shares = np.array([s.long_tokens / max(1, s.tokens) for s in kept])

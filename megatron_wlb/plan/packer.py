@@ -120,11 +120,11 @@ class Packer:
         Raises ValueError, before anything changes, for another format or version, dataset, context window or policy,
         and for what no packer has saved (`plan/state.py`).
         """
-        if not isinstance(state, dict) or state.get("format") != saved.FORMAT:
-            raise ValueError(f"not a packer state: its format is not {saved.FORMAT!r}")
+        saved.check_format(state, "the state")
         if state.get("version") != saved.VERSION:
             raise ValueError(
-                f"packer state of version {state.get('version')}; this release reads version {saved.VERSION}"
+                f"packer state of version {state.get('version')}; this release reads version {saved.VERSION}, resume "
+                "with the release that saved it"
             )
         for name, value in self._settings.items():
             if state.get(name) != value:

@@ -72,6 +72,16 @@ def damaged(what: str) -> ValueError:
     return ValueError(f"the packer state is damaged: {what}; restore it or resume an older one")
 
 
+def check_format(state: Any, name: str) -> None:
+    """Raises ValueError unless this is, or was, a packer state, of whatever version."""
+    found = state.get("format") if isinstance(state, dict) else None
+    if found != FORMAT:
+        raise ValueError(
+            f"{name} is not a packer state: its format is {_short(repr(found))}, not {FORMAT!r}; give "
+            "iter_XXXXXXX.wlb.json of a checkpoint"
+        )
+
+
 @functools.cache
 def _validator() -> Any:
     from jsonschema import Draft202012Validator, validators
@@ -117,6 +127,18 @@ def read(state: dict[str, Any], stream: DocumentStream) -> tuple[dict[str, np.nd
         _check_pieces(name, rows, drawn, stream.context_length, whole)
         _check_drawn(name, rows, drawn, state["stream"]["head"], stream.context_length)
     return waiting, original
+
+
+def waiting(state: dict[str, Any]) -> np.ndarray:
+    """What waits in a state, as far as that can be looked at without its datasets: DOCUMENT [n].
+
+    Raises ValueError for what no packer has saved.
+    """
+    state = {name: state[name] for name in SCHEMA["properties"] if name in state}  # a file has more
+    if (error := _schema_error(state)) is not None:
+        raise damaged(f"{error.json_path}: {_short(error.message)}")
+    places = _places(state["waiting"], "waiting", state["policy"], state["context_length"])
+    return np.concatenate(list(places.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

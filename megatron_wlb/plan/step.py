@@ -14,6 +14,8 @@ from megatron_wlb.plan.types import Packing, ShardPlan
 from megatron_wlb.plan.workload import FLOPS_PROFILE, KernelModel, document_work
 
 _FLOPS = FLOPS_PROFILE.kernel(heads=1)
+_LOOK_SECONDS = 1.0
+"""How often a reader that waits looks whether the planner's thread still runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +45,8 @@ class Layout:
             )
         if self.cp_size > 1 and self.unit_tokens % (2 * self.cp_size):
             raise ValueError(
-                f"unit_tokens is {self.unit_tokens}; {self.cp_size} context-parallel ranks need a multiple of "
-                f"{2 * self.cp_size}"
+                f"unit_tokens is {self.unit_tokens}; {self.cp_size} context-parallel ranks hold two chunks each, give "
+                f"a multiple of {2 * self.cp_size}"
             )
 
 
@@ -192,10 +194,15 @@ class Planner:
                 self._thread.start()
             self._wanted = max(self._wanted, step)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._next > step or self._error is not None)
+            while not self._changed.wait_for(lambda: self._next > step or self._error is not None, _LOOK_SECONDS):
+                if not self._thread.is_alive():
+                    self._error = RuntimeError(
+                        f"the planner's thread has ended at step {self._next}, or this process was forked since; "
+                        "read plans in the process that trains"
+                    )
             self.wait_seconds += time.perf_counter() - begin
             if self._next <= step:
-                raise RuntimeError(f"planning failed before step {step}") from self._error
+                raise RuntimeError(f"planning failed before step {step}; see its cause above") from self._error
             return self._plans[step]
 
     def release(self, step: int) -> None:
@@ -205,19 +212,20 @@ class Planner:
                 del self._plans[old]
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._next <= self._wanted + self._ahead)
-            try:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._next <= self._wanted + self._ahead)
                 plan = plan_step(self._packer, self._layout)
                 if plan.step != self._next:
-                    raise RuntimeError(f"the packer is at step {plan.step}, training at step {self._next}")
-            except BaseException as error:
+                    raise RuntimeError(
+                        f"the packer is at step {plan.step}, training at step {self._next}; load the state of that step"
+                    )
                 with self._changed:
-                    self._error = error
+                    self._plans[plan.step] = plan
+                    self._next += 1
                     self._changed.notify_all()
-                return
+        except BaseException as error:
             with self._changed:
-                self._plans[plan.step] = plan
-                self._next += 1
+                self._error = error
                 self._changed.notify_all()

@@ -107,7 +107,9 @@ class DocumentStream:
     ) -> None:
         for i, source in enumerate(sources):
             if len(source.pairs) == source.too_short:
-                raise ValueError(f"dataset {i} of the blend is empty: it has no document of at least 2 tokens")
+                raise ValueError(
+                    f"dataset {i} of the blend is empty: it has no document of at least 2 tokens; leave it out"
+                )
             if not source.weight > 0:
                 raise ValueError(f"dataset {i} of the blend has weight {source.weight}; weights must be positive")
         if not sources:
@@ -175,7 +177,9 @@ class DocumentStream:
         not a state.
         """
         if len(state["drawn"]) != len(self.sources):
-            raise ValueError(f"the state has {len(state['drawn'])} datasets, this blend has {len(self.sources)}")
+            raise ValueError(
+                f"the state has {len(state['drawn'])} datasets, this blend has {len(self.sources)}; resume with as many"
+            )
         for name, value in (("seed", self._seed), ("shuffle", self._shuffle)):
             if state[name] != value:
                 raise ValueError(
@@ -185,7 +189,10 @@ class DocumentStream:
         position, next_index = index(state["position"]), index(state["index"])
         head = [index(n) for n in state["head"] or ()]
         if not len(drawn) == len(given) == len(tokens) or len(head) not in (0, 3):
-            raise ValueError("the state is damaged: it lacks counts of a dataset, or parts of the document begun")
+            raise ValueError(
+                f"the state is damaged: drawn, given and tokens count {len(drawn)}, {len(given)} and {len(tokens)} "
+                f"datasets, and the document begun has {len(head)} parts, not 0 or 3; restore it"
+            )
         self._orders, self._given, self._tokens = self._begin_at(drawn), given, tokens
         self._position, self._index = position, next_index
         self._head = (head[0], head[1], head[2]) if head else None

@@ -192,7 +192,9 @@ def load_profile(name_or_path: str) -> Profile:
     try:
         return _profile(json.loads(path.read_text()))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{name_or_path} is not a megatron_wlb profile: {error!r}") from error
+        raise ValueError(
+            f"{name_or_path} is not a megatron_wlb profile: {error!r}; give what `megatron-wlb profile` wrote"
+        ) from error
 
 
 def _profile(data: dict[str, Any]) -> Profile:
@@ -208,16 +210,16 @@ def _profile(data: dict[str, Any]) -> Profile:
     for times in directions.values():
         values = (times.launch, times.tile, times.query_tile)
         if not all(np.isfinite(t) and t >= 0 for t in values) or not any(values):
-            raise ValueError("its kernel times must be finite, at least 0, and not all 0")
+            raise ValueError(f"its kernel times are {values}; they must be finite, at least 0, and not all 0")
     if not all(np.isfinite(us) and us >= 0 for us in collectives.values()):
-        raise ValueError("us_per_mib must be finite and at least 0")
+        raise ValueError(f"us_per_mib is {collectives}; it must be finite and at least 0")
     if linear and not all(np.isfinite(x) and x > 0 for x in (*linear.values(), profile.kernel(heads=1).tile)):
-        raise ValueError("linear_tflops must be finite and over 0, and go with a tile over 0")
+        raise ValueError(f"linear_tflops is {linear}; it must be finite and over 0, and go with a tile over 0")
     for name in ("crossover_tokens", "head_size"):
         value = getattr(profile, name)
         if value is not None and not (isinstance(value, int) and value >= 1):
-            raise ValueError(f"{name} must be an integer of at least 1")
+            raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
     tile = profile.tile_rows
     if not isinstance(tile, int) or tile < 1 or tile & (tile - 1) or tile > 1 << 16:
-        raise ValueError("tile_rows must be a power of two up to 65536")
+        raise ValueError(f"tile_rows is {tile!r}; it must be a power of two up to 65536")
     return profile

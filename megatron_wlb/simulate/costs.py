@@ -54,7 +54,10 @@ def pass_times(job: Job, plans: Sequence[ShardPlan]) -> Passes:
     model, hardware, network = job.model, job.hardware, job.hardware.network
     for plan in plans:
         if len(plan.shards) != job.cp:
-            raise ValueError(f"a micro-batch is sharded over {len(plan.shards)} context-parallel ranks, not {job.cp}")
+            raise ValueError(
+                f"a micro-batch is sharded over {len(plan.shards)} context-parallel ranks, not {job.cp}; plan it for "
+                "the job"
+            )
     tokens = np.array([plan.lengths.sum() for plan in plans]) / job.cp
     kernel = job.kernel(backward=False)
     counts = np.array([[_count(kernel, s.colours) for s in plan.shards] for plan in plans])  # [M, cp, 3]

@@ -50,7 +50,11 @@ def run(
             [micro-batches] or one for all.
     """
     if schedule.forward_only != (backward is None):
-        raise ValueError("backward times belong to a schedule that is not forward only, and only to such a one")
+        given = "missing" if backward is None else "given"
+        raise ValueError(
+            f"forward_only is {schedule.forward_only} and backward times are {given}; give them to a schedule that is "
+            "not forward only, and only to such a one"
+        )
     graph = graph_of(schedule)
     shape = (schedule.num_stages, schedule.num_chunks, schedule.num_micro_batches)
     passes = [np.broadcast_to(forward, shape)] + ([] if backward is None else [np.broadcast_to(backward, shape)])

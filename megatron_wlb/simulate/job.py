@@ -93,7 +93,10 @@ class Hardware:
 
     def __post_init__(self) -> None:
         if self.attention.name == "flops":
-            raise ValueError("profile flops counts attended pairs; a simulation needs one in us, such as h100-fa2")
+            raise ValueError(
+                "profile flops counts attended pairs; a simulation needs one in us, give h100-fa2 or one that "
+                "`megatron-wlb profile` wrote"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,10 +137,13 @@ class Job:
         if (model.num_layers + 2 * self.edge_layers) % (self.pp * self.vpp):
             counted = f" and {2 * self.edge_layers} for the edges" if self.edge_layers else ""
             raise ValueError(
-                f"{model.num_layers} layers{counted} do not divide over {self.pp} stages of {self.vpp} chunks"
+                f"{model.num_layers} layers{counted} do not divide over {self.pp} stages of {self.vpp} chunks; change "
+                "one of them"
             )
         if model.num_attention_heads % self.tp:
-            raise ValueError(f"{model.num_attention_heads} attention heads do not divide over {self.tp} ranks")
+            raise ValueError(
+                f"{model.num_attention_heads} attention heads do not divide over {self.tp} ranks; change one of them"
+            )
 
     @property
     def num_gpus(self) -> int:

@@ -26,11 +26,13 @@ class Schedule:
     def __post_init__(self) -> None:
         stages, micro_batches = self.num_stages, self.num_micro_batches
         if min(stages, micro_batches, self.num_chunks) < 1:
-            raise ValueError(f"a pipeline has at least one stage, chunk and micro-batch, not {self}")
+            raise ValueError(f"a pipeline has at least one stage, chunk and micro-batch, not {self}; give one of each")
         if self.num_chunks == 1:
             return
         if stages == 1:
-            raise ValueError(f"{self.num_chunks} model chunks need at least 2 pipeline stages")
+            raise ValueError(
+                f"{self.num_chunks} model chunks need at least 2 pipeline stages, not 1; leave virtual stages out"
+            )
         group = self.group
         if not stages <= group <= micro_batches:
             raise ValueError(

@@ -92,7 +92,7 @@ def simulate_step(job: Job, plan: Sequence[Sequence[ShardPlan]]) -> SimulatedSte
     if len(plan) != job.dp or len(counts) != 1:
         raise ValueError(
             f"the plan has {[len(m) for m in plan]} micro-batches by data-parallel rank; the job has {job.dp} ranks, "
-            "which run equally many"
+            "which run equally many; plan for them"
         )
     schedule = job.schedule(counts.pop())
     passes = tuple(pass_times(job, micro_batches) for micro_batches in plan)

@@ -180,7 +180,7 @@ def test_replacing_a_name_that_upstream_moved_fails():
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda p: p.with_suffix(".idx").unlink(), r"\.idx does not exist; --data-path takes the prefix"),
+        (lambda p: p.with_suffix(".idx").unlink(), r"\.idx does not exist; give --data-path the prefix"),
         (lambda p: p.with_suffix(".idx").write_bytes(p.with_suffix(".idx").read_bytes()[:40]), "is truncated"),
         (lambda p: p.with_suffix(".bin").write_bytes(b"1234"), "is truncated, build it again"),
         (lambda p: write_index(p.with_suffix(".idx"), torch.zeros(0).numpy()), "holds no document"),

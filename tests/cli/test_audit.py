@@ -57,10 +57,13 @@ def test_a_new_beginning_is_said(run, capsys):
     [
         (lambda log, state: state.write_text("{"), "is not JSON"),
         (lambda log, state: state.write_text("{}"), "is not a packer state"),
+        (lambda log, state: state.write_text("[" * 100_000), "is not JSON"),
+        (lambda log, state: _set(state, waiting={"queue0": [[1]]}), "the packer state is damaged: documents wait in"),
+        (lambda log, state: _set(state, waiting=[]), "the packer state is damaged: $.waiting"),
         (lambda log, state: log.write_text("x"), "is not a document log"),
         (lambda log, state: log.unlink(), "No such file"),
-        (lambda log, state: _set_step(state, 13), "name an earlier state"),
-        (lambda log, state: _set_step(state, 0), "name a later state"),
+        (lambda log, state: _set(state, step=13), "name an earlier state"),
+        (lambda log, state: _set(state, step=0), "name a later state"),
     ],
 )
 def test_wrong_files_get_one_line(run, capsys, change, message):
@@ -71,5 +74,5 @@ def test_wrong_files_get_one_line(run, capsys, change, message):
     assert error.count("\n") == 1
 
 
-def _set_step(path, step):
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"step": step}))
+def _set(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))

@@ -151,11 +151,11 @@ def test_parquet_without_pyarrow(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["x.json", "x.npy", "x.parquet"])
 def test_missing_file(tmp_path, name):
-    refused(str(tmp_path / name), f"{name} does not exist or is not a file; LENGTHS is a Megatron dataset")
+    refused(str(tmp_path / name), f"{name} does not exist or is not a file; give as LENGTHS a Megatron dataset")
 
 
 def test_broken_dataset(tmp_path):
-    refused(str(tmp_path / "x.csv"), r"x\.csv\.idx does not exist; LENGTHS is a Megatron dataset")
+    refused(str(tmp_path / "x.csv"), r"x\.csv\.idx does not exist; give as LENGTHS a Megatron dataset")
     prefix = write_dataset(tmp_path, [3, 4])
     (tmp_path / "data.idx").write_bytes(b"MMIDIDX\x00\x00")
     refused(prefix, "the file is truncated")

@@ -346,7 +346,8 @@ def test_wrong_lengths(tmp_path, capsys, text, message):
 
 
 def test_missing_lengths(tmp_path, capsys):
-    match(refused(capsys, tmp_path, str(tmp_path / "no"), "--policy", "wlb"), r"no\.idx does not exist; LENGTHS is")
+    message = refused(capsys, tmp_path, str(tmp_path / "no"), "--policy", "wlb")
+    match(message, r"no\.idx does not exist; give as LENGTHS ")
 
 
 @pytest.mark.parametrize(("module", "suffix", "policy"), [("pyarrow", "parquet", "wlb"), ("scipy", "json", "ilp")])
@@ -443,5 +444,6 @@ def test_python_m_and_exit_code():
     done = subprocess.run(arguments, input="[1, 2", capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "megatron-wlb plan: error: standard input, line 1, column 6: not JSON: Expecting ',' delimiter\n"
+        "megatron-wlb plan: error: standard input, line 1, column 6: not JSON: Expecting ',' delimiter; give an "
+        "array of integers\n"
     )

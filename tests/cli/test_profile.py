@@ -128,7 +128,7 @@ def test_a_run_on_a_gpu(tmp_path):
         (["--backend", "fa9"], "unknown attention backend 'fa9'; choose one of auto, "),
         (["--backend", "aten"], "attention backend 'aten' is not available on device 'cpu'"),
         (["--dtype", "fp8"], "--dtype: invalid choice: 'fp8'"),
-        (["--num-query-groups", "3"], "^--num-query-groups 3 does not divide --num-attention-heads 4$"),
+        (["--num-query-groups", "3"], "^--num-query-groups 3 does not divide --num-attention-heads 4; change one$"),
         (["--hidden-size", "0"], "--hidden-size: '0' must be an integer from 1 to"),
         (["--collectives-from", "none"], "no profile 'none': give a JSON file or one of the shipped profiles"),
         (["--device", "tpu"], "--device: invalid choice: 'tpu'"),

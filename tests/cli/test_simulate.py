@@ -217,7 +217,7 @@ BROKEN = {
     "missing": ([{k: v for k, v in HEADER.items() if k != "max_tokens"}], "max_tokens is null; it must be"),
     "policy": ([HEADER | {"policy": ["x"] * 30}], 'policy is ["x", "x"'),
     "no steps": ([HEADER, SUMMARY], "holds no step"),
-    "cut off": ([HEADER, STEP], "line 3: the file ends where a step, or the summary should be; was it cut off?"),
+    "cut off": ([HEADER, STEP], "line 3: the file ends where a step, or the summary should be, as if it were cut"),
     "cut line": ([HEADER, json.dumps(STEP)[:-9]], "line 2: not JSON"),
     "digits": ([HEADER, "9" * 5000], "line 2: not JSON"),
     "nested": ([HEADER, "[" * 100_000], "line 2: not JSON"),

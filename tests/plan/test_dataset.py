@@ -24,6 +24,9 @@ def write(folder, lengths, boundaries, *, magic=b"MMIDIDX\x00\x00", version=1, c
     return str(folder / "data")
 
 
+NOT_COVERED = "has document boundaries that do not cover its 3 sequences in order; build it again$"
+
+
 def refused(prefix, message):
     with pytest.raises(ValueError, match=message):
         read_index(prefix)
@@ -77,7 +80,7 @@ def test_fingerprint_names_the_document_lengths(tmp_path):
 def test_missing_file(tmp_path, missing):
     prefix = write(tmp_path, [3], [0, 1])
     (tmp_path / f"data{missing}").unlink()
-    refused(prefix, rf"data\{missing} does not exist; --data-path takes the prefix of a .bin/.idx pair$")
+    refused(prefix, rf"data\{missing} does not exist; give --data-path the prefix of a .bin/.idx pair$")
 
 
 def test_truncated_index(tmp_path):
@@ -86,7 +89,7 @@ def test_truncated_index(tmp_path):
     for size in range(len(whole)):
         (tmp_path / "data.idx").write_bytes(whole[:size])
         announced = f"its header announces {len(whole)}" if size >= HEADER else f"its header alone needs {HEADER}"
-        refused(prefix, f"data.idx has {size} bytes, {announced}: the file is truncated$")
+        refused(prefix, f"data.idx has {size} bytes, {announced}: the file is truncated, build it again$")
 
 
 def test_truncated_bin(tmp_path):
@@ -99,20 +102,20 @@ def test_truncated_bin(tmp_path):
     ("changes", "message"),
     [
         ({"magic": b"NUMPYIDX\x00"}, "is not a Megatron .idx file: it begins with b'NUMPYIDX"),
-        ({"version": 2}, "has version 2 and dtype code 4; supported: version 1, codes 1 to 8$"),
+        ({"version": 2}, "has version 2 and dtype code 4; supported: version 1, codes 1 to 8, build it again$"),
         ({"code": 0}, "has version 1 and dtype code 0; supported"),
         ({"code": 9}, "has version 1 and dtype code 9; supported"),
         ({"lengths": [3, -1, 4], "bin_bytes": 99}, "holds a negative length or pointer: the file is damaged"),
         ({"pointers": [0, -12, 16]}, "holds a negative length or pointer: the file is damaged"),
         ({"pointers": [0, 2**62, 16]}, f"data.idx describes {2**62 + 4}: the file is truncated"),
         ({"pointers": [0, 2**63 - 1, 16]}, f"data.idx describes {2**63 + 3}: the file is truncated"),
-        ({"boundaries": [0, 1, 2]}, "has document boundaries that do not cover its 3 sequences in order$"),
-        ({"boundaries": [1, 2, 3]}, "has document boundaries that do not cover its 3 sequences in order$"),
-        ({"boundaries": [0, 2, 1, 3]}, "has document boundaries that do not cover its 3 sequences in order$"),
-        ({"boundaries": [0, 4, 3]}, "has document boundaries that do not cover its 3 sequences in order$"),
+        ({"boundaries": [0, 1, 2]}, NOT_COVERED),
+        ({"boundaries": [1, 2, 3]}, NOT_COVERED),
+        ({"boundaries": [0, 2, 1, 3]}, NOT_COVERED),
+        ({"boundaries": [0, 4, 3]}, NOT_COVERED),
         (
             {"boundaries": [0, 2**63 - 1, -(2**63), -1, 3]},  # whose differences wrap around to positive ones
-            "has document boundaries that do not cover its 3 sequences in order$",
+            NOT_COVERED,
         ),
         ({"boundaries": [0, 2, 3], "pointers": [0, 16, 12]}, "sequences do not follow each other in .*data.bin"),
         ({"lengths": [], "boundaries": [0]}, "holds no document; build it again from a non-empty corpus$"),
@@ -128,4 +131,4 @@ def test_huge_counts_in_the_header_are_not_believed(tmp_path):
     index = bytearray((tmp_path / "data.idx").read_bytes())
     index[18:34] = b"\xff" * 16
     (tmp_path / "data.idx").write_bytes(index)
-    refused(prefix, "the file is truncated$")
+    refused(prefix, "the file is truncated, build it again$")

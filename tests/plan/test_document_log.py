@@ -1,10 +1,15 @@
 """The document log: what is written is read, whatever a crash leaves; and an audit that finds what it should."""
 
+import gzip
+import io
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_wlb.plan import document_log
 from megatron_wlb.plan.document_log import BEGINS_ANEW, append, audit, mend, read
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.packing import make_policy
@@ -153,6 +158,90 @@ def test_damage_before_the_end_is_refused(tmp_path, pairs):
         mend(path)
     assert path.read_text() == "something else"
     assert mend(tmp_path / "nothing") == 0
+
+
+def member(rows):
+    buffer = io.BytesIO()
+    np.save(buffer, rows)
+    return gzip.compress(buffer.getvalue(), mtime=0)
+
+
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_a_log_that_is_damaged_within_is_left_alone(damaged, tmp_path, pairs):
+    """To cut it off there would lose the steps behind."""
+    path, *_ = logged(tmp_path, "wlb", pairs, 4)
+    whole = path.read_bytes()
+    starts = [i for i in range(len(whole)) if whole.startswith(b"\x1f\x8b\x08" + bytes(5), i)]
+    assert len(starts) == 4
+    place = starts[damaged] + 40
+    path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=f"is damaged at byte {starts[damaged]}, before its last step; restore it"):
+        mend(path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows: rows["step"].__setitem__(-1, 7),
+        lambda rows: rows["index"].__setitem__(0, -1),
+        lambda rows: rows["offset"].__setitem__(0, 1 << 62),
+        lambda rows: rows["micro_batch"].__setitem__(1, BEGINS_ANEW),
+        lambda rows: rows["micro_batch"].__setitem__(slice(None), BEGINS_ANEW),
+        lambda rows: rows.astype([(name, "<i8") for name in rows.dtype.names]),
+        lambda rows: rows.reshape(1, -1),
+        lambda rows: np.array([{"pickled": 1}]),
+        lambda rows: b"\x93NUMPY\x01\x00\x76\x00" + b"{'descr': '<i8', 'shape': (1000000000000,), 'fortran_order': (",
+        lambda rows: b"",
+    ],
+)
+def test_what_no_run_writes_is_refused(change, tmp_path, pairs):
+    path, entries, _ = logged(tmp_path, "wlb", pairs, 2)
+    rows = entries[entries["step"] == 1].copy()
+    changed = change(rows)
+    packed = changed if isinstance(changed, bytes) else None
+    step = member(rows if changed is None else changed) if packed is None else gzip.compress(packed, mtime=0)
+    whole = path.read_bytes()
+    path.write_bytes(step)
+    with pytest.raises(ValueError, match="is not a document log, or it is damaged at byte 0"):
+        read(path)
+    path.write_bytes(whole + step + whole)
+    with pytest.raises(ValueError, match=f"damaged at byte {len(whole)}"):
+        read(path)
+
+
+def test_a_step_may_not_unpack_to_more_than_any_has(tmp_path, pairs, monkeypatch):
+    path, *_ = logged(tmp_path, "wlb", pairs, 2)
+    size = path.stat().st_size
+    monkeypatch.setattr(document_log, "MAX_STEP_BYTES", 1 << 20)
+    path.write_bytes(path.read_bytes() + gzip.compress(bytes(64 << 20), mtime=0) + path.read_bytes())
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=f"damaged at byte {size}"):
+        read(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 << 20
+    monkeypatch.setattr(document_log, "MAX_STEP_BYTES", 100)
+    with pytest.raises(ValueError, match="step 0 has .* documents, .* bytes where --wlb-document-log takes 100"):
+        append(path, 0, packer("wlb", pairs).next().packing)
+
+
+def test_a_log_that_would_fill_the_memory_is_refused(tmp_path, pairs, monkeypatch):
+    path, entries, _ = logged(tmp_path, "wlb", pairs, 4)
+    monkeypatch.setattr(document_log, "_memory_bytes", lambda: 4 * entries.nbytes)
+    assert len(read(path)) == len(entries)
+    monkeypatch.setattr(document_log, "_memory_bytes", lambda: 4 * entries.nbytes - 4)
+    with pytest.raises(ValueError, match="unpacks to over a quarter of .* bytes of memory; audit it"):
+        read(path)
+
+
+def test_documents_that_the_datasets_have_not_are_named(tmp_path, pairs):
+    _, entries, state = logged(tmp_path, "wlb", pairs, 4)
+    with pytest.raises(ValueError, match="of dataset 1 was trained or waits, and 1 datasets have"):
+        audit(entries, *state, pairs[:1])
+    with pytest.raises(ValueError, match="of dataset 0 was trained .* have \\[3, 40\\] documents; give --data-path"):
+        audit(entries, *state, [pairs[0][:3], pairs[1]])
 
 
 @pytest.mark.parametrize("what", ["lost", "doubled", "out_of_turn", "missing_steps", "first", "end"])

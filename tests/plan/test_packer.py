@@ -448,9 +448,9 @@ def test_a_hostile_state_is_refused_or_everything_in_it_runs_once(policy_name, d
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (None, "^not a packer state: its format is not 'megatron-wlb-packer-state'$"),
-        ({"format": "other"}, "^not a packer state: its format is not 'megatron-wlb-packer-state'$"),
-        ({"version": 2}, "^packer state of version 2; this release reads version 1$"),
+        (None, "^the state is not a packer state: its format is None, not 'megatron-wlb-packer-state'; give "),
+        ({"format": "other"}, "^the state is not a packer state: its format is 'other', not 'megatron-wlb-packer-st"),
+        ({"version": 2}, "^packer state of version 2; this release reads version 1, resume with the release that "),
         ({"fingerprint": "x"}, "saved with fingerprint 'x', this run has 'data'; resume with the same setting$"),
         ({"context_length": 32}, "saved with context_length 32, this run has 64; resume with the same setting$"),
         (

@@ -204,7 +204,7 @@ def test_times_beyond_53_bits_are_exact():
             f"micro-batches times stages times chunks is {3 * 2**32}; it must be 1 to {2**24}",
         ),
         (lambda: native.place(np.ones(3, np.int64), 4, 1, 1), "dp_size is 4; it must be 1 to 3"),
-        (lambda: native.place(np.ones(3, np.int64), 2, 1, 1), "dp_size must divide the number of micro-batches"),
+        (lambda: native.place(np.ones(3, np.int64), 2, 1, 1), "dp_size is 2; it must divide the 3 micro-batches"),
         (lambda: native.order(np.ones(3), 4, 1), "work must be a 1-d array of int64, not 1-d of float64"),
         (
             lambda: native.place(np.ones((2, 2), np.int64), 2, 4, 1),

@@ -9,6 +9,7 @@ import pytest
 CSRC = Path(__file__).parents[2] / "csrc"
 CORES = [p for p in sorted(CSRC.glob("*.cpp")) if p.name != "bindings.cpp"]
 STRESS = CSRC / "tests" / "stress.cpp"
+CORPUS = Path(__file__).parents[1] / "fuzz" / "corpus" / "native"
 FLAGS = "-std=c++17 -O1 -g -ffp-contract=off -pthread".split()
 WARNINGS = "-Wall -Wextra -Wconversion -Wshadow -Werror".split()
 
@@ -31,14 +32,17 @@ def test_no_warnings(source):
 
 @pytest.mark.parametrize(
     ("sanitizers", "runs"),
-    [(MEMORY, ["0 200", "0 500 bytes"]), (["-fsanitize=thread"], ["1000 40 threads"])],
+    [
+        (MEMORY, ["0 200".split(), "0 500 bytes".split(), ["files", *sorted(CORPUS.iterdir())]]),
+        (["-fsanitize=thread"], ["1000 40 threads".split()]),
+    ],
     ids=["address and undefined", "thread"],
 )
 def test_stress(tmp_path, sanitizers, runs):
     binary = tmp_path / "stress"
     compile_cpp(*sanitizers, STRESS, *CORES, "-o", binary)
     for arguments in runs:
-        result = subprocess.run([binary, *arguments.split()], capture_output=True, text=True, timeout=120)
+        result = subprocess.run([binary, *arguments], capture_output=True, text=True, timeout=120)
         assert result.returncode == 0, (result.stdout + result.stderr)[-8000:]
         assert result.stdout == "stress: ok\n"
         assert result.stderr == ""
@@ -52,7 +56,8 @@ def test_fuzz(tmp_path):
     if "libclang_rt" in built.stderr:
         pytest.skip("clang++ without its runtimes")
     assert built.returncode == 0, built.stderr[-4000:]
-    command = ["./fuzz", "-runs=20000", "-seed=1"]
+    (tmp_path / "new").mkdir()
+    command = ["./fuzz", "-runs=20000", "-seed=1", "new", CORPUS]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-8000:]
     assert "Done 20000 runs" in result.stderr

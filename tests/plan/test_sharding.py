@@ -277,7 +277,7 @@ def test_mirrored_order_evens_out_per_sequence_shards():
 @pytest.mark.parametrize(
     ("lengths", "cp_size", "strategies", "message"),
     [
-        ([3], 2, ["per-sequence"], "multiple of 2"),
+        ([3], 2, ["per-sequence"], "has 3 tokens; it must be a multiple of 4"),
         ([], 2, ["per-sequence"], "the micro-batch is 0"),
         ([4, 0], 2, ["per-sequence"], "length is 0"),
         ([4, -4], 2, ["per-sequence"], "length is -4"),
@@ -285,7 +285,7 @@ def test_mirrored_order_evens_out_per_sequence_shards():
         ([1 << 26, 1 << 26], 2, ["hybrid"], "the micro-batch is"),
         ([4], 0, ["per-sequence"], "cp_size is 0"),
         ([4], 2, ["best"], "unknown sharding best"),
-        ([4], 2, [], "none of the strategies"),
+        ([4], 2, [], "none of the 0 strategies"),
     ],
 )
 def test_the_native_core_refuses(lengths, cp_size, strategies, message):

@@ -309,8 +309,8 @@ def test_too_short_documents_are_counted():
     ("sources", "message"),
     [
         ([], "the blend is empty; give at least one dataset"),
-        ([source(5), source(0, 0)], "dataset 1 of the blend is empty: it has no document of at least 2 tokens"),
-        ([source()], "dataset 0 of the blend is empty: it has no document of at least 2 tokens"),
+        ([source(5), source(0, 0)], "dataset 1 of the blend is empty: it has no document of .* 2 tokens; leave it out"),
+        ([source()], "dataset 0 of the blend is empty: it has no document of at least 2 tokens; leave it out"),
         ([source(5, weight=0.0)], "dataset 0 of the blend has weight 0.0; weights must be positive"),
         ([source(5), source(5, weight=-1.0)], "dataset 1 of the blend has weight -1.0; weights must be positive"),
         ([source(5, weight=float("nan"))], "dataset 0 of the blend has weight nan; weights must be positive"),

@@ -153,10 +153,11 @@ def test_auto_takes_the_first_that_works_and_says_why_not_the_others(choose):
             ("missing", "not installed"),
             ("broken", "no kernel image"),
             ("wrong", chosen.refused[2][1]),
-            ("nan", "dq with window None differs from the reference by nan"),
+            ("nan", chosen.refused[3][1]),
         ),
     )
     assert chosen.refused[2][1].startswith("out with window 50 differs from the reference by ")
+    assert chosen.refused[3][1].startswith("dq with window None differs from the reference by nan, where 1.6e-02 is ")
     assert str(chosen).startswith("good (missing: not installed; broken: no kernel image; wrong: out with")
     with pytest.raises(ValueError, match="no attention backend works on device 'cpu' .missing: not installed."):
         choose(missing=_Missing)

@@ -13,7 +13,9 @@ from megatron_wlb.cli.plan import integer
 from megatron_wlb.simulate import MODELS
 
 _SHELL = re.compile(r"[();|&]+|\d*[<>].*|&>.*")
-_ASSIGNMENT = re.compile(r"""^\s*(?:export\s+)?([A-Za-z_]\w*)=("[^"]*"|'[^']*'|[^\s;()`$&|]+)""", re.MULTILINE)
+_ASSIGNMENT = re.compile(r"""^[ \t]*(?:export[ \t]+)?([A-Za-z_]\w*)=("[^"]*"|'[^']*'|[^\s;()`$&|]+)""", re.MULTILINE)
+_MOST_CHARACTERS = 1 << 20
+"""Of a launch line whose variables are put in."""
 _END = "--;"
 """Stands for whatever ends a command in a script: no flag takes values beyond it."""
 NOT_SIMULATED = {
@@ -118,18 +120,29 @@ def world_size(args: argparse.Namespace) -> int | None:
 def words_of(text: str) -> list[str]:
     """Words of a launch line or script as a shell splits them, variables that it assigns put in, others left.
 
-    Raises ValueError for unbalanced quotes.
+    Raises ValueError for unbalanced quotes, and for variables that hold themselves again and again.
     """
     text = text.replace("\\\r\n", " ").replace("\\\n", " ")
     values = {name: value.strip("\"'") for name, value in _ASSIGNMENT.findall(text)}
     for _ in range(4):  # variables of variables
-        text = string.Template(text).safe_substitute(values)
+        text = _put_in(text, values)
     lexer = shlex.shlex(text, posix=True, punctuation_chars="();|&")
     lexer.whitespace_split, lexer.commenters = True, "#"
     try:
         return list(lexer)
     except ValueError as error:
-        raise ValueError(f"the launch line is not one of a shell: {str(error).lower()}") from error
+        raise ValueError(f"the launch line is not one of a shell: {str(error).lower()}; check its quotes") from error
+
+
+def _put_in(text: str, values: dict[str, str]) -> str:
+    names = (match["named"] or match["braced"] for match in string.Template.pattern.finditer(text))
+    size = len(text) + sum(len(values.get(name, "")) for name in names)
+    if size > _MOST_CHARACTERS:
+        raise ValueError(
+            f"the launch line has up to {size} characters with its variables put in, and may have {_MOST_CHARACTERS}; "
+            "give the part that starts the training"
+        )
+    return string.Template(text).safe_substitute(values)
 
 
 def _files_expanded(arguments: list[str]) -> list[str]:

@@ -224,7 +224,7 @@ def _sources(data_path: Sequence[str], split: str | None, assumptions: list[str]
         if not pairs.any():
             raise ValueError(
                 f"{prefix} has no document of at least 2 tokens among the first {share:.3%} of {len(tokens)} (--split "
-                f"{split}): there is nothing to train"
+                f"{split}): there is nothing to train; give another split, or leave the dataset out"
             )
         sources.append(Source(pairs=pairs, weight=weights[i] if weights else float(pairs.sum())))
     return sources, prefixes

@@ -73,7 +73,8 @@ def settings(
         raise ValueError(f"unknown mode {mode!r} of adaptive packing; choose one of {', '.join(PACKING_MODES)}")
     if max_delay_steps < SHORTEST_DELAY_BOUND:
         raise ValueError(
-            f"max_delay_steps is {max_delay_steps}; adaptive packing can guarantee {SHORTEST_DELAY_BOUND} or more"
+            f"max_delay_steps is {max_delay_steps}; adaptive packing can guarantee {SHORTEST_DELAY_BOUND} or more, "
+            "give at least that"
         )
     given = {"balance_tolerance": balance_tolerance, "age_tolerance": age_tolerance}
     for name, value in given.items():

@@ -107,5 +107,8 @@ class IlpPolicy(FixedPolicy):
             )
         placed = np.rint(result.x[x]).astype(np.int64).reshape(num_lengths, num_windows)
         if (placed.sum(1) != counts).any() or (lengths @ placed > self._context_length).any():
-            raise RuntimeError("HiGHS' packing breaks the window or loses a document by its tolerance")
+            raise RuntimeError(
+                f"HiGHS' packing of {counts.sum()} documents breaks a window of {self._context_length} tokens or loses "
+                "a document by its tolerance; choose another policy"
+            )
         return placed

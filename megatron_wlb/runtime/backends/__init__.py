@@ -63,7 +63,10 @@ def choose_backend(device_type: str) -> Choice:
         else:
             return Choice(name=name, refused=tuple(refused))
     reasons = "; ".join(f"{name}: {why}" for name, why in refused) or "none is made for it"
-    raise ValueError(f"no attention backend works on device {device_type!r} ({reasons})")
+    raise ValueError(
+        f"no attention backend works on device {device_type!r} ({reasons}); install what one of them needs, or use "
+        "another device"
+    )
 
 
 def get_backend(name: str, device: torch.device | str) -> Backend:

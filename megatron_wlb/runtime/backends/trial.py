@@ -39,7 +39,10 @@ def try_backend(backend: Backend, device: torch.device) -> None:
         for name, x in want.items():
             error = ((got[name].double() - x.double()).norm() / x.double().norm()).item()
             if not error <= _TOLERANCE:  # NaN, too
-                raise ValueError(f"{name} with window {window} differs from the reference by {error:.1e}")
+                raise ValueError(
+                    f"{name} with window {window} differs from the reference by {error:.1e}, where {_TOLERANCE:.1e} is "
+                    "allowed; choose another backend"
+                )
 
 
 def colour_of(entries: list[tuple[int, int]], device: torch.device | str) -> Colour:

@@ -1,0 +1,37 @@
+"""The soak runs, for seconds; the reference goes on from its states, and a difference is seen. Speeds don't matter."""
+
+import json
+
+import pytest
+
+from benchmarks import results, soak
+
+
+def test_a_short_soak(monkeypatch, tmp_path):
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    soak.main(["--minutes", "0.05", "--micro-batches", "16"])
+    found = json.loads((tmp_path / "soak.json").read_text())
+    assert found["settings"]["compared_after_steps"][0] == 0
+    assert found["settings"]["differ_after_steps"] == []
+    assert len(found["rows"]) >= 3
+    for before, row in zip(found["rows"], found["rows"][1:], strict=False):
+        assert row["steps"] > before["steps"] and row["documents"] > before["documents"]
+    for row in found["rows"]:
+        assert row["streamed"] == row["documents"] + row["waiting"]
+    assert {goal["name"]: goal["holds"] for goal in found["goals"]}["states Python went on from otherwise"]
+
+
+def test_a_difference_is_seen():
+    """Of a reference that packs other numbers of micro-batches."""
+    made = soak.packer(8, use_native=True)
+    follower = soak.Follower(16)
+    for _ in range(1 + soak.FOLLOWED_STEPS):
+        follower.see(soak.plan_step(made, soak.layout(8, use_native=True)))
+    follower.close()
+    assert follower.differ == [0] and follower.compared == []
+
+
+def test_growth_is_that_of_the_memory_after_warming_up():
+    memory = [10, *[200] * 5, *[210] * 5, *[220] * 5]
+    rows = [{"seconds": float(k), "resident_mib": value} for k, value in enumerate(memory)]
+    assert soak.growth(rows) == pytest.approx(0.1)

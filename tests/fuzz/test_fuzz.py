@@ -1,0 +1,111 @@
+"""A few seconds of fuzzing: kept and mutated inputs break nothing, and what would break something is seen.
+
+`python -m benchmarks.fuzz` runs for longer, and the native cores too; their corpus also runs in
+`tests/plan/test_sanitizers.py`.
+"""
+
+import json
+import os
+import pickle
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import fuzz as benchmark
+from benchmarks import results
+from tests.fuzz import loop
+from tests.fuzz.loop import fuzz
+from tests.fuzz.targets import TARGETS, Broken
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_reader_refuses_or_reads_whatever_it_gets(name):
+    corpus = benchmark.corpus_of(name)
+    assert corpus, "the corpus is kept"
+    found = fuzz(TARGETS[name], corpus, seed=1, executions=len(corpus) + 1500, seconds=20)
+    assert not found.findings, f"{found.findings[0][0]!r}: {found.findings[0][1]}"
+    assert found.executions > len(corpus)
+    assert 0 < found.accepted < found.executions
+    assert found.kinds >= 3
+
+
+def crash(data, folder):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fill(data, folder):
+    return bytearray(2 * loop.MEMORY_BYTES)
+
+
+def stray(data, folder):
+    try:
+        Path("/dev/shm/elsewhere").write_text("x")
+    except loop.Outside:
+        raise ValueError("refused") from None
+
+
+def hang(data, folder):
+    time.sleep(60)
+
+
+def unpickle(data, folder):
+    pickle.loads(pickle.dumps(Path("x")))
+
+
+def broken(data, folder):
+    raise Broken("an invariant")
+
+
+@pytest.mark.parametrize(
+    ("read", "what"),
+    [
+        (crash, "ended with -9"),
+        (fill, "MemoryError"),
+        (stray, "outside of its folder: open"),
+        (hang, "Slow: over"),
+        (unpickle, "outside of its folder: pickle.find_class"),
+        (broken, "Broken: an invariant"),
+        (lambda data, folder: {}["key"], "KeyError"),
+    ],
+    ids=["crash", "fill", "stray", "hang", "unpickle", "broken", "another exception"],
+)
+def test_what_is_wrong_is_found(read, what, monkeypatch):
+    """The first input, which warms up, is read unconfined."""
+    monkeypatch.setattr(loop, "SECONDS_AN_INPUT", 0.5)
+
+    def late(data, folder):
+        if data != b"first":
+            read(data, folder)
+
+    target = replace(TARGETS["index"], read=late, seeds=lambda: [b"first", b"second"])
+    found = fuzz(target, [], seed=1, executions=2, seconds=10)
+    assert [data for data, _ in found.findings] == [b"second"]
+    assert what in found.findings[0][1]
+    assert not Path("/dev/shm/elsewhere").exists()
+
+
+def test_the_same_seed_makes_the_same_inputs():
+    runs = [fuzz(TARGETS["plan"], [], seed=5, executions=300, seconds=60) for _ in range(2)]
+    assert runs[0].new == runs[1].new != []
+    assert runs[0].executions == runs[1].executions == 300
+
+
+def test_a_count_goes_on_from_the_result_file(monkeypatch, tmp_path):
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    for number in (1, 2):
+        benchmark.main(
+            ["--targets", "launch", "--minutes", "0.005", "--executions", "1", *["--resume"] * (number == 2)]
+        )
+        found = json.loads((tmp_path / "fuzz.json").read_text())
+        assert [part["seed"] for part in found["settings"]["parts"]] == list(range(1, number + 1))
+        assert found["rows"][0]["executions"] == sum(part["executions"] for part in found["settings"]["parts"])
+        assert all(goal["holds"] for goal in found["goals"])
+
+
+@pytest.mark.full
+def test_the_native_cores_run(tmp_path):
+    part = benchmark.Native(tmp_path).run(seed=1, executions=2000)
+    assert part["executions"] >= 2000 and part["findings"] == 0
