@@ -163,7 +163,7 @@ def test_what_a_run_logs_is_what_is_read(packing, tmp_path):
     )  # fmt: skip
     plans = [plan_step(packer, layout) for _ in range(3)]
     for plan in plans:
-        log.append(str(tmp_path / "log"), log.record(plan, kernel, 1.0, 0.25, 0.0))
+        log.append(str(tmp_path / "log"), log.summary(plan, 1.0, 0.25, 0.0) | log.details(plan, kernel))
     read = read_log(str(tmp_path / "log"))
     planning = Planning(job=job, crossover_tokens=900, cp_sharding="adaptive", balance=packing != "original")
     for plan, step in zip(plans, read, strict=True):
