@@ -31,9 +31,8 @@ import torch
 
 from benchmarks import convergence_corpus as text
 from benchmarks.convergence_model import Corpus, Gpt, Shape, accumulate
-from megatron_wlb.plan import metrics, native
-from megatron_wlb.plan.packer import Packer
-from megatron_wlb.plan.packing import make_policy
+from megatron_wlb.plan import metrics
+from megatron_wlb.plan.packer import Packer, make_packer
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.plan.types import Packing
 from megatron_wlb.runtime.attention import AttentionOptions
@@ -150,22 +149,20 @@ VARIANTS = {
 }
 
 
-def make_packer(variant: Variant, scale: Scale, pairs: np.ndarray, seed: int) -> Packer:
+def packer_of(variant: Variant, scale: Scale, pairs: np.ndarray, seed: int) -> Packer:
     """The variant over documents of `pairs` in the order of `seed`."""
     settings = dict(variant.settings)
     if "outlier_thresholds" in settings:
         settings["outlier_thresholds"] = [round(s * scale.context_length) for s in settings["outlier_thresholds"]]
-    sizes = {"num_micro_batches": scale.num_micro_batches, "context_length": scale.context_length}
-    policy = make_policy(
-        variant.policy,
-        **sizes,
-        **settings,
-        max_tokens=round(scale.max_tokens_over_window * scale.context_length),
+    return make_packer(
+        DocumentStream([Source(pairs=pairs)], seed=seed, context_length=scale.context_length),
+        num_micro_batches=scale.num_micro_batches,
         crossover_tokens=scale.crossover_tokens,
-        use_native=native.AVAILABLE,
+        policy=variant.policy,
+        max_tokens=round(scale.max_tokens_over_window * scale.context_length),
+        fingerprint="",
+        **settings,
     )
-    stream = DocumentStream([Source(pairs=pairs)], seed=seed, context_length=scale.context_length)
-    return Packer(stream, policy, **sizes, fingerprint="", policy_name=variant.policy)
 
 
 class Trainer:
@@ -223,7 +220,7 @@ def run(
     variant, began = VARIANTS[name], time.time()
     train, held_out = (split(data, held) for held in (False, True))
     validation = validation_packing(held_out, scale)
-    packer, trainer = make_packer(variant, scale, train.pairs, seed), Trainer(scale, train, seed, device)
+    packer, trainer = packer_of(variant, scale, train.pairs, seed), Trainer(scale, train, seed, device)
     steps: dict[str, list[float]] = {key: [] for key in ("tokens", "loss", "gradient_norm", "imbalance", "long_tokens")}
     measured, validations = [], [{"tokens": 0, **trainer.validate(held_out, validation)}]
     while trainer.tokens < scale.tokens:

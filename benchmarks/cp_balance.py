@@ -23,8 +23,7 @@ from rich.table import Table
 from benchmarks import results
 from benchmarks.packing import CROSSOVER, distributions
 from megatron_wlb.plan import sharding
-from megatron_wlb.plan.packer import Packer
-from megatron_wlb.plan.packing import make_policy
+from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.plan.types import SEGMENT
 from megatron_wlb.plan.workload import load_profile
@@ -39,16 +38,13 @@ Row = dict[str, Any]
 
 def micro_batches(lengths: np.ndarray, window: int, packing: str, count: int) -> list[np.ndarray]:
     """`count` micro-batches after the first 20, as document lengths."""
-    policy = make_policy(
-        packing,
+    packer = make_packer(
+        DocumentStream([Source(pairs=lengths)], seed=0, context_length=window, shuffle=False),
         num_micro_batches=4,
-        context_length=window,
-        max_tokens=5 * window // 4,
         crossover_tokens=CROSSOVER,
-        use_native=True,
+        policy=packing,
+        fingerprint="",
     )
-    stream = DocumentStream([Source(pairs=lengths)], seed=0, context_length=window, shuffle=False)
-    packer = Packer(stream, policy, num_micro_batches=4, context_length=window, fingerprint="", policy_name="")
     made: list[np.ndarray] = []
     while len(made) < 20 + count:
         packing_of_step = packer.next().packing

@@ -167,6 +167,17 @@ class WlbConfig:
             return self.outlier_thresholds
         return tuple(sorted({max(2, context_length // 4), max(2, context_length // 2)}))
 
+    def policy_settings(self, context_length: int) -> dict[str, Any]:
+        """What `plan.make_packer` is told of the settings of policies, whichever runs."""
+        return {
+            "outlier_thresholds": self.thresholds_for(context_length),
+            "mode": self.packing_mode,
+            "max_delay_steps": self.max_delay_steps,
+            "balance_tolerance": self.balance_tolerance,
+            "age_tolerance": self.age_tolerance,
+            "num_global_batches": self.global_batches,
+        }
+
     def max_tokens_for(self, context_length: int, unit: int, fitting: int | None = None) -> int:
         """S_max for a context window, a multiple of `unit`; `fitting` is the largest that memory has room for, or None.
 

@@ -27,11 +27,9 @@ from megatron_wlb.adapter.throughput import Throughput
 from megatron_wlb.config import WlbConfig
 from megatron_wlb.plan import document_log, native
 from megatron_wlb.plan.memory import ActivationModel
-from megatron_wlb.plan.packer import Packer
-from megatron_wlb.plan.packing import make_policy
+from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.step import Layout, Planner
 from megatron_wlb.plan.stream import DocumentStream
-from megatron_wlb.plan.types import Policy
 from megatron_wlb.plan.workload import KernelModel, load_profile
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import choose_backend, get_backend
@@ -286,14 +284,15 @@ class WlbJob:
         stream = DocumentStream(
             split_data.sources, seed=args.seed + data.SPLITS.index(split), context_length=args.seq_length
         )
-        packer = Packer(
+        packer = make_packer(
             stream,
-            self._policy(packing, num_micro_batches),
             num_micro_batches=num_micro_batches,
-            context_length=args.seq_length,
+            crossover_tokens=self._crossover,
+            policy=packing,
+            max_tokens=self._max_tokens,
             fingerprint=split_data.fingerprint,
-            policy_name=packing,
             use_native=self._use_native,
+            **config.policy_settings(args.seq_length),
         )
         if training_split:
             self._first_step = first_step
@@ -320,22 +319,6 @@ class WlbJob:
             use_native=self._use_native,
         )
         return Planner(packer, layout, first_step=first_step, ahead=config.plan_ahead)
-
-    def _policy(self, packing: str, num_micro_batches: int) -> Policy:
-        return make_policy(
-            packing,
-            num_micro_batches=num_micro_batches,
-            context_length=self._args.seq_length,
-            max_tokens=self._max_tokens,
-            crossover_tokens=self._crossover,
-            outlier_thresholds=self._config.thresholds_for(self._args.seq_length),
-            mode=self._config.packing_mode,
-            max_delay_steps=self._config.max_delay_steps,
-            balance_tolerance=self._config.balance_tolerance,
-            age_tolerance=self._config.age_tolerance,
-            num_global_batches=self._config.global_batches,
-            use_native=self._use_native,
-        )
 
     def _announce(self, split_data: SplitData, num_micro_batches: int) -> None:
         config = self._config

@@ -18,8 +18,8 @@ import numpy as np
 from megatron_wlb.cli.lengths import FORMATS, read_lengths
 from megatron_wlb.config import MAX_TOKENS, PACKING_MODES, PLANNERS, WlbConfig
 from megatron_wlb.plan import metrics, native
-from megatron_wlb.plan.packer import PackedStep, Packer
-from megatron_wlb.plan.packing import POLICIES, make_policy
+from megatron_wlb.plan.packer import PackedStep, Packer, make_packer
+from megatron_wlb.plan.packing import POLICIES
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.plan.types import DOCUMENT
 from megatron_wlb.plan.workload import load_profile
@@ -130,7 +130,6 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Plan everything and write it. Raises ValueError on wrong input, before the output is touched."""
     settings = _settings(args)
-    policy = make_policy(args.policy, **settings)
     lengths = read_lengths(args.lengths)
     total, batch_tokens = int(lengths.sum()), args.micro_batches * args.context_length
     until = math.inf if args.flush else total // batch_tokens * batch_tokens
@@ -142,18 +141,11 @@ def run(args: argparse.Namespace) -> None:
     stream = (DocumentStream if args.flush else UnflushedStream)(
         [Source(pairs=lengths)], seed=0, context_length=args.context_length, shuffle=False, num_epochs=1
     )
-    packer = Packer(
-        stream,
-        policy,
-        num_micro_batches=args.micro_batches,
-        context_length=args.context_length,
-        fingerprint=args.lengths,
-        policy_name=args.policy,
-    )
+    packer = make_packer(stream, policy=args.policy, fingerprint="", **settings)
     measured: list[metrics.StepMetrics] = []
     state = packer.state()
     with writer(args.output) as file, progress(total, args.output) as advance:
-        _write(file, _header(args.policy, settings, len(lengths)))
+        _write(file, _header(args.policy, args.context_length, settings, len(lengths)))
         for step, plan_ms in steps(packer, batch_tokens, until):
             micro_batches = [_references(step.packing.micro_batch(i)) for i in range(len(step.packing))]
             _write(file, {"step": step.step, "micro_batches": micro_batches})
@@ -190,13 +182,13 @@ def _print(summary: metrics.Summary, num_empty: int) -> None:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What `make_policy` is told. Raises ValueError for flags that contradict each other or would do nothing."""
+    """What `make_packer` is told. Raises ValueError for flags that contradict each other or would do nothing."""
     for name, policies in _FLAGS_OF.items():
         if getattr(args, name) is not None and args.policy not in policies:
             raise ValueError(
                 f"--{name.replace('_', '-')} is for --policy {' and '.join(policies)}; leave it out for {args.policy}"
             )
-    data = data_settings(args, args.max_tokens or math.ceil(1.25 * args.context_length))
+    max_tokens = args.max_tokens or math.ceil(1.25 * args.context_length)
     if args.planner == "native" and not native.AVAILABLE:
         raise ValueError("--planner native, but the native core was not built; reinstall with a C++ compiler")
     optional = {
@@ -207,46 +199,44 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         "num_global_batches": args.global_batches,
     }
     return {
-        **data,
+        "num_micro_batches": args.micro_batches,
+        "max_tokens": max_tokens,
+        "crossover_tokens": checked_crossover(args, max_tokens),
         "outlier_thresholds": WlbConfig(outlier_thresholds=args.outlier_thresholds).thresholds_for(args.context_length),
         "use_native": native.AVAILABLE and args.planner != "python",
         **{name: value for name, value in optional.items() if value is not None},
     }
 
 
-def data_settings(args: argparse.Namespace, max_tokens: int) -> dict[str, Any]:
-    """What every policy is told of the arguments of `add_data_arguments` and S_max. Raises ValueError if they clash."""
+def checked_crossover(args: argparse.Namespace, *max_tokens: int) -> int:
+    """The crossover of the arguments of `add_data_arguments`. Raises ValueError if they clash with a value of S_max."""
     context_length, num_micro_batches = args.context_length, args.micro_batches
-    if max_tokens < context_length:
-        raise ValueError(
-            f"--max-tokens {max_tokens} is under --context-length {context_length}: a document of a full window would "
-            f"fit nowhere; give at least {context_length}"
-        )
     crossover = args.crossover or DEFAULT_CROSSOVER
     if args.profile is not None:
         crossover = load_profile(args.profile).crossover_tokens
         if crossover is None:
             raise ValueError(f"profile {args.profile} states no crossover_tokens; add it or give --crossover instead")
-    if num_micro_batches * max_tokens * (context_length + crossover) >= 1 << 63:
-        raise ValueError(
-            f"the work of {num_micro_batches} micro-batches of {max_tokens} tokens at a crossover of {crossover} "
-            "overflows 64 bits; lower one of them"
-        )
-    return {
-        "num_micro_batches": num_micro_batches,
-        "context_length": context_length,
-        "max_tokens": max_tokens,
-        "crossover_tokens": crossover,
-    }
+    for s_max in max_tokens:
+        if s_max < context_length:
+            raise ValueError(
+                f"--max-tokens {s_max} is under --context-length {context_length}: a document of a full window would "
+                f"fit nowhere; give at least {context_length}"
+            )
+        if num_micro_batches * s_max * (context_length + crossover) >= 1 << 63:
+            raise ValueError(
+                f"the work of {num_micro_batches} micro-batches of {s_max} tokens at a crossover of {crossover} "
+                "overflows 64 bits; lower one of them"
+            )
+    return int(crossover)
 
 
-def _header(policy: str, settings: dict[str, Any], num_documents: int) -> dict[str, Any]:
+def _header(policy: str, context_length: int, settings: dict[str, Any], num_documents: int) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "version": VERSION,
         "policy": policy,
         "micro_batches": settings["num_micro_batches"],
-        "context_length": settings["context_length"],
+        "context_length": context_length,
         "max_tokens": settings["max_tokens"],
         "crossover": settings["crossover_tokens"],
         "documents": num_documents,

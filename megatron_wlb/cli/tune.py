@@ -15,9 +15,8 @@ import numpy as np
 from megatron_wlb.cli import plan
 from megatron_wlb.cli.lengths import read_lengths
 from megatron_wlb.config import PACKING_MODES
-from megatron_wlb.plan import metrics, native
-from megatron_wlb.plan.packer import Packer
-from megatron_wlb.plan.packing import make_policy
+from megatron_wlb.plan import metrics
+from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.packing.adaptive import SHORTEST_DELAY_BOUND, TOLERANCES
 from megatron_wlb.plan.stream import Source
 
@@ -105,7 +104,12 @@ def run(args: argparse.Namespace) -> None:
     draw = _painter(args.picture) if args.picture is not None else None
     unit = math.gcd(args.context_length, 128)  # micro-batches are shared by ranks as windows are
     candidates = args.max_tokens or [math.ceil(s * args.context_length / unit) * unit for s in S_MAX_WINDOWS]
-    data = {s: plan.data_settings(args, s) for s in candidates}
+    crossover = plan.checked_crossover(args, *candidates)
+    sizes = {
+        "num_micro_batches": args.micro_batches,
+        "context_length": args.context_length,
+        "crossover_tokens": crossover,
+    }
     fit, held_out = _halves(args)
     tunings = list(_tunings(args.context_length, candidates))
 
@@ -113,7 +117,7 @@ def run(args: argparse.Namespace) -> None:
         with plan.progress(len(chosen), args.json, what) as advance:
             found = []
             for tuning in chosen:
-                summary = run_half(lengths, tuning, data[tuning.max_tokens])
+                summary = run_half(lengths, tuning, **sizes)
                 if summary is not None:
                     found.append((tuning, summary))
                 advance(1)
@@ -140,7 +144,7 @@ def run(args: argparse.Namespace) -> None:
                 "version": VERSION,
                 "micro_batches": args.micro_batches,
                 "context_length": args.context_length,
-                "crossover": data[candidates[0]]["crossover_tokens"],
+                "crossover": crossover,
                 "documents": halves,
                 "rows": [
                     {"flags": t.flags, "policy": t.policy, "max_tokens": t.max_tokens, **t.settings}
@@ -159,30 +163,30 @@ def run(args: argparse.Namespace) -> None:
         draw(rows, args.context_length)
 
 
-def run_half(lengths: np.ndarray, tuning: Tuning, data: dict[str, Any]) -> metrics.Summary | None:
+def run_half(
+    lengths: np.ndarray, tuning: Tuning, *, num_micro_batches: int, context_length: int, crossover_tokens: int
+) -> metrics.Summary | None:
     """Measures of the full global batches of `lengths`; None if a document waits for over half of them."""
-    num_micro_batches, context_length = data["num_micro_batches"], data["context_length"]
-    policy = make_policy(tuning.policy, **data, **tuning.settings, use_native=native.AVAILABLE)
-    packer = Packer(
-        plan.UnflushedStream(
-            [Source(pairs=lengths)], seed=0, context_length=context_length, shuffle=False, num_epochs=1
-        ),
-        policy,
+    stream = plan.UnflushedStream(
+        [Source(pairs=lengths)], seed=0, context_length=context_length, shuffle=False, num_epochs=1
+    )
+    packer = make_packer(
+        stream,
         num_micro_batches=num_micro_batches,
-        context_length=context_length,
+        crossover_tokens=crossover_tokens,
+        policy=tuning.policy,
+        max_tokens=tuning.max_tokens,
         fingerprint="",
-        policy_name=tuning.policy,
+        **tuning.settings,
     )
     batch_tokens = num_micro_batches * context_length
     measured, waiting = [], 0
     for step, _ in plan.steps(packer, batch_tokens, int(lengths.sum()) // batch_tokens * batch_tokens):
         measured.append(
-            metrics.measure(
-                step.packing, step.step, crossover_tokens=data["crossover_tokens"], context_length=context_length
-            )
+            metrics.measure(step.packing, step.step, crossover_tokens=crossover_tokens, context_length=context_length)
         )
         waiting = step.num_waiting
-    first = min(int(rows["arrival"].min(initial=packer.step)) for rows in policy.waiting().values())
+    first = min(int(rows["arrival"].min(initial=packer.step)) for rows in packer.waiting().values())
     if not measured or 2 * (packer.step - first) > len(measured):
         return None
     return metrics.summarise(measured, num_waiting=waiting)

@@ -93,8 +93,12 @@ class Packer:
             state=self.state(),
         )
 
+    def waiting(self) -> dict[str, np.ndarray]:
+        """Documents that have arrived and not run, by queue of the policy: DOCUMENT arrays."""
+        return self._policy.waiting()
+
     def _num_waiting(self) -> int:
-        return sum(len(rows) for rows in self._policy.waiting().values())
+        return sum(len(rows) for rows in self.waiting().values())
 
     def state(self) -> dict[str, Any]:
         """Everything `load_state` needs, as JSON types; small: references to documents, never tokens."""

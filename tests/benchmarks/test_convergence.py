@@ -15,7 +15,7 @@ import torch
 from scipy import stats
 
 from benchmarks import convergence, convergence_corpus, convergence_report
-from benchmarks.convergence import SCALES, VARIANTS, Trainer, learning_rate, make_packer, validation_packing
+from benchmarks.convergence import SCALES, VARIANTS, Trainer, learning_rate, packer_of, validation_packing
 from benchmarks.convergence_model import Corpus, Shape, accumulate
 from megatron_wlb.plan.dataset import read_index
 from tests.adapter.conftest import dataset  # noqa: F401  # also makes this process the warm parent of forked worlds
@@ -64,7 +64,7 @@ def test_equals_megatron_on_four_processes(variant, flags, dataset, tmp_path):  
     corpus = Corpus(np.fromfile(f"{dataset}.bin", np.int32), index.tokens)
     model = Trainer(TINY, corpus, 0, CPU).model
     set_parameters(model)
-    packer = make_packer(VARIANTS[variant], TINY, corpus.pairs[: round(0.9 * len(index))], SEED)
+    packer = packer_of(VARIANTS[variant], TINY, corpus.pairs[: round(0.9 * len(index))], SEED)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
     weights = []
     for logged, gradients in zip(megatron["log"], megatron["grads"], strict=True):
@@ -157,7 +157,7 @@ def test_held_out_documents_are_never_trained(data):
 def test_documents_of_a_micro_batch_do_not_see_each_other(data):
     corpus = convergence.split(data, False)
     model = Trainer(SHORT, corpus, 1, CPU).model
-    packing = make_packer(VARIANTS["wlb"], SHORT, corpus.pairs, 1).next().packing
+    packing = packer_of(VARIANTS["wlb"], SHORT, corpus.pairs, 1).next().packing
     rows = max((packing.micro_batch(i) for i in range(len(packing))), key=len)
     assert len(rows) > 2
     together = model(corpus.micro_batch(rows, CPU))

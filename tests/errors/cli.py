@@ -49,7 +49,7 @@ def tuned(flags, result):
     """Where every tuning comes to `result`."""
 
     def call(at: At):
-        at.patch.setattr(tune, "run_half", lambda *arguments: result)
+        at.patch.setattr(tune, "run_half", lambda *arguments, **sizes: result)
         command(f"{TUNE} {flags}", {"x.json": [64] * 400})(at)
 
     return call

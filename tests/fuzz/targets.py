@@ -23,8 +23,7 @@ from megatron_wlb.cli.simulate import PlanFile
 from megatron_wlb.config import MAX_TOKENS
 from megatron_wlb.plan import document_log, state
 from megatron_wlb.plan.dataset import read_index, read_tokens
-from megatron_wlb.plan.packer import Packer
-from megatron_wlb.plan.packing import make_policy
+from megatron_wlb.plan.packer import Packer, make_packer
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.plan.types import DOCUMENT
 from megatron_wlb.plan.workload import load_profile
@@ -89,16 +88,15 @@ def _index_seeds() -> list[bytes]:
 def packer(policy: str) -> Packer:
     """Over `PAIRS`, before its first step."""
     stream = DocumentStream([Source(pairs=pairs) for pairs in PAIRS], seed=3, context_length=WINDOW)
-    made = make_policy(
-        policy,
+    return make_packer(
+        stream,
         num_micro_batches=N,
-        context_length=WINDOW,
-        max_tokens=80,
         crossover_tokens=32,
-        outlier_thresholds=(32,),
+        policy=policy,
+        fingerprint="",
         use_native=True,
+        outlier_thresholds=(32,),
     )
-    return Packer(stream, made, num_micro_batches=N, context_length=WINDOW, fingerprint="", policy_name=policy)
 
 
 def _state(data: bytes, folder: Path) -> None:

@@ -14,8 +14,7 @@ from megatron_wlb.cli import tune
 from megatron_wlb.cli.analyze.setup import Setup, described
 from megatron_wlb.config import PACKING_MODES
 from megatron_wlb.plan import metrics, pipeline, sharding
-from megatron_wlb.plan.packer import PackedStep, Packer
-from megatron_wlb.plan.packing import make_policy
+from megatron_wlb.plan.packer import PackedStep, make_packer
 from megatron_wlb.plan.packing.adaptive import SHORTEST_DELAY_BOUND
 from megatron_wlb.plan.step import Layout, shard_micro_batch
 from megatron_wlb.plan.stream import DocumentStream
@@ -187,29 +186,15 @@ def measure(setup: Setup, scheme: Scheme, packed: int, simulated: int, advance: 
 
 def _packed_steps(setup: Setup, scheme: Scheme, count: int) -> Iterator[PackedStep]:
     """`count` steps as a run would train them, after those that warm up."""
-    config = setup.config
-    policy = make_policy(
-        scheme.packing,
-        num_micro_batches=setup.num_micro_batches,
-        context_length=setup.context_length,
-        max_tokens=setup.max_tokens,
-        crossover_tokens=setup.crossover_tokens,
-        outlier_thresholds=config.thresholds_for(setup.context_length),
-        mode=config.packing_mode,
-        max_delay_steps=config.max_delay_steps,
-        balance_tolerance=config.balance_tolerance,
-        age_tolerance=config.age_tolerance,
-        num_global_batches=config.global_batches,
-        use_native=setup.use_native,
-    )
-    packer = Packer(
+    packer = make_packer(
         DocumentStream(setup.sources, seed=setup.seed, context_length=setup.context_length),
-        policy,
         num_micro_batches=setup.num_micro_batches,
-        context_length=setup.context_length,
+        crossover_tokens=setup.crossover_tokens,
+        policy=scheme.packing,
+        max_tokens=setup.max_tokens,
         fingerprint="",
-        policy_name=scheme.packing,
         use_native=setup.use_native,
+        **setup.config.policy_settings(setup.context_length),
     )
     for _ in range(WARM_UP):
         packer.next()
@@ -351,14 +336,11 @@ def front(setup: Setup, advance: Advance) -> list[dict[str, Any]]:
     steps = min(FRONT_STEPS, max(tune.LEAST_STEPS, FRONT_MICRO_BATCHES // count))
     stream = DocumentStream(setup.sources, seed=setup.seed, context_length=window)
     lengths = stream.take(steps * count * window)["length"].astype(np.int64)
-    data = {
-        "num_micro_batches": count,
-        "context_length": window,
-        "crossover_tokens": setup.crossover_tokens,
-    }
     found = []
     for tuning in tunings(setup):
-        summary = tune.run_half(lengths, tuning, {**data, "max_tokens": tuning.max_tokens})
+        summary = tune.run_half(
+            lengths, tuning, num_micro_batches=count, context_length=window, crossover_tokens=setup.crossover_tokens
+        )
         if summary is not None:
             found.append((tuning, summary))
         advance(1)

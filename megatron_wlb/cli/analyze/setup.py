@@ -10,7 +10,6 @@ import numpy as np
 
 from megatron_wlb.adapter.arguments import config_from_args
 from megatron_wlb.cli import job as jobs
-from megatron_wlb.cli import plan
 from megatron_wlb.cli.analyze import flags
 from megatron_wlb.config import WlbConfig
 from megatron_wlb.plan import native
@@ -105,10 +104,6 @@ def setup_of(args: argparse.Namespace) -> Setup:
     crossover = config.crossover or job.hardware.attention.crossover_for(
         **{name: getattr(memory, name) for name in _SHAPE}, padded_vocab_size=model.padded_vocab_size
     )
-    checked = argparse.Namespace(
-        context_length=window, micro_batches=num_micro_batches, crossover=crossover, profile=None
-    )
-    plan.data_settings(checked, max_tokens)  # of which only an overflow of work is left to be refused
     sources, prefixes = _sources(args.data_path, args.split, assumptions)
     return Setup(
         job=job,
