@@ -125,7 +125,8 @@ class WlbJob:
         """Forward one micro-batch."""
         batch = next(data_iterator).to(self._device)
         positions = batch.metadata.positions
-        with self._telemetry.forward(batch, model):
+        name = f"wlb {batch.split} step {batch.step}: {positions.numel()} of {batch.padded_tokens} tokens"
+        with torch.profiler.record_function(name), self._telemetry.forward(batch, model):
             output = model(
                 batch.tokens,
                 positions.unsqueeze(0),

@@ -18,6 +18,9 @@ from megatron_wlb.plan.step import StepPlan
 _SMOOTHING = 0.9
 """Weight of the steps before in the speed by which the time of a step is predicted."""
 
+_MOST_BINS = 512
+"""Of a histogram of W&B."""
+
 
 class Telemetry:
     """Every `--tensorboard-log-interval` steps, if the run writes TensorBoard or W&B at all; else it does nothing."""
@@ -73,17 +76,15 @@ class Telemetry:
             return
         scalars = self._scalars(plan, entry, imbalance)
         steps, tokens = np.array(sorted(plan.delays.items())).T
-        edges = np.append(steps, steps[-1] + 1)
         if board := get_tensorboard_writer():
             for name, value in scalars.items():
                 board.add_scalar(f"wlb/{name}", value, iteration)
             _histogram(board, "wlb/delay", steps, tokens, iteration)
         if wandb := get_wandb_writer():
-            wandb.log({f"wlb/{name}": value for name, value in scalars.items()}, iteration)
-            counts = np.zeros(edges[-1] - edges[0], np.int64)
-            counts[steps - edges[0]] = tokens
-            histogram = wandb.Histogram(np_histogram=(counts, np.arange(edges[0], edges[-1] + 1)))
-            wandb.log({"wlb/delay": histogram}, iteration)
+            ends = int(steps[0]), int(steps[-1]) + 1
+            delays = np.histogram(steps, min(ends[1] - ends[0], _MOST_BINS), ends, weights=tokens)
+            values = scalars | {"delay": wandb.Histogram(np_histogram=delays)}
+            wandb.log({f"wlb/{name}": value for name, value in values.items()}, iteration)
 
     def _scalars(self, plan: StepPlan, entry: dict[str, Any], imbalance: float | None) -> dict[str, float]:
         step_seconds = entry["step_ms"] / 1e3

@@ -1,5 +1,7 @@
 """What a run writes for TensorBoard and W&B, beside what upstream writes."""
 
+import gzip
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -68,10 +70,20 @@ def test_wandb_gets_the_same(monkeypatch):
     plan = SimpleNamespace(tokens=30, num_waiting=1, cost=10, delays={-1: 10, 2: 20}, micro_batches=[micro_batch])
     names = "imbalance imbalance_original delay_mean_steps delay_max_steps plan_wait_ms step_ms".split()
     telemetry.Telemetry(args).write(7, plan, dict.fromkeys(names, 1.0), 1.25)
-    (scalars, step), (histogram, _) = logged
+    ((values, step),) = logged
     assert step == 7
-    assert scalars["wlb/imbalance-measured"] == 1.25
-    assert scalars["wlb/sharding-hybrid"] == 1.0
-    counts, edges = histogram["wlb/delay"]
+    assert values["wlb/imbalance-measured"] == 1.25
+    assert values["wlb/sharding-hybrid"] == 1.0
+    counts, edges = values["wlb/delay"]
     assert np.array_equal(counts, [10, 0, 0, 20])
     assert np.array_equal(edges, [-1, 0, 1, 2, 3])
+
+
+def test_a_trace_of_upstreams_profiler_names_the_micro_batches(dataset, tmp_path):
+    flags = "--context-parallel-size 2 --profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 3"
+    board, log = tmp_path / "board", tmp_path / "log.jsonl"
+    run = train(2, dataset, *FLAGS, *flags.split(), "--tensorboard-dir", str(board), log=log)
+    events = json.loads(gzip.decompress((tmp_path / "torch_profile/rank-0.json.gz").read_bytes()))["traceEvents"]
+    names = {e["name"] for e in events if e["name"].startswith("wlb")}
+    padded = [-(-m["tokens"] // 4) * 4 for m in run["log"][1]["micro_batches"]]  # upstream counts from 1
+    assert names == {f"wlb train step 1: {tokens // 2} of {tokens} tokens" for tokens in padded}

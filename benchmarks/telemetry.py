@@ -1,0 +1,119 @@
+"""What telemetry costs a step: CPU time of all that is measured and written for TensorBoard, over that of the step.
+
+    python -m benchmarks.telemetry [--steps S] [--check]
+
+Real training on two processes (DP=2), each pinned to a core, TensorBoard on in every step; of the rank that writes.
+And the writing of one step alone at N = 2048, of which every data-parallel rank has 32. CPU time of the thread that
+trains is no wait for messages and little disturbed by what else runs. Writes benchmarks/results/telemetry.json.
+"""
+
+import argparse
+import contextlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import results
+from benchmarks.soak import layout, packer
+from benchmarks.training_cpu import arguments, document_lengths, train, warm, write_dataset
+from megatron_wlb.plan.step import plan_step
+from tests.worlds import run_world
+
+WINDOW, FIRST = 8192, 20
+NUM_MICRO_BATCHES, WRITTEN_STEPS = 2048, 20
+GOAL = 0.001
+Row = dict[str, Any]
+
+
+def training(argv: list[str]) -> tuple[list[float], list[float]]:
+    """In every process: CPU ms of each step, and of what telemetry did in it."""
+    from megatron_wlb.adapter.telemetry import Telemetry
+
+    forward, imbalance, write = Telemetry.forward, Telemetry.imbalance, Telemetry.write
+    spent, of_steps = [0.0], list[float]()
+
+    @contextlib.contextmanager
+    def adding() -> Iterator[None]:
+        begin = time.thread_time()
+        yield
+        spent[0] += 1e3 * (time.thread_time() - begin)
+
+    @contextlib.contextmanager
+    def timed_forward(self: Telemetry, *args: Any) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            with adding():
+                stack.enter_context(forward(self, *args))
+            yield
+            with adding():
+                stack.close()
+
+    def timed_imbalance(self: Telemetry, iteration: int) -> float | None:
+        with adding():
+            return imbalance(self, iteration)
+
+    def timed_write(self: Telemetry, *args: Any) -> None:
+        with adding():
+            write(self, *args)
+        of_steps.append(spent[0])
+        spent[0] = 0.0
+
+    Telemetry.forward, Telemetry.imbalance, Telemetry.write = timed_forward, timed_imbalance, timed_write  # type: ignore[method-assign]
+    steps = train(argv, FIRST, in_order=False)
+    return [1e3 * (sum(step["busy"]) + step["other"]) for step in steps], of_steps[1:]
+
+
+def writing(folder: Path) -> list[float]:
+    """CPU ms to summarise and write a step of `NUM_MICRO_BATCHES` micro-batches."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    from megatron_wlb.adapter import log, telemetry
+
+    telemetry.get_tensorboard_writer = lambda: board
+    telemetry.get_wandb_writer = lambda: None
+    board = SummaryWriter(str(folder))
+    writer = telemetry.Telemetry(
+        argparse.Namespace(tensorboard_log_interval=1, tensorboard_dir=str(folder), wandb_project=None)
+    )
+    planned, of_rank = packer(NUM_MICRO_BATCHES, use_native=True), layout(NUM_MICRO_BATCHES, use_native=True)
+    times = []
+    for iteration in range(1, WRITTEN_STEPS + 1):
+        plan = plan_step(planned, of_rank)
+        begin = time.thread_time()
+        writer.write(iteration, plan, log.summary(plan, 1.0, 1.0, 0.0), 1.0)
+        times.append(1e3 * (time.thread_time() - begin))
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40, help="of training; default: %(default)d")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if the goal is missed")
+    args = parser.parse_args()
+    warm()
+    with tempfile.TemporaryDirectory() as folder:
+        dataset = write_dataset(Path(folder), document_lengths("f2", WINDOW))
+        flags = f"--wlb --tensorboard-dir {folder}/board"
+        _, (steps, telemetry) = run_world(
+            training, 2, arguments(dataset, WINDOW, 2, FIRST + args.steps, flags), timeout=1800
+        )
+        written = writing(Path(folder, "written"))
+    medians = {"step_ms": statistics.median(steps), "telemetry_ms": statistics.median(telemetry)}
+    rows: list[Row] = [
+        {"what": f"training, DP=2, window {WINDOW}", **medians, "telemetry_max_ms": max(telemetry)},
+        {"what": f"writing a step, N={NUM_MICRO_BATCHES}", "telemetry_ms": statistics.median(written)},
+    ]
+    goal = results.Goal(name="telemetry over the step", value=sum(telemetry) / sum(steps), goal=GOAL, direction="<=")
+    print(results.write("telemetry", settings={"steps": args.steps, "window": WINDOW}, rows=rows, goals=[goal]))
+    for row in rows:
+        print(row)
+    print(f"{'holds ' if goal.holds else 'MISSED'} {goal.name} = {goal.value:.6f} (<= {goal.goal:g})")
+    if args.check and not goal.holds:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
