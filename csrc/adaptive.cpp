@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <limits>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -14,6 +15,8 @@ namespace wlb {
 namespace {
 
 constexpr int64_t kForcedSteps = 6;
+constexpr double kCatchUp = 0.9;
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int kRefinements = 200;
 constexpr size_t kLightest = 4;
 constexpr int64_t kMaxSteps = int64_t{1} << 62;
@@ -129,11 +132,17 @@ Packed AdaptiveCore::step(int64_t step, int64_t credit) {
   for (const Document& d : fluid) tokens += d.length, work += d.work;
   const auto share = [&](double part) { return static_cast<int64_t>(part * static_cast<double>(batch_tokens_)); };
   const int64_t repay = share(settings_.token_repay);
+  int64_t floor = batch_tokens_ - repay, limit = batch_tokens_ + share(settings_.token_band);
+  if (!settings_.constant_tokens && credit > batch_tokens_) floor = share(kCatchUp);
+  // How far training may be ahead of its tokens; with constant tokens the target sees to it, where documents allow.
+  const int64_t ahead = settings_.constant_tokens ? batch_tokens_ : 0;
+  credit = std::max(-2 * batch_tokens_, std::min(credit, limit));  // more changes nothing, and could overflow
+  limit = std::max(floor, std::min(limit, batch_tokens_ + ahead + credit));
   const Fluid liquid{tokens,
                      tokens ? static_cast<double>(work) / static_cast<double>(tokens) : 0.0,
                      batch_tokens_ + std::max(-repay, std::min(repay, credit)),
-                     batch_tokens_ - repay,
-                     batch_tokens_ + share(settings_.token_band),
+                     floor,
+                     limit,
                      settings_.constant_tokens};
 
   std::vector<Document> chosen = forced;
@@ -189,38 +198,45 @@ std::vector<char> AdaptiveCore::release(const std::vector<Document>& solid, cons
   bool has_best = false, has_fallback = false;
   double best_value = 0;
   std::pair<double, double> fallback_key;
-  size_t start = 0;
-  while (true) {
-    Bins bins = forced;
-    chosen.clear();
-    double relief = 0.0;
-    int64_t oldest = 0;
-    const double cap = start < size ? static_cast<double>(solid[start].work) * (1 + s.tolerance) : 0.0;
-    for (size_t r = start; r <= size; ++r) {
-      if (r < size) {
-        const Document& d = solid[r];
-        if (!fits(d, bins, cap)) continue;
-        bins.add_to_lightest(d);
-        chosen.push_back(r);
-        const int64_t age = std::max<int64_t>(0, step - d.arrival);
-        oldest = std::max(oldest, age);
-        relief += static_cast<double>(d.length) * (static_cast<double>(age) + 1.0);
-        if (chosen.size() % every) continue;
+  const auto search = [&](bool capped) {
+    has_fallback = false;
+    size_t start = 0;
+    while (true) {
+      Bins bins = forced;
+      chosen.clear();
+      double relief = 0.0;
+      int64_t oldest = 0;
+      const double cap =
+          start < size && capped ? static_cast<double>(solid[start].work) * (1 + s.tolerance) : kInfinity;
+      for (size_t r = start; r <= size; ++r) {
+        if (r < size) {
+          const Document& d = solid[r];
+          if (!fits(d, bins, cap)) continue;
+          bins.add_to_lightest(d);
+          chosen.push_back(r);
+          const int64_t age = std::max<int64_t>(0, step - d.arrival);
+          oldest = std::max(oldest, age);
+          relief += static_cast<double>(d.length) * (static_cast<double>(age) + 1.0);
+          if (chosen.size() % every) continue;
+        }
+        const auto [full, ratio] = judge(bins);
+        const double allowed = 1 + s.tolerance + s.age_tolerance * static_cast<double>(oldest);
+        if (full == 1.0 && ratio <= std::min(allowed, s.ratio_limit)) {
+          double value = relief / batch - s.imbalance_price * (ratio - 1);
+          value -= s.token_price *
+                   std::abs(static_cast<double>(std::max(bins.total_tokens, fluid.target)) / batch - 1);
+          if (!has_best || value > best_value) has_best = true, best_value = value, best = chosen;
+        }
+        const std::pair<double, double> key{-full, ratio};
+        if (!has_fallback || key < fallback_key) has_fallback = true, fallback_key = key, fallback = chosen;
       }
-      const auto [full, ratio] = judge(bins);
-      const double allowed = 1 + s.tolerance + s.age_tolerance * static_cast<double>(oldest);
-      if (full == 1.0 && ratio <= std::min(allowed, s.ratio_limit)) {
-        double value = relief / batch - s.imbalance_price * (ratio - 1);
-        value -= s.token_price *
-                 std::abs(static_cast<double>(std::max(bins.total_tokens, fluid.target)) / batch - 1);
-        if (!has_best || value > best_value) has_best = true, best_value = value, best = chosen;
-      }
-      const std::pair<double, double> key{-full, ratio};
-      if (!has_fallback || key < fallback_key) has_fallback = true, fallback_key = key, fallback = chosen;
+      if (start == size) break;
+      start = std::min(size, start + stride);
     }
-    if (start == size) break;
-    start = std::min(size, start + stride);
-  }
+  };
+  search(true);
+  // Where documents are so alike that no set of at most the first's work fills the step, sets may be heavier.
+  if (!has_best && -fallback_key.first < 1.0) search(false);
   std::vector<char> released(size, 0);
   for (size_t r : has_best ? best : fallback) released[r] = 1;
   return released;

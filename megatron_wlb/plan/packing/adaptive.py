@@ -8,6 +8,7 @@ among those that stay balanced. `docs/packing.md` describes the algorithm and it
 """
 
 import heapq
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,9 @@ SHORTEST_DELAY_BOUND = 2 * FORCED_STEPS
 """Under a tighter bound, documents that came later would be forced before the first are through, and overtake them."""
 TOLERANCES = {"constant-tokens": (0.003, 0.008), "low-displacement": (0.015, 0.035)}
 """Of each mode: tolerance and age tolerance."""
+
+CATCH_UP = 0.9
+"""Low displacement: share of N * C that a step holds at least, once a global batch is owed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,22 +305,41 @@ class PythonAdaptiveCore:
     def _liquid(self, fluid: list[_Document], credit: int) -> _Fluid:
         tokens, work = sum(d.length for d in fluid), sum(d.work for d in fluid)
         repay = int(self._s.token_repay * self._batch_tokens)
+        floor = self._batch_tokens - repay
+        limit = self._batch_tokens + int(self._s.token_band * self._batch_tokens)
+        if not self._s.constant_tokens and credit > self._batch_tokens:
+            floor = int(CATCH_UP * self._batch_tokens)
+        # How far training may be ahead of its tokens; with constant tokens `target` sees to it, where documents allow.
+        ahead = self._batch_tokens if self._s.constant_tokens else 0
+        limit = max(floor, min(limit, self._batch_tokens + ahead + credit))
         return _Fluid(
             tokens=tokens,
             density=float(work) / float(tokens) if tokens else 0.0,
             target=self._batch_tokens + max(-repay, min(repay, credit)),
-            floor=self._batch_tokens - repay,
-            limit=self._batch_tokens + int(self._s.token_band * self._batch_tokens),
+            floor=floor,
+            limit=limit,
             constant=self._s.constant_tokens,
         )
 
     def _release(self, solid: list[_Document], forced: _Bins, fluid: _Fluid, step: int) -> list[int]:
         """Places in `solid` of the documents that run in this step.
 
-        A set begins at some document and takes every following (shorter) one that fits without making a micro-batch
-        heavier than its first document or than the mean. Every so often on the way the set is judged: if the step
-        would be balanced, it competes by what it relieves; if not, the one nearest to balance is kept for a step that
-        would otherwise be too short.
+        Where documents are so alike that no set of at most the first's work fills the step, sets may be heavier.
+        """
+        best, full, fallback = self._search(solid, forced, fluid, step, capped=True)
+        if best is None and full < 1.0:
+            best, _, fallback = self._search(solid, forced, fluid, step, capped=False)
+        return fallback if best is None else best
+
+    def _search(
+        self, solid: list[_Document], forced: _Bins, fluid: _Fluid, step: int, *, capped: bool
+    ) -> tuple[list[int] | None, float, list[int]]:
+        """The best balanced set, if any; and how full a step the set nearest to balance makes, and that set.
+
+        A set begins at some document and takes every following (shorter) one that fits; if `capped`, without making a
+        micro-batch heavier than its first document or than the mean. Every so often on the way the set is judged: if
+        the step would be balanced, it competes by what it relieves; if not, the one nearest to balance is kept for a
+        step that would otherwise be too short.
         """
         starts = max(8, min(len(solid), 200_000 // max(1, len(solid))))
         stride, every = max(1, len(solid) // starts), max(1, self._n // 16)
@@ -324,7 +347,7 @@ class PythonAdaptiveCore:
         fallback: tuple[tuple[float, float], list[int]] | None = None
         for start in [*range(0, len(solid), stride), len(solid)]:
             bins, chosen, relief, oldest = forced.copy(), [], 0.0, 0
-            cap = solid[start].work * (1 + self._s.tolerance) if start < len(solid) else 0.0
+            cap = solid[start].work * (1 + self._s.tolerance) if start < len(solid) and capped else math.inf
             for r in range(start, len(solid) + 1):
                 last = r == len(solid)
                 if not last:
@@ -348,10 +371,8 @@ class PythonAdaptiveCore:
                         best = (value, list(chosen))
                 if fallback is None or (-full, ratio) < fallback[0]:
                     fallback = ((-full, ratio), list(chosen))
-        if best is not None:
-            return best[1]
         assert fallback is not None  # the empty set was judged
-        return fallback[1]
+        return best and best[1], -fallback[0][0], fallback[1]
 
     def _fits(self, document: _Document, bins: _Bins, cap: float, fluid: _Fluid) -> bool:
         i, tokens = bins.lightest(), bins.total_tokens + document.length
