@@ -29,6 +29,8 @@ ENTRYPOINT ["megatron-wlb"]
 CMD ["--help"]
 
 FROM nvcr.io/nvidia/pytorch:${PYTORCH} AS train-wheel
+# The image pins every package that it has for pip; upstream's Dockerfile lifts that, too.
+ENV PIP_CONSTRAINT=""
 WORKDIR /src
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY csrc csrc
@@ -37,10 +39,12 @@ RUN MEGATRON_WLB_REQUIRE_NATIVE=1 pip wheel --no-cache-dir --no-deps --wheel-dir
 
 FROM nvcr.io/nvidia/pytorch:${PYTORCH} AS train
 ARG MEGATRON_CORE=0.19.2
+ENV PIP_CONSTRAINT="" CUDA_DEVICE_MAX_CONNECTIONS=1
 # Without their dependencies: torch and all that is built against it is the image's own.
 RUN --mount=type=bind,from=train-wheel,source=/wheels,target=/wheels \
     pip install --no-cache-dir --no-deps "megatron-core==${MEGATRON_CORE}" /wheels/*.whl \
     && pip install --no-cache-dir jsonschema==4.26.0 psutil==7.2.2 tensorboard==2.21.0 \
+        transformers==5.15.0 sentencepiece==0.2.2 \
     && useradd --create-home --uid 10001 wlb
 COPY scripts/docker/healthcheck.py /etc/megatron_wlb/
 COPY pretrain_gpt.py /opt/megatron_wlb/

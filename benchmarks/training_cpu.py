@@ -84,6 +84,7 @@ def train(argv: list[str], first: int, in_order: bool) -> Steps:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()), LOCAL_RANK="0")
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     from megatron.core.pipeline_parallel import schedules
     from megatron.training import get_args, training
 

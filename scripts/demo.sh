@@ -86,7 +86,7 @@ train() {
     local name=$1 wlb_log=$2
     shift 2
     : >"demo/$name.txt"
-    OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone --nproc-per-node "$processes" pretrain_gpt.py \
+    CUDA_DEVICE_MAX_CONNECTIONS=1 OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone --nproc-per-node "$processes" pretrain_gpt.py \
         "${layout[@]}" "${flags[@]}" --wlb-log "$wlb_log" "$@" >"demo/$name.txt" 2>&1 &
     job=$!
     deadline=$((SECONDS + limit_seconds))

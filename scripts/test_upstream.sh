@@ -52,7 +52,7 @@ balanced=(--context-parallel-size 2 --wlb --wlb-outlier-thresholds 256 --wlb-max
 train() { # NAME CHECKOUT SCRIPT..., which are flags of torchrun's, and ours
     local name=$1 path=$PWD:$work/$2
     shift 2
-    if ! PYTHONPATH=$path OMP_NUM_THREADS=1 timeout 600 \
+    if ! PYTHONPATH=$path CUDA_DEVICE_MAX_CONNECTIONS=1 OMP_NUM_THREADS=1 timeout 600 \
         torchrun --standalone --nproc-per-node 2 "$@" "${flags[@]}" >"$work/$name.txt" 2>&1; then
         tail -n 60 "$work/$name.txt" >&2
         echo "test_upstream: $name failed with megatron-core $version" >&2

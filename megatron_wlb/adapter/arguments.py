@@ -60,9 +60,17 @@ def config_from_args(args: argparse.Namespace) -> WlbConfig:
 
 
 def unit_tokens(args: argparse.Namespace) -> int:
-    """Micro-batches have a multiple of this many tokens: CP * lcm(2, TP if sequence parallel else 1)."""
-    sequence_parallel = args.sequence_parallel and args.tensor_model_parallel_size > 1
-    return int(args.context_parallel_size * math.lcm(2, args.tensor_model_parallel_size if sequence_parallel else 1))
+    """Micro-batches have a multiple of this many tokens: CP * lcm(2, rows), so that CP ranks hold two equal chunks.
+
+    rows is TP under sequence parallelism, else 1; times what FP8 and FP4 kernels align rows to.
+    """
+    rows = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    if getattr(args, "fp8", None) or getattr(args, "fp4", None):
+        from megatron.core.fp4_utils import get_fp4_align_size  # the rest of this module does without Megatron
+        from megatron.core.fp8_utils import get_fp8_align_size
+
+        rows *= get_fp8_align_size(args.fp8_recipe) if args.fp8 else get_fp4_align_size(args.fp4_recipe)
+    return int(args.context_parallel_size * math.lcm(2, rows))
 
 
 def check(args: argparse.Namespace, config: WlbConfig) -> None:
@@ -129,6 +137,23 @@ def _refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
         (
             given("num_experts") and args.moe_token_dispatcher_type == "allgather",
             "--moe-token-dispatcher-type allgather needs equal lengths on all ranks; give alltoall",
+        ),
+        (
+            given("moe_pad_expert_input_to_capacity"),
+            "--moe-pad-expert-input-to-capacity needs equal lengths on all ranks; leave it out",
+        ),
+        (
+            given("num_experts")
+            and args.moe_token_dispatcher_type == "flex"
+            and args.moe_flex_dispatcher_backend == "hybridep"
+            and not given("moe_hybridep_pad_uneven_dispatch_inputs"),
+            "--moe-flex-dispatcher-backend hybridep needs equal lengths on all ranks; give deepep, or from "
+            "megatron-core 0.19 on --moe-hybridep-pad-uneven-dispatch-inputs",
+        ),
+        (
+            given("qk_clip") or given("log_max_attention_logit"),
+            "--qk-clip and --log-max-attention-logit need the largest logit, which packed attention does not report; "
+            "leave them out",
         ),
         (
             args.pipeline_model_parallel_size == 2
@@ -209,7 +234,15 @@ def _refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
             "--rerun-mode report_stats: upstream takes the flag and fails at its start, since it calls this mode "
             "otherwise inside; give validate_results or disabled",
         ),
-        (given("iterations_to_skip"), "--iterations-to-skip is not supported; leave it out"),
+        (
+            given("iterations_to_skip") or given("result_rejected_tracker_filename"),
+            "--iterations-to-skip and --result-rejected-tracker-filename are not supported; leave them out",
+        ),
+        (
+            any("://" in str(getattr(args, name, "")) for name in ("save", "load")),
+            "--save and --load to object storage are not supported, the packer state is a file beside the checkpoint; "
+            "give a folder",
+        ),
     ]
 
 

@@ -71,6 +71,17 @@ def known(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name in present}
 
 
+def weight_and_optimizer_bytes(args: Namespace) -> float | None:
+    """On the fullest rank, by upstream's formula; None where `args` has expert parallelism and the formula has not."""
+    from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
+
+    if minor() < 18 and args.num_experts and args.expert_model_parallel_size > 1:
+        return None
+    # Context-parallel ranks share the distributed optimizer, too. A copy, since the formula sets defaults.
+    sharded = {"data_parallel_size": args.data_parallel_size * args.context_parallel_size}
+    return float(compute_weight_and_optimizer_memory(Namespace(**vars(args) | sharded)))
+
+
 # The command line ----------------------------------------------------------------------------------------------------
 
 

@@ -101,14 +101,14 @@ def install() -> None:
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[assignment]
 
     stream = _Stream()
-    properties = SimpleNamespace(major=10, minor=0, total_memory=1 << 36, multi_processor_count=1, name="cpu")
+    properties = SimpleNamespace(major=9, minor=0, total_memory=1 << 36, multi_processor_count=1, name="cpu")
     nothing = lambda *args, **kwargs: None  # noqa: E731
     replacements: dict[str, Any] = {
         "device_count": lambda: 1,  # upstream builds no parallel groups at 0
         "set_device": nothing,
         "current_device": lambda: 0,
         "get_device_properties": lambda device=None: properties,
-        "get_device_capability": lambda device=None: (10, 0),
+        "get_device_capability": lambda device=None: (9, 0),
         "synchronize": nothing,
         "empty_cache": nothing,
         "Stream": _Stream,

@@ -1,4 +1,4 @@
-"""A training run with `--wlb`: what upstream's `pretrain()` is given, and the four places where we step in."""
+"""A training run with `--wlb`: what upstream's `pretrain()` is given, and where we step in (`installed`)."""
 
 import contextlib
 import functools
@@ -14,7 +14,6 @@ from megatron.core.distributed import TorchFullyShardedDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from megatron.training import checkpointing, print_rank_0, training
-from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
 from megatron_wlb.adapter import arguments, checkpoint, compat, data, log
 from megatron_wlb.adapter.data import Batch, DocumentDataset, SplitData
@@ -34,18 +33,23 @@ from megatron_wlb.plan.workload import KernelModel, load_profile
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import choose_backend, get_backend
 
+DEVICE_SHARE = 0.9
+"""Of a GPU's memory; the rest is for the context, buffers of NCCL and kernels, and fragmentation."""
+
 
 class WlbJob:
     """Built from validated arguments before any process group exists; raises ValueError on bad input."""
 
     def __init__(self, args: Namespace, config: WlbConfig) -> None:
         self._args, self._config = args, config
+        gpu = torch.cuda.is_available()
+        if gpu:
+            torch.cuda.set_device(args.local_rank)  # upstream does so later, and backends are tried before
+        self._device = torch.device("cuda" if gpu else "cpu")
         self._unit = arguments.unit_tokens(args)
-        self._memory = _activation_model(args)
+        self._memory = _activation_model(args, config)
         self._max_tokens = config.max_tokens_for(args.seq_length, self._unit, self._fitting_tokens())
         self._splits = data.load_splits(args)
-        gpu = torch.cuda.is_available()
-        self._device = torch.device("cuda" if gpu else "cpu")
         self._profile = load_profile(config.profile or ("h100-fa2" if gpu else "flops"))
         self._crossover = config.crossover or self._profile.crossover_for(**_model_shape(args))
         if config.planner == "native" and not native.AVAILABLE:
@@ -79,7 +83,15 @@ class WlbJob:
         budget = self._config.memory_budget and self._config.memory_budget * 2**30
         if budget is None and torch.cuda.is_available():
             total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-            budget = total - compute_weight_and_optimizer_memory(self._args)
+            held = compat.weight_and_optimizer_bytes(self._args)
+            if held is not None:
+                budget = DEVICE_SHARE * total - held
+                if budget <= 0:
+                    raise ValueError(
+                        f"weights and optimizer take {held / 2**30:.1f} GiB by upstream's formula, more than "
+                        f"{DEVICE_SHARE:.0%} of this GPU's {total / 2**30:.1f}; use more tensor or pipeline "
+                        "parallelism or --use-distributed-optimizer, or give --wlb-memory-budget if you know better"
+                    )
         if budget is None:
             return None
         return self._memory.largest_max_tokens(budget, self._micro_batches_per_rank(), self._unit)
@@ -168,25 +180,25 @@ class WlbJob:
 
     def _forward_backward(self, schedule: Any, *, data_iterator: Any, model: Any, num_microbatches: int, **rest: Any):  # type: ignore[no-untyped-def]
         began = time.perf_counter()
-        # Taking all micro-batches of the call first tells every stage their lengths before its first receive. A replay
-        # of the step (rerun state machine) hands out the same batches again, and so the same lengths.
+        # The first batch says which step it is; a replay (rerun state machine) hands out the same batches again.
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        batches = [[next(iterator) for _ in range(num_microbatches)] for iterator in iterators]
-        first = batches[0][0]
-        if any(b.step != first.step or b.split != first.split for chunk in batches for b in chunk):
-            raise RuntimeError(
-                f"micro-batches of different steps in step {first.step}: the data iterators are apart; report it, with "
-                "the flags"
-            )
-        self._planners[first.split].release(first.step - 1)  # upstream may save in the middle of a step
+        batches = [next(iterator) for iterator in iterators]
+        first = batches[0]
+        feeds = [
+            _of_step(first, batch, iterator, num_microbatches)
+            for batch, iterator in zip(batches, iterators, strict=True)
+        ]
+        planner = self._planners[first.split]
+        planner.release(first.step - 1)  # upstream may save in the middle of a step
         if first.split == "train":
             self._last_step, self._began = first.step, began
             if first.step == self._first_step or first.step % self._config.digest_interval == 0:
                 self._compare_digests(first.step)
         if mpu.get_pipeline_model_parallel_world_size() > 1:
-            rest["p2p_communicator"] = self._communicator(model, [b.padded_tokens for b in batches[0]])
+            # Every stage knows all lengths before its first receive.
+            tokens = [m.padded_tokens for m in planner.get(first.step).micro_batches]
+            rest["p2p_communicator"] = self._communicator(model, tokens)
             rest["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
-        feeds = [iter(chunk) for chunk in batches]
         return schedule(
             data_iterator=feeds if isinstance(data_iterator, list) else feeds[0],
             model=model,
@@ -346,6 +358,19 @@ class WlbJob:
         print_rank_0(f"> wlb: attention backend {chosen}, profile {self._profile.name}{measured}")
 
 
+def _of_step(first: Batch, batch: Batch, others: Iterator[Batch], count: int) -> Iterator[Batch]:
+    """`batch` and `count` - 1 `others`, held against the step of `first`."""
+    for i in range(count):
+        if i:
+            batch = next(others)
+        if (batch.step, batch.split) != (first.step, first.split):
+            raise RuntimeError(
+                f"micro-batches of {batch.split} step {batch.step} in {first.split} step {first.step}: the data "
+                "iterators are apart; report it, with the flags"
+            )
+        yield batch
+
+
 def _model_shape(args: Namespace) -> dict[str, Any]:
     """What costs and memory of a layer depend on; a token runs through `moe_router_topk` experts at once."""
     expert = args.moe_ffn_hidden_size or args.ffn_hidden_size
@@ -361,12 +386,15 @@ def _model_shape(args: Namespace) -> dict[str, Any]:
     }
 
 
-def _activation_model(args: Namespace) -> ActivationModel:
+def _activation_model(args: Namespace, config: WlbConfig) -> ActivationModel:
     return ActivationModel(
         **_model_shape(args),
         dropout=args.hidden_dropout > 0,
         recompute_layers=args.recompute_granularity == "full",
+        recompute_block=args.recompute_num_layers if args.recompute_method == "block" else None,
+        recompute_uniform=args.recompute_num_layers or 1 if args.recompute_method == "uniform" else 1,
         bytes_per_value=args.params_dtype.itemsize,
+        save_gathered_keys=config.save_gathered_kv,
         tp_size=args.tensor_model_parallel_size,
         sequence_parallel=args.sequence_parallel,
         cp_size=args.context_parallel_size,

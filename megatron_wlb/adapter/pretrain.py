@@ -22,11 +22,11 @@ def main(argv: list[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def one_line() -> Iterator[None]:
-    """End the process with status 2 and one line, on the first rank, where bad input raises a ValueError."""
+    """End the process with status 2 and one line a node where bad input raises a ValueError."""
     try:
         yield
     except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # files may be missing on one node alone
             # Of a path in it, control characters could write to the terminal.
             text = "".join(c if c.isprintable() else " " for c in str(error))
             print(f"{os.path.basename(sys.argv[0])}: error: {text}", file=sys.stderr)

@@ -24,7 +24,13 @@ class ActivationModel:
     """Hidden dropout keeps two masks a layer."""
     recompute_layers: bool
     """Full activation recomputation: a layer keeps its input only."""
+    recompute_block: int | None = None
+    """Of each chunk only so many layers are recomputed (`--recompute-method block`); None: all."""
+    recompute_uniform: int = 1
+    """Layers that share an input, and are recomputed at once (`--recompute-method uniform`)."""
     bytes_per_value: int
+    save_gathered_keys: bool = False
+    """Layers keep K and V of all context-parallel ranks (`--wlb-save-gathered-kv`), at most."""
     tp_size: int
     sequence_parallel: bool
     cp_size: int
@@ -33,17 +39,20 @@ class ActivationModel:
     group_size: int = 0
     """Micro-batches per virtual stage group; 0: pp_size, as upstream."""
 
-    def layer_bytes(self, *, keep_all: bool = False) -> float:
-        """Kept for backward by one layer, per token of the rank's shard of the sequence."""
+    def layer_input_bytes(self) -> float:
+        """Of one layer, per token of the rank's shard of the sequence."""
+        return self.bytes_per_value * self.hidden_size / (self.tp_size if self.sequence_parallel else 1)
+
+    def layer_bytes(self) -> float:
+        """Kept for backward by one layer that is not recomputed, per token of the rank's shard of the sequence."""
         h, w = self.hidden_size, self.bytes_per_value
         split = self.tp_size if self.sequence_parallel else 1
-        if self.recompute_layers and not keep_all:
-            return w * h / split
         query, key = self.num_attention_heads * self.kv_channels, self.num_query_groups * self.kv_channels
         # Split by sequence parallelism: inputs and outputs of both norms, dropout masks of one byte.
         between = 4 * w * h + (2 * h if self.dropout else 0)
         # Split by tensor parallelism: Q, K, V, the attention output, log-sum-exps; the MLP before and after activation.
-        attention = w * (2 * query + 2 * key) + 4 * self.num_attention_heads
+        copies = 1 + self.cp_size if self.save_gathered_keys and self.cp_size > 1 else 1
+        attention = w * (2 * query + 2 * copies * key) + 4 * self.num_attention_heads
         mlp = w * self.ffn_hidden_size * (3 if self.gated_linear_unit else 2)
         return between / split + (attention + mlp) / self.tp_size
 
@@ -59,9 +68,14 @@ class ActivationModel:
         """Activations at the peak of a stage, if every micro-batch in flight had `max_tokens` (S_max) tokens."""
         tokens = max_tokens / self.cp_size
         layers = self.num_layers / (self.pp_size * self.vp_size)
-        per_token = self.in_flight(stage, num_micro_batches) * layers * self.layer_bytes()
         if self.recompute_layers:
-            per_token += self.layer_bytes(keep_all=True)
+            recomputed = layers if self.recompute_block is None else min(self.recompute_block, layers)
+            kept = recomputed * self.layer_input_bytes() / self.recompute_uniform
+            kept += (layers - recomputed) * self.layer_bytes()
+            at_once = self.recompute_uniform * self.layer_bytes()
+        else:
+            kept, at_once = layers * self.layer_bytes(), 0.0
+        per_token = self.in_flight(stage, num_micro_batches) * kept + at_once
         if stage == self.pp_size - 1:
             # Input of the output layer, its logits, and their softmax in fp32.
             per_token += self.bytes_per_value * self.hidden_size

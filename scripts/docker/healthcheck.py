@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_wlb.plan import DocumentStream, Source, make_packer, native
 
-TRAINING = ("torch", "megatron.core", "transformer_engine.pytorch", "flash_attn", "apex", "megatron_wlb.run")
+TRAINING = "transformer_engine.pytorch flash_attn apex transformers megatron_wlb.adapter.gpt".split()
 
 
 def main() -> None:

@@ -4,6 +4,7 @@
 set -euo pipefail
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # upstream demands it before Blackwell
 stopped=false
 # shellcheck disable=SC2329  # the trap calls it
 stop() {

@@ -21,7 +21,7 @@ recipe=(
     --eval-interval 500 --eval-iters 4 --log-interval 1 --save-interval 200
 )
 # shellcheck disable=SC2034
-balanced=(--wlb --wlb-packing adaptive --wlb-cp-sharding adaptive --wlb-max-tokens auto)
+balanced=(--wlb --wlb-packing adaptive --wlb-cp-sharding adaptive)
 
 required() {
     local name

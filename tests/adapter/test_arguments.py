@@ -76,7 +76,15 @@ REFUSED = {
     "--full-validation": "give --eval-iters",
     "--dataloader-type cyclic": "leave it out",
     "--non-persistent-save-interval 5": "use --save-interval",
-    "--iterations-to-skip 3": "leave it out",
+    "--iterations-to-skip 3": "leave them out",
+    "--result-rejected-tracker-filename x": "leave them out",
+    "--save msc://bucket/run": "to object storage",
+    "--load msc://bucket/run": "to object storage",
+    "--seq-length 1032 --fp8-format hybrid": "--seq-length 1032 cannot be shared .*give a multiple of 16",
+    "--qk-clip": "the largest logit",
+    "--log-max-attention-logit": "the largest logit",
+    "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-pad-expert-input-to-capacity": "ranks; leave it out",
+    "--num-experts 4 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep": "give deepep",
     "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication": (
         "leave --no-overlap-p2p-communication out"
     ),
@@ -93,6 +101,23 @@ def test_refused(flags, monkeypatch):
         check(monkeypatch, *flags.split(), world_size=2 if "global-batch" in flags else 1)
     assert "--" in str(error.value)
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("flags", "unit"),
+    [
+        ("", 2),
+        ("--context-parallel-size 2 --tensor-model-parallel-size 4", 4),
+        ("--context-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel", 8),
+        ("--fp8-format hybrid", 16),
+        ("--fp8-format hybrid --fp8-recipe mxfp8 --context-parallel-size 2", 64),
+        ("--fp8-format hybrid --context-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel", 128),
+        ("--fp4-format e2m1 --fp4-recipe nvfp4 --context-parallel-size 2", 256),
+    ],
+)
+def test_micro_batches_are_aligned_for_ranks_and_kernels(flags, unit, monkeypatch):
+    args, _ = check(monkeypatch, *flags.split(), "--wlb-max-tokens", "1024")
+    assert arguments.unit_tokens(args) == unit
 
 
 def test_per_token_loss_is_required(monkeypatch):

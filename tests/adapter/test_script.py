@@ -16,7 +16,7 @@ SCRIPT = str(Path(__file__).with_name("upstream_script.py"))
 
 def launch(*command, processes=2):
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *command]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     return subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 

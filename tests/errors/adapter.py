@@ -93,7 +93,7 @@ def other_step(at: At):
 
 def without_native(at: At):
     at.patch.setattr(native, "AVAILABLE", False)
-    at.patch.setattr(job, "_activation_model", lambda args: None)
+    at.patch.setattr(job, "_activation_model", lambda args, config: None)
     at.patch.setattr(data, "load_splits", lambda args: {})
     at.patch.setattr(WlbJob, "_fitting_tokens", lambda self: None)
     WlbJob(args_with(), WlbConfig(planner="native", profile="flops", crossover=5))
@@ -101,7 +101,16 @@ def without_native(at: At):
 
 def apart(at: At):
     batches = iter([SimpleNamespace(step=0, split="train"), SimpleNamespace(step=1, split="train")])
-    WlbJob._forward_backward(SimpleNamespace(), None, data_iterator=batches, model=None, num_microbatches=2)
+    first = next(batches)
+    list(job._of_step(first, first, batches, 2))
+
+
+def too_large_for_the_gpu(at: At):
+    at.patch.setattr(torch.cuda, "is_available", lambda: True)
+    at.patch.setattr(torch.cuda, "current_device", lambda: 0)
+    at.patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
+    at.patch.setattr(compat, "weight_and_optimizer_bytes", lambda args: 90.5 * 2**30)
+    WlbJob._fitting_tokens(SimpleNamespace(_args=None, _config=WlbConfig()))
 
 
 def other_plan(at: At):
@@ -322,15 +331,42 @@ CASES: list[Case] = [
         "otherwise inside; give <validate_results or disabled>",
         refused(rerun_mode="report_stats"),
     ),
-    ("--wlb: <--iterations-to-skip> is not supported; leave it out", refused(iterations_to_skip=[3])),
+    (
+        "--wlb: <--iterations-to-skip> and --result-rejected-tracker-filename are not supported; leave them out",
+        refused(iterations_to_skip=[3]),
+    ),
+    (
+        "--wlb: --save and --load to <object storage> are not supported, the packer state is a file beside the "
+        "checkpoint; give a folder",
+        refused(save="msc://bucket/run"),
+    ),
+    (
+        "--wlb: <--qk-clip> and --log-max-attention-logit need the largest logit, which packed attention does not "
+        "report; leave them out",
+        refused(qk_clip=True),
+    ),
+    (
+        "--wlb: <--moe-pad-expert-input-to-capacity> needs equal lengths on all ranks; leave it out",
+        refused(moe_pad_expert_input_to_capacity=True),
+    ),
+    (
+        "--wlb: --moe-flex-dispatcher-backend <hybridep> needs equal lengths on all ranks; give deepep, or from "
+        "megatron-core 0.19 on --moe-hybridep-pad-uneven-dispatch-inputs",
+        refused(num_experts=4, moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep"),
+    ),
     # job.py
     (
         "--wlb-planner <native>, but the native core was not built; reinstall with a C++ compiler",
         without_native,
     ),
     (
-        "micro-batches of different steps in step <0>: the data iterators are apart; report it, with the flags",
+        "micro-batches of train step <1> in train step <0>: the data iterators are apart; report it, with the flags",
         apart,
+    ),
+    (
+        "weights and optimizer take <90.5> GiB by upstream's formula, more than <90%> of this GPU's <80.0>; use more "
+        "tensor or pipeline parallelism or --use-distributed-optimizer, or give --wlb-memory-budget if you know better",
+        too_large_for_the_gpu,
     ),
     (
         "ranks planned step <3> differently (this rank 0000000000000005; lowest <0000000000000005>, highest "

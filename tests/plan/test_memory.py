@@ -32,7 +32,11 @@ def test_a_layer_keeps_34_bytes_per_value_of_the_hidden_state():
     assert parallel.layer_bytes() == GPT3.layer_bytes() / 8
     # Equation 2: without sequence parallelism 10 of the 34 are kept on every rank.
     assert replace(parallel, sequence_parallel=False).layer_bytes() == 10 * 12288 + (24 * 12288 + 4 * 96) / 8
-    assert replace(GPT3, recompute_layers=True).layer_bytes() == 2 * 12288
+    assert GPT3.layer_input_bytes() == 2 * 12288
+    assert parallel.layer_input_bytes() == 2 * 12288 / 8
+    saved = replace(parallel, save_gathered_keys=True, cp_size=4)
+    assert saved.layer_bytes() == parallel.layer_bytes() + 4 * 2 * 2 * 12288 / 8
+    assert replace(saved, cp_size=1).layer_bytes() == parallel.layer_bytes()
     gated = replace(GPT3, gated_linear_unit=True, num_query_groups=8, dropout=False)
     assert gated.layer_bytes() == 2 * (4 * 12288 + 2 * 12288 + 2 * 8 * 128 + 3 * 4 * 12288) + 4 * 96
 
@@ -55,6 +59,12 @@ def test_the_peak_adds_up():
     assert replace(GPT3, cp_size=4).peak_bytes(0, tokens, 64) == stage / 4
     recomputed = replace(GPT3, recompute_layers=True)
     assert recomputed.peak_bytes(0, tokens, 64) == tokens * (8 * 12 * 2 * 12288 + GPT3.layer_bytes())
+    block = replace(recomputed, recompute_block=5)
+    kept = 5 * 2 * 12288 + 7 * GPT3.layer_bytes()
+    assert block.peak_bytes(0, tokens, 64) == tokens * (8 * kept + GPT3.layer_bytes())
+    assert replace(block, recompute_block=12).peak_bytes(0, tokens, 64) == recomputed.peak_bytes(0, tokens, 64)
+    uniform = replace(recomputed, recompute_uniform=4)
+    assert uniform.peak_bytes(0, tokens, 64) == tokens * (8 * 3 * 2 * 12288 + 4 * GPT3.layer_bytes())
 
 
 @pytest.mark.parametrize("pp_size", [1, 2, 8])
