@@ -5,6 +5,7 @@
 One process trains all N micro-batches of a step and adds up their gradients, which is what any layout computes
 (`tests/benchmarks/test_convergence.py` holds it against Megatron on 4 processes): only packing differs. Model, text,
 trained tokens and learning rate over tokens are the same for all; a seed draws the weights and the order of documents.
+All runs of a seed go on from one model, trained in the original order until it is past the chaos of its first steps.
 
 A run is one file in the output folder (benchmarks/results/convergence by default, POLICY-SEED.json). A run that is
 there is kept, one that was killed is done again. At the end, or with --report alone over the runs that are there, it
@@ -21,7 +22,7 @@ import queue
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,6 @@ ROOT = Path(__file__).parent
 BASELINE = "original"
 MEASUREMENTS = 10
 """Validations over a run, evenly over its tokens, the last after its last step; one more before its first."""
-WARM_UP = 0.1
-"""Share of the tokens over which the learning rate rises; from there it falls to 0 along a cosine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +53,10 @@ class Scale:
     shape: Shape
     context_length: int
     num_micro_batches: int = 8
+    start_batches: int
+    """Global batches in the original order, before what is compared; over the first half the learning rate rises."""
     global_batches: int
-    """Tokens of a run, in global batches of N * C."""
+    """Tokens of a run, in global batches of N * C; the learning rate falls to 0 along a cosine."""
     validation_tokens: int
     learning_rate: float
     weight_decay: float = 0.1
@@ -71,6 +72,10 @@ class Scale:
     @property
     def batch_tokens(self) -> int:
         return self.num_micro_batches * self.context_length
+
+    @property
+    def start_tokens(self) -> int:
+        return self.start_batches * self.batch_tokens
 
     @property
     def tokens(self) -> int:
@@ -96,9 +101,10 @@ CPU = Scale(
     name="cpu",
     shape=Shape(num_layers=3, hidden_size=128, ffn_hidden_size=384, num_heads=2, vocab_size=1024),
     context_length=4096,
-    global_batches=100,
+    start_batches=40,
+    global_batches=92,
     validation_tokens=131_072,
-    learning_rate=4e-3,
+    learning_rate=2e-3,
     pivot_bytes=1500,
 )
 SCALES = {
@@ -108,6 +114,7 @@ SCALES = {
         name="quick",
         shape=Shape(num_layers=2, hidden_size=64, ffn_hidden_size=128, num_heads=2, vocab_size=512),
         context_length=1024,
+        start_batches=4,
         global_batches=20,
         validation_tokens=16_384,
         pivot_bytes=300,
@@ -117,6 +124,7 @@ SCALES = {
         name="cuda",
         shape=Shape(num_layers=8, hidden_size=512, ffn_hidden_size=1536, num_heads=8, vocab_size=4096),
         context_length=8192,
+        start_batches=100,
         global_batches=400,
         validation_tokens=524_288,
         learning_rate=2e-3,
@@ -166,7 +174,7 @@ def packer_of(variant: Variant, scale: Scale, pairs: np.ndarray, seed: int) -> P
 
 
 class Trainer:
-    """A model, its optimizer, and the clock of the learning rate: trained tokens."""
+    """A model, its optimizer, and the clock of the learning rate: trained tokens, below 0 before what is compared."""
 
     def __init__(self, scale: Scale, corpus: Corpus, seed: int, device: torch.device) -> None:
         self._scale, self._corpus, self._device = scale, corpus, device
@@ -176,7 +184,15 @@ class Trainer:
         vectors = [p for p in self.model.parameters() if p.dim() != 2]
         groups = [{"params": matrices, "weight_decay": scale.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self._optimizer = torch.optim.AdamW(groups, lr=0.0, betas=scale.betas)
-        self.tokens = 0
+        self.tokens = -scale.start_tokens
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict(), "tokens": self.tokens}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.tokens = state["tokens"]
 
     def step(self, packing: Packing, *, weight_gradients: bool) -> tuple[float, float]:
         """Train one step; returns the mean loss of its tokens and the norm of the gradient before it is clipped."""
@@ -207,20 +223,35 @@ class Trainer:
 
 def learning_rate(tokens: float, scale: Scale) -> float:
     """After `tokens` trained tokens."""
-    done = min(tokens / scale.tokens, 1.0)
-    if done < WARM_UP:
-        return scale.learning_rate * done / WARM_UP
-    return scale.learning_rate * 0.5 * (1 + math.cos(math.pi * (done - WARM_UP) / (1 - WARM_UP)))
+    if tokens < 0:
+        return scale.learning_rate * min(2 + 2 * tokens / scale.start_tokens, 1.0)
+    return scale.learning_rate * 0.5 * (1 + math.cos(math.pi * min(tokens / scale.tokens, 1.0)))
+
+
+def start(seed: int, scale: Scale, data: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """State of the trainer that all variants go on from."""
+    train = split(data, False)
+    packer, trainer = packer_of(VARIANTS[BASELINE], scale, train.pairs, seed), Trainer(scale, train, seed, device)
+    while trainer.tokens < 0:
+        trainer.step(packer.next().packing, weight_gradients=False)
+    return trainer.state()
 
 
 def run(
-    name: str, seed: int, scale: Scale, data: dict[str, Any], device: torch.device, tell: Callable[[int], None]
+    name: str,
+    seed: int,
+    scale: Scale,
+    data: dict[str, Any],
+    device: torch.device,
+    started: dict[str, Any],
+    tell: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Train one variant with one seed; `tell` hears the trained tokens. Returns the log of the run."""
+    """Train one variant from the state `started`; `tell` hears the trained tokens. Returns the log of the run."""
     variant, began = VARIANTS[name], time.time()
     train, held_out = (split(data, held) for held in (False, True))
     validation = validation_packing(held_out, scale)
-    packer, trainer = packer_of(variant, scale, train.pairs, seed), Trainer(scale, train, seed, device)
+    packer, trainer = packer_of(variant, scale, train.pairs, seed + 1000), Trainer(scale, train, seed, device)
+    trainer.load(started)
     steps: dict[str, list[float]] = {key: [] for key in ("tokens", "loss", "gradient_norm", "imbalance", "long_tokens")}
     measured, validations = [], [{"tokens": 0, **trainer.validate(held_out, validation)}]
     while trainer.tokens < scale.tokens:
@@ -298,8 +329,14 @@ def run_all(
         news, bars = manager.Queue(), dict[tuple[str, int], TaskID]()
         total = progress.add_task(f"{len(runs)} runs", total=len(runs) * scale.tokens)
         progress.advance(total, (len(runs) - len(missing)) * scale.tokens)
-        waiting = {pool.submit(run_one, *r, scale, corpus, device, output, news): r for r in missing}
-        while waiting:
+        starts = {pool.submit(start_one, s, scale, corpus, device): s for s in sorted({seed for _, seed in missing})}
+        waiting = dict[Future[dict[str, Any]], tuple[str, int]]()
+        while starts or waiting:
+            for begun in [f for f in starts if f.done()]:
+                seed = starts.pop(begun)
+                begun.result()
+                of_seed = [r for r in missing if r[1] == seed]
+                waiting |= {pool.submit(run_one, *r, scale, corpus, device, output, news): r for r in of_seed}
             with contextlib.suppress(queue.Empty):
                 *key, tokens = news.get(timeout=1.0)
                 if tuple(key) not in bars:
@@ -316,12 +353,30 @@ def run_all(
                 progress.console.print(f"{name}, seed {seed}: validation loss {loss:.4f} after {seconds:.0f} s")
 
 
+def start_path(corpus: Path, seed: int) -> Path:
+    return corpus.with_name(f"{corpus.stem}-start-{seed}.pt")
+
+
+def start_one(seed: int, scale: Scale, corpus: Path, device: torch.device) -> None:
+    """`start` in a process of its own, unless its state lies beside the corpus."""
+    torch.set_num_threads(1)
+    data, path = read_corpus(corpus, scale), start_path(corpus, seed)
+    wanted = common(scale, data, device)
+    if path.exists() and torch.load(path, map_location="cpu", weights_only=True)["common"] == wanted:
+        return
+    temporary = path.with_suffix(".tmp")
+    torch.save({"common": wanted, **start(seed, scale, data, device)}, temporary)
+    temporary.rename(path)
+
+
 def run_one(
     name: str, seed: int, scale: Scale, corpus: Path, device: torch.device, output: Path, news: Any
 ) -> dict[str, Any]:
     """`run` in a process of its own, with its log written at the end and not before."""
     torch.set_num_threads(1)
-    log = run(name, seed, scale, read_corpus(corpus, scale), device, lambda tokens: news.put((name, seed, tokens)))
+    started = torch.load(start_path(corpus, seed), map_location=device, weights_only=True)
+    data = read_corpus(corpus, scale)
+    log = run(name, seed, scale, data, device, started, lambda tokens: news.put((name, seed, tokens)))
     path = path_of(output, name, seed)
     temporary = path.with_suffix(".tmp")
     lines = (f" {json.dumps(key)}: {json.dumps(value)}" for key, value in log.items())  # a line for each, to be compact

@@ -113,15 +113,21 @@ def data():
 SHORT = replace(
     TINY,
     shape=Shape(num_layers=1, hidden_size=16, ffn_hidden_size=16, num_heads=2, vocab_size=256),
+    start_batches=4,
     global_batches=40,
     validation_tokens=1000,
 )
 
 
+def run(variant, seed, data, tell=lambda tokens: None):
+    started = convergence.start(seed, SHORT, data, CPU)
+    return convergence.run(variant, seed, SHORT, data, CPU, started, tell)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_run_trains_the_same_tokens_as_every_other(variant, data):
     heard = []
-    log = convergence.run(variant, 1, SHORT, data, CPU, heard.append)
+    log = run(variant, 1, data, heard.append)
     assert heard == np.cumsum(log["steps"]["tokens"]).tolist()
     assert heard[-2] < SHORT.tokens <= heard[-1]
     assert len(log["validation"]) == convergence.MEASUREMENTS + 1
@@ -132,9 +138,7 @@ def test_a_run_trains_the_same_tokens_as_every_other(variant, data):
 
 
 def test_a_seed_draws_weights_and_order(data):
-    first, again, other = (
-        convergence.run("original", seed, SHORT, data, CPU, lambda tokens: None) for seed in (1, 1, 2)
-    )
+    first, again, other = (run("original", seed, data) for seed in (1, 1, 2))
     assert first["steps"] == again["steps"]
     assert first["validation"][0] != other["validation"][0]
     assert first["steps"]["long_tokens"] != other["steps"]["long_tokens"]
@@ -166,11 +170,30 @@ def test_documents_of_a_micro_batch_do_not_see_each_other(data):
 
 
 def test_learning_rate_goes_by_tokens():
-    assert learning_rate(0, TINY) == 0
-    assert learning_rate(0.05 * TINY.tokens, TINY) == pytest.approx(TINY.learning_rate / 2)
-    assert learning_rate(0.1 * TINY.tokens, TINY) == pytest.approx(TINY.learning_rate)
-    assert learning_rate(0.55 * TINY.tokens, TINY) == pytest.approx(TINY.learning_rate / 2)
+    assert learning_rate(-TINY.start_tokens, TINY) == 0
+    assert learning_rate(-0.75 * TINY.start_tokens, TINY) == pytest.approx(TINY.learning_rate / 2)
+    for tokens in (-0.5 * TINY.start_tokens, -1, 0):
+        assert learning_rate(tokens, TINY) == pytest.approx(TINY.learning_rate)
+    assert learning_rate(0.5 * TINY.tokens, TINY) == pytest.approx(TINY.learning_rate / 2)
     assert learning_rate(1.02 * TINY.tokens, TINY) == 0
+
+
+def test_all_variants_of_a_seed_go_on_from_the_same_model(data):
+    started = convergence.start(1, SHORT, data, CPU)
+    assert started["tokens"] == 0
+    began = [run(variant, 1, data)["validation"][0] for variant in ("original", "wlb")]
+    assert began[0] == began[1]
+    # The optimizer goes on, too: one step more of either trainer is the same.
+    corpus = convergence.split(data, False)
+    packer = packer_of(VARIANTS["original"], SHORT, corpus.pairs, 1)
+    steps = [packer.next().packing for _ in range(SHORT.start_batches + 1)]
+    whole, resumed = Trainer(SHORT, corpus, 1, CPU), Trainer(SHORT, corpus, 2, CPU)
+    resumed.load(started)
+    for packing in steps[:-1]:
+        whole.step(packing, weight_gradients=False)
+    assert whole.step(steps[-1], weight_gradients=False) == resumed.step(steps[-1], weight_gradients=False)
+    for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_finished_runs_are_kept_and_others_done(data, tmp_path):
@@ -198,9 +221,11 @@ def test_an_unfinished_run_leaves_no_log(data, tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(convergence, "read_corpus", lambda path, scale: data)
+    (tmp_path / "output").mkdir()
+    convergence.start_one(1, SHORT, tmp_path / "corpus.npz", CPU)
     with pytest.raises(KeyboardInterrupt):
-        convergence.run_one("original", 1, SHORT, tmp_path, CPU, tmp_path, Interrupts())
-    assert not list(tmp_path.iterdir())
+        convergence.run_one("original", 1, SHORT, tmp_path / "corpus.npz", CPU, tmp_path / "output", Interrupts())
+    assert not list((tmp_path / "output").iterdir())
 
 
 def test_corpus_is_made_once_and_split_by_name(tmp_path, monkeypatch):
@@ -225,7 +250,7 @@ def test_corpus_is_made_once_and_split_by_name(tmp_path, monkeypatch):
 @pytest.fixture
 def logs(data):
     """Three seeds of three variants; wlb loses 1 % on average, fixed-8 something between -1 and 1 %."""
-    log = convergence.run("original", 1, SHORT, data, CPU, lambda tokens: None)
+    log = run("original", 1, data)
     changes = {"original": (0, 0, 0), "wlb": (0.9, 1.0, 1.1), "fixed-8": (-1, 0.2, 1)}
     made = []
     for variant, percents in changes.items():
@@ -299,6 +324,6 @@ def test_quick_version(tmp_path):
     logs = convergence_report.read(tmp_path)
     assert {(log["variant"], log["seed"]) for log in logs} == {(v, s) for v in VARIANTS for s in (1, 2, 3)}
     for log in logs:
-        assert log["validation"][0]["all"] == pytest.approx(np.log(SCALES["quick"].shape.vocab_size), rel=0.01)
-        assert log["validation"][-1]["all"] < 0.9 * log["validation"][0]["all"]
+        assert log["validation"][0]["all"] < np.log(SCALES["quick"].shape.vocab_size)
+        assert log["validation"][-1]["all"] < 0.95 * log["validation"][0]["all"]
     assert "adaptive-low-displacement-weighted" in done.stdout
