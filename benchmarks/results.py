@@ -50,16 +50,19 @@ def write(
         "rows": rows,
         "goals": [asdict(g) | {"holds": g.holds} for g in goals or []],
     }
-    FOLDER.mkdir(exist_ok=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
     path = FOLDER / f"{name}{suffix}.json"
     path.write_text(json.dumps(data, indent=1) + "\n")
     return path
 
 
 def _commit() -> str:
-    """The commit that was measured, with "+" if the tree had changes."""
+    """The commit that was measured, with "+" if the tree had changes; "unknown" without git or its folder."""
     run = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
-    return subprocess.run(run, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    try:
+        return subprocess.run(run, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    except OSError:
+        return "unknown"
 
 
 def _cpu() -> str:

@@ -1,18 +1,17 @@
 """What is measured: micro-batches, and the ways to shard them."""
 
-import itertools
-from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
 
 from benchmarks.lengths import f2
 from megatron_wlb.plan import native
-from megatron_wlb.plan.packing import make_policy
+from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.sharding import mirrored_order, shard
 from megatron_wlb.plan.sharding.select import STRATEGIES, candidates
+from megatron_wlb.plan.step import Layout, shard_micro_batch
 from megatron_wlb.plan.stream import DocumentStream, Source
-from megatron_wlb.plan.types import Packing, Policy, ShardPlan
+from megatron_wlb.plan.types import DOCUMENT, ShardPlan
 from megatron_wlb.plan.workload import FLOPS_PROFILE, KernelModel
 
 WINDOW = 131_072
@@ -28,57 +27,27 @@ PACKINGS = ("adaptive", "wlb", "original")
 @cache
 def micro_batches(window: int, packing: str, count: int) -> tuple[np.ndarray, ...]:
     """Document lengths of F2 micro-batches, int64 [documents] each, in the order of the stream."""
-    policy = make_policy(
-        packing,
-        num_micro_batches=4,
-        context_length=window,
-        max_tokens=5 * window // 4,
-        crossover_tokens=CROSSOVER,
-        outlier_thresholds=(window // 4, window // 2),
-        use_native=native.AVAILABLE,
-    )
     lengths = f2(20_000, 0)
     if window < WINDOW // 2:
         lengths = np.maximum(1, lengths * window // WINDOW)
+    packer = make_packer(
+        stream_of(lengths, window),
+        num_micro_batches=4,
+        crossover_tokens=CROSSOVER,
+        policy=packing,
+        fingerprint="",
+    )
     made: list[np.ndarray] = []
-    for packed in packings(policy, lengths, window, 4):
+    while len(made) < SKIPPED + count:
+        packed = packer.next().packing
         documents = [packed.micro_batch(i) for i in range(len(packed))]
         made += [d["length"][np.argsort(d["index"])] for d in documents if len(d)]
-        if len(made) >= SKIPPED + count:
-            break
     return tuple(made[SKIPPED : SKIPPED + count])
 
 
-def packings(policy: Policy, lengths: np.ndarray, window: int, num_micro_batches: int) -> Iterator[Packing]:
-    """Step after step of a policy over documents of `lengths` in order, again and again."""
-    stream = DocumentStream([Source(pairs=lengths)], seed=0, context_length=window, shuffle=False)
-    for step in itertools.count():
-        yield policy.pack(step, _Draw(stream, step, num_micro_batches * window))
-
-
-class _Draw:
-    """The stream as a policy sees it in a step: as in plan/packer.py, which needs more than numpy for its state."""
-
-    exhausted = False
-
-    def __init__(self, stream: DocumentStream, step: int, batch_tokens: int) -> None:
-        self._stream, self._step, self._batch_tokens = stream, step, batch_tokens
-
-    def __call__(self, global_batches: int) -> np.ndarray:
-        return self._take(global_batches * self._batch_tokens)
-
-    def more(self, tokens: int) -> np.ndarray:
-        return self._take(self._stream.position + tokens)
-
-    def ahead(self, step: int) -> int:
-        return self._stream.position - step * self._batch_tokens
-
-    def _take(self, limit: int) -> np.ndarray:
-        begin = self._stream.position
-        rows = self._stream.take(limit)
-        starts = begin + np.cumsum(rows["length"]) - rows["length"]
-        rows["arrival"] = np.maximum(self._step, starts // self._batch_tokens)
-        return rows
+def stream_of(lengths: np.ndarray, window: int) -> DocumentStream:
+    """Documents of `lengths` in order, again and again."""
+    return DocumentStream([Source(pairs=lengths)], seed=0, context_length=window, shuffle=False)
 
 
 def padded(lengths: np.ndarray, unit: int) -> np.ndarray:
@@ -93,9 +62,13 @@ def whole(lengths: np.ndarray) -> ShardPlan:
 
 
 def ours(lengths: np.ndarray, cp_size: int, kernel: KernelModel) -> ShardPlan:
-    """What training chooses with --wlb-cp-sharding adaptive (plan/step.py)."""
-    chosen = shard(padded(lengths, 2 * cp_size), cp_size, "adaptive", kernel, use_native=native.AVAILABLE)
-    return min(chosen, _mirrored(lengths, cp_size, kernel), key=lambda plan: plan.time)
+    """What training chooses with --wlb-cp-sharding adaptive."""
+    documents = np.zeros(len(lengths), DOCUMENT)
+    documents["length"] = lengths
+    layout = Layout(
+        dp_size=1, dp_rank=0, cp_size=cp_size, unit_tokens=2 * cp_size, kernel=kernel, crossover_tokens=CROSSOVER
+    )
+    return shard_micro_batch(0, documents, layout).shards
 
 
 class Choices:

@@ -16,7 +16,7 @@ caches, medians of samples. Packing is timed on the host. Build the native core 
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -27,14 +27,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.bench import Bench, Row
-from benchmarks.gpu.cases import CROSSOVER, WINDOW, packings, padded, whole
+from benchmarks.gpu.cases import CROSSOVER, WINDOW, padded, stream_of, whole
 from benchmarks.gpu.ranks import CopyFree, Rank, Rows, random_rows, ranks
 from benchmarks.lengths import f2
 from benchmarks.paper.setups import S_MAX, pieces
-from megatron_wlb.plan import native
 from megatron_wlb.plan.metrics import imbalance
-from megatron_wlb.plan.packing import make_policy
-from megatron_wlb.plan.types import Packing, ShardPlan
+from megatron_wlb.plan.packer import Packer, make_packer
+from megatron_wlb.plan.types import ShardPlan
 from megatron_wlb.runtime.attention import AttentionOptions
 
 NUM_MICRO_BATCHES = 4
@@ -264,17 +263,18 @@ def crossover(lengths: np.ndarray, ms: np.ndarray) -> int:
 def table_2(bench: LayerBench) -> None:
     """Section 2."""
     sizes = bench.sizes
-    documents = pieces(scaled, sizes.window, 0)
-    streams = {name: timed_steps(policy, documents, sizes.window) for name, policy in policies(bench).items()}
-    for stream in streams.values():
+    packers = packers_of(bench, pieces(scaled, sizes.window, 0))
+    for packer in packers.values():
         for _ in range(SKIPPED):
-            next(stream)
-    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in streams}
+            packer.next()
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in packers}
     longest = 0.0
     for _ in range(sizes.steps):
         begin = bench.seconds
-        for name, stream in streams.items():
-            packing, packing_ms = next(stream)
+        for name, packer in packers.items():
+            packing_begin = time.perf_counter()
+            packing = packer.next().packing
+            packing_ms = (time.perf_counter() - packing_begin) * 1e3
             ms = np.array([forward_ms(bench, packing.micro_batch(i)["length"]) for i in range(len(packing))])
             found[name].append((imbalance(ms), float(ms.sum()), packing_ms))
         longest = max(longest, bench.seconds - begin)
@@ -305,33 +305,30 @@ def scaled(window: int, seed: int) -> np.ndarray:
     return np.maximum(1, f2(100_000, seed) * window // WINDOW)
 
 
-def policies(bench: LayerBench) -> dict[str, Any]:
-    """Those of Table 2 but the solver, and ours, by name."""
+def packers_of(bench: LayerBench, documents: np.ndarray) -> dict[str, Packer]:
+    """By the policies of Table 2 but the solver, and ours, by name."""
     window = bench.sizes.window
-    common: dict[str, Any] = {
-        "num_micro_batches": NUM_MICRO_BATCHES,
-        "context_length": window,
-        "max_tokens": round(S_MAX * window),
-        "crossover_tokens": bench.crossover_tokens,
-        "use_native": native.AVAILABLE,
+
+    def packer(policy: str, **settings: Any) -> Packer:
+        return make_packer(
+            stream_of(documents, window),
+            num_micro_batches=NUM_MICRO_BATCHES,
+            crossover_tokens=bench.crossover_tokens,
+            policy=policy,
+            max_tokens=round(S_MAX * window),
+            fingerprint="",
+            **settings,
+        )
+
+    return {
+        "original": packer("original"),
+        **{f"fixed, {k} global batches": packer("fixed", num_global_batches=k) for k in (1, 2, 4, 8)},
+        **{
+            f"WLB-LLM, {len(shares)} queues": packer("wlb", outlier_thresholds=[round(s * window) for s in shares])
+            for shares in QUEUES
+        },
+        "ours": packer("adaptive"),
     }
-    made = {"original": make_policy("original", **common)}
-    for k in (1, 2, 4, 8):
-        made[f"fixed, {k} global batches"] = make_policy("fixed", num_global_batches=k, **common)
-    for shares in QUEUES:
-        thresholds = [round(share * window) for share in shares]
-        made[f"WLB-LLM, {len(shares)} queues"] = make_policy("wlb", outlier_thresholds=thresholds, **common)
-    made["ours"] = make_policy("adaptive", **common)
-    return made
-
-
-def timed_steps(policy: Any, lengths: np.ndarray, window: int) -> Iterator[tuple[Packing, float]]:
-    """Steps, with ms on the host that each took to draw and pack."""
-    stream = packings(policy, lengths, window, NUM_MICRO_BATCHES)
-    while True:
-        begin = time.perf_counter()
-        packing = next(stream)
-        yield packing, (time.perf_counter() - begin) * 1e3
 
 
 def forward_ms(bench: LayerBench, lengths: np.ndarray) -> float:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_wlb.plan.sharding.exchange import head_groups
 from megatron_wlb.runtime.backends import Backend
 from megatron_wlb.runtime.metadata import ShardMetadata
 
@@ -101,8 +102,16 @@ class _ContextParallelAttention(torch.autograd.Function):
         for i, (heads, (k_all, v_all)) in enumerate(zip(groups, gathered, strict=True)):
             local = dout[:, heads.q], q[:, heads.q], k_all, v_all, out[:, heads.q]
             parts = lse[i * len(metadata.colours) : (i + 1) * len(metadata.colours)]
-            dkv = attend_backward(*local, parts, dq[:, heads.q], metadata, options)
-            under_way.append(_Leaving(dkv, dk[:, heads.k], dv[:, heads.k], metadata, group))
+            under_way.append(
+                _Leaving(
+                    # No variable: it would keep this through the next group's backward.
+                    attend_backward(*local, parts, dq[:, heads.q], metadata, options),
+                    dk[:, heads.k],
+                    dv[:, heads.k],
+                    metadata,
+                    group,
+                )
+            )
             if i > 0:
                 under_way.pop(0).arrive()
         under_way.pop().arrive()
@@ -160,7 +169,7 @@ class _Heads(NamedTuple):
 def _head_groups(q: Tensor, k: Tensor, limit: int) -> list[_Heads]:
     """As many groups of equal size as divide the key heads, at most `limit`."""
     num_keys = k.shape[1]
-    count = max(n for n in range(1, min(limit, num_keys) + 1) if num_keys % n == 0)
+    count = head_groups(limit, num_keys)
     h, g = num_keys // count, q.shape[1] // num_keys
     return [_Heads(slice(i * h * g, (i + 1) * h * g), slice(i * h, (i + 1) * h)) for i in range(count)]
 
@@ -176,10 +185,7 @@ def _gathered(
     for i in range(len(groups)):
         if i + 1 < len(groups):
             under_way.append(_start_gather(k[:, groups[i + 1].k], v[:, groups[i + 1].k], metadata, group))
-        pool, work = under_way.pop(0)
-        if work is not None:
-            work.wait()
-        yield pool.index_select(0, metadata.gather_index).unbind(1)
+        yield _arrived(*under_way.pop(0), metadata)
 
 
 def _start_gather(
@@ -195,6 +201,13 @@ def _start_gather(
         rows, sent = sent, sent.new_zeros((metadata.num_sent, *sent.shape[1:]))
         torch.index_select(rows, 0, metadata.sent_rows, out=sent[: metadata.sent_rows.shape[0]])
     return pool, _all_gather(pool[:arrived], sent, group=group, async_op=True)
+
+
+def _arrived(pool: Tensor, work: dist.Work | None, metadata: ShardMetadata) -> tuple[Tensor, ...]:
+    """K and V [P, h, D] of a pool. A function, so that nothing holds the pool while they are used."""
+    if work is not None:
+        work.wait()
+    return pool.index_select(0, metadata.gather_index).unbind(1)
 
 
 class _Leaving:

@@ -6,11 +6,15 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks import results
+from benchmarks.gpu import cp_attention
+from benchmarks.gpu.bench import FULL
 from benchmarks.gpu.fit import fit
 from benchmarks.gpu.ranks import CopyFree, PrefixCopies, Rows, both, ranks
 from megatron_wlb.plan.sharding import per_document
@@ -73,6 +77,31 @@ def test_a_result_can_be_drawn(result):
     from benchmarks.gpu.picture import draw
 
     assert draw(result, result.parent).stat().st_size > 10_000
+
+
+def test_models_that_are_not_there_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["cp_attention", "--device", "cpu", "--models", "7B,8B"])
+    with pytest.raises(SystemExit):
+        cp_attention.main()
+    assert "--models 8B: choose from 7B TP8, 70B TP8, 7B, 70B" in capsys.readouterr().err
+
+
+def test_models_that_section_a_leaves_out_give_no_profile():
+    bench = SimpleNamespace(models={"70B": (64, 8)}, scale=FULL, profiles={}, settings={})
+    cp_attention.kernels(bench)
+    assert not bench.profiles and not bench.settings
+
+
+def test_lengths_of_section_a():
+    """All of them for a tensor-parallel rank; 2 ** 31 numbers are too many for the sum of dQ."""
+    assert cp_attention.query_lengths(131_072, 4, 128) == [1 << i for i in range(4, 18)]
+    assert cp_attention.query_lengths(131_072, 32, 128) == [1 << i for i in range(6, 18)]
+
+
+def test_a_machine_without_git_writes_results(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(results, "FOLDER", tmp_path / "new" / "results")
+    assert json.loads(results.write("here", settings={}, rows=[]).read_text())["commit"] == "unknown"
 
 
 def test_torch_and_numpy_suffice():

@@ -1,5 +1,7 @@
 """Errors of context-parallel attention and its backends; packages that are not here and GPUs have stand-ins."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 
@@ -42,6 +44,11 @@ def padded(at: At):
     at.patch.setattr(TeBackend, "_call", lambda *arguments: {})
     backend._forward, backend._forward_extra = lambda **call: (None, [torch.zeros(2, 4, 40, 1)]), {}
     backend.forward(*[torch.empty(1, 1, 16)] * 3, None, 1.0)
+
+
+def old_flash_attn(at: At):
+    at.patch.setattr(flash_attn, "import_for", lambda *arguments: SimpleNamespace(__version__="2.7.4.post1"))
+    flash_attn.FlashAttnBackend()
 
 
 def wrong(at: At):
@@ -127,6 +134,11 @@ CASES: list[Case] = [
         "attention backend 'flash_attn_3' was written for <FlashAttention-3>; the installed one has no operator "
         "<aten::no_such>; install such a version",
         lambda at: flash_attn._operator("flash_attn_3", "aten", "no_such", "FlashAttention-3"),
+    ),
+    (
+        "attention backend 'flash_attn' found flash-attn <2.7.4.post1>, whose gradients are wrong where a micro-batch "
+        "has many documents; install <2.8> or newer, or choose another backend",
+        old_flash_attn,
     ),
     (
         "attention backend 'flash_attn_3' has no deterministic gradients for head size <200>, only up to <192>; switch"

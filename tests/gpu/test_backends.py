@@ -73,6 +73,24 @@ def test_head_sizes(backend, head_size):
         colours.assert_close(colours.run(backend, *given), colours.expected(*given), TOLERANCE[dtype])
 
 
+def test_rows_further_apart_than_32_bits_count(backend):
+    """The last row of an entry lies 2 ** 31 numbers behind its first, as in long documents of many heads."""
+    skip_unless_it_runs(backend)
+    colour = colour_of([(3, 3)], "cuda")
+    dtype = torch.bfloat16
+    q, k, v, dout = colours.tensors(colour, (2, 2), 64, dtype)
+    far = torch.empty((1 << 31) + 2 * 64, dtype=dtype, device="cuda").as_strided((3, 2, 64), (1 << 30, 64, 1))
+    given = (q, far.copy_(k), v, dout, colour, 0.2, None)
+    colours.assert_close(colours.run(backend, *given), colours.expected(*given), TOLERANCE[dtype])
+
+
+def test_random_numbers_are_left_alone(backend):
+    skip_unless_it_runs(backend)
+    before = torch.cuda.get_rng_state()
+    try_backend(backend, torch.device("cuda"))
+    assert torch.equal(before, torch.cuda.get_rng_state())
+
+
 @pytest.mark.parametrize("heads", [(8, 2), (4, 4), (4, 1)], ids=["GQA", "MHA", "MQA"])
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 @pytest.mark.parametrize("sharding", SHARDINGS)

@@ -67,7 +67,7 @@ def all_ranks(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, plan: ShardPlan, options: AttentionOptions
 ) -> tuple[Tensor, ...]:
     """out, dq, dk, dv in packed order, computed shard by shard; collectives are replaced by cat and sum."""
-    rows = [local_rows(plan, rank) for rank in range(len(plan.shards))]
+    rows = [local_rows(plan, rank).to(q.device) for rank in range(len(plan.shards))]
     metadata = [ShardMetadata.build(plan, rank, q.device) for rank in range(len(plan.shards))]
     kv = torch.stack((k, v), dim=1)
     sent = [_sent(kv[r], m) for r, m in zip(rows, metadata, strict=True)]

@@ -1,11 +1,15 @@
 """Attention of every sharding, backend and head layout against a dense oracle that knows the document lengths only."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megatron_wlb.plan.types import ShardPlan
+from megatron_wlb.runtime import attention
 from megatron_wlb.runtime.attention import AttentionOptions, attend, attend_backward, context_parallel_attention
 from megatron_wlb.runtime.backends import Backend, get_backend
 from megatron_wlb.runtime.backends.aten import AtenBackend, _check_schema
@@ -140,6 +144,60 @@ def test_only_local_tensors_are_saved_for_backward(backend):
     assert saved == 2 * q.numel() + 2 * k.numel() + q.shape[0] * q.shape[1]
 
 
+def test_a_pool_is_let_go_before_its_keys_are_used(monkeypatch):
+    metadata = ShardMetadata.build(make_plan("per-document", LENGTHS["mixed"], 1), 0)
+    q, k, v, _ = inputs(metadata.num_rows, (8, 4), HEAD_SIZE, torch.float32)
+    start, pools = attention._start_gather, []
+
+    def watched(*arguments):
+        pool, work = start(*arguments)
+        pools.append(weakref.ref(pool))
+        return pool, work
+
+    monkeypatch.setattr(attention, "_start_gather", watched)
+    alive = [
+        [pool() is not None for pool in pools]
+        for _ in attention._gathered(k, v, attention._head_groups(q, k, 4), metadata, None)
+    ]
+    assert alive == [[False, True], [False, False, True], [False, False, False, True], [False] * 4]
+
+
+def test_a_group_s_gradients_are_let_go_before_the_next_group(monkeypatch):
+    """On one of two ranks, with collectives that move nothing."""
+
+    class Alone:
+        def rank(self):
+            return 0
+
+        def size(self):
+            return 2
+
+        def wait(self):
+            pass
+
+    def moves_nothing(out, given, *, group, async_op):
+        out.zero_()
+        return group
+
+    backward, gradients, alive = attention.attend_backward, [], []
+
+    def watched(*arguments):
+        alive.append(sum(dkv() is not None for dkv in gradients))
+        dkv = backward(*arguments)
+        gradients.append(weakref.ref(dkv))
+        return dkv
+
+    for name in ("_all_gather", "_reduce_scatter"):
+        monkeypatch.setattr(attention, name, moves_nothing)
+    monkeypatch.setattr(attention, "attend_backward", watched)
+    metadata = ShardMetadata.build(make_plan("per-document", LENGTHS["mixed"], 2), 0)
+    assert not metadata.keys_are_rows
+    q, k, v, dout = inputs(metadata.num_rows, (8, 4), HEAD_SIZE, torch.float32)
+    options = AttentionOptions(backend=get_backend("cpu", "cpu"), head_groups=4)
+    context_parallel_attention(q.requires_grad_(), k, v, metadata, Alone(), options).backward(dout)
+    assert alive == [0] * 4
+
+
 def test_wrong_inputs_are_refused(backend):
     metadata = ShardMetadata.build(make_plan("per-document", [16], 1), 0)
     q, k, v, _ = inputs(16, (4, 2), HEAD_SIZE, torch.float32)
@@ -169,6 +227,24 @@ def test_aten_arguments_bind_and_shapes_hold(sharding):
     assert [x.shape for x in lse] == [(8, c.q_stop - c.q_start) for c in metadata.colours]
     dkv = attend_backward(dout, q, k, v, out, lse, dq, metadata, options)
     assert (dkv.shape, dkv.dtype) == ((metadata.num_keys + 1, 2, 2, 64), torch.float32)
+
+
+class _IndexedAsOnGpu(TorchDispatchMode):
+    """A tensor takes indices from its own device or the CPU, nothing else."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default):
+            assert {x.device for x in args[1] if x is not None} <= {args[0].device, torch.device("cpu")}
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_the_oracle_of_gpu_tests_runs_on_a_device(sharding):
+    lengths = LENGTHS["mixed"]
+    tensors = [x.to("meta") for x in inputs(sum(lengths), (8, 2), 64, torch.bfloat16)]
+    with _IndexedAsOnGpu():
+        got = all_ranks(*tensors, make_plan(sharding, lengths, 2), AttentionOptions(backend=AtenBackend()))
+    assert [x.shape for x in got] == [x.shape for x in (tensors[0], tensors[0], *tensors[1:3])]
 
 
 def test_aten_refuses_what_it_cannot_run():

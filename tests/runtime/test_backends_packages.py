@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 
-from megatron_wlb.runtime.backends import flash_attn
+from megatron_wlb.runtime.backends import flash_attn, te
 from megatron_wlb.runtime.backends.flash_attn import FlashAttn3Backend, FlashAttnBackend
 from megatron_wlb.runtime.backends.te import TeBackend
 from megatron_wlb.runtime.backends.trial import colour_of
@@ -158,6 +158,12 @@ def library(namespace, schemas, causal):
     return made
 
 
+def flash_attn_package(version):
+    package = types.ModuleType("flash_attn")
+    package.__version__ = version
+    return package
+
+
 def te_module(version):
     """`transformer_engine.pytorch.cpp_extensions.fused_attn` of a version."""
     module = types.ModuleType("fused_attn")
@@ -170,8 +176,12 @@ def te_module(version):
         for name in ("o_format", "do_format", "dqkv_layout"):
             assert a.get(name, "thd").startswith("thd")
         assert a["window_size"][1] == 0
-        lengths = a["cu_seqlens_q"].diff()
-        assert bool((lengths > 0).all()), "an entry without queries"
+        lengths, used = a["cu_seqlens_q"].diff(), a["cu_seqlens_kv"].diff() > 0
+        assert torch.equal(lengths > 0, used), "an entry without queries"
+        assert bool((used.int().diff() <= 0).all()) and len(used) == 32, "not rounded up by empty entries at the end"
+        begins, stops = a["cu_seqlens_kv_padded"][:-1], a["cu_seqlens_kv_padded"][:-1] + a["cu_seqlens_kv"].diff()
+        assert bool((stops <= a["cu_seqlens_kv_padded"][1:]).all()), "keys of entries overlap"
+        assert int(begins[0]) >= 0 and int(a["cu_seqlens_kv_padded"][-1]) == a["k"].shape[0]
         assert all(x.dtype == torch.int32 and x.is_contiguous() for n, x in a.items() if n.startswith("cu_seqlens"))
         assert int(lengths.max()) <= a["max_seqlen_q"] <= a["max_seqlen_kv"] >= int(a["cu_seqlens_kv"].diff().max())
         assert torch.equal(a["cu_seqlens_q"], a["cu_seqlens_q_padded"])
@@ -180,6 +190,7 @@ def te_module(version):
 
     def forward(a):
         assert a["is_training"] is True
+        torch.rand(1, generator=a["rng_gen"])  # as the package does, dropout or not
         out, lse = varlen_forward(a["q"], a["k"], a["v"], *check(a))
         stats = lse.T.contiguous()[:, :, None]
         if version == "2.12":
@@ -221,8 +232,7 @@ def backend(request, monkeypatch):
             monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
         yield TeBackend()
         return
-    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
-    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", types.ModuleType("flash_attn_interface"))
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_package("2.8.3+cu13torch2.11"))
     monkeypatch.setitem(sys.modules, "flash_attn_interface", types.ModuleType("flash_attn_interface"))
     if request.param == "flash_attn":
         made = library("flash_attn", FLASH_ATTN, "causal")
@@ -281,6 +291,15 @@ def test_missing_packages_are_named(cls, package, monkeypatch):
         cls()
 
 
+@pytest.mark.parametrize("version", ["2.7.4.post1", "2.0.9"])
+def test_flash_attn_whose_gradients_overflow_is_refused(version, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_package(version))
+    with pytest.raises(
+        ValueError, match=f"found flash-attn {version}, whose gradients are wrong.*install 2.8 or newer"
+    ):
+        FlashAttnBackend()
+
+
 def test_other_interfaces_are_refused(backend, monkeypatch):
     if backend.name == "te":
         module = sys.modules["transformer_engine.pytorch.cpp_extensions.fused_attn"]
@@ -289,6 +308,23 @@ def test_other_interfaces_are_refused(backend, monkeypatch):
         monkeypatch.setattr(flash_attn, "_PASSED", dict.fromkeys(flash_attn._PASSED, ("q", "k", "renamed")))
     with pytest.raises(ValueError, match="was written for .*does not take .* or also needs .*install such a version"):
         type(backend)()
+
+
+def test_random_numbers_are_left_alone(backend):
+    colour = colour_of(COLOURS["square"], "cpu")
+    before = torch.get_rng_state()
+    run(backend, *tensors(colour, (2, 2), 16, torch.bfloat16), colour, 0.3, None)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_te_is_given_few_numbers_of_entries():
+    """Each is a plan that cuDNN builds."""
+    given = {n: te._entries(colour_of([(0, 3), *[(1, 2), (0, 1)] * n], "cpu")) for n in (1, 31, 32, 33, 64, 65, 700)}
+    assert all(len({len(x) for x in arrays}) == 1 for arrays in given.values())
+    assert [len(arrays[0]) - 1 for arrays in given.values()] == [32, 32, 32, 64, 64, 128, 1024]
+    cu_q, cu_k, begins = (x.tolist() for x in given[33])
+    assert cu_q == [*range(34), *[33] * 31] and cu_k == [*range(0, 67, 2), *[66] * 31]
+    assert begins == [*range(3, 102, 3), *[102] * 32]
 
 
 @pytest.mark.parametrize("backend", ["te 2.18"], indirect=True)

@@ -52,7 +52,7 @@ def test_kernels_compile_for_gpus(tmp_path):
 
 
 COMPILE = """
-import torch, triton
+import re, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from megatron_wlb.runtime.backends import triton_kernels
@@ -70,8 +70,20 @@ for capability, head_size in ((80, 128), (90, 96)):
         source = ASTSource(kernel, signature, constexprs=constants)
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         assert compiled.asm["cubin"]
+        assert not re.search(r"muli .*tensor<\\d+x1xi32>", compiled.asm["ttir"]), "offsets in 32 bits"
         print(capability, compiled.metadata.shared)
 """
+
+
+@needs_triton
+def test_no_kernel_is_compiled_again_for_another_micro_batch():
+    """What differs between micro-batches: sizes, and where cu_q and cu_k begin in the buffer of the metadata."""
+    from megatron_wlb.runtime.backends import triton_kernels
+
+    for kernel in (triton_kernels.forward_kernel, triton_kernels.dq_kernel, triton_kernels.dkv_kernel):
+        parameters = {p.name: p for p in kernel.params}
+        assert all(parameters[name].do_not_specialize for name in ("entries", "num_queries", "window"))
+        assert all(parameters[name].do_not_specialize_on_alignment for name in ("cu_q", "cu_k"))
 
 
 @pytest.mark.parametrize("head_size", range(8, 257, 8))

@@ -34,6 +34,11 @@ class Exchange:
     """int64: and their keys."""
 
 
+def head_groups(limit: int, key_heads: int) -> int:
+    """In how many groups of equal size a rank exchanges the K and V of `key_heads` heads: at most `limit`."""
+    return max(n for n in range(1, min(limit, key_heads) + 1) if key_heads % n == 0)
+
+
 def num_sent(plan: ShardPlan) -> int:
     """Rows that every rank of the plan sends."""
     shared = _shared(plan)

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from megatron_wlb.runtime.backends.aten import max_queries
 from megatron_wlb.runtime.backends.checks import check_arguments, check_head_size, import_for, schema_parameters
@@ -13,10 +14,11 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class FlashAttnBackend:
-    """flash-attn 2.7 or newer: `torch.ops.flash_attn._flash_attn_varlen_forward` and `_backward`.
+    """flash-attn 2.8: `torch.ops.flash_attn._flash_attn_varlen_forward` and `_backward`.
 
     Causal, aligned to the bottom right of every entry. Bitwise reproducible under
-    `torch.use_deterministic_algorithms(True)`. Raises ValueError where the package is missing or takes other arguments.
+    `torch.use_deterministic_algorithms(True)`. Raises ValueError where the package is missing, is older (backward of
+    2.7 addresses in 32 bits what it sums dQ in, which overflows with many entries), or takes other arguments.
     """
 
     name = "flash_attn"
@@ -24,9 +26,14 @@ class FlashAttnBackend:
     dtypes: tuple[torch.dtype, ...] = _HALF
 
     def __init__(self) -> None:
-        import_for(self.name, "flash_attn.flash_attn_interface", "flash-attn 2")
-        self._forward = _operator(self.name, "flash_attn", "_flash_attn_varlen_forward", "flash-attn 2.7 to 2.8")
-        self._backward = _operator(self.name, "flash_attn", "_flash_attn_varlen_backward", "flash-attn 2.7 to 2.8")
+        version = import_for(self.name, "flash_attn", "flash-attn 2").__version__
+        if TorchVersion(version) < "2.8":
+            raise ValueError(
+                f"attention backend {self.name!r} found flash-attn {version}, whose gradients are wrong where a "
+                "micro-batch has many documents; install 2.8 or newer, or choose another backend"
+            )
+        self._forward = _operator(self.name, "flash_attn", "_flash_attn_varlen_forward", "flash-attn 2.8")
+        self._backward = _operator(self.name, "flash_attn", "_flash_attn_varlen_backward", "flash-attn 2.8")
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, colour: Colour, scale: float, window: int | None = None

@@ -1,9 +1,11 @@
 """GPU backend on TransformerEngine: cuDNN's fused attention over packed rows, one call per colour."""
 
+import functools
 import inspect
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_wlb.runtime.backends.checks import check_arguments, check_head_size, import_for
@@ -20,8 +22,9 @@ _COMMON = (
     *("max_seqlen_q", "max_seqlen_kv", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
     *("q", "k", "v", "fake_dtype", "fused_attention_backend", "attn_scale", "window_size", *_LAYOUT),
 )
-_FORWARD = (*_COMMON, "is_training")
+_FORWARD = (*_COMMON, "is_training", "rng_gen")
 _BACKWARD = (*_COMMON, "o", "d_o", "aux_ctx_tensors", "deterministic")
+_LEAST_ENTRIES = 32
 # Since 2.15 the layouts of results are arguments; before, the dtype of the gradients was.
 _LAYOUTS_OF_RESULTS = {"o_format": "thd", "do_format": "thd", "dqkv_layout": "thd_thd_thd"}
 
@@ -30,10 +33,10 @@ class TeBackend:
     """`fused_attn_fwd` and `fused_attn_bwd` of TransformerEngine 2.2 or newer, with cuDNN 9.7 or newer.
 
     cuDNN takes the place of an entry's first key from an array of its own (padded offsets), so only entries with
-    queries are given, and keys that nobody reads are skipped. It builds a plan for every (number of entries, rows,
-    keys) rounded up by TransformerEngine: the first steps are slow. Needs compute capability 9.0; head sizes over 128
-    run on 9.0, and 256 on the newest versions for 10.0. k and v are copied where they are not contiguous. Deterministic
-    under `torch.use_deterministic_algorithms(True)`, on 10.0 with cuDNN 9.18.1 or newer. What cuDNN cannot run, it says
+    queries are given, and keys that nobody reads are skipped. It builds a plan for every number of entries, rows and
+    keys, all rounded up: the first steps are slow. Needs compute capability 9.0; head sizes over 128 run on 9.0, and
+    256 on the newest versions for 10.0. k and v are copied where they are not contiguous. Deterministic under
+    `torch.use_deterministic_algorithms(True)`, on 10.0 with cuDNN 9.18.1 or newer. What cuDNN cannot run, it says
     itself, as a RuntimeError of TransformerEngine.
 
     Raises ValueError where the package is missing or takes other arguments, and at the first call where cuDNN is so old
@@ -62,7 +65,7 @@ class TeBackend:
         """See `Backend.forward`."""
         check_head_size(self.name, q)
         call = self._call(q, k, v, colour, scale, window)
-        out, aux, *_ = self._forward(is_training=True, **call, **self._forward_extra)
+        out, aux, *_ = self._forward(is_training=True, rng_gen=_generator(q.device), **call, **self._forward_extra)
         stats = aux[0]
         if stats.dim() != 3:
             raise ValueError(
@@ -109,7 +112,7 @@ class TeBackend:
     def _call(
         self, q: Tensor, k: Tensor, v: Tensor, colour: Colour, scale: float, window: int | None
     ) -> dict[str, Any]:
-        cu_q, cu_k, k_begins = _entries_with_queries(colour)
+        cu_q, cu_k, k_begins = _entries(colour)
         return {
             "max_seqlen_q": colour.max_q,
             "max_seqlen_kv": colour.max_k,
@@ -140,14 +143,22 @@ def _function(function: Any, passed: tuple[str, ...]) -> tuple[Any, dict[str, An
     return function, extra
 
 
-def _entries_with_queries(colour: Colour) -> tuple[Tensor, Tensor, Tensor]:
-    """cu_q and cu_k of the entries that have queries, and where their keys begin, int32 [n + 1] each, on the device."""
+@functools.cache
+def _generator(device: torch.device) -> torch.Generator:
+    """For the forward pass, which draws even without dropout, so that it leaves the random numbers of others alone."""
+    return torch.Generator(device)
+
+
+def _entries(colour: Colour) -> tuple[Tensor, Tensor, Tensor]:
+    """cu_q and cu_k of the entries that have queries, and where their keys begin, int32 [n + 1] each, on the device.
+
+    Empty entries at the end bring n to a power of two: from 2.18 on TransformerEngine does not round it for forward.
+    """
     q_lengths, k_lengths = colour.cu_q.diff(), colour.cu_k.diff()
     # Entries with queries first, in order; how many they are is known on the host, so nobody waits for the device.
     order = (q_lengths == 0).int().sort(stable=True).indices[: len(colour.segments)]
-    cu_q, cu_k = (_offsets(lengths[order]) for lengths in (q_lengths, k_lengths))
-    return cu_q, cu_k, torch.cat((colour.cu_k[:-1][order], colour.cu_k[-1:]))
-
-
-def _offsets(lengths: Tensor) -> Tensor:
-    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    empty = max(_LEAST_ENTRIES, 1 << (len(order) - 1).bit_length()) - len(order)
+    cu_q, cu_k = (
+        F.pad(F.pad(x[order], (0, empty)).cumsum(0, dtype=torch.int32), (1, 0)) for x in (q_lengths, k_lengths)
+    )
+    return cu_q, cu_k, torch.cat((colour.cu_k[:-1][order], colour.cu_k[-1:].expand(empty + 1)))

@@ -20,8 +20,11 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 # which its window shows nothing. That gives weights which the first visible key scales down to 0; -inf would give NaN.
 _HIDDEN = tl.constexpr(-1.0e30)
 
-# Differ between micro-batches: values that triton must not compile for.
-_VARYING = ["entries", "num_queries", "window"]
+# Differ between micro-batches: what triton must not compile anew for, values and whether 16 divides an address.
+_VARYING = {
+    "do_not_specialize": ["entries", "num_queries", "window"],
+    "do_not_specialize_on_alignment": ["cu_q", "cu_k"],
+}
 
 
 @triton.jit
@@ -40,18 +43,18 @@ def _block(cu, entries, program, BLOCK: tl.constexpr):
 @triton.jit
 def _rows(tensor, begin, stride, rows, columns, num_rows, D: tl.constexpr):
     """Rows begin + rows of one head, [BLOCK, D_PAD]; zeros past num_rows and past D."""
-    pointers = tensor + begin.to(tl.int64) * stride + rows[:, None] * stride + columns[None, :]
+    pointers = tensor + (begin + rows[:, None]).to(tl.int64) * stride + columns[None, :]
     return tl.load(pointers, mask=(rows[:, None] < num_rows) & (columns[None, :] < D), other=0.0)
 
 
 @triton.jit
 def _store(tensor, begin, stride, rows, columns, num_rows, values, D: tl.constexpr):
-    pointers = tensor + begin.to(tl.int64) * stride + rows[:, None] * stride + columns[None, :]
+    pointers = tensor + (begin + rows[:, None]).to(tl.int64) * stride + columns[None, :]
     mask = (rows[:, None] < num_rows) & (columns[None, :] < D)
     tl.store(pointers, values.to(tensor.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(**_VARYING)
 def forward_kernel(
     q, k, v, out, lse, cu_q, cu_k, entries, num_queries, scale, window,
     q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head,
@@ -88,7 +91,7 @@ def forward_kernel(
     tl.store(lse + head * num_queries + q_begin + i, (highest + tl.log2(total)) * _LN_2, mask=i < q_len)
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(**_VARYING)
 def dq_kernel(
     dout, q, k, v, out, lse, dq, delta, cu_q, cu_k, entries, num_queries, scale, window,
     dout_row, dout_head, q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head, dq_row, dq_head,
@@ -124,7 +127,7 @@ def dq_kernel(
     _store(dq + head * dq_head, q_begin, dq_row, i, columns, q_len, gradient * scale, D)
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(**_VARYING)
 def dkv_kernel(
     dout, q, k, v, lse, delta, dk, dv, cu_q, cu_k, entries, num_queries, scale, window,
     dout_row, dout_head, q_row, q_head, k_row, k_head, v_row, v_head, dk_row, dk_head, dv_row, dv_head,
