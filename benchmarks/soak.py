@@ -31,8 +31,8 @@ from megatron_wlb.plan.stream import DocumentStream, Source
 
 WINDOW, CROSSOVER, DOCUMENTS = 131_072, 51_200, 1_000_000
 CP_SIZE, PP_SIZE = 8, 4
-WARM_UP = 0.1
-"""Of the run, after which the memory must be flat."""
+WARM_UP_STEPS = 100
+"""After which the memory must be flat: several epochs at N = 2048, whose queues have had their longest."""
 FOLLOWED_STEPS, MOST_COMPARED = 2, 30
 Row = dict[str, Any]
 
@@ -136,18 +136,20 @@ def soak(minutes: float, num_micro_batches: int) -> tuple[list[Row], Follower]:
                     "seconds": now,
                     "steps": step,
                     "documents": documents,
-                    "streamed": plan.state["stream"]["index"],
+                    "streamed": plan.snapshot.header["stream"]["index"],
                     "waiting": plan.num_waiting,
                     "resident_mib": resident_mib(),
                 }
             )
+    planner.close()
     follower.close()
     return rows, follower
 
 
 def growth(rows: Sequence[Row]) -> float:
-    """Of the median resident memory, from the first to the last third after warming up."""
-    memory = [row["resident_mib"] for row in rows if row["seconds"] >= WARM_UP * rows[-1]["seconds"]]
+    """Of the median resident memory, from the first to the last third after warming up or half of a short run."""
+    warm = min(WARM_UP_STEPS, rows[-1]["steps"] // 2)
+    memory = [row["resident_mib"] for row in rows if row["steps"] >= warm]
     third = max(1, len(memory) // 3)
     return statistics.median(memory[-third:]) / statistics.median(memory[:third]) - 1
 
@@ -159,7 +161,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--check", action="store_true", help="exit with 1 if a goal is missed")
     args = parser.parse_args(argv)
     if not native.AVAILABLE:
-        raise SystemExit("soak: error: the native core was not built; reinstall with a C++ compiler")
+        raise SystemExit(f"soak: error: the native core {native.WHY_NOT}")
     rows, follower = soak(args.minutes, args.micro_batches)
     last = rows[-1]
     goals = [

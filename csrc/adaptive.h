@@ -27,7 +27,7 @@ class AdaptiveCore {
   // Documents join those that wait; their indices ascend, above all of those.
   void add(const std::vector<Document>& documents);
 
-  // One step. `credit` tokens (constant tokens only) are owed to earlier steps.
+  // One step. `credit` tokens are owed to earlier steps.
   Packed step(int64_t step, int64_t credit);
 
   const std::vector<Document>& waiting() const { return pool_; }

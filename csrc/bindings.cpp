@@ -129,8 +129,7 @@ PYBIND11_MODULE(_native, module) {
             }();
             return std::make_tuple(array(packed.order), array(packed.bounds));
           },
-          py::arg("step"), py::arg("credit"))
-      .def("waiting", [](const wlb::AdaptiveCore& core) { return indices(core.waiting()); });
+          py::arg("step"), py::arg("credit"));
   py::class_<wlb::FixedCore>(module, "FixedCore")
       .def(py::init<int64_t, int64_t>(), py::arg("context_length"), py::arg("crossover_tokens"))
       .def(

@@ -34,7 +34,7 @@ class WlbConfig:
     outlier_thresholds: tuple[int, ...] | None = _setting(
         None,
         "Comma-separated L_1,L_2,...: documents of L_i <= length < L_{i+1} wait in queue i until there is one for "
-        "every micro-batch. Default: a quarter and a half of --seq-length.",
+        "every micro-batch. Default: a half and three quarters of --seq-length.",
     )
     packing_mode: str = _setting(
         "constant-tokens",
@@ -165,7 +165,7 @@ class WlbConfig:
         """L_1, L_2, ... for a context window."""
         if self.outlier_thresholds is not None:
             return self.outlier_thresholds
-        return tuple(sorted({max(2, context_length // 4), max(2, context_length // 2)}))
+        return tuple(sorted({max(2, context_length // 2), max(2, 3 * context_length // 4)}))
 
     def policy_settings(self, context_length: int) -> dict[str, Any]:
         """What `plan.make_packer` is told of the settings of policies, whichever runs."""

@@ -1,6 +1,11 @@
-"""Document lengths of a Megatron `.bin/.idx` dataset, read and checked without torch or megatron."""
+"""Document lengths of a Megatron `.bin/.idx` dataset, read and checked without torch or megatron.
+
+Of the usual index, one sequence a document, nothing is held: lengths and pointers stay mapped, and what is made of them
+is made a chunk at a time.
+"""
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +13,7 @@ import numpy as np
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}  # dtype codes of the format
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +22,7 @@ class DocumentIndex:
 
     prefix: str
     tokens: np.ndarray
-    """Tokens of each document, int64 [documents]."""
+    """Tokens of each document, int32 or int64 [documents]."""
     pointers: np.ndarray
     """First byte of each document in the `.bin` file, int64 [documents]."""
     item_bytes: int
@@ -39,18 +45,27 @@ def read_index(prefix: str) -> DocumentIndex:
     lengths, pointers, documents, item_bytes = _parse(path)
     tokens = _tokens(path, lengths, documents)
     # Unsigned: a damaged pointer near 2^63 must not wrap around to a small one.
-    needed = int((pointers.view("<u8") + (lengths * item_bytes).view("<u8")).max(initial=0))
+    stops = (pointers[c].view("<u8") + lengths[c].astype("<u8") * item_bytes for c in _chunks(len(lengths)))
+    needed = max((int(stop.max()) for stop in stops), default=0)
     if (size := binary.stat().st_size) < needed:
         raise ValueError(f"{binary} has {size} bytes, {path} describes {needed}: the file is truncated, build it again")
-    inside = np.ones(len(lengths), bool)
-    inside[documents[1:-1][documents[1:-1] < len(lengths)]] = inside[:1] = False
-    gaps = pointers[1:] != pointers[:-1] + lengths[:-1] * item_bytes
-    if (gaps & inside[1:]).any():
-        raise ValueError(f"{path} has a document whose sequences do not follow each other in {binary}; build it again")
-    # The end of a document that begins no sequence (an empty one at the end) points nowhere; any value serves.
-    begins = np.concatenate((pointers, [needed]))[documents[:-1]]
-    digest = hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()
-    return DocumentIndex(prefix=prefix, tokens=tokens, pointers=begins, item_bytes=item_bytes, fingerprint=digest)
+    begins = pointers
+    if tokens is not lengths:
+        inside = np.ones(len(lengths), bool)
+        inside[documents[1:-1][documents[1:-1] < len(lengths)]] = inside[:1] = False
+        gaps = pointers[1:] != pointers[:-1] + lengths[:-1].astype(np.int64) * item_bytes
+        if (gaps & inside[1:]).any():
+            raise ValueError(
+                f"{path} has a document whose sequences do not follow each other in {binary}; build it again"
+            )
+        # The end of a document that begins no sequence (an empty one at the end) points nowhere; any value serves.
+        begins = np.concatenate((pointers, [needed]))[documents[:-1]]
+    digest = hashlib.blake2b(digest_size=16)
+    for c in _chunks(len(tokens)):
+        digest.update(tokens[c].astype("<i8"))
+    return DocumentIndex(
+        prefix=prefix, tokens=tokens, pointers=begins, item_bytes=item_bytes, fingerprint=digest.hexdigest()
+    )
 
 
 def read_tokens(prefix: str) -> np.ndarray:
@@ -61,7 +76,7 @@ def read_tokens(prefix: str) -> np.ndarray:
     path = Path(prefix.removesuffix(".idx") + ".idx")
     _check_file(path)
     lengths, _, documents, _ = _parse(path)
-    return _tokens(path, lengths, documents)
+    return _tokens(path, lengths, documents).astype(np.int64, copy=False)
 
 
 def _check_file(path: Path) -> None:
@@ -73,16 +88,23 @@ def _check_file(path: Path) -> None:
 
 
 def _tokens(path: Path, lengths: np.ndarray, documents: np.ndarray) -> np.ndarray:
-    """Tokens of each document from sequence lengths and document boundaries."""
+    """Tokens of each document from sequence lengths and document boundaries: `lengths` itself where these are they."""
     if len(documents) < 2:
         raise ValueError(f"{path} holds no document; build it again from a non-empty corpus")
+    # As many boundaries as there can be between the first sequence and the last: every document is one sequence.
+    if len(documents) == len(lengths) + 1 and (documents[1:] > documents[:-1]).all():
+        return lengths
     ends = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
     tokens: np.ndarray = np.diff(ends[documents])
     return tokens
 
 
+def _chunks(size: int) -> Iterator[slice]:
+    return (slice(begin, begin + _CHUNK) for begin in range(0, size, _CHUNK))
+
+
 def _parse(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Sequence lengths and pointers, document boundaries (in sequences), bytes per token."""
+    """Sequence lengths and pointers, document boundaries (in sequences), all mapped; bytes per token."""
     size = path.stat().st_size
     header = len(_MAGIC) + 8 + 1 + 8 + 8
     with path.open("rb") as file:
@@ -118,4 +140,4 @@ def _parse(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
         raise ValueError(
             f"{path} has document boundaries that do not cover its {sequences} sequences in order; build it again"
         )
-    return lengths.astype(np.int64), np.asarray(pointers), np.asarray(documents), _ITEM_BYTES[code]
+    return np.asarray(lengths), np.asarray(pointers), np.asarray(documents), _ITEM_BYTES[code]

@@ -68,7 +68,8 @@ def append(path: str | os.PathLike[str], step: int, packing: Packing, *, begins_
 def mend(path: str | os.PathLike[str]) -> int:
     """Cut off what a crash left half written at the end; returns the number of bytes. A missing file is fine.
 
-    Raises ValueError for a file that is not a document log, or is damaged elsewhere.
+    Reads no more than the last whole step and what follows it; `read` looks at the others. Raises ValueError for a file
+    that is not a document log, or has no whole step before what a crash may leave.
     """
     if not Path(path).exists():
         return 0
@@ -76,13 +77,19 @@ def mend(path: str | os.PathLike[str]) -> int:
         raise ValueError(f"{path} is not a document log but a folder, pipe or device; name another file")
     with open(path, "r+b") as file:
         size = os.fstat(file.fileno()).st_size
-        end = 0
-        for _, member_end in _members(file):
-            end = member_end
-        if size and not end:
+        if not size:
+            return 0
+        begin = _last_begin(file, size)
+        end = _end(file, begin)
+        if begin and not end:  # half written, so the one before it is the last whole step
+            begin = _last_begin(file, begin)
+            end = _end(file, begin)
+        if not begin and not end:
             raise ValueError(f"{path} is not a document log: it does not begin with a whole step; name another file")
-        if not _cut_off(file, end):
-            raise ValueError(f"{path} is damaged at byte {end}, before its last step; restore it, or name another file")
+        if not end or _last_begin(file, size) > end:
+            raise ValueError(
+                f"{path} is damaged at byte {end or begin}, before its last step; restore it, or name another file"
+            )
         file.truncate(end)
     return size - end
 
@@ -105,7 +112,7 @@ def read(path: str | os.PathLike[str]) -> np.ndarray:
                 )
             if len(rows):
                 steps[int(rows["step"][0])] = rows
-        if not steps or not _cut_off(file, end):
+        if not steps or _last_begin(file, os.fstat(file.fileno()).st_size) > end:  # more than one step is cut off
             raise ValueError(f"{path} is not a document log, or it is damaged at byte {end}; restore it")
     return np.concatenate([steps[step] for step in sorted(steps)])
 
@@ -137,6 +144,12 @@ def _members(file: BinaryIO) -> Iterator[tuple[np.ndarray, int]]:
         yield rows, file.tell()
 
 
+def _end(file: BinaryIO, begin: int) -> int:
+    """Where the whole steps from byte `begin` on end, 0 if there is none."""
+    file.seek(begin)
+    return max((end for _, end in _members(file)), default=0)
+
+
 def _rows(data: bytearray) -> np.ndarray | None:
     """The array of a step, None for anything that `append` does not write. `numpy.load` would believe the header."""
     start = 10 + int.from_bytes(data[8:10], "little")
@@ -158,10 +171,16 @@ def _rows(data: bytearray) -> np.ndarray | None:
     return rows
 
 
-def _cut_off(file: BinaryIO, end: int) -> bool:
-    """Whether what follows `end`, where a step ought to begin, is a part of one step only."""
-    file.seek(end)
-    return _BEGIN not in file.read()[1:]
+def _last_begin(file: BinaryIO, stop: int) -> int:
+    """Where the last step that begins before byte `stop` does, 0 if none does."""
+    while stop > 0:
+        start = max(0, stop - (1 << 20))
+        file.seek(start)
+        found = file.read(stop - start + len(_BEGIN) - 1).rfind(_BEGIN)
+        if found >= 0:
+            return start + found
+        stop = start
+    return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,8 +239,9 @@ def audit(entries: np.ndarray, waiting: np.ndarray, position: int, pairs: Sequen
     if pairs is not None:
         _check_datasets(rows, pairs)
         ends = rows[np.append(~same, False)]  # the last document may not have come to its end
-        known = np.array([pairs[d][i] for d, i in zip(ends["dataset"], ends["document"], strict=True)], np.int64)
-        lost += int((ends["offset"] + ends["length"] < known).sum())
+        for dataset, known in enumerate(pairs):
+            here = ends[ends["dataset"] == dataset]
+            lost += int((here["offset"] + here["length"] < known[here["document"]]).sum())
     steps = np.unique(entries["step"])
     return Audit(
         restarts=int(marks.sum()),

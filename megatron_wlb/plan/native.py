@@ -1,11 +1,19 @@
-"""The only switch between Python and C++: whether the native core was built, and its classes if so."""
+"""The only switch between Python and C++: whether the native core can be loaded, and its classes if so."""
 
-__all__ = ["AVAILABLE", "AdaptiveCore", "FixedCore", "OriginalCore", "WlbCore", "order", "place", "shard"]
+import warnings
+
+__all__ = ["AVAILABLE", "WHY_NOT", "AdaptiveCore", "FixedCore", "OriginalCore", "WlbCore", "order", "place", "shard"]
+
+WHY_NOT = "was not built; reinstall with a C++ compiler"
+"""What keeps the native core from being AVAILABLE, where it is not, and what to do about it."""
 
 try:
     from megatron_wlb._native import AdaptiveCore, FixedCore, OriginalCore, WlbCore, order, place, shard
-except ImportError:
+except ImportError as error:
     AdaptiveCore = FixedCore = OriginalCore = WlbCore = None  # type: ignore[assignment,misc]
     order = place = shard = None  # type: ignore[assignment]
+    if not isinstance(error, ModuleNotFoundError):
+        WHY_NOT = f"was built but cannot be loaded ({error}); build it again, on this machine"
+        warnings.warn(f"planning in Python, many times slower: the native core {WHY_NOT}", RuntimeWarning, stacklevel=2)
 
 AVAILABLE = WlbCore is not None

@@ -1,5 +1,6 @@
 """Stream + policy + state: the micro-batches of step t, and nothing lost between steps."""
 
+import copy
 import hashlib
 import math
 from dataclasses import dataclass
@@ -17,14 +18,46 @@ from megatron_wlb.plan.types import DOCUMENT, Packing, Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A packer between two steps. Holds arrays that nobody writes to: most snapshots are dropped unread."""
+
+    header: dict[str, Any]
+    """Everything of the state but what waits."""
+    waiting: dict[str, np.ndarray]
+    """In the policy, by queue: DOCUMENT arrays."""
+    original: dict[str, np.ndarray]
+    """In the original order, likewise."""
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self.waiting.values()))
+
+    def state(self) -> dict[str, Any]:
+        """Everything `Packer.load_state` needs, as JSON types; small: references to documents, never tokens."""
+        waiting = {"waiting": self.waiting, "original": self.original}
+        lists = {name: {place: rows.tolist() for place, rows in at.items()} for name, at in waiting.items()}
+        return {"format": saved.FORMAT, "version": saved.VERSION, **copy.deepcopy(self.header), **lists}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PackedStep:
-    """Micro-batches of one step, what the original order would have given, and the state after it."""
+    """Micro-batches of one step, and what the original order would have given."""
 
     step: int
     packing: Packing
     original: Packing
-    num_waiting: int
-    state: dict[str, Any]
+    """The windows that the documents drawn so far fill, N at most; all that is left at the end of the data."""
+    snapshot: Snapshot
+    """After this step."""
+
+    @property
+    def num_waiting(self) -> int:
+        return self.snapshot.num_waiting
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Of the packer after this step; made anew each time."""
+        return self.snapshot.state()
 
 
 class Packer:
@@ -71,7 +104,7 @@ class Packer:
     @property
     def finished(self) -> bool:
         """The data is at its end, and nothing waits."""
-        return self._stream.exhausted and not self._num_waiting()
+        return self._stream.exhausted and not self._snapshot().num_waiting
 
     def next(self) -> PackedStep:
         """Plan the next step. Raises StopIteration if `finished`."""
@@ -83,36 +116,29 @@ class Packer:
             if len(packing.documents):
                 break
             self._base = draw.skip_a_global_batch()
-        original = self._original.cut(np.concatenate([np.empty(0, DOCUMENT), *draw.rows]))
+        drawn = np.concatenate([np.empty(0, DOCUMENT), *draw.rows])
+        # A policy may draw less than a global batch; a window half full would count as a short micro-batch.
+        original = self._original.cut(drawn, full=not draw.exhausted)
         self._step += 1
-        return PackedStep(
-            step=self._step - 1,
-            packing=packing,
-            original=original,
-            num_waiting=self._num_waiting(),
-            state=self.state(),
-        )
+        return PackedStep(step=self._step - 1, packing=packing, original=original, snapshot=self._snapshot())
 
     def waiting(self) -> dict[str, np.ndarray]:
         """Documents that have arrived and not run, by queue of the policy: DOCUMENT arrays."""
         return self._policy.waiting()
 
-    def _num_waiting(self) -> int:
-        return sum(len(rows) for rows in self.waiting().values())
-
     def state(self) -> dict[str, Any]:
-        """Everything `load_state` needs, as JSON types; small: references to documents, never tokens."""
-        return {
-            "format": saved.FORMAT,
-            "version": saved.VERSION,
+        """Everything `load_state` needs; see `Snapshot.state`."""
+        return self._snapshot().state()
+
+    def _snapshot(self) -> Snapshot:
+        header = {
             **self._settings,
             "num_micro_batches": self._num_micro_batches,
             "step": self._step,
             "base": list(self._base),
             "stream": self._stream.state(),
-            "waiting": _to_json(self._policy.waiting()),
-            "original": _to_json(self._original.waiting()),
         }
+        return Snapshot(header=header, waiting=self._policy.waiting(), original=self._original.waiting())
 
     def begin_at(self, step: int) -> None:
         """Call the first step `step`: a run that goes on with the data from its beginning. Before any step only."""
@@ -205,10 +231,6 @@ class _Draw:
         return self._base
 
 
-def _to_json(waiting: dict[str, np.ndarray]) -> dict[str, list[tuple[int, ...]]]:
-    return {name: rows.tolist() for name, rows in waiting.items()}
-
-
 def make_packer(
     stream: DocumentStream,
     *,
@@ -229,10 +251,10 @@ def make_packer(
         policy: one of `packing.POLICIES`.
         max_tokens: S_max, the longest micro-batch in pairs; by default 1.25 C.
         fingerprint: of the dataset; by default a digest of its documents' lengths.
-        use_native: whether C++ packs, to the same result; by default where it was built.
-        settings: of the policy, those of `packing.make_policy`; outlier thresholds are by default C / 4 and C / 2.
+        use_native: whether C++ packs, to the same result; by default where it can.
+        settings: of the policy, those of `packing.make_policy`; outlier thresholds are by default C / 2 and 3 C / 4.
 
-    Raises ValueError for settings out of their range, an unknown policy, and a native core that was not built.
+    Raises ValueError for settings out of their range, an unknown policy, and a native core that is not there.
     """
     context_length = stream.context_length
     if max_tokens is None:
@@ -251,7 +273,7 @@ def make_packer(
             f"{crossover_tokens} overflows 64 bits; lower one of them"
         )
     if use_native and not native.AVAILABLE:
-        raise ValueError("use_native is True, but the native core was not built; reinstall with a C++ compiler")
+        raise ValueError(f"use_native is {use_native}, but the native core {native.WHY_NOT}")
     if use_native is None:
         use_native = native.AVAILABLE
     sizes: dict[str, Any] = {"num_micro_batches": num_micro_batches, "context_length": context_length}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_wlb.plan import metrics, native, pipeline, sharding
-from megatron_wlb.plan.packer import PackedStep, Packer
+from megatron_wlb.plan.packer import PackedStep, Packer, Snapshot
 from megatron_wlb.plan.types import Packing, ShardPlan
 from megatron_wlb.plan.workload import FLOPS_PROFILE, KernelModel, document_work
 
@@ -84,7 +84,7 @@ class StepPlan:
     cost: int
     """About the time of the costliest data-parallel rank, in units of work (`pipeline.rank_cost`)."""
     original_work: np.ndarray
-    """The same under original packing of the documents that arrived in this step."""
+    """Work of the micro-batches that original packing would have made of the documents drawn, int64 [N at most]."""
     tokens: int
     """Trained tokens of all N micro-batches."""
     delays: dict[int, int]
@@ -92,8 +92,13 @@ class StepPlan:
     num_waiting: int
     digest: int
     """63 bits that are equal on two ranks if and only if (but for chance) they planned the same."""
-    state: dict[str, Any]
+    snapshot: Snapshot
     """Of the packer after this step."""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Of the packer after this step; made anew each time."""
+        return self.snapshot.state()
 
 
 def plan_step(packer: Packer, layout: Layout) -> StepPlan:
@@ -129,7 +134,7 @@ def plan_step(packer: Packer, layout: Layout) -> StepPlan:
         delays=metrics.delays(packing, packed.step),
         num_waiting=packed.num_waiting,
         digest=_digest(packed, placement, layout),
-        state=packed.state,
+        snapshot=packed.snapshot,
     )
 
 
@@ -171,7 +176,8 @@ class Planner:
     """Plans steps in a thread of its own, ahead of training by at most `ahead` steps.
 
     Steps are kept until `release`, so that several data iterators (one per virtual stage) and replays of a step read
-    the same plan; keyed by step number, never by the number of reads.
+    the same plan; keyed by step number, never by the number of reads. `close` ends the thread, which else lives, and
+    keeps its plans, until the process ends.
     """
 
     def __init__(self, packer: Packer, layout: Layout, *, first_step: int, ahead: int) -> None:
@@ -179,13 +185,17 @@ class Planner:
         self._plans: dict[int, StepPlan] = {}
         self._wanted, self._next = first_step, first_step
         self._error: BaseException | None = None
+        self._closed = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self.wait_seconds = 0.0
         """Time that readers have waited for the planner."""
 
     def get(self, step: int) -> StepPlan:
-        """The plan of `step`; waits for the planner. Raises what the planner raised; KeyError for a released step."""
+        """The plan of `step`; waits for the planner.
+
+        Raises RuntimeError where there is none, from what the planner raised, and KeyError for a released step.
+        """
         begin = time.perf_counter()
         with self._changed:
             if self._thread is None:
@@ -201,6 +211,11 @@ class Planner:
                         "read plans in the process that trains"
                     )
             self.wait_seconds += time.perf_counter() - begin
+            if self._next <= step and isinstance(self._error, StopIteration):
+                raise RuntimeError(
+                    f"the data ends before step {step}: after {self._next} steps every document has been trained; "
+                    "train fewer steps, or more epochs"
+                ) from self._error
             if self._next <= step:
                 raise RuntimeError(f"planning failed before step {step}; see its cause above") from self._error
             return self._plans[step]
@@ -211,11 +226,21 @@ class Planner:
             for old in [s for s in self._plans if s < step]:
                 del self._plans[old]
 
+    def close(self) -> None:
+        """End the planner's thread; what is planned can still be read."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
     def _run(self) -> None:
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._next <= self._wanted + self._ahead)
+                    self._changed.wait_for(lambda: self._closed or self._next <= self._wanted + self._ahead)
+                    if self._closed:
+                        return
                 plan = plan_step(self._packer, self._layout)
                 if plan.step != self._next:
                     raise RuntimeError(

@@ -25,7 +25,7 @@ class Source:
     """One dataset of a blend: the documents [first, first + len(pairs)) of a `.bin/.idx` dataset."""
 
     pairs: np.ndarray
-    """Trained pairs of each document (its tokens - 1, at least 0), int64 [documents]."""
+    """Trained pairs of each document (its tokens - 1, at least 0), int32 or int64 [documents]."""
     weight: float = 1.0
     first: int = 0
 
@@ -93,7 +93,8 @@ class DocumentStream:
         shuffle: False for file order.
         num_epochs: passes over every dataset; a dataset that is at its end leaves the blend to the others.
 
-    Raises ValueError if a dataset has no document of at least 2 tokens, or a weight is not positive.
+    Raises ValueError if a dataset has no document of at least 2 tokens or one of under 0 pairs, or a weight is not
+    positive.
     """
 
     def __init__(
@@ -109,6 +110,11 @@ class DocumentStream:
             if len(source.pairs) == source.too_short:
                 raise ValueError(
                     f"dataset {i} of the blend is empty: it has no document of at least 2 tokens; leave it out"
+                )
+            if (least := int(source.pairs.min())) < 0:
+                raise ValueError(
+                    f"dataset {i} of the blend has a document of {least} pairs; give its tokens - 1, which must be at "
+                    "least 0"
                 )
             if not source.weight > 0:
                 raise ValueError(f"dataset {i} of the blend has weight {source.weight}; weights must be positive")
@@ -235,13 +241,13 @@ class DocumentStream:
         if len(datasets) == 1:
             return np.full(orders[0].begun(pairs), datasets[0])
         weights = sum(self.sources[i].weight for i in datasets)
-        shares = [self.sources[i].weight / weights for i in datasets]
-        tokens, at = [self._tokens[i] for i in datasets], [order.at for order in orders]
-        total, chosen = sum(tokens), []
+        shares = np.array([self.sources[i].weight / weights for i in datasets])
+        tokens = np.array([self._tokens[i] for i in datasets], float)  # exact up to 2^53
+        at = [order.at for order in orders]
+        total, chosen = sum(self._tokens[i] for i in datasets), []
         # One by one, since each choice depends on the lengths of those before.
         while pairs > 0:
-            behind = [share * total - taken for share, taken in zip(shares, tokens, strict=True)]
-            k = behind.index(max(behind))  # the first of those furthest behind their share
+            k = int((shares * total - tokens).argmax())  # the first of those furthest behind their share
             length = orders[k].lengths[at[k]]
             chosen.append(datasets[k])
             tokens[k] += length

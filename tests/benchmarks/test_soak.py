@@ -31,7 +31,9 @@ def test_a_difference_is_seen():
     assert follower.differ == [0] and follower.compared == []
 
 
-def test_growth_is_that_of_the_memory_after_warming_up():
-    memory = [10, *[200] * 5, *[210] * 5, *[220] * 5]
-    rows = [{"seconds": float(k), "resident_mib": value} for k, value in enumerate(memory)]
+@pytest.mark.parametrize(("steps_a_row", "warming_up"), [(50, 2), (1, 9)])
+def test_growth_is_that_of_the_memory_after_warming_up(steps_a_row, warming_up):
+    """By steps, however long they take; in a short run, to its half."""
+    memory = [*[10] * warming_up, *[200] * 3, *[210] * 3, *[220] * 3]
+    rows = [{"steps": k * steps_a_row, "resident_mib": value} for k, value in enumerate(memory)]
     assert soak.growth(rows) == pytest.approx(0.1)

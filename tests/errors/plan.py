@@ -19,7 +19,7 @@ from megatron_wlb.plan.stream import DocumentStream
 from megatron_wlb.plan.types import DOCUMENT
 from megatron_wlb.plan.workload import FLOPS_PROFILE, load_profile
 from tests.errors.case import At, Case, cause
-from tests.plan.test_api import pack
+from tests.plan.test_api import pack, stream
 from tests.plan.test_dataset import write
 from tests.plan.test_native import adaptive_settings, columns
 from tests.plan.test_stream import source
@@ -67,20 +67,32 @@ def not_a_log(read):
     return call
 
 
-def log_of(read, between=b"", **replacements):
-    """Reads a document log of two steps with something between them, after the first was written."""
+def log_of(read, **replacements):
+    """Reads a document log of two steps; replaced is what the second and the reader see."""
 
     def call(at: At):
         made, path = pack(), at.folder / "x.log"
         document_log.append(path, 0, made.next().packing)
-        with path.open("ab") as file:
-            file.write(between)
         for name, value in replacements.items():
             at.patch.setattr(document_log, name, value)
         document_log.append(path, 1, made.next().packing)
         read(path)
 
     return call
+
+
+def damaged_before_the_end(at: At):
+    """A step, something else, and the beginning of another step."""
+    path = at.folder / "x.log"
+    document_log.append(path, 0, pack().next().packing)
+    with path.open("ab") as file:
+        file.write(b"damage" + document_log._BEGIN)
+    document_log.mend(path)
+
+
+def to_the_end(at: At):
+    layout = Layout(dp_size=1, dp_rank=0, crossover_tokens=30)
+    Planner(pack(stream(num_epochs=1)), layout, first_step=0, ahead=1).get(1000)
 
 
 def of_no_dataset(at: At):
@@ -230,6 +242,11 @@ CASES: list[Case] = [
     ),
     ("planning failed before step <0>; see its cause above", lambda at: planned(None)),
     (
+        "the data ends before step <1000>: after … steps every document has been trained; train fewer steps, or more "
+        "epochs",
+        to_the_end,
+    ),
+    (
         "the packer is at step <0>, training at step <5>; load the state of that step",
         lambda at: cause(lambda: planned(pack(), first_step=5)),
     ),
@@ -273,7 +290,7 @@ CASES: list[Case] = [
     ),
     (
         "…x.log is damaged at byte <…>, before its last step; restore it, or name another file",
-        log_of(document_log.mend, between=b"damage"),
+        damaged_before_the_end,
     ),
     (
         "…x.log unpacks to over a quarter of <4> bytes of memory; audit it on a larger one",
@@ -295,6 +312,10 @@ CASES: list[Case] = [
     (
         "dataset <1> of the blend is empty: it has no document of at least <2 tokens>; leave it out",
         lambda at: DocumentStream([source(5), source(0, 0)], seed=0, context_length=10),
+    ),
+    (
+        "dataset 0 of the blend has a document of <-1> pairs; give its tokens - 1, which must be <at least 0>",
+        lambda at: DocumentStream([source(5, -1)], seed=0, context_length=10),
     ),
     (
         "dataset 0 of the blend has weight <0.0>; weights must be <positive>",

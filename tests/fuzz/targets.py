@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import struct
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from megatron_wlb.adapter import checkpoint
-from megatron_wlb.cli.analyze.flags import words_of
 from megatron_wlb.cli.compare import read_log
+from megatron_wlb.cli.launch import words_of
 from megatron_wlb.cli.lengths import read_lengths
 from megatron_wlb.cli.simulate import PlanFile
 from megatron_wlb.config import MAX_TOKENS
@@ -27,6 +28,7 @@ from megatron_wlb.plan.packer import Packer, make_packer
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.plan.types import DOCUMENT
 from megatron_wlb.plan.workload import load_profile
+from tests.cli.test_compare import LAYOUT
 from tests.fuzz import mutate
 
 BIN_BYTES = 4096
@@ -251,7 +253,7 @@ def _mutate_documents(random: Random, data: bytes, others: Sequence[bytes]) -> b
         else:
             plain = mutate.of_bytes(random, plain, others)
         members[at] = gzip.compress(plain, 1, mtime=0)
-    except (OSError, EOFError, ValueError):
+    except (OSError, EOFError, ValueError, zlib.error):
         members[at] = mutate.of_bytes(random, members[at], others)
     if random.randrange(10) == 0:
         members.insert(random.randrange(len(members)), random.choice(members))
@@ -282,7 +284,7 @@ def _step_log(data: bytes, folder: Path) -> None:
 
 
 def _step_log_seeds() -> list[bytes]:
-    entry = {"step": 1, "loss": 2.5, "step_ms": 31.5, "lengths": [[64, 7], [33]], "work": [90, 33]}
+    entry = {"step": 1, "loss": 2.5, "step_ms": 31.5, "lengths": [[64, 7], [33]], "layout": LAYOUT}
     return ["\n".join(json.dumps(entry | {"step": k}) for k in range(1, 4)).encode()]
 
 

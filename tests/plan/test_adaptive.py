@@ -116,6 +116,39 @@ def test_the_tightest_bound_on_delay_holds_over_long_streams(seed, mode):
         assert (step.step - step.packing.documents["arrival"]).max() <= SHORTEST_DELAY_BOUND
 
 
+def corpora():
+    """Lengths with few short documents among them, to each of which the balance must find partners; and web-like."""
+    rng = np.random.default_rng(0)
+    some, short = rng.random(8000) < 0.9, rng.integers(1, WINDOW // 8, 8000)
+    return {
+        "all half a window": np.full(2000, WINDOW // 2),
+        "all a quarter": np.full(4000, WINDOW // 4),
+        "nine in ten a quarter": np.where(some, WINDOW // 4, short),
+        "all two fifths": np.full(3000, int(0.4 * WINDOW)),
+        "from an eighth to a half": rng.integers(WINDOW // 8, WINDOW // 2, 6000),
+        "log-normal": np.clip(rng.lognormal(3.7, 1.3, 60_000), 1, WINDOW).astype(np.int64),
+    }
+
+
+@pytest.mark.parametrize("lengths", corpora().values(), ids=corpora())
+@pytest.mark.parametrize("mode", MODES)
+def test_training_keeps_up_with_the_data_and_not_ahead_of_it(lengths, mode):
+    """Over endless epochs: as many tokens a step as there should be, and nothing waits longer than it may."""
+    n, delay = 16, SHORTEST_DELAY_BOUND
+    packer = make_packer(lengths, use_native=True, n=n, mode=mode, delay=delay, epochs=None)
+    drawn = np.empty(0, np.int64)  # step in which the stream gave each document
+    tokens = 0
+    for k in range(300):
+        step = packer.next()
+        stream = step.state["stream"]
+        drawn = np.append(drawn, np.full(stream["index"] - len(drawn), k))
+        documents = step.packing.documents
+        assert (k - drawn[documents["index"]]).max() <= delay
+        tokens += documents["length"].sum()
+        assert stream["position"] - (k + 1) * n * WINDOW <= 3 * n * WINDOW
+    assert abs(tokens / (300 * n * WINDOW) - 1) < 0.05
+
+
 @pytest.mark.parametrize("use_native", [True, False], ids=["native", "python"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_resumed_at_any_step_plans_the_same(use_native, mode):

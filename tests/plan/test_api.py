@@ -1,22 +1,25 @@
 """What a training loop of one's own imports: the names of `megatron_wlb.plan`, their defaults and their errors."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
 import megatron_wlb.plan
-from megatron_wlb.plan import DocumentStream, Layout, Packer, Source, make_packer, native, plan_step
+from megatron_wlb.plan import DocumentStream, Layout, Packer, Planner, Source, make_packer, native, plan_step
 from megatron_wlb.plan.packing import POLICIES, make_policy
 
 C = 100
 PAIRS = np.clip(np.random.default_rng(0).lognormal(3, 1, 400).astype(np.int64), 1, 350)
 
 
-def stream(pairs=PAIRS, **source):
-    return DocumentStream([Source(pairs=pairs, **source)], seed=3, context_length=C)
+def stream(pairs=PAIRS, num_epochs=None, **source):
+    return DocumentStream([Source(pairs=pairs, **source)], seed=3, context_length=C, num_epochs=num_epochs)
 
 
-def pack(**settings):
-    return make_packer(stream(), **{"num_micro_batches": 4, "crossover_tokens": 30} | settings)
+def pack(documents=None, **settings):
+    return make_packer(documents or stream(), **{"num_micro_batches": 4, "crossover_tokens": 30} | settings)
 
 
 def same(one, other):
@@ -35,7 +38,7 @@ def test_every_public_name_is_there():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_packer_made_with_defaults_is_the_one_built_by_hand(policy):
     sizes = {"num_micro_batches": 4, "context_length": C}
-    settings = {"max_tokens": 125, "crossover_tokens": 30, "outlier_thresholds": (25, 50)}
+    settings = {"max_tokens": 125, "crossover_tokens": 30, "outlier_thresholds": (50, 75)}
     by_hand = make_policy(policy, **sizes, **settings, use_native=False)
     packer = Packer(stream(), by_hand, **sizes, fingerprint="f", policy_name=policy)
     made = pack(policy=policy, fingerprint="f")
@@ -110,3 +113,38 @@ def test_layouts_that_cannot_be_are_refused():
         Layout(dp_size=1, dp_rank=0, cp_size=2, unit_tokens=2, crossover_tokens=30)
     with pytest.raises(ValueError, match="4 micro-batches .* by 3 data-parallel ranks; choose a multiple of 3"):
         plan_step(pack(), Layout(dp_size=3, dp_rank=0, crossover_tokens=30))
+
+
+def planner(num_epochs=None):
+    packer = pack(stream(num_epochs=num_epochs))
+    return Planner(packer, Layout(dp_size=1, dp_rank=0, crossover_tokens=30), first_step=0, ahead=2)
+
+
+def test_a_planner_says_that_the_data_is_at_its_end():
+    packer, count = pack(stream(num_epochs=1)), 0
+    while not packer.finished:
+        count += packer.next().step >= 0
+    made = planner(num_epochs=1)
+    assert made.get(count - 1).step == count - 1
+    message = f"^the data ends before step {count}: after {count} steps every .* train fewer steps, or more epochs$"
+    with pytest.raises(RuntimeError, match=message) as error:
+        made.get(count)
+    assert isinstance(error.value.__cause__, StopIteration)
+
+
+def test_a_closed_planner_leaves_nothing_behind():
+    """Its thread would hold the packer and the plans for as long as the process lives."""
+    made = planner()
+    made.get(0)
+    thread, packer = made._thread, weakref.ref(made._packer)
+    made.close()
+    made.close()
+    assert not thread.is_alive()
+    assert made.get(0).step == 0
+    with pytest.raises(RuntimeError, match="planning failed before step 90") as error:
+        made.get(90)
+    assert "the planner's thread has ended" in str(error.value.__cause__)
+    del made, error
+    gc.collect()
+    assert packer() is None
+    planner().close()  # which never began

@@ -1,11 +1,14 @@
 """Reading `.idx` files written by hand: what they mean, and every way in which they can be broken."""
 
+import hashlib
 import struct
+import tracemalloc
 
 import numpy as np
 import pytest
 
-from megatron_wlb.plan.dataset import read_index
+from megatron_wlb.plan import dataset
+from megatron_wlb.plan.dataset import read_index, read_tokens
 
 HEADER = 34
 """Magic, version, dtype code, number of sequences, number of document boundaries."""
@@ -37,8 +40,25 @@ def test_one_sequence_a_document(tmp_path):
     assert len(index) == 3
     assert index.tokens.tolist() == [3, 1, 4]
     assert index.pointers.tolist() == [0, 12, 16]
-    assert index.tokens.dtype == index.pointers.dtype == np.int64
     assert index.item_bytes == 4
+
+
+def test_of_an_index_of_one_sequence_a_document_nothing_is_held(tmp_path, monkeypatch):
+    """Lengths and pointers stay in the file; the fingerprint is that of the lengths in 64 bits, as it always was."""
+    monkeypatch.setattr(dataset, "_CHUNK", 1000)
+    lengths = np.random.default_rng(0).integers(0, 50, 100_000)
+    prefix = write(
+        tmp_path, lengths.tolist(), list(range(len(lengths) + 1)), pointers=lengths.cumsum() - lengths, code=1
+    )
+    tracemalloc.start()
+    index = read_index(prefix)
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < len(lengths) / 10
+    assert peak < 3 * len(lengths)
+    assert index.tokens.tolist() == read_tokens(prefix).tolist() == lengths.tolist()
+    assert index.pointers.tolist() == (lengths.cumsum() - lengths).tolist()
+    assert index.fingerprint == hashlib.blake2b(lengths.tobytes(), digest_size=16).hexdigest()
 
 
 def test_the_prefix_may_name_the_index(tmp_path):

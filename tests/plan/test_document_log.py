@@ -176,9 +176,48 @@ def test_a_log_that_is_damaged_within_is_left_alone(damaged, tmp_path, pairs):
     place = starts[damaged] + 40
     path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
     before = path.read_bytes()
-    with pytest.raises(ValueError, match=f"is damaged at byte {starts[damaged]}, before its last step; restore it"):
-        mend(path)
-    assert path.read_bytes() == before
+    assert mend(path) == 0
+    with pytest.raises(ValueError, match=f"or it is damaged at byte {starts[damaged]}; restore it"):
+        read(path)
+    path.write_bytes(before[: starts[3]] + before[starts[3] : starts[3] + 20])  # and the last step is half written
+    if damaged == 2:
+        with pytest.raises(ValueError, match=f"is damaged at byte {starts[2]}, before its last step; restore it"):
+            mend(path)
+    else:
+        assert mend(path) == 20
+    assert path.read_bytes() == before[: starts[3]] + before[starts[3] : starts[3] + 20 * (damaged == 2)]
+
+
+@pytest.mark.parametrize("half_written", [0, 5, 40])
+def test_to_mend_is_to_look_at_the_end_only(half_written, tmp_path, pairs, monkeypatch):
+    """A run of a billion documents begins no later than one of a thousand."""
+    path, entries, _ = logged(tmp_path, "wlb", pairs, 30)
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:half_written])
+    looked_at, rows = [], document_log._rows
+    monkeypatch.setattr(document_log, "_rows", lambda data: looked_at.append(len(data)) or rows(data))
+    assert mend(path) == half_written
+    assert len(looked_at) == 1
+    assert np.array_equal(read(path), entries)
+
+
+def test_a_last_step_that_another_program_packed_is_left_alone(tmp_path, pairs):
+    """gzip writes the time, by which a step of ours is not known."""
+    path, entries, _ = logged(tmp_path, "wlb", pairs, 3)
+    whole = path.read_bytes()
+    begin = whole.rindex(document_log._BEGIN)
+    path.write_bytes(whole[:begin] + gzip.compress(gzip.decompress(whole[begin:]), mtime=1))
+    assert mend(path) == 0
+    assert np.array_equal(read(path), entries)
+
+
+def test_the_last_step_is_found_across_the_blocks_that_are_read(tmp_path):
+    path = tmp_path / "log"
+    for place in (0, 5, (1 << 20) - 3, 1 << 20, (1 << 20) + 3):
+        path.write_bytes(bytes(place) + document_log._BEGIN + bytes((1 << 20) - 4))
+        with path.open("rb") as file:
+            assert document_log._last_begin(file, path.stat().st_size) == place
+            assert document_log._last_begin(file, place) == 0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.plan.packer import Packer
+from megatron_wlb.config import PACKING_MODES
+from megatron_wlb.plan.packer import Packer, Snapshot
+from megatron_wlb.plan.packer import make_packer as packer_with_defaults
 from megatron_wlb.plan.packing import AdaptivePolicy, FixedPolicy, OriginalPolicy, WlbPolicy
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.plan.types import DOCUMENT
@@ -74,7 +76,7 @@ def make_packer(
     )
 
 
-@pytest.fixture(params=["original", "fixed", "python", "native"])
+@pytest.fixture(params=["original", "fixed", "python", "native", "adaptive"])
 def policy_name(request):
     return request.param
 
@@ -130,8 +132,38 @@ def test_nothing_is_lost_or_doubled_in_50_steps(policy_name):
     for t, step in enumerate(steps):
         assert step.step == t
         assert len(step.packing.documents)
-        assert (step.packing.documents["arrival"] <= t + (2 if policy_name == "fixed" else 0)).all()
+        assert (step.packing.documents["arrival"] <= t + (2 if policy_name in ("fixed", "adaptive") else 0)).all()
         assert step.state["stream"]["position"] >= (t + 1) * 4 * CONTEXT_LENGTH
+
+
+def packer_of(lengths, context_length, policy):
+    """With defaults, by a policy or a mode of adaptive packing."""
+    stream = DocumentStream([Source(pairs=lengths)], seed=0, context_length=context_length)
+    how = {"mode": policy} if policy in PACKING_MODES else {"policy": policy}
+    return packer_with_defaults(stream, num_micro_batches=8, crossover_tokens=2 * context_length // 5, **how)
+
+
+@pytest.mark.parametrize("policy", ["original", "fixed", "wlb", *PACKING_MODES])
+def test_what_waits_does_not_grow(policy):
+    """In the policy or in the original order, nor the state with it, over web-like documents."""
+    lengths = np.clip(np.random.default_rng(1).lognormal(4, 1.3, 20_000), 1, 512).astype(np.int64)
+    packer = packer_of(lengths, 512, policy)
+    sizes = np.array([len(json.dumps(packer.next().state)) for _ in range(400)])
+    assert sizes[300:].mean() < 1.3 * sizes[100:200].mean() + 200
+
+
+@pytest.mark.parametrize("policy", ["original", "fixed", "wlb", *PACKING_MODES])
+def test_the_original_order_is_that_of_all_documents(policy):
+    """Windows of it are those that the original policy fills, also where a policy draws less than a global batch."""
+    lengths = np.random.default_rng(2).integers(64, 101, 3000)
+    ours, reference = (packer_of(lengths, 100, name) for name in (policy, "original"))
+    compared = [ours.next().original for _ in range(60)]
+    wanted = [reference.next().packing for _ in range(60)]
+    windows, expected = ([p.micro_batch(i) for p in found for i in range(len(p))] for found in (compared, wanted))
+    assert len(windows) > 300
+    for one, other in zip(windows, expected, strict=False):
+        for name in ("index", "offset", "length"):
+            np.testing.assert_array_equal(one[name], other[name])
 
 
 def test_a_step_compares_with_the_original_order(policy_name):
@@ -455,7 +487,7 @@ def test_a_hostile_state_is_refused_or_everything_in_it_runs_once(policy_name, d
         ({"context_length": 32}, "saved with context_length 32, this run has 64; resume with the same setting$"),
         (
             {"policy": "other"},
-            "saved with policy 'other', this run has '(wlb|original|fixed)'; resume with the same setting$",
+            "saved with policy 'other', this run has '(wlb|original|fixed|adaptive)'; resume with the same setting$",
         ),
     ],
 )
@@ -479,12 +511,24 @@ def test_a_state_of_another_seed_is_refused_and_changes_nothing(policy_name):
     assert_same_step(packer.next(), make_packer(policy_name).next())
 
 
-def test_a_state_stays_small_and_is_its_own():
+def test_a_step_makes_no_state_unasked(policy_name, monkeypatch):
+    """Which would take a third of its time, and be thrown away."""
+    packer = make_packer(policy_name)
+    monkeypatch.setattr(Snapshot, "state", lambda self: pytest.fail("a state was made"))
+    steps = [packer.next() for _ in range(3)]
+    monkeypatch.undo()
+    for at in ("waiting", "original"):
+        assert all(type(rows) is np.ndarray for step in steps for rows in getattr(step.snapshot, at).values())
+    assert steps[-1].state == packer.state() != steps[0].state
+
+
+def test_a_state_stays_small_and_is_its_own(policy_name):
     """References to waiting documents, never tokens; later steps leave it alone."""
-    packer = make_packer("native")
-    state = packer.next().state
-    kept = json.dumps(state)
+    packer = make_packer(policy_name)
+    first = packer.next()
+    kept = json.dumps(first.state)
     for _ in range(20):
         step = packer.next()
-        assert len(json.dumps(step.state)) < 600 + 60 * (step.num_waiting + 1)
-    assert json.dumps(state) == kept
+        rows = sum(map(len, [*step.state["waiting"].values(), *step.state["original"].values()]))
+        assert len(json.dumps(step.state)) < 600 + 30 * len(step.state["waiting"]) + 60 * rows
+    assert json.dumps(first.state) == kept

@@ -1,6 +1,7 @@
 """The document stream: epochs, pieces, blends, and going on from a state."""
 
 import json
+import time
 from collections import Counter
 from functools import cache
 from itertools import pairwise
@@ -294,6 +295,31 @@ def test_a_dataset_at_its_end_leaves_its_share_to_the_others():
     assert Counter(datasets.tolist()) == {0: 20, 1: 300, 2: 100}
 
 
+def test_a_large_blend_costs_a_document_no_more_than_a_small_one():
+    """Nearly: what a document costs must not grow with the datasets, of which blends have hundreds."""
+
+    def seconds(count):
+        pairs = np.random.default_rng(0).integers(100, 1000, 200)
+        stream = DocumentStream([Source(pairs=pairs)] * count, seed=1, context_length=1000)
+        stream.take(1000 * count)  # the first chunk of each dataset
+        taken = []
+        for _ in range(3):
+            begin = time.process_time()
+            stream.take(stream.position + 1_000_000)
+            taken.append(time.process_time() - begin)
+        return min(taken)
+
+    assert seconds(300) < 6 * seconds(10)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_lengths_may_be_narrow(dtype):
+    pairs = np.array([40, 0, 7, 90], dtype)
+    pieces = DocumentStream([Source(pairs=pairs)] * 2, seed=1, context_length=16).take(500)
+    wide = DocumentStream([Source(pairs=pairs.astype(np.int64))] * 2, seed=1, context_length=16).take(500)
+    np.testing.assert_array_equal(pieces, wide)
+
+
 def test_an_endless_stream_is_never_exhausted():
     stream = DocumentStream([source(5, 0)], seed=0, context_length=10)
     for limit in range(0, 100, 5):
@@ -311,6 +337,7 @@ def test_too_short_documents_are_counted():
         ([], "the blend is empty; give at least one dataset"),
         ([source(5), source(0, 0)], "dataset 1 of the blend is empty: it has no document of .* 2 tokens; leave it out"),
         ([source()], "dataset 0 of the blend is empty: it has no document of at least 2 tokens; leave it out"),
+        ([source(5, 0, -1)], "dataset 0 of the blend has a document of -1 pairs; give its tokens - 1, .* at least 0"),
         ([source(5, weight=0.0)], "dataset 0 of the blend has weight 0.0; weights must be positive"),
         ([source(5), source(5, weight=-1.0)], "dataset 1 of the blend has weight -1.0; weights must be positive"),
         ([source(5, weight=float("nan"))], "dataset 0 of the blend has weight nan; weights must be positive"),

@@ -295,10 +295,6 @@ class PythonAdaptiveCore:
             chosen.append(document)
         return self._place(chosen, step)
 
-    def waiting(self) -> np.ndarray:
-        """Indices of the documents that wait."""
-        return np.array([d.index for d in self._pool], np.int64)
-
     def _is_forced(self, document: _Document, step: int) -> bool:
         return step - document.arrival >= self._s.max_delay_steps - FORCED_STEPS
 

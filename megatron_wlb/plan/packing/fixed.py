@@ -1,5 +1,6 @@
 """Fixed-4D: greedy packing of k global batches into windows of fixed length (paper, section 3.2)."""
 
+from abc import ABC, abstractmethod
 from itertools import pairwise
 
 import numpy as np
@@ -12,12 +13,12 @@ Pieces = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Document (row), length and window of each piece: int64 [pieces] each."""
 
 
-class FixedPolicy:
-    """Micro-batches of exactly `context_length` pairs, balanced by attention work over k steps at once.
+class WindowPolicy(ABC):
+    """Micro-batches of exactly `context_length` pairs, planned for k steps at once.
 
     Every k-th step takes the oldest k * N * C pairs that wait, cuts the last document where they end, and packs them
-    into k * N windows (`place`). The micro-batches are sorted by total work, and each N neighbours make a step, the
-    heaviest first; the steps to come wait in memory. The pieces of a document that was cut run in its order.
+    into k * N windows (`_place`). Each N neighbours make a step; the steps to come wait in memory. The pieces of a
+    document that was cut run in its order.
 
     At the end of the data, what is left is spread over as few steps as hold it. A state saved with another number of
     micro-batches regroups what it planned, if that makes whole steps, else plans it again.
@@ -26,23 +27,11 @@ class FixedPolicy:
         num_micro_batches: N, of a global batch over all data-parallel ranks.
         context_length: C in pairs.
         num_global_batches: k; documents run up to k - 1 steps before or after the step in which they arrive.
-        crossover_tokens: Lc of the work model by which micro-batches are sorted.
-        use_native: run the C++ core; the Python reference gives the same pieces.
     """
 
-    def __init__(
-        self,
-        *,
-        num_micro_batches: int,
-        context_length: int,
-        num_global_batches: int,
-        crossover_tokens: int,
-        use_native: bool = False,
-    ) -> None:
+    def __init__(self, *, num_micro_batches: int, context_length: int, num_global_batches: int) -> None:
         self._num_micro_batches, self._context_length = num_micro_batches, context_length
         self._num_global_batches = num_global_batches
-        core = native.FixedCore if use_native else PythonFixedCore
-        self._core = core(context_length, crossover_tokens)
         self._carry = np.empty(0, DOCUMENT)  # ordered by index
         self._planned, self._bounds = np.empty(0, DOCUMENT), np.zeros(1, np.int64)  # micro-batches of steps to come
 
@@ -74,9 +63,9 @@ class FixedPolicy:
         self._planned = pieces
         self._bounds = np.concatenate(([0], np.cumsum(np.bincount(window, minlength=num_windows))))
 
+    @abstractmethod
     def _place(self, lengths: np.ndarray, num_windows: int) -> Pieces:
         """Pieces of documents of `lengths`, in windows numbered in the order in which they run."""
-        return self._core.place(lengths, num_windows)
 
     def waiting(self) -> dict[str, np.ndarray]:
         """Documents not yet packed: those planned, by micro-batch ("planned0" ...), and "carry": DOCUMENT arrays."""
@@ -91,6 +80,24 @@ class FixedPolicy:
         if len(planned) % self._num_micro_batches:
             self._carry = _rejoined(np.concatenate((self._planned, self._carry)))
             self._planned, self._bounds = self._planned[:0], self._bounds[:1]
+
+
+class FixedPolicy(WindowPolicy):
+    """Balanced by attention work (`place`); the micro-batches of k steps run sorted by total work, the heaviest first.
+
+    Args:
+        crossover_tokens: Lc of the work model by which micro-batches are sorted.
+        use_native: run the C++ core; the Python reference gives the same pieces.
+        sizes: arguments of `WindowPolicy`.
+    """
+
+    def __init__(self, *, crossover_tokens: int, use_native: bool = False, **sizes: int) -> None:
+        super().__init__(**sizes)
+        core = native.FixedCore if use_native else PythonFixedCore
+        self._core = core(self._context_length, crossover_tokens)
+
+    def _place(self, lengths: np.ndarray, num_windows: int) -> Pieces:
+        return self._core.place(lengths, num_windows)
 
 
 class PythonFixedCore:

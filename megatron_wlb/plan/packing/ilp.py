@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from megatron_wlb.plan.packing.fixed import FixedPolicy, Pieces, place
+from megatron_wlb.plan.packing.fixed import Pieces, WindowPolicy, place
 
 _SLACK = 0.01
 
 
-class IlpPolicy(FixedPolicy):
+class IlpPolicy(WindowPolicy):
     """Fixed-4D whose windows an integer linear program chooses.
 
     The program packs whole pieces as `fixed.place` cuts them, so that it always has a solution; it is optimal for these
@@ -33,7 +33,6 @@ class IlpPolicy(FixedPolicy):
             num_micro_batches=num_micro_batches,
             context_length=context_length,
             num_global_batches=num_global_batches,
-            crossover_tokens=0,
         )
         self._time_limit_seconds = time_limit_seconds
 

@@ -18,23 +18,28 @@ class OriginalPolicy:
     def __init__(self, *, num_micro_batches: int, context_length: int, use_native: bool = False) -> None:
         core = native.OriginalCore if use_native else PythonOriginalCore
         self._core = core(num_micro_batches, context_length)
+        self._context_length = context_length
         self._waiting = np.empty(0, DOCUMENT)
 
     def pack(self, step: int, draw: Draw) -> Packing:
         """Pack step `step` from what waits and one global batch of the stream."""
         return self.cut(draw(step + 1))
 
-    def cut(self, arrived: np.ndarray) -> Packing:
+    def cut(self, arrived: np.ndarray, *, full: bool = False) -> Packing:
         """The next step of what waits and the DOCUMENT rows `arrived`.
 
-        Cuts a document only at a window; the last micro-batches stay short only if the documents do not fill the step.
+        Cuts a document only at a window. Where the documents do not fill the step, the last micro-batches stay short
+        or, if `full` and one is full, are left out.
         """
         documents = np.concatenate((self._waiting, arrived))
         row, offset, length, bounds = self._core.cut(documents["length"])
         pieces = documents[row]
         pieces["offset"] += offset
         pieces["length"] = length
-        self._waiting = pieces[bounds[-1] :]
+        if full:
+            num_full = int(documents["length"].sum()) // self._context_length
+            bounds = bounds[: num_full + 1] if num_full else bounds
+        self._waiting = pieces[bounds[-1] :].copy()  # else a state would hold on to all pieces
         return Packing(documents=pieces[: bounds[-1]], bounds=bounds)
 
     def waiting(self) -> dict[str, np.ndarray]:
