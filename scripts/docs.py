@@ -1,21 +1,28 @@
-"""Hook of mkdocs: fills in what the pages of the site take from the code and from the benchmarks' results."""
+"""Writes what pages take from the code and from the benchmarks' results: python -m scripts.docs"""
 
 import json
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from megatron_wlb.config import WlbConfig
 
 ROOT = Path(__file__).parents[1]
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the comments `<!-- flags -->` and `<!-- goals -->` of a page."""
-    for marker, table in (("<!-- flags -->", flags), ("<!-- goals -->", goals)):
-        if marker in markdown:
-            markdown = markdown.replace(marker, table())
-    return markdown
+def main() -> None:
+    for path, text in pages().items():
+        path.write_text(text)
+
+
+def pages() -> dict[Path, str]:
+    """Pages with their generated parts as they should be."""
+    made = {}
+    for page, name, part in (("flags", "flags", flags()), ("performance", "goals", goals())):
+        path = ROOT / "docs" / f"{page}.md"
+        begin, end = f"<!-- {name}: written by python -m scripts.docs -->\n", f"<!-- end of {name} -->\n"
+        before, rest = path.read_text().split(begin)
+        made[path] = before + begin + part + end + rest.split(end)[1]
+    return made
 
 
 def flags() -> str:
@@ -28,7 +35,7 @@ def flags() -> str:
         facts += [f"Default: `{f.default}`."] if f.default is not None and not switch else []
         text = " ".join([_escaped(f.metadata["help"]), *facts])
         sections.append(f"### `--wlb-{f.name.replace('_', '-')}`\n\n{text}\n")
-    return "\n".join(sections)
+    return "\n".join(["", *sections, ""])
 
 
 def goals() -> str:
@@ -39,7 +46,7 @@ def goals() -> str:
             verdict = "holds" if goal["holds"] else "**missed**"
             limit = f"{goal['direction']} {goal['goal']:g}"
             rows.append(f"| `{path.name}` | {_escaped(goal['name'])} | {goal['value']:.4g} | {limit} | {verdict} |")
-    return "\n".join(rows)
+    return "\n".join(["", *rows, "", ""])
 
 
 def _escaped(text: str) -> str:
@@ -48,3 +55,7 @@ def _escaped(text: str) -> str:
     for i in range(0, len(parts), 2):
         parts[i] = "".join("\\" + c if c in "\\*_[]#|" else {"<": "&lt;", "&": "&amp;"}.get(c, c) for c in parts[i])
     return "`".join(parts)
+
+
+if __name__ == "__main__":
+    main()

@@ -63,6 +63,25 @@ def test_every_goal_is_on_the_performance_page(site):
     assert page.count("<td>holds</td>") == sum(goal["holds"] for goal in goals)
 
 
+def test_generated_parts_are_up_to_date():
+    """Else run python -m scripts.docs."""
+    for path, text in docs.pages().items():
+        assert path.read_text() == text, path
+
+
+def test_every_refused_flag_is_named():
+    section = (ROOT / "docs" / "training.md").read_text().split("## What is refused")[1]
+    source = ast.parse((ROOT / "megatron_wlb" / "adapter" / "arguments.py").read_text())
+    (function,) = [n for n in source.body if isinstance(n, ast.FunctionDef) and n.name == "_refusals"]
+    (table,) = [n.value for n in ast.walk(function) if isinstance(n, ast.Return) and isinstance(n.value, ast.List)]
+    messages = [texts(row.elts[1]) for row in table.elts]
+    assert len(messages) > 20
+    for message in messages:
+        what = message.split(";")[0].split(", give")[0]  # the rest is the remedy
+        for flag in set(re.findall(r"--[a-z][\w-]+", what)) - {"--wlb", "--seq-length", "--data-path"}:
+            assert flag in section, message
+
+
 def test_text_of_the_code_is_shown_unchanged():
     assert docs._escaped("a_b* | <c> & `--d_e|f`") == r"a\_b\* \| &lt;c> &amp; `--d_e|f`"
 
@@ -96,6 +115,11 @@ def test_figures_are_those_of_the_results():
     messages = next(row for row in result("pipeline_p2p")["rows"] if row["layout"] == "PP=4")
     error = max(row["error_max"] for row in result("simulator")["rows"])
     trained = {(row["layout"], row["method"]): row for row in result("end_to_end_cpu")["rows"]}
+    attention = {
+        row["case"]: row["total_over_ours"]
+        for row in result("cp_attention_cpu")["rows"]
+        if (row["method"], row["threads"]) == ("by segment", 1)
+    }
     unbalanced = f"{f2['original']['imbalance_mean']:.3f}"
     expected = [
         ("demo", f"{demo['mean imbalance of micro-batches, original']:.2f}"),
@@ -113,12 +137,19 @@ def test_figures_are_those_of_the_results():
         ("pipeline_p2p", str(messages["handshake_messages"])),
         ("pipeline_p2p", str(messages["planned_messages"])),
         ("simulator", f"{error:.1%}".replace("%", " %")),
+        ("cp_attention_cpu", "1"),
+        ("cp_attention_cpu", f"{attention['20 documents, CP=4']:.2f}"),
+        ("cp_attention_cpu", "1"),
+        ("cp_attention_cpu", f"{attention['20 documents, CP=4, bf16']:.1f}"),
+        ("telemetry", f"{result('telemetry')['goals'][0]['value']:.2%}".replace("%", " %")),
         ("end_to_end_cpu", "1"),
         ("end_to_end_cpu", f"{trained['DP=2', 'wlb']['speedup_per_work']:.3f}"),
         ("end_to_end_cpu", "1"),
         ("end_to_end_cpu", f"{trained['DP=2', 'wlb']['speedup_per_token']:.3f}"),
         ("end_to_end_cpu", "1"),
         ("end_to_end_cpu", f"{trained['CP=2', 'adaptive']['speedup_per_token']:.3f}"),
+        ("end_to_end_cpu", "1"),
+        ("end_to_end_cpu", f"{trained['PP=2', 'wlb']['speedup_per_token']:.3f}"),
     ]
     shown = []
     for row in (ROOT / "docs" / "performance.md").read_text().splitlines():

@@ -27,6 +27,7 @@ from megatron_wlb.config import WlbConfig
 from megatron_wlb.plan import document_log, native
 from megatron_wlb.plan.memory import ActivationModel
 from megatron_wlb.plan.packer import make_packer
+from megatron_wlb.plan.sharding.exchange import head_groups
 from megatron_wlb.plan.step import Layout, Planner
 from megatron_wlb.plan.stream import DocumentStream
 from megatron_wlb.plan.workload import KernelModel, load_profile
@@ -53,7 +54,7 @@ class WlbJob:
         self._profile = load_profile(config.profile or ("h100-fa2" if gpu else "flops"))
         self._crossover = config.crossover or self._profile.crossover_for(**_model_shape(args))
         if config.planner == "native" and not native.AVAILABLE:
-            raise ValueError("--wlb-planner native, but the native core was not built; reinstall with a C++ compiler")
+            raise ValueError(f"--wlb-planner {config.planner}, but the native core {native.WHY_NOT}")
         self._use_native = native.AVAILABLE and config.planner != "python"
         self._planners: dict[str, Planner] = {}
         self._first_step = 0
@@ -253,7 +254,8 @@ class WlbJob:
                 if iteration % self._args.log_interval == 0:
                     print(log.line(entry), flush=True)
                 if self._config.log:
-                    log.append(self._config.log, entry | log.details(plan, self._kernel))
+                    layout = self._layout | {"packing": self._config.packing}
+                    log.append(self._config.log, entry | log.details(plan, self._kernel, layout))
                 self._telemetry.write(iteration, plan, entry, imbalance)
             return result
 
@@ -286,7 +288,7 @@ class WlbJob:
         return self._profile.kernel(
             heads=max(1, args.num_attention_heads // args.tensor_model_parallel_size),
             row_bytes=2 * key_heads * args.kv_channels * args.params_dtype.itemsize,
-            head_groups=self._config.cp_head_groups,
+            head_groups=head_groups(self._config.cp_head_groups, key_heads),
         )
 
     def _planner(self, split: str, split_data: SplitData, first_step: int) -> Planner:
@@ -337,7 +339,8 @@ class WlbJob:
         config = self._config
         documents = sum(len(s.pairs) for s in split_data.sources)
         short = sum(s.too_short for s in split_data.sources)
-        core = "native" if self._use_native else "python"
+        why_not = "" if native.AVAILABLE else f": the native core {native.WHY_NOT}"
+        core = "native" if self._use_native else f"python{why_not}"
         detail = "".join(f"{name} {value}, " for name, value in packing_settings(self._args, config).items())
         print_rank_0(
             f"> wlb: {documents} documents ({short} under 2 tokens are left out), packing {config.packing} ({core}) "

@@ -1,6 +1,7 @@
 """One line and one JSON object a step: loss, tokens, balance, delay."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_wlb.plan import files, metrics, sharding
@@ -28,14 +29,16 @@ def summary(plan: StepPlan, loss: float, step_seconds: float, wait_seconds: floa
     }
 
 
-def details(plan: StepPlan, kernel: KernelModel) -> dict[str, Any]:
+def details(plan: StepPlan, kernel: KernelModel, layout: Mapping[str, int | str]) -> dict[str, Any]:
     """What the log keeps besides, as JSON types; work is in units of `workload.document_work`.
 
-    `lengths`, those of the documents of all N micro-batches, is what `megatron-wlb compare` predicts `step_ms` from.
+    `layout`, that of the run (`resume.run_layout`) and its packing, and `lengths`, those of the documents of all N
+    micro-batches, are what `megatron-wlb compare` predicts `step_ms` from.
     """
     packing = plan.packing
     cp_size = len(plan.micro_batches[0].shards.shards)
     return {
+        "layout": layout,
         "original_work": plan.original_work.tolist(),
         "work": plan.work.tolist(),
         "micro_batches": [

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_wlb.plan import document_log
-from megatron_wlb.plan.dataset import read_index
+from megatron_wlb.plan.dataset import read_tokens
 from megatron_wlb.plan.state import check_format
 from megatron_wlb.plan.state import waiting as waiting_of
 
@@ -20,8 +20,8 @@ def register(commands: Any) -> None:
     parser = commands.add_parser(
         "audit",
         help="check a run's document log: nothing lost, nothing doubled",
-        description="Checks that the steps of a run trained every document exactly once in every pass over the data, "
-        "over all restarts; where the data began anew (--wlb-restart-packing), from the last time on. Prints what it "
+        description="Checks that the steps of a run trained every document exactly once in every pass over the data,\n"
+        "over all restarts; where the data began anew (--wlb-restart-packing), from the last time on. Prints what it\n"
         "found as JSON; exit code 1 if something is wrong.",
     )
     parser.add_argument("log", help="the file that --wlb-document-log named")
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         )
     pairs = None
     if args.data_path:
-        pairs = [np.maximum(read_index(prefix).tokens - 1, 0) for prefix in args.data_path]
+        pairs = [np.maximum(read_tokens(prefix) - 1, 0) for prefix in args.data_path]
     found = document_log.audit(entries, waiting, int(state["stream"]["position"]), pairs)
     if found.restarts:
         print(

@@ -6,8 +6,7 @@ import json
 import math
 import platform
 import shlex
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -15,9 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from megatron_wlb.cli import plan, profile
-from megatron_wlb.cli.job import Planning, StepShards, add_job_arguments, checked_lengths, described, job_of
-from megatron_wlb.config import MAX_TOKENS, PACKINGS, WlbConfig
+from megatron_wlb.cli import profile
+from megatron_wlb.cli.common import integer, progress, remark, writer
+from megatron_wlb.cli.job import (
+    Planning,
+    StepShards,
+    add_job_arguments,
+    checked_lengths,
+    model_of,
+    prepare,
+    settle,
+)
+from megatron_wlb.cli.launch import world_size
+from megatron_wlb.config import CP_SHARDINGS, MAX_TOKENS, PACKINGS
 from megatron_wlb.plan.workload import KernelTimes, Profile
 from megatron_wlb.simulate import Job, simulate_step
 from megatron_wlb.simulate.costs import pass_times
@@ -26,19 +35,31 @@ FORMAT = "megatron-wlb-comparison"
 VERSION = 1
 LEAST_STEPS = 8
 """Half of them fitted, half held out."""
+MOST_STEPS = 500
+"""Simulated, evenly spread over the log: errors need no more, and a step can take a second."""
 MOST_FITTED = 64
 """Each is simulated some dozens of times."""
 OUTLIER = 0.05
 """Relative errors beyond it count linearly: a step that was disturbed says little."""
+LAYOUT: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("TP", "CP", "PP", "VPP", "DP", "crossover"), ()),
+    "CP sharding": CP_SHARDINGS,
+    "packing": PACKINGS,
+}
+"""What the log of a run says of its layout, and of what that may be; numbers if nothing."""
 MOST_UNCERTAIN = 0.2
 """Standard error of the logarithm of a scale, beyond which attention and the rest cannot be told apart."""
 
 _DESCRIPTION = """\
-Hold predicted step times against those of a run (--wlb-log), given the run's flags.
+Hold predicted step times against those of a run (--wlb-log).
 
-The documents of every logged step are placed, sharded and simulated as `megatron-wlb simulate` does it. With --output,
-two scales, of the times of attention and of everything linear in tokens, are fitted to every other step, and errors
-are those on the steps between. The profile that is written serves --wlb-profile and all commands.
+    megatron-wlb compare run.jsonl --launch train.sh
+    megatron-wlb compare run.jsonl --model llama2-7b --output mine.json
+
+The log states layout, packing, crossover and sharding of the run; flags say the rest (the model, recomputation), and
+may repeat that. Logged steps are placed, sharded and simulated as `megatron-wlb simulate` does it. With --output, two
+scales, of the times of attention and of everything linear in tokens, are fitted to every other step, and errors are
+those on the steps between. The profile that is written serves --wlb-profile and all commands.
 """
 
 
@@ -50,6 +71,8 @@ class LoggedStep:
     measured_us: float
     lengths: list[np.ndarray]
     """Of the documents of every micro-batch."""
+    layout: Mapping[str, Any]
+    """Of the run; see `LAYOUT`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,25 +92,19 @@ def register(commands: Any) -> None:
         "compare",
         help="hold predicted step times against a run's log",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s RUN.jsonl [--output FILE.json] [--json FILE] [FLAGS | LAUNCH LINE | --launch FILE]",
     )
     parser.add_argument("log", metavar="RUN.jsonl", help="the file that --wlb-log named")
-    add_job_arguments(parser)
-    parser.add_argument(
-        "--wlb-packing", choices=PACKINGS, default=WlbConfig().packing, help="of the run; default: %(default)s"
-    )
-    parser.add_argument(
-        "--wlb-crossover", type=plan.integer(1, 1 << 35), metavar="Lc", help="of the run; default: by the profile"
-    )
     parser.add_argument(
         "--skip",
-        type=plan.integer(0, 1 << 20),
+        type=integer(0, 1 << 20),
         default=1,
         metavar="K",
         help="leave out the first K steps of every start of the run, which warm up; default: 1",
     )
     parser.add_argument("--output", metavar="FILE.json", help="recalibrated profile to write; - for standard output")
     parser.add_argument("--json", metavar="FILE", help="both times of every step; - for standard output")
+    add_job_arguments(parser, wlb_packing=None, wlb_cp_sharding=None)
     parser.set_defaults(run=run)
 
 
@@ -99,44 +116,38 @@ def run(args: argparse.Namespace) -> None:
         import scipy.optimize  # noqa: F401  # likewise
     if args.output == args.json == "-":
         raise ValueError("--output and --json both go to standard output; name a file for one of them")
-    job = job_of(args)
-    planning = Planning(
-        job=job,
-        crossover_tokens=args.wlb_crossover or job.hardware.attention.crossover_for(**asdict(job.model)),
-        cp_sharding=args.wlb_cp_sharding,
-        balance=args.wlb_packing != "original",
-    )
-    steps = warm(read_log(args.log), args.skip)
+    steps, notes = warm(read_log(args.log), args.skip), list(args.remarks)
     least = LEAST_STEPS if args.output is not None else 2
     if len(steps) < least:
         raise ValueError(
             f"{args.log} has {len(steps)} steps after --skip {args.skip}; at least {least} are needed, log more steps"
         )
+    planning, found = _prepared(args, steps[0].layout, notes)
+    if len(steps) > MOST_STEPS:
+        notes.append(f"{MOST_STEPS} of the {len(steps)} steps are simulated, in pairs of neighbours.")
+        steps = spread(steps)
     measured = np.array([step.measured_us for step in steps])
     with (
-        plan.progress(len(steps), args.output or args.json, "simulating") as advance,
-        plan.writer(args.json, "--json") if args.json is not None else nullcontext() as out,
-        plan.writer(args.output) if args.output is not None else nullcontext() as written,
+        progress(len(steps), args.output or args.json, "simulating") as advance,
+        writer(args.json, "--json") as out,
+        writer(args.output) as written,
     ):
         shards, predicted = [], np.empty(len(steps))
         for i, step in enumerate(steps):
-            shards.append(planning.step(step.number, step.lengths))
-            predicted[i] = simulate_step(job, shards[-1]).time
+            planned = planning.step(step.lengths)
+            predicted[i] = simulate_step(planning.job, planned).time
+            if written is not None:
+                shards.append(planned)
             advance(1)
         rows = {"all steps": errors(predicted, measured)}
-        result: dict[str, Any] = {"format": FORMAT, "version": VERSION, **described(args, job)}
+        result: dict[str, Any] = {"format": FORMAT, "version": VERSION, **found}
         if written is not None:
+            fit = recalibrate(planning.job, shards, measured)
             held_out = np.arange(len(steps)) % 2 == 1
-            base = replace(job, hardware=replace(job.hardware, attention=explicit(job, shards[0])))
-            chosen = np.flatnonzero(~held_out)[:: math.ceil(np.count_nonzero(~held_out) / MOST_FITTED)]
-            scales = fit_scales(base, [shards[i] for i in chosen], measured[chosen])
-            better = scaled(base, scales)
-            again = np.array([simulate_step(better, shards[i]).time for i in np.flatnonzero(held_out)])
             rows["held-out steps"] = errors(predicted[held_out], measured[held_out])
-            rows["held-out steps, recalibrated"] = errors(again, measured[held_out])
-            result["scales"] = asdict(scales)
-            data = _profile(args, better, scales, rows, len(chosen))
-            written.write(json.dumps(data, indent=1) + "\n")
+            rows["held-out steps, recalibrated"] = errors(fit.predicted, measured[held_out])
+            result["scales"] = asdict(fit.scales)
+            written.write(json.dumps(_profile(args, found, fit.job, fit, rows), indent=1) + "\n")
         result["errors"] = rows
         result["steps"] = [
             {"step": step.number, "measured_us": step.measured_us, "predicted_us": float(us)}
@@ -145,9 +156,56 @@ def run(args: argparse.Namespace) -> None:
         if out is not None:
             out.write(json.dumps(result, indent=1) + "\n")
     console = Console(stderr="-" in (args.output, args.json), width=120, highlight=False)
-    console.print(_table(rows, args.profile))
-    if args.output is not None:
-        console.print(_sentence(scales), soft_wrap=True)
+    console.print(_table(rows, found["profile"]))
+    if written is not None:
+        console.print(_sentence(fit.scales), soft_wrap=True)
+    remark(notes)
+
+
+def _prepared(args: argparse.Namespace, layout: Mapping[str, Any], notes: list[str]) -> tuple[Planning, dict[str, Any]]:
+    """How the steps of the run ran, and that as JSON types; raises ValueError for flags of another run."""
+    tp, cp, pp, vpp = (layout[name] for name in ("TP", "CP", "PP", "VPP"))
+    args.num_gpus = world_size(args)
+    stated = {"tensor_model_parallel_size": tp, "context_parallel_size": cp, "pipeline_model_parallel_size": pp}
+    stated["num_gpus"] = tp * cp * pp * layout["DP"]
+    if args.num_layers_per_virtual_pipeline_stage is None or args.num_virtual_stages_per_pipeline_rank is not None:
+        stated["num_virtual_stages_per_pipeline_rank"] = vpp
+    else:
+        layers = model_of(args, []).num_layers + 2 * args.account_for_loss_in_pipeline_split
+        stated["num_layers_per_virtual_pipeline_stage"] = layers // (pp * vpp)
+    stated |= {
+        f"wlb_{name.lower().replace(' ', '_')}": layout[name] for name in ("packing", "crossover", "CP sharding")
+    }
+    settle(args, stated, args.log)
+    return prepare(args, notes)
+
+
+def spread(steps: Sequence[LoggedStep]) -> list[LoggedStep]:
+    """`MOST_STEPS` of the steps: pairs of neighbours, of which one is fitted and one held out, evenly spread."""
+    pairs = np.linspace(0, len(steps) // 2 - 1, MOST_STEPS // 2).astype(int)
+    return [steps[2 * i + k] for i in pairs.tolist() for k in (0, 1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """A job whose profile predicts better."""
+
+    job: Job
+    scales: Scales
+    steps: int
+    """That were fitted."""
+    predicted: np.ndarray
+    """Times of the held-out steps, float64 [n] us."""
+
+
+def recalibrate(job: Job, shards: Sequence[StepShards], measured: np.ndarray) -> Fit:
+    """Fit scales to every other step, at most `MOST_FITTED`; the steps between are held out."""
+    base = replace(job, hardware=replace(job.hardware, attention=explicit(job, shards[0])))
+    fitted = range(0, len(shards), 2 * math.ceil(len(shards[::2]) / MOST_FITTED))
+    scales = fit_scales(base, [shards[i] for i in fitted], measured[list(fitted)])
+    better = scaled(base, scales)
+    again = np.array([simulate_step(better, each).time for each in shards[1::2]])
+    return Fit(job=better, scales=scales, steps=len(fitted), predicted=again)
 
 
 def read_log(path: str) -> list[LoggedStep]:
@@ -169,8 +227,8 @@ def read_log(path: str) -> list[LoggedStep]:
             where = f"{path}, line {number}"
             if not isinstance(entry, dict) or type(entry.get("step")) is not int:
                 raise ValueError(f"{where} is no step of a run; give the file that --wlb-log named")
-            if "step_ms" not in entry or "lengths" not in entry:
-                raise ValueError(f"{where} states no step_ms or lengths, as older versions did; log the run anew")
+            if not entry.keys() >= {"step_ms", "lengths", "layout"}:
+                raise ValueError(f"{where} states no step_ms, lengths or layout; log the run anew")
             measured, lengths = entry["step_ms"], entry["lengths"]
             if type(measured) not in (int, float) or not 0 < measured < math.inf:
                 raise ValueError(f"{where}: step_ms is {str(measured)[:40]}; it must be a time over 0")
@@ -180,8 +238,28 @@ def read_log(path: str) -> list[LoggedStep]:
             micro_batches = [
                 checked_lengths(each, f"{where}: micro-batch {i}", MAX_TOKENS) for i, each in enumerate(lengths)
             ]
-            steps.append(LoggedStep(number=entry["step"], measured_us=1e3 * measured, lengths=micro_batches))
+            layout = _layout(entry["layout"], where)
+            if steps and layout != steps[0].layout:
+                before = steps[0].layout
+                changed = ", ".join(f"{n} {before[n]} to {layout[n]}" for n in LAYOUT if before[n] != layout[n])
+                raise ValueError(
+                    f"{where}: the run goes on in another layout ({changed}); give the lines before it, or those from "
+                    "it on, as a file of their own"
+                )
+            steps.append(
+                LoggedStep(number=entry["step"], measured_us=1e3 * measured, lengths=micro_batches, layout=layout)
+            )
     return steps
+
+
+def _layout(layout: Any, where: str) -> dict[str, Any]:
+    found = {name: layout.get(name) if isinstance(layout, dict) else None for name in LAYOUT}
+    for name, known in LAYOUT.items():
+        value = found[name]
+        if not (value in known if known else type(value) is int and 1 <= value <= 1 << 35):
+            limit = f"one of {', '.join(known)}" if known else "an integer over 0"
+            raise ValueError(f"{where}: layout states {name} {str(value)[:40]}; it must be {limit}")
+    return found
 
 
 def warm(steps: Sequence[LoggedStep], skip: int) -> list[LoggedStep]:
@@ -272,7 +350,7 @@ def _times(known: KernelTimes, scale: float, rounded: Callable[[float], float] =
 
 
 def _profile(
-    args: argparse.Namespace, job: Job, scales: Scales, rows: dict[str, dict[str, Any]], fitted: int
+    args: argparse.Namespace, found: Mapping[str, Any], job: Job, fit: "Fit", rows: Mapping[str, dict[str, Any]]
 ) -> dict[str, Any]:
     """What `megatron-wlb profile` writes, and where it comes from."""
     name = Path(args.output).stem if args.output != "-" else f"{job.hardware.attention.name}-recalibrated"
@@ -291,16 +369,15 @@ def _profile(
     if known.gather_us_per_mib or known.scatter_us_per_mib:
         data["us_per_mib"] = {"gather": known.gather_us_per_mib, "scatter": known.scatter_us_per_mib}
     data["recalibrated"] = {
-        "profile": args.profile,
         "log": Path(args.log).name,
-        "steps_fitted": fitted,
-        "scales": asdict(scales),
+        "steps_fitted": fit.steps,
+        "scales": asdict(fit.scales),
         "error_before": before,
-        **described(args, job),
+        **found,
     }
     data["versions"] = {"python": platform.python_version(), "scipy": version("scipy")}
     data["date"] = datetime.date.today().isoformat()
-    data["command"] = shlex.join(["megatron-wlb", "compare", args.log, *profile.given_flags(args, "log")])
+    data["command"] = shlex.join(["megatron-wlb", *args.argv])
     return data
 
 

@@ -1,120 +1,317 @@
-"""A training job by Megatron's flags, and its steps simulated, for the commands that predict times."""
+"""A training job by the flags of its launch line, how its steps are packed, placed and sharded: for all commands."""
 
 import argparse
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
-from megatron_wlb.cli.plan import integer
-from megatron_wlb.config import CP_SHARDINGS, MAX_TOKENS, WlbConfig
-from megatron_wlb.plan import native
-from megatron_wlb.plan.packer import PackedStep, Packer
-from megatron_wlb.plan.sharding.select import rank_work
-from megatron_wlb.plan.step import Layout, plan_step
-from megatron_wlb.plan.types import DOCUMENT, Packing, ShardPlan
-from megatron_wlb.plan.workload import load_profile
-from megatron_wlb.simulate import MODELS, Hardware, Job, ModelShape
+from megatron_wlb.adapter.arguments import add_wlb_arguments, config_from_args
+from megatron_wlb.cli import launch
+from megatron_wlb.cli.common import integer
+from megatron_wlb.config import MAX_TOKENS, WlbConfig
+from megatron_wlb.plan import native, pipeline
+from megatron_wlb.plan.memory import ActivationModel
+from megatron_wlb.plan.sharding.exchange import head_groups
+from megatron_wlb.plan.sharding.select import shard
+from megatron_wlb.plan.step import Layout, shard_micro_batch
+from megatron_wlb.plan.types import DOCUMENT, ShardPlan
+from megatron_wlb.plan.workload import document_work, load_profile
+from megatron_wlb.simulate import MODELS, Hardware, Job, ModelShape, SimulatedStep
 
 MAX_GPUS = 1 << 17
+DEFAULT_MODEL = "llama2-7b"
+"""Whose crossover length packing goes by where none and no model is given."""
+DEFAULT_PROFILE = "h100-fa2"
+DEFAULT_VOCABULARY = 32000
 _KV_BYTES = 2
 """bf16."""
+_NEEDED = {
+    "data_path": "the prefix of a .bin/.idx dataset, or a blend",
+    "seq_length": "the context window in tokens",
+    "global_batch_size": "the micro-batches of a step over all data-parallel ranks",
+}
 
 StepShards = list[list[ShardPlan]]
 """Micro-batches of every data-parallel rank, in pipeline order."""
 
 
-def add_job_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what runs where: the model, its parallelism, and how sharding and costs go. Names are those of training."""
+def add_job_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Let a command take what a training run is launched with, as flags, as a launch line, and as a file with one.
+
+    Names are those of training; the rest of a launch line is sorted out by `launch.accept`.
+    """
+    script = argparse.ArgumentParser(prog=parser.prog, add_help=False, allow_abbrev=False)
+    for each in (parser, script):
+        _add_flags(each)
+        each.set_defaults(**defaults)
+    parser.add_argument("--launch", metavar="FILE", help="a launch line or script with the flags; - for standard input")
+    launch.accept(parser, script)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the model alone; see `model_of`."""
     size = integer(1, 1 << 20)
     model = parser.add_argument_group("model", "a known one, or its sizes; sizes beside --model change it")
     model.add_argument("--model", choices=MODELS)
     model.add_argument("--num-layers", type=integer(1, 1 << 12), metavar="N")
     model.add_argument("--hidden-size", type=size, metavar="N")
     model.add_argument("--num-attention-heads", type=size, metavar="N")
-    model.add_argument("--num-query-groups", type=size, metavar="N", help="default: as many as attention heads")
+    model.add_argument("--group-query-attention", action="store_true")
+    model.add_argument("--num-query-groups", type=size, metavar="N", help="with --group-query-attention; default: 1")
     model.add_argument("--kv-channels", type=size, metavar="N", help="default: hidden size / attention heads")
     model.add_argument("--ffn-hidden-size", type=size, metavar="N", help="default: 4 x hidden size, or as for --swiglu")
     model.add_argument("--swiglu", action="store_true", help="a gated MLP")
-    model.add_argument("--vocab-size", type=integer(1, 1 << 24), metavar="N")
+    model.add_argument("--vocab-size", "--padded-vocab-size", type=integer(1, 1 << 24), metavar="N")
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    count = integer(1, 1 << 20)
+    add_model_arguments(parser)
+    data = parser.add_argument_group("data and steps")
+    data.add_argument("--data-path", "--train-data-path", nargs="*", metavar="PREFIX", help=".idx, or a blend of them")
+    data.add_argument("--split", metavar="a,b,c", help="as Megatron; default: 969,30,1")
+    data.add_argument("--seed", type=integer(0, 1 << 62), default=1234, metavar="N", help="default: %(default)s")
+    data.add_argument("--seq-length", type=integer(1, MAX_TOKENS), metavar="C", help="context window in tokens")
+    data.add_argument("--global-batch-size", type=count, metavar="N", help="micro-batches a step")
+    data.add_argument("--micro-batch-size", type=count, default=1, metavar="1")
     layout = parser.add_argument_group("layout")
-    gpus = integer(1, MAX_GPUS)
-    layout.add_argument("--world-size", type=gpus, metavar="N", help="GPUs; default: one data-parallel rank")
+    layout.add_argument("--num-gpus", type=integer(1, MAX_GPUS), metavar="N", help="default: one data-parallel rank")
+    layout.add_argument("--nproc-per-node", "--nproc_per_node", metavar="N", help="torchrun's, as is --nnodes")
+    layout.add_argument("--nnodes", metavar="N")
     for name in ("tensor-model", "context", "pipeline-model"):
-        layout.add_argument(f"--{name}-parallel-size", type=gpus, default=1, metavar="N")
-    chunks = layout.add_mutually_exclusive_group()
-    chunks.add_argument("--num-virtual-stages-per-pipeline-rank", type=integer(1, 1 << 10), metavar="N")
-    chunks.add_argument("--num-layers-per-virtual-pipeline-stage", type=integer(1, 1 << 10), metavar="N")
-    layout.add_argument("--microbatch-group-size-per-virtual-pipeline-stage", type=integer(1, 1 << 20), metavar="N")
+        layout.add_argument(f"--{name}-parallel-size", type=integer(1, MAX_GPUS), metavar="N", help="default: 1")
+    for name in ("num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"):
+        layout.add_argument(f"--{name}", type=integer(1, 1 << 12), metavar="N")
+    layout.add_argument("--microbatch-group-size-per-virtual-pipeline-stage", type=count, metavar="N")
     for name in ("embedding", "loss"):
         layout.add_argument(
             f"--account-for-{name}-in-pipeline-split", action="store_true", help="counts as a layer; both or none"
         )
-    layout.add_argument(
-        "--recompute-granularity", choices=("full",), help="layers are computed again in backward; default: not"
-    )
-    costs = parser.add_argument_group("sharding and costs")
-    costs.add_argument(
-        "--wlb-cp-sharding", choices=CP_SHARDINGS, default=WlbConfig().cp_sharding, help="default: %(default)s"
-    )
-    costs.add_argument(
-        "--wlb-cp-head-groups",
-        type=integer(1, 1 << 10),
-        default=WlbConfig().cp_head_groups,
-        metavar="N",
-        help="default: %(default)s",
-    )
-    costs.add_argument(
-        "--profile",
-        "--wlb-profile",
-        default="h100-fa2",
-        metavar="NAME|FILE",
-        help="kernel times: of this device by `megatron-wlb profile`, or a shipped profile; default: %(default)s",
-    )
+    layout.add_argument("--recompute-granularity", choices=("full", "selective"))
+    layout.add_argument("--hidden-dropout", type=float, default=0.1, metavar="P", help="default: %(default)s")
+    for name in launch.NOT_SIMULATED | launch.LEFT_OUT:
+        parser.add_argument(f"--{name}", nargs="*", help=argparse.SUPPRESS)
+    add_wlb_arguments(parser)
 
 
-def job_of(args: argparse.Namespace) -> Job:
-    """The job of `add_job_arguments`. Raises ValueError, naming the flags, where they contradict each other."""
-    model = _model(args)
-    tp, cp, pp = (
-        args.tensor_model_parallel_size,
-        args.context_parallel_size,
-        args.pipeline_model_parallel_size,
-    )
-    world = args.world_size or tp * cp * pp
-    if world % (tp * cp * pp) or world > MAX_GPUS:
+def require(args: argparse.Namespace, *names: str) -> None:
+    """Raises ValueError for the first of these arguments that was not given."""
+    for name in names:
+        if not getattr(args, name):
+            raise ValueError(f"no {flag_of(name)}; give {_NEEDED[name]}")
+
+
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def settle(args: argparse.Namespace, known: Mapping[str, Any], source: str) -> None:
+    """Give arguments the values that `source` states; raises ValueError where one was given that is another."""
+    for name, value in known.items():
+        given = getattr(args, name)
+        if given is not None and given != value:
+            raise ValueError(
+                f"{flag_of(name)} is {given}, and {source} was made with {value}; leave it out, or change it"
+            )
+        setattr(args, name, value)
+
+
+def config_of(args: argparse.Namespace) -> WlbConfig:
+    """The settings of --wlb; of the baseline `ilp`, which plans may have and training has not, those of `fixed`."""
+    packing = "fixed" if args.wlb_packing == "ilp" else args.wlb_packing
+    return config_from_args(argparse.Namespace(**vars(args) | {"wlb_packing": packing}))
+
+
+def use_native(config: WlbConfig) -> bool:
+    if config.planner == "native" and not native.AVAILABLE:
+        raise ValueError(f"--wlb-planner {config.planner}, but the native core {native.WHY_NOT}")
+    return native.AVAILABLE and config.planner != "python"
+
+
+def parallel_sizes(args: argparse.Namespace) -> tuple[int, int, int]:
+    """TP, CP, PP."""
+    names = ("tensor_model", "context", "pipeline_model")
+    tp, cp, pp = (getattr(args, f"{name}_parallel_size") or 1 for name in names)
+    return tp, cp, pp
+
+
+def unit_of(args: argparse.Namespace) -> int:
+    """Micro-batches are padded to a multiple of this many tokens."""
+    tp, cp, _ = parallel_sizes(args)
+    return cp * math.lcm(2, tp)
+
+
+def job_of(args: argparse.Namespace, config: WlbConfig, notes: list[str]) -> Job:
+    """The job of `add_job_arguments`; sentences on what was assumed are added to `notes`.
+
+    Raises ValueError, naming the flags, where they contradict each other.
+    """
+    if args.micro_batch_size != 1:
         raise ValueError(
-            f"--world-size {world} must be a multiple of tensor x context x pipeline parallel sizes {tp} x {cp} x {pp} "
-            f"= {tp * cp * pp}, and at most {MAX_GPUS}"
+            f"--micro-batch-size is {args.micro_batch_size}; a micro-batch of --wlb is one packed sequence, give 1"
+        )
+    tp, cp, pp = parallel_sizes(args)
+    model = model_of(args, notes, tp)
+    world, ranks = launch.world_size(args), tp * cp * pp
+    if world is None:
+        world = ranks
+        notes.append(
+            f"Assumed: {ranks} GPUs, one data-parallel rank (no --num-gpus, nor torchrun's --nproc-per-node and "
+            "--nnodes)."
+        )
+    if world % ranks or world > MAX_GPUS:
+        raise ValueError(
+            f"{world} GPUs are no multiple of tensor x context x pipeline parallel sizes {tp} x {cp} x {pp} = {ranks}, "
+            f"or more than {MAX_GPUS}; change one of them"
         )
     if args.account_for_embedding_in_pipeline_split != args.account_for_loss_in_pipeline_split:
         raise ValueError(
             "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split are simulated together "
             "only; give both or none"
         )
-    vpp = args.num_virtual_stages_per_pipeline_rank or 1
-    if args.num_layers_per_virtual_pipeline_stage is not None:
-        vpp, rest = divmod(model.num_layers, pp * args.num_layers_per_virtual_pipeline_stage)
-        if rest or not vpp:
-            raise ValueError(
-                f"--num-layers-per-virtual-pipeline-stage {args.num_layers_per_virtual_pipeline_stage} x {pp} pipeline "
-                f"stages do not divide {model.num_layers} layers; change one of them"
-            )
+    edge_layers = int(args.account_for_loss_in_pipeline_split)
     return Job(
         model=model,
         tp=tp,
         cp=cp,
         pp=pp,
-        vpp=vpp,
-        dp=world // (tp * cp * pp),
+        vpp=_virtual_stages(args, model.num_layers + 2 * edge_layers, pp),
+        dp=world // ranks,
         group_size=args.microbatch_group_size_per_virtual_pipeline_stage,
-        edge_layers=int(args.account_for_loss_in_pipeline_split),
-        cp_head_groups=args.wlb_cp_head_groups,
+        edge_layers=edge_layers,
+        cp_head_groups=head_groups(config.cp_head_groups, max(1, model.num_query_groups // tp)),
         recompute=args.recompute_granularity == "full",
-        hardware=Hardware(attention=load_profile(args.profile)),
+        hardware=Hardware(attention=load_profile(config.profile or DEFAULT_PROFILE)),
     )
+
+
+def _virtual_stages(args: argparse.Namespace, num_layers: int, pp: int) -> int:
+    layers = args.num_layers_per_virtual_pipeline_stage
+    if args.num_virtual_stages_per_pipeline_rank is not None or layers is None:
+        return args.num_virtual_stages_per_pipeline_rank or 1
+    stages, rest = divmod(num_layers, pp * layers)
+    if rest or not stages:
+        raise ValueError(
+            f"--num-layers-per-virtual-pipeline-stage {layers} x {pp} pipeline stages do not divide {num_layers} "
+            "layers; change one of them"
+        )
+    return stages
+
+
+def is_described(args: argparse.Namespace) -> bool:
+    """Whether a model was given, or part of one."""
+    return any(
+        getattr(args, name) is not None for name in ("model", "num_layers", "hidden_size", "num_attention_heads")
+    )
+
+
+def model_of(args: argparse.Namespace, notes: list[str], tp: int = 1) -> ModelShape:
+    """The model of `add_model_arguments`, with Megatron's defaults for sizes that are not given."""
+    given = {f.name: getattr(args, f.name) for f in fields(ModelShape) if getattr(args, f.name, None) is not None}
+    vocabulary, hidden, heads = args.vocab_size, args.hidden_size, args.num_attention_heads
+    if args.model is None:
+        missing = [flag_of(n) for n in ("num_layers", "hidden_size", "num_attention_heads") if n not in given]
+        if missing:
+            raise ValueError(f"no {', '.join(missing)}: give the sizes of the model, or --model")
+        if "kv_channels" not in given and hidden % heads:
+            raise ValueError(
+                f"--num-attention-heads {heads} does not divide --hidden-size {hidden}; change one, or give "
+                "--kv-channels"
+            )
+        if vocabulary is None:
+            vocabulary = DEFAULT_VOCABULARY
+            notes.append(f"Assumed: a vocabulary of {vocabulary} (no --vocab-size).")
+        if args.num_query_groups is not None and not args.group_query_attention:
+            del given["num_query_groups"]
+            notes.append("--num-query-groups counts with --group-query-attention only, in Megatron as well as here.")
+        gated_ffn = max(64, hidden * 8 // 3 // 64 * 64)
+        defaults = {
+            "num_query_groups": 1 if args.group_query_attention else heads,
+            "kv_channels": hidden // heads,
+            "ffn_hidden_size": gated_ffn if args.swiglu else 4 * hidden,
+            "gated_linear_unit": args.swiglu,
+        }
+        given = defaults | given
+    if vocabulary is not None:
+        given["padded_vocab_size"] = math.ceil(vocabulary / (128 * tp)) * 128 * tp
+    model = ModelShape(**given) if args.model is None else replace(MODELS[args.model], **given)
+    if model.num_attention_heads % model.num_query_groups:
+        raise ValueError(
+            f"--num-query-groups {model.num_query_groups} does not divide {model.num_attention_heads} attention heads; "
+            "change one of them"
+        )
+    return model
+
+
+def crossover_of(args: argparse.Namespace, config: WlbConfig, notes: list[str]) -> int:
+    """Crossover length in tokens, as training has it for the model that is described; else that of a 7B model."""
+    if config.crossover is not None:
+        return config.crossover
+    profile = load_profile(config.profile or DEFAULT_PROFILE)
+    if is_described(args):
+        return profile.crossover_for(**asdict(model_of(args, notes, parallel_sizes(args)[0])))
+    if profile.crossover_tokens is not None:
+        return profile.crossover_tokens
+    crossover = profile.crossover_for(**asdict(MODELS[DEFAULT_MODEL]))
+    notes.append(
+        f"Assumed: a crossover of {crossover} tokens, that of a 7B model ({DEFAULT_MODEL}); describe yours by --model "
+        "or its sizes, or give --wlb-crossover."
+    )
+    return crossover
+
+
+def memory_of(args: argparse.Namespace, job: Job) -> ActivationModel:
+    return ActivationModel(
+        **asdict(job.model),
+        dropout=args.hidden_dropout > 0,
+        recompute_layers=job.recompute,
+        bytes_per_value=2,
+        tp_size=job.tp,
+        sequence_parallel=True,
+        cp_size=job.cp,
+        pp_size=job.pp,
+        vp_size=job.vpp,
+        group_size=job.group_size or 0,
+    )
+
+
+def per_rank(job: Job, count: int) -> int:
+    """Micro-batches of a data-parallel rank; raises ValueError if ranks or pipeline cannot take as many as `count`."""
+    if count % job.dp or not count:
+        raise ValueError(
+            f"{count} micro-batches a step (--global-batch-size) cannot be shared by {job.dp} data-parallel ranks; "
+            f"give a multiple of {job.dp}, or another --num-gpus"
+        )
+    job.schedule(count // job.dp)  # raises what upstream refuses
+    return count // job.dp
+
+
+def max_tokens_of(args: argparse.Namespace, config: WlbConfig, job: Job | None, notes: list[str]) -> int:
+    """S_max, as training has it. `job` is that of the flags, if the caller has it already."""
+    fitting = None
+    if config.memory_budget is not None:
+        job = job or job_of(args, config, notes)
+        budget, count = config.memory_budget * 2**30, per_rank(job, args.global_batch_size)
+        fitting = memory_of(args, job).largest_max_tokens(budget, count, unit_of(args))
+    elif config.max_tokens == "auto":
+        config = replace(config, max_tokens=None)
+        notes.append(
+            "Assumed: an S_max of 1.25 windows; how much memory --wlb-max-tokens auto would find is known on the GPU, "
+            "or by --wlb-memory-budget."
+        )
+    return config.max_tokens_for(args.seq_length, unit_of(args), fitting)
+
+
+def checked_work(num_micro_batches: int, max_tokens: int, context_length: int, crossover: int) -> None:
+    """Raises ValueError if the work of a step may not fit into 64 bits."""
+    if num_micro_batches * max_tokens * (context_length + crossover) >= 1 << 63:
+        raise ValueError(
+            f"the work of {num_micro_batches} micro-batches of {max_tokens} tokens at a crossover of {crossover} "
+            "overflows 64 bits; lower one of them"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,31 +323,15 @@ class Planning:
     cp_sharding: str
     balance: bool
     """See `Layout`."""
+    in_given_order: bool = False
+    """Documents of a micro-batch stay in their order, which --wlb is free to change."""
+    use_native: bool = native.AVAILABLE
 
-    def __post_init__(self) -> None:
-        if self.crossover_tokens < 1:
-            raise ValueError(f"a crossover of {self.crossover_tokens} tokens; it must be at least 1")
-
-    def step(self, number: int, lengths: Sequence[np.ndarray]) -> StepShards:
-        """Place and shard the micro-batches of a step, given the lengths of their documents (int64 [n] each).
-
-        Raises ValueError if the pipeline cannot run as many.
-        """
-        count, job = len(lengths), self.job
-        if count % job.dp or not count:
-            raise ValueError(
-                f"{count} micro-batches a step cannot be shared by {job.dp} data-parallel ranks; --world-size must be "
-                f"{job.num_gpus // job.dp} times a divisor of {count}"
-            )
-        job.schedule(count // job.dp)  # raises what upstream refuses
-        bounds = np.cumsum([0, *map(len, lengths)])
-        documents = np.zeros(bounds[-1], DOCUMENT)
-        documents["index"] = np.arange(len(documents))
-        documents["length"] = np.concatenate(lengths)
-        packing = Packing(documents=documents, bounds=bounds)
-        packed = PackedStep(step=number, packing=packing, original=packing, num_waiting=0, state={})
-        model, profile = job.model, job.hardware.attention
-        layout = Layout(
+    @property
+    def layout(self) -> Layout:
+        """Of the first data-parallel rank."""
+        job, model = self.job, self.job.model
+        return Layout(
             dp_size=job.dp,
             dp_rank=0,
             cp_size=job.cp,
@@ -158,84 +339,73 @@ class Planning:
             vp_size=job.vpp,
             unit_tokens=job.cp * math.lcm(2, job.tp),
             cp_sharding=self.cp_sharding,
-            kernel=profile.kernel(
+            kernel=job.hardware.attention.kernel(
                 heads=model.num_attention_heads // job.tp,
                 row_bytes=2 * max(1, model.num_query_groups // job.tp) * model.kv_channels * _KV_BYTES,
                 head_groups=job.cp_head_groups,
             ),
             crossover_tokens=self.crossover_tokens,
             balance=self.balance,
-            use_native=native.AVAILABLE,
+            use_native=self.use_native,
         )
-        packer = cast(Packer, _Replay(packed))
-        plans = [plan_step(packer, replace(layout, dp_rank=rank)).micro_batches for rank in range(job.dp)]
-        return [[micro_batch.shards for micro_batch in plan] for plan in plans]
+
+    def step(self, lengths: Sequence[np.ndarray]) -> StepShards:
+        """Place and shard the micro-batches of a step, given the lengths of their documents (int64 [n] each).
+
+        Raises ValueError if the pipeline cannot run as many.
+        """
+        per_rank(self.job, len(lengths))
+        layout = self.layout
+        stages, chunks, use_native = layout.pp_size, layout.vp_size, layout.use_native
+        work = np.array([document_work(each, layout.crossover_tokens).sum() for each in lengths])
+        rows = pipeline.place(
+            work, layout.dp_size, balance=layout.balance, num_stages=stages, num_chunks=chunks, use_native=use_native
+        )
+        if layout.balance:
+            rows = np.array([row[pipeline.order(work[row], stages, chunks, use_native=use_native)] for row in rows])
+        return [[self._shard(lengths[i], layout) for i in row] for row in rows.tolist()]
+
+    def _shard(self, lengths: np.ndarray, layout: Layout) -> ShardPlan:
+        if not self.in_given_order:
+            documents = np.zeros(len(lengths), DOCUMENT)
+            documents["length"] = lengths
+            return shard_micro_batch(0, documents, layout).shards
+        tokens = int(lengths.sum())
+        padding = -tokens % layout.unit_tokens or (0 if tokens else layout.unit_tokens)
+        padded = np.append(lengths, [padding] if padding else []).astype(np.int64)
+        return shard(padded, layout.cp_size, layout.cp_sharding, layout.kernel, use_native=layout.use_native)
 
 
-@dataclass(frozen=True, slots=True)
-class _Replay:
-    """A packer for `plan_step` that has packed already."""
+def prepare(args: argparse.Namespace, notes: list[str]) -> tuple[Planning, dict[str, Any]]:
+    """How the steps of a run run whose packing and crossover are known, and that as JSON types."""
+    config = config_of(args)
+    job = job_of(args, config, notes)
+    planning = Planning(
+        job=job,
+        crossover_tokens=args.wlb_crossover,
+        cp_sharding=config.cp_sharding,
+        balance=args.wlb_packing != "original",
+        use_native=use_native(config),
+    )
+    return planning, described(args, config, job)
 
-    packed: PackedStep
 
-    def next(self) -> PackedStep:
-        return self.packed
-
-
-def cp_imbalance(job: Job, plan: StepShards) -> float:
+def cp_imbalance(step: SimulatedStep) -> float:
     """Attention of the slowest context-parallel rank over the mean, over all micro-batches."""
-    kernel = job.kernel(backward=False)
-    work = np.array([rank_work(shards, kernel) for rank in plan for shards in rank])
-    return float(work.max(axis=1).sum() / work.mean(axis=1).sum())
+    attention = np.concatenate([sum(layer.attention for layer in p.layers) for p in step.passes])
+    return float(attention.max(axis=1).sum() / attention.mean(axis=1).sum())
 
 
-def described(args: argparse.Namespace, job: Job) -> dict[str, Any]:
-    """What was simulated, as JSON types."""
-    sizes = {name: getattr(job.model, name) for name in ModelShape.__dataclass_fields__}
+def described(args: argparse.Namespace, config: WlbConfig, job: Job) -> dict[str, Any]:
+    """What is simulated, as JSON types."""
     names = ("tp", "cp", "pp", "vpp", "dp", "group_size", "edge_layers", "recompute")
-    layout = {name: getattr(job, name) for name in names}
     return {
-        "model": {"name": args.model, **sizes},
-        "layout": layout,
-        "cp_sharding": args.wlb_cp_sharding,
+        "model": {"name": args.model, **asdict(job.model)},
+        "layout": {name: getattr(job, name) for name in names},
+        "cp_sharding": config.cp_sharding,
         "cp_head_groups": job.cp_head_groups,
-        "profile": args.profile,
+        "profile": config.profile or DEFAULT_PROFILE,
     }
-
-
-def _model(args: argparse.Namespace) -> ModelShape:
-    """Megatron's defaults for sizes that are not given."""
-    names = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if args.vocab_size is not None:
-        multiple = 128 * args.tensor_model_parallel_size
-        given["padded_vocab_size"] = -(-args.vocab_size // multiple) * multiple
-    if args.model is not None:
-        model = replace(MODELS[args.model], **given)
-    else:
-        needed = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
-        missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(args, name) is None]
-        if missing:
-            raise ValueError(f"no {', '.join(missing)}: give the sizes of the model, or --model")
-        hidden, heads = args.hidden_size, args.num_attention_heads
-        if "kv_channels" not in given and hidden % heads:
-            raise ValueError(
-                f"--num-attention-heads {heads} does not divide --hidden-size {hidden}; change one, or give "
-                "--kv-channels"
-            )
-        gated_ffn = max(64, hidden * 8 // 3 // 64 * 64)
-        defaults = {
-            "num_query_groups": heads,
-            "kv_channels": hidden // heads,
-            "ffn_hidden_size": gated_ffn if args.swiglu else 4 * hidden,
-        }
-        model = ModelShape(**(defaults | given), gated_linear_unit=args.swiglu)
-    if model.num_attention_heads % model.num_query_groups:
-        raise ValueError(
-            f"--num-query-groups {model.num_query_groups} does not divide {model.num_attention_heads} attention heads; "
-            "change one of them"
-        )
-    return model
 
 
 def checked_lengths(values: Any, what: str, longest: int) -> np.ndarray:

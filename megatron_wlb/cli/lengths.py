@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_wlb.config import MAX_TOKENS
-from megatron_wlb.plan.dataset import read_index
+from megatron_wlb.plan.dataset import read_tokens
 
 FORMATS = (
     "a Megatron dataset (prefix or .idx), an .npy file, a .json file (array of integers), a .parquet file (column "
@@ -89,11 +89,10 @@ def _parquet(path: Path) -> np.ndarray:
 
 
 def _dataset(source: str) -> np.ndarray:
-    prefix = source.removesuffix(".idx")
-    for file in (Path(prefix + ".idx"), Path(prefix + ".bin")):
-        if not file.is_file():
-            raise ValueError(f"{file} does not exist; give as LENGTHS {FORMATS}")
-    return np.maximum(read_index(prefix).tokens - 1, 0)
+    file = Path(source.removesuffix(".idx") + ".idx")
+    if not file.is_file():
+        raise ValueError(f"{file} does not exist; give as LENGTHS {FORMATS}")
+    return np.maximum(read_tokens(source) - 1, 0)
 
 
 _READERS = {".json": lambda path: _json(path.read_bytes(), str(path)), ".npy": _npy, ".parquet": _parquet}

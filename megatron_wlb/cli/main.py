@@ -4,16 +4,21 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_wlb import __version__
 from megatron_wlb.cli import analyze, audit, compare, plan, profile, simulate, tune
+from megatron_wlb.cli.common import printable
 
 EXTRAS = ("matplotlib", "pyarrow", "rich", "scipy")
 """Packages of the extra `analysis` that only some commands, inputs and policies need."""
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        # No flag is the beginning of another: --save is Megatron's.
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
@@ -23,14 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="megatron-wlb", description="WLB-LLM for Megatron-LM: planning without training.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    analyze.register(commands)
-    plan.register(commands)
-    audit.register(commands)
-    tune.register(commands)
-    profile.register(commands)
-    simulate.register(commands)
-    compare.register(commands)
+    for module in (analyze, plan, tune, simulate, profile, compare, audit):
+        module.register(commands)
     args = parser.parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else list(argv)
     try:
         return args.run(args) or 0
     except BrokenPipeError:
@@ -43,11 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(args.command, f"{error.name} is not installed; pip install 'megatron-wlb[analysis]'")
     except (ValueError, OSError) as error:
         return _refuse(args.command, str(error))
-    return 0
 
 
 def _refuse(command: str, message: str) -> int:
-    # Of a path or a name in it, control characters could write to the terminal.
-    text = "".join(c if c.isprintable() else " " for c in message)
-    print(f"megatron-wlb {command}: error: {' '.join(text.split())}", file=sys.stderr)
+    print(f"megatron-wlb {command}: error: {' '.join(printable(message).split())}", file=sys.stderr)
     return 2

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_wlb.cli import plan
+from megatron_wlb.cli.common import progress, writer
+from megatron_wlb.cli.job import add_model_arguments, model_of
 from megatron_wlb.plan.sharding.select import shard
 from megatron_wlb.plan.types import Shard, ShardPlan
 from megatron_wlb.plan.workload import KernelModel, KernelTimes, Profile, load_profile, weights_per_layer
@@ -32,6 +33,9 @@ FLUSH_BYTES = 1 << 30
 
 _DESCRIPTION = """\
 Measure the kernel times that context-parallel sharding goes by, and the crossover length that packing goes by.
+
+    megatron-wlb profile --model llama2-7b --output mine.json
+    megatron-wlb profile --hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 11008 --swiglu --output mine.json
 
 Attention runs as in training, on shards of single, equal and mixed documents, forward and backward apart. Two thirds of
 the shards are fitted, the error is that on the others. The linear part of a layer (matrix multiplies, norms,
@@ -49,22 +53,8 @@ def register(commands: Any) -> None:
         "profile",
         help="measure this device",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    size = plan.integer(1, 1 << 20)
-    parser.add_argument("--hidden-size", type=size, required=True, metavar="N", help="this and the next: the model")
-    parser.add_argument("--num-attention-heads", type=size, required=True, metavar="N", help="query heads")
-    parser.add_argument("--num-query-groups", type=size, metavar="N", help="key heads; default: as many as query heads")
-    parser.add_argument(
-        "--kv-channels", type=size, metavar="N", help="head size; default: hidden size / attention heads"
-    )
-    parser.add_argument(
-        "--ffn-hidden-size",
-        type=size,
-        metavar="N",
-        help="default: 4 x hidden size, with --swiglu two thirds of that in multiples of 64",
-    )
-    parser.add_argument("--swiglu", action="store_true", help="a gated MLP")
+    add_model_arguments(parser)
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     parser.add_argument(
         "--backend", default="auto", help="attention backend, as --wlb-attention-backend; default: auto"
@@ -72,10 +62,13 @@ def register(commands: Any) -> None:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), help="default: bf16 on cuda, fp32 on cpu")
     parser.add_argument("--quick", action="store_true", help="smaller shapes and fewer samples")
     parser.add_argument(
-        "--collectives-from", metavar="PROFILE", help="copy us_per_mib from a shipped profile or a JSON file"
+        "--collectives-from",
+        metavar="PROFILE",
+        help="copy us_per_mib, the time to exchange K and V, which is not measured, from a shipped profile or a JSON "
+        "file; default: h100-fa2 on cuda, on cpu none",
     )
     parser.add_argument("--output", required=True, metavar="FILE.json", help="profile to write; - for standard output")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, num_layers=1)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -85,31 +78,20 @@ def run(args: argparse.Namespace) -> None:
     torch = _torch()
     from megatron_wlb.runtime.backends import get_backend
 
-    model = _model(args)
+    model = asdict(model_of(args, [])) | {"num_layers": 1, "padded_vocab_size": 0}
     device = _device(args.device)
     backend = get_backend(args.backend, device)
     dtype_name = args.dtype or ("bf16" if device == "cuda" else "fp32")
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype_name]
     if dtype not in backend.dtypes:
         raise ValueError(f"attention backend {backend.name} does not run {dtype_name}; choose another --dtype")
-    copied = load_profile(args.collectives_from) if args.collectives_from is not None else None
+    collectives = args.collectives_from or ("h100-fa2" if device == "cuda" else None)
+    copied = load_profile(collectives) if collectives is not None else None
     measured_shapes = shapes(LONGEST_TOKENS[device][args.quick])
-    stopwatch = _stopwatch(device, seconds=0.05 if args.quick else 0.3)
-    with (
-        plan.writer(args.output) as file,
-        plan.progress(len(measured_shapes), args.output, "measuring") as advance,
-        _one_thread(),
-    ):
-        try:
-            linear_us = linear_times(model, LINEAR_TOKENS[device], device, dtype, stopwatch)
-            times = []
-            for shape in measured_shapes:
-                times.append(attention_times(shape, model, backend, device, dtype, stopwatch))
-                advance(1)
-        except torch.OutOfMemoryError as full:
-            raise ValueError("out of device memory; give --quick, or a smaller model") from full
+    with writer(args.output) as file:
+        linear_us, times = _measured(args, model, backend, device, dtype, measured_shapes)
         shards = [p.shards[rank] for p, rank in measured_shapes]
-        kernel, error = fit_directions(shards, np.array(times), model["num_attention_heads"], TILE_ROWS[device])
+        kernel, error = fit_directions(shards, times, model["num_attention_heads"], TILE_ROWS[device])
         flops = 2e-6 * weights_per_layer(**model)  # TFLOP/s x us per token
         profile = Profile(
             name=Path(args.output).stem if args.output != "-" else backend.name,
@@ -131,6 +113,23 @@ def run(args: argparse.Namespace) -> None:
         data |= _provenance(args, device)
         file.write(json.dumps(data, indent=1) + "\n")
     _print(data)
+
+
+def _measured(
+    args: argparse.Namespace, model: dict[str, Any], backend: Any, device: str, dtype: Any, chosen: list[Shape]
+) -> tuple[tuple[float, float], np.ndarray]:
+    """Linear times in us per token, and attention times of the shapes, float64 [shapes, 2] us: forward, backward."""
+    stopwatch = _stopwatch(device, seconds=0.05 if args.quick else 0.3)
+    with progress(len(chosen), args.output, "measuring") as advance, _one_thread():
+        try:
+            linear_us = linear_times(model, LINEAR_TOKENS[device], device, dtype, stopwatch)
+            times = []
+            for shape in chosen:
+                times.append(attention_times(shape, model, backend, device, dtype, stopwatch))
+                advance(1)
+        except _torch().OutOfMemoryError as full:
+            raise ValueError("out of device memory; give --quick, or a smaller model") from full
+    return linear_us, np.array(times)
 
 
 def shapes(longest: int) -> list[Shape]:
@@ -351,28 +350,6 @@ def _device(wanted: str | None) -> str:
     return wanted or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _model(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `weights_per_layer` with Megatron's defaults, for a layer alone. Raises ValueError."""
-    hidden, heads = args.hidden_size, args.num_attention_heads
-    groups = args.num_query_groups or heads
-    if heads % groups:
-        raise ValueError(f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; change one")
-    if args.kv_channels is None and hidden % heads:
-        raise ValueError(
-            f"--num-attention-heads {heads} does not divide --hidden-size {hidden}; change one, or give --kv-channels"
-        )
-    return {
-        "num_layers": 1,
-        "hidden_size": hidden,
-        "ffn_hidden_size": args.ffn_hidden_size or (max(64, hidden * 8 // 3 // 64 * 64) if args.swiglu else 4 * hidden),
-        "num_attention_heads": heads,
-        "num_query_groups": groups,
-        "kv_channels": args.kv_channels or hidden // heads,
-        "gated_linear_unit": args.swiglu,
-        "padded_vocab_size": 0,
-    }
-
-
 def entries(profile: Profile, crossover_tokens: int, error: dict[str, Any]) -> dict[str, Any]:
     """What `load_profile` reads, and the errors."""
     assert profile.backward is not None and profile.linear_tflops is not None
@@ -399,15 +376,8 @@ def _provenance(args: argparse.Namespace, device: str) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if device == "cuda" else f"one thread of an {platform.machine()} CPU",
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda},
         "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["megatron-wlb", "profile", *given_flags(args)]),
+        "command": shlex.join(["megatron-wlb", *args.argv]),
     }
-
-
-def given_flags(args: argparse.Namespace, *positional: str) -> list[str]:
-    """The flags of a command, as they were given or are by default, without what is `positional`."""
-    left_out = ("run", "command", *positional)
-    given = {n: v for n, v in vars(args).items() if n not in left_out and v not in (None, False)}
-    return [x for n, v in given.items() for x in (f"--{n.replace('_', '-')}", *([] if v is True else [str(v)]))]
 
 
 def _print(data: dict[str, Any]) -> None:

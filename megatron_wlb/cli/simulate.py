@@ -3,8 +3,8 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -12,7 +12,8 @@ from typing import Any, TextIO
 import numpy as np
 
 from megatron_wlb.cli import plan
-from megatron_wlb.cli.job import Planning, add_job_arguments, checked_lengths, cp_imbalance, described, job_of
+from megatron_wlb.cli.common import integer, progress, remark, writer
+from megatron_wlb.cli.job import Planning, add_job_arguments, checked_lengths, cp_imbalance, prepare, settle
 from megatron_wlb.config import MAX_TOKENS
 from megatron_wlb.plan.metrics import imbalance
 from megatron_wlb.plan.packing import POLICIES
@@ -40,6 +41,9 @@ PARTS = {
 _DESCRIPTION = """\
 Simulate the training steps of a plan file (`megatron-wlb plan --output`) on GPUs, without GPUs, Megatron or torch.
 
+    megatron-wlb simulate plan.jsonl --launch train.sh
+    megatron-wlb simulate plan.jsonl --model llama2-7b --tensor-model-parallel-size 8 --num-gpus 64
+
 Micro-batches are placed on data-parallel ranks, ordered and sharded as in training; a discrete-event simulation of the
 pipeline then gives the time of every step, where it goes, and its limit: the time if all micro-batches and all
 context-parallel shards were alike. (Uneven micro-batches in a good order, small ones first and last, can be a little
@@ -54,14 +58,14 @@ def register(commands: Any) -> None:
         "simulate",
         help="predict the step times of a plan file",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s PLAN.jsonl [--json FILE] [--trace FILE.json] [FLAGS | LAUNCH LINE | --launch FILE]",
     )
     parser.add_argument("plan", metavar="PLAN.jsonl", help="what `megatron-wlb plan` wrote; - for standard input")
-    add_job_arguments(parser)
-    parser.add_argument("--steps", type=plan.integer(1, 1 << 35), metavar="T", help="only the first T steps")
+    parser.add_argument("--steps", type=integer(1, 1 << 35), metavar="T", help="only the first T steps")
     parser.add_argument("--trace", metavar="FILE.json", help="timeline of a step, for Perfetto or chrome://tracing")
-    parser.add_argument("--trace-step", type=plan.integer(0, 1 << 35), metavar="T", help="which step; default: 0")
+    parser.add_argument("--trace-step", type=integer(0, 1 << 35), metavar="T", help="which step; default: 0")
     parser.add_argument("--json", metavar="FILE", help="times to write; - for standard output, the table on the other")
+    add_job_arguments(parser, wlb_packing=None)
     parser.set_defaults(run=run)
 
 
@@ -73,40 +77,18 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("--trace-step is for --trace; name its file")
     if args.trace is not None and not Path(args.trace).resolve().parent.is_dir():
         raise ValueError(f"--trace {args.trace}: its folder does not exist; create it or name another")
-    job = job_of(args)
+    notes = list(args.remarks)
     with (
-        _opened(args.plan) as file,
-        plan.progress(_size(args.plan), args.json, "simulating") as advance,
-        plan.writer(args.json, "--json") if args.json is not None else nullcontext() as out,
+        nullcontext(sys.stdin) if args.plan == "-" else Path(args.plan).open(encoding="utf-8") as file,
+        progress(_size(args.plan), args.json, "simulating") as advance,
+        writer(args.json, "--json") as out,
     ):
         source = PlanFile(file, "standard input" if args.plan == "-" else args.plan)
         header = source.header
-        planning = Planning(
-            job=job,
-            crossover_tokens=header["crossover"],
-            cp_sharding=args.wlb_cp_sharding,
-            balance=header["policy"] != "original",
-        )
-        entries: list[dict[str, Any]] = []
-        traced: SimulatedStep | None = None
-        for number, lengths in source.steps(args.steps):
-            shards = planning.step(number, lengths)
-            step = simulate_step(job, shards)
-            work = np.array([document_work(each, header["crossover"]).sum() for each in lengths])
-            entries.append(
-                {
-                    "step": number,
-                    "time_us": step.time,
-                    "limit_us": balanced_time(step),
-                    "tokens": int(sum(each.sum() for each in lengths)),
-                    "imbalance": imbalance(work),
-                    "cp_imbalance": cp_imbalance(job, shards),
-                    "breakdown_us": asdict(breakdown(step)),
-                }
-            )
-            if number == (args.trace_step or 0):
-                traced = step
-            advance(source.last_line_size)
+        sizes = {"global_batch_size": header["micro_batches"], "seq_length": header["context_length"]}
+        settle(args, sizes | {"wlb_packing": header["policy"], "wlb_crossover": header["crossover"]}, source.name)
+        planning, found = prepare(args, notes)
+        entries, traced = _simulated(planning, source, args.steps, args.trace_step or 0, advance)
         if args.trace is not None:
             if traced is None:
                 raise ValueError(
@@ -116,7 +98,7 @@ def run(args: argparse.Namespace) -> None:
         result = {
             "format": FORMAT,
             "version": VERSION,
-            **described(args, job),
+            **found,
             "plan": header,
             "left_out": edge_of(entries),
             "mean": mean_of(entries),
@@ -126,7 +108,34 @@ def run(args: argparse.Namespace) -> None:
             out.write(json.dumps(result, indent=1) + "\n")
     console = Console(stderr=args.json == "-", width=120, highlight=False)
     console.print(_table(result))
-    console.print(_sentence(result, job.num_gpus), soft_wrap=True)
+    console.print(_sentence(result, planning.job.num_gpus), soft_wrap=True)
+    remark(notes)
+
+
+def _simulated(
+    planning: Planning, source: "PlanFile", most: int | None, traced: int, advance: Callable[[int], None]
+) -> tuple[list[dict[str, Any]], SimulatedStep | None]:
+    """What is written of every step, and step `traced`."""
+    entries: list[dict[str, Any]] = []
+    kept_step = None
+    for number, lengths in source.steps(most):
+        step = simulate_step(planning.job, planning.step(lengths))
+        work = np.array([document_work(each, planning.crossover_tokens).sum() for each in lengths])
+        entries.append(
+            {
+                "step": number,
+                "time_us": step.time,
+                "limit_us": balanced_time(step),
+                "tokens": int(sum(each.sum() for each in lengths)),
+                "imbalance": imbalance(work),
+                "cp_imbalance": cp_imbalance(step),
+                "breakdown_us": asdict(breakdown(step)),
+            }
+        )
+        if number == traced:
+            kept_step = step
+        advance(source.last_line_size)
+    return entries, kept_step
 
 
 def edge_of(entries: list[dict[str, Any]]) -> int:
@@ -215,15 +224,6 @@ class PlanFile:
 
     def _wrong(self, message: str) -> ValueError:
         return ValueError(f"{self.name}, line {self._line}: {message}; give what `megatron-wlb plan` wrote")
-
-
-@contextmanager
-def _opened(source: str) -> Iterator[TextIO]:
-    if source == "-":
-        yield sys.stdin
-        return
-    with Path(source).open(encoding="utf-8") as file:
-        yield file
 
 
 def _size(source: str) -> int:

@@ -3,8 +3,7 @@
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations, product
 from pathlib import Path
@@ -12,8 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from megatron_wlb.adapter.arguments import config_from_args
 from megatron_wlb.cli import plan
-from megatron_wlb.cli.lengths import read_lengths
+from megatron_wlb.cli.common import integer, progress, remark, writer
+from megatron_wlb.cli.job import add_job_arguments, checked_work, crossover_of, max_tokens_of, require, unit_of
+from megatron_wlb.cli.lengths import FORMATS, read_lengths
 from megatron_wlb.config import PACKING_MODES
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.packer import make_packer
@@ -34,11 +36,15 @@ AGE_TOLERANCES = (0.002, 0.008, 0.035)
 _DESCRIPTION = """\
 Find packing flags for documents in file order, without Megatron and without torch.
 
+    megatron-wlb tune LENGTHS --seq-length C --global-batch-size N --model llama2-7b
+    megatron-wlb tune LENGTHS --launch train.sh
+
 The first half of the steps fits: every tuning of wlb and adaptive packing runs on it. Those that no other one beats
 in all of imbalance, delay, tokens per step (CV) and S_max then run on the second half, whose numbers are printed, again
 without those that are beaten there. Differences that are too small to print don't count. Each half is planned as by
 `megatron-wlb plan --no-flush`; tunings under which a document waits for over half of it are left out, since they look
-good only for what they don't run.
+good only for what they don't run. Works are those of training: for the crossover, describe the model by its flags.
+S_max is tried up to --wlb-max-tokens where that is given.
 """
 
 
@@ -72,28 +78,22 @@ def register(commands: Any) -> None:
         "tune",
         help="find packing flags for document lengths",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s LENGTHS [FLAGS | LAUNCH LINE | --launch FILE] [--json FILE] [--picture FILE]",
     )
-    plan.add_data_arguments(parser)
-    parser.add_argument(
-        "--max-tokens",
-        type=plan.increasing,
-        metavar="a,b",
-        help="longest micro-batches in tokens to try, each at least C; default: "
-        f"{', '.join(map(str, S_MAX_WINDOWS))} windows",
-    )
+    parser.add_argument("lengths", metavar="LENGTHS", help=FORMATS)
     parser.add_argument(
         "--steps",
-        type=plan.integer(2 * LEAST_STEPS, 1 << 20),
+        type=integer(2 * LEAST_STEPS, 1 << 20),
         default=300,
         metavar="T",
         help="use the documents of the first T steps, half of them held out; default: 300",
     )
     parser.add_argument(
-        "--max-late", type=_steps, default=math.inf, metavar="STEPS", help="bound on the mean delay of a token"
+        "--max-late", type=float, default=math.inf, metavar="STEPS", help="bound on the mean delay of a token"
     )
     parser.add_argument("--picture", metavar="FILE.png", help="draw imbalance over delay and over the CV of tokens")
     parser.add_argument("--json", metavar="FILE", help="rows to write; - for standard output, the table on the other")
+    add_job_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -101,51 +101,27 @@ def run(args: argparse.Namespace) -> None:
     """Sweep, print and write. Raises ValueError on wrong input or if nothing is left to recommend."""
     from rich.console import Console  # an extra; `main` says which
 
-    draw = _painter(args.picture) if args.picture is not None else None
-    unit = math.gcd(args.context_length, 128)  # micro-batches are shared by ranks as windows are
-    candidates = args.max_tokens or [math.ceil(s * args.context_length / unit) * unit for s in S_MAX_WINDOWS]
-    crossover = plan.checked_crossover(args, *candidates)
-    sizes = {
-        "num_micro_batches": args.micro_batches,
-        "context_length": args.context_length,
-        "crossover_tokens": crossover,
-    }
+    if args.picture is not None:
+        import matplotlib  # noqa: F401  # likewise, before hours have been spent
+
+        if Path(args.picture).suffix != ".png" or not Path(args.picture).resolve().parent.is_dir():
+            raise ValueError(f"--picture {args.picture} must end in .png and be in a folder that exists")
+    notes = list(args.remarks)
+    sizes, candidates = _sizes(args, notes)
     fit, held_out = _halves(args)
-    tunings = list(_tunings(args.context_length, candidates))
-
-    def evaluate(chosen: Sequence[Tuning], lengths: np.ndarray, what: str) -> list[Result]:
-        with plan.progress(len(chosen), args.json, what) as advance:
-            found = []
-            for tuning in chosen:
-                summary = run_half(lengths, tuning, **sizes)
-                if summary is not None:
-                    found.append((tuning, summary))
-                advance(1)
-        if not found:
-            raise ValueError(
-                f"documents wait for over half of the {what} steps whatever the tuning; give more documents"
-            )
-        in_time = [(t, s) for t, s in found if s.late_steps <= args.max_late]
-        if not in_time:
-            least = min(s.late_steps for _, s in found)
-            raise ValueError(
-                f"no tuning keeps --max-late {args.max_late:g}; the {what} steps reach {least:.3f}, give more than that"
-            )
-        return front(in_time)
-
-    with plan.writer(args.json, "--json") if args.json is not None else nullcontext() as file:
-        fits = evaluate(tunings, fit, "fit")
+    tunings = list(_tunings(args.seq_length, candidates))
+    with writer(args.json, "--json") as file:
+        fits = _best(args, tunings, fit, sizes, "fit")
         fitted = {tuning.flags: summary for tuning, summary in fits}
-        rows = sorted(evaluate([t for t, _ in fits], held_out, "held-out"), key=_objectives)
+        rows = sorted(_best(args, [t for t, _ in fits], held_out, sizes, "held-out"), key=_objectives)
         if file is not None:
-            halves = {"fit": (0, len(fit)), "held_out": (len(fit), len(fit) + len(held_out))}
             entry = {
                 "format": FORMAT,
                 "version": VERSION,
-                "micro_batches": args.micro_batches,
-                "context_length": args.context_length,
-                "crossover": crossover,
-                "documents": halves,
+                "micro_batches": args.global_batch_size,
+                "context_length": args.seq_length,
+                "crossover": sizes["crossover_tokens"],
+                "documents": {"fit": (0, len(fit)), "held_out": (len(fit), len(fit) + len(held_out))},
                 "rows": [
                     {"flags": t.flags, "policy": t.policy, "max_tokens": t.max_tokens, **t.settings}
                     | {"held_out": _measures(s), "fit": _measures(fitted[t.flags])}
@@ -154,13 +130,54 @@ def run(args: argparse.Namespace) -> None:
             }
             file.write(json.dumps(entry, indent=1) + "\n")
     console = Console(stderr=args.json == "-", width=300, highlight=False)  # never cut flags that are to be pasted
-    console.print(_table(rows, args.context_length))
+    console.print(_table(rows, args.seq_length))
     console.print(
         f"{len(tunings)} tunings on {len(fit)} documents, {len(fits)} of them on {len(held_out)} held-out ones "
         f"({rows[0][1].steps} steps), whose numbers these are"
     )
-    if draw is not None:
-        draw(rows, args.context_length)
+    remark(notes)
+    if args.picture is not None:
+        from megatron_wlb.cli.analyze import pictures
+
+        points = [point(t, s, best=True) for t, s in rows]
+        pictures.save(args.picture, lambda figure: pictures.front(figure, points, args.seq_length), 5.6)
+
+
+def _sizes(args: argparse.Namespace, notes: list[str]) -> tuple[dict[str, int], list[int]]:
+    """N, C and crossover as `run_half` takes them, and values of S_max in tokens."""
+    require(args, "seq_length", "global_batch_size")
+    window, config = args.seq_length, config_from_args(args)
+    crossover = crossover_of(args, config, notes)
+    unit = math.lcm(unit_of(args), math.gcd(window // 8, 128))  # shared by the ranks of most layouts that windows are
+    candidates = [math.ceil(s * window / unit) * unit for s in S_MAX_WINDOWS]
+    if config.max_tokens is not None or config.memory_budget is not None:
+        most = max_tokens_of(args, config, None, notes)
+        candidates = [s_max for s_max in candidates if s_max < most] + [most]
+    checked_work(args.global_batch_size, candidates[-1], window, crossover)
+    sizes = {"num_micro_batches": args.global_batch_size, "context_length": window, "crossover_tokens": crossover}
+    return sizes, candidates
+
+
+def _best(
+    args: argparse.Namespace, tunings: Sequence[Tuning], lengths: np.ndarray, sizes: Mapping[str, int], what: str
+) -> list[Result]:
+    """Those tunings that no other one beats on documents of `lengths`."""
+    found = []
+    with progress(len(tunings), args.json, what) as advance:
+        for tuning in tunings:
+            summary = run_half(lengths, tuning, **sizes)
+            if summary is not None:
+                found.append((tuning, summary))
+            advance(1)
+    if not found:
+        raise ValueError(f"documents wait for over half of the {what} steps whatever the tuning; give more documents")
+    in_time = [(t, s) for t, s in found if s.late_steps <= args.max_late]
+    if not in_time:
+        least = min(s.late_steps for _, s in found)
+        raise ValueError(
+            f"no tuning keeps --max-late {args.max_late:g}; the {what} steps reach {least:.3f}, give more than that"
+        )
+    return front(in_time)
 
 
 def run_half(
@@ -180,11 +197,10 @@ def run_half(
         **tuning.settings,
     )
     batch_tokens = num_micro_batches * context_length
+    until = int(lengths.sum()) // batch_tokens * batch_tokens
     measured, waiting = [], 0
-    for step, _ in plan.steps(packer, batch_tokens, int(lengths.sum()) // batch_tokens * batch_tokens):
-        measured.append(
-            metrics.measure(step.packing, step.step, crossover_tokens=crossover_tokens, context_length=context_length)
-        )
+    for step, found in plan.steps(packer, num_micro_batches, context_length, crossover_tokens, until):
+        measured.append(found)
         waiting = step.num_waiting
     first = min(int(rows["arrival"].min(initial=packer.step)) for rows in packer.waiting().values())
     if not measured or 2 * (packer.step - first) > len(measured):
@@ -235,7 +251,7 @@ def _tunings(context_length: int, max_tokens: Sequence[int]) -> Iterator[Tuning]
 def _halves(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
     """Lengths of the documents of the fit steps, and of as many held-out steps behind them."""
     lengths = read_lengths(args.lengths)
-    ends, batch_tokens = np.cumsum(lengths), args.micro_batches * args.context_length
+    ends, batch_tokens = np.cumsum(lengths), args.global_batch_size * args.seq_length
     half_tokens = min(args.steps, int(ends[-1]) // batch_tokens) // 2 * batch_tokens
     middle = int(np.searchsorted(ends, half_tokens)) + 1
     stop = int(np.searchsorted(ends, ends[middle - 1] + half_tokens)) + 1
@@ -250,6 +266,14 @@ def _halves(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
             f"{math.ceil(needed * len(lengths) / int(ends[-1]))} documents like these"
         )
     return fit, held_out
+
+
+def point(tuning: Tuning, summary: metrics.Summary, *, best: bool) -> dict[str, Any]:
+    """What a picture of the front shows, as JSON types."""
+    names = ("imbalance_mean", "imbalance_p95", "late_steps", "max_delay_steps", "token_cv")
+    return {"flags": tuning.flags, "policy": tuning.policy, "max_tokens": tuning.max_tokens, "best": best} | {
+        name: getattr(summary, name) for name in names
+    }
 
 
 def _measures(summary: metrics.Summary) -> dict[str, Any]:
@@ -274,49 +298,3 @@ def _table(rows: Sequence[Result], context_length: int) -> Any:
             tuning.flags,
         )
     return table
-
-
-def _painter(picture: str) -> Callable[[Sequence[Result], int], None]:
-    """Draws results into the file `picture`. Raises what would keep it from that before hours have been spent."""
-    import matplotlib  # an extra; `main` says which
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    path = Path(picture)
-    if path.suffix != ".png" or not path.resolve().parent.is_dir():
-        raise ValueError(f"--picture {picture} must end in .png and be in a folder that exists")
-
-    def draw(rows: Sequence[Result], context_length: int) -> None:
-        figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True, constrained_layout=True)
-        largest = max(tuning.max_tokens for tuning, _ in rows) / context_length
-        for axis, measure, label in zip(
-            axes, ("late_steps", "token_cv"), ("mean delay (steps)", "tokens per step, CV"), strict=True
-        ):
-            for policy, marker in (("wlb", "o"), ("adaptive", "s")):
-                here = [(getattr(s, measure), s.imbalance_mean, t.max_tokens) for t, s in rows if t.policy == policy]
-                x, y, s_max = np.array(here, float).reshape(-1, 3).T
-                points = axis.scatter(
-                    x, y, c=s_max / context_length, vmin=1, vmax=largest, cmap="viridis", marker=marker, label=policy
-                )
-            axis.set(xlabel=label)
-            axis.spines[["top", "right"]].set_visible(False)
-        axes[0].set_ylabel("mean imbalance")
-        axes[0].legend(frameon=False)
-        figure.colorbar(points, ax=axes, label="S_max (windows)")
-        figure.suptitle("Held-out steps: down and to the left is better", x=0.01, ha="left", fontsize=11)
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
-
-    return draw
-
-
-def _steps(text: str) -> float:
-    """An argparse type: a number of steps that is not negative."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of steps, such as 0.5")
-    return value

@@ -8,6 +8,7 @@ import re
 import struct
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -16,10 +17,10 @@ import numpy as np
 import pytest
 
 from megatron_wlb.adapter.arguments import add_wlb_arguments, config_from_args
-from megatron_wlb.cli.analyze import flags
 from megatron_wlb.cli.analyze.report import data_of
-from megatron_wlb.cli.analyze.setup import described as entries_of
 from megatron_wlb.cli.analyze.setup import setup_of
+from megatron_wlb.cli.job import add_job_arguments
+from megatron_wlb.cli.launch import words_of
 from megatron_wlb.cli.main import main
 from megatron_wlb.plan.stream import shuffled
 from tests.adapter.datasets import write_index
@@ -104,8 +105,8 @@ def test_plain_and_ours_by_hand(tmp_path, lengths, data):
 
     (tmp_path / "lengths.json").write_text(json.dumps(pieces))
     crossover = str(found["job"]["crossover_tokens"])
-    arguments = ["--micro-batches", str(N), "--context-length", str(C), "--crossover", crossover]
-    arguments += ["--max-tokens", str(found["job"]["max_tokens"]), "--policy", "adaptive", "--output"]
+    arguments = ["--global-batch-size", str(N), "--seq-length", str(C), "--wlb-crossover", crossover]
+    arguments += ["--wlb-max-tokens", str(found["job"]["max_tokens"]), "--wlb-packing", "adaptive", "--output"]
     assert main(["plan", str(tmp_path / "lengths.json"), *arguments, str(tmp_path / "plan")]) == 0
     steps = [json.loads(line) for line in (tmp_path / "plan").read_text().splitlines()[31:231]]
     ours = [[[d[2] for d in documents] for documents in step["micro_batches"]] for step in steps]
@@ -168,9 +169,9 @@ def test_levels_of_imbalance(tmp_path, lengths):
 def described(*words):
     """The job that a command line describes, as the report has it, and its documents."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    flags.add_arguments(parser)
-    setup = setup_of(flags.parse(parser, " ".join(words).split(), None))
-    return setup, entries_of(setup)
+    add_job_arguments(parser, wlb_packing="adaptive")
+    setup = setup_of(parser.parse_known_args(" ".join(words).split())[0])
+    return setup, setup.described
 
 
 def test_blend_and_split(tmp_path, data, lengths):
@@ -259,7 +260,138 @@ def test_world_size(data, words, gpus, assumed):
     layout = f"{MODEL} --seq-length {C} --pipeline-model-parallel-size 2 --data-path {data}"
     setup, job = described(words, layout)
     assert job["num_gpus"] == job["global_batch_size"] == gpus  # PP x DP
-    assert any("GPUs" in line for line in setup.assumptions) == assumed
+    assert any("GPUs" in line for line in setup.notes) == assumed
+
+
+H100 = """#!/bin/bash
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+CHECKPOINTS=${1:-"checkpoints/8b"}
+TOKENIZER_ARG=${2:-"MOCK"} # or a path
+DATA_ARG=${3:-"MOCK"}     # don't give it to use mock data
+mkdir -p "$(dirname "$CHECKPOINTS")"
+GPUS_PER_NODE=8
+NUM_NODES=2; TP_SIZE=1
+export CP_SIZE=2 SEQ_LENGTH=8192
+NODE_RANK=${NODE_RANK:-0}
+WORLD_SIZE=$(($GPUS_PER_NODE*$NUM_NODES))
+DTYPE="fp8"
+DISTRIBUTED_ARGS=(
+    --nproc_per_node $GPUS_PER_NODE
+    --nnodes $NUM_NODES
+    --node_rank $NODE_RANK
+)
+MODEL_ARGS=(
+    --use-mcore-models
+    --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+    --group-query-attention
+    --num-query-groups 8
+    --swiglu
+    --seq-length $SEQ_LENGTH
+    --hidden-dropout 0.0   # --num-layers 99
+    --attention-backend fused
+)
+TRAINING_ARGS=(
+    --micro-batch-size ${MICRO_BATCH_SIZE:=1}
+    --global-batch-size $((4 * GPUS_PER_NODE * NUM_NODES))
+    --rampup-batch-size 16 16 1000
+    --exit-duration-in-mins 235
+    --bf16
+)
+DTYPE_ARGS=()
+if [[ "$DTYPE" == "fp8" ]]; then
+    DTYPE_ARGS+=(
+        "--fp8-format hybrid"
+        "--fp8-param-gather"
+    )
+fi
+MODEL_PARALLEL_ARGS=(
+    --tensor-model-parallel-size $TP_SIZE
+    --context-parallel-size $CP_SIZE
+    # --pipeline-model-parallel-size 7
+)
+TRAINING_ARGS+=("${MODEL_PARALLEL_ARGS[@]}")
+if [[ "$DATA_ARG" == "MOCK" ]] || [[ -z "$TOKENIZER_ARG" ]]; then
+    DATA_ARGS_LIST+=(
+        "--mock-data"
+        "--vocab-size 128256"
+        "--split '99,1,0'"
+    )
+else
+    DATA_ARGS_LIST+=(
+        "--data-path $DATA_ARG"
+        "--tokenizer-model $TOKENIZER_ARG"
+        "--split '99,1,0'"
+        "--vocab-size 128256"
+    )
+fi
+EVAL_AND_LOGGING_ARGS=( --profile --profile-step-start 4 --save "$CHECKPOINTS" )
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py ${MODEL_ARGS[@]} ${TRAINING_ARGS[@]} ${DTYPE_ARGS[@]} \\
+    ${DATA_ARGS_LIST[@]} ${EVAL_AND_LOGGING_ARGS[@]}
+"""
+
+
+def test_a_script_of_the_shape_of_nvidias(tmp_path, data):
+    (tmp_path / "train.sh").write_text(H100)
+    setup, job = described("--launch", str(tmp_path / "train.sh"), "--data-path", data)
+    assert (job["num_gpus"], job["tp"], job["cp"], job["dp"], job["global_batch_size"]) == (16, 1, 2, 8, 64)
+    assert (job["seq_length"], job["data_path"]) == (8192, [data])
+    model = job["model"]
+    assert (model["num_layers"], model["num_query_groups"], model["padded_vocab_size"]) == (32, 8, 128256)
+    assert len(setup.sources[0].pairs) == round(0.99 * 8000)
+    assert setup.notes == [
+        "Left out: mock data; documents are those that are named (--mock-data).",
+        "Left out: a batch size that changes, which --wlb does not train with (--rampup-batch-size).",
+        "FP8 and FP4 (--fp8-format --fp8-param-gather) are not modelled: all numbers are those of bf16.",
+        "Not simulated, and so without effect on these numbers: --attention-backend.",
+    ]
+    known = "--node_rank --use-mcore-models --exit-duration-in-mins --bf16 --tokenizer-model --profile "
+    assert setup.ignored == [*known.split(), "--profile-step-start", "--save"]
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "shape"), [("550m", 32, (24, 1280)), ("7b", 64, (32, 4096)), ("70b", 256, (80, 8192))]
+)
+def test_our_own_slurm_scripts(name, gpus, shape, tmp_path):
+    """With the train.sh that they source, the nodes that they ask for, and 128K by default."""
+    write_index(tmp_path / "corpus.idx", np.full(99, 9000))
+    script = str(ROOT / f"scripts/slurm/{name}.sbatch")
+    setup, job = described("--launch", script, "--data-path", str(tmp_path / "corpus"))
+    assert (job["num_gpus"], job["seq_length"], job["pp"], job["vpp"]) == (gpus, 131072, 4, 2)
+    assert job["global_batch_size"] == 4 * job["dp"]
+    assert (job["model"]["num_layers"], job["model"]["hidden_size"]) == shape
+    assert job["model"]["gated_linear_unit"]
+    assert setup.config.packing == "adaptive"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("A=1; B=$A\nx $B ${A} ${C:-3} ${C-4} ${D}", "A=1 ; B=1 x 1 1 3 4 ${D}"),
+        ("export A=1 B=2\n--x=$A$B", "export A=1 B=2 --x=12"),
+        ("A=${B:-$C}\nC='5 6'\n$A", "A=5 6 C=5 6 5 6"),
+        ("A=2\n$((A * 3)) $(( $A*12/8 )) $((A+1)) $((1/0))", "A=2 6 3 $ (( A+1 )) $ (( 1/0 ))"),
+        ("A=3\nA=4 # A=5 is a comment\n$A", "A=3 A=4 4"),
+        ("A=$(date)\n$A", "A=$ ( date ) $A"),
+        ('"--split \'9,1\'" "a b" "--x"', "--split 9,1 a b --x"),
+        ("#SBATCH --nodes=8\n$SLURM_JOB_NUM_NODES", "8"),
+    ],
+)
+def test_words_of_a_shell(text, words):
+    assert " ".join(words_of(text)) == words
+
+
+@pytest.mark.parametrize("text", ["A=" + "$aaaa" * 9999 + "(", "x # " * 9999 + "'a'", ". " + "a" * 99999 + "("])
+def test_words_of_a_shell_take_no_longer_for_being_odd(text):
+    """Of what makes regular expressions try every way to divide it."""
+    begin = time.perf_counter()
+    words_of(text)
+    assert time.perf_counter() - begin < 5
+
+
+def test_memory_that_only_a_gpu_knows(data):
+    setup, job = described(JOB, "--data-path", data, "--wlb-max-tokens auto")
+    assert job["max_tokens"] == 1.25 * C
+    assert any("an S_max of 1.25 windows" in note for note in setup.notes)
 
 
 def test_sizes_beside_a_known_model(data):
@@ -376,7 +508,7 @@ def test_what_is_no_dataset(tmp_path, capsys, content, message):
         ("--tensor-model-parallel-size 8", r"4 attention heads do not divide over 8 ranks"),
         ("--hidden-size 510", r"--num-attention-heads 4 does not divide --hidden-size 510"),
         ("--seq-length 4098 --context-parallel-size 4", r"--seq-length 4098 cannot be shared .* multiple of 8"),
-        ("--num-gpus 3", r"--global-batch-size 4 cannot be shared by 3 data-parallel ranks"),
+        ("--num-gpus 3", r"4 micro-batches a step \(--global-batch-size\) cannot be shared by 3 data-parallel ranks"),
         ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 8 --num-gpus 8",
          r"groups of 2 micro-batches"),
         ("--micro-batch-size 2", r"--micro-batch-size is 2; .* give 1"),
@@ -384,7 +516,6 @@ def test_what_is_no_dataset(tmp_path, capsys, content, message):
         ("--num-layers $LAYERS", r"argument --num-layers: '\$LAYERS' must be an integer"),
         ("--account-for-loss-in-pipeline-split", r"give both or none"),
         ("--num-experts 8", r"--num-experts: mixture of experts cannot be simulated"),
-        ("--rampup-batch-size 16 16 1000", r"--rampup-batch-size"),
         ("--wlb-packings adaptive", r"--wlb-packings is no flag of ours"),
         ("--wlb-packing best", r"--wlb-packing is 'best'; choose one of"),
         ("--wlb-max-tokens 100", r"--wlb-max-tokens 100 is under --seq-length 4096"),

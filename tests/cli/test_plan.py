@@ -17,7 +17,7 @@ from tests.cli.test_lengths import write_dataset, write_parquet
 
 ROOT = Path(__file__).parents[2]
 N, C, S = 4, 64, 80
-FLAGS = ["--micro-batches", str(N), "--context-length", str(C), "--max-tokens", str(S), "--crossover", "30"]
+FLAGS = f"--global-batch-size {N} --seq-length {C} --wlb-max-tokens {S} --wlb-crossover 30".split()
 METRICS = {
     "steps", "tokens", "imbalance_mean", "imbalance_p95", "ratio_to_bound", "late_steps", "spread_steps",
     "max_delay_steps", "token_cv", "long_share_mean", "long_share_std", "waiting_documents", "empty_documents",
@@ -94,7 +94,7 @@ def check(text, lengths, policy):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_document_is_tiled_once(source, tmp_path, capsys, policy, flush):
     lengths = make_lengths()
-    text = plan(source, tmp_path / "plan.jsonl", "--policy", policy, *([] if flush else ["--no-flush"]))
+    text = plan(source, tmp_path / "plan.jsonl", "--wlb-packing", policy, *([] if flush else ["--no-flush"]))
     last = check(text, lengths, policy)
     if flush:
         assert last["waiting"] == []
@@ -112,18 +112,18 @@ def test_every_document_is_tiled_once(source, tmp_path, capsys, policy, flush):
 @pytest.mark.parametrize(
     ("policy", "flags"),
     [
-        ("fixed", ["--global-batches", "3"]),
-        ("wlb", ["--outlier-thresholds", "20,30,50"]),
-        ("adaptive", ["--mode", "low-displacement"]),
-        ("adaptive", ["--mode", "constant-tokens", "--max-delay-steps", "12"]),
-        ("adaptive", ["--planner", "python"]),
-        ("adaptive", ["--balance-tolerance", "0.1", "--age-tolerance", "0"]),
+        ("fixed", ["--wlb-global-batches", "3"]),
+        ("wlb", ["--wlb-outlier-thresholds", "20,30,50"]),
+        ("adaptive", ["--wlb-packing-mode", "low-displacement"]),
+        ("adaptive", ["--wlb-packing-mode", "constant-tokens", "--wlb-max-delay-steps", "12"]),
+        ("adaptive", ["--wlb-planner", "python"]),
+        ("adaptive", ["--wlb-balance-tolerance", "0.1", "--wlb-age-tolerance", "0"]),
     ],
 )
 def test_settings_of_policies(source, tmp_path, policy, flags):
     for flush in ([], ["--no-flush"]):
-        last = check(plan(source, tmp_path / "plan", "--policy", policy, *flags, *flush), make_lengths(), policy)
-    if "--max-delay-steps" in flags:
+        last = check(plan(source, tmp_path / "plan", "--wlb-packing", policy, *flags, *flush), make_lengths(), policy)
+    if "--wlb-max-delay-steps" in flags:
         assert last["summary"]["max_delay_steps"] <= 12
 
 
@@ -131,9 +131,9 @@ def test_tolerances(source, tmp_path):
     """Those of the mode change nothing, others do; both cores take them."""
     own, wide = ("0.003", "0.008"), ("0.1", "0")
     texts = [
-        plan(source, tmp_path / "plan", "--policy", "adaptive", "--planner", planner, *flags)
+        plan(source, tmp_path / "plan", "--wlb-packing", "adaptive", "--wlb-planner", planner, *flags)
         for planner in ("native", "python")
-        for flags in ([], *(["--balance-tolerance", x, "--age-tolerance", y] for x, y in (own, wide)))
+        for flags in ([], *(["--wlb-balance-tolerance", x, "--wlb-age-tolerance", y] for x, y in (own, wide)))
     ]
     assert texts[0] == texts[1] != texts[2]
     assert texts[:3] == texts[3:]
@@ -149,14 +149,14 @@ def test_tolerances_out_of_range_are_refused(name, value):
 def test_the_order_of_the_file(tmp_path):
     """Original packing takes the documents as they come, so its plan is the concatenation cut at every window."""
     lengths = make_lengths()
-    text = plan(write_json(tmp_path, lengths), tmp_path / "plan", "--policy", "original")
+    text = plan(write_json(tmp_path, lengths), tmp_path / "plan", "--wlb-packing", "original")
     pieces = [piece for step in read(text)[1] for micro_batch in step["micro_batches"] for piece in micro_batch]
     assert pieces == sorted(pieces)
 
 
 def test_figures_of_the_summary(tmp_path):
     """Four windows that are equal, then one document: imbalance 1 and 4."""
-    text = plan(write_json(tmp_path, [64, 64, 64, 64, 64]), tmp_path / "plan", "--policy", "original")
+    text = plan(write_json(tmp_path, [64, 64, 64, 64, 64]), tmp_path / "plan", "--wlb-packing", "original")
     summary = read(text)[2]["summary"]
     assert summary == {
         "steps": 2,
@@ -186,38 +186,82 @@ def test_all_inputs_give_the_same_plan(tmp_path):
         dataset,
         dataset + ".idx",
     ]
-    texts = [plan(source, tmp_path / f"plan{i}", "--policy", "wlb") for i, source in enumerate(sources)]
+    texts = [plan(source, tmp_path / f"plan{i}", "--wlb-packing", "wlb") for i, source in enumerate(sources)]
     assert len(set(texts)) == 1
 
 
 @pytest.mark.parametrize("policy", ["wlb", "adaptive"])
 def test_the_same_input_gives_the_same_bytes(source, tmp_path, policy):
     texts = {
-        plan(source, tmp_path / "plan", "--policy", policy, "--planner", planner)
+        plan(source, tmp_path / "plan", "--wlb-packing", policy, "--wlb-planner", planner)
         for planner in ("native", "native", "python", "auto")
     }
     assert len(texts) == 1
 
 
-def test_defaults(source, tmp_path):
-    flags = ["--micro-batches", "4", "--context-length", "63", "--policy", "wlb", "--output"]
-    assert main(["plan", source, *flags, str(tmp_path / "plan")]) == 0
+SIZES = ["--global-batch-size", "4", "--seq-length", "63", "--wlb-packing", "wlb"]
+PROFILE = {"name": "mine", "kernel": {"tile_rows": 1, "forward": {"launch": 0, "tile": 1, "query_tile": 0}}}
+
+
+@pytest.mark.parametrize(
+    ("flags", "max_tokens", "crossover", "note"),
+    [
+        ("", 80, 50408, "Assumed: a crossover of 50408 tokens, that of a 7B model (llama2-7b); describe yours by"),
+        ("--model llama2-70b", 80, 104848, None),
+        # Weights that a token is multiplied with in a layer, its share of the vocabulary among them, over heads x size.
+        (
+            "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 128",
+            80,
+            64 * (12 * 64 + 64) // 64,
+            None,
+        ),
+        ("--wlb-crossover 9 --tensor-model-parallel-size 8 --context-parallel-size 3", 96, 9, None),
+        ("--wlb-crossover 9 --wlb-max-tokens auto", 80, 9, "Assumed: an S_max of 1.25 windows; how much memory"),
+        ("--wlb-profile PROFILE", 80, 1234, None),
+        ("--wlb-crossover 9 --lr 3 --num-workers 2", 80, 9, None),
+        ("--wlb-crossover 9 --fp8-format hybrid", 80, 9, "FP8 and FP4 (--fp8-format) are not modelled"),
+        ("--wlb-crossover 9 --seq-lenght 9", 80, 9, "Not simulated, and so without effect on these numbers: --seq-len"),
+    ],
+)
+def test_sizes_are_those_of_training(source, tmp_path, capsys, flags, max_tokens, crossover, note):
+    (tmp_path / "profile.json").write_text(json.dumps(PROFILE | {"crossover_tokens": 1234}))
+    words = flags.replace("PROFILE", str(tmp_path / "profile.json")).split()
+    assert main(["plan", source, *SIZES, *words, "--output", str(tmp_path / "plan")]) == 0
     header = read((tmp_path / "plan").read_text())[0]
-    assert (header["max_tokens"], header["crossover"]) == (79, 51200)
+    assert (header["max_tokens"], header["crossover"]) == (max_tokens, crossover)
+    notes = capsys.readouterr().err.splitlines()[1:]
+    assert len(notes) == (note is not None)
+    assert not notes or notes[0].startswith(f"- {note}")
 
 
-def test_the_crossover_of_a_profile(source, tmp_path):
-    kernel = {"tile_rows": 1, "forward": {"launch": 0, "tile": 1, "query_tile": 0}}
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps({"name": "mine", "kernel": kernel, "crossover_tokens": 1234}))
-    flags = ["--micro-batches", "4", "--context-length", "64", "--policy", "wlb", "--profile"]
-    assert main(["plan", source, *flags, str(path), "--output", str(tmp_path / "plan")]) == 0
-    assert read((tmp_path / "plan").read_text())[0]["crossover"] == 1234
+def test_the_memory_of_a_layout_bounds_s_max(source, tmp_path, capsys):
+    """Of two stages the first holds two micro-batches: 34 h bytes a token and layer in bf16, by hand."""
+    model = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 128 --hidden-dropout 0.1"
+    per_token = 2 * (2 * 4 * 64 + 2 * 64 + 2 * 4 * 64 + 4 * 4 + 2 * 2 * 256)
+    words = (
+        f"{model} --pipeline-model-parallel-size 2 --wlb-max-tokens auto --wlb-memory-budget {per_token * 101 / 2**30}"
+    )
+    assert main(["plan", source, *SIZES, *words.split(), "--output", str(tmp_path / "plan")]) == 0
+    assert read((tmp_path / "plan").read_text())[0]["max_tokens"] == 100
+    assert "Assumed: 2 GPUs, one data-parallel rank" in capsys.readouterr().err
+
+
+def test_the_flags_of_a_launch_line_are_taken(source, tmp_path):
+    """As words behind the command's own, and from a script, which flags overrule."""
+    line = (
+        f"torchrun --nproc-per-node 8 pretrain_gpt.py {' '.join(FLAGS)} --wlb --wlb-packing adaptive --lr 3e-4 --bf16"
+    )
+    (tmp_path / "train.sh").write_text(line.replace("adaptive", "original"))
+    outputs = [plan(source, tmp_path / "plan", "--wlb-packing", "adaptive")]
+    for words in (line.split(), ["--launch", str(tmp_path / "train.sh"), "--wlb-packing", "adaptive"]):
+        assert main(["plan", source, "--output", str(tmp_path / "plan"), *words]) == 0
+        outputs.append((tmp_path / "plan").read_text())
+    assert outputs[0] == outputs[1] == outputs[2]
 
 
 class TestNoFlush:
     def waiting(self, folder, lengths, *flags):
-        text = plan(write_json(folder, lengths), folder / "plan", "--policy", "wlb", "--no-flush", *flags)
+        text = plan(write_json(folder, lengths), folder / "plan", "--wlb-packing", "wlb", "--no-flush", *flags)
         return len(read(text)[1]), check(text, lengths, "wlb")["waiting"]
 
     def test_queues_are_not_flushed_in_the_last_full_global_batch(self, tmp_path):
@@ -233,7 +277,7 @@ class TestNoFlush:
     def test_a_last_global_batch_of_outliers_only_makes_no_step(self, tmp_path):
         """The packer would go on to the flush to get a step at all."""
         lengths = [8] * 32 + [60, 60, 60, 59] + [17]
-        flags = ["--outlier-thresholds", "17,60"]
+        flags = ["--wlb-outlier-thresholds", "17,60"]
         assert self.waiting(tmp_path, lengths, *flags) == (
             1,
             [[32, 0, 60], [33, 0, 60], [34, 0, 60], [35, 0, 59], [36, 0, 17]],
@@ -241,23 +285,23 @@ class TestNoFlush:
 
     def test_no_full_global_batch_is_refused(self, tmp_path, capsys):
         source = write_json(tmp_path, [8] * 31)
-        assert refused(capsys, tmp_path, source, "--policy", "wlb", "--no-flush") == (
+        assert refused(capsys, tmp_path, source, "--wlb-packing", "wlb", "--no-flush") == (
             f"{source} holds 248 tokens, under one global batch of 4 x 64, of which --no-flush makes no step; leave it "
             "out or give more documents"
         )
 
     def test_no_step_at_all_is_refused(self, tmp_path, capsys):
         source = write_json(tmp_path, [64, 63, 33, 64, 32])
-        flags = ["--policy", "wlb", "--no-flush", "--outlier-thresholds", "1,33,63,64"]
+        flags = ["--wlb-packing", "wlb", "--no-flush", "--wlb-outlier-thresholds", "1,33,63,64"]
         assert refused(capsys, tmp_path, source, *flags) == (
             "every document waits, so --no-flush leaves no step; leave it out or give more documents"
         )
 
 
-def refused(capsys, folder, source, *flags, output=None):
+def refused(capsys, folder, source, *flags, output=None, alone=False):
     """The message; checks exit code, that it is one line, and that no file was left."""
     before = sorted(os.listdir(folder))
-    arguments = ["plan", source, *(flags if "--micro-batches" in flags else [*FLAGS, *flags])]
+    arguments = ["plan", source, *([] if alone else FLAGS), *flags]
     try:
         code = main([*arguments, "--output", str(output or folder / "plan.jsonl")])
     except SystemExit as exit:  # argparse's own
@@ -275,60 +319,43 @@ def refused(capsys, folder, source, *flags, output=None):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--policy", "best"], "--policy: invalid choice: 'best' .choose from '?original'?, "),
-        (
-            ["--policy", "adaptive", "--mode", "fast"],
-            "--mode: invalid choice: 'fast' .choose from '?constant-tokens'?, '?low",
-        ),
-        (
-            ["--policy", "wlb", "--planner", "rust"],
-            "--planner: invalid choice: 'rust' .choose from '?auto'?, '?native",
-        ),
-        ([], "the following arguments are required: --policy"),
-        (
-            ["--policy", "wlb", "--max-tokens", "63"],
-            "--max-tokens 63 is under --context-length 64.*; give at least 64$",
-        ),
-        (["--policy", "wlb", "--max-tokens", "67108865"], "'67108865' must be an integer from 1 to 67108864"),
-        (["--policy", "wlb", "--micro-batches", "0"], "--micro-batches: '0' must be an integer from 1 to 1048576"),
-        (["--policy", "wlb", "--crossover", "1.5"], "--crossover: '1.5' must be an integer from 1 to"),
-        (["--policy", "wlb", "--context-length", "-1"], "--context-length"),
-        (["--policy", "wlb", "--outlier-thresholds", "9,3"], "'9,3' must be in increasing order, such as 32768,65536"),
-        (["--policy", "wlb", "--outlier-thresholds", "3,"], "--outlier-thresholds: '' must be an integer from 1 to"),
-        (
-            ["--policy", "adaptive", "--outlier-thresholds", "3"],
-            "^--outlier-thresholds is for --policy wlb; leave it out for adaptive$",
-        ),
-        (["--policy", "wlb", "--mode", "constant-tokens"], "^--mode is for --policy adaptive; leave it out for wlb$"),
-        (["--policy", "wlb", "--max-delay-steps", "9"], "^--max-delay-steps is for --policy adaptive"),
-        (["--policy", "wlb", "--age-tolerance", "0.1"], "^--age-tolerance is for --policy adaptive"),
-        (["--policy", "adaptive", "--age-tolerance", "1.1"], "^age_tolerance is 1.1; it must be from 0 to 1$"),
-        (["--policy", "adaptive", "--balance-tolerance", "-1"], "^balance_tolerance is -1.0; it must be from 0 to 1$"),
-        (["--policy", "adaptive", "--balance-tolerance", "nan"], "^balance_tolerance is nan; it must be from 0 to 1$"),
-        (["--policy", "adaptive", "--balance-tolerance", "x"], "--balance-tolerance: invalid float value: 'x'"),
-        (["--policy", "wlb", "--global-batches", "2"], "^--global-batches is for --policy fixed and ilp"),
-        (["--policy", "adaptive", "--max-delay-steps", "1"], "max_delay_steps is 1; .* can guarantee 12 or more"),
-        (["--policy", "wlb", "--profile", "none"], "--profile: not allowed with argument --crossover"),
-        (
-            ["--policy", "wlb", "--crossover", str(1 << 35), "--max-tokens", str(1 << 26)],
-            "overflows 64 bits; lower one of them",
-        ),
+        (["--wlb-packing", "best"], "^--wlb-packing is 'best'; choose one of original, fixed, wlb, adaptive$"),
+        (["--wlb-packing-mode", "fast"], "^--wlb-packing-mode is 'fast'; choose one of constant-tokens, low-displ"),
+        (["--wlb-planner", "rust"], "^--wlb-planner is 'rust'; choose one of auto, native, python$"),
+        (["--wlb-max-tokens", "63"], "^--wlb-max-tokens 63 is under --seq-length 64.*; give at least 64$"),
+        (["--wlb-max-tokens", "81"], "^--wlb-max-tokens 81 cannot be shared .* such as 82$"),
+        (["--wlb-max-tokens", "67108865"], "^--wlb-max-tokens is 67108865; work is exact up to 67108864 tokens"),
+        (["--global-batch-size", "0"], "--global-batch-size: '0' must be an integer from 1 to 1048576"),
+        (["--wlb-crossover", "1.5"], "--wlb-crossover: invalid int value: '1.5'"),
+        (["--seq-length", "-1"], "--seq-length"),
+        (["--wlb-outlier-thresholds", "9,3"], "is '9,3'; give lengths of at least 1 in increasing order"),
+        (["--wlb-outlier-thresholds", "3,"], "--wlb-outlier-thresholds: '3,' must be integers"),
+        (["--wlb-age-tolerance", "1.1"], "^--wlb-age-tolerance is 1.1; it must be from 0 to 1$"),
+        (["--wlb-packings", "wlb"], "^--wlb-packings is no flag of ours"),
+        (["--num-experts", "8"], "^--num-experts: mixture of experts cannot be simulated"),
+        (["--num-layers", "2"], "no --hidden-size, --num-attention-heads: give the sizes of the model, or --model"),
+        (["--wlb-packing", "adaptive", "--wlb-max-delay-steps", "1"], "max_delay_steps is 1; .* can guarantee 12"),
+        (["--wlb-crossover", str(1 << 35), "--wlb-max-tokens", str(1 << 26)], "overflows 64 bits; lower one of them"),
     ],
 )
 def test_wrong_flags(source, tmp_path, capsys, flags, message):
-    match(refused(capsys, tmp_path, source, *flags), message)
+    alone = "--num-layers" in flags
+    match(refused(capsys, tmp_path, source, *(SIZES if alone else []), *flags, alone=alone), message)
 
 
 @pytest.mark.parametrize(
-    ("profile", "message"),
+    ("flags", "message"),
     [
-        ("none", "no profile 'none': give a JSON file or one of the shipped profiles"),
-        ("flops", "profile flops states no crossover_tokens; add it or give --crossover instead"),
+        (
+            ["--seq-length", "64"],
+            "^no --global-batch-size; give the micro-batches of a step over all data-parallel ranks$",
+        ),
+        (["--global-batch-size", "4"], "^no --seq-length; give the context window in tokens$"),
+        ([*SIZES, "--wlb-profile", "none"], "no profile 'none': give a JSON file or one of the shipped profiles"),
     ],
 )
-def test_wrong_profiles(source, tmp_path, capsys, profile, message):
-    flags = ["--micro-batches", "4", "--context-length", "64", "--policy", "wlb", "--profile", profile]
-    match(refused(capsys, tmp_path, source, *flags), message)
+def test_what_is_missing(source, tmp_path, capsys, flags, message):
+    match(refused(capsys, tmp_path, source, *flags, alone=True), message)
 
 
 @pytest.mark.parametrize(
@@ -342,11 +369,11 @@ def test_wrong_profiles(source, tmp_path, capsys, profile, message):
 )
 def test_wrong_lengths(tmp_path, capsys, text, message):
     (tmp_path / "lengths.json").write_text(text)
-    match(refused(capsys, tmp_path, str(tmp_path / "lengths.json"), "--policy", "wlb"), message)
+    match(refused(capsys, tmp_path, str(tmp_path / "lengths.json"), "--wlb-packing", "wlb"), message)
 
 
 def test_missing_lengths(tmp_path, capsys):
-    message = refused(capsys, tmp_path, str(tmp_path / "no"), "--policy", "wlb")
+    message = refused(capsys, tmp_path, str(tmp_path / "no"), "--wlb-packing", "wlb")
     match(message, r"no\.idx does not exist; give as LENGTHS ")
 
 
@@ -354,14 +381,14 @@ def test_missing_lengths(tmp_path, capsys):
 def test_a_missing_extra(source, tmp_path, capsys, monkeypatch, module, suffix, policy):
     path = write_parquet(tmp_path / "x.parquet", length=[1]) if suffix == "parquet" else source
     monkeypatch.setitem(sys.modules, module, None)
-    message = refused(capsys, tmp_path, path, "--policy", policy)
+    message = refused(capsys, tmp_path, path, "--wlb-packing", policy)
     assert message == f"{module} is not installed; pip install 'megatron-wlb[analysis]'"
 
 
 def test_wrong_outputs(source, tmp_path, capsys):
-    message = refused(capsys, tmp_path, source, "--policy", "wlb", output=tmp_path / "no" / "plan")
+    message = refused(capsys, tmp_path, source, "--wlb-packing", "wlb", output=tmp_path / "no" / "plan")
     match(message, "--output .*plan: the folder .*no does not exist; create it or name another")
-    match(refused(capsys, tmp_path, source, "--policy", "wlb", output=tmp_path), "Is a directory")
+    match(refused(capsys, tmp_path, source, "--wlb-packing", "wlb", output=tmp_path), "Is a directory")
 
 
 def test_a_failure_while_planning_leaves_the_former_plan(source, tmp_path, capsys, monkeypatch):
@@ -372,17 +399,17 @@ def test_a_failure_while_planning_leaves_the_former_plan(source, tmp_path, capsy
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("megatron_wlb.cli.plan.metrics.measure", full)
-    match(refused(capsys, tmp_path, source, "--policy", "wlb"), "No space left on device")
+    match(refused(capsys, tmp_path, source, "--wlb-packing", "wlb"), "No space left on device")
     assert output.read_text() == "former"
 
 
 def test_a_link_stays_a_link_and_a_device_a_device(source, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "plan")
-    text = plan(source, tmp_path / "link", "--policy", "wlb")
+    text = plan(source, tmp_path / "link", "--wlb-packing", "wlb")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "plan").read_text() == text
     os.mkfifo(tmp_path / "pipe")
     reader = subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE, text=True)
-    assert main(["plan", source, *FLAGS, "--policy", "wlb", "--output", str(tmp_path / "pipe")]) == 0
+    assert main(["plan", source, *FLAGS, "--wlb-packing", "wlb", "--output", str(tmp_path / "pipe")]) == 0
     assert reader.communicate()[0] == text
     assert (tmp_path / "pipe").is_fifo()
 
@@ -402,22 +429,22 @@ def command(*arguments, prelude="", **kwargs):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_standard_input_and_output_where_torch_is_blocked(source, tmp_path, policy):
     prelude = "for name in ('torch', 'megatron', 'transformer_engine'): sys.modules[name] = None"
-    arguments = ["plan", "-", *FLAGS, "--policy", policy, "--output", "-"]
+    arguments = ["plan", "-", *FLAGS, "--wlb-packing", policy, "--output", "-"]
     done = command(*arguments, prelude=prelude, input=json.dumps(make_lengths()))
     assert done.returncode == 0, done.stderr
-    assert done.stdout == plan(source, tmp_path / "plan", "--policy", policy)
+    assert done.stdout == plan(source, tmp_path / "plan", "--wlb-packing", policy)
     assert done.stderr.count("\n") == 1  # no progress bar: this is not a terminal
 
 
 def test_without_rich(source, tmp_path):
-    arguments = ["plan", source, *FLAGS, "--policy", "wlb", "--output", "-"]
+    arguments = ["plan", source, *FLAGS, "--wlb-packing", "wlb", "--output", "-"]
     done = command(*arguments, prelude="sys.modules['rich.console'] = None")
-    assert (done.returncode, done.stdout) == (0, plan(source, tmp_path / "plan", "--policy", "wlb"))
+    assert (done.returncode, done.stdout) == (0, plan(source, tmp_path / "plan", "--wlb-packing", "wlb"))
 
 
 def test_a_progress_bar_on_a_terminal(source, tmp_path):
     terminal, other_end = os.openpty()
-    arguments = ["plan", source, *FLAGS, "--policy", "wlb", "--output", str(tmp_path / "plan")]
+    arguments = ["plan", source, *FLAGS, "--wlb-packing", "wlb", "--output", str(tmp_path / "plan")]
     code = "import sys; from megatron_wlb.cli.main import main; sys.exit(main())"
     done = subprocess.run([sys.executable, "-c", code, *arguments], stderr=other_end, cwd=ROOT, check=True)
     os.close(other_end)
@@ -430,7 +457,7 @@ def test_a_progress_bar_on_a_terminal(source, tmp_path):
 def test_a_reader_that_goes_away(tmp_path):
     """As in `| head -n 1`: no traceback."""
     source = write_json(tmp_path, make_lengths(20_000))
-    arguments = [sys.executable, "-m", "megatron_wlb", "plan", source, *FLAGS, "--policy", "wlb", "--output", "-"]
+    arguments = [sys.executable, "-m", "megatron_wlb", "plan", source, *FLAGS, "--wlb-packing", "wlb", "--output", "-"]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert json.loads(process.stdout.readline())["documents"] == 20_000
     process.stdout.close()
@@ -440,7 +467,7 @@ def test_a_reader_that_goes_away(tmp_path):
 
 
 def test_python_m_and_exit_code():
-    arguments = [sys.executable, "-m", "megatron_wlb", "plan", "-", *FLAGS, "--policy", "wlb", "--output", "-"]
+    arguments = [sys.executable, "-m", "megatron_wlb", "plan", "-", *FLAGS, "--wlb-packing", "wlb", "--output", "-"]
     done = subprocess.run(arguments, input="[1, 2", capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (

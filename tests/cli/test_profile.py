@@ -14,7 +14,17 @@ from megatron_wlb.plan.sharding.select import shard
 from megatron_wlb.plan.workload import KernelTimes, load_profile
 from tests.cli.test_plan import ROOT, match
 
-MODEL = ["--hidden-size", "64", "--num-attention-heads", "4", "--num-query-groups", "2", "--kv-channels", "16"]
+MODEL = [
+    "--hidden-size",
+    "64",
+    "--num-attention-heads",
+    "4",
+    "--group-query-attention",
+    "--num-query-groups",
+    "2",
+    "--kv-channels",
+    "16",
+]
 SMALL = ["--device", "cpu", "--quick"]
 
 
@@ -105,7 +115,7 @@ def test_what_it_writes_is_a_profile(written):
 
 def test_packing_takes_its_crossover(written, tmp_path):
     (tmp_path / "lengths.json").write_text("[64, 32, 32]")
-    flags = ["--micro-batches", "1", "--context-length", "64", "--policy", "wlb", "--profile", str(written)]
+    flags = ["--global-batch-size", "1", "--seq-length", "64", "--wlb-profile", str(written)]
     assert main(["plan", str(tmp_path / "lengths.json"), *flags, "--output", str(tmp_path / "plan")]) == 0
     header = json.loads((tmp_path / "plan").read_text().splitlines()[0])
     assert header["crossover"] == json.loads(written.read_text())["crossover_tokens"]
@@ -128,7 +138,7 @@ def test_a_run_on_a_gpu(tmp_path):
         (["--backend", "fa9"], "unknown attention backend 'fa9'; choose one of auto, "),
         (["--backend", "aten"], "attention backend 'aten' is not available on device 'cpu'"),
         (["--dtype", "fp8"], "--dtype: invalid choice: 'fp8'"),
-        (["--num-query-groups", "3"], "^--num-query-groups 3 does not divide --num-attention-heads 4; change one$"),
+        (["--num-query-groups", "3"], "^--num-query-groups 3 does not divide 4 attention heads; change one of them$"),
         (["--hidden-size", "0"], "--hidden-size: '0' must be an integer from 1 to"),
         (["--collectives-from", "none"], "no profile 'none': give a JSON file or one of the shipped profiles"),
         (["--device", "tpu"], "--device: invalid choice: 'tpu'"),
@@ -144,7 +154,9 @@ def test_heads_that_do_not_divide_the_hidden_size(tmp_path, capsys):
 
 
 def test_no_model(tmp_path, capsys):
-    match(refused(capsys, tmp_path), "required: --hidden-size, --num-attention-heads")
+    match(
+        refused(capsys, tmp_path), "^no --hidden-size, --num-attention-heads: give the sizes of the model, or --model$"
+    )
 
 
 def test_no_gpu(tmp_path, capsys, monkeypatch):

@@ -18,7 +18,7 @@ from megatron_wlb.plan.workload import document_work
 from megatron_wlb.simulate import MODELS, Job, balanced_time, simulate_step
 
 N, C = 8, 4096
-LAYOUT = "--tensor-model-parallel-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 2 --world-size 16"
+LAYOUT = "--tensor-model-parallel-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 2 --num-gpus 16"
 FLAGS = f"--model llama2-7b {LAYOUT} --num-virtual-stages-per-pipeline-rank 2".split()
 JOB = Job(model=MODELS["llama2-7b"], tp=2, cp=2, pp=2, vpp=2, dp=2, cp_head_groups=2)
 HEADER = {
@@ -40,9 +40,9 @@ def plan_file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
     lengths = np.random.default_rng(5).lognormal(6, 1.2, 800).astype(int).clip(2, C).tolist()
     (folder / "lengths.json").write_text(json.dumps(lengths))
-    flags = ["--micro-batches", str(N), "--context-length", str(C), "--max-tokens", "5120", "--policy", "adaptive"]
+    flags = f"--global-batch-size {N} --seq-length {C} --wlb-max-tokens 5120 --wlb-packing adaptive".split()
     out = folder / "plan.jsonl"
-    assert main(["plan", str(folder / "lengths.json"), *flags, "--crossover", "50000", "--output", str(out)]) == 0
+    assert main(["plan", str(folder / "lengths.json"), *flags, "--wlb-crossover", "50000", "--output", str(out)]) == 0
     return out
 
 
@@ -89,7 +89,7 @@ def test_steps_are_placed_and_sharded_as_in_training(policy):
     for trained in zip(steps(0), steps(1), strict=True):
         packing = trained[0].packing
         micro_batches = [packing.micro_batch(i)["length"] for i in range(N)]
-        for rank, plan in zip(trained, planning.step(trained[0].step, micro_batches), strict=True):
+        for rank, plan in zip(trained, planning.step(micro_batches), strict=True):
             assert len(rank.micro_batches) == len(plan) == N // 2
             for ours, theirs in zip(plan, rank.micro_batches, strict=True):
                 assert ours.strategy == theirs.shards.strategy
@@ -248,9 +248,21 @@ def test_broken_plans_are_refused(name, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", "no --num-layers, --hidden-size, --num-attention-heads, --vocab-size: give the sizes of the model"),
-        ("--model llama2-7b --world-size 3 --context-parallel-size 2", "--world-size 3 must be a multiple of"),
-        ("--model llama2-7b --world-size 3", "2 micro-batches a step cannot be shared by 3 data-parallel ranks"),
+        ("", "no --num-layers, --hidden-size, --num-attention-heads: give the sizes of the model"),
+        ("--model llama2-7b --num-gpus 3 --context-parallel-size 2", "3 GPUs are no multiple of"),
+        (
+            "--model llama2-7b --num-gpus 3",
+            "2 micro-batches a step (--global-batch-size) cannot be shared by 3 data-pa",
+        ),
+        ("--model llama2-7b --micro-batch-size 2", "--micro-batch-size is 2; a micro-batch of --wlb is one packed seq"),
+        (
+            "--model llama2-7b --seq-length 64",
+            "--seq-length is 64, and PLAN was made with 100; leave it out, or change",
+        ),
+        ("--model llama2-7b --global-batch-size 8", "--global-batch-size is 8, and PLAN was made with 2"),
+        ("--model llama2-7b --wlb-packing original", "--wlb-packing is original, and PLAN was made with wlb"),
+        ("--model llama2-7b --wlb-crossover 51", "--wlb-crossover is 51, and PLAN was made with 50"),
+        ("--model llama2-7b --wlb-cp-head-groups 0", "--wlb-cp-head-groups is 0; it must be from 1 to 1024"),
         ("--model llama2-7b --pipeline-model-parallel-size 5", "32 layers do not divide over 5 stages of 1 chunks"),
         ("--model llama2-7b --tensor-model-parallel-size 3", "32 attention heads do not divide over 3 ranks"),
         ("--model llama2-7b --num-query-groups 5", "--num-query-groups 5 does not divide 32 attention heads"),
@@ -271,8 +283,8 @@ def test_broken_plans_are_refused(name, tmp_path, capsys):
             "--num-layers 2 --hidden-size 100 --num-attention-heads 3 --vocab-size 9",
             "does not divide --hidden-size 100",
         ),
-        ("--model llama2-7b --profile nothing", "no profile 'nothing'"),
-        ("--model llama2-7b --profile flops", "needs one in us"),
+        ("--model llama2-7b --wlb-profile nothing", "no profile 'nothing'"),
+        ("--model llama2-7b --wlb-profile flops", "needs one in us"),
         ("--model llama2-7b --trace-step 1", "--trace-step is for --trace"),
         ("--model llama2-7b --trace /nowhere/trace.json", "--trace /nowhere/trace.json: its folder does not exist"),
     ],
@@ -280,7 +292,7 @@ def test_broken_plans_are_refused(name, tmp_path, capsys):
 def test_wrong_flags_are_refused(flags, message, tmp_path, capsys):
     plan = write(tmp_path / "plan", HEADER, STEP, SUMMARY)
     assert main(["simulate", str(plan), *flags.split()]) == 2
-    assert message in capsys.readouterr().err
+    assert message.replace("PLAN", str(plan)) in capsys.readouterr().err
 
 
 def test_other_refusals(tmp_path, capsys):
@@ -296,3 +308,41 @@ def test_other_refusals(tmp_path, capsys):
     with pytest.raises(SystemExit) as refused:
         main(["simulate", str(plan), "--model", "gpt-9"])
     assert refused.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "groups"),
+    [("--model llama2-7b", 2), ("--model llama2-70b", 1), ("--model llama2-7b --wlb-cp-head-groups 3", 2)],
+)
+def test_head_groups_divide_the_key_heads_of_a_rank(flags, groups, plan_file, tmp_path):
+    """Four key heads a rank of 7B, one of 70B: what attention itself makes of them."""
+    layout = "--tensor-model-parallel-size 8 --context-parallel-size 2".split()
+    assert simulated(plan_file, tmp_path, *flags.split(), *layout)["cp_head_groups"] == groups
+
+
+def test_a_launch_line_says_the_rest(plan_file, tmp_path, capsys):
+    line = (
+        "torchrun --nproc-per-node 8 --nnodes 2 pretrain_gpt.py --num-layers 32 --hidden-size 4096 --ffn-hidden-size "
+        f"11008 --num-attention-heads 32 --swiglu --vocab-size 32000 {LAYOUT.split(' --num-gpus')[0]} "
+        f"--num-virtual-stages-per-pipeline-rank 2 --seq-length {C} --global-batch-size {N} --wlb "
+        "--wlb-packing adaptive --recompute-granularity selective --profile --profile-step-start 4 --data-path corpus "
+        "--attention-backend flash --bf16"
+    )
+    (tmp_path / "train.sh").write_text(line)
+    expected = simulated(plan_file, tmp_path, *FLAGS)
+    for words in (line.split(), ["--launch", str(tmp_path / "train.sh")]):
+        capsys.readouterr()
+        found = simulated(plan_file, tmp_path, *words)
+        assert found == expected | {"model": expected["model"] | {"name": None}}
+        assert (
+            "- Not simulated, and so without effect on these numbers: --attention-backend.\n" in capsys.readouterr().err
+        )
+
+
+def test_key_heads_are_grouped_as_upstream_does(plan_file, tmp_path, capsys):
+    sizes = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --vocab-size 1000".split()
+    for flags, groups in (("", 4), ("--group-query-attention", 1), ("--group-query-attention --num-query-groups 2", 2)):
+        assert simulated(plan_file, tmp_path, *sizes, *flags.split())["model"]["num_query_groups"] == groups
+    assert "--group-query-attention" not in capsys.readouterr().err
+    assert simulated(plan_file, tmp_path, *sizes, "--num-query-groups", "2")["model"]["num_query_groups"] == 4
+    assert "counts with --group-query-attention only" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from megatron_wlb.cli.main import main
 from tests.cli.test_plan import ROOT, write_json
 
 N, C = 4, 64
-FLAGS = ["--micro-batches", str(N), "--context-length", str(C), "--crossover", "30"]
+FLAGS = f"--global-batch-size {N} --seq-length {C} --wlb-crossover 30".split()
 TOLERANCES = ("balance_tolerance", "age_tolerance")
 COLUMNS = {"imbalance_mean": 4, "late_steps": 3, "token_cv": 3}
 
@@ -30,7 +30,7 @@ def tuned(tmp_path_factory):
     lengths = make_lengths()
     source = write_json(folder, lengths)
     picture = ["--picture", str(folder / "front.png")]
-    assert main(["tune", source, *FLAGS, "--max-tokens", "72,96", "--json", str(folder / "rows.json"), *picture]) == 0
+    assert main(["tune", source, *FLAGS, "--wlb-max-tokens", "96", "--json", str(folder / "rows.json"), *picture]) == 0
     return folder, lengths, json.loads((folder / "rows.json").read_text())
 
 
@@ -57,13 +57,13 @@ def test_held_out_numbers_are_those_of_plan(tuned, tmp_path):
         assert sum(documents) // (N * C) >= 20
         source = write_json(tmp_path, documents)
         for row in written["rows"]:
-            flags = ["--policy", row["policy"], "--max-tokens", str(row["max_tokens"])]
+            flags = ["--wlb-packing", row["policy"], "--wlb-max-tokens", str(row["max_tokens"])]
             if row["policy"] == "wlb":
-                flags += ["--outlier-thresholds", ",".join(map(str, row["outlier_thresholds"]))]
+                flags += ["--wlb-outlier-thresholds", ",".join(map(str, row["outlier_thresholds"]))]
             else:
-                flags += ["--mode", row["mode"], "--max-delay-steps", str(row["max_delay_steps"])]
+                flags += ["--wlb-packing-mode", row["mode"], "--wlb-max-delay-steps", str(row["max_delay_steps"])]
                 for name in TOLERANCES:
-                    flags += [f"--{name.replace('_', '-')}", str(row[name])] if name in row else []
+                    flags += [f"--wlb-{name.replace('_', '-')}", str(row[name])] if name in row else []
             assert main(["plan", source, *FLAGS, *flags, "--no-flush", "--output", str(tmp_path / "plan")]) == 0
             summary = json.loads((tmp_path / "plan").read_text().splitlines()[-1])["summary"]
             for name in set(summary) - {"waiting_documents", "empty_documents"}:
@@ -104,7 +104,7 @@ def test_table_and_limit(tuned, tmp_path, capsys):
     source = write_json(tmp_path, tuned[1])
     outputs = []
     for _ in range(2):
-        arguments = [*FLAGS, "--max-tokens", "72", "--steps", "60", "--max-late", "0.4", "--json", "-"]
+        arguments = [*FLAGS, "--wlb-max-tokens", "72", "--steps", "60", "--max-late", "0.4", "--json", "-"]
         assert main(["tune", source, *arguments]) == 0
         outputs.append(capsys.readouterr())
     assert outputs[0] == outputs[1]
@@ -119,7 +119,7 @@ def test_table_and_limit(tuned, tmp_path, capsys):
 def test_documents_that_never_run_do_not_flatter(tmp_path):
     """Six full windows in a half: under any threshold they would wait for ten more, and what runs is balanced."""
     lengths = [C if i % 1000 == 500 else 3 for i in range(15_000)]
-    flags = ["--micro-batches", "16", "--context-length", str(C), "--max-tokens", "80", "--steps", "40"]
+    flags = ["--global-batch-size", "16", "--seq-length", str(C), "--wlb-max-tokens", "80", "--steps", "40"]
     assert main(["tune", write_json(tmp_path, lengths), *flags, "--json", str(tmp_path / "rows")]) == 0
     assert {row["policy"] for row in json.loads((tmp_path / "rows").read_text())["rows"]} == {"adaptive"}
 
@@ -132,15 +132,14 @@ def test_documents_that_never_run_do_not_flatter(tmp_path):
             [],
             r"holds 100 documents of 6400 tokens, 12 steps in a half, .* at least 10368 tokens, about 162 ",
         ),
-        ([C] * 1000, ["--max-tokens", "63"], "--max-tokens 63 is under --context-length 64"),
-        ([C] * 1000, ["--max-tokens", "90,80"], "must be in increasing order"),
+        ([C] * 1000, ["--wlb-max-tokens", "63"], "--wlb-max-tokens 63 is under --seq-length 64"),
         ([C] * 1000, ["--steps", "39"], "must be an integer from 40"),
-        ([C] * 1000, ["--max-late", "nan"], "must be a number of steps"),
+        ([C] * 1000, ["--max-late", "x"], "invalid float value"),
         ([C] * 1000, ["--picture", "front.jpg"], "must end in .png"),
         ([C] * 1000, ["--json", "no/such/rows"], "--json no/such/rows: the folder .* does not exist"),
         (
             make_lengths(),
-            ["--max-late", "0", "--max-tokens", "72"],
+            ["--max-late", "0", "--wlb-max-tokens", "72"],
             "no tuning keeps --max-late 0; the fit steps reach",
         ),
     ],
@@ -159,7 +158,7 @@ def test_errors(tmp_path, capsys, lengths, flags, message):
 
 def test_without_torch(tmp_path):
     code = "import sys; sys.modules['torch'] = None; from megatron_wlb.cli.main import main; sys.exit(main())"
-    arguments = ["tune", write_json(tmp_path, make_lengths()), *FLAGS, "--max-tokens", "80", "--steps", "40"]
+    arguments = ["tune", write_json(tmp_path, make_lengths()), *FLAGS, "--wlb-max-tokens", "80", "--steps", "40"]
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT, check=True
     )

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_wlb.cli.analyze.flags import _put_in, words_of
+from megatron_wlb.cli.launch import _put_in, words_of
 from tests.adapter.datasets import write_index
 from tests.cli.test_analyze import JOB
 from tests.errors.case import At, Case, command
@@ -17,7 +17,7 @@ def analyzed(flags, job=f"{JOB} --data-path {{}}/corpus", tokens=(9, 9)):
 
 
 CASES: list[Case] = [
-    # flags.py
+    # launch.py
     ("--nnodes without <--nproc-per-node>; give both, or --num-gpus", analyzed("--nnodes 2")),
     (
         "--nproc-per-node <gpu> is not a number; put it in, or give --num-gpus",
@@ -33,8 +33,8 @@ CASES: list[Case] = [
         lambda at: _put_in("$A", {"A": "x" * (1 << 20)}),
     ),
     (
-        "--<num-experts>: mixture of experts cannot be simulated; leave it out for an estimate without; see "
-        "megatron-wlb analyze --help",
+        "--<num-experts>: mixture of experts cannot be simulated; leave it out for an estimate without, or "
+        "give the line that is run if it is in another branch of a script; see megatron-wlb analyze --help",
         analyzed("--num-experts 8"),
     ),
     (
@@ -62,11 +62,13 @@ CASES: list[Case] = [
         analyzed("--account-for-loss-in-pipeline-split"),
     ),
     (
-        "<6> GPUs are no multiple of tensor x context x pipeline parallel sizes <4 x 1 x 1 = 4>; change one of them",
+        "<6> GPUs are no multiple of tensor x context x pipeline parallel sizes <4 x 1 x 1 = 4>, or more than 131072; "
+        "change one of them",
         analyzed("--num-gpus 6 --tensor-model-parallel-size 4"),
     ),
     (
-        "--global-batch-size <4> cannot be shared by <3> data-parallel ranks; give a multiple of <3>",
+        "<4> micro-batches a step (--global-batch-size) cannot be shared by <3> data-parallel ranks; give a multiple "
+        "of <3>, or another --num-gpus",
         analyzed("--num-gpus 3"),
     ),
     (

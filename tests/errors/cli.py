@@ -9,21 +9,19 @@ import numpy as np
 import torch
 
 from megatron_wlb.cli import compare, profile, tune
-from megatron_wlb.cli.job import Planning
 from megatron_wlb.cli.simulate import PlanFile
 from megatron_wlb.plan import document_log, native
 from megatron_wlb.plan.workload import KernelTimes
 from megatron_wlb.runtime import backends
-from megatron_wlb.simulate import MODELS, Job
-from tests.cli.test_compare import GOOD
+from tests.cli.test_compare import GOOD, LAYOUT
 from tests.cli.test_lengths import write_parquet
 from tests.cli.test_simulate import HEADER, STEP, SUMMARY
 from tests.errors.case import At, Case, command
 from tests.plan.test_document_log import packer
 
-DATA = "{}/x.json --micro-batches 4 --context-length 64"
-PLAN = f"plan {DATA} --policy wlb --output {{}}/plan"
-TUNE = f"tune {DATA} --crossover 30 --max-tokens 72"
+DATA = "{}/x.json --global-batch-size 4 --seq-length 64 --wlb-crossover 30"
+PLAN = f"plan {DATA} --output {{}}/plan"
+TUNE = f"tune {DATA} --wlb-max-tokens 72"
 COMPARE = "compare {}/run.jsonl --model llama2-7b"
 SIMULATE = "simulate {}/plan --model llama2-7b"
 PROFILE = "profile --hidden-size 64 --num-attention-heads 4 --device cpu --backend cpu --quick --output {}/x.json"
@@ -42,7 +40,7 @@ def without_pyarrow(at: At):
 
 def without_native(at: At):
     at.patch.setattr(native, "AVAILABLE", False)
-    planned("--planner native")(at)
+    planned("--wlb-planner native")(at)
 
 
 def tuned(flags, result):
@@ -141,9 +139,9 @@ CASES: list[Case] = [
         without_pyarrow,
     ),
     (
-        "megatron-wlb plan: error: argument --micro-batches: <'0'> must be an integer from <1 to 1048576>; see "
+        "megatron-wlb plan: error: argument --global-batch-size: <'0'> must be an integer from <1 to 1048576>; see "
         "megatron-wlb plan --help",
-        planned("--micro-batches 0"),
+        planned("--global-batch-size 0"),
     ),
     # plan.py
     (
@@ -153,32 +151,17 @@ CASES: list[Case] = [
     ),
     (
         "every document waits, so <--no-flush> leaves no step; leave it out or give more documents",
-        planned("--no-flush --outlier-thresholds 1,33,63,64", [64, 63, 33, 64, 32]),
+        planned("--no-flush --wlb-outlier-thresholds 1,33,63,64", [64, 63, 33, 64, 32]),
     ),
-    ("--<mode> is for --policy <adaptive>; leave it out for wlb", planned("--mode constant-tokens")),
-    ("--planner <native>, but the native core was not built; reinstall with a C++ compiler", without_native),
-    (
-        "--max-tokens <63> is under --context-length <64>: a document of a full window would fit nowhere; give at "
-        "least <64>",
-        planned("--max-tokens 63"),
-    ),
-    (
-        "profile <flops> states no crossover_tokens; add it or give --crossover instead",
-        planned("--profile flops"),
-    ),
+    ("--wlb-planner <native>, but the native core was not built; reinstall with a C++ compiler", without_native),
     (
         "the work of <4> micro-batches of 67108864 tokens at a crossover of 34359738368 overflows <64 bits>; lower one "
         "of them",
-        planned(f"--crossover {1 << 35} --max-tokens {1 << 26}"),
+        planned(f"--wlb-crossover {1 << 35} --wlb-max-tokens {1 << 26}"),
     ),
     (
         "--output <…/no/plan>: the folder …/no does not exist; create it or name another",
         planned("--output {}/no/plan"),
-    ),
-    (
-        "argument --outlier-thresholds: <'9,3'> must be <in increasing order>, such as 32768,65536; see megatron-wlb "
-        "plan --help",
-        planned("--outlier-thresholds 9,3"),
     ),
     # tune.py
     (
@@ -198,10 +181,6 @@ CASES: list[Case] = [
         "--picture <front.jpg> must end in <.png> and be in a folder that exists",
         tuned("--picture front.jpg", None),
     ),
-    (
-        "argument --max-late: <'x'> must be <a number of steps>, such as 0.5; see megatron-wlb tune --help",
-        tuned("--max-late x", None),
-    ),
     # compare.py
     (
         "--output and --json both go to <standard output>; name a file for one of them",
@@ -214,7 +193,7 @@ CASES: list[Case] = [
     ("<…run.jsonl>: not JSON (Expecting value); give the file that --wlb-log named", logged("hello")),
     ("<…run.jsonl, line 1> is no step of a run; give the file that --wlb-log named", logged("[1]")),
     (
-        "<…run.jsonl, line 1> states no step_ms or lengths, as older versions did; log the run anew",
+        "<…run.jsonl, line 1> states no step_ms, lengths or layout; log the run anew",
         logged({"step": 1}),
     ),
     ("…run.jsonl, line 1: step_ms is <-1>; it must be <a time over 0>", logged(GOOD | {"step_ms": -1})),
@@ -233,6 +212,15 @@ CASES: list[Case] = [
     (
         "…run.jsonl, line 1: micro-batch 0 holds <67108865> tokens; it must be at most <67108864>",
         logged(GOOD | {"lengths": [[1 << 26, 1]]}),
+    ),
+    (
+        "…run.jsonl, line 1: layout states DP <0>; it must be <an integer over 0>",
+        logged(GOOD | {"layout": LAYOUT | {"DP": 0}}),
+    ),
+    (
+        "…run.jsonl, line 2: the run goes on in another layout (<DP 1 to 2>); give the lines before it, or those from "
+        "it on, as a file of their own",
+        logged(GOOD, GOOD | {"layout": LAYOUT | {"DP": 2}}),
     ),
     (
         "the times of <2> steps do not depend on what is scaled; give the log of this job, and its flags",
@@ -284,9 +272,8 @@ CASES: list[Case] = [
     (of_plan(1, "a JSON <list>, where <a header> should be"), plan_file("[1]")),
     # job.py
     (
-        "--world-size <3> must be a multiple of tensor x context x pipeline parallel sizes <1 x 2 x 1 = 2>, and at "
-        "most <131072>",
-        simulated("--world-size 3 --context-parallel-size 2"),
+        "--wlb-packing is <original>, and …plan was made with <wlb>; leave it out, or change it",
+        simulated("--wlb-packing original"),
     ),
     (
         "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split are simulated <together> "
@@ -298,17 +285,7 @@ CASES: list[Case] = [
         simulated("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3"),
     ),
     (
-        "a crossover of <0> tokens; it must be at least <1>",
-        lambda at: Planning(job=Job(model=MODELS["550m"]), crossover_tokens=0, cp_sharding="adaptive", balance=True),
-    ),
-    (
-        "<2> micro-batches a step cannot be shared by <3> data-parallel ranks; --world-size must be <1 times a divisor "
-        "of 2>",
-        simulated("--world-size 3"),
-    ),
-    (
-        "no <--num-layers, --hidden-size, --num-attention-heads, --vocab-size>: give the sizes of the model, or "
-        "--model",
+        "no <--num-layers, --hidden-size, --num-attention-heads>: give the sizes of the model, or --model",
         simulated("", plan="simulate {}/plan"),
     ),
     (
@@ -332,8 +309,8 @@ CASES: list[Case] = [
     ("<torch> is not installed; pip install 'megatron-wlb[train]'", without_torch),
     ("--device cuda, but torch <…> finds none; install a driver or choose cpu", without_gpu),
     (
-        "--num-query-groups <3> does not divide --num-attention-heads <4>; change one",
-        measured("--num-query-groups 3"),
+        "--num-query-groups <3> does not divide <4> attention heads; change one of them",
+        measured("--group-query-attention --num-query-groups 3"),
     ),
     (
         "--num-attention-heads <5> does not divide --hidden-size <64>; change one, or give --kv-channels",

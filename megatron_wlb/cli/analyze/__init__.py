@@ -2,14 +2,13 @@
 
 import argparse
 import json
-from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from megatron_wlb.cli import plan
-from megatron_wlb.cli.analyze import flags, report
+from megatron_wlb.cli.analyze import report
 from megatron_wlb.cli.analyze.setup import setup_of
+from megatron_wlb.cli.common import integer, progress, writer
+from megatron_wlb.cli.job import add_job_arguments
 
 _DESCRIPTION = """\
 Predict what --wlb would bring to a run, from the lengths of its documents and its launch flags alone; needs neither a
@@ -19,9 +18,10 @@ GPU, nor Megatron, nor torch, and of the dataset only the .idx file.
     megatron-wlb analyze --launch train.sh --html report.html
     megatron-wlb analyze --model llama2-7b --seq-length 131072 --tensor-model-parallel-size 8 ... --data-path DATA
 
-Flags of Megatron that don't matter are ignored and listed. Plain Megatron (attention stays inside of documents), the
-paper's WLB-LLM and this project's --wlb (with --wlb-packing adaptive unless you say otherwise; other --wlb-* flags
-count) run the same data, shuffled as in training; steps are packed, sharded and simulated as they would be trained.
+Flags of Megatron that don't matter, or are not simulated, are listed. Plain Megatron (attention stays inside of
+documents), the paper's WLB-LLM and this project's --wlb (with --wlb-packing adaptive unless you say otherwise; other
+--wlb-* flags count) run the same data, shuffled as in training; steps are packed, sharded and simulated as they would
+be trained.
 """
 
 
@@ -32,24 +32,15 @@ def register(commands: Any) -> None:
         help="predict what --wlb would bring to a run",
         usage="%(prog)s [--html FILE] [--json FILE] [LAUNCH LINE | --launch FILE | FLAGS]",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # --save is Megatron's, not the beginning of one of these
     )
     parser.add_argument("--html", metavar="FILE", help="report with pictures to write, in one file")
     parser.add_argument(
         "--json", metavar="FILE", help="numbers to write; - for standard output, the table on the other"
     )
     parser.add_argument(
-        "--steps", type=plan.integer(1, 1 << 14), metavar="K", help="steps to simulate; default: by the size of the job"
+        "--steps", type=integer(1, 1 << 14), metavar="K", help="steps to simulate; default: by the size of the job"
     )
-    flags.add_arguments(parser)
-
-    def parse_known_args(
-        arguments: Sequence[str], namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        return flags.parse(parser, arguments, namespace), []
-
-    parser.parse_known_args = parse_known_args
+    add_job_arguments(parser, wlb_packing="adaptive")
     parser.set_defaults(run=run)
 
 
@@ -68,19 +59,17 @@ def run(args: argparse.Namespace) -> None:
     if args.steps is not None:
         packed, simulated = max(args.steps, packed // args.steps * args.steps), args.steps
     total = 3 * packed + len(report.tunings(setup))
-    with ExitStack() as stack:
-        writers = {
-            flag: stack.enter_context(plan.writer(name, flag))
-            for flag, name in (("--json", args.json), ("--html", args.html))
-            if name is not None
-        }
-        with plan.progress(total, args.json, "analysing") as advance:
-            found = report.analyse(setup, packed, simulated, advance)
-        if "--json" in writers:
-            writers["--json"].write(json.dumps(found.entries, indent=1) + "\n")
-        if "--html" in writers:
+    with (
+        writer(args.json, "--json") as file,
+        writer(args.html, "--html") as page,
+        progress(total, args.json, "analysing") as advance,
+    ):
+        found = report.analyse(setup, packed, simulated, advance)
+        if file is not None:
+            file.write(json.dumps(found.entries, indent=1) + "\n")
+        if page is not None:
             from megatron_wlb.cli.analyze import html
 
-            writers["--html"].write(html.page(found))
+            page.write(html.page(found))
     console = Console(stderr="-" in (args.json, args.html), highlight=False)
     table.show(found, partial(console.print, soft_wrap=True), console)

@@ -2,7 +2,7 @@
 
 import base64
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import matplotlib
@@ -67,7 +67,7 @@ def pictures(report: Report) -> Iterator[tuple[str, str, str]]:
             "What else could be had",
             "Packings that megatron-wlb tune would try: down and to the left is better. Filled: no other is as good "
             "in imbalance, delay, tokens per step and S_max. Stars: the paper's scheme and --wlb as simulated here.",
-            lambda figure: front(figure, report),
+            lambda figure: front(figure, report.entries["front"], report.setup.context_length, report.results[1:]),
             5.6,
         ),
     ]
@@ -76,12 +76,17 @@ def pictures(report: Report) -> Iterator[tuple[str, str, str]]:
             yield title, text, _address(draw, height)
 
 
-def _address(draw: Callable[[Figure], None], height: float) -> str:
+def save(file: Any, draw: Callable[[Figure], None], height: float, **options: Any) -> None:
+    """Write what `draw` draws to a file, or to its name."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         draw(figure)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None}, dpi=220)
+        figure.savefig(file, dpi=220, **options)
+
+
+def _address(draw: Callable[[Figure], None], height: float) -> str:
+    buffer = io.BytesIO()
+    save(buffer, draw, height, format="svg", metadata={"Date": None})
     return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
@@ -183,10 +188,8 @@ def _timeline(axes: Axes, step: SimulatedStep) -> None:
             axes.broken_barh(bars, (stage - 0.4, 0.8), color=colour, edgecolor="white", linewidth=0.3, rasterized=True)
 
 
-def front(figure: Figure, report: Report) -> None:
-    """Imbalance over delay and over the variation of tokens."""
-    entries, window = report.entries, report.setup.context_length
-    rows = entries["front"]
+def front(figure: Figure, rows: Sequence[dict[str, Any]], window: int, stars: Sequence[Result] = ()) -> None:
+    """Imbalance over delay and over the variation of tokens, of rows from `tune.point`."""
     most = max([1.1, *(row["max_tokens"] / window for row in rows)])
     colours = matplotlib.colormaps["viridis"].resampled(8)
     panels = figure.subplots(2, sharey=True)
@@ -199,7 +202,7 @@ def front(figure: Figure, report: Report) -> None:
             filled = colour if row["best"] else "none"
             at = row[measure], _over_one(row["imbalance_mean"])
             axes.plot(*at, **shape, linestyle="none", color=colour, markerfacecolor=filled, alpha=0.9)
-        for result, colour in zip(report.results[1:], (GREY, ORANGE), strict=True):
+        for result, colour in zip(stars, (GREY, ORANGE), strict=False):
             at = result.numbers[measure], _over_one(result.numbers["imbalance"]["work_mean"])
             axes.plot(*at, marker="*", markersize=13, color=colour, markeredgecolor="white", linestyle="none")
         axes.set(xlabel=label, ylabel="mean imbalance", yscale="log")
@@ -211,7 +214,7 @@ def front(figure: Figure, report: Report) -> None:
         Line2D([], [], marker="s", linestyle="none", color="black", markerfacecolor="none", label="adaptive"),
         *(
             Line2D([], [], marker="*", markersize=12, linestyle="none", color=colour, label=result.scheme.title)
-            for result, colour in zip(report.results[1:], (GREY, ORANGE), strict=True)
+            for result, colour in zip(stars, (GREY, ORANGE), strict=False)
         ),
         *(
             Patch(

@@ -6,20 +6,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_wlb.cli import tune
-from megatron_wlb.cli.analyze.setup import Setup, described
+from megatron_wlb.cli.analyze.setup import Setup
+from megatron_wlb.cli.job import DEFAULT_PROFILE, Planning, cp_imbalance
 from megatron_wlb.config import PACKING_MODES
-from megatron_wlb.plan import metrics, pipeline, sharding
+from megatron_wlb.plan import metrics
 from megatron_wlb.plan.packer import PackedStep, make_packer
 from megatron_wlb.plan.packing.adaptive import SHORTEST_DELAY_BOUND
-from megatron_wlb.plan.step import Layout, shard_micro_batch
 from megatron_wlb.plan.stream import DocumentStream
-from megatron_wlb.plan.types import ShardPlan
-from megatron_wlb.plan.workload import document_work
+from megatron_wlb.plan.workload import document_work, shipped_profiles
 from megatron_wlb.simulate import SimulatedStep, balanced_time, breakdown, simulate_step
 
 FORMAT = "megatron-wlb-analysis"
@@ -36,18 +35,17 @@ FRONT_THRESHOLDS = ((0.5,), (0.75,), (0.25, 0.5), (0.5, 0.75), (0.375, 0.625, 0.
 Advance = Callable[[int], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scheme:
+class Scheme(NamedTuple):
     """A way to train the same data."""
 
     name: str
     title: str
     packing: str
     cp_sharding: str
-    upstream: bool
-    """As Megatron and the paper do it: micro-batches keep their places, and all K and V are exchanged."""
     head_groups: int
     """Parts in which K and V travel while another computes."""
+    upstream: bool
+    """As Megatron and the paper do it: micro-batches keep their places, and all K and V are exchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,23 +76,9 @@ def schemes(setup: Setup) -> tuple[Scheme, ...]:
     """Plain Megatron exchanges K and V in a ring (`--cp-comm-type p2p`, its default): CP parts."""
     config, groups = setup.config, setup.job.cp_head_groups
     return (
-        Scheme(
-            name="plain",
-            title="Megatron",
-            packing="original",
-            cp_sharding="per-sequence",
-            upstream=True,
-            head_groups=setup.job.cp,
-        ),
-        Scheme(name="paper", title="paper", packing="wlb", cp_sharding="paper", upstream=True, head_groups=groups),
-        Scheme(
-            name="ours",
-            title="--wlb",
-            packing=config.packing,
-            cp_sharding=config.cp_sharding,
-            upstream=False,
-            head_groups=groups,
-        ),
+        Scheme("plain", "Megatron", "original", "per-sequence", setup.job.cp, upstream=True),
+        Scheme("paper", "paper", "wlb", "paper", groups, upstream=True),
+        Scheme("ours", "--wlb", config.packing, config.cp_sharding, groups, upstream=False),
     )
 
 
@@ -125,7 +109,7 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
         "format": FORMAT,
         "version": VERSION,
         "prediction": True,
-        "job": described(setup),
+        "job": setup.described,
         "data": data_of(setup),
         "steps": {"warm_up": WARM_UP, "packed": packed, "simulated": simulated},
         "profile": provenance(setup),
@@ -133,8 +117,8 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
         "limit": limit,
         "front": front(setup, advance),
         "flags": flags_to_paste(setup),
-        "assumptions": list(setup.assumptions),
-        "ignored": list(setup.ignored),
+        "notes": setup.notes,
+        "ignored": setup.ignored,
     }
     return Report(setup=setup, results=tuple(measured), entries=entries)
 
@@ -146,7 +130,14 @@ def measure(setup: Setup, scheme: Scheme, packed: int, simulated: int, advance: 
     simulated, times the work per token of everything that was packed.
     """
     job = replace(setup.job, gather_all=scheme.upstream, cp_head_groups=scheme.head_groups)
-    layout = setup.layout(cp_sharding=scheme.cp_sharding, balance=not scheme.upstream and scheme.packing != "original")
+    planning = Planning(
+        job=job,
+        crossover_tokens=setup.crossover_tokens,
+        cp_sharding=scheme.cp_sharding,
+        balance=not scheme.upstream and scheme.packing != "original",
+        in_given_order=scheme.upstream,
+        use_native=setup.use_native,
+    )
     measured: list[metrics.StepMetrics] = []
     rows: list[list[float]] = []
     examples: list[SimulatedStep] = []
@@ -166,10 +157,11 @@ def measure(setup: Setup, scheme: Scheme, packed: int, simulated: int, advance: 
         total_work, total_tokens = total_work + int(work.sum()), total_tokens + measured[-1].tokens
         waiting = step.num_waiting
         if i % (packed // simulated) == 0:
-            result = simulate_step(job, shards(step, work, layout, scheme))
+            lengths = [packing.micro_batch(k)["length"] for k in range(len(packing))]
+            result = simulate_step(job, planning.step(lengths))
             rows.append([result.time, balanced_time(result), work.sum(), measured[-1].tokens, *imbalances(result)])
             examples.append(result)
-            documents.append([packing.micro_batch(k)["length"] for k in range(len(packing))])
+            documents.append(lengths)
         advance(1)
     over_limit = np.array([row[0] / row[1] for row in rows])
     chosen = int(np.abs(over_limit - np.median(over_limit)).argmin())
@@ -202,26 +194,6 @@ def _packed_steps(setup: Setup, scheme: Scheme, count: int) -> Iterator[PackedSt
         yield packer.next()
 
 
-def shards(step: PackedStep, work: np.ndarray, layout: Layout, scheme: Scheme) -> list[list[ShardPlan]]:
-    """Micro-batches of every data-parallel rank in pipeline order, padded and sharded."""
-    stages, chunks = layout.pp_size, layout.vp_size
-    rows = pipeline.place(work, layout.dp_size, balance=layout.balance, num_stages=stages, num_chunks=chunks)
-    if layout.balance:
-        rows = np.array([row[pipeline.order(work[row], stages, chunks)] for row in rows])
-
-    def shard(i: int) -> ShardPlan:
-        documents = step.packing.micro_batch(i)
-        if not scheme.upstream:
-            return shard_micro_batch(step.step, documents, layout).shards
-        # Documents in their given order, which ours is free to change.
-        tokens = int(documents["length"].sum())
-        padding = -tokens % layout.unit_tokens or (0 if tokens else layout.unit_tokens)
-        lengths = np.append(documents["length"], [padding] if padding else []).astype(np.int64)
-        return sharding.shard(lengths, layout.cp_size, layout.cp_sharding, layout.kernel, use_native=layout.use_native)
-
-    return [[shard(int(i)) for i in row] for row in rows]
-
-
 def micro_batch_times(step: SimulatedStep) -> np.ndarray:
     """Forward and backward of one layer of every micro-batch if its CP ranks were alike, in us: float64 [dp, M]."""
     return np.array(
@@ -237,8 +209,7 @@ def imbalances(step: SimulatedStep) -> tuple[float, float, float]:
     times = micro_batch_times(step)
     pp = float((times.max(axis=1) / times.mean(axis=1)).mean())
     dp = float(times.sum(axis=1).max() / times.sum(axis=1).mean())
-    attention = np.concatenate([sum(layer.attention for layer in p.layers) for p in step.passes])
-    return pp, dp, float(attention.max(axis=1).sum() / attention.mean(axis=1).sum())
+    return pp, dp, cp_imbalance(step)
 
 
 def _numbers(
@@ -299,11 +270,9 @@ def data_of(setup: Setup) -> dict[str, Any]:
 
 def provenance(setup: Setup) -> dict[str, Any]:
     """The profile, what it says of its own errors, and the network."""
-    name = setup.profile
-    path: Any = Path(name)
-    if not path.is_file():
-        path = resources.files("megatron_wlb.plan") / "profiles" / f"{name}.json"
-    profile = json.loads(path.read_text())
+    name = setup.config.profile or DEFAULT_PROFILE
+    shipped = resources.files("megatron_wlb.plan") / "profiles" / f"{name}.json"
+    profile = json.loads((shipped if name in shipped_profiles() else Path(name)).read_text())
     network = json.loads((resources.files("megatron_wlb.simulate") / "network-h100.json").read_text())
     kept = ("name", "device", "source", "kernel_measured", "date", "error")
     return {
@@ -345,12 +314,7 @@ def front(setup: Setup, advance: Advance) -> list[dict[str, Any]]:
             found.append((tuning, summary))
         advance(1)
     best = {id(tuning) for tuning, _ in tune.front(found)}
-    names = ("imbalance_mean", "imbalance_p95", "late_steps", "max_delay_steps", "token_cv")
-    return [
-        {"flags": tuning.flags, "policy": tuning.policy, "max_tokens": tuning.max_tokens, "best": id(tuning) in best}
-        | {name: getattr(summary, name) for name in names}
-        for tuning, summary in found
-    ]
+    return [tune.point(tuning, summary, best=id(tuning) in best) for tuning, summary in found]
 
 
 def tunings(setup: Setup) -> Sequence[tune.Tuning]:

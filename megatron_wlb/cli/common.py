@@ -1,0 +1,72 @@
+"""What commands share: argument types, output files, a progress bar, remarks."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def integer(least: int, most: int) -> Callable[[str], int]:
+    """An argparse type: integers from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        if not text.isascii() or not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} must be an integer from {least} to {most}")
+        return int(text)
+
+    return parse
+
+
+@contextmanager
+def writer(output: str | None, flag: str = "--output") -> Iterator[Any]:
+    """A text file that appears under its name only when it is complete; - for standard output, None for none."""
+    if output is None:
+        yield None
+        return
+    if output == "-":
+        yield sys.stdout
+        sys.stdout.flush()
+        return
+    path = Path(output).resolve()
+    if path.exists() and not path.is_file():
+        with path.open("w") as file:  # a pipe or /dev/null, which must not be replaced
+            yield file
+        return
+    if not path.parent.is_dir():
+        raise ValueError(f"{flag} {output}: the folder {path.parent} does not exist; create it or name another")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w") as file:
+            yield file
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def progress(total: int, output: str | None, text: str = "planning") -> Iterator[Callable[[int], None]]:
+    """A bar up to `total` on standard error, if that is a terminal without the output, and rich is installed."""
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        yield lambda amount: None
+        return
+    shown = sys.stderr.isatty() and not (output == "-" and sys.stdout.isatty())
+    with Progress(console=Console(stderr=True), transient=True, disable=not shown) as bar:
+        task = bar.add_task(text, total=total)
+        yield lambda amount: bar.advance(task, amount)
+
+
+def printable(text: str) -> str:
+    """Of a path or a name in it, control characters could write to the terminal."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def remark(notes: Sequence[str]) -> None:
+    """Print what numbers go by beside the flags, on standard error."""
+    for note in dict.fromkeys(notes):
+        print(f"- {note}", file=sys.stderr)
