@@ -39,17 +39,8 @@ def whole(dataset, tmp_path_factory):
 def test_train_samples(dataset, whole, tmp_path):
     """A sample is a micro-batch; the run is cut in two."""
     log, documents, checkpoint = tmp_path / "log.jsonl", str(tmp_path / "documents"), str(tmp_path / "ckpt")
-    common = [
-        *ADAM,
-        "--train-samples",
-        "32",
-        "--save",
-        checkpoint,
-        "--save-interval",
-        "9",
-        "--wlb-document-log",
-        documents,
-    ]
+    saving = f"--save {checkpoint} --save-interval 9 --wlb-document-log {documents}"
+    common = [*ADAM, "--train-samples", "32", *saving.split()]
     options = {"without": "--train-iters", "log": log}
     with pytest.raises(RuntimeError, match="SystemExit"):
         train(1, dataset, *common, "--exit-interval", "3", **options)
@@ -86,10 +77,7 @@ def test_steps_are_replayed(size, layout, dataset, tmp_path, monkeypatch):
 
     monkeypatch.setattr(WlbJob, "forward_step", counted)
     inject = "--rerun-mode validate_results --error-injection-rate 1 --error-injection-type transient_error".split()
-    inject += [
-        "--no-check-for-nan-in-loss-and-grad",
-        "--check-for-spiky-loss",
-    ]  # of which the second does not end a run
+    inject += ["--no-check-for-nan-in-loss-and-grad", "--check-for-spiky-loss"]  # the second does not end a run
     train(size, dataset, *common, *inject, "--wlb-document-log", str(documents), log=replayed)
     assert losses(replayed) == losses(plain)
     assert np.unique(document_log.read(documents)["step"]).tolist() == [0, 1, 2]
@@ -100,17 +88,8 @@ def test_a_step_that_fails_validation_is_saved_as_still_to_come(dataset, whole, 
     """A persistent error is injected into a step after the first: it is replayed, saved for another GPU, replayed from
     there, and trained when the run goes on without validation."""
     log, documents, checkpoint = tmp_path / "log.jsonl", str(tmp_path / "documents"), str(tmp_path / "ckpt")
-    common = [
-        *ADAM,
-        "--train-iters",
-        "4",
-        "--save",
-        checkpoint,
-        "--save-interval",
-        "9",
-        "--wlb-document-log",
-        documents,
-    ]
+    saving = f"--save {checkpoint} --save-interval 9 --wlb-document-log {documents}"
+    common = [*ADAM, "--train-iters", "4", *saving.split()]
     inject = "--rerun-mode validate_results --error-injection-rate 1 --error-injection-type persistent_error".split()
     with pytest.raises(RuntimeError, match="SystemExit: 16"):
         train(1, dataset, *common, *inject, log=log)
