@@ -1,6 +1,7 @@
 """Writes what pages take from the code and from the benchmarks' results: python -m scripts.docs"""
 
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -16,13 +17,22 @@ def main() -> None:
 
 def pages() -> dict[Path, str]:
     """Pages with their generated parts as they should be."""
-    made = {}
+    made = {ROOT / "docs" / "index.md": index()}
     for page, name, part in (("flags", "flags", flags()), ("performance", "goals", goals())):
         path = ROOT / "docs" / f"{page}.md"
         begin, end = f"<!-- {name}: written by python -m scripts.docs -->\n", f"<!-- end of {name} -->\n"
         before, rest = path.read_text().split(begin)
         made[path] = before + begin + part + end + rest.split(end)[1]
     return made
+
+
+def index() -> str:
+    """What the README says to users, with links as they are from docs/."""
+    text = (ROOT / "README.md").read_text().split("## How it works\n")[0]
+    text = re.sub(r"\[([^]]*)\]\((?!https:|docs/)[^)]*\)", r"\1", text).replace("](docs/", "](")
+    head, body = text.split("\n", 1)
+    mark = "<!-- written by python -m scripts.docs, from README.md -->"
+    return f"{head}\n\n{mark}\n{body}Next: [Concepts](concepts.md), [On a cluster](cluster.md), [Flags](flags.md).\n"
 
 
 def flags() -> str:
