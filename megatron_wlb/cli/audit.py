@@ -53,9 +53,7 @@ def run(args: argparse.Namespace) -> int:
             f"{args.log} ends with step {entries['step'][-1]}, before step {state['step'] - 1} of {args.state}; "
             "name an earlier state, or the whole log"
         )
-    pairs = None
-    if args.data_path:
-        pairs = [np.maximum(read_tokens(prefix) - 1, 0) for prefix in args.data_path]
+    pairs = [np.maximum(read_tokens(prefix) - 1, 0) for prefix in args.data_path or ()] or None
     found = document_log.audit(entries, waiting, int(state["stream"]["position"]), pairs)
     if found.restarts:
         print(

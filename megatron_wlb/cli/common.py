@@ -1,7 +1,11 @@
-"""What commands share: argument types, output files, a progress bar, remarks."""
+"""What commands share: argument types, output files, a progress bar, tables, remarks."""
 
 import argparse
+import datetime
+import json
 import os
+import platform
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,6 +50,12 @@ def writer(output: str | None, flag: str = "--output") -> Iterator[Any]:
         temporary.unlink(missing_ok=True)
 
 
+def write_json(file: Any, entry: dict[str, Any]) -> None:
+    """What `writer` gave, None as well, gets an object over many lines."""
+    if file is not None:
+        file.write(json.dumps(entry, indent=1) + "\n")
+
+
 @contextmanager
 def progress(total: int, output: str | None, text: str = "planning") -> Iterator[Callable[[int], None]]:
     """A bar up to `total` on standard error, if that is a terminal without the output, and rich is installed."""
@@ -59,6 +69,39 @@ def progress(total: int, output: str | None, text: str = "planning") -> Iterator
     with Progress(console=Console(stderr=True), transient=True, disable=not shown) as bar:
         task = bar.add_task(text, total=total)
         yield lambda amount: bar.advance(task, amount)
+
+
+def console(*outputs: str | None, **options: Any) -> Any:
+    """Prints on standard output, or on standard error where one of `outputs` goes there.
+
+    To be called before the work: rich is an extra, and `main` says which.
+    """
+    from rich.console import Console
+
+    return Console(stderr="-" in outputs, highlight=False, **options)
+
+
+def table(titles: Sequence[str], text: str) -> Any:
+    """Without lines; columns hold numbers, apart from that with the title `text`."""
+    from rich.table import Table
+
+    made = Table(box=None)
+    for title in titles:
+        made.add_column(title, justify="left" if title == text else "right", no_wrap=True)
+    return made
+
+
+def provenance(argv: Sequence[str], **versions: str | None) -> dict[str, Any]:
+    """Where a profile comes from, as JSON types."""
+    return {
+        "versions": {"python": platform.python_version(), **versions},
+        "date": datetime.date.today().isoformat(),
+        "command": shlex.join(["megatron-wlb", *argv]),
+    }
+
+
+def short(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def printable(text: str) -> str:

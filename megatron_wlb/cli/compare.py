@@ -1,12 +1,9 @@
 """`megatron-wlb compare`: step times that a run logged against predicted ones, and a profile that predicts better."""
 
 import argparse
-import datetime
 import json
 import math
-import platform
-import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -14,17 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_wlb.cli import profile
-from megatron_wlb.cli.common import integer, progress, remark, writer
-from megatron_wlb.cli.job import (
-    Planning,
-    StepShards,
-    add_job_arguments,
-    checked_lengths,
-    model_of,
-    prepare,
-    settle,
-)
+from megatron_wlb.cli import common, profile
+from megatron_wlb.cli.common import integer, progress, provenance, remark, write_json, writer
+from megatron_wlb.cli.job import Planning, StepShards, add_job_arguments, checked_lengths, model_of, prepare, settle
 from megatron_wlb.cli.launch import world_size
 from megatron_wlb.config import CP_SHARDINGS, MAX_TOKENS, PACKINGS
 from megatron_wlb.plan.workload import KernelTimes, Profile
@@ -110,56 +99,66 @@ def register(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Simulate, compare, print and write. Raises ValueError on wrong input."""
-    from rich.console import Console  # an extra; `main` says which
-
+    console = common.console(args.output, args.json, width=120)
     if args.output is not None:
-        import scipy.optimize  # noqa: F401  # likewise
+        import scipy.optimize  # noqa: F401  # likewise an extra
     if args.output == args.json == "-":
         raise ValueError("--output and --json both go to standard output; name a file for one of them")
-    steps, notes = warm(read_log(args.log), args.skip), list(args.remarks)
-    least = LEAST_STEPS if args.output is not None else 2
-    if len(steps) < least:
-        raise ValueError(
-            f"{args.log} has {len(steps)} steps after --skip {args.skip}; at least {least} are needed, log more steps"
-        )
+    notes = list(args.remarks)
+    steps = _steps(args, notes)
     planning, found = _prepared(args, steps[0].layout, notes)
-    if len(steps) > MOST_STEPS:
-        notes.append(f"{MOST_STEPS} of the {len(steps)} steps are simulated, in pairs of neighbours.")
-        steps = spread(steps)
     measured = np.array([step.measured_us for step in steps])
     with (
         progress(len(steps), args.output or args.json, "simulating") as advance,
         writer(args.json, "--json") as out,
         writer(args.output) as written,
     ):
-        shards, predicted = [], np.empty(len(steps))
-        for i, step in enumerate(steps):
-            planned = planning.step(step.lengths)
-            predicted[i] = simulate_step(planning.job, planned).time
-            if written is not None:
-                shards.append(planned)
-            advance(1)
+        predicted, shards = _simulated(planning, steps, keep=written is not None, advance=advance)
         rows = {"all steps": errors(predicted, measured)}
         result: dict[str, Any] = {"format": FORMAT, "version": VERSION, **found}
         if written is not None:
             fit = recalibrate(planning.job, shards, measured)
-            held_out = np.arange(len(steps)) % 2 == 1
-            rows["held-out steps"] = errors(predicted[held_out], measured[held_out])
-            rows["held-out steps, recalibrated"] = errors(fit.predicted, measured[held_out])
+            rows["held-out steps"] = errors(predicted[1::2], measured[1::2])
+            rows["held-out steps, recalibrated"] = errors(fit.predicted, measured[1::2])
             result["scales"] = asdict(fit.scales)
-            written.write(json.dumps(_profile(args, found, fit.job, fit, rows), indent=1) + "\n")
-        result["errors"] = rows
-        result["steps"] = [
-            {"step": step.number, "measured_us": step.measured_us, "predicted_us": float(us)}
-            for step, us in zip(steps, predicted, strict=True)
+            write_json(written, _profile(args, found, fit, rows))
+        times = [
+            {"step": step.number, "measured_us": step.measured_us, "predicted_us": us}
+            for step, us in zip(steps, predicted.tolist(), strict=True)
         ]
-        if out is not None:
-            out.write(json.dumps(result, indent=1) + "\n")
-    console = Console(stderr="-" in (args.output, args.json), width=120, highlight=False)
+        write_json(out, result | {"errors": rows, "steps": times})
     console.print(_table(rows, found["profile"]))
     if written is not None:
         console.print(_sentence(fit.scales), soft_wrap=True)
     remark(notes)
+
+
+def _steps(args: argparse.Namespace, notes: list[str]) -> list[LoggedStep]:
+    """Those of the log that are simulated; raises ValueError if they are too few."""
+    steps = warm(read_log(args.log), args.skip)
+    least = LEAST_STEPS if args.output is not None else 2
+    if len(steps) < least:
+        raise ValueError(
+            f"{args.log} has {len(steps)} steps after --skip {args.skip}; at least {least} are needed, log more steps"
+        )
+    if len(steps) <= MOST_STEPS:
+        return steps
+    notes.append(f"{MOST_STEPS} of the {len(steps)} steps are simulated, in pairs of neighbours.")
+    return spread(steps)
+
+
+def _simulated(
+    planning: Planning, steps: Sequence[LoggedStep], *, keep: bool, advance: Callable[[int], None]
+) -> tuple[np.ndarray, list[StepShards]]:
+    """Predicted times, float64 [steps] us, and what was simulated, if that is to be kept."""
+    predicted, shards = np.empty(len(steps)), []
+    for i, step in enumerate(steps):
+        planned = planning.step(step.lengths)
+        predicted[i] = simulate_step(planning.job, planned).time
+        if keep:
+            shards.append(planned)
+        advance(1)
+    return predicted, shards
 
 
 def _prepared(args: argparse.Namespace, layout: Mapping[str, Any], notes: list[str]) -> tuple[Planning, dict[str, Any]]:
@@ -211,45 +210,51 @@ def recalibrate(job: Job, shards: Sequence[StepShards], measured: np.ndarray) ->
 def read_log(path: str) -> list[LoggedStep]:
     """The steps of a `--wlb-log` file in the order they ran. Raises ValueError, naming the line, for anything else."""
     steps: list[LoggedStep] = []
-    with Path(path).open(encoding="utf-8") as file:
-        lines = enumerate(file, start=1)
-        while True:
-            try:
-                number, line = next(lines)
-                entry = json.loads(line)
-            except StopIteration:
-                break
-            except (ValueError, RecursionError) as error:
-                # The number of the line is not known where it is not UTF-8.
-                where = f"{path}, after step {steps[-1].number}" if steps else path
-                why = str(error).split(": line")[0]
-                raise ValueError(f"{where}: not JSON ({why}); give the file that --wlb-log named") from error
-            where = f"{path}, line {number}"
-            if not isinstance(entry, dict) or type(entry.get("step")) is not int:
-                raise ValueError(f"{where} is no step of a run; give the file that --wlb-log named")
-            if not entry.keys() >= {"step_ms", "lengths", "layout"}:
-                raise ValueError(f"{where} states no step_ms, lengths or layout; log the run anew")
-            measured, lengths = entry["step_ms"], entry["lengths"]
-            if type(measured) not in (int, float) or not 0 < measured < math.inf:
-                raise ValueError(f"{where}: step_ms is {str(measured)[:40]}; it must be a time over 0")
-            if not isinstance(lengths, list):
-                given = str(lengths)[:40]
-                raise ValueError(f"{where}: lengths is not a list of micro-batches but {given}; log the run anew")
-            micro_batches = [
-                checked_lengths(each, f"{where}: micro-batch {i}", MAX_TOKENS) for i, each in enumerate(lengths)
-            ]
-            layout = _layout(entry["layout"], where)
-            if steps and layout != steps[0].layout:
-                before = steps[0].layout
-                changed = ", ".join(f"{n} {before[n]} to {layout[n]}" for n in LAYOUT if before[n] != layout[n])
-                raise ValueError(
-                    f"{where}: the run goes on in another layout ({changed}); give the lines before it, or those from "
-                    "it on, as a file of their own"
-                )
-            steps.append(
-                LoggedStep(number=entry["step"], measured_us=1e3 * measured, lengths=micro_batches, layout=layout)
+    for where, entry in _entries(path):
+        step = _logged_step(entry, where)
+        if steps and step.layout != steps[0].layout:
+            before, layout = steps[0].layout, step.layout
+            changed = ", ".join(f"{n} {before[n]} to {layout[n]}" for n in LAYOUT if before[n] != layout[n])
+            raise ValueError(
+                f"{where}: the run goes on in another layout ({changed}); give the lines before it, or those from it "
+                "on, as a file of their own"
             )
+        steps.append(step)
     return steps
+
+
+def _entries(path: str) -> Iterator[tuple[str, Any]]:
+    """What the lines of a log hold, and where."""
+    where = path
+    with Path(path).open(encoding="utf-8") as file:
+        try:
+            for number, line in enumerate(file, start=1):
+                entry = json.loads(line)
+                yield f"{path}, line {number}", entry
+                # The number of a line is not known where it is not UTF-8.
+                where = f"{path}, after step {entry['step']}"
+        except (ValueError, RecursionError) as error:
+            why = str(error).split(": line")[0]
+            raise ValueError(f"{where}: not JSON ({why}); give the file that --wlb-log named") from error
+
+
+def _logged_step(entry: Any, where: str) -> LoggedStep:
+    if not isinstance(entry, dict) or type(entry.get("step")) is not int:
+        raise ValueError(f"{where} is no step of a run; give the file that --wlb-log named")
+    if not entry.keys() >= {"step_ms", "lengths", "layout"}:
+        raise ValueError(f"{where} states no step_ms, lengths or layout; log the run anew")
+    measured, lengths = entry["step_ms"], entry["lengths"]
+    if type(measured) not in (int, float) or not 0 < measured < math.inf:
+        raise ValueError(f"{where}: step_ms is {str(measured)[:40]}; it must be a time over 0")
+    if not isinstance(lengths, list):
+        given = str(lengths)[:40]
+        raise ValueError(f"{where}: lengths is not a list of micro-batches but {given}; log the run anew")
+    return LoggedStep(
+        number=entry["step"],
+        measured_us=1e3 * measured,
+        lengths=[checked_lengths(each, f"{where}: micro-batch {i}", MAX_TOKENS) for i, each in enumerate(lengths)],
+        layout=_layout(entry["layout"], where),
+    )
 
 
 def _layout(layout: Any, where: str) -> dict[str, Any]:
@@ -350,44 +355,32 @@ def _times(known: KernelTimes, scale: float, rounded: Callable[[float], float] =
 
 
 def _profile(
-    args: argparse.Namespace, found: Mapping[str, Any], job: Job, fit: "Fit", rows: Mapping[str, dict[str, Any]]
+    args: argparse.Namespace, found: Mapping[str, Any], fit: Fit, rows: Mapping[str, dict[str, Any]]
 ) -> dict[str, Any]:
     """What `megatron-wlb profile` writes, and where it comes from."""
-    name = Path(args.output).stem if args.output != "-" else f"{job.hardware.attention.name}-recalibrated"
-    known = job.hardware.attention
+    known = fit.job.hardware.attention
     assert known.backward is not None and known.linear_tflops is not None
     forward, backward = known.linear_tflops
     known = replace(
         known,
-        name=name,
+        name=Path(args.output).stem if args.output != "-" else f"{known.name}-recalibrated",
         forward=_times(known.forward, 1.0, profile.rounded),
         backward=_times(known.backward, 1.0, profile.rounded),
         linear_tflops=(profile.rounded(forward), profile.rounded(backward)),
     )
     before, after = list(rows.values())[-2:]
-    data = profile.entries(known, known.crossover_for(**asdict(job.model)), {"step_time": after})
+    data = profile.entries(known, known.crossover_for(**asdict(fit.job.model)), {"step_time": after})
     if known.gather_us_per_mib or known.scatter_us_per_mib:
         data["us_per_mib"] = {"gather": known.gather_us_per_mib, "scatter": known.scatter_us_per_mib}
-    data["recalibrated"] = {
-        "log": Path(args.log).name,
-        "steps_fitted": fit.steps,
-        "scales": asdict(fit.scales),
-        "error_before": before,
-        **found,
-    }
-    data["versions"] = {"python": platform.python_version(), "scipy": version("scipy")}
-    data["date"] = datetime.date.today().isoformat()
-    data["command"] = shlex.join(["megatron-wlb", *args.argv])
-    return data
+    fitted = {"log": Path(args.log).name, "steps_fitted": fit.steps, "scales": asdict(fit.scales)}
+    data["recalibrated"] = {**fitted, "error_before": before, **found}
+    return data | provenance(args.argv, scipy=version("scipy"))
 
 
 def _table(rows: dict[str, dict[str, Any]], profile_name: str) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None)
-    table.add_column(f"profile {Path(profile_name).name}", no_wrap=True)
-    for title in ("steps", "measured ms", "predicted ms", "error median", "p90", "correlation"):
-        table.add_column(title, justify="right", no_wrap=True)
+    text = f"profile {Path(profile_name).name}"
+    titles = ("steps", "measured ms", "predicted ms", "error median", "p90", "correlation")
+    table = common.table([text, *titles], text=text)
     for title, row in rows.items():
         correlation = "-" if row["correlation"] is None else f"{row['correlation']:.3f}"
         times = [f"{row[name] / 1e3:.2f}" for name in ("measured_us_median", "predicted_us_median")]
@@ -397,12 +390,8 @@ def _table(rows: dict[str, dict[str, Any]], profile_name: str) -> Any:
 
 
 def _sentence(scales: Scales) -> str:
+    attention, linear = scales.uncertainty
+    of_attention = f"{scales.attention:.4g} (± {attention:.1%})"
     if scales.is_common:
-        return (
-            f"all times x {scales.attention:.4g} (± {scales.uncertainty[0]:.1%}): the steps are too alike to tell "
-            "attention from the rest"
-        )
-    return (
-        f"attention x {scales.attention:.4g} (± {scales.uncertainty[0]:.1%}), linear x {scales.linear:.4g} "
-        f"(± {scales.uncertainty[1]:.1%})"
-    )
+        return f"all times x {of_attention}: the steps are too alike to tell attention from the rest"
+    return f"attention x {of_attention}, linear x {scales.linear:.4g} (± {linear:.1%})"

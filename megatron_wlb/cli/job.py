@@ -26,8 +26,10 @@ DEFAULT_MODEL = "llama2-7b"
 """Whose crossover length packing goes by where none and no model is given."""
 DEFAULT_PROFILE = "h100-fa2"
 DEFAULT_VOCABULARY = 32000
-_KV_BYTES = 2
+_BYTES_PER_VALUE = 2
 """bf16."""
+_SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
+"""What describes a model that has no name; the rest has defaults."""
 _NEEDED = {
     "data_path": "the prefix of a .bin/.idx dataset, or a blend",
     "seq_length": "the context window in tokens",
@@ -94,6 +96,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     layout.add_argument("--hidden-dropout", type=float, default=0.1, metavar="P", help="default: %(default)s")
     for name in launch.NOT_SIMULATED | launch.LEFT_OUT:
         parser.add_argument(f"--{name}", nargs="*", help=argparse.SUPPRESS)
+    for name in launch.LOW_PRECISION:
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     add_wlb_arguments(parser)
 
 
@@ -106,6 +110,14 @@ def require(args: argparse.Namespace, *names: str) -> None:
 
 def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def pasted(name: str, value: Any) -> str:
+    """A setting of WlbConfig as a flag, to paste into a launch line."""
+    flag = flag_of(f"wlb_{name}")
+    if value is True:
+        return flag
+    return f"{flag} {','.join(map(str, value)) if isinstance(value, tuple) else value}"
 
 
 def settle(args: argparse.Namespace, known: Mapping[str, Any], source: str) -> None:
@@ -139,9 +151,13 @@ def parallel_sizes(args: argparse.Namespace) -> tuple[int, int, int]:
 
 
 def unit_of(args: argparse.Namespace) -> int:
-    """Micro-batches are padded to a multiple of this many tokens."""
-    tp, cp, _ = parallel_sizes(args)
-    return cp * math.lcm(2, tp)
+    """Micro-batches are padded to a multiple of this many tokens: `adapter.arguments.unit_tokens` without Megatron."""
+    rows, cp, _ = parallel_sizes(args)  # sequence parallelism is taken for granted
+    if args.fp8_format:
+        rows *= 32 if args.fp8_recipe == "mxfp8" else 16
+    elif args.fp4_format:
+        rows *= 128
+    return cp * math.lcm(2, rows)
 
 
 def job_of(args: argparse.Namespace, config: WlbConfig, notes: list[str]) -> Job:
@@ -155,18 +171,7 @@ def job_of(args: argparse.Namespace, config: WlbConfig, notes: list[str]) -> Job
         )
     tp, cp, pp = parallel_sizes(args)
     model = model_of(args, notes, tp)
-    world, ranks = launch.world_size(args), tp * cp * pp
-    if world is None:
-        world = ranks
-        notes.append(
-            f"Assumed: {ranks} GPUs, one data-parallel rank (no --num-gpus, nor torchrun's --nproc-per-node and "
-            "--nnodes)."
-        )
-    if world % ranks or world > MAX_GPUS:
-        raise ValueError(
-            f"{world} GPUs are no multiple of tensor x context x pipeline parallel sizes {tp} x {cp} x {pp} = {ranks}, "
-            f"or more than {MAX_GPUS}; change one of them"
-        )
+    dp = _data_parallel_size(args, notes)
     if args.account_for_embedding_in_pipeline_split != args.account_for_loss_in_pipeline_split:
         raise ValueError(
             "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split are simulated together "
@@ -179,13 +184,30 @@ def job_of(args: argparse.Namespace, config: WlbConfig, notes: list[str]) -> Job
         cp=cp,
         pp=pp,
         vpp=_virtual_stages(args, model.num_layers + 2 * edge_layers, pp),
-        dp=world // ranks,
+        dp=dp,
         group_size=args.microbatch_group_size_per_virtual_pipeline_stage,
         edge_layers=edge_layers,
         cp_head_groups=head_groups(config.cp_head_groups, max(1, model.num_query_groups // tp)),
         recompute=args.recompute_granularity == "full",
         hardware=Hardware(attention=load_profile(config.profile or DEFAULT_PROFILE)),
     )
+
+
+def _data_parallel_size(args: argparse.Namespace, notes: list[str]) -> int:
+    tp, cp, pp = parallel_sizes(args)
+    world, ranks = launch.world_size(args), tp * cp * pp
+    if world is None:
+        world = ranks
+        notes.append(
+            f"Assumed: {ranks} GPUs, one data-parallel rank (no --num-gpus, nor torchrun's --nproc-per-node and "
+            "--nnodes)."
+        )
+    if world % ranks or world > MAX_GPUS:
+        raise ValueError(
+            f"{world} GPUs are no multiple of tensor x context x pipeline parallel sizes {tp} x {cp} x {pp} = {ranks}, "
+            f"or more than {MAX_GPUS}; change one of them"
+        )
+    return world // ranks
 
 
 def _virtual_stages(args: argparse.Namespace, num_layers: int, pp: int) -> int:
@@ -201,40 +223,15 @@ def _virtual_stages(args: argparse.Namespace, num_layers: int, pp: int) -> int:
     return stages
 
 
-def is_described(args: argparse.Namespace) -> bool:
-    """Whether a model was given, or part of one."""
-    return any(
-        getattr(args, name) is not None for name in ("model", "num_layers", "hidden_size", "num_attention_heads")
-    )
-
-
 def model_of(args: argparse.Namespace, notes: list[str], tp: int = 1) -> ModelShape:
     """The model of `add_model_arguments`, with Megatron's defaults for sizes that are not given."""
     given = {f.name: getattr(args, f.name) for f in fields(ModelShape) if getattr(args, f.name, None) is not None}
-    vocabulary, hidden, heads = args.vocab_size, args.hidden_size, args.num_attention_heads
+    vocabulary = args.vocab_size
     if args.model is None:
-        missing = [flag_of(n) for n in ("num_layers", "hidden_size", "num_attention_heads") if n not in given]
-        if missing:
-            raise ValueError(f"no {', '.join(missing)}: give the sizes of the model, or --model")
-        if "kv_channels" not in given and hidden % heads:
-            raise ValueError(
-                f"--num-attention-heads {heads} does not divide --hidden-size {hidden}; change one, or give "
-                "--kv-channels"
-            )
         if vocabulary is None:
             vocabulary = DEFAULT_VOCABULARY
             notes.append(f"Assumed: a vocabulary of {vocabulary} (no --vocab-size).")
-        if args.num_query_groups is not None and not args.group_query_attention:
-            del given["num_query_groups"]
-            notes.append("--num-query-groups counts with --group-query-attention only, in Megatron as well as here.")
-        gated_ffn = max(64, hidden * 8 // 3 // 64 * 64)
-        defaults = {
-            "num_query_groups": 1 if args.group_query_attention else heads,
-            "kv_channels": hidden // heads,
-            "ffn_hidden_size": gated_ffn if args.swiglu else 4 * hidden,
-            "gated_linear_unit": args.swiglu,
-        }
-        given = defaults | given
+        given = _with_defaults(args, given, notes)
     if vocabulary is not None:
         given["padded_vocab_size"] = math.ceil(vocabulary / (128 * tp)) * 128 * tp
     model = ModelShape(**given) if args.model is None else replace(MODELS[args.model], **given)
@@ -246,12 +243,35 @@ def model_of(args: argparse.Namespace, notes: list[str], tp: int = 1) -> ModelSh
     return model
 
 
+def _with_defaults(args: argparse.Namespace, given: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Sizes of a model that has no name, all but its vocabulary."""
+    missing = [flag_of(name) for name in _SHAPE if name not in given]
+    if missing:
+        raise ValueError(f"no {', '.join(missing)}: give the sizes of the model, or --model")
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    if "kv_channels" not in given and hidden % heads:
+        raise ValueError(
+            f"--num-attention-heads {heads} does not divide --hidden-size {hidden}; change one, or give --kv-channels"
+        )
+    if args.num_query_groups is not None and not args.group_query_attention:
+        del given["num_query_groups"]
+        notes.append("--num-query-groups counts with --group-query-attention only, in Megatron as well as here.")
+    gated_ffn = max(64, hidden * 8 // 3 // 64 * 64)
+    return {
+        "num_query_groups": 1 if args.group_query_attention else heads,
+        "kv_channels": hidden // heads,
+        "ffn_hidden_size": gated_ffn if args.swiglu else 4 * hidden,
+        "gated_linear_unit": args.swiglu,
+        **given,
+    }
+
+
 def crossover_of(args: argparse.Namespace, config: WlbConfig, notes: list[str]) -> int:
     """Crossover length in tokens, as training has it for the model that is described; else that of a 7B model."""
     if config.crossover is not None:
         return config.crossover
     profile = load_profile(config.profile or DEFAULT_PROFILE)
-    if is_described(args):
+    if any(getattr(args, name) is not None for name in ("model", *_SHAPE)):
         return profile.crossover_for(**asdict(model_of(args, notes, parallel_sizes(args)[0])))
     if profile.crossover_tokens is not None:
         return profile.crossover_tokens
@@ -268,7 +288,7 @@ def memory_of(args: argparse.Namespace, job: Job) -> ActivationModel:
         **asdict(job.model),
         dropout=args.hidden_dropout > 0,
         recompute_layers=job.recompute,
-        bytes_per_value=2,
+        bytes_per_value=_BYTES_PER_VALUE,
         tp_size=job.tp,
         sequence_parallel=True,
         cp_size=job.cp,
@@ -305,15 +325,6 @@ def max_tokens_of(args: argparse.Namespace, config: WlbConfig, job: Job | None, 
     return config.max_tokens_for(args.seq_length, unit_of(args), fitting)
 
 
-def checked_work(num_micro_batches: int, max_tokens: int, context_length: int, crossover: int) -> None:
-    """Raises ValueError if the work of a step may not fit into 64 bits."""
-    if num_micro_batches * max_tokens * (context_length + crossover) >= 1 << 63:
-        raise ValueError(
-            f"the work of {num_micro_batches} micro-batches of {max_tokens} tokens at a crossover of {crossover} "
-            "overflows 64 bits; lower one of them"
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planning:
     """How the micro-batches of a step are placed and sharded, as in training."""
@@ -323,6 +334,7 @@ class Planning:
     cp_sharding: str
     balance: bool
     """See `Layout`."""
+    unit_tokens: int
     in_given_order: bool = False
     """Documents of a micro-batch stay in their order, which --wlb is free to change."""
     use_native: bool = native.AVAILABLE
@@ -337,17 +349,21 @@ class Planning:
             cp_size=job.cp,
             pp_size=job.pp,
             vp_size=job.vpp,
-            unit_tokens=job.cp * math.lcm(2, job.tp),
+            unit_tokens=self.unit_tokens,
             cp_sharding=self.cp_sharding,
             kernel=job.hardware.attention.kernel(
                 heads=model.num_attention_heads // job.tp,
-                row_bytes=2 * max(1, model.num_query_groups // job.tp) * model.kv_channels * _KV_BYTES,
+                row_bytes=2 * max(1, model.num_query_groups // job.tp) * model.kv_channels * _BYTES_PER_VALUE,
                 head_groups=job.cp_head_groups,
             ),
             crossover_tokens=self.crossover_tokens,
             balance=self.balance,
             use_native=self.use_native,
         )
+
+    def work(self, lengths: Sequence[np.ndarray]) -> np.ndarray:
+        """Of micro-batches, int64 [n], given the lengths of their documents."""
+        return np.array([document_work(each, self.crossover_tokens).sum() for each in lengths])
 
     def step(self, lengths: Sequence[np.ndarray]) -> StepShards:
         """Place and shard the micro-batches of a step, given the lengths of their documents (int64 [n] each).
@@ -357,7 +373,7 @@ class Planning:
         per_rank(self.job, len(lengths))
         layout = self.layout
         stages, chunks, use_native = layout.pp_size, layout.vp_size, layout.use_native
-        work = np.array([document_work(each, layout.crossover_tokens).sum() for each in lengths])
+        work = self.work(lengths)
         rows = pipeline.place(
             work, layout.dp_size, balance=layout.balance, num_stages=stages, num_chunks=chunks, use_native=use_native
         )
@@ -385,27 +401,21 @@ def prepare(args: argparse.Namespace, notes: list[str]) -> tuple[Planning, dict[
         crossover_tokens=args.wlb_crossover,
         cp_sharding=config.cp_sharding,
         balance=args.wlb_packing != "original",
+        unit_tokens=unit_of(args),
         use_native=use_native(config),
     )
     return planning, described(args, config, job)
 
 
+def attention_of_ranks(step: SimulatedStep) -> np.ndarray:
+    """Of every micro-batch and context-parallel rank, forward and backward of one layer in us: float64 [n, CP]."""
+    return np.concatenate([sum(layer.attention for layer in p.layers) for p in step.passes])
+
+
 def cp_imbalance(step: SimulatedStep) -> float:
     """Attention of the slowest context-parallel rank over the mean, over all micro-batches."""
-    attention = np.concatenate([sum(layer.attention for layer in p.layers) for p in step.passes])
+    attention = attention_of_ranks(step)
     return float(attention.max(axis=1).sum() / attention.mean(axis=1).sum())
-
-
-def described(args: argparse.Namespace, config: WlbConfig, job: Job) -> dict[str, Any]:
-    """What is simulated, as JSON types."""
-    names = ("tp", "cp", "pp", "vpp", "dp", "group_size", "edge_layers", "recompute")
-    return {
-        "model": {"name": args.model, **asdict(job.model)},
-        "layout": {name: getattr(job, name) for name in names},
-        "cp_sharding": config.cp_sharding,
-        "cp_head_groups": job.cp_head_groups,
-        "profile": config.profile or DEFAULT_PROFILE,
-    }
 
 
 def checked_lengths(values: Any, what: str, longest: int) -> np.ndarray:
@@ -418,3 +428,15 @@ def checked_lengths(values: Any, what: str, longest: int) -> np.ndarray:
     if sum(values) > MAX_TOKENS:
         raise ValueError(f"{what} holds {sum(values)} tokens; it must be at most {MAX_TOKENS}")
     return np.array(values, np.int64)
+
+
+def described(args: argparse.Namespace, config: WlbConfig, job: Job) -> dict[str, Any]:
+    """What is simulated, as JSON types."""
+    names = ("tp", "cp", "pp", "vpp", "dp", "group_size", "edge_layers", "recompute")
+    return {
+        "model": {"name": args.model, **asdict(job.model)},
+        "layout": {name: getattr(job, name) for name in names},
+        "cp_sharding": config.cp_sharding,
+        "cp_head_groups": job.cp_head_groups,
+        "profile": config.profile or DEFAULT_PROFILE,
+    }

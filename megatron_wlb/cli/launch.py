@@ -41,6 +41,8 @@ LEFT_OUT = {
     "step-batch-size-schedule": "a batch size that changes, which --wlb does not train with",
 }
 """Flags that a run with --wlb does not have, and without which all others stand."""
+LOW_PRECISION = ("fp8-format", "fp8-recipe", "fp4-format")
+"""Flags of which only the alignment of micro-batches is known."""
 _HARMLESS = re.compile(
     "(?:no-|use-|disable-|no_)?(?:accumulate-allreduce|adam-|adlr-|apply-layernorm-1p$|async-save$|attention-dropout|"
     "bf16$|bias-linear$|calculate-per-token-loss|check-for|ckpt|clip-grad|container-|create-attention-mask|"
@@ -82,8 +84,12 @@ def accept(parser: argparse.ArgumentParser, script: argparse.ArgumentParser) -> 
 
 def _judge(parser: argparse.ArgumentParser, args: argparse.Namespace, rest: list[str]) -> None:
     """Sort flags that are not known into those that don't matter and those that might."""
+
+    def given(name: str) -> bool:
+        return getattr(args, name.replace("-", "_")) is not None
+
     for name, what in NOT_SIMULATED.items():
-        if getattr(args, name.replace("-", "_")) is not None:
+        if given(name):
             parser.error(
                 f"--{name}: {what} cannot be simulated; leave it out for an estimate without, or give the line that is "
                 "run if it is in another branch of a script"
@@ -95,11 +101,8 @@ def _judge(parser: argparse.ArgumentParser, args: argparse.Namespace, rest: list
     args.ignored = [flag for flag in unknown if _HARMLESS.match(flag[2:])]
     low_precision = [flag for flag in unknown if flag.startswith(("--fp8", "--fp4"))]
     strange = [flag for flag in unknown if flag not in args.ignored + low_precision]
-    args.remarks = [
-        f"Left out: {what} (--{name})."
-        for name, what in LEFT_OUT.items()
-        if getattr(args, name.replace("-", "_")) is not None
-    ]
+    low_precision = [f"--{name}" for name in LOW_PRECISION if given(name)] + low_precision
+    args.remarks = [f"Left out: {what} (--{name})." for name, what in LEFT_OUT.items() if given(name)]
     if low_precision:
         args.remarks.append(f"FP8 and FP4 ({' '.join(low_precision)}) are not modelled: all numbers are those of bf16.")
     if strange:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_wlb.cli.common import short
 from megatron_wlb.config import MAX_TOKENS
 from megatron_wlb.plan.dataset import read_tokens
 
@@ -48,7 +49,7 @@ def _json(text: bytes, name: str) -> np.ndarray:
         raise ValueError(f"{name} holds a JSON {type(values).__name__}; give an array of integers, such as [512, 2048]")
     for i, value in enumerate(values):
         if type(value) is not int:  # bool is a subclass of int
-            raise ValueError(f"{name}, index {i}: {_short(json.dumps(value))} is not an integer; give trained tokens")
+            raise ValueError(f"{name}, index {i}: {short(json.dumps(value))} is not an integer; give trained tokens")
         if not 0 <= value <= MAX_TOKENS:
             raise _out_of_range(name, i, value)
     return np.array(values, np.int64)
@@ -113,9 +114,5 @@ def _checked(lengths: np.ndarray, name: str) -> np.ndarray:
 
 def _out_of_range(name: str, index: int, value: int) -> ValueError:
     return ValueError(
-        f"{name}, index {index}: {_short(str(value))} trained tokens; a length must be from 0 to {MAX_TOKENS}"
+        f"{name}, index {index}: {short(str(value))} trained tokens; a length must be from 0 to {MAX_TOKENS}"
     )
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -16,9 +16,8 @@ from megatron_wlb.cli import job as jobs
 from megatron_wlb.cli.common import progress, remark, writer
 from megatron_wlb.cli.lengths import FORMATS, read_lengths
 from megatron_wlb.plan import metrics
-from megatron_wlb.plan.packer import PackedStep, Packer, make_packer
+from megatron_wlb.plan.packer import PackedStep, Packer, Snapshot, make_packer
 from megatron_wlb.plan.stream import DocumentStream, Source
-from megatron_wlb.plan.types import DOCUMENT
 
 FORMAT = "megatron-wlb-plan"
 VERSION = 1
@@ -65,19 +64,15 @@ def run(args: argparse.Namespace) -> None:
     settings = _settings(args, notes)
     lengths = read_lengths(args.lengths)
     count, context_length = args.global_batch_size, args.seq_length
-    total, batch_tokens = int(lengths.sum()), count * context_length
-    until = math.inf if args.flush else total // batch_tokens * batch_tokens
+    total = int(lengths.sum())
+    until = math.inf if args.flush else total - total % (count * context_length)
     if not until:
         raise ValueError(
             f"{args.lengths} holds {total} tokens, under one global batch of {count} x {context_length}, of which "
             "--no-flush makes no step; leave it out or give more documents"
         )
-    stream = (DocumentStream if args.flush else UnflushedStream)(
-        [Source(pairs=lengths)], seed=0, context_length=context_length, shuffle=False, num_epochs=1
-    )
-    packer = make_packer(stream, fingerprint="", **settings)
+    stream, packer = in_file_order(lengths, context_length, flush=args.flush, **settings)
     measured: list[metrics.StepMetrics] = []
-    state = packer.state()
     with writer(args.output) as file, progress(total, args.output) as advance:
         header = {"format": FORMAT, "version": VERSION, "policy": settings["policy"], "micro_batches": count}
         header |= {"context_length": context_length, "max_tokens": settings["max_tokens"]}
@@ -86,18 +81,21 @@ def run(args: argparse.Namespace) -> None:
             micro_batches = [_references(step.packing.micro_batch(i)) for i in range(len(step.packing))]
             _write(file, {"step": step.step, "micro_batches": micro_batches})
             measured.append(found)
-            state = step.state
+            snapshot = step.snapshot
             advance(found.tokens)
         if not measured:
             raise ValueError("every document waits, so --no-flush leaves no step; leave it out or give more documents")
-        waiting = _waiting(stream, state, total)
+        waiting = _waiting(stream, snapshot, total)
         summary = metrics.summarise(measured, num_waiting=len(waiting))
-        # Without times, so that the same input gives the same bytes.
-        entries = {name: value for name, value in asdict(summary).items() if not name.startswith("plan_ms")}
-        entries["empty_documents"] = int((lengths == 0).sum())
+        entries = without_times(summary) | {"empty_documents": int((lengths == 0).sum())}
         _write(file, {"summary": entries, "waiting": _references(waiting)})
     _print(summary, entries["empty_documents"])
     remark(notes)
+
+
+def without_times(summary: metrics.Summary) -> dict[str, Any]:
+    """As JSON types; the same input gives the same bytes."""
+    return {name: value for name, value in asdict(summary).items() if not name.startswith("plan_ms")}
 
 
 def _print(summary: metrics.Summary, num_empty: int) -> None:
@@ -115,7 +113,6 @@ def _settings(args: argparse.Namespace, notes: list[str]) -> dict[str, Any]:
     jobs.require(args, "seq_length", "global_batch_size")
     config = jobs.config_of(args)
     max_tokens, crossover = jobs.max_tokens_of(args, config, None, notes), jobs.crossover_of(args, config, notes)
-    jobs.checked_work(args.global_batch_size, max_tokens, args.seq_length, crossover)
     return {
         "policy": args.wlb_packing,
         "num_micro_batches": args.global_batch_size,
@@ -147,33 +144,37 @@ class UnflushedStream(DocumentStream):
         return super().take(limit)
 
 
+def in_file_order(
+    lengths: np.ndarray, context_length: int, *, flush: bool, **settings: Any
+) -> tuple[DocumentStream, Packer]:
+    """The stream of documents of `lengths`, and a packer of it with `settings` of `make_packer`."""
+    stream = (DocumentStream if flush else UnflushedStream)(
+        [Source(pairs=lengths)], seed=0, context_length=context_length, shuffle=False, num_epochs=1
+    )
+    return stream, make_packer(stream, fingerprint="", **settings)
+
+
 def steps(
     packer: Packer, num_micro_batches: int, context_length: int, crossover_tokens: int, until: float
 ) -> Iterator[tuple[PackedStep, metrics.StepMetrics]]:
     """Steps whose global batches end at or before pair `until` of the stream, and what is measured of each."""
     sizes = {"crossover_tokens": crossover_tokens, "context_length": context_length}
-    state, batch_tokens = packer.state(), num_micro_batches * context_length
-    while not packer.finished and _batches_end(state, batch_tokens) + batch_tokens <= until:
+    end, batch_tokens = 0, num_micro_batches * context_length
+    while not packer.finished and end + batch_tokens <= until:
         begin = time.perf_counter()
         step = packer.next()
         plan_ms = (time.perf_counter() - begin) * 1e3
-        state = step.state
-        if _batches_end(state, batch_tokens) > until:
+        first, position = step.snapshot.header["base"]
+        end = position + (step.snapshot.header["step"] - first) * batch_tokens
+        if end > until:
             return  # all that the last full global batch brought waits, and the packer moved on to get a step
         yield step, metrics.measure(step.packing, step.step, **sizes, plan_ms=plan_ms)
 
 
-def _batches_end(state: dict[str, Any], batch_tokens: int) -> int:
-    """Pair of the stream at which the global batch of the last planned step ends."""
-    step, position = state["base"]
-    return int(position + (state["step"] - step) * batch_tokens)
-
-
-def _waiting(stream: DocumentStream, state: dict[str, Any], total: int) -> np.ndarray:
-    """What had not run when the packer was in `state`, DOCUMENT [n] in file order: in queues, or still to come."""
-    queues = [np.array([tuple(row) for row in rows], DOCUMENT) for rows in state["waiting"].values()]
-    stream.load_state(state["stream"])
-    return np.sort(np.concatenate([*queues, stream.take(total)]), order=["index", "offset"])
+def _waiting(stream: DocumentStream, snapshot: Snapshot, total: int) -> np.ndarray:
+    """What had not run at `snapshot`, DOCUMENT [n] in file order: in queues, or still to come."""
+    stream.load_state(snapshot.header["stream"])
+    return np.sort(np.concatenate([*snapshot.waiting.values(), stream.take(total)]), order=["index", "offset"])
 
 
 def _references(rows: np.ndarray) -> list[list[int]]:

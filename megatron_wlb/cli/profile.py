@@ -2,22 +2,19 @@
 
 import argparse
 import contextlib
-import datetime
 import itertools
-import json
 import platform
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_wlb.cli.common import progress, writer
+from megatron_wlb.cli.common import progress, provenance, write_json, writer
 from megatron_wlb.cli.job import add_model_arguments, model_of
 from megatron_wlb.plan.sharding.select import shard
 from megatron_wlb.plan.types import Shard, ShardPlan
@@ -47,13 +44,20 @@ Shape = tuple[ShardPlan, int]
 """A plan, and the rank whose shard is measured."""
 
 
+class Target(NamedTuple):
+    """A layer that is measured, by the sizes of `ModelShape`, and what it runs with."""
+
+    model: dict[str, Any]
+    device: str
+    backend: Any
+    dtype: str
+    tensors: dict[str, Any]
+    """Device and dtype of tensors, as torch takes them."""
+
+
 def register(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
-    parser = commands.add_parser(
-        "profile",
-        help="measure this device",
-        description=_DESCRIPTION,
-    )
+    parser = commands.add_parser("profile", help="measure this device", description=_DESCRIPTION)
     add_model_arguments(parser)
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     parser.add_argument(
@@ -75,61 +79,69 @@ def run(args: argparse.Namespace) -> None:
     """Measure, fit, write and print. Raises ValueError on wrong input or if the device cannot run it."""
     import scipy.optimize  # noqa: F401  # an extra; `main` says which, before minutes have been spent
 
+    target = _target(args)
+    collectives = args.collectives_from or ("h100-fa2" if target.device == "cuda" else None)
+    copied = load_profile(collectives) if collectives is not None else None
+    chosen = shapes(LONGEST_TOKENS[target.device][args.quick])
+    with writer(args.output) as file:
+        linear_us, attention_us = _measured(args, target, chosen)
+        data = _fitted(args, target, chosen, linear_us, attention_us)
+        if copied is not None:
+            data["us_per_mib"] = {"gather": copied.gather_us_per_mib, "scatter": copied.scatter_us_per_mib}
+        data |= _origin(args, target.device)
+        write_json(file, data)
+    _print(data)
+
+
+def _target(args: argparse.Namespace) -> Target:
     torch = _torch()
     from megatron_wlb.runtime.backends import get_backend
 
     model = asdict(model_of(args, [])) | {"num_layers": 1, "padded_vocab_size": 0}
     device = _device(args.device)
     backend = get_backend(args.backend, device)
-    dtype_name = args.dtype or ("bf16" if device == "cuda" else "fp32")
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype_name]
-    if dtype not in backend.dtypes:
-        raise ValueError(f"attention backend {backend.name} does not run {dtype_name}; choose another --dtype")
-    collectives = args.collectives_from or ("h100-fa2" if device == "cuda" else None)
-    copied = load_profile(collectives) if collectives is not None else None
-    measured_shapes = shapes(LONGEST_TOKENS[device][args.quick])
-    with writer(args.output) as file:
-        linear_us, times = _measured(args, model, backend, device, dtype, measured_shapes)
-        shards = [p.shards[rank] for p, rank in measured_shapes]
-        kernel, error = fit_directions(shards, times, model["num_attention_heads"], TILE_ROWS[device])
-        flops = 2e-6 * weights_per_layer(**model)  # TFLOP/s x us per token
-        profile = Profile(
-            name=Path(args.output).stem if args.output != "-" else backend.name,
-            **kernel,
-            linear_tflops=(rounded(flops / linear_us[0]), rounded(2 * flops / linear_us[1])),
-            head_size=model["kv_channels"],
-            dtype=dtype_name,
-            backend=backend.name,
-        )
-        data = entries(profile, profile.crossover_for(**model), error)
-        data["linear"] = {
-            "forward_us_per_token": rounded(linear_us[0]),
-            "backward_us_per_token": rounded(linear_us[1]),
-            "tokens": LINEAR_TOKENS[device],
-            **{name: size for name, size in model.items() if name not in ("num_layers", "padded_vocab_size")},
-        }
-        if copied is not None:
-            data["us_per_mib"] = {"gather": copied.gather_us_per_mib, "scatter": copied.scatter_us_per_mib}
-        data |= _provenance(args, device)
-        file.write(json.dumps(data, indent=1) + "\n")
-    _print(data)
+    dtype = args.dtype or ("bf16" if device == "cuda" else "fp32")
+    tensors = {"device": device, "dtype": {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]}
+    if tensors["dtype"] not in backend.dtypes:
+        raise ValueError(f"attention backend {backend.name} does not run {dtype}; choose another --dtype")
+    return Target(model, device, backend, dtype, tensors)
 
 
-def _measured(
-    args: argparse.Namespace, model: dict[str, Any], backend: Any, device: str, dtype: Any, chosen: list[Shape]
-) -> tuple[tuple[float, float], np.ndarray]:
+def _measured(args: argparse.Namespace, target: Target, chosen: list[Shape]) -> tuple[tuple[float, float], np.ndarray]:
     """Linear times in us per token, and attention times of the shapes, float64 [shapes, 2] us: forward, backward."""
-    stopwatch = _stopwatch(device, seconds=0.05 if args.quick else 0.3)
+    stopwatch = _stopwatch(target.device, seconds=0.05 if args.quick else 0.3)
     with progress(len(chosen), args.output, "measuring") as advance, _one_thread():
         try:
-            linear_us = linear_times(model, LINEAR_TOKENS[device], device, dtype, stopwatch)
+            linear_us = linear_times(target, LINEAR_TOKENS[target.device], stopwatch)
             times = []
             for shape in chosen:
-                times.append(attention_times(shape, model, backend, device, dtype, stopwatch))
+                times.append(attention_times(shape, target, stopwatch))
                 advance(1)
         except _torch().OutOfMemoryError as full:
             raise ValueError("out of device memory; give --quick, or a smaller model") from full
     return linear_us, np.array(times)
+
+
+def _fitted(
+    args: argparse.Namespace, target: Target, chosen: list[Shape], linear_us: tuple[float, float], us: np.ndarray
+) -> dict[str, Any]:
+    """The profile, its errors and the linear times, as JSON types."""
+    model, (forward, backward) = target.model, map(rounded, linear_us)
+    shards = [plan.shards[rank] for plan, rank in chosen]
+    kernel, error = fit_directions(shards, us, model["num_attention_heads"], TILE_ROWS[target.device])
+    flops = 2e-6 * weights_per_layer(**model)  # TFLOP/s x us per token
+    profile = Profile(
+        name=Path(args.output).stem if args.output != "-" else target.backend.name,
+        **kernel,
+        linear_tflops=(rounded(flops / linear_us[0]), rounded(2 * flops / linear_us[1])),
+        head_size=model["kv_channels"],
+        dtype=target.dtype,
+        backend=target.backend.name,
+    )
+    linear = {"forward_us_per_token": forward, "backward_us_per_token": backward}
+    linear["tokens"] = LINEAR_TOKENS[target.device]
+    linear |= {name: size for name, size in model.items() if name not in ("num_layers", "padded_vocab_size")}
+    return entries(profile, profile.crossover_for(**model), error) | {"linear": linear}
 
 
 def shapes(longest: int) -> list[Shape]:
@@ -168,6 +180,7 @@ def fit_directions(
     `us` is float64 [shards, 2], forward and backward. Raises ValueError if the times do not grow with the tiles.
     """
     held_out = held_out_shapes(len(shards))
+    sizes = {"shapes_fitted": int((~held_out).sum()), "shapes_held_out": int(held_out.sum())}
     best: tuple[float, dict[str, Any], dict[str, Any]] | None = None
     for rows in tile_rows:
         counts = np.array([count(s, heads, rows) for s in shards])
@@ -177,12 +190,7 @@ def fit_directions(
             kernel[direction] = fit(counts[~held_out], measured[~held_out])
             predicted = predict(kernel[direction], counts)
             median, p90 = relative_error(predicted[held_out], measured[held_out])
-            error[direction] = {
-                "held_out_median": median,
-                "held_out_p90": p90,
-                "shapes_fitted": int((~held_out).sum()),
-                "shapes_held_out": int(held_out.sum()),
-            }
+            error[direction] = {"held_out_median": median, "held_out_p90": p90, **sizes}
             misfit += float(((predicted / measured - 1)[~held_out] ** 2).sum())
         if best is None or misfit < best[0]:
             best = misfit, kernel, error
@@ -234,20 +242,18 @@ def rounded(x: float) -> float:
     return float(f"{x:.4g}")
 
 
-def attention_times(
-    shape: Shape, model: dict[str, Any], backend: Any, device: str, dtype: Any, stopwatch: Callable[..., float]
-) -> tuple[float, float]:
+def attention_times(shape: Shape, target: Target, stopwatch: Callable[..., float]) -> tuple[float, float]:
     """Of a rank's attention forward and backward in us, as it runs when all keys have arrived."""
     import torch
 
     from megatron_wlb.runtime.attention import AttentionOptions, attend, attend_backward
     from megatron_wlb.runtime.metadata import ShardMetadata
 
-    metadata = ShardMetadata.build(*shape, device)
-    options = AttentionOptions(backend=backend)
-    heads, key_heads, head_size = (model[n] for n in ("num_attention_heads", "num_query_groups", "kv_channels"))
-    q, dout = torch.randn(2, metadata.num_rows, heads, head_size, device=device, dtype=dtype)
-    k, v = torch.randn(metadata.num_keys, 2, key_heads, head_size, device=device, dtype=dtype).unbind(1)
+    metadata = ShardMetadata.build(*shape, target.device)
+    options = AttentionOptions(backend=target.backend)
+    heads, key_heads, head_size = (target.model[n] for n in ("num_attention_heads", "num_query_groups", "kv_channels"))
+    q, dout = torch.randn(2, metadata.num_rows, heads, head_size, **target.tensors)
+    k, v = torch.randn(metadata.num_keys, 2, key_heads, head_size, **target.tensors).unbind(1)
     out, dq = torch.empty_like(q), torch.empty_like(q)
     lse = attend(q, k, v, out, metadata, options)
     return (
@@ -256,20 +262,19 @@ def attention_times(
     )
 
 
-def linear_times(
-    model: dict[str, Any], tokens: int, device: str, dtype: Any, stopwatch: Callable[..., float]
-) -> tuple[float, float]:
+def linear_times(target: Target, tokens: int, stopwatch: Callable[..., float]) -> tuple[float, float]:
     """Of a layer without attention and RoPE, forward and backward, in us per token of a micro-batch of `tokens`."""
     import torch
     from torch.nn import functional as F
 
+    model = target.model
     h, ffn, gated = model["hidden_size"], model["ffn_hidden_size"], model["gated_linear_unit"]
     query = model["num_attention_heads"] * model["kv_channels"]
     qkv = query + 2 * model["num_query_groups"] * model["kv_channels"]
     sizes = [(h,), (qkv, h), (h, query), (h,), (ffn * (1 + gated), h), (h, ffn)]
-    x, dy = torch.randn(2, tokens, h, device=device, dtype=dtype)
+    x, dy = torch.randn(2, tokens, h, **target.tensors)
     leaves = [x.requires_grad_()]
-    leaves += [torch.randn(size, device=device, dtype=dtype).mul_(h**-0.5).requires_grad_() for size in sizes]
+    leaves += [torch.randn(size, **target.tensors).mul_(h**-0.5).requires_grad_() for size in sizes]
 
     def forward() -> torch.Tensor:
         x, norm1, to_qkv, projection, norm2, up, down = leaves
@@ -370,14 +375,10 @@ def entries(profile: Profile, crossover_tokens: int, error: dict[str, Any]) -> d
     }
 
 
-def _provenance(args: argparse.Namespace, device: str) -> dict[str, Any]:
+def _origin(args: argparse.Namespace, device: str) -> dict[str, Any]:
     torch = _torch()
-    return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else f"one thread of an {platform.machine()} CPU",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda},
-        "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["megatron-wlb", *args.argv]),
-    }
+    name = torch.cuda.get_device_name() if device == "cuda" else f"one thread of an {platform.machine()} CPU"
+    return {"device": name, **provenance(args.argv, torch=torch.__version__, cuda=torch.version.cuda)}
 
 
 def _print(data: dict[str, Any]) -> None:

@@ -11,13 +11,12 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from megatron_wlb.cli import plan
-from megatron_wlb.cli.common import integer, progress, remark, writer
+from megatron_wlb.cli import common, plan
+from megatron_wlb.cli.common import integer, progress, remark, short, write_json, writer
 from megatron_wlb.cli.job import Planning, add_job_arguments, checked_lengths, cp_imbalance, prepare, settle
 from megatron_wlb.config import MAX_TOKENS
 from megatron_wlb.plan.metrics import imbalance
 from megatron_wlb.plan.packing import POLICIES
-from megatron_wlb.plan.workload import document_work
 from megatron_wlb.simulate import SimulatedStep, balanced_time, breakdown, simulate_step, write_trace
 
 FORMAT = "megatron-wlb-simulation"
@@ -71,8 +70,7 @@ def register(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Simulate, print and write. Raises ValueError on wrong input."""
-    from rich.console import Console  # an extra; `main` says which
-
+    console = common.console(args.json, width=120)
     if args.trace_step is not None and args.trace is None:
         raise ValueError("--trace-step is for --trace; name its file")
     if args.trace is not None and not Path(args.trace).resolve().parent.is_dir():
@@ -95,18 +93,9 @@ def run(args: argparse.Namespace) -> None:
                     f"--trace-step {args.trace_step}: {source.name} has {len(entries)} steps from 0; give one of them"
                 )
             write_trace(args.trace, traced)
-        result = {
-            "format": FORMAT,
-            "version": VERSION,
-            **found,
-            "plan": header,
-            "left_out": edge_of(entries),
-            "mean": mean_of(entries),
-            "steps": entries,
-        }
-        if out is not None:
-            out.write(json.dumps(result, indent=1) + "\n")
-    console = Console(stderr=args.json == "-", width=120, highlight=False)
+        result = {"format": FORMAT, "version": VERSION, **found, "plan": header}
+        result |= {"left_out": edge_of(entries), "mean": mean_of(entries), "steps": entries}
+        write_json(out, result)
     console.print(_table(result))
     console.print(_sentence(result, planning.job.num_gpus), soft_wrap=True)
     remark(notes)
@@ -120,14 +109,13 @@ def _simulated(
     kept_step = None
     for number, lengths in source.steps(most):
         step = simulate_step(planning.job, planning.step(lengths))
-        work = np.array([document_work(each, planning.crossover_tokens).sum() for each in lengths])
         entries.append(
             {
                 "step": number,
                 "time_us": step.time,
                 "limit_us": balanced_time(step),
                 "tokens": int(sum(each.sum() for each in lengths)),
-                "imbalance": imbalance(work),
+                "imbalance": imbalance(planning.work(lengths)),
                 "cp_imbalance": cp_imbalance(step),
                 "breakdown_us": asdict(breakdown(step)),
             }
@@ -170,9 +158,10 @@ class PlanFile:
         for name, most in zip(("micro_batches", "context_length", "max_tokens", "crossover"), limits, strict=True):
             value = self.header.get(name)
             if type(value) is not int or not 1 <= value <= most:
-                raise self._wrong(f"{name} is {_short(value)}; it must be an integer from 1 to {most}")
-        if self.header.get("policy") not in POLICIES:
-            raise self._wrong(f"policy is {_short(self.header.get('policy'))}; it must be one of {', '.join(POLICIES)}")
+                raise self._wrong(f"{name} is {short(json.dumps(value))}; it must be an integer from 1 to {most}")
+        policy = self.header.get("policy")
+        if policy not in POLICIES:
+            raise self._wrong(f"policy is {short(json.dumps(policy))}; it must be one of {', '.join(POLICIES)}")
 
     def steps(self, most: int | None) -> Iterator[tuple[int, list[np.ndarray]]]:
         """Number of every step and the lengths of the documents of its micro-batches, int64 [n] each."""
@@ -230,19 +219,9 @@ def _size(source: str) -> int:
     return Path(source).stat().st_size if source != "-" and Path(source).is_file() else 0
 
 
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
-
-
 def _table(result: dict[str, Any]) -> Any:
-    from rich.table import Table
-
     mean, slowest = result["mean"], max(kept(result["steps"]), key=lambda e: e["time_us"])
-    table = Table(box=None)
-    table.add_column("", no_wrap=True)
-    for title in ("mean ms", "share", f"step {slowest['step']}, the slowest, ms"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = common.table(["", "mean ms", "share", f"step {slowest['step']}, the slowest, ms"], text="")
 
     def add(title: str, us: float, of_slowest: float, style: str = "") -> None:
         share = f"{us / mean['time_us']:.1%}"

@@ -1,10 +1,9 @@
 """`megatron-wlb tune`: document lengths in, the packing flags that are worth choosing from out."""
 
 import argparse
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,13 @@ from typing import Any
 import numpy as np
 
 from megatron_wlb.adapter.arguments import config_from_args
-from megatron_wlb.cli import plan
-from megatron_wlb.cli.common import integer, progress, remark, writer
-from megatron_wlb.cli.job import add_job_arguments, checked_work, crossover_of, max_tokens_of, require, unit_of
+from megatron_wlb.cli import common, plan
+from megatron_wlb.cli.common import integer, progress, remark, write_json, writer
+from megatron_wlb.cli.job import add_job_arguments, crossover_of, max_tokens_of, pasted, require, unit_of
 from megatron_wlb.cli.lengths import FORMATS, read_lengths
 from megatron_wlb.config import PACKING_MODES
 from megatron_wlb.plan import metrics
-from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.packing.adaptive import SHORTEST_DELAY_BOUND, TOLERANCES
-from megatron_wlb.plan.stream import Source
 
 FORMAT = "megatron-wlb-tune"
 VERSION = 1
@@ -60,13 +57,8 @@ class Tuning:
     @property
     def flags(self) -> str:
         """To paste into a training command."""
-        names = {"mode": "packing-mode"}
         chosen = {"packing": self.policy, **self.settings, "max_tokens": self.max_tokens}
-        return " ".join(
-            f"--wlb-{names.get(name, name.replace('_', '-'))} "
-            + (",".join(map(str, value)) if isinstance(value, tuple) else str(value))
-            for name, value in chosen.items()
-        )
+        return " ".join(pasted("packing_mode" if name == "mode" else name, value) for name, value in chosen.items())
 
 
 Result = tuple[Tuning, metrics.Summary]
@@ -99,10 +91,10 @@ def register(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Sweep, print and write. Raises ValueError on wrong input or if nothing is left to recommend."""
-    from rich.console import Console  # an extra; `main` says which
-
+    # Its lines are never cut: flags are to be pasted.
+    console = common.console(args.json, width=300)
     if args.picture is not None:
-        import matplotlib  # noqa: F401  # likewise, before hours have been spent
+        import matplotlib  # noqa: F401  # likewise an extra, and hours are about to be spent
 
         if Path(args.picture).suffix != ".png" or not Path(args.picture).resolve().parent.is_dir():
             raise ValueError(f"--picture {args.picture} must end in .png and be in a folder that exists")
@@ -112,24 +104,11 @@ def run(args: argparse.Namespace) -> None:
     tunings = list(_tunings(args.seq_length, candidates))
     with writer(args.json, "--json") as file:
         fits = _best(args, tunings, fit, sizes, "fit")
-        fitted = {tuning.flags: summary for tuning, summary in fits}
         rows = sorted(_best(args, [t for t, _ in fits], held_out, sizes, "held-out"), key=_objectives)
-        if file is not None:
-            entry = {
-                "format": FORMAT,
-                "version": VERSION,
-                "micro_batches": args.global_batch_size,
-                "context_length": args.seq_length,
-                "crossover": sizes["crossover_tokens"],
-                "documents": {"fit": (0, len(fit)), "held_out": (len(fit), len(fit) + len(held_out))},
-                "rows": [
-                    {"flags": t.flags, "policy": t.policy, "max_tokens": t.max_tokens, **t.settings}
-                    | {"held_out": _measures(s), "fit": _measures(fitted[t.flags])}
-                    for t, s in rows
-                ],
-            }
-            file.write(json.dumps(entry, indent=1) + "\n")
-    console = Console(stderr=args.json == "-", width=300, highlight=False)  # never cut flags that are to be pasted
+        entry = {"format": FORMAT, "version": VERSION, "micro_batches": args.global_batch_size}
+        entry |= {"context_length": args.seq_length, "crossover": sizes["crossover_tokens"]}
+        halves = {"fit": (0, len(fit)), "held_out": (len(fit), len(fit) + len(held_out))}
+        write_json(file, entry | {"documents": halves, "rows": _entries(rows, fits)})
     console.print(_table(rows, args.seq_length))
     console.print(
         f"{len(tunings)} tunings on {len(fit)} documents, {len(fits)} of them on {len(held_out)} held-out ones "
@@ -149,26 +128,20 @@ def _sizes(args: argparse.Namespace, notes: list[str]) -> tuple[dict[str, int], 
     window, config = args.seq_length, config_from_args(args)
     crossover = crossover_of(args, config, notes)
     unit = math.lcm(unit_of(args), math.gcd(window // 8, 128))  # shared by the ranks of most layouts that windows are
-    candidates = [math.ceil(s * window / unit) * unit for s in S_MAX_WINDOWS]
+    candidates = s_max_candidates(window, unit)
     if config.max_tokens is not None or config.memory_budget is not None:
         most = max_tokens_of(args, config, None, notes)
         candidates = [s_max for s_max in candidates if s_max < most] + [most]
-    checked_work(args.global_batch_size, candidates[-1], window, crossover)
     sizes = {"num_micro_batches": args.global_batch_size, "context_length": window, "crossover_tokens": crossover}
     return sizes, candidates
 
 
 def _best(
-    args: argparse.Namespace, tunings: Sequence[Tuning], lengths: np.ndarray, sizes: Mapping[str, int], what: str
+    args: argparse.Namespace, tunings: Sequence[Tuning], lengths: np.ndarray, sizes: dict[str, int], what: str
 ) -> list[Result]:
     """Those tunings that no other one beats on documents of `lengths`."""
-    found = []
     with progress(len(tunings), args.json, what) as advance:
-        for tuning in tunings:
-            summary = run_half(lengths, tuning, **sizes)
-            if summary is not None:
-                found.append((tuning, summary))
-            advance(1)
+        found = sweep(lengths, tunings, advance, **sizes)
     if not found:
         raise ValueError(f"documents wait for over half of the {what} steps whatever the tuning; give more documents")
     in_time = [(t, s) for t, s in found if s.late_steps <= args.max_late]
@@ -180,24 +153,26 @@ def _best(
     return front(in_time)
 
 
+def sweep(lengths: np.ndarray, tunings: Sequence[Tuning], advance: Callable[[int], None], **sizes: int) -> list[Result]:
+    """What `run_half` finds of every tuning that it finds something of. `advance` is told of every tuning."""
+    found = []
+    for tuning in tunings:
+        summary = run_half(lengths, tuning, **sizes)
+        if summary is not None:
+            found.append((tuning, summary))
+        advance(1)
+    return found
+
+
 def run_half(
     lengths: np.ndarray, tuning: Tuning, *, num_micro_batches: int, context_length: int, crossover_tokens: int
 ) -> metrics.Summary | None:
     """Measures of the full global batches of `lengths`; None if a document waits for over half of them."""
-    stream = plan.UnflushedStream(
-        [Source(pairs=lengths)], seed=0, context_length=context_length, shuffle=False, num_epochs=1
-    )
-    packer = make_packer(
-        stream,
-        num_micro_batches=num_micro_batches,
-        crossover_tokens=crossover_tokens,
-        policy=tuning.policy,
-        max_tokens=tuning.max_tokens,
-        fingerprint="",
-        **tuning.settings,
-    )
-    batch_tokens = num_micro_batches * context_length
-    until = int(lengths.sum()) // batch_tokens * batch_tokens
+    sizes = {"num_micro_batches": num_micro_batches, "crossover_tokens": crossover_tokens}
+    settings = {"policy": tuning.policy, "max_tokens": tuning.max_tokens, **tuning.settings}
+    _, packer = plan.in_file_order(lengths, context_length, flush=False, **sizes, **settings)
+    until = int(lengths.sum())
+    until -= until % (num_micro_batches * context_length)
     measured, waiting = [], 0
     for step, found in plan.steps(packer, num_micro_batches, context_length, crossover_tokens, until):
         measured.append(found)
@@ -222,17 +197,12 @@ def front(results: Sequence[Result]) -> list[Result]:
 
 def _objectives(result: Result) -> tuple[float, ...]:
     """Fewer is better in each; as printed."""
-    tuning, summary = result
-    return (
-        round(summary.imbalance_mean, 4),
-        round(summary.late_steps, 3),
-        round(summary.token_cv, 3),
-        tuning.max_tokens,
-    )
+    tuning, s = result
+    return round(s.imbalance_mean, 4), round(s.late_steps, 3), round(s.token_cv, 3), tuning.max_tokens
 
 
 def _tunings(context_length: int, max_tokens: Sequence[int]) -> Iterator[Tuning]:
-    grid = sorted({max(2, int(share * context_length)) for share in THRESHOLD_SHARES})
+    grid = thresholds_at(THRESHOLD_SHARES, context_length)
     settings: list[tuple[str, dict[str, Any]]] = [
         ("adaptive", {"mode": mode, "max_delay_steps": delay}) for mode, delay in product(PACKING_MODES, MAX_DELAYS)
     ]
@@ -246,6 +216,16 @@ def _tunings(context_length: int, max_tokens: Sequence[int]) -> Iterator[Tuning]
         settings += [("wlb", {"outlier_thresholds": chosen}) for chosen in combinations(grid, queues)]
     for s_max, (policy, chosen) in product(max_tokens, settings):
         yield Tuning(policy=policy, max_tokens=s_max, settings=chosen)
+
+
+def thresholds_at(shares: Sequence[float], context_length: int) -> tuple[int, ...]:
+    """Lengths from which on documents are outliers, in tokens, increasing, by their shares of the window."""
+    return tuple(sorted({max(2, int(share * context_length)) for share in shares}))
+
+
+def s_max_candidates(context_length: int, unit: int) -> list[int]:
+    """Values of S_max in tokens, multiples of `unit`, increasing."""
+    return [math.ceil(windows * context_length / unit) * unit for windows in S_MAX_WINDOWS]
 
 
 def _halves(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
@@ -276,25 +256,21 @@ def point(tuning: Tuning, summary: metrics.Summary, *, best: bool) -> dict[str, 
     }
 
 
-def _measures(summary: metrics.Summary) -> dict[str, Any]:
-    return {name: value for name, value in asdict(summary).items() if not name.startswith("plan_ms")}
+def _entries(rows: Sequence[Result], fits: Sequence[Result]) -> list[dict[str, Any]]:
+    """What is recommended, as JSON types, with its measures on both halves."""
+    fitted = {tuning.flags: plan.without_times(summary) for tuning, summary in fits}
+    return [
+        {"flags": t.flags, "policy": t.policy, "max_tokens": t.max_tokens, **t.settings}
+        | {"held_out": plan.without_times(s), "fit": fitted[t.flags]}
+        for t, s in rows
+    ]
 
 
 def _table(rows: Sequence[Result], context_length: int) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None)
-    for title in ("imbalance", "p95", "late", "at most", "token CV", "S_max / C"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("flags", no_wrap=True)
+    titles = ("imbalance", "p95", "late", "at most", "token CV", "S_max / C", "flags")
+    table = common.table(titles, text="flags")
     for tuning, s in rows:
-        table.add_row(
-            f"{s.imbalance_mean:.4f}",
-            f"{s.imbalance_p95:.4f}",
-            f"{s.late_steps:.3f}",
-            str(s.max_delay_steps),
-            f"{s.token_cv:.3f}",
-            f"{tuning.max_tokens / context_length:.3g}",
-            tuning.flags,
-        )
+        measures = [f"{s.imbalance_mean:.4f}", f"{s.imbalance_p95:.4f}", f"{s.late_steps:.3f}", f"{s.max_delay_steps}"]
+        windows = tuning.max_tokens / context_length
+        table.add_row(*measures, f"{s.token_cv:.3f}", f"{windows:.3g}", tuning.flags)
     return table

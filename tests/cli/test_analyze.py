@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from megatron_wlb.adapter.arguments import add_wlb_arguments, config_from_args
-from megatron_wlb.cli.analyze.report import data_of
+from megatron_wlb.cli.analyze.report import data_of, planning_of, schemes
 from megatron_wlb.cli.analyze.setup import setup_of
 from megatron_wlb.cli.job import add_job_arguments
 from megatron_wlb.cli.launch import words_of
@@ -172,6 +172,27 @@ def described(*words):
     add_job_arguments(parser, wlb_packing="adaptive")
     setup = setup_of(parser.parse_known_args(" ".join(words).split())[0])
     return setup, setup.described
+
+
+@pytest.mark.parametrize(
+    ("flags", "unit"),
+    [
+        ("", 2),
+        ("--context-parallel-size 2 --tensor-model-parallel-size 4", 8),
+        ("--fp8-format hybrid", 16),
+        ("--fp8-recipe mxfp8", 2),
+        ("--fp8-format hybrid --fp8-recipe mxfp8 --context-parallel-size 2", 64),
+        ("--fp8-format hybrid --context-parallel-size 2 --tensor-model-parallel-size 4", 128),
+        ("--fp4-format e2m1 --fp4-recipe nvfp4 --context-parallel-size 2", 256),
+    ],
+)
+def test_micro_batches_are_aligned_for_ranks_and_kernels(flags, unit, data):
+    """As in tests/adapter/test_arguments.py, but that sequence parallelism is always on."""
+    setup, _ = described(JOB, flags, "--data-path", data)
+    assert setup.unit_tokens == unit
+    for scheme in schemes(setup):
+        planned = planning_of(setup, scheme).step([np.array([777, 224])] * N)
+        assert {int(shards.lengths.sum()) for rank in planned for shards in rank} == {-(-1001 // unit) * unit}
 
 
 def test_blend_and_split(tmp_path, data, lengths):
@@ -468,7 +489,7 @@ def test_without_torch(data):
         "for name in ('torch', 'megatron'): sys.modules[name] = None\n"
         "from megatron_wlb.cli.main import main; sys.exit(main())"
     )
-    arguments = ["analyze", *JOB.split(), "--data-path", data, "--steps", "2"]
+    arguments = ["analyze", *JOB.split(), "--fp8-format", "hybrid", "--data-path", data, "--steps", "2"]
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT, check=True
     )

@@ -30,7 +30,7 @@ LAYOUT = {
     "packing": "wlb",
 }
 JOB = Job(model=replace(MODELS["llama2-7b"], num_layers=4), cp=2, pp=2, cp_head_groups=2)
-PLANNING = Planning(job=JOB, crossover_tokens=LAYOUT["crossover"], cp_sharding="adaptive", balance=True)
+PLANNING = Planning(job=JOB, unit_tokens=4, crossover_tokens=LAYOUT["crossover"], cp_sharding="adaptive", balance=True)
 KNOWN = Scales(attention=1.6, linear=0.7, uncertainty=(0.0, 0.0), is_common=False)
 
 
@@ -178,7 +178,9 @@ def test_what_a_run_logs_is_what_is_read(packing, tmp_path):
     for plan in plans:
         log.append(str(tmp_path / "log"), log.summary(plan, 1.0, 0.25, 0.0) | log.details(plan, kernel, layout_of_run))
     read = read_log(str(tmp_path / "log"))
-    planning = Planning(job=job, crossover_tokens=900, cp_sharding="adaptive", balance=packing != "original")
+    planning = Planning(
+        job=job, unit_tokens=4, crossover_tokens=900, cp_sharding="adaptive", balance=packing != "original"
+    )
     for plan, step in zip(plans, read, strict=True):
         assert (step.number, step.measured_us) == (plan.step + 1, 250_000)
         assert step.layout == {name: layout_of_run[name] for name in LAYOUT}

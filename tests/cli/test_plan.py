@@ -220,6 +220,12 @@ PROFILE = {"name": "mine", "kernel": {"tile_rows": 1, "forward": {"launch": 0, "
         ("--wlb-profile PROFILE", 80, 1234, None),
         ("--wlb-crossover 9 --lr 3 --num-workers 2", 80, 9, None),
         ("--wlb-crossover 9 --fp8-format hybrid", 80, 9, "FP8 and FP4 (--fp8-format) are not modelled"),
+        (
+            "--wlb-crossover 9 --fp8-format e4m3 --fp8-recipe mxfp8",
+            96,
+            9,
+            "FP8 and FP4 (--fp8-format --fp8-recipe) are",
+        ),
         ("--wlb-crossover 9 --seq-lenght 9", 80, 9, "Not simulated, and so without effect on these numbers: --seq-len"),
     ],
 )

@@ -85,7 +85,9 @@ def test_steps_are_placed_and_sharded_as_in_training(policy):
         )
         return [plan_step(packer, layout) for _ in range(3)]
 
-    planning = Planning(job=JOB, crossover_tokens=crossover, cp_sharding="adaptive", balance=policy != "original")
+    planning = Planning(
+        job=JOB, unit_tokens=4, crossover_tokens=crossover, cp_sharding="adaptive", balance=policy != "original"
+    )
     for trained in zip(steps(0), steps(1), strict=True):
         packing = trained[0].packing
         micro_batches = [packing.micro_batch(i)["length"] for i in range(N)]

@@ -1,13 +1,11 @@
 """`megatron-wlb analyze`: data and launch flags in, what `--wlb` would bring to the run out, as a prediction."""
 
 import argparse
-import json
-from functools import partial
 from typing import Any
 
-from megatron_wlb.cli.analyze import report
+from megatron_wlb.cli.analyze import report, table
 from megatron_wlb.cli.analyze.setup import setup_of
-from megatron_wlb.cli.common import integer, progress, writer
+from megatron_wlb.cli.common import console, integer, progress, write_json, writer
 from megatron_wlb.cli.job import add_job_arguments
 
 _DESCRIPTION = """\
@@ -46,10 +44,7 @@ def register(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Analyse, print and write. Raises ValueError on wrong input, before anything is written."""
-    from rich.console import Console  # an extra; `main` says which
-
-    from megatron_wlb.cli.analyze import table
-
+    terminal = console(args.json, args.html)
     if args.html == args.json == "-":
         raise ValueError("--html - and --json - would be mixed on standard output; name a file for one")
     if args.html is not None:
@@ -65,11 +60,9 @@ def run(args: argparse.Namespace) -> None:
         progress(total, args.json, "analysing") as advance,
     ):
         found = report.analyse(setup, packed, simulated, advance)
-        if file is not None:
-            file.write(json.dumps(found.entries, indent=1) + "\n")
+        write_json(file, found.entries)
         if page is not None:
             from megatron_wlb.cli.analyze import html
 
             page.write(html.page(found))
-    console = Console(stderr="-" in (args.json, args.html), highlight=False)
-    table.show(found, partial(console.print, soft_wrap=True), console)
+    table.show(found, terminal)

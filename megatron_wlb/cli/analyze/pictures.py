@@ -3,6 +3,7 @@
 import base64
 import io
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import matplotlib
@@ -13,7 +14,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, PercentFormatter
 
-from megatron_wlb.cli.analyze.report import Report, Result, micro_batch_times
+from megatron_wlb.cli.analyze.report import Report, Result, Sample, micro_batch_times
+from megatron_wlb.cli.job import attention_of_ranks
 from megatron_wlb.simulate import SimulatedStep
 
 # Okabe-Ito: told apart with every kind of colour vision.
@@ -27,53 +29,16 @@ STYLE: Any = {
 }
 WIDTH = 4.8
 """Inches."""
+STARS = (GREY, ORANGE)
 MOST_BARS = 160
 """Beyond which micro-batches are drawn as an outline."""
 
 
 def pictures(report: Report) -> Iterator[tuple[str, str, str]]:
     """Title, explanation, and the picture as the address of an <img>, of everything that the job has."""
-    job = report.setup.job
-    drawn: list[tuple[str, str, Callable[[Figure], None], float]] = [
-        (
-            "Documents",
-            "Documents by length: their share of all documents, of the tokens, and of the work (attention and the "
-            "rest, cut at the window).",
-            lambda figure: lengths(figure, report),
-            3.4,
-        ),
-        (
-            "Work of the micro-batches",
-            "Predicted time of every micro-batch in the layers of the model, in a typical step, in the order of the "
-            "pipeline; CP ranks taken as alike. Orange: what the slowest has over the mean.",
-            lambda figure: micro_batches(figure, report),
-            4.4,
-        ),
-        (
-            "Work of the context-parallel ranks",
-            "Attention of every CP rank in the micro-batch of that step whose ranks differ most. --wlb takes uneven "
-            "ranks where exchanging less of K and V is worth more.",
-            lambda figure: ranks(figure, report),
-            4.4,
-        ),
-        (
-            "The pipeline",
-            "Forward (blue) and backward (orange) passes of every stage in that step, on the slowest data-parallel "
-            "rank; white is waiting. Tokens differ between the two.",
-            lambda figure: timelines(figure, report),
-            4.4,
-        ),
-        (
-            "What else could be had",
-            "Packings that megatron-wlb tune would try: down and to the left is better. Filled: no other is as good "
-            "in imbalance, delay, tokens per step and S_max. Stars: the paper's scheme and --wlb as simulated here.",
-            lambda figure: front(figure, report.entries["front"], report.setup.context_length, report.results[1:]),
-            5.6,
-        ),
-    ]
-    for title, text, draw, height in drawn:
-        if job.cp > 1 or draw is not drawn[2][2]:
-            yield title, text, _address(draw, height)
+    for title, text, draw, height in _PICTURES:
+        if report.setup.job.cp > 1 or draw is not ranks:
+            yield title, text, _address(draw, report, height)
 
 
 def save(file: Any, draw: Callable[[Figure], None], height: float, **options: Any) -> None:
@@ -84,9 +49,9 @@ def save(file: Any, draw: Callable[[Figure], None], height: float, **options: An
         figure.savefig(file, dpi=220, **options)
 
 
-def _address(draw: Callable[[Figure], None], height: float) -> str:
+def _address(draw: Callable[[Figure, Report], None], report: Report, height: float) -> str:
     buffer = io.BytesIO()
-    save(buffer, draw, height, format="svg", metadata={"Date": None})
+    save(buffer, lambda figure: draw(figure, report), height, format="svg", metadata={"Date": None})
     return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
@@ -114,26 +79,21 @@ def lengths(figure: Figure, report: Report) -> None:
     figure.legend(loc="outside upper center", ncols=3)
 
 
-def _before_and_after(report: Report) -> tuple[Result, Result]:
-    return report.results[0], report.results[-1]
-
-
-def _panels(figure: Figure, report: Report) -> Iterator[tuple[Axes, Result, str]]:
+def _panels(figure: Figure, report: Report) -> Iterator[tuple[Axes, Sample, str]]:
+    """Plain Megatron over --wlb: the step that is shown, and its title."""
     panels = figure.subplots(2, sharex=True, sharey=True)
-    for axes, result in zip(panels, _before_and_after(report), strict=True):
-        yield axes, result, result.scheme.title
+    for axes, result in zip(panels, (report.results[0], report.results[-1]), strict=True):
+        yield axes, result.example, result.scheme.title
 
 
 def micro_batches(figure: Figure, report: Report) -> None:
     """Time of every micro-batch, data-parallel ranks side by side."""
-    for axes, result, title in _panels(figure, report):
-        step = result.example
+    for axes, (step, *_), title in _panels(figure, report):
         times = micro_batch_times(step) * step.job.model.num_layers / 1e3
         mean, count = float(times.mean()), times.size
         slowest = int(times.argmax())
         if count <= MOST_BARS:
-            axes.bar(range(count), times.ravel(), width=0.8, color=BLUE)
-            axes.bar(slowest, times.max() - mean, bottom=mean, width=0.8, color=ORANGE)
+            _bars(axes, times.ravel(), mean, 0.8)
         else:
             axes.stairs(times.ravel(), np.arange(count + 1) - 0.5, color=BLUE, fill=True)
             axes.plot([slowest, slowest], [mean, times.max()], color=ORANGE, linewidth=2)
@@ -147,18 +107,21 @@ def micro_batches(figure: Figure, report: Report) -> None:
     figure.supylabel("time (ms)", fontsize=10)
 
 
+def _bars(axes: Axes, values: np.ndarray, mean: float, width: float) -> None:
+    slowest = int(values.argmax())
+    axes.bar(range(len(values)), values, width=width, color=BLUE)
+    axes.bar(slowest, values[slowest] - mean, bottom=mean, width=width, color=ORANGE)
+
+
 def ranks(figure: Figure, report: Report) -> None:
     """Attention of the ranks that differ most."""
-    for axes, result, title in _panels(figure, report):
-        step = result.example
-        attention = np.concatenate([sum(layer.attention for layer in p.layers) for p in step.passes])
+    for axes, (step, *_), title in _panels(figure, report):
+        attention = attention_of_ranks(step)
         worst = attention[(attention.max(axis=1) / attention.mean(axis=1)).argmax()]
         relative = worst / worst.mean()
-        slowest = int(relative.argmax())
-        axes.bar(range(len(relative)), relative, width=0.7, color=BLUE)
-        axes.bar(slowest, relative[slowest] - 1, bottom=1, width=0.7, color=ORANGE)
+        _bars(axes, relative, 1, 0.7)
         axes.axhline(1, color="black", linewidth=0.8)
-        axes.set_title(f"{title}: slowest / mean {relative[slowest]:.2f}", loc="left", fontsize=10)
+        axes.set_title(f"{title}: slowest / mean {relative.max():.2f}", loc="left", fontsize=10)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.axes[-1].set_xlabel("context-parallel rank")
     figure.supylabel("attention / mean of the ranks", fontsize=10)
@@ -166,10 +129,9 @@ def ranks(figure: Figure, report: Report) -> None:
 
 def timelines(figure: Figure, report: Report) -> None:
     """Passes of every stage."""
-    for axes, result, title in _panels(figure, report):
-        step = result.example
+    for axes, (step, _, documents, _), title in _panels(figure, report):
         _timeline(axes, step)
-        tokens = sum(int(lengths.sum()) for lengths in result.example_documents)
+        tokens = sum(int(lengths.sum()) for lengths in documents)
         axes.set_title(f"{title}: {step.time / 1e3:,.0f} ms for {tokens:,} tokens", loc="left", fontsize=10)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylim(step.job.pp - 0.5, -0.5)
@@ -188,44 +150,80 @@ def _timeline(axes: Axes, step: SimulatedStep) -> None:
             axes.broken_barh(bars, (stage - 0.4, 0.8), color=colour, edgecolor="white", linewidth=0.3, rasterized=True)
 
 
+def alternatives(figure: Figure, report: Report) -> None:
+    """The front of the report, and its schemes with --wlb."""
+    front(figure, report.entries["front"], report.setup.context_length, report.results[1:])
+
+
 def front(figure: Figure, rows: Sequence[dict[str, Any]], window: int, stars: Sequence[Result] = ()) -> None:
     """Imbalance over delay and over the variation of tokens, of rows from `tune.point`."""
     most = max([1.1, *(row["max_tokens"] / window for row in rows)])
     colours = matplotlib.colormaps["viridis"].resampled(8)
-    panels = figure.subplots(2, sharey=True)
-    for axes, measure, label in zip(
-        panels, ("late_steps", "token_cv"), ("mean delay (steps)", "tokens per step, CV"), strict=True
-    ):
+    shades = {s: colours((s / window - 1) / max(0.1, most - 1)) for s in sorted({row["max_tokens"] for row in rows})}
+    labels = {"late_steps": "mean delay (steps)", "token_cv": "tokens per step, CV"}
+    for axes, (measure, label) in zip(figure.subplots(2, sharey=True), labels.items(), strict=True):
         for row in rows:
-            colour = colours((row["max_tokens"] / window - 1) / max(0.1, most - 1))
+            colour = shades[row["max_tokens"]]
             shape = {"marker": "o" if row["policy"] == "wlb" else "s", "markersize": 6}
             filled = colour if row["best"] else "none"
             at = row[measure], _over_one(row["imbalance_mean"])
             axes.plot(*at, **shape, linestyle="none", color=colour, markerfacecolor=filled, alpha=0.9)
-        for result, colour in zip(stars, (GREY, ORANGE), strict=False):
+        for result, colour in zip(stars, STARS, strict=False):
             at = result.numbers[measure], _over_one(result.numbers["imbalance"]["work_mean"])
             axes.plot(*at, marker="*", markersize=13, color=colour, markeredgecolor="white", linestyle="none")
         axes.set(xlabel=label, ylabel="mean imbalance", yscale="log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{1 + y:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
-    windows = sorted({row["max_tokens"] for row in rows})
+    mark = partial(Line2D, [], [], linestyle="none")
     handles = [
-        Line2D([], [], marker="o", linestyle="none", color="black", markerfacecolor="none", label="wlb"),
-        Line2D([], [], marker="s", linestyle="none", color="black", markerfacecolor="none", label="adaptive"),
-        *(
-            Line2D([], [], marker="*", markersize=12, linestyle="none", color=colour, label=result.scheme.title)
-            for result, colour in zip(stars, (GREY, ORANGE), strict=False)
-        ),
-        *(
-            Patch(
-                color=colours((tokens / window - 1) / max(0.1, most - 1)), label=f"S_max {tokens / window:.3g} windows"
-            )
-            for tokens in windows
-        ),
+        mark(marker=m, color="black", markerfacecolor="none", label=n) for m, n in (("o", "wlb"), ("s", "adaptive"))
     ]
-    figure.legend(handles=handles, loc="outside upper center", ncols=2, fontsize=9)
+    for result, colour in zip(stars, STARS, strict=False):
+        handles.append(mark(marker="*", markersize=12, color=colour, label=result.scheme.title))
+    windows = [Patch(color=colour, label=f"S_max {s / window:.3g} windows") for s, colour in shades.items()]
+    figure.legend(handles=[*handles, *windows], loc="outside upper center", ncols=2, fontsize=9)
 
 
 def _over_one(imbalance: float) -> float:
     """For a logarithmic axis; nobody tells 1.0001 from 1."""
     return max(imbalance - 1, 1e-4)
+
+
+_PICTURES: tuple[tuple[str, str, Callable[[Figure, Report], None], float], ...] = (
+    (
+        "Documents",
+        "Documents by length: their share of all documents, of the tokens, and of the work (attention and the rest, "
+        "cut at the window).",
+        lengths,
+        3.4,
+    ),
+    (
+        "Work of the micro-batches",
+        "Predicted time of every micro-batch in the layers of the model, in a typical step, in the order of the "
+        "pipeline; CP ranks taken as alike. Orange: what the slowest has over the mean.",
+        micro_batches,
+        4.4,
+    ),
+    (
+        "Work of the context-parallel ranks",
+        "Attention of every CP rank in the micro-batch of that step whose ranks differ most. --wlb takes uneven ranks "
+        "where exchanging less of K and V is worth more.",
+        ranks,
+        4.4,
+    ),
+    (
+        "The pipeline",
+        "Forward (blue) and backward (orange) passes of every stage in that step, on the slowest data-parallel rank; "
+        "white is waiting. Tokens differ between the two.",
+        timelines,
+        4.4,
+    ),
+    (
+        "What else could be had",
+        "Packings that megatron-wlb tune would try: down and to the left is better. Filled: no other is as good in "
+        "imbalance, delay, tokens per step and S_max. Stars: the paper's scheme and --wlb as simulated here.",
+        alternatives,
+        5.6,
+    ),
+)
+"""Title, explanation, what draws it, and inches."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_wlb.cli import tune
 from megatron_wlb.cli.analyze.setup import Setup
-from megatron_wlb.cli.job import DEFAULT_PROFILE, Planning, cp_imbalance
+from megatron_wlb.cli.job import DEFAULT_PROFILE, Planning, cp_imbalance, pasted
 from megatron_wlb.config import PACKING_MODES
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.packer import PackedStep, make_packer
@@ -29,7 +29,6 @@ MAX_STEPS, LEAST_SIMULATED, LEAST_PACKED = 200, 4, 40
 PASSES, MICRO_BATCHES = 60_000, 20_000
 """About how much is simulated and packed of each scheme, where that is between the bounds above."""
 FRONT_STEPS, FRONT_MICRO_BATCHES = 150, 6_000
-FRONT_WINDOWS = (1.1, 1.25, 1.5, 2.0)
 FRONT_THRESHOLDS = ((0.5,), (0.75,), (0.25, 0.5), (0.5, 0.75), (0.375, 0.625, 0.875))
 
 Advance = Callable[[int], None]
@@ -48,6 +47,16 @@ class Scheme(NamedTuple):
     """As Megatron and the paper do it: micro-batches keep their places, and all K and V are exchanged."""
 
 
+class Sample(NamedTuple):
+    """A step that was simulated."""
+
+    step: SimulatedStep
+    limit_us: float
+    documents: list[np.ndarray]
+    """Lengths of the documents of its micro-batches."""
+    work: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """What a scheme comes to; see `measure`."""
@@ -55,10 +64,8 @@ class Result:
     scheme: Scheme
     numbers: dict[str, Any]
     """As JSON types."""
-    example: SimulatedStep
+    example: Sample
     """A typical step, for the pictures: the median of time over limit."""
-    example_documents: list[np.ndarray]
-    """Lengths of the documents of its micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,26 +92,15 @@ def schemes(setup: Setup) -> tuple[Scheme, ...]:
 def steps_of(setup: Setup) -> tuple[int, int]:
     """How many steps of each scheme are packed, and how many of those are simulated."""
     job, count = setup.job, setup.num_micro_batches
-    simulated = PASSES // (count * (job.pp * job.vpp + 2 * job.cp))
-    simulated = min(MAX_STEPS, max(LEAST_SIMULATED, simulated))
+    simulated = min(MAX_STEPS, max(LEAST_SIMULATED, PASSES // (count * (job.pp * job.vpp + 2 * job.cp))))
     packed = min(MAX_STEPS, max(LEAST_PACKED, MICRO_BATCHES // count))
     return packed // simulated * simulated or simulated, simulated
 
 
 def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Report:
     """Simulate all schemes and sweep the front. `advance` is told of every step and every tuning."""
-    measured = [measure(setup, scheme, packed, simulated, advance) for scheme in schemes(setup)]
-    plain = measured[0].numbers["us_per_token"]
-    ours = measured[-1].numbers
-    limit = {"us_per_token": ours["limit_us_per_token"], "speedup": plain / ours["limit_us_per_token"]}
-    for result in measured:
-        numbers = result.numbers
-        numbers["speedup"] = plain / numbers["us_per_token"]
-        errors = math.hypot(numbers["us_per_token_error"], measured[0].numbers["us_per_token_error"])
-        numbers["speedup_error"] = 0.0 if result is measured[0] else numbers["speedup"] * errors
-        # Nothing to be had, nothing to have a share of.
-        attainable = limit["speedup"] - 1
-        numbers["of_attainable"] = (numbers["speedup"] - 1) / attainable if attainable > 0.005 else None
+    results = tuple(measure(setup, scheme, packed, simulated, advance) for scheme in schemes(setup))
+    limit = _compare([result.numbers for result in results])
     entries = {
         "format": FORMAT,
         "version": VERSION,
@@ -113,14 +109,30 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
         "data": data_of(setup),
         "steps": {"warm_up": WARM_UP, "packed": packed, "simulated": simulated},
         "profile": provenance(setup),
-        "schemes": {result.scheme.name: result.numbers for result in measured},
+        "schemes": {result.scheme.name: result.numbers for result in results},
         "limit": limit,
         "front": front(setup, advance),
         "flags": flags_to_paste(setup),
         "notes": setup.notes,
         "ignored": setup.ignored,
     }
-    return Report(setup=setup, results=tuple(measured), entries=entries)
+    return Report(setup=setup, results=results, entries=entries)
+
+
+def _compare(results: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Add to the numbers of schemes what they bring over the first one. Returns what the last one could bring."""
+    plain, ours = results[0], results[-1]
+    us_per_token = ours["limit_us_per_token"]
+    limit = {"us_per_token": us_per_token, "speedup": plain["us_per_token"] / us_per_token}
+    attainable = limit["speedup"] - 1
+    for numbers in results:
+        speedup = plain["us_per_token"] / numbers["us_per_token"]
+        error = math.hypot(numbers["us_per_token_error"], plain["us_per_token_error"])
+        numbers["speedup"] = speedup
+        numbers["speedup_error"] = 0.0 if numbers is plain else speedup * error
+        # Nothing to be had, nothing to have a share of.
+        numbers["of_attainable"] = (speedup - 1) / attainable if attainable > 0.005 else None
+    return limit
 
 
 def measure(setup: Setup, scheme: Scheme, packed: int, simulated: int, advance: Advance) -> Result:
@@ -129,51 +141,50 @@ def measure(setup: Setup, scheme: Scheme, packed: int, simulated: int, advance: 
     Few steps have more or fewer long documents than all data has. So time per token is time per work of what was
     simulated, times the work per token of everything that was packed.
     """
-    job = replace(setup.job, gather_all=scheme.upstream, cp_head_groups=scheme.head_groups)
-    planning = Planning(
-        job=job,
+    planning = planning_of(setup, scheme)
+    sizes = {"crossover_tokens": setup.crossover_tokens, "context_length": setup.context_length}
+    measured: list[metrics.StepMetrics] = []
+    samples: list[Sample] = []
+    total_work = waiting = 0
+    for i, step in enumerate(_packed_steps(setup, scheme, packed)):
+        packing = step.packing
+        measured.append(metrics.measure(packing, step.step, **sizes))
+        work = int(document_work(packing.documents["length"], setup.crossover_tokens).sum())
+        total_work, waiting = total_work + work, step.num_waiting
+        if i % (packed // simulated) == 0:
+            lengths = [packing.micro_batch(k)["length"] for k in range(len(packing))]
+            result = simulate_step(planning.job, planning.step(lengths))
+            samples.append(Sample(result, balanced_time(result), lengths, work))
+        advance(1)
+    summary = metrics.summarise(measured, num_waiting=waiting)
+    example = _typical(samples)
+    numbers = {
+        "packing": scheme.packing,
+        "cp_sharding": scheme.cp_sharding if setup.job.cp > 1 else None,
+        **_times(samples, total_work / sum(step.tokens for step in measured)),
+        **_of_packing(setup, scheme, summary),
+    }
+    numbers["imbalance"] |= {"work_mean": summary.imbalance_mean, "work_p95": summary.imbalance_p95}
+    typical = {name: us / 1e3 for name, us in asdict(breakdown(example.step)).items()}
+    numbers["typical_step_ms"] = {"step": example.step.time / 1e3, **typical}
+    return Result(scheme=scheme, numbers=numbers, example=example)
+
+
+def planning_of(setup: Setup, scheme: Scheme) -> Planning:
+    return Planning(
+        job=replace(setup.job, gather_all=scheme.upstream, cp_head_groups=scheme.head_groups),
         crossover_tokens=setup.crossover_tokens,
         cp_sharding=scheme.cp_sharding,
         balance=not scheme.upstream and scheme.packing != "original",
+        unit_tokens=setup.unit_tokens,
         in_given_order=scheme.upstream,
         use_native=setup.use_native,
     )
-    measured: list[metrics.StepMetrics] = []
-    rows: list[list[float]] = []
-    examples: list[SimulatedStep] = []
-    documents: list[list[np.ndarray]] = []
-    total_work = total_tokens = waiting = 0
-    for i, step in enumerate(_packed_steps(setup, scheme, packed)):
-        packing = step.packing
-        work = packing.sums(document_work(packing.documents["length"], setup.crossover_tokens))
-        measured.append(
-            metrics.measure(
-                packing,
-                step.step,
-                crossover_tokens=setup.crossover_tokens,
-                context_length=setup.context_length,
-            )
-        )
-        total_work, total_tokens = total_work + int(work.sum()), total_tokens + measured[-1].tokens
-        waiting = step.num_waiting
-        if i % (packed // simulated) == 0:
-            lengths = [packing.micro_batch(k)["length"] for k in range(len(packing))]
-            result = simulate_step(job, planning.step(lengths))
-            rows.append([result.time, balanced_time(result), work.sum(), measured[-1].tokens, *imbalances(result)])
-            examples.append(result)
-            documents.append(lengths)
-        advance(1)
-    over_limit = np.array([row[0] / row[1] for row in rows])
-    chosen = int(np.abs(over_limit - np.median(over_limit)).argmin())
-    typical = {name: us / 1e3 for name, us in asdict(breakdown(examples[chosen])).items()}
-    summary = metrics.summarise(measured, num_waiting=waiting)
-    return Result(
-        scheme=scheme,
-        numbers=_numbers(setup, scheme, np.array(rows), total_work / total_tokens, summary)
-        | {"typical_step_ms": {"step": examples[chosen].time / 1e3, **typical}},
-        example=examples[chosen],
-        example_documents=documents[chosen],
-    )
+
+
+def _typical(samples: Sequence[Sample]) -> Sample:
+    over_limit = np.array([sample.step.time / sample.limit_us for sample in samples])
+    return samples[int(np.abs(over_limit - np.median(over_limit)).argmin())]
 
 
 def _packed_steps(setup: Setup, scheme: Scheme, count: int) -> Iterator[PackedStep]:
@@ -212,30 +223,26 @@ def imbalances(step: SimulatedStep) -> tuple[float, float, float]:
     return pp, dp, cp_imbalance(step)
 
 
-def _numbers(
-    setup: Setup, scheme: Scheme, rows: np.ndarray, work_per_token: float, summary: metrics.Summary
-) -> dict[str, Any]:
-    time, limit, work = rows[:, 0], rows[:, 1], rows[:, 2]
+def _times(samples: Sequence[Sample], work_per_token: float) -> dict[str, Any]:
+    """Of a step and of a token, and the imbalance of what takes them."""
+    time, limit, work = np.array([(sample.step.time, sample.limit_us, sample.work) for sample in samples]).T
     per_work = time.sum() / work.sum()
     # Of a ratio of means over steps.
-    error = float(np.std(time - per_work * work) / np.sqrt(len(rows)) / time.mean())
-    longest = setup.context_length if scheme.packing in ("original", "fixed") else setup.max_tokens
-    per_rank = setup.num_micro_batches // setup.job.dp
-    peaks = setup.memory.peak_bytes_of_stages(longest, per_rank)
+    error = float(np.std(time - per_work * work) / np.sqrt(len(samples)) / time.mean())
+    levels = zip(*(imbalances(sample.step) for sample in samples), strict=True)
     return {
-        "packing": scheme.packing,
-        "cp_sharding": scheme.cp_sharding if setup.job.cp > 1 else None,
-        "imbalance": {
-            "pp": float(rows[:, 4].mean()),
-            "dp": float(rows[:, 5].mean()),
-            "cp": float(rows[:, 6].mean()),
-            "work_mean": summary.imbalance_mean,
-            "work_p95": summary.imbalance_p95,
-        },
+        "imbalance": {name: float(np.mean(each)) for name, each in zip(("pp", "dp", "cp"), levels, strict=True)},
         "step_ms": float(time.mean()) / 1e3,
         "us_per_token": float(per_work * work_per_token),
         "us_per_token_error": error,
         "limit_us_per_token": float(limit.sum() / work.sum() * work_per_token),
+    }
+
+
+def _of_packing(setup: Setup, scheme: Scheme, summary: metrics.Summary) -> dict[str, Any]:
+    longest = setup.context_length if scheme.packing in ("original", "fixed") else setup.max_tokens
+    peaks = setup.memory.peak_bytes_of_stages(longest, setup.num_micro_batches // setup.job.dp)
+    return {
         "late_steps": summary.late_steps,
         "max_delay_steps": summary.max_delay_steps,
         "token_cv": summary.token_cv,
@@ -254,7 +261,7 @@ def data_of(setup: Setup) -> dict[str, Any]:
     work = pairs.astype(np.float64) * crossover + full * float(window) ** 2 + rest.astype(np.float64) ** 2
     place = np.searchsorted(edges, pairs, side="left")
     shares = {
-        name: np.bincount(place, weights=values, minlength=len(edges)) / values.sum()
+        name: (np.bincount(place, weights=values, minlength=len(edges)) / values.sum()).tolist()
         for name, values in (("documents", (pairs > 0).astype(np.float64)), ("tokens", pairs), ("work", work))
     }
     quantiles = np.quantile(pairs, (0.5, 0.9, 0.99, 1.0)).astype(int).tolist()
@@ -264,7 +271,7 @@ def data_of(setup: Setup) -> dict[str, Any]:
         "length_quantiles": dict(zip(("p50", "p90", "p99", "max"), quantiles, strict=True)),
         "over_window": int((pairs > window).sum()),
         "up_to": edges.tolist(),
-        "shares": {name: values.tolist() for name, values in shares.items()},
+        "shares": shares,
     }
 
 
@@ -289,10 +296,9 @@ def errors_of(profile: dict[str, Any]) -> list[str]:
     def walk(what: str, entry: Any) -> Iterator[str]:
         if not isinstance(entry, dict):
             return
-        if "held_out_median" in entry:
-            yield f"{what}: median {entry['held_out_median']:.1%}, p90 {entry['held_out_p90']:.1%}"
-        elif "error_median" in entry:
-            yield f"{what}: median {entry['error_median']:.1%}, p90 {entry['error_p90']:.1%}"
+        for kind in ("held_out", "error"):
+            if f"{kind}_median" in entry:
+                yield f"{what}: median {entry[f'{kind}_median']:.1%}, p90 {entry[f'{kind}_p90']:.1%}"
         for key, value in entry.items():
             yield from walk(f"{what}, {key}" if what else key, value)
 
@@ -305,31 +311,24 @@ def front(setup: Setup, advance: Advance) -> list[dict[str, Any]]:
     steps = min(FRONT_STEPS, max(tune.LEAST_STEPS, FRONT_MICRO_BATCHES // count))
     stream = DocumentStream(setup.sources, seed=setup.seed, context_length=window)
     lengths = stream.take(steps * count * window)["length"].astype(np.int64)
-    found = []
-    for tuning in tunings(setup):
-        summary = tune.run_half(
-            lengths, tuning, num_micro_batches=count, context_length=window, crossover_tokens=setup.crossover_tokens
-        )
-        if summary is not None:
-            found.append((tuning, summary))
-        advance(1)
+    sizes = {"num_micro_batches": count, "context_length": window, "crossover_tokens": setup.crossover_tokens}
+    found = tune.sweep(lengths, tunings(setup), advance, **sizes)
     best = {id(tuning) for tuning, _ in tune.front(found)}
     return [tune.point(tuning, summary, best=id(tuning) in best) for tuning, summary in found]
 
 
 def tunings(setup: Setup) -> Sequence[tune.Tuning]:
-    window, unit = setup.context_length, setup.unit_tokens
+    """Those that `front` tries."""
+    window = setup.context_length
     chosen: list[tuple[str, dict[str, Any]]] = [
         ("adaptive", {"mode": mode, "max_delay_steps": delay})
         for mode in PACKING_MODES
         for delay in (SHORTEST_DELAY_BOUND, 30)
     ]
-    for shares in FRONT_THRESHOLDS:
-        thresholds = tuple(sorted({max(2, int(share * window)) for share in shares}))
-        chosen.append(("wlb", {"outlier_thresholds": thresholds}))
+    chosen += [("wlb", {"outlier_thresholds": tune.thresholds_at(shares, window)}) for shares in FRONT_THRESHOLDS]
     return [
-        tune.Tuning(policy=policy, max_tokens=math.ceil(windows * window / unit) * unit, settings=settings)
-        for windows in FRONT_WINDOWS
+        tune.Tuning(policy=policy, max_tokens=max_tokens, settings=settings)
+        for max_tokens in tune.s_max_candidates(window, setup.unit_tokens)
         for policy, settings in chosen
     ]
 
@@ -340,11 +339,7 @@ def flags_to_paste(setup: Setup) -> str:
     flags = ["--wlb --calculate-per-token-loss --attention-dropout 0 --micro-batch-size 1"]
     flags.append(f"--global-batch-size {setup.num_micro_batches} --wlb-packing {config.packing}")
     for name in config.__dataclass_fields__:
-        value, flag = getattr(config, name), f"--wlb-{name.replace('_', '-')}"
-        if name in ("packing", "max_tokens") or value == getattr(defaults, name):
-            continue
-        if value is True:
-            flags.append(flag)
-        else:
-            flags.append(f"{flag} {','.join(map(str, value)) if isinstance(value, tuple) else value}")
+        value = getattr(config, name)
+        if name not in ("packing", "max_tokens") and value != getattr(defaults, name):
+            flags.append(pasted(name, value))
     return " ".join([*flags, f"--wlb-max-tokens {setup.max_tokens}"])

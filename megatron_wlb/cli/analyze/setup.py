@@ -51,38 +51,22 @@ def setup_of(args: argparse.Namespace) -> Setup:
     notes = list(args.remarks)
     config = config_from_args(args)
     job = jobs.job_of(args, config, notes)
-    unit, window = jobs.unit_of(args), args.seq_length
-    if window % unit:
-        raise ValueError(
-            f"--seq-length {window} cannot be shared by {job.cp} context-parallel ranks, which hold two chunks each, "
-            f"and {job.tp} tensor-parallel ones; give a multiple of {unit}"
-        )
-    if args.global_batch_size is None:
-        args.global_batch_size = job.pp * job.dp
-        notes.append(f"Assumed: {args.global_batch_size} micro-batches a step, PP x DP (no --global-batch-size).")
-    jobs.per_rank(job, args.global_batch_size)
+    _settle_batch(args, job, notes)
     max_tokens, crossover = jobs.max_tokens_of(args, config, job, notes), jobs.crossover_of(args, config, [])
     sources, prefixes = _sources(args.data_path, args.split, notes)
     found = jobs.described(args, config, job)
+    described = {"model": found["model"], **found["layout"], "num_gpus": job.num_gpus}
+    described |= {"global_batch_size": args.global_batch_size, "seq_length": args.seq_length}
+    described |= {"max_tokens": max_tokens, "crossover_tokens": crossover, "data_path": prefixes, "seed": args.seed}
     return Setup(
         job=job,
         config=config,
-        described={
-            "model": found["model"],
-            **found["layout"],
-            "num_gpus": job.num_gpus,
-            "global_batch_size": args.global_batch_size,
-            "seq_length": window,
-            "max_tokens": max_tokens,
-            "crossover_tokens": crossover,
-            "data_path": prefixes,
-            "seed": args.seed,
-        },
+        described=described,
         sources=sources,
         seed=args.seed,
         num_micro_batches=args.global_batch_size,
-        context_length=window,
-        unit_tokens=unit,
+        context_length=args.seq_length,
+        unit_tokens=jobs.unit_of(args),
         max_tokens=max_tokens,
         crossover_tokens=crossover,
         use_native=jobs.use_native(config),
@@ -90,6 +74,20 @@ def setup_of(args: argparse.Namespace) -> Setup:
         notes=notes,
         ignored=args.ignored,
     )
+
+
+def _settle_batch(args: argparse.Namespace, job: Job, notes: list[str]) -> None:
+    """Give the global batch size its default, and hold it and the window against what ranks can share."""
+    unit = jobs.unit_of(args)
+    if args.seq_length % unit:
+        raise ValueError(
+            f"--seq-length {args.seq_length} cannot be shared by {job.cp} context-parallel ranks, which hold two "
+            f"chunks each, and {job.tp} tensor-parallel ones; give a multiple of {unit}"
+        )
+    if args.global_batch_size is None:
+        args.global_batch_size = job.pp * job.dp
+        notes.append(f"Assumed: {args.global_batch_size} micro-batches a step, PP x DP (no --global-batch-size).")
+    jobs.per_rank(job, args.global_batch_size)
 
 
 def _sources(data_path: Sequence[str], split: str | None, notes: list[str]) -> tuple[list[Source], list[str]]:
@@ -114,15 +112,15 @@ def _sources(data_path: Sequence[str], split: str | None, notes: list[str]) -> t
 
 def _blend(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
     """Prefixes and weights (None: by size), which upstream tells apart likewise."""
-    if len(data_path) % 2 == 0:
-        try:
-            weights = [float(text) for text in data_path[::2]]
-        except ValueError:
-            return list(data_path), None
-        if not all(math.isfinite(w) and w > 0 for w in weights):
-            raise ValueError(f"--data-path {' '.join(data_path)}: weights must be over 0")
-        return list(data_path[1::2]), weights
-    return list(data_path), None
+    try:
+        weights = [float(text) for text in data_path[::2]]
+    except ValueError:
+        weights = []
+    if not weights or len(data_path) % 2:
+        return list(data_path), None
+    if not all(math.isfinite(w) and w > 0 for w in weights):
+        raise ValueError(f"--data-path {' '.join(data_path)}: weights must be over 0")
+    return list(data_path[1::2]), weights
 
 
 def _training_share(split: str) -> float:

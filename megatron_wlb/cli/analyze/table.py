@@ -1,6 +1,7 @@
 """The report in words: rows and sentences that the terminal and the page share."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from megatron_wlb.cli.analyze.report import WARM_UP, Report, errors_of
@@ -10,46 +11,52 @@ Row = tuple[str, list[str]]
 
 def rows(report: Report) -> tuple[list[str], list[Row]]:
     """Titles of the columns (schemes, and the limit), and what is shown of each."""
-    entries, job = report.entries, report.setup.job
-    each = [result.numbers for result in report.results]
-    limit = entries["limit"]
+    numbers = [result.numbers for result in report.results]
 
     def row(title: str, show: Callable[[dict[str, Any]], str], of_limit: str = "") -> Row:
-        return title, [*map(show, each), of_limit]
+        return title, [*map(show, numbers), of_limit]
 
-    shown = [
-        row("speed-up per token", lambda n: f"{n['speedup']:.3f}", f"{limit['speedup']:.3f}"),
-        row("  standard error", lambda n: f"{n['speedup_error']:.3f}" if n["speedup_error"] else ""),
-        row("  of the attainable gain", _share, "100 %" if each[-1]["of_attainable"] is not None else "none"),
-        row("step, ms", lambda n: f"{n['step_ms']:.1f}"),
-        row(
-            "tokens a second and GPU",
-            lambda n: f"{1e6 / n['us_per_token'] / job.num_gpus:,.0f}",
-            f"{1e6 / limit['us_per_token'] / job.num_gpus:,.0f}",
-        ),
-    ]
-    levels = (("pp", "micro-batches", job.pp > 1), ("dp", "DP ranks", job.dp > 1))
-    for name, title, exists in (*levels, ("cp", "CP ranks", job.cp > 1)):
-        if exists:
-            shown.append(row(f"{title}: slowest / mean", _imbalance(name), "1.000"))
-    return [*(result.scheme.title for result in report.results), "limit"], [
-        *shown,
-        row("work by length: largest / mean", _imbalance("work_mean"), "1.000"),
-        row("  p95 over steps", _imbalance("work_p95")),
-        *(
-            row(f"typical step: {title}, %", _part(parts))
-            for title, parts, exists in (
-                ("exchange of K and V", ("exchange",), job.cp > 1),
-                ("waiting for CP ranks", ("cp_wait",), job.cp > 1),
-                ("uneven pipelines", ("imbalance", "dp_wait"), job.pp * job.dp > 1),
-            )
-            if exists
-        ),
+    titles = [*(result.scheme.title for result in report.results), "limit"]
+    return titles, [
+        *_speed(report, row),
+        *_balance(report, row),
         row("delay of a token, steps", lambda n: f"{n['late_steps']:.2f}"),
         row("  of the latest", lambda n: str(n["max_delay_steps"])),
         row("tokens per step, CV", lambda n: f"{n['token_cv']:.3f}"),
         row("S_max, tokens", lambda n: f"{n['longest_micro_batch_tokens']:,}"),
         row("  activations, GiB a GPU", lambda n: f"{n['activation_gib']:.1f}"),
+    ]
+
+
+def _speed(report: Report, row: Callable[..., Row]) -> list[Row]:
+    limit, gpus = report.entries["limit"], report.setup.job.num_gpus
+    attainable = report.results[-1].numbers["of_attainable"]
+    return [
+        row("speed-up per token", lambda n: f"{n['speedup']:.3f}", f"{limit['speedup']:.3f}"),
+        row("  standard error", lambda n: f"{n['speedup_error']:.3f}" if n["speedup_error"] else ""),
+        row("  of the attainable gain", _share, "100 %" if attainable is not None else "none"),
+        row("step, ms", lambda n: f"{n['step_ms']:.1f}"),
+        row(
+            "tokens a second and GPU",
+            lambda n: f"{1e6 / n['us_per_token'] / gpus:,.0f}",
+            f"{1e6 / limit['us_per_token'] / gpus:,.0f}",
+        ),
+    ]
+
+
+def _balance(report: Report, row: Callable[..., Row]) -> list[Row]:
+    job = report.setup.job
+    levels = (("pp", "micro-batches", job.pp), ("dp", "DP ranks", job.dp), ("cp", "CP ranks", job.cp))
+    losses = (
+        ("exchange of K and V", ("exchange",), job.cp),
+        ("waiting for CP ranks", ("cp_wait",), job.cp),
+        ("uneven pipelines", ("imbalance", "dp_wait"), job.pp * job.dp),
+    )
+    return [
+        *(row(f"{title}: slowest / mean", _imbalance(name), "1.000") for name, title, size in levels if size > 1),
+        row("work by length: largest / mean", _imbalance("work_mean"), "1.000"),
+        row("  p95 over steps", _imbalance("work_p95")),
+        *(row(f"typical step: {title}, %", _part(parts)) for title, parts, size in losses if size > 1),
     ]
 
 
@@ -87,7 +94,7 @@ def headline(report: Report) -> str:
 def facts(report: Report) -> list[str]:
     """What the numbers go by, a sentence each."""
     entries, setup, job = report.entries, report.setup, report.setup.job
-    profile, steps = entries["profile"], entries["steps"]
+    profile, steps, ignored = entries["profile"], entries["steps"], " ".join(entries["ignored"])
     errors = errors_of(profile)
     stated = "; ".join(errors) if errors else "the profile states none"
     measured = "measured" if profile["linear_measured"] else "assumed"
@@ -109,11 +116,7 @@ def facts(report: Report) -> list[str]:
         f"The limit has the micro-batches and CP shards of --wlb all alike. Pipelines can come below it where light "
         f"micro-batches run at the ends. The work of a document of d tokens is d x {setup.crossover_tokens:,} + d x d.",
         *entries["notes"],
-        *(
-            [f"Ignored, since nothing here depends on them: {' '.join(entries['ignored'])}."]
-            if entries["ignored"]
-            else []
-        ),
+        *([f"Ignored, since nothing here depends on them: {ignored}."] if ignored else []),
     ]
 
 
@@ -132,11 +135,12 @@ def described(report: Report) -> str:
     )
 
 
-def show(report: Report, say: Callable[[str], None], console: Any) -> None:
+def show(report: Report, console: Any) -> None:
     """Print everything."""
     from rich.markup import escape
     from rich.table import Table
 
+    say = partial(console.print, soft_wrap=True)
     titles, body = rows(report)
     table = Table(box=None, pad_edge=False)
     table.add_column("")
