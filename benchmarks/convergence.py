@@ -250,6 +250,7 @@ def run(
     variant, began = VARIANTS[name], time.time()
     train, held_out = (split(data, held) for held in (False, True))
     validation = validation_packing(held_out, scale)
+    # Another order of documents than the start had.
     packer, trainer = packer_of(variant, scale, train.pairs, seed + 1000), Trainer(scale, train, seed, device)
     trainer.load(started)
     steps: dict[str, list[float]] = {key: [] for key in ("tokens", "loss", "gradient_norm", "imbalance", "long_tokens")}

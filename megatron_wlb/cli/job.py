@@ -289,6 +289,7 @@ def memory_of(args: argparse.Namespace, job: Job) -> ActivationModel:
         dropout=args.hidden_dropout > 0,
         recompute_layers=job.recompute,
         bytes_per_value=_BYTES_PER_VALUE,
+        save_gathered_keys=args.wlb_save_gathered_kv,
         tp_size=job.tp,
         sequence_parallel=True,
         cp_size=job.cp,

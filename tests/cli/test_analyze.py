@@ -415,6 +415,12 @@ def test_memory_that_only_a_gpu_knows(data):
     assert any("an S_max of 1.25 windows" in note for note in setup.notes)
 
 
+def test_saved_keys_leave_less_memory_for_tokens(data):
+    words = JOB, "--context-parallel-size 4 --wlb-memory-budget 1 --wlb-max-tokens auto --data-path", data
+    plain, saved = (described(*words, flag)[1]["max_tokens"] for flag in ("", "--wlb-save-gathered-kv"))
+    assert C <= saved < plain
+
+
 def test_sizes_beside_a_known_model(data):
     words = f"--seq-length 4096 --tensor-model-parallel-size 8 --data-path {data}"
     known = described("--model llama2-70b", words)[1]["model"]
