@@ -64,7 +64,9 @@ def test_a_signalled_job_is_requeued_and_resumes(cluster, tmp_path):
     wait_for(cluster, job, log, lambda: "requeued" in log.read_text())
     assert int((tmp_path / "stopped/wlb-demo/checkpoints/latest_checkpointed_iteration.txt").read_text()) < STEPS
     wait_for(cluster, job, log, lambda: cluster.state(job) == "PENDING", 60)
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would wait for two minutes
+    # Slurm would wait for two minutes: what runs before this second is over would be taken for the job it just killed.
+    time.sleep(5)
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
     wait_for(cluster, job, log, lambda: cluster.state(job) == "COMPLETED")
     assert len(losses(log)) == STEPS
     assert losses(log) == losses(whole_log)
