@@ -11,6 +11,8 @@ PACKING_MODES = ("constant-tokens", "low-displacement")
 CP_SHARDINGS = ("per-sequence", "per-document", "hybrid", "paper", "adaptive")
 ATTENTION_BACKENDS = ("auto", "aten", "flash_attn", "flash_attn_3", "te", "triton", "cpu", "reference")
 PLANNERS = ("auto", "native", "python")
+SHORTEST_DELAY_BOUND = 12
+"""Of adaptive packing: under a tighter one, documents that came later would be forced to run before the first are."""
 MAX_TOLERANCE = 1.0
 """Of adaptive packing: beyond twice the mean nothing is balanced any more."""
 
@@ -43,7 +45,9 @@ class WlbConfig:
         PACKING_MODES,
     )
     max_delay_steps: int = _setting(
-        30, "Of adaptive packing: no document runs later than this many steps after it arrives; at least 12."
+        30,
+        "Of adaptive packing: no document runs later than this many steps after it arrives; at least "
+        f"{SHORTEST_DELAY_BOUND}.",
     )
     balance_tolerance: float | None = _setting(
         None,
@@ -140,16 +144,17 @@ class WlbConfig:
                 f"--wlb-outlier-thresholds is {','.join(map(str, thresholds))!r}; give lengths of at least 1 in "
                 "increasing order, such as 32768,65536"
             )
-        for name, limit in (
-            ("global_batches", 1 << 10),
-            ("crossover", 1 << 35),
-            ("cp_head_groups", 1 << 10),
-            ("plan_ahead", 1 << 10),
-            ("digest_interval", 1 << 31),
+        for name, least, most in (
+            ("max_delay_steps", SHORTEST_DELAY_BOUND, 1 << 31),
+            ("global_batches", 1, 1 << 10),
+            ("crossover", 1, 1 << 35),
+            ("cp_head_groups", 1, 1 << 10),
+            ("plan_ahead", 1, 1 << 10),
+            ("digest_interval", 1, 1 << 31),
         ):
             value = getattr(self, name)
-            if value is not None and not 1 <= value <= limit:
-                raise ValueError(f"--wlb-{_dashes(name)} is {value}; it must be from 1 to {limit}")
+            if value is not None and not least <= value <= most:
+                raise ValueError(f"--wlb-{_dashes(name)} is {value}; it must be from {least} to {most}")
         for name in ("balance_tolerance", "age_tolerance"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= MAX_TOLERANCE:

@@ -131,6 +131,11 @@ def _refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
         ),
         (given("tp_comm_overlap"), "--tp-comm-overlap has buffers of fixed size; leave it out"),
         (
+            given("fine_grained_activation_offloading"),
+            "--fine-grained-activation-offloading keeps host memory for every shape that it has met, and micro-batches "
+            "vary in length; leave it out",
+        ),
+        (
             given("mtp_num_layers"),
             "--mtp-num-layers would predict across the boundaries of packed documents and CP shards; leave it out",
         ),
@@ -222,6 +227,15 @@ def _refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
             getattr(args, "dataloader_type", None) not in (None, "external"),
             f"--dataloader-type {getattr(args, 'dataloader_type', None)} would replace the sampler of --wlb; leave it "
             "out",
+        ),
+        (
+            given("heterogeneous_layers_config_path") or given("heterogeneous_layers_config_encoded_json"),
+            "heterogeneous layers are not supported; leave --heterogeneous-layers-config-path and "
+            "--heterogeneous-layers-config-encoded-json out",
+        ),
+        (
+            getattr(args, "transformer_impl", None) == "local" and given("layernorm_zero_centered_gamma"),
+            "--apply-layernorm-1p is not supported with --transformer-impl local; leave one of them out",
         ),
         (
             given("non_persistent_save_interval"),

@@ -72,14 +72,17 @@ def known(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
 
 
 def weight_and_optimizer_bytes(args: Namespace) -> float | None:
-    """On the fullest rank, by upstream's formula; None where `args` has expert parallelism and the formula has not."""
+    """On the fullest rank, by upstream's formula; None where the formula does not know what `args` has."""
     from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
     if minor() < 18 and args.num_experts and args.expert_model_parallel_size > 1:
         return None
+    if args.use_precision_aware_optimizer:  # has states of other types, and may keep them in host memory
+        return None
     # Context-parallel ranks share the distributed optimizer, too. A copy, since the formula sets defaults.
-    sharded = {"data_parallel_size": args.data_parallel_size * args.context_parallel_size}
-    return float(compute_weight_and_optimizer_memory(Namespace(**vars(args) | sharded)))
+    ranks = args.data_parallel_size * args.context_parallel_size
+    held = float(compute_weight_and_optimizer_memory(Namespace(**vars(args) | {"data_parallel_size": ranks})))
+    return held / ranks if getattr(args, "use_torch_fsdp2", False) else held
 
 
 # The command line ----------------------------------------------------------------------------------------------------

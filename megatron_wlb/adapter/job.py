@@ -136,10 +136,11 @@ class WlbJob:
 
     def forward_step(self, data_iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
         """Forward one micro-batch."""
-        batch = next(data_iterator).to(self._device)
+        with training.stimer(bdata=True):  # --log-straggler
+            batch = next(data_iterator).to(self._device)
         positions = batch.metadata.positions
         name = f"wlb {batch.split} step {batch.step}: {positions.numel()} of {batch.padded_tokens} tokens"
-        with torch.profiler.record_function(name), self._telemetry.forward(batch, model):
+        with training.stimer, torch.profiler.record_function(name), self._telemetry.forward(batch, model):
             output = model(
                 batch.tokens,
                 positions.unsqueeze(0),
@@ -390,10 +391,12 @@ def _model_shape(args: Namespace) -> dict[str, Any]:
 
 
 def _activation_model(args: Namespace, config: WlbConfig) -> ActivationModel:
+    modules = frozenset(args.recompute_modules or () if args.recompute_granularity == "selective" else ())
     return ActivationModel(
         **_model_shape(args),
         dropout=args.hidden_dropout > 0,
         recompute_layers=args.recompute_granularity == "full",
+        recompute_modules=modules - {"mlp"} if args.num_experts else modules,  # only its dense layers have one
         recompute_block=args.recompute_num_layers if args.recompute_method == "block" else None,
         recompute_uniform=args.recompute_num_layers or 1 if args.recompute_method == "uniform" else 1,
         bytes_per_value=args.params_dtype.itemsize,

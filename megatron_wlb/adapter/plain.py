@@ -13,7 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 from megatron.core.utils import get_attr_wrapped_model
-from megatron.training import get_args
+from megatron.training import get_args, training
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.training.datasets.sft_dataset import SFTDataset
@@ -96,20 +96,15 @@ def embedding_ranks(pp_ranks: list[int]) -> list[int]:
 
 def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
     """Forward one micro-batch as upstream does, or plan it (`--overlap-moe-expert-parallel-comm`)."""
-    batch = _batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    with training.stimer(bdata=True):  # --log-straggler
+        batch = _batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     loss = partial(_loss, batch.get("loss_mask"), model=model)
-    if return_schedule_plan:
-        inputs = (batch.get(name) for name in ("tokens", "position_ids", "attention_mask"))
-        return model.build_schedule_plan(*inputs, labels=batch.get("labels"), loss_mask=batch.get("loss_mask")), loss
-    output = model(
-        batch.get("tokens"),
-        batch.get("position_ids"),
-        batch.get("attention_mask"),
-        labels=batch.get("labels"),
-        loss_mask=batch.get("loss_mask"),
-        packed_seq_params=_packed(batch),
-    )
-    return output, loss
+    inputs = [batch.get(name) for name in ("tokens", "position_ids", "attention_mask")]
+    targets = {name: batch.get(name) for name in ("labels", "loss_mask")}
+    with training.stimer:
+        if return_schedule_plan:
+            return model.build_schedule_plan(*inputs, **targets), loss
+        return model(*inputs, **targets, packed_seq_params=_packed(batch)), loss
 
 
 def _has_mtp(vp_stage: int | None) -> bool:

@@ -4,7 +4,7 @@ Bytes per token and layer follow Korthikanti et al. (arXiv 2205.05198, section 4
 grouped key heads and gated MLPs: every tensor that some layer keeps for backward, in the training dtype.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,8 @@ class ActivationModel:
     """Hidden dropout keeps two masks a layer."""
     recompute_layers: bool
     """Full activation recomputation: a layer keeps its input only."""
+    recompute_modules: frozenset[str] = frozenset()
+    """Selective recomputation, in upstream's names; "mlp" and "moe", "moe_act" and "layernorm" save memory here."""
     recompute_block: int | None = None
     """Of each chunk only so many layers are recomputed (`--recompute-method block`); None: all."""
     recompute_uniform: int = 1
@@ -49,11 +51,12 @@ class ActivationModel:
         split = self.tp_size if self.sequence_parallel else 1
         query, key = self.num_attention_heads * self.kv_channels, self.num_query_groups * self.kv_channels
         # Split by sequence parallelism: inputs and outputs of both norms, dropout masks of one byte.
-        between = 4 * w * h + (2 * h if self.dropout else 0)
+        between = (2 if "layernorm" in self.recompute_modules else 4) * w * h + (2 * h if self.dropout else 0)
         # Split by tensor parallelism: Q, K, V, the attention output, log-sum-exps; the MLP before and after activation.
         copies = 1 + self.cp_size if self.save_gathered_keys and self.cp_size > 1 else 1
         attention = w * (2 * query + 2 * copies * key) + 4 * self.num_attention_heads
-        mlp = w * self.ffn_hidden_size * (3 if self.gated_linear_unit else 2)
+        tensors = (3 if self.gated_linear_unit else 2) - ("moe_act" in self.recompute_modules)
+        mlp = 0 if self.recompute_modules & {"mlp", "moe"} else w * self.ffn_hidden_size * tensors
         return between / split + (attention + mlp) / self.tp_size
 
     def in_flight(self, stage: int, num_micro_batches: int) -> int:
@@ -74,7 +77,9 @@ class ActivationModel:
             kept += (layers - recomputed) * self.layer_bytes()
             at_once = self.recompute_uniform * self.layer_bytes()
         else:
-            kept, at_once = layers * self.layer_bytes(), 0.0
+            # Backward recomputes one layer at a time.
+            whole = replace(self, recompute_modules=frozenset()).layer_bytes()
+            kept, at_once = layers * self.layer_bytes(), whole - self.layer_bytes()
         per_token = self.in_flight(stage, num_micro_batches) * kept + at_once
         if stage == self.pp_size - 1:
             # Input of the output layer, its logits, and their softmax in fp32.

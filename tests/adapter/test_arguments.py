@@ -46,6 +46,7 @@ REFUSED = {
     "--wlb-crossover 0": "from 1 to 34359738368",
     "--wlb-plan-ahead 0": "from 1 to 1024",
     "--wlb-digest-interval 0": "from 1 to",
+    "--wlb-max-delay-steps 11": "--wlb-max-delay-steps is 11; it must be from 12 to",
     "--micro-batch-size 2": "--micro-batch-size is 2.*give 1",
     "--eval-micro-batch-size 2": "--eval-micro-batch-size 1",
     "--seq-length 254 --context-parallel-size 4": "--seq-length 254 cannot be shared.*multiple of 8",
@@ -56,6 +57,10 @@ REFUSED = {
     "--cuda-graph-impl local": "CUDA graphs",
     "--overlap-moe-expert-parallel-comm": "overlap-moe-expert-parallel-comm",
     "--tp-comm-overlap": "tp-comm-overlap",
+    "--fine-grained-activation-offloading": "keeps host memory for every shape",
+    "--heterogeneous-layers-config-path x": "heterogeneous layers",
+    "--heterogeneous-layers-config-encoded-json {}": "heterogeneous layers",
+    "--transformer-impl local --apply-layernorm-1p": "leave one of them out",
     "--rerun-mode report_stats": "give validate_results or disabled",
     "--mtp-num-layers 1": "mtp-num-layers",
     "--num-experts 4 --moe-token-dispatcher-type allgather": "give alltoall",
@@ -239,3 +244,20 @@ def test_the_entry_point_prints_one_line_and_ends_with_status_2(tmp_path):
 
 def _env():
     return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+
+
+def test_weights_and_optimizer_are_shared_as_flags_say(monkeypatch):
+    """By upstream's own formula: 18 bytes a parameter, of which the distributed optimizer shares 12."""
+
+    def held(*flags):
+        args, _ = check(monkeypatch, "--expert-tensor-parallel-size", "1", *flags)
+        args.kv_channels, args.ffn_hidden_size, args.padded_vocab_size = 16, 256, 512
+        args.data_parallel_size = args.context_parallel_size = 2
+        return compat.weight_and_optimizer_bytes(args)
+
+    whole = held()
+    assert whole % 18 == 0
+    assert held("--use-distributed-optimizer") == whole * 9 / 18
+    assert held("--use-precision-aware-optimizer") is None
+    if compat.minor() >= 19:
+        assert held("--use-torch-fsdp2", "--untie-embeddings-and-output-weights") == whole / 4

@@ -62,6 +62,21 @@ def test_exit_duration(dataset, whole, tmp_path, monkeypatch):
     assert losses(log) == whole[0]
 
 
+@pytest.mark.parametrize("wlb", [True, False])
+def test_stragglers_are_measured_as_upstream_does(wlb, dataset, tmp_path, monkeypatch):
+    """`--log-straggler` times data and model of every forward step; without a GPU upstream itself stays out."""
+    timed = tmp_path / "timed"
+
+    def start():
+        with timed.open("a") as file:
+            file.write("data " if training.stimer.bdata else "model ")
+        training.stimer.bdata = False  # as upstream's does
+
+    monkeypatch.setattr(training.stimer, "start", start)
+    train(1, dataset, *ADAM, "--train-iters", "1", "--data-cache-path", str(tmp_path / "cache"), wlb=wlb)
+    assert timed.read_text() == "data model " * 8
+
+
 @pytest.mark.parametrize(("size", "layout"), [(1, []), (4, [*CP2, *PP2])])
 def test_steps_are_replayed(size, layout, dataset, tmp_path, monkeypatch):
     """A transient error is injected into every step after the first, each of which runs again, and nothing else."""

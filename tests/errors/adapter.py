@@ -251,6 +251,20 @@ CASES: list[Case] = [
     ),
     ("--wlb: <--tp-comm-overlap> has buffers of fixed size; leave it out", refused(tp_comm_overlap=True)),
     (
+        "--wlb: <--fine-grained-activation-offloading> keeps host memory for every shape that it has met, and "
+        "micro-batches vary in length; leave it out",
+        refused(fine_grained_activation_offloading=True),
+    ),
+    (
+        "--wlb: <heterogeneous layers> are not supported; leave --heterogeneous-layers-config-path and "
+        "--heterogeneous-layers-config-encoded-json out",
+        refused(heterogeneous_layers_config_path="x"),
+    ),
+    (
+        "--wlb: <--apply-layernorm-1p> is not supported with --transformer-impl local; leave one of them out",
+        refused(transformer_impl="local", layernorm_zero_centered_gamma=True),
+    ),
+    (
         "--wlb: <--mtp-num-layers> would predict across the boundaries of packed documents and CP shards; leave it out",
         refused(mtp_num_layers=1),
     ),

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb.config import PACKING_MODES as MODES
+from megatron_wlb.config import SHORTEST_DELAY_BOUND
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.packing import make_policy
-from megatron_wlb.plan.packing.adaptive import SHORTEST_DELAY_BOUND
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.plan.workload import document_work
 

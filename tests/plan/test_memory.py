@@ -67,6 +67,21 @@ def test_the_peak_adds_up():
     assert uniform.peak_bytes(0, tokens, 64) == tokens * (8 * 3 * 2 * 12288 + 4 * GPT3.layer_bytes())
 
 
+def test_selective_recomputation_keeps_less():
+    gated = replace(GPT3, gated_linear_unit=True, dropout=False)
+    between, mlp = 4 * 2 * 12288, 3 * 2 * 4 * 12288
+    for modules, less in (
+        ({"core_attn"}, 0),
+        ({"mlp"}, mlp),
+        ({"moe", "moe_act"}, mlp),
+        ({"moe_act"}, mlp // 3),
+        ({"layernorm", "mlp"}, between // 2 + mlp),
+    ):
+        selective = replace(gated, recompute_modules=frozenset(modules))
+        assert selective.layer_bytes() == gated.layer_bytes() - less
+        assert selective.peak_bytes(0, 4096, 64) == 4096 * (8 * 12 * selective.layer_bytes() + less)
+
+
 @pytest.mark.parametrize("pp_size", [1, 2, 8])
 @pytest.mark.parametrize("vp_size", [1, 3])
 def test_the_largest_that_fits_fits_and_one_more_does_not(pp_size, vp_size):

@@ -13,18 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_wlb.config import MAX_TOLERANCE, PACKING_MODES
+from megatron_wlb.config import MAX_TOLERANCE, PACKING_MODES, SHORTEST_DELAY_BOUND
 from megatron_wlb.plan import native
 from megatron_wlb.plan.types import DOCUMENT, Draw, Packing
 from megatron_wlb.plan.workload import document_work
 
 LOOK_AHEAD_BATCHES = 2
 """Constant tokens: global batches that are known when a step is chosen, so that long documents find partners."""
-FORCED_STEPS = 6
+FORCED_STEPS = SHORTEST_DELAY_BOUND // 2
 """A document is forced this many steps before the bound on its delay. Forced documents fill at least half of N * S_max
 per step, and what waits is at most LOOK_AHEAD_BATCHES * N * C tokens and a window: 6 steps run all of it."""
-SHORTEST_DELAY_BOUND = 2 * FORCED_STEPS
-"""Under a tighter bound, documents that came later would be forced before the first are through, and overtake them."""
 TOLERANCES = {"constant-tokens": (0.003, 0.008), "low-displacement": (0.015, 0.035)}
 """Of each mode: tolerance and age tolerance."""
 
