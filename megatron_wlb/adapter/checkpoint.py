@@ -55,7 +55,7 @@ def load_state(folder: str, iteration: int) -> tuple[dict[str, Any], dict[str, i
     if not path.is_file():
         raise ValueError(
             f"the checkpoint of iteration {iteration} in {folder} has no packer state {path.name}: it was saved "
-            "without --wlb, or copied without this file; copy the file, or start from it with --finetune"
+            "without --wlb, or copied without this file; copy the file"
         )
     size = path.stat().st_size
     if size > MAX_STATE_BYTES:

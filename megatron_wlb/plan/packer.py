@@ -11,7 +11,7 @@ import numpy as np
 from megatron_wlb.config import WlbConfig
 from megatron_wlb.plan import native
 from megatron_wlb.plan import state as saved
-from megatron_wlb.plan.packing import make_policy
+from megatron_wlb.plan.packing import POLICIES, make_policy
 from megatron_wlb.plan.packing.original import OriginalPolicy
 from megatron_wlb.plan.stream import DocumentStream
 from megatron_wlb.plan.types import DOCUMENT, Packing, Policy
@@ -72,7 +72,7 @@ class Packer:
         num_micro_batches: N, of a global batch over all data-parallel ranks.
         context_length: C in pairs.
         fingerprint: of the dataset; a state of another one is refused.
-        policy_name: likewise.
+        policy_name: likewise; one of `packing.POLICIES`.
         use_native: cut in C++ what the original order would have given.
     """
 
@@ -87,6 +87,10 @@ class Packer:
         policy_name: str,
         use_native: bool = False,
     ) -> None:
+        if policy_name not in POLICIES:
+            raise ValueError(
+                f"policy_name is {policy_name!r}, whose states could not be loaded; give one of {', '.join(POLICIES)}"
+            )
         self._stream, self._policy = stream, policy
         self._original = OriginalPolicy(
             num_micro_batches=num_micro_batches, context_length=context_length, use_native=use_native

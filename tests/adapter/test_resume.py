@@ -148,6 +148,33 @@ def test_missing_and_damaged_state(tmp_path):
         load_state(str(tmp_path), 3)
 
 
+def test_on_and_off_within_a_run(dataset, tmp_path):
+    """Model, optimizer and iteration go on from a run without `--wlb` and back, whatever the order of documents."""
+    ckpt = str(tmp_path / "ckpt")
+    common = [
+        *ADAM,
+        "--load",
+        ckpt,
+        "--save",
+        ckpt,
+        "--save-interval",
+        "1",
+        "--data-cache-path",
+        str(tmp_path / "cache"),
+    ]
+    common += ["--override-opt-param-scheduler", "--train-iters"]
+    train(1, dataset, *common, "1", wlb=False)
+    on = train(1, dataset, *common, "2", "--wlb-restart-packing", log=tmp_path / "on.jsonl")
+    scratch = train(1, dataset, *ADAM, "--train-iters", "1", log=tmp_path / "scratch.jsonl")
+    assert [e["step"] for e in on["log"]] == [2]
+    assert on["log"][0]["work"] == scratch["log"][0]["work"]  # the same documents
+    assert on["log"][0]["loss"] < scratch["log"][0]["loss"]  # another model
+    assert load_state(ckpt, 2)[0]["step"] == 2
+    train(1, dataset, *common, "3", wlb=False)
+    assert (tmp_path / "ckpt/latest_checkpointed_iteration.txt").read_text() == "3"
+    assert not state_path(ckpt, 3).exists()
+
+
 def test_resume_without_state_and_from_another_dataset_are_refused(dataset, tmp_path):
     from tests.adapter.datasets import write_dataset
 

@@ -192,7 +192,7 @@ CASES: list[Case] = [
     ),
     (
         "the checkpoint of iteration <3> in … has no packer state iter_0000003.wlb.json: it was saved without --wlb, "
-        "or copied without this file; copy the file, or start from it with --finetune",
+        "or copied without this file; copy the file",
         load_state(lambda path: None),
     ),
     (

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from megatron_wlb.config import WlbConfig
-from megatron_wlb.plan import Layout, document_log, files, native, pipeline, plan_step, step
+from megatron_wlb.plan import Layout, Packer, document_log, files, native, pipeline, plan_step, step
 from megatron_wlb.plan.dataset import read_index, read_tokens
 from megatron_wlb.plan.metrics import summarise
 from megatron_wlb.plan.packing import adaptive
@@ -357,6 +357,10 @@ CASES: list[Case] = [
     (
         "unknown packing policy <'best'>; choose one of <original, …>",
         lambda at: pack(policy="best"),
+    ),
+    (
+        "policy_name is <'mine'>, whose states could not be loaded; give one of <original, …>",
+        lambda at: Packer(stream(), None, num_micro_batches=1, context_length=4, fingerprint="", policy_name="mine"),
     ),
     (
         "unknown mode <'fast'> of adaptive packing; choose one of <constant-tokens, low-displacement>",
