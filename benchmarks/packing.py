@@ -28,7 +28,8 @@ from megatron_wlb.plan import metrics, native
 from megatron_wlb.plan.dataset import read_index
 from megatron_wlb.plan.packer import Packer, make_packer
 from megatron_wlb.plan.packing import make_policy
-from megatron_wlb.plan.packing.adaptive import PythonAdaptiveCore, settings
+from megatron_wlb.plan.packing.adaptive import settings
+from megatron_wlb.plan.packing.adaptive_core import PythonAdaptiveCore
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.plan.workload import document_work
 

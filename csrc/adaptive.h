@@ -1,5 +1,5 @@
 // Adaptive packing: which waiting documents run now, decided by whether the step that carries them stays balanced.
-// PythonAdaptiveCore in megatron_wlb/plan/packing/adaptive.py is the reference, and explains the algorithm; both give
+// PythonAdaptiveCore in megatron_wlb/plan/packing/adaptive_core.py is the reference, and explains the algorithm; both give
 // the same plans to the bit. Ratios are doubles computed in the same order in both, without fused multiply-add.
 #pragma once
 

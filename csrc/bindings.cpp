@@ -68,7 +68,7 @@ Int64s indices(const std::vector<wlb::Document>& rows) {
   return array(values);
 }
 
-// From the dataclass in plan/packing/adaptive.py, whose fields have these names.
+// From the dataclass in plan/packing/adaptive_core.py, whose fields have these names.
 wlb::AdaptiveSettings adaptive_settings(const py::object& s) {
   const auto integer = [&](const char* name) { return s.attr(name).cast<int64_t>(); };
   const auto real = [&](const char* name) { return s.attr(name).cast<double>(); };

@@ -10,7 +10,7 @@ from megatron_wlb.config import WlbConfig
 from megatron_wlb.plan import Layout, Packer, document_log, files, native, pipeline, plan_step, step
 from megatron_wlb.plan.dataset import read_index, read_tokens
 from megatron_wlb.plan.metrics import summarise
-from megatron_wlb.plan.packing import adaptive
+from megatron_wlb.plan.packing.adaptive_core import PythonAdaptiveCore
 from megatron_wlb.plan.packing.ilp import IlpPolicy
 from megatron_wlb.plan.packing.wlb import PythonWlbCore
 from megatron_wlb.plan.sharding import shard
@@ -342,7 +342,7 @@ CASES: list[Case] = [
     ),
     (
         "a document of <101> tokens exceeds max_tokens <100>; raise it",
-        lambda at: adaptive.PythonAdaptiveCore(adaptive_settings()).add(*columns([101]), np.zeros(1, np.int64)),
+        lambda at: PythonAdaptiveCore(adaptive_settings()).add(*columns([101]), np.zeros(1, np.int64)),
     ),
     (
         "HiGHS found no packing of <2> documents into 4 windows within <1.0 s> (over); raise the time limit or pack "

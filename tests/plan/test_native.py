@@ -22,7 +22,7 @@ from megatron_wlb.config import MAX_TOKENS
 from megatron_wlb.plan import native
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.packing import adaptive
-from megatron_wlb.plan.packing.adaptive import PythonAdaptiveCore
+from megatron_wlb.plan.packing.adaptive_core import PythonAdaptiveCore
 from megatron_wlb.plan.packing.fixed import FixedPolicy, PythonFixedCore
 from megatron_wlb.plan.packing.original import OriginalPolicy, PythonOriginalCore
 from megatron_wlb.plan.packing.wlb import PythonWlbCore

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_wlb.config import PACKING_MODES
 from megatron_wlb.plan.packer import Packer, Snapshot
 from megatron_wlb.plan.packer import make_packer as packer_with_defaults
-from megatron_wlb.plan.packing import AdaptivePolicy, FixedPolicy, OriginalPolicy, WlbPolicy
+from megatron_wlb.plan.packing import FixedPolicy, OriginalPolicy, WlbPolicy, make_policy
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.plan.types import DOCUMENT
 
@@ -48,12 +48,12 @@ def make_packer(
             crossover_tokens=30,
         )
         if policy_name == "fixed"
-        else AdaptivePolicy(
+        else make_policy(
+            "adaptive",
             num_micro_batches=num_micro_batches,
             max_tokens=max_tokens,
             context_length=context_length,
             crossover_tokens=30,
-            mode="constant-tokens",
             max_delay_steps=12,
             use_native=True,
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from megatron_wlb.plan.packing import adaptive
 from megatron_wlb.plan.packing.adaptive import AdaptivePolicy
 from megatron_wlb.plan.packing.fixed import FixedPolicy
 from megatron_wlb.plan.packing.ilp import IlpPolicy
@@ -60,15 +61,14 @@ def make_policy(
             use_native=use_native,
         )
     if name == "adaptive":
-        return AdaptivePolicy(
+        chosen = adaptive.settings(
             num_micro_batches=num_micro_batches,
             max_tokens=max_tokens,
             context_length=context_length,
-            crossover_tokens=crossover_tokens,
             mode=mode,
             max_delay_steps=max_delay_steps,
             balance_tolerance=balance_tolerance,
             age_tolerance=age_tolerance,
-            use_native=use_native,
         )
+        return AdaptivePolicy(chosen, crossover_tokens=crossover_tokens, use_native=use_native)
     raise ValueError(f"unknown packing policy {name!r}; choose one of {', '.join(POLICIES)}")
