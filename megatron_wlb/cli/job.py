@@ -73,7 +73,10 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     count = integer(1, 1 << 20)
     add_model_arguments(parser)
     data = parser.add_argument_group("data and steps")
-    data.add_argument("--data-path", "--train-data-path", nargs="*", metavar="PREFIX", help=".idx, or a blend of them")
+    data.add_argument("--data-path", nargs="*", metavar="PREFIX", help=".idx, or a blend of them")
+    data.add_argument("--train-data-path", nargs="*", metavar="PREFIX", help="likewise, not split")
+    for name in ("data-args-path", "per-split-data-args-path"):
+        data.add_argument(f"--{name}", metavar="FILE", help="with such a blend, as Megatron")
     data.add_argument("--split", metavar="a,b,c", help="as Megatron; default: 969,30,1")
     data.add_argument("--seed", type=integer(0, 1 << 62), default=1234, metavar="N", help="default: %(default)s")
     data.add_argument("--seq-length", type=integer(1, MAX_TOKENS), metavar="C", help="context window in tokens")
@@ -94,7 +97,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         )
     layout.add_argument("--recompute-granularity", choices=("full", "selective"))
     layout.add_argument("--hidden-dropout", type=float, default=0.1, metavar="P", help="default: %(default)s")
-    for name in launch.NOT_SIMULATED | launch.LEFT_OUT:
+    for name in launch.NOT_SIMULATED:
         parser.add_argument(f"--{name}", nargs="*", help=argparse.SUPPRESS)
     for name in launch.LOW_PRECISION:
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)

@@ -4,10 +4,13 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from megatron_wlb.adapter.arguments import check
 from megatron_wlb.cli.common import printable
+from megatron_wlb.config import WlbConfig
 
 _SHELL = re.compile(r"[();|&]+|\d*[<>].*|&>.*|--")
 _END = "--;"
@@ -22,7 +25,14 @@ _ASSIGNMENT = re.compile(
 _ARITHMETIC = re.compile(r"\$\(\(([\w\s*/]+)\)\)")
 _SOURCED = re.compile(r"""^[ \t]*(?:source|\.)[ \t]+(?:.*/)?["']?([\w.-]+)["']?[ \t]*$""", re.MULTILINE)
 _COMMENT = re.compile(r"(?:^|(?<=[ \t]))#")
-_NODES = re.compile(r"^#SBATCH[ \t]+(?:--nodes[= ]|-N[ \t]*)(\d+)", re.MULTILINE)
+_SLURM = {
+    "SLURM_NNODES": r"--nodes[= ]|-N[ \t]*",
+    "SLURM_JOB_NUM_NODES": r"--nodes[= ]|-N[ \t]*",
+    "SLURM_GPUS_ON_NODE": r"--gpus-per-node[= ](?:[\w-]+:)?|--gres[= ](?:\S*,)?gpu:(?:[\w-]+:)?",
+    "SLURM_NTASKS_PER_NODE": "--ntasks-per-node[= ]",
+}
+"""Variables of a job, and the flags before their numbers in lines of #SBATCH."""
+_SHELLS = re.compile(r"(?:.*/)?(?:ba|da|k|z)?sh")
 NOT_SIMULATED = {
     "num-experts": "mixture of experts",
     "multi-latent-attention": "multi-latent attention",
@@ -35,21 +45,22 @@ NOT_SIMULATED = {
     "yaml-cfg": "a YAML file of flags",
 }
 """Flags that change what would be predicted, and that the simulation does not know: refused."""
-LEFT_OUT = {
-    "mock-data": "mock data; documents are those that are named",
-    "rampup-batch-size": "a batch size that changes, which --wlb does not train with",
-    "step-batch-size-schedule": "a batch size that changes, which --wlb does not train with",
+_ACCEPTED = {
+    **{"seq_length": 1024, "micro_batch_size": 1, "global_batch_size": 1, "world_size": 1, "save": "checkpoints"},
+    **{f"{name}_parallel_size": 1 for name in ("tensor_model", "context", "pipeline_model", "expert_model")},
+    **{"calculate_per_token_loss": True, "sequence_parallel": False, "attention_dropout": 0},
+    **{"position_embedding_type": "rope", "untie_embeddings_and_output_weights": True},
 }
-"""Flags that a run with --wlb does not have, and without which all others stand."""
+"""Arguments that training with --wlb takes, to hold others against its refusals one by one."""
 LOW_PRECISION = ("fp8-format", "fp8-recipe", "fp4-format")
 """Flags of which only the alignment of micro-batches is known."""
 _HARMLESS = re.compile(
     "(?:no-|use-|disable-|no_)?(?:accumulate-allreduce|adam-|adlr-|apply-layernorm-1p$|async-save$|attention-dropout|"
     "bf16$|bias-linear$|calculate-per-token-loss|check-for|ckpt|clip-grad|container-|create-attention-mask|"
-    "cross-entropy|data-cache|data-path|dataloader|decoupled|dist|empty-unused|end-weight-decay|eval-|exit-|export|"
+    "cross-entropy|data-cache|data-path|dataloader|decoupled|dist|empty-unused|end-weight-decay|error$|eval-|exit-|export|"
     "flash-attn|fp16$|gpus-per|grad-reduce|init-method|job-name|kill-on|load|log-|loss-scale|lr|manual-gc|master|"
     "max-position|max-restarts|mcore-models|merge-file|min-lr|mmap|node.rank|nodes|help$|norm|ntasks|num-dataset|num-workers|"
-    "one-logger|optimizer$|overlap-grad-reduce|overlap-param-gather|partition|position-embedding|profile|pytorch-"
+    "one-logger|optimizer$|output$|overlap-grad-reduce|overlap-param-gather|partition|position-embedding|profile|pytorch-"
     "profiler|rdzv|rope|rotary|save|seed|sequence-parallel$|sgd|split|standalone|start-weight|tee|tensorboard|test-data|"
     "tiktoken|time|timing|tokenizer|train-(?:data|iters|samples)|transformer-impl|untie|valid-data|vocab-(?:extra|file)|"
     "wandb|weight-decay)"
@@ -60,8 +71,9 @@ _HARMLESS = re.compile(
 def accept(parser: argparse.ArgumentParser, script: argparse.ArgumentParser) -> None:
     """Let a command take launch lines and `--launch FILE`, whose flags `script` knows; its own come before those.
 
-    Arguments then have `ignored` (flags that don't matter, in order), `remarks` (sentences on those that are not
-    simulated) and `environment_world_size`. Exits with an error for what is refused.
+    Arguments then have `refused` (flags that training with --wlb refuses, in order), `ignored` (others that don't
+    matter), `remarks` (sentences on those, and on what is not simulated) and `environment_world_size`. Exits with an
+    error for what cannot be simulated.
     """
 
     def parse_known_args(
@@ -75,7 +87,7 @@ def accept(parser: argparse.ArgumentParser, script: argparse.ArgumentParser) -> 
         if words:
             namespace, rest = script.parse_known_args(_ended(words), namespace)
         args, more = argparse.ArgumentParser.parse_known_args(parser, _ended(arguments), namespace)
-        _judge(parser, args, rest + more)
+        _judge(parser, args, [*rest, _END, *more])
         return args, []
 
     script.error = parser.error  # type: ignore[method-assign]
@@ -94,22 +106,52 @@ def _judge(parser: argparse.ArgumentParser, args: argparse.Namespace, rest: list
                 f"--{name}: {what} cannot be simulated; leave it out for an estimate without, or give the line that is "
                 "run if it is in another branch of a script"
             )
-    unknown = list(dict.fromkeys(printable(w.split("=")[0]) for w in rest if w.startswith("--") and w != _END))
-    ours = [flag for flag in unknown if flag.startswith("--wlb")]
+    values = _values(rest)
+    ours = [flag for flag in values if flag.startswith("--wlb")]
     if ours:
         parser.error(f"{ours[0]} is no flag of ours")
+    args.refused = [flag for flag in values if _is_refused(flag, values[flag])]
+    unknown = [flag for flag in values if flag not in args.refused]
     args.ignored = [flag for flag in unknown if _HARMLESS.match(flag[2:])]
     low_precision = [flag for flag in unknown if flag.startswith(("--fp8", "--fp4"))]
     strange = [flag for flag in unknown if flag not in args.ignored + low_precision]
     low_precision = [f"--{name}" for name in LOW_PRECISION if given(name)] + low_precision
-    args.remarks = [f"Left out: {what} (--{name})." for name, what in LEFT_OUT.items() if given(name)]
+    args.remarks = []
+    if args.refused:
+        args.remarks.append(f"Left out, since training with --wlb refuses them: {' '.join(args.refused)}.")
     if low_precision:
         args.remarks.append(f"FP8 and FP4 ({' '.join(low_precision)}) are not modelled: all numbers are those of bf16.")
     if strange:
         args.remarks.append(f"Not simulated, and so without effect on these numbers: {' '.join(strange)}.")
     # `WORLD_SIZE=16 python pretrain_gpt.py`; launch scripts also compute it, from what --nproc-per-node says too.
-    sizes = [word.removeprefix("WORLD_SIZE=") for word in rest if word.startswith("WORLD_SIZE=")]
-    args.environment_world_size = next((int(s) for s in sizes if s.isascii() and s.isdecimal()), None)
+    sizes = [match[1] for word in rest if (match := re.fullmatch("WORLD_SIZE=([1-9][0-9]{0,8})", word))]
+    args.environment_world_size = int(sizes[0]) if sizes else None
+
+
+def _values(words: Sequence[str]) -> dict[str, list[str]]:
+    """Flags and the words behind them; of a flag that is given again, those of the last."""
+    found: dict[str, list[str]] = {}
+    values: list[str] = []
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if word.startswith("--"):
+            values = found[printable(flag)] = [value] if equals else []
+        else:
+            values.append(word)
+    found.pop(_END, None)
+    return found
+
+
+def _is_refused(flag: str, values: list[str]) -> bool:
+    """Whether training with --wlb refuses a flag for its presence or its value; `adapter.arguments.check` judges."""
+    value: Any = values[0] if len(values) == 1 else values or True
+    number = isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?", value)
+    argument = {flag[2:].replace("-", "_"): float(value) if number else value}
+    try:
+        check(argparse.Namespace(**_ACCEPTED | argument | {"fp8": None, "fp4": None}), WlbConfig())
+    except (ValueError, TypeError):  # a variable where a number must be
+        return True
+    return False
 
 
 def world_size(args: argparse.Namespace) -> int | None:
@@ -135,20 +177,38 @@ def words_of(text: str) -> list[str]:
     """Words of a launch line or script as a shell splits them, variables that it assigns put in, others left.
 
     No branch is followed: of several assignments the last counts, and flags of all branches do. An entry of an array
-    such as "--split 99,1,0" is split, as it is where the array is used without quotes. Raises ValueError for
-    unbalanced quotes, and for variables that hold themselves again and again.
+    such as "--split 99,1,0" is split, as it is where the array is used without quotes, and so is what `sh -c` runs.
+    WORLD_SIZE=N comes last, in a command of its own, where Slurm is asked for nodes and GPUs (or tasks) of each. Raises
+    ValueError for unbalanced quotes, and for variables that hold themselves again and again.
     """
-    values = {name: nodes for nodes in _NODES.findall(text) for name in ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")}
+    asked = "\n".join(re.findall(r"^#SBATCH[ \t].*", text, re.MULTILINE))
+    values = {
+        name: n for name, flag in _SLURM.items() for n in re.findall(rf"\s(?:{flag})([0-9]{{1,9}})\b", asked)[-1:]
+    }
+    ranks_per_node = values.get("SLURM_GPUS_ON_NODE", values.get("SLURM_NTASKS_PER_NODE", "0"))
+    world_size = int(values.get("SLURM_NNODES", "0")) * int(ranks_per_node)
     text = re.sub(r"\\\r?\n", " ", "\n".join(map(_without_comment, text.split("\n"))))
     values |= {name: value.strip("\"'") for name, value in _ASSIGNMENT.findall(text)}
     for _ in range(4):  # variables of variables
         text = _put_in(text, values)
     text = _ARITHMETIC.sub(lambda match: _product(match, values), text)
     try:
-        words = _split(text, punctuation="();|&")
-        return [part for w in words for part in (_split(w) if w.startswith("--") and " " in w else [w])]
+        words = list(_commands(text))
     except ValueError as error:
         raise ValueError(f"the launch line is not one of a shell: {str(error).lower()}; check its quotes") from error
+    return [*words, ";", f"WORLD_SIZE={world_size}"] if world_size else words
+
+
+def _commands(text: str) -> Iterator[str]:
+    """Words of shell commands, and of those that they give a shell in one word."""
+    shell, before = False, ""
+    for word in _split(text, punctuation="();|&"):
+        if shell and re.fullmatch(r"-\w*c", before):  # sh -c "...", bash -lc '...'
+            yield from _commands(word)
+        else:
+            yield from _split(word) if word.startswith("--") and " " in word else [word]
+        shell = (shell or _SHELLS.fullmatch(word) is not None) and not _SHELL.fullmatch(word)
+        before = word
 
 
 def _without_comment(line: str) -> str:

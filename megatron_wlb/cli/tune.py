@@ -15,9 +15,9 @@ from megatron_wlb.cli import common, plan
 from megatron_wlb.cli.common import integer, progress, remark, write_json, writer
 from megatron_wlb.cli.job import add_job_arguments, crossover_of, max_tokens_of, pasted, require, unit_of
 from megatron_wlb.cli.lengths import FORMATS, read_lengths
-from megatron_wlb.config import PACKING_MODES
+from megatron_wlb.config import PACKING_MODES, SHORTEST_DELAY_BOUND
 from megatron_wlb.plan import metrics
-from megatron_wlb.plan.packing.adaptive import SHORTEST_DELAY_BOUND, TOLERANCES
+from megatron_wlb.plan.packing.adaptive import TOLERANCES
 
 FORMAT = "megatron-wlb-tune"
 VERSION = 1

@@ -1,6 +1,7 @@
 """`megatron-wlb analyze`: its numbers by hand, launch lines as people paste them, and what it refuses."""
 
 import argparse
+import ast
 import base64
 import io
 import json
@@ -20,7 +21,7 @@ from megatron_wlb.adapter.arguments import add_wlb_arguments, config_from_args
 from megatron_wlb.cli.analyze.report import data_of, planning_of, schemes
 from megatron_wlb.cli.analyze.setup import setup_of
 from megatron_wlb.cli.job import add_job_arguments
-from megatron_wlb.cli.launch import words_of
+from megatron_wlb.cli.launch import NOT_SIMULATED, words_of
 from megatron_wlb.cli.main import main
 from megatron_wlb.plan.stream import shuffled
 from tests.adapter.datasets import write_index
@@ -142,13 +143,39 @@ def test_nothing_to_gain(tmp_path, capsys):
     assert [values[-1] for values in shares.values()] == [1, 1, 1]
 
 
+def test_other_numbers_of_head_groups(tmp_path, capsys):
+    """Every step is the same, so ratios are those of whole analyses; where ours loses, no flags are to be added."""
+    write_index(tmp_path / "full.idx", np.full(300, 8 * C + 1))
+    model = (
+        "--num-layers 2 --hidden-size 4096 --num-attention-heads 32 --tensor-model-parallel-size 4 --vocab-size 1024"
+    )
+    words = f"{model} --context-parallel-size 8 --seq-length {8 * C} --global-batch-size 2 --split 1 --steps 2"
+    words = f"{words} --data-path {tmp_path / 'full'} --sft"
+    found = analyse(tmp_path, words)["schemes"]["ours"]
+    printed = capsys.readouterr().out
+    assert set(found["over_head_groups"]) == {"1", "4", "8"}
+    for groups, gain in found["over_head_groups"].items():
+        other = analyse(tmp_path, words, f"--wlb-cp-head-groups {groups}")["schemes"]["ours"]
+        assert gain == pytest.approx(found["step_ms"] / other["step_ms"])
+        assert other["over_head_groups"]["2"] == pytest.approx(1 / gain)
+    assert found["over_head_groups"]["8"] > 1.02 > 1 > found["speedup"]
+    speedup = found["over_head_groups"]["8"] * found["speedup"]
+    assert f"With --wlb-cp-head-groups 8 instead of 2 it would be {speedup:.2f} times" in printed
+    assert "Add to the launch line:" not in printed and "Take out:" not in printed
+    assert "Simulated was --wlb --calculate-per-token-loss" in printed and "refuses them: --sft." in printed
+
+
+LARGE = (
+    "--tensor-model-parallel-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 2 --num-gpus 16 "
+    "--num-layers 4 --hidden-size 512 --num-attention-heads 4 --vocab-size 128 --group-query-attention "
+    f"--seq-length {8 * C} --global-batch-size 8"
+)
+
+
 def test_levels_of_imbalance(tmp_path, lengths):
     """In a layout that has them all: balancing lowers each, and the speed-up lies between none and the limit."""
-    layout = "--tensor-model-parallel-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 2 --num-gpus 16"
-    model = "--num-layers 4 --hidden-size 512 --num-attention-heads 4 --vocab-size 128 --group-query-attention"
     write_index(tmp_path / "long.idx", 8 * lengths + 1)
-    job = f"--seq-length {8 * C} --global-batch-size 8 --data-path {tmp_path / 'long'} --steps 40"
-    found = analyse(tmp_path, model, layout, job)
+    found = analyse(tmp_path, LARGE, "--steps 40 --data-path", str(tmp_path / "long"))
     assert [found["job"][name] for name in ("tp", "cp", "pp", "dp")] == [2, 2, 2, 2]
     assert found["job"]["model"]["num_query_groups"] == 1
     plain, ours = (found["schemes"][name] for name in ("plain", "ours"))
@@ -209,6 +236,23 @@ def test_blend_and_split(tmp_path, data, lengths):
     assert [source.weight for source in by_size.sources] == [lengths[:6400].sum(), 80 * 64]
     whole, _ = described(MODEL, f"--seq-length {C} --data-path", data)  # upstream's default split
     assert len(whole.sources[0].pairs) == 7752
+
+
+def test_blends_as_training_reads_them(tmp_path, data, lengths):
+    """From a file, which --split divides, and by split, which it does not; --data-path counts before them."""
+    (tmp_path / "blend.txt").write_text(f"1.0\n{data}\n")
+    for name, blend in (("words", [1, data]), ("text", f"1 {data}")):
+        (tmp_path / name).write_text(json.dumps({"train": blend, "valid": None, "test": None}))
+    for flag, documents in (
+        (f"--data-args-path {tmp_path / 'blend.txt'}", 4000),
+        (f"--per-split-data-args-path {tmp_path / 'words'}", 8000),
+        (f"--per-split-data-args-path {tmp_path / 'text'}", 8000),
+        (f"--train-data-path {data} --valid-data-path {data}", 8000),
+        (f"--train-data-path 1 {data} --data-path {data}", 4000),
+    ):
+        setup, job = described(MODEL, f"--seq-length {C} --split 50,50,0", flag)
+        assert job["data_path"] == [data], flag
+        assert [source.pairs.tolist() for source in setup.sources] == [lengths[:documents].tolist()], flag
 
 
 def test_shares_of_work_by_hand(data, lengths):
@@ -275,7 +319,12 @@ IGNORED = (
 
 @pytest.mark.parametrize(
     ("words", "gpus", "assumed"),
-    [("WORLD_SIZE=8 python -u pretrain_gpt.py", 8, False), ("--num-gpus 6", 6, False), ("", 2, True)],
+    [
+        ("WORLD_SIZE=8 python -u pretrain_gpt.py", 8, False),
+        ("--num-gpus 6", 6, False),
+        ("WORLD_SIZE=0", 2, True),
+        ("", 2, True),
+    ],
 )
 def test_world_size(data, words, gpus, assumed):
     layout = f"{MODEL} --seq-length {C} --pipeline-model-parallel-size 2 --data-path {data}"
@@ -360,13 +409,103 @@ def test_a_script_of_the_shape_of_nvidias(tmp_path, data):
     assert (model["num_layers"], model["num_query_groups"], model["padded_vocab_size"]) == (32, 8, 128256)
     assert len(setup.sources[0].pairs) == round(0.99 * 8000)
     assert setup.notes == [
-        "Left out: mock data; documents are those that are named (--mock-data).",
-        "Left out: a batch size that changes, which --wlb does not train with (--rampup-batch-size).",
+        "Left out, since training with --wlb refuses them: --rampup-batch-size --mock-data.",
         "FP8 and FP4 (--fp8-format --fp8-param-gather) are not modelled: all numbers are those of bf16.",
         "Not simulated, and so without effect on these numbers: --attention-backend.",
     ]
     known = "--node_rank --use-mcore-models --exit-duration-in-mins --bf16 --tokenizer-model --profile "
     assert setup.ignored == [*known.split(), "--profile-step-start", "--save"]
+
+
+def test_a_job_of_slurm_whose_flags_are_one_word(tmp_path, data):
+    """As upstream's sc21 scripts: no torchrun, GPUs by #SBATCH, training in `sh -c`."""
+    (tmp_path / "train.sbatch").write_text(
+        "#!/bin/bash\n#SBATCH --nodes=2 --exclusive --ntasks-per-node=8\n"
+        f'options=" \\\n --seq-length {C} {MODEL} \\\n --context-parallel-size 2 --data-path {data}"\n'
+        'run="python -u pretrain_gpt.py ${options} --dataloader-type cyclic"\n'
+        'srun -l --output=log sh -c "${run}"\n'
+    )
+    setup, job = described("--launch", str(tmp_path / "train.sbatch"))
+    assert (job["num_gpus"], job["cp"], job["dp"], job["data_path"]) == (16, 2, 8, [data])
+    assert setup.refused == ["--dataloader-type"] and "--dataloader-type" not in setup.ignored
+    _, job = described("--num-gpus 4 --launch", str(tmp_path / "train.sbatch"))
+    assert job["num_gpus"] == 4
+
+
+VALUES = {
+    "attention_backend": "local",
+    "attention_dropout": "0.1",
+    "cuda_graph_impl": "local",
+    "dataloader_type": "single",
+    "eval_micro_batch_size": "2",
+    "experimental_attention_variant": "dsa",
+    "load": "s3://bucket",
+    "position_embedding_type": "mrope",
+    "rerun_mode": "report_stats",
+    "save": "s3://bucket",
+    "softmax_type": "learnable",
+}
+"""Of flags of which not every value is refused."""
+CONDITIONAL = {
+    "calculate_per_token_loss",
+    "expert_model_parallel_size",
+    "layernorm_zero_centered_gamma",
+    "moe_flex_dispatcher_backend",
+    "moe_hybridep_pad_uneven_dispatch_inputs",
+    "moe_token_dispatcher_type",
+    "overlap_p2p_comm",
+    "transformer_impl",
+    "untie_embeddings_and_output_weights",
+    "use_distributed_optimizer",
+}
+"""Refused only beside others, or where they are missing."""
+
+
+def refusals():
+    """Names of the arguments that training with --wlb looks at to refuse them, from its source."""
+    source = ast.parse((ROOT / "megatron_wlb" / "adapter" / "arguments.py").read_text())
+    (function,) = [n for n in source.body if isinstance(n, ast.FunctionDef) and n.name == "_refusals"]
+    attributes = [n.attr for n in ast.walk(function) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "args"]
+    constants = [n.value for n in ast.walk(function) if isinstance(n, ast.Constant)]
+    words = {text for text in constants if isinstance(text, str) and re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", text)}
+    ours = {"none", "auto", "vanilla", "mrope", "relative", "local", "allgather", "flex", "hybridep", "external"}
+    return sorted({*attributes, *words} - ours - {"report_stats"})
+
+
+@pytest.mark.parametrize("name", refusals())
+def test_what_training_refuses_is_to_be_taken_out(name, data, capsys):
+    """Named as it is, or refused here already; a harmless value of the same flag is not named."""
+    flag = f"--{name.replace('_', '-')}"
+    known = argparse.ArgumentParser(allow_abbrev=False)
+    add_job_arguments(known)
+    line = [*JOB.split(), "--data-path", data]
+    if flag in known._option_string_actions:
+        if name.replace("_", "-") in NOT_SIMULATED:
+            refused(capsys, f"{' '.join(line)} {flag} 8", f"{flag}: .* cannot be simulated")
+        return  # a size or a switch that is simulated as it is
+    with_value = [flag, VALUES[name]] if name in VALUES else [flag]
+    setup, _ = described(*line, *with_value)
+    assert setup.refused == ([] if name in CONDITIONAL else [flag])
+
+
+def test_what_training_takes_is_not_to_be_taken_out(data):
+    """All of docs/training.md but what is refused: other values, and values that are spelled differently."""
+    words = (
+        "--dataloader-type external --attention-dropout 0.0 --cuda-graph-impl none --rerun-mode disabled --save dir "
+    )
+    words += "--position-embedding-type rope --attention-backend=flash --eval-micro-batch-size 1 --softmax-type vanilla"
+    assert described(JOB, "--data-path", data, words)[0].refused == []
+    assert described(JOB, "--data-path", data, "--attention-dropout $DROPOUT")[0].refused == ["--attention-dropout"]
+
+
+def test_what_to_take_out_is_printed(tmp_path, lengths, capsys):
+    write_index(tmp_path / "long.idx", 8 * lengths + 1)
+    words = f"--steps 40 --sft --rampup-batch-size 2 2 100 --dataloader-type=cyclic --html {tmp_path / 'page'}"
+    analyse(tmp_path, LARGE, words, "--data-path", str(tmp_path / "long"))
+    printed = capsys.readouterr().out
+    assert printed.endswith("Take out:\n  --sft --rampup-batch-size --dataloader-type\n")
+    assert "--wlb-packing adaptive" in printed.split("Add to the launch line:\n")[1]
+    assert "<h2>Take out</h2><pre>--sft" in (tmp_path / "page").read_text()
 
 
 @pytest.mark.parametrize(
@@ -395,6 +534,11 @@ def test_our_own_slurm_scripts(name, gpus, shape, tmp_path):
         ("A=$(date)\n$A", "A=$ ( date ) $A"),
         ('"--split \'9,1\'" "a b" "--x"', "--split 9,1 a b --x"),
         ("#SBATCH --nodes=8\n$SLURM_JOB_NUM_NODES", "8"),
+        ("#SBATCH -p x --nodes=8 --gres=gpu:h100:4 --time 1\n#SBATCH --ntasks-per-node=2", "; WORLD_SIZE=32"),
+        ("#SBATCH --gpus-per-node=4 -N 2\n$SLURM_GPUS_ON_NODE", "4 ; WORLD_SIZE=8"),
+        ("#SBATCH --gpus-per-node=4\n#SBATCH --ntasks-per-node=4", ""),  # on as many nodes as sbatch is told
+        ("C='a b; c' # \nsrun /bin/bash -x -lc \"${C}\"", "C=a b; c srun /bin/bash -x -lc a b ; c"),
+        ("sh -c \"zsh -c 'a b; c'\"; python -c 'a b; c'", "sh -c zsh -c a b ; c ; python -c a b; c"),
     ],
 )
 def test_words_of_a_shell(text, words):

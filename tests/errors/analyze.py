@@ -81,6 +81,11 @@ CASES: list[Case] = [
         analyzed("", job=f"{JOB} --data-path -1 {{}}/corpus"),
     ),
     (
+        "--per-split-data-args-path <…corpus.idx> holds no training blend (…); give JSON such as "
+        '{"train": ["PREFIX"], "valid": ["PREFIX"], "test": ["PREFIX"]}',
+        analyzed("--per-split-data-args-path {}/corpus.idx", job=JOB),
+    ),
+    (
         "--split <0,1>: give shares of training, validation and test, such as 969,30,1",
         analyzed("--split 0,1"),
     ),

@@ -16,10 +16,10 @@ GPU, nor Megatron, nor torch, and of the dataset only the .idx file.
     megatron-wlb analyze --launch train.sh --html report.html
     megatron-wlb analyze --model llama2-7b --seq-length 131072 --tensor-model-parallel-size 8 ... --data-path DATA
 
-Flags of Megatron that don't matter, or are not simulated, are listed. Plain Megatron (attention stays inside of
-documents), the paper's WLB-LLM and this project's --wlb (with --wlb-packing adaptive unless you say otherwise; other
---wlb-* flags count) run the same data, shuffled as in training; steps are packed, sharded and simulated as they would
-be trained.
+Flags of Megatron that don't matter, are not simulated, or are refused by training with --wlb are listed. Plain Megatron
+(attention stays inside of documents), the paper's WLB-LLM and this project's --wlb (with --wlb-packing adaptive unless
+you say otherwise; other --wlb-* flags count) run the same data, shuffled as in training; steps are packed, sharded and
+simulated as they would be trained.
 """
 
 

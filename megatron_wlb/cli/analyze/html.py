@@ -36,8 +36,7 @@ ul {{ padding-left: 1.1rem }}
 <p>{described}</p>
 <p class="lead">{headline}</p>
 {table}
-<h2>Add to the launch line</h2>
-<pre>{flags}</pre>
+{flags}
 <main>{sections}</main>
 <h2>What this goes by</h2>
 <ul>{facts}</ul>
@@ -56,7 +55,7 @@ def page(report: Report) -> str:
         described=text(table.described(report)),
         headline=text(table.headline(report)),
         table=_table(report),
-        flags=text(report.entries["flags"]),
+        flags="".join(f"<h2>{title}</h2><pre>{text(flags)}</pre>" for title, flags in table.to_paste(report)),
         sections=sections,
         facts="".join(f"<li>{text(fact)}</li>" for fact in table.facts(report)),
     )

@@ -13,10 +13,9 @@ import numpy as np
 from megatron_wlb.cli import tune
 from megatron_wlb.cli.analyze.setup import Setup
 from megatron_wlb.cli.job import DEFAULT_PROFILE, Planning, cp_imbalance, pasted
-from megatron_wlb.config import PACKING_MODES
+from megatron_wlb.config import PACKING_MODES, SHORTEST_DELAY_BOUND
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.packer import PackedStep, make_packer
-from megatron_wlb.plan.packing.adaptive import SHORTEST_DELAY_BOUND
 from megatron_wlb.plan.stream import DocumentStream
 from megatron_wlb.plan.workload import document_work, shipped_profiles
 from megatron_wlb.simulate import SimulatedStep, balanced_time, breakdown, simulate_step
@@ -115,6 +114,7 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
         "flags": flags_to_paste(setup),
         "notes": setup.notes,
         "ignored": setup.ignored,
+        "refused": setup.refused,
     }
     return Report(setup=setup, results=results, entries=entries)
 
@@ -167,6 +167,7 @@ def measure(setup: Setup, scheme: Scheme, packed: int, simulated: int, advance: 
     numbers["imbalance"] |= {"work_mean": summary.imbalance_mean, "work_p95": summary.imbalance_p95}
     typical = {name: us / 1e3 for name, us in asdict(breakdown(example.step)).items()}
     numbers["typical_step_ms"] = {"step": example.step.time / 1e3, **typical}
+    numbers["over_head_groups"] = {} if scheme.upstream else over_head_groups(setup, scheme, samples)
     return Result(scheme=scheme, numbers=numbers, example=example)
 
 
@@ -180,6 +181,22 @@ def planning_of(setup: Setup, scheme: Scheme) -> Planning:
         in_given_order=scheme.upstream,
         use_native=setup.use_native,
     )
+
+
+def over_head_groups(setup: Setup, scheme: Scheme, samples: Sequence[Sample]) -> dict[str, float]:
+    """How many times as fast every tenth step is with other numbers of head groups: powers of 2 that divide key heads.
+
+    Every group has its launches; the latency of an exchange counts once, whatever the number of groups.
+    """
+    job, found = setup.job, {}
+    key_heads = job.model.num_query_groups // job.tp if job.cp > 1 else 0
+    some = samples[:: max(2, len(samples) // 10)]
+    for groups in (1 << n for n in range(key_heads.bit_length())):
+        if key_heads % groups == 0 and groups != scheme.head_groups:
+            planning = planning_of(setup, scheme._replace(head_groups=groups))
+            time = sum(simulate_step(planning.job, planning.step(sample.documents)).time for sample in some)
+            found[str(groups)] = sum(sample.step.time for sample in some) / time
+    return found
 
 
 def _typical(samples: Sequence[Sample]) -> Sample:

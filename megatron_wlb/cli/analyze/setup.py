@@ -1,9 +1,11 @@
 """What is analysed: the job, the data and the settings that the flags describe, contradictions refused."""
 
 import argparse
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,17 +45,20 @@ class Setup:
     """What the flags did not say, and what of them is not simulated: sentences."""
     ignored: list[str]
     """Flags of the launch line that don't matter."""
+    refused: list[str]
+    """And those that training with --wlb refuses."""
 
 
 def setup_of(args: argparse.Namespace) -> Setup:
     """Raises ValueError, naming the flags, for what is missing, contradicts itself or is no dataset."""
-    jobs.require(args, "data_path", "seq_length")
+    data_path, is_split = _data_path(args)
+    jobs.require(args, "seq_length")
     notes = list(args.remarks)
     config = config_from_args(args)
     job = jobs.job_of(args, config, notes)
     _settle_batch(args, job, notes)
     max_tokens, crossover = jobs.max_tokens_of(args, config, job, notes), jobs.crossover_of(args, config, [])
-    sources, prefixes = _sources(args.data_path, args.split, notes)
+    sources, prefixes = _sources(data_path, args.split if is_split else "1", notes)
     found = jobs.described(args, config, job)
     described = {"model": found["model"], **found["layout"], "num_gpus": job.num_gpus}
     described |= {"global_batch_size": args.global_batch_size, "seq_length": args.seq_length}
@@ -73,6 +78,7 @@ def setup_of(args: argparse.Namespace) -> Setup:
         memory=jobs.memory_of(args, job),
         notes=notes,
         ignored=args.ignored,
+        refused=args.refused,
     )
 
 
@@ -88,6 +94,30 @@ def _settle_batch(args: argparse.Namespace, job: Job, notes: list[str]) -> None:
         args.global_batch_size = job.pp * job.dp
         notes.append(f"Assumed: {args.global_batch_size} micro-batches a step, PP x DP (no --global-batch-size).")
     jobs.per_rank(job, args.global_batch_size)
+
+
+def _data_path(args: argparse.Namespace) -> tuple[list[str], bool]:
+    """The words of the training blend, and whether --split divides it: upstream's get_blend_and_blend_per_split."""
+    if not args.data_path:
+        if args.data_args_path is not None:
+            return Path(args.data_args_path).read_text(encoding="utf-8").split(), True
+        if args.per_split_data_args_path is not None:
+            return _training_blend(args.per_split_data_args_path), False
+        if args.train_data_path:
+            return args.train_data_path, False
+    jobs.require(args, "data_path")
+    return args.data_path, True
+
+
+def _training_blend(path: str) -> list[str]:
+    try:
+        blend = json.loads(Path(path).read_text(encoding="utf-8"))["train"]
+        return blend.split() if isinstance(blend, str) else [str(word) for word in blend]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--per-split-data-args-path {path} holds no training blend ({error!r}); give JSON such as "
+            '{"train": ["PREFIX"], "valid": ["PREFIX"], "test": ["PREFIX"]}'
+        ) from error
 
 
 def _sources(data_path: Sequence[str], split: str | None, notes: list[str]) -> tuple[list[Source], list[str]]:

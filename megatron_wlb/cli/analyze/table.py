@@ -78,17 +78,30 @@ def _share(numbers: dict[str, Any]) -> str:
     return f"{numbers['of_attainable']:.0%}".replace("%", " %") if numbers["packing"] != "original" else ""
 
 
+def gains(report: Report) -> bool:
+    ours = report.entries["schemes"]["ours"]
+    return ours["of_attainable"] is not None and ours["speedup"] > 1
+
+
 def headline(report: Report) -> str:
-    entries = report.entries
-    ours, limit = entries["schemes"]["ours"], entries["limit"]["speedup"]
-    if ours["of_attainable"] is None:
-        return (
-            f"Predicted: nothing to gain; work that is all alike would give {limit:.3f} times as many tokens a second."
-        )
-    return (
-        f"Predicted: {ours['speedup']:.2f} times as many tokens a second, {ours['of_attainable']:.0%} of what is "
-        f"attainable ({limit:.2f})."
-    ).replace("%", " %")
+    ours, limit = report.entries["schemes"]["ours"], report.entries["limit"]["speedup"]
+    said = "nothing to gain with these flags"
+    if gains(report):
+        said = f"{ours['of_attainable']:.0%} of what is attainable ({limit:.2f})".replace("%", " %")
+    groups, gain = max(ours["over_head_groups"].items(), key=lambda item: item[1], default=("", 0.0))
+    hint = (
+        f" With --wlb-cp-head-groups {groups} instead of {report.setup.job.cp_head_groups} it would be "
+        f"{gain * ours['speedup']:.2f} times, if the latency of an exchange counts once for all groups: analyse again "
+        "with this flag to see all of it."
+    )
+    text = f"Predicted: {ours['speedup']:.2f} times as many tokens a second, {said}."
+    return text + hint * (gain > 1.02)
+
+
+def to_paste(report: Report) -> list[tuple[str, str]]:
+    """Titles, and the flags below them; nothing where there is nothing to gain."""
+    pairs = [("Add to the launch line", report.entries["flags"]), ("Take out", " ".join(report.entries["refused"]))]
+    return [(title, flags) for title, flags in pairs if flags and gains(report)]
 
 
 def facts(report: Report) -> list[str]:
@@ -116,6 +129,7 @@ def facts(report: Report) -> list[str]:
         f"The limit has the micro-batches and CP shards of --wlb all alike. Pipelines can come below it where light "
         f"micro-batches run at the ends. The work of a document of d tokens is d x {setup.crossover_tokens:,} + d x d.",
         *entries["notes"],
+        *([] if gains(report) else [f"Nothing is to be added to the launch line. Simulated was {entries['flags']}."]),
         *([f"Ignored, since nothing here depends on them: {ignored}."] if ignored else []),
     ]
 
@@ -153,5 +167,6 @@ def show(report: Report, console: Any) -> None:
     say(f"[bold]{escape(headline(report))}[/bold]")
     for fact in facts(report):
         say(escape(f"- {fact}"))
-    say("Add to the launch line:")
-    say(f"  {escape(report.entries['flags'])}")
+    for title, flags in to_paste(report):
+        say(f"{title}:")
+        say(f"  {escape(flags)}")
