@@ -138,10 +138,10 @@ class Case:
     @property
     def our_kernel(self) -> KernelModel:
         """By which ours chooses: attention and the exchange, as in training."""
-        model, tp = self.job.model, self.job.tp
-        row_bytes = 2 * 2 * -(-model.num_query_groups // tp) * model.kv_channels
-        heads = model.num_attention_heads // tp
-        return self.job.hardware.attention.kernel(heads=heads, row_bytes=row_bytes, head_groups=HEAD_GROUPS)
+        job = self.job
+        return job.hardware.attention.layer_kernel(
+            job.model, tp_size=job.tp, bytes_per_value=2, head_groups=HEAD_GROUPS
+        )
 
     def stream(self, seed: int = 0) -> np.ndarray:
         """Lengths as they come, int64 [documents]."""

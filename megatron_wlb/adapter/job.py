@@ -30,7 +30,7 @@ from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.sharding.exchange import head_groups
 from megatron_wlb.plan.step import Layout, Planner
 from megatron_wlb.plan.stream import DocumentStream
-from megatron_wlb.plan.workload import KernelModel, load_profile
+from megatron_wlb.plan.workload import KernelModel, ModelShape, load_profile
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import choose_backend, get_backend
 
@@ -52,7 +52,7 @@ class WlbJob:
         self._max_tokens = config.max_tokens_for(args.seq_length, self._unit, self._fitting_tokens())
         self._splits = data.load_splits(args)
         self._profile = load_profile(config.profile or ("h100-fa2" if gpu else "flops"))
-        self._crossover = config.crossover or self._profile.crossover_for(**_model_shape(args))
+        self._crossover = config.crossover or self._profile.crossover_for(self._memory.model)
         if config.planner == "native" and not native.AVAILABLE:
             raise ValueError(f"--wlb-planner {config.planner}, but the native core {native.WHY_NOT}")
         self._use_native = native.AVAILABLE and config.planner != "python"
@@ -284,12 +284,12 @@ class WlbJob:
 
     @property
     def _kernel(self) -> KernelModel:
-        args = self._args
-        key_heads = max(1, self._memory.num_query_groups // args.tensor_model_parallel_size)
-        return self._profile.kernel(
-            heads=max(1, args.num_attention_heads // args.tensor_model_parallel_size),
-            row_bytes=2 * key_heads * args.kv_channels * args.params_dtype.itemsize,
-            head_groups=head_groups(self._config.cp_head_groups, key_heads),
+        model, tp_size = self._memory.model, self._args.tensor_model_parallel_size
+        return self._profile.layer_kernel(
+            model,
+            tp_size=tp_size,
+            bytes_per_value=self._args.params_dtype.itemsize,
+            head_groups=head_groups(self._config.cp_head_groups, model.heads_per_rank(tp_size)[1]),
         )
 
     def _planner(self, split: str, split_data: SplitData, first_step: int) -> Planner:
@@ -375,25 +375,25 @@ def _of_step(first: Batch, batch: Batch, others: Iterator[Batch], count: int) ->
         yield batch
 
 
-def _model_shape(args: Namespace) -> dict[str, Any]:
+def _model_shape(args: Namespace) -> ModelShape:
     """What costs and memory of a layer depend on; a token runs through `moe_router_topk` experts at once."""
     expert = args.moe_ffn_hidden_size or args.ffn_hidden_size
-    return {
-        "num_layers": args.num_layers,
-        "hidden_size": args.hidden_size,
-        "ffn_hidden_size": args.moe_router_topk * expert if args.num_experts else args.ffn_hidden_size,
-        "num_attention_heads": args.num_attention_heads,
-        "num_query_groups": args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-        "kv_channels": args.kv_channels,
-        "gated_linear_unit": args.swiglu,
-        "padded_vocab_size": args.padded_vocab_size or 0,
-    }
+    return ModelShape(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.moe_router_topk * expert if args.num_experts else args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        padded_vocab_size=args.padded_vocab_size or 0,
+        kv_channels=args.kv_channels,
+        gated_linear_unit=args.swiglu,
+    )
 
 
 def _activation_model(args: Namespace, config: WlbConfig) -> ActivationModel:
     modules = frozenset(args.recompute_modules or () if args.recompute_granularity == "selective" else ())
     return ActivationModel(
-        **_model_shape(args),
+        model=_model_shape(args),
         dropout=args.hidden_dropout > 0,
         recompute_layers=args.recompute_granularity == "full",
         recompute_modules=modules - {"mlp"} if args.num_experts else modules,  # only its dense layers have one

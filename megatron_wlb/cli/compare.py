@@ -369,7 +369,7 @@ def _profile(
         linear_tflops=(profile.rounded(forward), profile.rounded(backward)),
     )
     before, after = list(rows.values())[-2:]
-    data = profile.entries(known, known.crossover_for(**asdict(fit.job.model)), {"step_time": after})
+    data = profile.entries(known, known.crossover_for(fit.job.model), {"step_time": after})
     if known.gather_us_per_mib or known.scatter_us_per_mib:
         data["us_per_mib"] = {"gather": known.gather_us_per_mib, "scatter": known.scatter_us_per_mib}
     fitted = {"log": Path(args.log).name, "steps_fitted": fit.steps, "scales": asdict(fit.scales)}

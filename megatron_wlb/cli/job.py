@@ -18,8 +18,8 @@ from megatron_wlb.plan.sharding.exchange import head_groups
 from megatron_wlb.plan.sharding.select import shard
 from megatron_wlb.plan.step import Layout, shard_micro_batch
 from megatron_wlb.plan.types import DOCUMENT, ShardPlan
-from megatron_wlb.plan.workload import document_work, load_profile
-from megatron_wlb.simulate import MODELS, Hardware, Job, ModelShape, SimulatedStep
+from megatron_wlb.plan.workload import ModelShape, document_work, load_profile
+from megatron_wlb.simulate import MODELS, Hardware, Job, SimulatedStep
 
 MAX_GPUS = 1 << 17
 DEFAULT_MODEL = "llama2-7b"
@@ -190,7 +190,7 @@ def job_of(args: argparse.Namespace, config: WlbConfig, notes: list[str]) -> Job
         dp=dp,
         group_size=args.microbatch_group_size_per_virtual_pipeline_stage,
         edge_layers=edge_layers,
-        cp_head_groups=head_groups(config.cp_head_groups, max(1, model.num_query_groups // tp)),
+        cp_head_groups=head_groups(config.cp_head_groups, model.heads_per_rank(tp)[1]),
         recompute=args.recompute_granularity == "full",
         hardware=Hardware(attention=load_profile(config.profile or DEFAULT_PROFILE)),
     )
@@ -275,10 +275,10 @@ def crossover_of(args: argparse.Namespace, config: WlbConfig, notes: list[str]) 
         return config.crossover
     profile = load_profile(config.profile or DEFAULT_PROFILE)
     if any(getattr(args, name) is not None for name in ("model", *_SHAPE)):
-        return profile.crossover_for(**asdict(model_of(args, notes, parallel_sizes(args)[0])))
+        return profile.crossover_for(model_of(args, notes, parallel_sizes(args)[0]))
     if profile.crossover_tokens is not None:
         return profile.crossover_tokens
-    crossover = profile.crossover_for(**asdict(MODELS[DEFAULT_MODEL]))
+    crossover = profile.crossover_for(MODELS[DEFAULT_MODEL])
     notes.append(
         f"Assumed: a crossover of {crossover} tokens, that of a 7B model ({DEFAULT_MODEL}); describe yours by --model "
         "or its sizes, or give --wlb-crossover."
@@ -288,7 +288,7 @@ def crossover_of(args: argparse.Namespace, config: WlbConfig, notes: list[str]) 
 
 def memory_of(args: argparse.Namespace, job: Job) -> ActivationModel:
     return ActivationModel(
-        **asdict(job.model),
+        model=job.model,
         dropout=args.hidden_dropout > 0,
         recompute_layers=job.recompute,
         bytes_per_value=_BYTES_PER_VALUE,
@@ -346,7 +346,7 @@ class Planning:
     @property
     def layout(self) -> Layout:
         """Of the first data-parallel rank."""
-        job, model = self.job, self.job.model
+        job = self.job
         return Layout(
             dp_size=job.dp,
             dp_rank=0,
@@ -355,10 +355,8 @@ class Planning:
             vp_size=job.vpp,
             unit_tokens=self.unit_tokens,
             cp_sharding=self.cp_sharding,
-            kernel=job.hardware.attention.kernel(
-                heads=model.num_attention_heads // job.tp,
-                row_bytes=2 * max(1, model.num_query_groups // job.tp) * model.kv_channels * _BYTES_PER_VALUE,
-                head_groups=job.cp_head_groups,
+            kernel=job.hardware.attention.layer_kernel(
+                job.model, tp_size=job.tp, bytes_per_value=_BYTES_PER_VALUE, head_groups=job.cp_head_groups
             ),
             crossover_tokens=self.crossover_tokens,
             balance=self.balance,

@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from megatron_wlb.cli.common import progress, provenance, write_json, writer
 from megatron_wlb.cli.job import add_model_arguments, model_of
 from megatron_wlb.plan.sharding.select import shard
 from megatron_wlb.plan.types import Shard, ShardPlan
-from megatron_wlb.plan.workload import KernelModel, KernelTimes, Profile, load_profile, weights_per_layer
+from megatron_wlb.plan.workload import KernelModel, KernelTimes, ModelShape, Profile, load_profile
 
 LONGEST_TOKENS = {"cuda": (131072, 16384), "cpu": (4096, 1024)}
 """Longest document that is measured (in shards of it), without and with --quick."""
@@ -47,7 +47,7 @@ Shape = tuple[ShardPlan, int]
 class Target(NamedTuple):
     """A layer that is measured, by the sizes of `ModelShape`, and what it runs with."""
 
-    model: dict[str, Any]
+    model: ModelShape
     device: str
     backend: Any
     dtype: str
@@ -97,7 +97,7 @@ def _target(args: argparse.Namespace) -> Target:
     torch = _torch()
     from megatron_wlb.runtime.backends import get_backend
 
-    model = asdict(model_of(args, [])) | {"num_layers": 1, "padded_vocab_size": 0}
+    model = replace(model_of(args, []), num_layers=1, padded_vocab_size=0)
     device = _device(args.device)
     backend = get_backend(args.backend, device)
     dtype = args.dtype or ("bf16" if device == "cuda" else "fp32")
@@ -128,20 +128,20 @@ def _fitted(
     """The profile, its errors and the linear times, as JSON types."""
     model, (forward, backward) = target.model, map(rounded, linear_us)
     shards = [plan.shards[rank] for plan, rank in chosen]
-    kernel, error = fit_directions(shards, us, model["num_attention_heads"], TILE_ROWS[target.device])
-    flops = 2e-6 * weights_per_layer(**model)  # TFLOP/s x us per token
+    kernel, error = fit_directions(shards, us, model.num_attention_heads, TILE_ROWS[target.device])
+    flops = 2e-6 * model.token_weights  # TFLOP/s x us per token
     profile = Profile(
         name=Path(args.output).stem if args.output != "-" else target.backend.name,
         **kernel,
         linear_tflops=(rounded(flops / linear_us[0]), rounded(2 * flops / linear_us[1])),
-        head_size=model["kv_channels"],
+        head_size=model.kv_channels,
         dtype=target.dtype,
         backend=target.backend.name,
     )
     linear = {"forward_us_per_token": forward, "backward_us_per_token": backward}
     linear["tokens"] = LINEAR_TOKENS[target.device]
-    linear |= {name: size for name, size in model.items() if name not in ("num_layers", "padded_vocab_size")}
-    return entries(profile, profile.crossover_for(**model), error) | {"linear": linear}
+    linear |= {name: size for name, size in asdict(model).items() if name not in ("num_layers", "padded_vocab_size")}
+    return entries(profile, profile.crossover_for(model), error) | {"linear": linear}
 
 
 def shapes(longest: int) -> list[Shape]:
@@ -251,7 +251,8 @@ def attention_times(shape: Shape, target: Target, stopwatch: Callable[..., float
 
     metadata = ShardMetadata.build(*shape, target.device)
     options = AttentionOptions(backend=target.backend)
-    heads, key_heads, head_size = (target.model[n] for n in ("num_attention_heads", "num_query_groups", "kv_channels"))
+    model = target.model
+    heads, key_heads, head_size = model.num_attention_heads, model.num_query_groups, model.kv_channels
     q, dout = torch.randn(2, metadata.num_rows, heads, head_size, **target.tensors)
     k, v = torch.randn(metadata.num_keys, 2, key_heads, head_size, **target.tensors).unbind(1)
     out, dq = torch.empty_like(q), torch.empty_like(q)
@@ -268,9 +269,8 @@ def linear_times(target: Target, tokens: int, stopwatch: Callable[..., float]) -
     from torch.nn import functional as F
 
     model = target.model
-    h, ffn, gated = model["hidden_size"], model["ffn_hidden_size"], model["gated_linear_unit"]
-    query = model["num_attention_heads"] * model["kv_channels"]
-    qkv = query + 2 * model["num_query_groups"] * model["kv_channels"]
+    h, ffn, gated = model.hidden_size, model.ffn_hidden_size, model.gated_linear_unit
+    query, qkv = model.query_size, model.query_size + 2 * model.key_size
     sizes = [(h,), (qkv, h), (h, query), (h,), (ffn * (1 + gated), h), (h, ffn)]
     x, dy = torch.randn(2, tokens, h, **target.tensors)
     leaves = [x.requires_grad_()]

@@ -6,20 +6,14 @@ grouped key heads and gated MLPs: every tensor that some layer keeps for backwar
 
 from dataclasses import dataclass, replace
 
+from megatron_wlb.plan.workload import ModelShape
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationModel:
-    """A decoder-only model on one rank of its layout; see `peak_bytes`."""
+    """A model on one rank of its layout; see `peak_bytes`."""
 
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    """Of the experts that a token goes to, together."""
-    num_attention_heads: int
-    num_query_groups: int
-    kv_channels: int
-    gated_linear_unit: bool
-    padded_vocab_size: int
+    model: ModelShape
     dropout: bool
     """Hidden dropout keeps two masks a layer."""
     recompute_layers: bool
@@ -43,20 +37,19 @@ class ActivationModel:
 
     def layer_input_bytes(self) -> float:
         """Of one layer, per token of the rank's shard of the sequence."""
-        return self.bytes_per_value * self.hidden_size / (self.tp_size if self.sequence_parallel else 1)
+        return self.bytes_per_value * self.model.hidden_size / (self.tp_size if self.sequence_parallel else 1)
 
     def layer_bytes(self) -> float:
         """Kept for backward by one layer that is not recomputed, per token of the rank's shard of the sequence."""
-        h, w = self.hidden_size, self.bytes_per_value
+        model, h, w = self.model, self.model.hidden_size, self.bytes_per_value
         split = self.tp_size if self.sequence_parallel else 1
-        query, key = self.num_attention_heads * self.kv_channels, self.num_query_groups * self.kv_channels
         # Split by sequence parallelism: inputs and outputs of both norms, dropout masks of one byte.
         between = (2 if "layernorm" in self.recompute_modules else 4) * w * h + (2 * h if self.dropout else 0)
         # Split by tensor parallelism: Q, K, V, the attention output, log-sum-exps; the MLP before and after activation.
         copies = 1 + self.cp_size if self.save_gathered_keys and self.cp_size > 1 else 1
-        attention = w * (2 * query + 2 * copies * key) + 4 * self.num_attention_heads
-        tensors = (3 if self.gated_linear_unit else 2) - ("moe_act" in self.recompute_modules)
-        mlp = 0 if self.recompute_modules & {"mlp", "moe"} else w * self.ffn_hidden_size * tensors
+        attention = w * (2 * model.query_size + 2 * copies * model.key_size) + 4 * model.num_attention_heads
+        tensors = (3 if model.gated_linear_unit else 2) - ("moe_act" in self.recompute_modules)
+        mlp = 0 if self.recompute_modules & {"mlp", "moe"} else w * model.ffn_hidden_size * tensors
         return between / split + (attention + mlp) / self.tp_size
 
     def in_flight(self, stage: int, num_micro_batches: int) -> int:
@@ -70,7 +63,7 @@ class ActivationModel:
     def peak_bytes(self, stage: int, max_tokens: int, num_micro_batches: int) -> float:
         """Activations at the peak of a stage, if every micro-batch in flight had `max_tokens` (S_max) tokens."""
         tokens = max_tokens / self.cp_size
-        layers = self.num_layers / (self.pp_size * self.vp_size)
+        layers = self.model.num_layers / (self.pp_size * self.vp_size)
         if self.recompute_layers:
             recomputed = layers if self.recompute_block is None else min(self.recompute_block, layers)
             kept = recomputed * self.layer_input_bytes() / self.recompute_uniform
@@ -83,8 +76,8 @@ class ActivationModel:
         per_token = self.in_flight(stage, num_micro_batches) * kept + at_once
         if stage == self.pp_size - 1:
             # Input of the output layer, its logits, and their softmax in fp32.
-            per_token += self.bytes_per_value * self.hidden_size
-            per_token += (self.bytes_per_value + 4) * self.padded_vocab_size / self.tp_size
+            per_token += self.bytes_per_value * self.model.hidden_size
+            per_token += (self.bytes_per_value + 4) * self.model.padded_vocab_size / self.tp_size
         return tokens * per_token
 
     def peak_bytes_of_stages(self, max_tokens: int, num_micro_batches: int) -> list[float]:

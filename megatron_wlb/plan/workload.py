@@ -20,35 +20,57 @@ def document_work(lengths: np.ndarray, crossover_tokens: int) -> np.ndarray:
     return lengths * (lengths + crossover_tokens)
 
 
-def weights_per_layer(
-    *,
-    num_layers: int,
-    hidden_size: int,
-    ffn_hidden_size: int,
-    num_attention_heads: int,
-    num_query_groups: int,
-    kv_channels: int,
-    gated_linear_unit: bool,
-    padded_vocab_size: int,
-) -> int:
-    """Weights that a token is multiplied with in a layer of a decoder-only model.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A decoder-only model with untied embeddings, by Megatron's names for its sizes."""
 
-    `ffn_hidden_size` is that of all experts that a token goes to, together. The output projection is spread over the
-    layers, as the pipeline does; `padded_vocab_size` 0 leaves it out.
-    """
-    query = num_attention_heads * kv_channels
-    attention_weights = hidden_size * (2 * query + 2 * num_query_groups * kv_channels)
-    mlp_weights = hidden_size * ffn_hidden_size * (3 if gated_linear_unit else 2)
-    return attention_weights + mlp_weights + hidden_size * padded_vocab_size // num_layers
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    """Of the experts that a token goes to, together."""
+    num_attention_heads: int
+    num_query_groups: int
+    padded_vocab_size: int
+    """0 leaves the embedding and the output layer out."""
+    kv_channels: int = 128
+    gated_linear_unit: bool = True
 
+    @property
+    def query_size(self) -> int:
+        return self.num_attention_heads * self.kv_channels
 
-def crossover_from_flops(**model: Any) -> int:
-    """Crossover length Lc in tokens of a model (arguments of `weights_per_layer`), from matrix-multiply FLOPs alone.
+    @property
+    def key_size(self) -> int:
+        return self.num_query_groups * self.kv_channels
 
-    Per token and layer: 2 FLOPs per weight, and 2 * heads * kv_channels per token attended to (causal attention: QK^T
-    and PV over half of the document).
-    """
-    return max(1, weights_per_layer(**model) // (model["num_attention_heads"] * model["kv_channels"]))
+    @property
+    def layer_weights(self) -> int:
+        """Weights of a layer's matrices."""
+        mlp = self.ffn_hidden_size * (3 if self.gated_linear_unit else 2)
+        return self.hidden_size * (2 * self.query_size + 2 * self.key_size + mlp)
+
+    @property
+    def vocabulary_weights(self) -> int:
+        """Weights of the embedding, and of the output layer."""
+        return self.padded_vocab_size * self.hidden_size
+
+    @property
+    def token_weights(self) -> int:
+        """Weights that a token is multiplied with in a layer, the output layer's spread over all as pipelines do."""
+        return self.layer_weights + self.vocabulary_weights // self.num_layers
+
+    @property
+    def crossover_tokens(self) -> int:
+        """Crossover length Lc in tokens from matrix-multiply FLOPs alone.
+
+        Per token and layer: 2 FLOPs per weight, and 2 * heads * kv_channels per token attended to (causal attention:
+        QK^T and PV over half of the document).
+        """
+        return max(1, self.token_weights // self.query_size)
+
+    def heads_per_rank(self, tp_size: int) -> tuple[int, int]:
+        """Query and key heads of a tensor-parallel rank."""
+        return max(1, self.num_attention_heads // tp_size), max(1, self.num_query_groups // tp_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +157,16 @@ class Profile:
             exchange=exposed * moved,
         )
 
-    def crossover_for(self, **model: Any) -> int:
-        """Crossover length Lc in tokens of a model (arguments of `weights_per_layer`) on this device.
+    def layer_kernel(
+        self, model: ModelShape, *, tp_size: int, bytes_per_value: int, head_groups: int = 1
+    ) -> KernelModel:
+        """`kernel` for a model and how K and V are stored."""
+        heads, key_heads = model.heads_per_rank(tp_size)
+        row_bytes = 2 * key_heads * model.kv_channels * bytes_per_value
+        return self.kernel(heads=heads, row_bytes=row_bytes, head_groups=head_groups)
+
+    def crossover_for(self, model: ModelShape) -> int:
+        """Crossover length Lc in tokens of a model on this device.
 
         From times where `linear_tflops` is known: a document of d tokens, whole tiles of them, takes
         d * per_token + d * d * per_pair, so with Lc = per_token / per_pair its work is proportional to its time. Tiles
@@ -144,11 +174,11 @@ class Profile:
         micro-batch, don't count. Else `crossover_tokens` if stated, else from FLOPs.
         """
         if self.linear_tflops is None:
-            return self.crossover_tokens or crossover_from_flops(**model)
-        kernel, t = self.kernel(heads=model["num_attention_heads"]), self.tile_rows
-        heads = kernel.heads * model["kv_channels"] / (self.head_size or model["kv_channels"])
+            return self.crossover_tokens or model.crossover_tokens
+        kernel, t = self.kernel(heads=model.num_attention_heads), self.tile_rows
+        heads = kernel.heads * model.kv_channels / (self.head_size or model.kv_channels)
         forward, backward = self.linear_tflops
-        flops = weights_per_layer(**model) * (2 / forward + (4 / backward if self.backward else 0)) / 1e6
+        flops = model.token_weights * (2 / forward + (4 / backward if self.backward else 0)) / 1e6
         # n tiles of rows have n * (n + 1) / 2 visible tiles: d * d / (2 * t * t) + d / (2 * t).
         per_token = flops + heads * (kernel.tile / 2 + kernel.query_tile) / t
         per_pair = heads * kernel.tile / (2 * t * t)

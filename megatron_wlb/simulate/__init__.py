@@ -4,7 +4,7 @@ Discrete events of one step under data, pipeline, context and tensor parallelism
 neither torch nor megatron nor a GPU.
 """
 
-from megatron_wlb.simulate.job import MODELS, Hardware, Job, ModelShape
+from megatron_wlb.simulate.job import MODELS, Hardware, Job
 from megatron_wlb.simulate.step import Breakdown, SimulatedStep, balanced_time, breakdown, simulate_step
 from megatron_wlb.simulate.trace import trace_events, write_trace
 
@@ -13,7 +13,6 @@ __all__ = [
     "Breakdown",
     "Hardware",
     "Job",
-    "ModelShape",
     "SimulatedStep",
     "balanced_time",
     "breakdown",

@@ -1,55 +1,12 @@
-"""What is simulated: a model, the hardware, and how the one runs on the other; with the source of every number."""
+"""What is simulated: known models, the hardware, and how the one runs on the other; with the source of every number."""
 
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_wlb.plan.workload import KernelModel, Profile, crossover_from_flops, load_profile
+from megatron_wlb.plan.workload import KernelModel, ModelShape, Profile, load_profile
 from megatron_wlb.simulate.collectives import Network, load_network
 from megatron_wlb.simulate.schedule import Schedule
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """A dense decoder with untied embeddings, by Megatron's names for its sizes."""
-
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    padded_vocab_size: int
-    kv_channels: int = 128
-    gated_linear_unit: bool = True
-
-    @property
-    def query_size(self) -> int:
-        return self.num_attention_heads * self.kv_channels
-
-    @property
-    def layer_weights(self) -> int:
-        """Parameters of a layer's matrices."""
-        attention = 2 * self.query_size + 2 * self.num_query_groups * self.kv_channels
-        return self.hidden_size * (attention + self.ffn_hidden_size * (3 if self.gated_linear_unit else 2))
-
-    @property
-    def vocabulary_weights(self) -> int:
-        """Parameters of the embedding, and of the output layer."""
-        return self.padded_vocab_size * self.hidden_size
-
-    @property
-    def crossover_tokens(self) -> int:
-        """Crossover length by FLOPs alone, as planning takes it where no profile says better."""
-        return crossover_from_flops(
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            ffn_hidden_size=self.ffn_hidden_size,
-            num_attention_heads=self.num_attention_heads,
-            num_query_groups=self.num_query_groups,
-            kv_channels=self.kv_channels,
-            gated_linear_unit=self.gated_linear_unit,
-            padded_vocab_size=self.padded_vocab_size,
-        )
 
 
 def _shape(layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: int) -> ModelShape:

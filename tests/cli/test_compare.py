@@ -1,7 +1,7 @@
 """Logs of runs whose times are known, held against predictions; scales are found again; broken logs are refused."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -128,9 +128,8 @@ def test_recalibration_finds_the_scales_again(steps, base, tmp_path, capsys):
     assert profile.name == "better"
     assert profile.forward.tile == pytest.approx(1.6 * old.forward.tile, rel=0.06)
     assert profile.backward.tile == pytest.approx(2.5 * profile.forward.tile, rel=1e-3)
-    shape = asdict(JOB.model)
-    assert profile.crossover_tokens == pytest.approx(profile.crossover_for(**shape), rel=1e-3)
-    assert profile.crossover_tokens < base.hardware.attention.crossover_for(**shape) / 2  # about 0.7 / 1.6
+    assert profile.crossover_tokens == pytest.approx(profile.crossover_for(JOB.model), rel=1e-3)
+    assert profile.crossover_tokens < base.hardware.attention.crossover_for(JOB.model) / 2  # about 0.7 / 1.6
     assert profile.gather_us_per_mib == old.gather_us_per_mib
     assert data["recalibrated"]["profile"] == "h100-fa2"
     assert data["recalibrated"]["steps_fitted"] == 12

@@ -11,7 +11,7 @@ import pytest
 from megatron_wlb.cli import profile
 from megatron_wlb.cli.main import main
 from megatron_wlb.plan.sharding.select import shard
-from megatron_wlb.plan.workload import KernelTimes, load_profile
+from megatron_wlb.plan.workload import KernelTimes, ModelShape, load_profile
 from tests.cli.test_plan import ROOT, match
 
 MODEL = [
@@ -103,9 +103,9 @@ def test_what_it_writes_is_a_profile(written):
     loaded = load_profile(str(written))
     assert loaded.name == "mine"
     assert loaded.forward.tile + loaded.backward.tile > 0
-    model = {"num_layers": 1, "hidden_size": 64, "ffn_hidden_size": 128, "gated_linear_unit": True}
-    heads = {"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 16, "padded_vocab_size": 0}
-    assert loaded.crossover_for(**model, **heads) == loaded.crossover_tokens
+    sizes = {"num_layers": 1, "hidden_size": 64, "ffn_hidden_size": 128, "padded_vocab_size": 0}
+    model = ModelShape(**sizes, num_attention_heads=4, num_query_groups=2, kv_channels=16)
+    assert loaded.crossover_for(model) == loaded.crossover_tokens
     for use_native in (False, True):
         kernel = loaded.kernel(heads=4, row_bytes=256, head_groups=2)
         plan = shard(np.array([900, 60, 5, 59]), 4, "adaptive", kernel, use_native=use_native)

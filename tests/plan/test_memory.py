@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_wlb.plan.memory import ActivationModel
+from megatron_wlb.plan.workload import ModelShape
 
-GPT3 = ActivationModel(
+GPT3_SHAPE = ModelShape(
     num_layers=96,
     hidden_size=12288,
     ffn_hidden_size=4 * 12288,
@@ -15,6 +16,9 @@ GPT3 = ActivationModel(
     kv_channels=128,
     gated_linear_unit=False,
     padded_vocab_size=51200,
+)
+GPT3 = ActivationModel(
+    model=GPT3_SHAPE,
     dropout=True,
     recompute_layers=False,
     bytes_per_value=2,
@@ -37,7 +41,7 @@ def test_a_layer_keeps_34_bytes_per_value_of_the_hidden_state():
     saved = replace(parallel, save_gathered_keys=True, cp_size=4)
     assert saved.layer_bytes() == parallel.layer_bytes() + 4 * 2 * 2 * 12288 / 8
     assert replace(saved, cp_size=1).layer_bytes() == parallel.layer_bytes()
-    gated = replace(GPT3, gated_linear_unit=True, num_query_groups=8, dropout=False)
+    gated = replace(GPT3, model=replace(GPT3_SHAPE, gated_linear_unit=True, num_query_groups=8), dropout=False)
     assert gated.layer_bytes() == 2 * (4 * 12288 + 2 * 12288 + 2 * 8 * 128 + 3 * 4 * 12288) + 4 * 96
 
 
@@ -68,7 +72,7 @@ def test_the_peak_adds_up():
 
 
 def test_selective_recomputation_keeps_less():
-    gated = replace(GPT3, gated_linear_unit=True, dropout=False)
+    gated = replace(GPT3, model=replace(GPT3_SHAPE, gated_linear_unit=True), dropout=False)
     between, mlp = 4 * 2 * 12288, 3 * 2 * 4 * 12288
     for modules, less in (
         ({"core_attn"}, 0),

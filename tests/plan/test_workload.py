@@ -14,24 +14,23 @@ from megatron_wlb.plan.workload import (
     FLOPS_PROFILE,
     KernelModel,
     KernelTimes,
+    ModelShape,
     Profile,
-    crossover_from_flops,
     document_work,
     load_profile,
     shipped_profiles,
-    weights_per_layer,
 )
 
-LLAMA2_7B = {
-    "num_layers": 32,
-    "hidden_size": 4096,
-    "ffn_hidden_size": 11008,
-    "num_attention_heads": 32,
-    "num_query_groups": 32,
-    "kv_channels": 128,
-    "gated_linear_unit": True,
-    "padded_vocab_size": 32000,
-}
+LLAMA2_7B = ModelShape(
+    num_layers=32,
+    hidden_size=4096,
+    ffn_hidden_size=11008,
+    num_attention_heads=32,
+    num_query_groups=32,
+    kv_channels=128,
+    gated_linear_unit=True,
+    padded_vocab_size=32000,
+)
 
 
 def test_attention_costs_as_much_as_the_rest_at_the_crossover():
@@ -45,15 +44,15 @@ def test_work_is_exact_for_the_longest_document():
 def test_crossover_of_llama2_7b():
     # Per layer 4 * 4096^2 weights of attention and 3 * 4096 * 11008 of the MLP, and a 32nd of the output projection.
     weights = 4 * 4096**2 + 3 * 4096 * 11008 + 4096 * 32000 // 32
-    assert crossover_from_flops(**LLAMA2_7B) == weights // 4096 == 50_408
-    assert crossover_from_flops(**(LLAMA2_7B | {"padded_vocab_size": 0})) == 49_408
+    assert LLAMA2_7B.crossover_tokens == weights // 4096 == 50_408
+    assert replace(LLAMA2_7B, padded_vocab_size=0).crossover_tokens == 49_408
 
 
 def test_crossover_follows_the_model():
-    base = crossover_from_flops(**LLAMA2_7B)
-    assert crossover_from_flops(**(LLAMA2_7B | {"num_query_groups": 8})) < base
-    assert crossover_from_flops(**(LLAMA2_7B | {"gated_linear_unit": False})) < base
-    two_experts = crossover_from_flops(**(LLAMA2_7B | {"ffn_hidden_size": 2 * 11008}))
+    base = LLAMA2_7B.crossover_tokens
+    assert replace(LLAMA2_7B, num_query_groups=8).crossover_tokens < base
+    assert replace(LLAMA2_7B, gated_linear_unit=False).crossover_tokens < base
+    two_experts = replace(LLAMA2_7B, ffn_hidden_size=2 * 11008).crossover_tokens
     assert two_experts == base + 3 * 11008
 
 
@@ -120,10 +119,10 @@ MEASURED = Profile(
 def test_with_a_measured_crossover_work_is_proportional_to_time(backward):
     profile = MEASURED if backward else replace(MEASURED, backward=None)
     kernel, lengths = profile.kernel(heads=32), np.array([128, 1024, 12800, 131072])
-    flops = weights_per_layer(**LLAMA2_7B) * lengths
+    flops = LLAMA2_7B.token_weights * lengths
     linear_us = (2 * flops / 500e12 + (4 * flops / 400e12 if backward else 0)) * 1e6
     us = linear_us + [kernel.time(0, *kernel.count(colour([(0, n)]))) for n in lengths.tolist()]
-    crossover = profile.crossover_for(**LLAMA2_7B)
+    crossover = profile.crossover_for(LLAMA2_7B)
     assert crossover > 20_000
     np.testing.assert_allclose(
         us / document_work(lengths, crossover), us[-1] / document_work(lengths, crossover)[-1], 1e-4
@@ -132,17 +131,17 @@ def test_with_a_measured_crossover_work_is_proportional_to_time(backward):
 
 def test_the_crossover_of_other_head_sizes():
     """Twice as many heads of half the size do the same multiplications, in as many tiles of half the time."""
-    halved = LLAMA2_7B | {"num_attention_heads": 64, "num_query_groups": 64, "kv_channels": 64}
-    assert MEASURED.crossover_for(**halved) == MEASURED.crossover_for(**LLAMA2_7B)
+    halved = replace(LLAMA2_7B, num_attention_heads=64, num_query_groups=64, kv_channels=64)
+    assert MEASURED.crossover_for(halved) == MEASURED.crossover_for(LLAMA2_7B)
     unstated = replace(MEASURED, head_size=None)
-    assert unstated.crossover_for(**LLAMA2_7B) == MEASURED.crossover_for(**LLAMA2_7B)
+    assert unstated.crossover_for(LLAMA2_7B) == MEASURED.crossover_for(LLAMA2_7B)
 
 
 def test_what_a_crossover_is_taken_from():
     stated = replace(MEASURED, crossover_tokens=7)
-    assert stated.crossover_for(**LLAMA2_7B) == MEASURED.crossover_for(**LLAMA2_7B)  # with the output projection
-    assert replace(stated, linear_tflops=None).crossover_for(**LLAMA2_7B) == 7
-    assert replace(MEASURED, linear_tflops=None).crossover_for(**LLAMA2_7B) == crossover_from_flops(**LLAMA2_7B)
+    assert stated.crossover_for(LLAMA2_7B) == MEASURED.crossover_for(LLAMA2_7B)  # with the output projection
+    assert replace(stated, linear_tflops=None).crossover_for(LLAMA2_7B) == 7
+    assert replace(MEASURED, linear_tflops=None).crossover_for(LLAMA2_7B) == LLAMA2_7B.crossover_tokens
 
 
 def test_a_profile_says_where_it_differs_from_a_run():
