@@ -391,14 +391,14 @@ def _model_shape(args: Namespace) -> ModelShape:
 
 
 def _activation_model(args: Namespace, config: WlbConfig) -> ActivationModel:
-    modules = frozenset(args.recompute_modules or () if args.recompute_granularity == "selective" else ())
+    modules = frozenset(args.recompute_modules or ())
     return ActivationModel(
         model=_model_shape(args),
         dropout=args.hidden_dropout > 0,
-        recompute_layers=args.recompute_granularity == "full",
+        recompute_granularity=args.recompute_granularity,
+        recompute_method=args.recompute_method,
+        recompute_num_layers=args.recompute_num_layers,
         recompute_modules=modules - {"mlp"} if args.num_experts else modules,  # only its dense layers have one
-        recompute_block=args.recompute_num_layers if args.recompute_method == "block" else None,
-        recompute_uniform=args.recompute_num_layers or 1 if args.recompute_method == "uniform" else 1,
         bytes_per_value=args.params_dtype.itemsize,
         save_gathered_keys=config.save_gathered_kv,
         tp_size=args.tensor_model_parallel_size,

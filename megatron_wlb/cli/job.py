@@ -96,6 +96,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
             f"--account-for-{name}-in-pipeline-split", action="store_true", help="counts as a layer; both or none"
         )
     layout.add_argument("--recompute-granularity", choices=("full", "selective"))
+    layout.add_argument("--recompute-method", choices=("uniform", "block"))
+    layout.add_argument("--recompute-num-layers", type=count, metavar="N")
+    layout.add_argument("--recompute-modules", nargs="*", metavar="NAME")
     layout.add_argument("--hidden-dropout", type=float, default=0.1, metavar="P", help="default: %(default)s")
     for name in launch.NOT_SIMULATED:
         parser.add_argument(f"--{name}", nargs="*", help=argparse.SUPPRESS)
@@ -181,6 +184,9 @@ def job_of(args: argparse.Namespace, config: WlbConfig, notes: list[str]) -> Job
             "only; give both or none"
         )
     edge_layers = int(args.account_for_loss_in_pipeline_split)
+    if args.recompute_method == "block" or args.recompute_granularity == "selective":
+        what = "every layer" if args.recompute_method == "block" else "nothing"
+        notes.append(f"Time is that of recomputing {what}; memory counts what --recompute flags say.")
     return Job(
         model=model,
         tp=tp,
@@ -290,7 +296,10 @@ def memory_of(args: argparse.Namespace, job: Job) -> ActivationModel:
     return ActivationModel(
         model=job.model,
         dropout=args.hidden_dropout > 0,
-        recompute_layers=job.recompute,
+        recompute_granularity=args.recompute_granularity,
+        recompute_method=args.recompute_method,
+        recompute_num_layers=args.recompute_num_layers,
+        recompute_modules=frozenset(args.recompute_modules or ()),
         bytes_per_value=_BYTES_PER_VALUE,
         save_gathered_keys=args.wlb_save_gathered_kv,
         tp_size=job.tp,

@@ -16,14 +16,13 @@ class ActivationModel:
     model: ModelShape
     dropout: bool
     """Hidden dropout keeps two masks a layer."""
-    recompute_layers: bool
-    """Full activation recomputation: a layer keeps its input only."""
+    recompute_granularity: str | None = None
+    """Upstream's, like the next three. full: a layer keeps its input only. selective: it drops `recompute_modules`."""
+    recompute_method: str | None = None
+    """block: `recompute_num_layers` of each chunk are recomputed. uniform: so many share an input and run at once."""
+    recompute_num_layers: int | None = None
     recompute_modules: frozenset[str] = frozenset()
-    """Selective recomputation, in upstream's names; "mlp" and "moe", "moe_act" and "layernorm" save memory here."""
-    recompute_block: int | None = None
-    """Of each chunk only so many layers are recomputed (`--recompute-method block`); None: all."""
-    recompute_uniform: int = 1
-    """Layers that share an input, and are recomputed at once (`--recompute-method uniform`)."""
+    """Of them "mlp", "moe", "moe_act" and "layernorm" save memory here."""
     bytes_per_value: int
     save_gathered_keys: bool = False
     """Layers keep K and V of all context-parallel ranks (`--wlb-save-gathered-kv`), at most."""
@@ -44,12 +43,13 @@ class ActivationModel:
         model, h, w = self.model, self.model.hidden_size, self.bytes_per_value
         split = self.tp_size if self.sequence_parallel else 1
         # Split by sequence parallelism: inputs and outputs of both norms, dropout masks of one byte.
-        between = (2 if "layernorm" in self.recompute_modules else 4) * w * h + (2 * h if self.dropout else 0)
+        dropped = self.recompute_modules if self.recompute_granularity == "selective" else frozenset()
+        between = (2 if "layernorm" in dropped else 4) * w * h + (2 * h if self.dropout else 0)
         # Split by tensor parallelism: Q, K, V, the attention output, log-sum-exps; the MLP before and after activation.
         copies = 1 + self.cp_size if self.save_gathered_keys and self.cp_size > 1 else 1
         attention = w * (2 * model.query_size + 2 * copies * model.key_size) + 4 * model.num_attention_heads
-        tensors = (3 if model.gated_linear_unit else 2) - ("moe_act" in self.recompute_modules)
-        mlp = 0 if self.recompute_modules & {"mlp", "moe"} else w * model.ffn_hidden_size * tensors
+        tensors = (3 if model.gated_linear_unit else 2) - ("moe_act" in dropped)
+        mlp = 0 if dropped & {"mlp", "moe"} else w * model.ffn_hidden_size * tensors
         return between / split + (attention + mlp) / self.tp_size
 
     def in_flight(self, stage: int, num_micro_batches: int) -> int:
@@ -64,14 +64,15 @@ class ActivationModel:
         """Activations at the peak of a stage, if every micro-batch in flight had `max_tokens` (S_max) tokens."""
         tokens = max_tokens / self.cp_size
         layers = self.model.num_layers / (self.pp_size * self.vp_size)
-        if self.recompute_layers:
-            recomputed = layers if self.recompute_block is None else min(self.recompute_block, layers)
-            kept = recomputed * self.layer_input_bytes() / self.recompute_uniform
-            kept += (layers - recomputed) * self.layer_bytes()
-            at_once = self.recompute_uniform * self.layer_bytes()
+        whole = replace(self, recompute_granularity=None).layer_bytes()
+        if self.recompute_granularity == "full":
+            block = self.recompute_method == "block"
+            recomputed = min(self.recompute_num_layers or 0, layers) if block else layers
+            together = 1 if block else self.recompute_num_layers or 1
+            kept = recomputed * self.layer_input_bytes() / together + (layers - recomputed) * whole
+            at_once = together * whole
         else:
             # Backward recomputes one layer at a time.
-            whole = replace(self, recompute_modules=frozenset()).layer_bytes()
             kept, at_once = layers * self.layer_bytes(), whole - self.layer_bytes()
         per_token = self.in_flight(stage, num_micro_batches) * kept + at_once
         if stage == self.pp_size - 1:

@@ -240,13 +240,24 @@ def test_sizes_are_those_of_training(source, tmp_path, capsys, flags, max_tokens
     assert not notes or notes[0].startswith(f"- {note}")
 
 
-def test_the_memory_of_a_layout_bounds_s_max(source, tmp_path, capsys):
-    """Of two stages the first holds two micro-batches: 34 h bytes a token and layer in bf16, by hand."""
-    model = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 128 --hidden-dropout 0.1"
-    per_token = 2 * (2 * 4 * 64 + 2 * 64 + 2 * 4 * 64 + 4 * 4 + 2 * 2 * 256)
-    words = (
-        f"{model} --pipeline-model-parallel-size 2 --wlb-max-tokens auto --wlb-memory-budget {per_token * 101 / 2**30}"
-    )
+LAYER = 2 * 4 * 64 + 2 * 64 + 2 * 4 * 64 + 4 * 4 + 2 * 2 * 256
+"""Kept by a layer of four heads of 16 with dropout, in bf16: 34 h bytes a token."""
+
+
+@pytest.mark.parametrize(
+    ("flags", "kept"),
+    [
+        ("", 2 * 2 * LAYER),
+        ("--recompute-granularity full", 2 * 128 + LAYER + 2 * 64 + 6 * 128),  # on the last stage, with its logits
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 1", 2 * (128 + LAYER) + LAYER),
+        ("--recompute-granularity selective --recompute-modules mlp", 2 * 2 * (LAYER - 1024) + 1024),
+    ],
+)
+def test_the_memory_of_a_layout_bounds_s_max(flags, kept, source, tmp_path, capsys):
+    """Of two stages the first holds two micro-batches, of two layers each."""
+    model = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 128 --hidden-dropout 0.1"
+    words = f"{model} --pipeline-model-parallel-size 2 --wlb-max-tokens auto --wlb-memory-budget {kept * 101 / 2**30}"
+    words += f" {flags}"
     assert main(["plan", source, *SIZES, *words.split(), "--output", str(tmp_path / "plan")]) == 0
     assert read((tmp_path / "plan").read_text())[0]["max_tokens"] == 100
     assert "Assumed: 2 GPUs, one data-parallel rank" in capsys.readouterr().err

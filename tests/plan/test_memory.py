@@ -20,7 +20,6 @@ GPT3_SHAPE = ModelShape(
 GPT3 = ActivationModel(
     model=GPT3_SHAPE,
     dropout=True,
-    recompute_layers=False,
     bytes_per_value=2,
     tp_size=1,
     sequence_parallel=False,
@@ -61,13 +60,13 @@ def test_the_peak_adds_up():
     last = GPT3.peak_bytes(7, tokens, 64)
     assert last == tokens * (12 * GPT3.layer_bytes() + 2 * 12288 + 6 * 51200)
     assert replace(GPT3, cp_size=4).peak_bytes(0, tokens, 64) == stage / 4
-    recomputed = replace(GPT3, recompute_layers=True)
+    recomputed = replace(GPT3, recompute_granularity="full")
     assert recomputed.peak_bytes(0, tokens, 64) == tokens * (8 * 12 * 2 * 12288 + GPT3.layer_bytes())
-    block = replace(recomputed, recompute_block=5)
+    block = replace(recomputed, recompute_method="block", recompute_num_layers=5)
     kept = 5 * 2 * 12288 + 7 * GPT3.layer_bytes()
     assert block.peak_bytes(0, tokens, 64) == tokens * (8 * kept + GPT3.layer_bytes())
-    assert replace(block, recompute_block=12).peak_bytes(0, tokens, 64) == recomputed.peak_bytes(0, tokens, 64)
-    uniform = replace(recomputed, recompute_uniform=4)
+    assert replace(block, recompute_num_layers=12).peak_bytes(0, tokens, 64) == recomputed.peak_bytes(0, tokens, 64)
+    uniform = replace(recomputed, recompute_method="uniform", recompute_num_layers=4)
     assert uniform.peak_bytes(0, tokens, 64) == tokens * (8 * 3 * 2 * 12288 + 4 * GPT3.layer_bytes())
 
 
@@ -81,7 +80,7 @@ def test_selective_recomputation_keeps_less():
         ({"moe_act"}, mlp // 3),
         ({"layernorm", "mlp"}, between // 2 + mlp),
     ):
-        selective = replace(gated, recompute_modules=frozenset(modules))
+        selective = replace(gated, recompute_granularity="selective", recompute_modules=frozenset(modules))
         assert selective.layer_bytes() == gated.layer_bytes() - less
         assert selective.peak_bytes(0, 4096, 64) == 4096 * (8 * 12 * selective.layer_bytes() + less)
 
