@@ -53,9 +53,7 @@ class WlbJob:
         self._splits = data.load_splits(args)
         self._profile = load_profile(config.profile or ("h100-fa2" if gpu else "flops"))
         self._crossover = config.crossover or self._profile.crossover_for(self._memory.model)
-        if config.planner == "native" and not native.AVAILABLE:
-            raise ValueError(f"--wlb-planner {config.planner}, but the native core {native.WHY_NOT}")
-        self._use_native = native.AVAILABLE and config.planner != "python"
+        self._use_native = native.use(config.planner)
         self._planners: dict[str, Planner] = {}
         self._first_step = 0
         self._last_step: int | None = None

@@ -143,12 +143,6 @@ def config_of(args: argparse.Namespace) -> WlbConfig:
     return config_from_args(argparse.Namespace(**vars(args) | {"wlb_packing": packing}))
 
 
-def use_native(config: WlbConfig) -> bool:
-    if config.planner == "native" and not native.AVAILABLE:
-        raise ValueError(f"--wlb-planner {config.planner}, but the native core {native.WHY_NOT}")
-    return native.AVAILABLE and config.planner != "python"
-
-
 def parallel_sizes(args: argparse.Namespace) -> tuple[int, int, int]:
     """TP, CP, PP."""
     names = ("tensor_model", "context", "pipeline_model")
@@ -413,7 +407,7 @@ def prepare(args: argparse.Namespace, notes: list[str]) -> tuple[Planning, dict[
         cp_sharding=config.cp_sharding,
         balance=args.wlb_packing != "original",
         unit_tokens=unit_of(args),
-        use_native=use_native(config),
+        use_native=native.use(config.planner),
     )
     return planning, described(args, config, job)
 

@@ -15,7 +15,7 @@ import numpy as np
 from megatron_wlb.cli import job as jobs
 from megatron_wlb.cli.common import progress, remark, writer
 from megatron_wlb.cli.lengths import FORMATS, read_lengths
-from megatron_wlb.plan import metrics
+from megatron_wlb.plan import metrics, native
 from megatron_wlb.plan.packer import PackedStep, Packer, Snapshot, make_packer
 from megatron_wlb.plan.stream import DocumentStream, Source
 
@@ -118,7 +118,7 @@ def _settings(args: argparse.Namespace, notes: list[str]) -> dict[str, Any]:
         "num_micro_batches": args.global_batch_size,
         "max_tokens": max_tokens,
         "crossover_tokens": crossover,
-        "use_native": jobs.use_native(config),
+        "use_native": native.use(config.planner),
         **config.policy_settings(args.seq_length),
     }
 

@@ -16,7 +16,7 @@ from megatron_wlb.cli.common import integer, progress, remark, write_json, write
 from megatron_wlb.cli.job import add_job_arguments, crossover_of, max_tokens_of, pasted, require, unit_of
 from megatron_wlb.cli.lengths import FORMATS, read_lengths
 from megatron_wlb.config import PACKING_MODES, SHORTEST_DELAY_BOUND
-from megatron_wlb.plan import metrics
+from megatron_wlb.plan import metrics, native
 from megatron_wlb.plan.packing.adaptive import TOLERANCES
 
 FORMAT = "megatron-wlb-tune"
@@ -133,6 +133,7 @@ def _sizes(args: argparse.Namespace, notes: list[str]) -> tuple[dict[str, int], 
         most = max_tokens_of(args, config, None, notes)
         candidates = [s_max for s_max in candidates if s_max < most] + [most]
     sizes = {"num_micro_batches": args.global_batch_size, "context_length": window, "crossover_tokens": crossover}
+    sizes["use_native"] = native.use(config.planner)
     return sizes, candidates
 
 
@@ -153,7 +154,7 @@ def _best(
     return front(in_time)
 
 
-def sweep(lengths: np.ndarray, tunings: Sequence[Tuning], advance: Callable[[int], None], **sizes: int) -> list[Result]:
+def sweep(lengths: np.ndarray, tunings: Sequence[Tuning], advance: Callable[[int], None], **sizes: Any) -> list[Result]:
     """What `run_half` finds of every tuning that it finds something of. `advance` is told of every tuning."""
     found = []
     for tuning in tunings:
@@ -165,11 +166,17 @@ def sweep(lengths: np.ndarray, tunings: Sequence[Tuning], advance: Callable[[int
 
 
 def run_half(
-    lengths: np.ndarray, tuning: Tuning, *, num_micro_batches: int, context_length: int, crossover_tokens: int
+    lengths: np.ndarray,
+    tuning: Tuning,
+    *,
+    num_micro_batches: int,
+    context_length: int,
+    crossover_tokens: int,
+    use_native: bool,
 ) -> metrics.Summary | None:
     """Measures of the full global batches of `lengths`; None if a document waits for over half of them."""
     sizes = {"num_micro_batches": num_micro_batches, "crossover_tokens": crossover_tokens}
-    settings = {"policy": tuning.policy, "max_tokens": tuning.max_tokens, **tuning.settings}
+    settings = {"policy": tuning.policy, "max_tokens": tuning.max_tokens, "use_native": use_native, **tuning.settings}
     _, packer = plan.in_file_order(lengths, context_length, flush=False, **sizes, **settings)
     until = int(lengths.sum())
     until -= until % (num_micro_batches * context_length)

@@ -2,7 +2,18 @@
 
 import warnings
 
-__all__ = ["AVAILABLE", "WHY_NOT", "AdaptiveCore", "FixedCore", "OriginalCore", "WlbCore", "order", "place", "shard"]
+__all__ = [
+    "AVAILABLE",
+    "WHY_NOT",
+    "AdaptiveCore",
+    "FixedCore",
+    "OriginalCore",
+    "WlbCore",
+    "order",
+    "place",
+    "shard",
+    "use",
+]
 
 WHY_NOT = "was not built; reinstall with a C++ compiler"
 """What keeps the native core from being AVAILABLE, where it is not, and what to do about it."""
@@ -17,3 +28,10 @@ except ImportError as error:
         warnings.warn(f"planning in Python, many times slower: the native core {WHY_NOT}", RuntimeWarning, stacklevel=2)
 
 AVAILABLE = WlbCore is not None
+
+
+def use(planner: str) -> bool:
+    """Whether to plan natively as --wlb-planner says; raises ValueError where that cannot be."""
+    if planner == "native" and not AVAILABLE:
+        raise ValueError(f"--wlb-planner {planner}, but the native core {WHY_NOT}")
+    return AVAILABLE and planner != "python"

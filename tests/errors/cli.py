@@ -38,9 +38,12 @@ def without_pyarrow(at: At):
     command(PLAN.replace("x.json", "x.parquet"))(at)
 
 
-def without_native(at: At):
-    at.patch.setattr(native, "AVAILABLE", False)
-    planned("--wlb-planner native")(at)
+def without_native(call):
+    def patched(at: At):
+        at.patch.setattr(native, "AVAILABLE", False)
+        call(at)
+
+    return patched
 
 
 def tuned(flags, result):
@@ -153,7 +156,13 @@ CASES: list[Case] = [
         "every document waits, so <--no-flush> leaves no step; leave it out or give more documents",
         planned("--no-flush --wlb-outlier-thresholds 1,33,63,64", [64, 63, 33, 64, 32]),
     ),
-    ("--wlb-planner <native>, but the native core was not built; reinstall with a C++ compiler", without_native),
+    *(
+        (
+            "--wlb-planner <native>, but the native core was not built; reinstall with a C++ compiler",
+            without_native(call),
+        )
+        for call in (planned("--wlb-planner native"), tuned("--wlb-planner native", None))
+    ),
     (
         "the work of <4> micro-batches of 67108864 tokens at a crossover of 34359738368 overflows <64 bits>; lower one "
         "of them",

@@ -329,6 +329,7 @@ def front(setup: Setup, advance: Advance) -> list[dict[str, Any]]:
     stream = DocumentStream(setup.sources, seed=setup.seed, context_length=window)
     lengths = stream.take(steps * count * window)["length"].astype(np.int64)
     sizes = {"num_micro_batches": count, "context_length": window, "crossover_tokens": setup.crossover_tokens}
+    sizes["use_native"] = setup.use_native
     found = tune.sweep(lengths, tunings(setup), advance, **sizes)
     best = {id(tuning) for tuning, _ in tune.front(found)}
     return [tune.point(tuning, summary, best=id(tuning) in best) for tuning, summary in found]

@@ -13,6 +13,7 @@ import numpy as np
 from megatron_wlb.adapter.arguments import config_from_args
 from megatron_wlb.cli import job as jobs
 from megatron_wlb.config import WlbConfig
+from megatron_wlb.plan import native
 from megatron_wlb.plan.dataset import read_tokens
 from megatron_wlb.plan.memory import ActivationModel
 from megatron_wlb.plan.stream import Source
@@ -74,7 +75,7 @@ def setup_of(args: argparse.Namespace) -> Setup:
         unit_tokens=jobs.unit_of(args),
         max_tokens=max_tokens,
         crossover_tokens=crossover,
-        use_native=jobs.use_native(config),
+        use_native=native.use(config.planner),
         memory=jobs.memory_of(args, job),
         notes=notes,
         ignored=args.ignored,
