@@ -13,9 +13,18 @@ import numpy as np
 
 from megatron_wlb.cli import common, profile
 from megatron_wlb.cli.common import integer, progress, provenance, remark, write_json, writer
-from megatron_wlb.cli.job import Planning, StepShards, add_job_arguments, checked_lengths, model_of, prepare, settle
+from megatron_wlb.cli.job import (
+    StepShards,
+    add_job_arguments,
+    checked_lengths,
+    model_of,
+    prepare,
+    settle,
+    shards_of,
+)
 from megatron_wlb.cli.launch import world_size
 from megatron_wlb.config import CP_SHARDINGS, MAX_TOKENS, PACKINGS
+from megatron_wlb.plan.step import Layout
 from megatron_wlb.plan.workload import KernelTimes, Profile
 from megatron_wlb.simulate import Job, simulate_step
 from megatron_wlb.simulate.costs import pass_times
@@ -106,18 +115,18 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("--output and --json both go to standard output; name a file for one of them")
     notes = list(args.remarks)
     steps = _steps(args, notes)
-    planning, found = _prepared(args, steps[0].layout, notes)
+    job, layout, found = _prepared(args, steps[0].layout, notes)
     measured = np.array([step.measured_us for step in steps])
     with (
         progress(len(steps), args.output or args.json, "simulating") as advance,
         writer(args.json, "--json") as out,
         writer(args.output) as written,
     ):
-        predicted, shards = _simulated(planning, steps, keep=written is not None, advance=advance)
+        predicted, shards = _simulated(job, layout, steps, keep=written is not None, advance=advance)
         rows = {"all steps": errors(predicted, measured)}
         result: dict[str, Any] = {"format": FORMAT, "version": VERSION, **found}
         if written is not None:
-            fit = recalibrate(planning.job, shards, measured)
+            fit = recalibrate(job, shards, measured)
             rows["held-out steps"] = errors(predicted[1::2], measured[1::2])
             rows["held-out steps, recalibrated"] = errors(fit.predicted, measured[1::2])
             result["scales"] = asdict(fit.scales)
@@ -148,20 +157,22 @@ def _steps(args: argparse.Namespace, notes: list[str]) -> list[LoggedStep]:
 
 
 def _simulated(
-    planning: Planning, steps: Sequence[LoggedStep], *, keep: bool, advance: Callable[[int], None]
+    job: Job, layout: Layout, steps: Sequence[LoggedStep], *, keep: bool, advance: Callable[[int], None]
 ) -> tuple[np.ndarray, list[StepShards]]:
     """Predicted times, float64 [steps] us, and what was simulated, if that is to be kept."""
     predicted, shards = np.empty(len(steps)), []
     for i, step in enumerate(steps):
-        planned = planning.step(step.lengths)
-        predicted[i] = simulate_step(planning.job, planned).time
+        planned = shards_of(job, layout, step.lengths)
+        predicted[i] = simulate_step(job, planned).time
         if keep:
             shards.append(planned)
         advance(1)
     return predicted, shards
 
 
-def _prepared(args: argparse.Namespace, layout: Mapping[str, Any], notes: list[str]) -> tuple[Planning, dict[str, Any]]:
+def _prepared(
+    args: argparse.Namespace, layout: Mapping[str, Any], notes: list[str]
+) -> tuple[Job, Layout, dict[str, Any]]:
     """How the steps of the run ran, and that as JSON types; raises ValueError for flags of another run."""
     tp, cp, pp, vpp = (layout[name] for name in ("TP", "CP", "PP", "VPP"))
     args.num_gpus = world_size(args)

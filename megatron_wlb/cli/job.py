@@ -3,7 +3,7 @@
 import argparse
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import numpy as np
@@ -12,13 +12,12 @@ from megatron_wlb.adapter.arguments import add_wlb_arguments, config_from_args
 from megatron_wlb.cli import launch
 from megatron_wlb.cli.common import integer
 from megatron_wlb.config import MAX_TOKENS, WlbConfig
-from megatron_wlb.plan import native, pipeline
+from megatron_wlb.plan import native
 from megatron_wlb.plan.memory import ActivationModel
 from megatron_wlb.plan.sharding.exchange import head_groups
-from megatron_wlb.plan.sharding.select import shard
-from megatron_wlb.plan.step import Layout, shard_micro_batch
-from megatron_wlb.plan.types import DOCUMENT, ShardPlan
-from megatron_wlb.plan.workload import ModelShape, document_work, load_profile
+from megatron_wlb.plan.step import Layout, shard_step
+from megatron_wlb.plan.types import ShardPlan
+from megatron_wlb.plan.workload import ModelShape, load_profile
 from megatron_wlb.simulate import MODELS, Hardware, Job, SimulatedStep
 
 MAX_GPUS = 1 << 17
@@ -332,84 +331,55 @@ def max_tokens_of(args: argparse.Namespace, config: WlbConfig, job: Job | None, 
     return config.max_tokens_for(args.seq_length, unit_of(args), fitting)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planning:
-    """How the micro-batches of a step are placed and sharded, as in training."""
-
-    job: Job
-    crossover_tokens: int
-    cp_sharding: str
-    balance: bool
-    """See `Layout`."""
-    unit_tokens: int
-    in_given_order: bool = False
-    """Documents of a micro-batch stay in their order, which --wlb is free to change."""
-    use_native: bool = native.AVAILABLE
-
-    @property
-    def layout(self) -> Layout:
-        """Of the first data-parallel rank."""
-        job = self.job
-        return Layout(
-            dp_size=job.dp,
-            dp_rank=0,
-            cp_size=job.cp,
-            pp_size=job.pp,
-            vp_size=job.vpp,
-            unit_tokens=self.unit_tokens,
-            cp_sharding=self.cp_sharding,
-            kernel=job.hardware.attention.layer_kernel(
-                job.model, tp_size=job.tp, bytes_per_value=_BYTES_PER_VALUE, head_groups=job.cp_head_groups
-            ),
-            crossover_tokens=self.crossover_tokens,
-            balance=self.balance,
-            use_native=self.use_native,
-        )
-
-    def work(self, lengths: Sequence[np.ndarray]) -> np.ndarray:
-        """Of micro-batches, int64 [n], given the lengths of their documents."""
-        return np.array([document_work(each, self.crossover_tokens).sum() for each in lengths])
-
-    def step(self, lengths: Sequence[np.ndarray]) -> StepShards:
-        """Place and shard the micro-batches of a step, given the lengths of their documents (int64 [n] each).
-
-        Raises ValueError if the pipeline cannot run as many.
-        """
-        per_rank(self.job, len(lengths))
-        layout = self.layout
-        stages, chunks, use_native = layout.pp_size, layout.vp_size, layout.use_native
-        work = self.work(lengths)
-        rows = pipeline.place(
-            work, layout.dp_size, balance=layout.balance, num_stages=stages, num_chunks=chunks, use_native=use_native
-        )
-        if layout.balance:
-            rows = np.array([row[pipeline.order(work[row], stages, chunks, use_native=use_native)] for row in rows])
-        return [[self._shard(lengths[i], layout) for i in row] for row in rows.tolist()]
-
-    def _shard(self, lengths: np.ndarray, layout: Layout) -> ShardPlan:
-        if not self.in_given_order:
-            documents = np.zeros(len(lengths), DOCUMENT)
-            documents["length"] = lengths
-            return shard_micro_batch(0, documents, layout).shards
-        tokens = int(lengths.sum())
-        padding = -tokens % layout.unit_tokens or (0 if tokens else layout.unit_tokens)
-        padded = np.append(lengths, [padding] if padding else []).astype(np.int64)
-        return shard(padded, layout.cp_size, layout.cp_sharding, layout.kernel, use_native=layout.use_native)
+def layout_of(
+    job: Job,
+    *,
+    crossover_tokens: int,
+    cp_sharding: str,
+    balance: bool,
+    unit_tokens: int,
+    free_order: bool = True,
+    use_native: bool = native.AVAILABLE,
+) -> Layout:
+    """How a job's micro-batches are placed and sharded, as in training; of its first data-parallel rank."""
+    kernel = job.hardware.attention.layer_kernel(
+        job.model, tp_size=job.tp, bytes_per_value=_BYTES_PER_VALUE, head_groups=job.cp_head_groups
+    )
+    return Layout(
+        dp_size=job.dp,
+        dp_rank=0,
+        cp_size=job.cp,
+        pp_size=job.pp,
+        vp_size=job.vpp,
+        unit_tokens=unit_tokens,
+        cp_sharding=cp_sharding,
+        kernel=kernel,
+        crossover_tokens=crossover_tokens,
+        balance=balance,
+        free_order=free_order,
+        use_native=use_native,
+    )
 
 
-def prepare(args: argparse.Namespace, notes: list[str]) -> tuple[Planning, dict[str, Any]]:
+def shards_of(job: Job, layout: Layout, lengths: Sequence[np.ndarray]) -> StepShards:
+    """`shard_step`, of as many micro-batches as ranks and pipeline can take; else raises ValueError."""
+    per_rank(job, len(lengths))
+    return shard_step(lengths, layout)
+
+
+def prepare(args: argparse.Namespace, notes: list[str]) -> tuple[Job, Layout, dict[str, Any]]:
     """How the steps of a run run whose packing and crossover are known, and that as JSON types."""
     config = config_of(args)
     job = job_of(args, config, notes)
-    planning = Planning(
-        job=job,
+    layout = layout_of(
+        job,
         crossover_tokens=args.wlb_crossover,
         cp_sharding=config.cp_sharding,
         balance=args.wlb_packing != "original",
         unit_tokens=unit_of(args),
         use_native=native.use(config.planner),
     )
-    return planning, described(args, config, job)
+    return job, layout, described(args, config, job)
 
 
 def attention_of_ranks(step: SimulatedStep) -> np.ndarray:

@@ -13,11 +13,13 @@ import numpy as np
 
 from megatron_wlb.cli import common, plan
 from megatron_wlb.cli.common import integer, progress, remark, short, write_json, writer
-from megatron_wlb.cli.job import Planning, add_job_arguments, checked_lengths, cp_imbalance, prepare, settle
+from megatron_wlb.cli.job import add_job_arguments, checked_lengths, cp_imbalance, prepare, settle, shards_of
 from megatron_wlb.config import MAX_TOKENS
 from megatron_wlb.plan.metrics import imbalance
 from megatron_wlb.plan.packing import POLICIES
-from megatron_wlb.simulate import SimulatedStep, balanced_time, breakdown, simulate_step, write_trace
+from megatron_wlb.plan.step import Layout
+from megatron_wlb.plan.workload import document_work
+from megatron_wlb.simulate import Job, SimulatedStep, balanced_time, breakdown, simulate_step, write_trace
 
 FORMAT = "megatron-wlb-simulation"
 VERSION = 1
@@ -85,8 +87,8 @@ def run(args: argparse.Namespace) -> None:
         header = source.header
         sizes = {"global_batch_size": header["micro_batches"], "seq_length": header["context_length"]}
         settle(args, sizes | {"wlb_packing": header["policy"], "wlb_crossover": header["crossover"]}, source.name)
-        planning, found = prepare(args, notes)
-        entries, traced = _simulated(planning, source, args.steps, args.trace_step or 0, advance)
+        job, layout, found = prepare(args, notes)
+        entries, traced = _simulated(job, layout, source, args.steps, args.trace_step or 0, advance)
         if args.trace is not None:
             if traced is None:
                 raise ValueError(
@@ -97,25 +99,26 @@ def run(args: argparse.Namespace) -> None:
         result |= {"left_out": edge_of(entries), "mean": mean_of(entries), "steps": entries}
         write_json(out, result)
     console.print(_table(result))
-    console.print(_sentence(result, planning.job.num_gpus), soft_wrap=True)
+    console.print(_sentence(result, job.num_gpus), soft_wrap=True)
     remark(notes)
 
 
 def _simulated(
-    planning: Planning, source: "PlanFile", most: int | None, traced: int, advance: Callable[[int], None]
+    job: Job, layout: Layout, source: "PlanFile", most: int | None, traced: int, advance: Callable[[int], None]
 ) -> tuple[list[dict[str, Any]], SimulatedStep | None]:
     """What is written of every step, and step `traced`."""
     entries: list[dict[str, Any]] = []
     kept_step = None
     for number, lengths in source.steps(most):
-        step = simulate_step(planning.job, planning.step(lengths))
+        step = simulate_step(job, shards_of(job, layout, lengths))
+        work = [document_work(each, layout.crossover_tokens).sum() for each in lengths]
         entries.append(
             {
                 "step": number,
                 "time_us": step.time,
                 "limit_us": balanced_time(step),
                 "tokens": int(sum(each.sum() for each in lengths)),
-                "imbalance": imbalance(planning.work(lengths)),
+                "imbalance": imbalance(np.array(work)),
                 "cp_imbalance": cp_imbalance(step),
                 "breakdown_us": asdict(breakdown(step)),
             }

@@ -3,6 +3,7 @@
 import hashlib
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,8 @@ class Layout:
     crossover_tokens: int
     balance: bool = True
     """Place micro-batches on data-parallel ranks and order them there by work; False keeps upstream's order."""
+    free_order: bool = True
+    """Documents of a micro-batch may change places where per-sequence sharding gains by it."""
     use_native: bool = native.AVAILABLE
 
     def __post_init__(self) -> None:
@@ -114,21 +117,16 @@ def plan_step(packer: Packer, layout: Layout) -> StepPlan:
             f"multiple of {layout.dp_size}"
         )
     work = packing.sums(document_work(packing.documents["length"], layout.crossover_tokens))
-    stages, chunks, use_native = layout.pp_size, layout.vp_size, layout.use_native
-    placement = pipeline.place(
-        work, layout.dp_size, balance=layout.balance, num_stages=stages, num_chunks=chunks, use_native=use_native
-    )
-    mine = placement[layout.dp_rank]
-    if layout.balance:
-        mine = mine[pipeline.order(work[mine], stages, chunks, use_native=use_native)]
-    micro_batches = tuple(shard_micro_batch(packed.step, packing.micro_batch(int(i)), layout) for i in mine)
+    placement = _placed(work, layout)
+    mine = _ordered(work, placement[layout.dp_rank], layout)
+    micro_batches = tuple(shard_micro_batch(packed.step, packing.micro_batch(i), layout) for i in mine)
     original = packed.original
     return StepPlan(
         step=packed.step,
         micro_batches=micro_batches,
         packing=packing,
         work=work,
-        cost=int(pipeline.rank_cost(work[placement], stages, chunks).max()),
+        cost=int(pipeline.rank_cost(work[placement], layout.pp_size, layout.vp_size).max()),
         original_work=original.sums(document_work(original.documents["length"], layout.crossover_tokens)),
         tokens=int(packing.documents["length"].sum()),
         delays=metrics.delays(packing, packed.step),
@@ -138,33 +136,59 @@ def plan_step(packer: Packer, layout: Layout) -> StepPlan:
     )
 
 
-def shard_micro_batch(step: int, documents: np.ndarray, layout: Layout) -> MicroBatchPlan:
-    """Pad a micro-batch once at its tail, never per document, and shard it.
+def shard_step(lengths: Sequence[np.ndarray], layout: Layout) -> list[list[ShardPlan]]:
+    """What `plan_step` makes of micro-batches whose documents have `lengths` (int64 [n] each), without documents.
 
-    The order of documents within a micro-batch is free, and per-sequence sharding gains by another one.
+    Returns the shards of every data-parallel rank's micro-batches in pipeline order.
     """
-    tokens = int(documents["length"].sum())
+    work = np.array([document_work(each, layout.crossover_tokens).sum() for each in lengths])
+    return [[_shard(lengths[i], layout)[1] for i in _ordered(work, row, layout)] for row in _placed(work, layout)]
+
+
+def shard_micro_batch(step: int, documents: np.ndarray, layout: Layout) -> MicroBatchPlan:
+    """Pad a micro-batch once at its tail, never per document, and shard it."""
+    order, shards = _shard(documents["length"], layout)
+    return MicroBatchPlan(step=step, documents=documents[order], shards=shards)
+
+
+def _placed(work: np.ndarray, layout: Layout) -> np.ndarray:
+    return pipeline.place(
+        work,
+        layout.dp_size,
+        balance=layout.balance,
+        num_stages=layout.pp_size,
+        num_chunks=layout.vp_size,
+        use_native=layout.use_native,
+    )
+
+
+def _ordered(work: np.ndarray, mine: np.ndarray, layout: Layout) -> list[int]:
+    """A rank's micro-batches in pipeline order."""
+    if layout.balance:
+        mine = mine[pipeline.order(work[mine], layout.pp_size, layout.vp_size, use_native=layout.use_native)]
+    return mine.tolist()
+
+
+def _shard(lengths: np.ndarray, layout: Layout) -> tuple[np.ndarray, ShardPlan]:
+    """The order that documents come to have within their micro-batch, and its shards."""
+    tokens, cp_size, strategy = int(lengths.sum()), layout.cp_size, layout.cp_sharding
     padding = -tokens % layout.unit_tokens or (0 if tokens else layout.unit_tokens)
-    tail = np.array([padding] if padding else [], np.int64)
-    cp_size, strategy, kernel = layout.cp_size, layout.cp_sharding, layout.kernel
 
-    def shard(documents: np.ndarray, strategy: str) -> ShardPlan:
-        lengths = np.concatenate((documents["length"], tail))
-        return sharding.shard(lengths, cp_size, strategy, kernel, use_native=layout.use_native)
+    def shard(order: np.ndarray, strategy: str) -> tuple[np.ndarray, ShardPlan]:
+        padded = np.append(lengths[order], [padding] if padding else []).astype(np.int64)
+        return order, sharding.shard(padded, cp_size, strategy, layout.kernel, use_native=layout.use_native)
 
-    shards = shard(documents, strategy)
-    if cp_size > 1 and "per-sequence" in sharding.STRATEGIES[strategy]:
-        mirrored = documents[sharding.mirrored_order(documents["length"])]
-        other = shard(mirrored, "per-sequence")
-        if other.time < shards.time:
-            documents, shards = mirrored, other
-    return MicroBatchPlan(step=step, documents=documents, shards=shards)
+    made = shard(np.arange(len(lengths)), strategy)
+    if layout.free_order and cp_size > 1 and "per-sequence" in sharding.STRATEGIES[strategy]:
+        mirrored = shard(sharding.mirrored_order(lengths), "per-sequence")
+        made = min(made, mirrored, key=lambda pair: pair[1].time)
+    return made
 
 
 def _digest(packed: PackedStep, placement: np.ndarray, layout: Layout) -> int:
     # Ranks order their own micro-batches only, by the work of those and the pipeline.
     pipelines = (layout.pp_size, layout.vp_size, layout.crossover_tokens)
-    sharding_by = (layout.cp_size, layout.unit_tokens, layout.cp_sharding, layout.kernel)
+    sharding_by = (layout.cp_size, layout.unit_tokens, layout.cp_sharding, layout.free_order, layout.kernel)
     shared = (packed.step, layout.dp_size, *pipelines, *sharding_by)
     digest = hashlib.blake2b(repr(shared).encode(), digest_size=8)
     for array in (packed.packing.documents, packed.packing.bounds, placement):

@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 
 from megatron_wlb.adapter.arguments import add_wlb_arguments, config_from_args
-from megatron_wlb.cli.analyze.report import data_of, planning_of, schemes
+from megatron_wlb.cli.analyze.report import data_of, placed, schemes
 from megatron_wlb.cli.analyze.setup import setup_of
 from megatron_wlb.cli.job import add_job_arguments
 from megatron_wlb.cli.launch import NOT_SIMULATED, words_of
 from megatron_wlb.cli.main import main
+from megatron_wlb.plan.step import shard_step
 from megatron_wlb.plan.stream import shuffled
 from tests.adapter.datasets import write_index
 
@@ -218,7 +219,7 @@ def test_micro_batches_are_aligned_for_ranks_and_kernels(flags, unit, data):
     setup, _ = described(JOB, flags, "--data-path", data)
     assert setup.unit_tokens == unit
     for scheme in schemes(setup):
-        planned = planning_of(setup, scheme).step([np.array([777, 224])] * N)
+        planned = shard_step([np.array([777, 224])] * N, placed(setup, scheme)[1])
         assert {int(shards.lengths.sum()) for rank in planned for shards in rank} == {-(-1001 // unit) * unit}
 
 

@@ -9,11 +9,11 @@ import pytest
 from megatron_wlb.adapter import log
 from megatron_wlb.cli import compare
 from megatron_wlb.cli.compare import LoggedStep, Scales, explicit, fit_scales, read_log, scaled, warm
-from megatron_wlb.cli.job import Planning
+from megatron_wlb.cli.job import layout_of
 from megatron_wlb.cli.main import main
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.packing import make_policy
-from megatron_wlb.plan.step import Layout, plan_step
+from megatron_wlb.plan.step import Layout, plan_step, shard_step
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.plan.workload import load_profile
 from megatron_wlb.simulate import MODELS, Job, simulate_step
@@ -30,7 +30,8 @@ LAYOUT = {
     "packing": "wlb",
 }
 JOB = Job(model=replace(MODELS["llama2-7b"], num_layers=4), cp=2, pp=2, cp_head_groups=2)
-PLANNING = Planning(job=JOB, unit_tokens=4, crossover_tokens=LAYOUT["crossover"], cp_sharding="adaptive", balance=True)
+PLANNED = {"unit_tokens": 4, "crossover_tokens": LAYOUT["crossover"], "cp_sharding": "adaptive", "balance": True}
+PLACED = layout_of(JOB, **PLANNED)
 KNOWN = Scales(attention=1.6, linear=0.7, uncertainty=(0.0, 0.0), is_common=False)
 
 
@@ -49,12 +50,12 @@ def steps():
 @pytest.fixture(scope="module")
 def base(steps):
     """The job with everything in its profile."""
-    profile = explicit(JOB, PLANNING.step(steps[0]))
+    profile = explicit(JOB, shard_step(steps[0], PLACED))
     return replace(JOB, hardware=replace(JOB.hardware, attention=profile))
 
 
 def times(job, steps):
-    return np.array([simulate_step(job, PLANNING.step(lengths)).time for i, lengths in enumerate(steps)])
+    return np.array([simulate_step(job, shard_step(lengths, PLACED)).time for i, lengths in enumerate(steps)])
 
 
 def write(path, steps, us, first=1, layout=LAYOUT):
@@ -77,7 +78,7 @@ def compared(path, *flags):
 
 def test_the_explicit_profile_says_the_same(steps, base):
     """But for the output layer, which runs at the rate of layers with their norms, and weighs much in a short model."""
-    layers, same = (simulate_step(job, PLANNING.step(steps[1])).passes[0].layers for job in (JOB, base))
+    layers, same = (simulate_step(job, shard_step(steps[1], PLACED)).passes[0].layers for job in (JOB, base))
     for direction in range(2):
         np.testing.assert_allclose(same[direction].total, layers[direction].total)
     assert times(base, steps) == pytest.approx(times(JOB, steps), rel=0.02)
@@ -87,7 +88,7 @@ def test_the_explicit_profile_says_the_same(steps, base):
 
 def test_scales_are_those_of_attention_and_of_the_rest(steps, base):
     one, other = (scaled(base, replace(KNOWN, attention=2.0, linear=1.0)), scaled(base, replace(KNOWN, linear=3.0)))
-    plan = [PLANNING.step(steps[0])]
+    plan = [shard_step(steps[0], PLACED)]
     layers, slower, longer = (simulate_step(job, plan[0]).passes[0].layers for job in (base, one, other))
     for direction in range(2):
         np.testing.assert_allclose(slower[direction].attention, 2 * layers[direction].attention)
@@ -142,7 +143,7 @@ def test_recalibration_finds_the_scales_again(steps, base, tmp_path, capsys):
 
 
 def test_steps_that_are_alike_get_one_scale(steps, base):
-    plans = [PLANNING.step(steps[3])] * 12
+    plans = [shard_step(steps[3], PLACED)] * 12
     measured = np.full(12, 1.3 * simulate_step(base, plans[0]).time) * (1 + 0.01 * (np.arange(12) % 3))
     scales = fit_scales(base, plans, measured)
     assert scales.is_common
@@ -177,21 +178,19 @@ def test_what_a_run_logs_is_what_is_read(packing, tmp_path):
     for plan in plans:
         log.append(str(tmp_path / "log"), log.summary(plan, 1.0, 0.25, 0.0) | log.details(plan, kernel, layout_of_run))
     read = read_log(str(tmp_path / "log"))
-    planning = Planning(
-        job=job, unit_tokens=4, crossover_tokens=900, cp_sharding="adaptive", balance=packing != "original"
-    )
+    planned = layout_of(job, **PLANNED | {"crossover_tokens": 900, "balance": packing != "original"})
     for plan, step in zip(plans, read, strict=True):
         assert (step.number, step.measured_us) == (plan.step + 1, 250_000)
         assert step.layout == {name: layout_of_run[name] for name in LAYOUT}
-        again = planning.step(step.lengths)[1]
+        again = shard_step(step.lengths, planned)[1]
         assert [s.lengths.tolist() for s in again] == [m.shards.lengths.tolist() for m in plan.micro_batches]
 
 
 def test_the_layout_is_that_of_the_log(steps, tmp_path, capsys):
     """Data-parallel ranks, crossover and sharding too, which no flag says here; flags may repeat it."""
     job = replace(JOB, dp=2)
-    planning = replace(PLANNING, job=job, crossover_tokens=900, cp_sharding="per-document", balance=False)
-    us = [simulate_step(job, planning.step(lengths)).time for lengths in steps]
+    planned = layout_of(job, **PLANNED | {"crossover_tokens": 900, "cp_sharding": "per-document", "balance": False})
+    us = [simulate_step(job, shard_step(lengths, planned)).time for lengths in steps]
     layout = LAYOUT | {"DP": 2, "crossover": 900, "CP sharding": "per-document", "packing": "original"}
     path = write(tmp_path / "run.jsonl", steps, us, layout=layout)
     result = compared(path)

@@ -7,12 +7,12 @@ import re
 import numpy as np
 import pytest
 
-from megatron_wlb.cli.job import Planning
+from megatron_wlb.cli.job import layout_of
 from megatron_wlb.cli.main import main
 from megatron_wlb.plan import pipeline, sharding
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.packing import make_policy
-from megatron_wlb.plan.step import Layout, plan_step
+from megatron_wlb.plan.step import Layout, plan_step, shard_step
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.plan.workload import document_work
 from megatron_wlb.simulate import MODELS, Job, balanced_time, simulate_step
@@ -85,13 +85,13 @@ def test_steps_are_placed_and_sharded_as_in_training(policy):
         )
         return [plan_step(packer, layout) for _ in range(3)]
 
-    planning = Planning(
-        job=JOB, unit_tokens=4, crossover_tokens=crossover, cp_sharding="adaptive", balance=policy != "original"
+    layout = layout_of(
+        JOB, unit_tokens=4, crossover_tokens=crossover, cp_sharding="adaptive", balance=policy != "original"
     )
     for trained in zip(steps(0), steps(1), strict=True):
         packing = trained[0].packing
         micro_batches = [packing.micro_batch(i)["length"] for i in range(N)]
-        for rank, plan in zip(trained, planning.step(micro_batches), strict=True):
+        for rank, plan in zip(trained, shard_step(micro_batches, layout), strict=True):
             assert len(rank.micro_batches) == len(plan) == N // 2
             for ours, theirs in zip(plan, rank.micro_batches, strict=True):
                 assert ours.strategy == theirs.shards.strategy

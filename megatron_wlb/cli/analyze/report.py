@@ -12,13 +12,14 @@ import numpy as np
 
 from megatron_wlb.cli import tune
 from megatron_wlb.cli.analyze.setup import Setup
-from megatron_wlb.cli.job import DEFAULT_PROFILE, Planning, cp_imbalance, pasted
+from megatron_wlb.cli.job import DEFAULT_PROFILE, cp_imbalance, layout_of, pasted, shards_of
 from megatron_wlb.config import PACKING_MODES, SHORTEST_DELAY_BOUND
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.packer import PackedStep, make_packer
+from megatron_wlb.plan.step import Layout
 from megatron_wlb.plan.stream import DocumentStream
 from megatron_wlb.plan.workload import document_work, shipped_profiles
-from megatron_wlb.simulate import SimulatedStep, balanced_time, breakdown, simulate_step
+from megatron_wlb.simulate import Job, SimulatedStep, balanced_time, breakdown, simulate_step
 
 FORMAT = "megatron-wlb-analysis"
 VERSION = 1
@@ -141,7 +142,7 @@ def measure(setup: Setup, scheme: Scheme, packed: int, simulated: int, advance: 
     Few steps have more or fewer long documents than all data has. So time per token is time per work of what was
     simulated, times the work per token of everything that was packed.
     """
-    planning = planning_of(setup, scheme)
+    job, layout = placed(setup, scheme)
     sizes = {"crossover_tokens": setup.crossover_tokens, "context_length": setup.context_length}
     measured: list[metrics.StepMetrics] = []
     samples: list[Sample] = []
@@ -153,7 +154,7 @@ def measure(setup: Setup, scheme: Scheme, packed: int, simulated: int, advance: 
         total_work, waiting = total_work + work, step.num_waiting
         if i % (packed // simulated) == 0:
             lengths = [packing.micro_batch(k)["length"] for k in range(len(packing))]
-            result = simulate_step(planning.job, planning.step(lengths))
+            result = simulate_step(job, shards_of(job, layout, lengths))
             samples.append(Sample(result, balanced_time(result), lengths, work))
         advance(1)
     summary = metrics.summarise(measured, num_waiting=waiting)
@@ -171,14 +172,16 @@ def measure(setup: Setup, scheme: Scheme, packed: int, simulated: int, advance: 
     return Result(scheme=scheme, numbers=numbers, example=example)
 
 
-def planning_of(setup: Setup, scheme: Scheme) -> Planning:
-    return Planning(
-        job=replace(setup.job, gather_all=scheme.upstream, cp_head_groups=scheme.head_groups),
+def placed(setup: Setup, scheme: Scheme) -> tuple[Job, Layout]:
+    """How a scheme runs the job."""
+    job = replace(setup.job, gather_all=scheme.upstream, cp_head_groups=scheme.head_groups)
+    return job, layout_of(
+        job,
         crossover_tokens=setup.crossover_tokens,
         cp_sharding=scheme.cp_sharding,
         balance=not scheme.upstream and scheme.packing != "original",
         unit_tokens=setup.unit_tokens,
-        in_given_order=scheme.upstream,
+        free_order=not scheme.upstream,
         use_native=setup.use_native,
     )
 
@@ -193,8 +196,8 @@ def over_head_groups(setup: Setup, scheme: Scheme, samples: Sequence[Sample]) ->
     some = samples[:: max(2, len(samples) // 10)]
     for groups in (1 << n for n in range(key_heads.bit_length())):
         if key_heads % groups == 0 and groups != scheme.head_groups:
-            planning = planning_of(setup, scheme._replace(head_groups=groups))
-            time = sum(simulate_step(planning.job, planning.step(sample.documents)).time for sample in some)
+            other, layout = placed(setup, scheme._replace(head_groups=groups))
+            time = sum(simulate_step(other, shards_of(other, layout, sample.documents)).time for sample in some)
             found[str(groups)] = sum(sample.step.time for sample in some) / time
     return found
 
