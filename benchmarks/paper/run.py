@@ -8,12 +8,12 @@ from itertools import combinations
 
 import numpy as np
 
-from benchmarks.gpu.cases import padded
 from benchmarks.packing import Timed
 from benchmarks.paper.setups import MEAN_DELAY, Case
-from megatron_wlb.plan import metrics, pipeline, sharding
+from megatron_wlb.plan import metrics
 from megatron_wlb.plan.packer import PackedStep, Packer
 from megatron_wlb.plan.packing import make_policy
+from megatron_wlb.plan.step import Layout, shard_micro_batch, shard_step
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.plan.types import Packing, ShardPlan
 from megatron_wlb.plan.workload import document_work
@@ -115,26 +115,33 @@ def tuned(case: Case, num_queues: int = 2) -> tuple[float, ...]:
     return best[2]
 
 
+def layout(case: Case, scheme: Scheme) -> Layout:
+    """How training would place and shard; the paper's schemes leave documents in the order of packing."""
+    job = case.job
+    return Layout(
+        dp_size=job.dp,
+        dp_rank=0,
+        cp_size=job.cp,
+        pp_size=job.pp,
+        vp_size=job.vpp,
+        unit_tokens=job.cp * math.lcm(2, job.tp),
+        cp_sharding=scheme.sharding,
+        kernel=case.our_kernel if scheme.our_exchange else case.kernel,
+        crossover_tokens=case.crossover_tokens,
+        balance=scheme.ordered,
+        free_order=scheme.sharding == "adaptive",
+    )
+
+
 def simulate(case: Case, scheme: Scheme, packing: Packing) -> SimulatedStep:
     """One step."""
-    job = case.our_job if scheme.our_exchange else case.job
-    work = packing.sums(document_work(packing.documents["length"], case.crossover_tokens))
-    placed = pipeline.place(work, job.dp, balance=scheme.ordered, num_stages=job.pp, num_chunks=job.vpp)
-    if scheme.ordered:
-        placed = np.array([rows[pipeline.order(work[rows], job.pp, job.vpp)] for rows in placed])
-    return simulate_step(job, [[shard(case, scheme, packing.micro_batch(i)) for i in rows] for rows in placed])
+    lengths = [packing.micro_batch(i)["length"] for i in range(len(packing))]
+    return simulate_step(case.our_job if scheme.our_exchange else case.job, shard_step(lengths, layout(case, scheme)))
 
 
 def shard(case: Case, scheme: Scheme, documents: np.ndarray) -> ShardPlan:
-    """A micro-batch on its context-parallel ranks, as `plan/step.py` does it; DOCUMENT rows, as packing orders them."""
-    job, kernel = case.job, case.our_kernel if scheme.our_exchange else case.kernel
-    lengths, unit = documents["length"], job.cp * math.lcm(2, job.tp)
-    plan = sharding.shard(padded(lengths, unit), job.cp, scheme.sharding, kernel, use_native=True)
-    if scheme.sharding == "adaptive" and job.cp > 1:
-        mirrored = padded(lengths[sharding.mirrored_order(lengths)], unit)
-        other = sharding.shard(mirrored, job.cp, "per-sequence", kernel, use_native=True)
-        plan = min(plan, other, key=lambda p: p.time)
-    return plan
+    """A micro-batch (DOCUMENT rows) on its context-parallel ranks."""
+    return shard_micro_batch(0, documents, layout(case, scheme)).shards
 
 
 def outcomes(case: Case, schemes: dict[str, Scheme], steps: int) -> tuple[dict[str, Outcome], Limits]:

@@ -33,7 +33,15 @@ class Snapshot:
         return sum(map(len, self.waiting.values()))
 
     def state(self) -> dict[str, Any]:
-        """Everything `Packer.load_state` needs, as JSON types; small: references to documents, never tokens."""
+        """Everything `Packer.load_state` needs, as JSON types; small: references to documents, never tokens.
+
+        Raises ValueError for a policy that `load_state` would not know.
+        """
+        policy = self.header["policy"]
+        if policy not in POLICIES:
+            raise ValueError(
+                f"the policy is {policy!r}, whose state could not be loaded; one of {', '.join(POLICIES)} can"
+            )
         waiting = {"waiting": self.waiting, "original": self.original}
         lists = {name: {place: rows.tolist() for place, rows in at.items()} for name, at in waiting.items()}
         return {"format": saved.FORMAT, "version": saved.VERSION, **copy.deepcopy(self.header), **lists}
@@ -72,7 +80,7 @@ class Packer:
         num_micro_batches: N, of a global batch over all data-parallel ranks.
         context_length: C in pairs.
         fingerprint: of the dataset; a state of another one is refused.
-        policy_name: likewise; one of `packing.POLICIES`.
+        policy_name: likewise; only those of `packing.POLICIES` have a state.
         use_native: cut in C++ what the original order would have given.
     """
 
@@ -87,10 +95,6 @@ class Packer:
         policy_name: str,
         use_native: bool = False,
     ) -> None:
-        if policy_name not in POLICIES:
-            raise ValueError(
-                f"policy_name is {policy_name!r}, whose states could not be loaded; give one of {', '.join(POLICIES)}"
-            )
         self._stream, self._policy = stream, policy
         self._original = OriginalPolicy(
             num_micro_batches=num_micro_batches, context_length=context_length, use_native=use_native

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 
 from megatron_wlb.config import WlbConfig
-from megatron_wlb.plan import Layout, Packer, document_log, files, native, pipeline, plan_step, step
+from megatron_wlb.plan import Layout, document_log, files, native, pipeline, plan_step, step
 from megatron_wlb.plan.dataset import read_index, read_tokens
 from megatron_wlb.plan.metrics import summarise
+from megatron_wlb.plan.packer import Snapshot
 from megatron_wlb.plan.packing.adaptive_core import PythonAdaptiveCore
 from megatron_wlb.plan.packing.ilp import IlpPolicy
 from megatron_wlb.plan.packing.wlb import PythonWlbCore
@@ -359,8 +360,8 @@ CASES: list[Case] = [
         lambda at: pack(policy="best"),
     ),
     (
-        "policy_name is <'mine'>, whose states could not be loaded; give one of <original, …>",
-        lambda at: Packer(stream(), None, num_micro_batches=1, context_length=4, fingerprint="", policy_name="mine"),
+        "the policy is <'mine'>, whose state could not be loaded; one of <original, …> can",
+        lambda at: Snapshot(header={"policy": "mine"}, waiting={}, original={}).state(),
     ),
     (
         "unknown mode <'fast'> of adaptive packing; choose one of <constant-tokens, low-displacement>",
