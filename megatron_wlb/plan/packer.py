@@ -40,7 +40,8 @@ class Snapshot:
         policy = self.header["policy"]
         if policy not in POLICIES:
             raise ValueError(
-                f"the policy is {policy!r}, whose state could not be loaded; one of {', '.join(POLICIES)} can"
+                f"the policy is {policy!r}, whose state could not be loaded; choose one of {', '.join(POLICIES)}, or "
+                "tell plan/state.py of it"
             )
         waiting = {"waiting": self.waiting, "original": self.original}
         lists = {name: {place: rows.tolist() for place, rows in at.items()} for name, at in waiting.items()}
