@@ -360,7 +360,8 @@ CASES: list[Case] = [
         lambda at: pack(policy="best"),
     ),
     (
-        "the policy is <'mine'>, whose state could not be loaded; choose one of <original, …>, or tell plan/state.py of it",
+        "the policy is <'mine'>, whose state could not be loaded; choose one of <original, …>, or tell plan/state.py "
+        "of it",
         lambda at: Snapshot(header={"policy": "mine"}, waiting={}, original={}).state(),
     ),
     (
