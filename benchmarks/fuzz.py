@@ -1,6 +1,6 @@
 """Everything that reads what others may have written, fuzzed: nothing crashes, hangs, fills the memory or strays.
 
-    python -m benchmarks.fuzz [--minutes M] [--executions N] [--resume] [--keep] [--check]
+    python -m benchmarks.fuzz [--minutes M] [--jobs N] [--executions N] [--resume] [--keep] [--check]
 
 Each reader in Python is fuzzed for --minutes by mutations of its corpus in tests/fuzz/corpus, in a process that may not
 write outside of its folder (tests/fuzz/loop.py); then the native cores, under the address and undefined-behaviour
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def in_python(name: str, seed: int, seconds: float, keep_new: bool) -> Row:
     return {
         "target": name,
         "engine": "mutation",
+        "seed": seed,
         "executions": outcome.executions,
         "seconds": outcome.seconds,
         "accepted": outcome.accepted,
@@ -104,6 +106,7 @@ class Native:
         failed = sum(process.returncode != 0 for process in processes)
         return {
             "target": NATIVE,
+            "seed": seed,
             "engine": "libFuzzer" if self.guided else "random bytes",
             "executions": sum(int(match[1]) for match in ran if match) if self.guided else share * (jobs - failed),
             "seconds": time.monotonic() - begin,
@@ -152,14 +155,14 @@ class Record:
         """Count a part, and write the file."""
         row = next((r for r in self._rows if (r["target"], r["engine"]) == (part["target"], part["engine"])), None)
         if row is None:
-            self._rows.append(part)
+            self._rows.append({name: value for name, value in part.items() if name != "seed"})
         else:
             for name in ("executions", "seconds", "accepted", "findings"):
                 if name in part:
                     row[name] += part[name]
             row |= {name: max(row[name], part[name]) for name in ("kinds",) if name in part}
-        self._parts.append({"target": part["target"], "seed": self.seed, "executions": part["executions"]})
-        self.seed += 1
+        self._parts.append({name: part[name] for name in ("target", "seed", "executions")})
+        self.seed = max(self.seed, part["seed"] + 1)
         corpus = {path.name: len(list(path.iterdir())) for path in sorted(CORPUS.iterdir()) if path.is_dir()}
         settings = {"corpus_files": corpus, "longest_native_bytes": LONGEST, "parts": self._parts}
         results.write("fuzz", settings=settings, rows=self._rows, goals=self.goals)
@@ -171,6 +174,7 @@ class Record:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=5.0, help="of each reader in Python; default: %(default)g")
+    parser.add_argument("--jobs", type=int, help="readers in Python at once; default: one a core")
     parser.add_argument("--executions", type=int, default=10_000_000, help="in all; default: %(default)s")
     parser.add_argument("--targets", nargs="+", choices=[*TARGETS, NATIVE], default=[*TARGETS, NATIVE])
     parser.add_argument("--resume", action="store_true", help="go on from the result file")
@@ -178,9 +182,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--check", action="store_true", help="exit with 1 if a goal is missed")
     args = parser.parse_args(argv)
     record = Record(args.executions, args.resume)
-    for name in TARGETS:
-        if name in args.targets:
-            record.add(in_python(name, record.seed, 60 * args.minutes, args.keep))
+    readers = [name for name in TARGETS if name in args.targets]
+    with ProcessPoolExecutor(args.jobs) as pool:
+        parts = [
+            pool.submit(in_python, n, record.seed + i, 60 * args.minutes, args.keep) for i, n in enumerate(readers)
+        ]
+        for part in as_completed(parts):
+            record.add(part.result())
     if NATIVE in args.targets:
         with tempfile.TemporaryDirectory() as folder:
             native, broken = Native(Path(folder)), False
