@@ -39,7 +39,8 @@ RUN MEGATRON_WLB_REQUIRE_NATIVE=1 pip wheel --no-cache-dir --no-deps --wheel-dir
 
 FROM nvcr.io/nvidia/pytorch:${PYTORCH} AS train
 ARG MEGATRON_CORE=0.19.2
-ENV PIP_CONSTRAINT="" CUDA_DEVICE_MAX_CONNECTIONS=1
+# Packages of a home that is mounted would come before the image's own.
+ENV PIP_CONSTRAINT="" CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONNOUSERSITE=1
 # Without their dependencies: torch and all that is built against it is the image's own.
 RUN --mount=type=bind,from=train-wheel,source=/wheels,target=/wheels \
     pip install --no-cache-dir --no-deps "megatron-core==${MEGATRON_CORE}" /wheels/*.whl \

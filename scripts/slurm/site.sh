@@ -6,13 +6,16 @@
 # This repository, as the nodes see it.
 export MEGATRON_WLB_HOME=${MEGATRON_WLB_HOME:-$PWD}
 
+# A Megatron-LM checkout to train with, as the job sees it; without one, the installed megatron-core.
+export CHECKOUT=${CHECKOUT:-}
+
 # .bin/.idx prefix or blend, tokenizer, and the folder for checkpoints and logs, all on a shared file system.
 export DATA_PATH=${DATA_PATH:-}
 export TOKENIZER=${TOKENIZER:-}
 export RUNS=${RUNS:-$PWD/runs}
 
 # An image of the Dockerfile, only where pyxis is there, and what it sees besides RUNS, as OUTSIDE:INSIDE[,...]; without
-# an image the nodes' own Python runs.
+# an image the nodes' own PYTHON runs.
 export CONTAINER_IMAGE=${CONTAINER_IMAGE:-}
 export CONTAINER_MOUNTS=${CONTAINER_MOUNTS:-}
 export PYTHON=${PYTHON:-python3}

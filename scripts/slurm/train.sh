@@ -1,10 +1,13 @@
 # Sourced by the .sbatch files: trains what their flags say, and comes back after preemption.
 # shellcheck shell=bash
 #
-# A signal USR1 to the job's steps (before the time limit, by `scancel --signal=USR1 JOB`, or on preemption where
+# A signal USR1 to the batch script (before the time limit, by `scancel --batch --signal=USR1 JOB`, or on preemption where
 # PreemptParameters has send_user_signal) lets training save and stop; the job is then requeued and resumes. A job that
 # Slurm itself requeues resumes from its last checkpoint as well.
 set -euo pipefail
+
+stopped=false
+trap 'stopped=true' USR1
 
 # What all models of the paper have in common, and a recipe to train them.
 # shellcheck disable=SC2034,SC2054  # for the .sbatch files; commas as Megatron wants them
@@ -46,14 +49,30 @@ train() { # FLAGS of pretrain_gpt.py
     local run=$RUNS/$SLURM_JOB_NAME home=$MEGATRON_WLB_HOME head status=0
     mkdir -p "$run"
     head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # upstream demands it before Blackwell
+    # Micro-batches differ in length, and the caching allocator's fixed segments fragment by it. Under its newer name,
+    # PYTORCH_ALLOC_CONF, upstream would not see it where it checks what does not go with expandable segments.
+    if [[ -z ${PYTORCH_ALLOC_CONF+set} ]]; then
+        export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF-expandable_segments:True}
+    fi
     local container=()
     if [[ -n ${CONTAINER_IMAGE:-} ]]; then
-        if ! srun --help | grep -q -- --container-image; then
+        if [[ $(srun --help) != *--container-image* ]]; then # not by grep -q, which may end srun early
             echo "CONTAINER_IMAGE is set, but this cluster's srun has no --container-image (pyxis); leave it empty" >&2
             exit 2
         fi
         home=/opt/megatron_wlb # of the Dockerfile's image
-        container=(--container-image "$CONTAINER_IMAGE" --container-mounts "$RUNS:$RUNS${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}")
+        export PYTHON=python3  # the image's: a path of the nodes' leads nowhere, or to another Python
+        container=(
+            --container-image "$CONTAINER_IMAGE"
+            --container-mounts "$RUNS:$RUNS${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}"
+            --container-env CUDA_DEVICE_MAX_CONNECTIONS # the image sets it, which would win over ours
+        )
+    fi
+    local script=("$home/pretrain_gpt.py")
+    if [[ -n ${CHECKOUT:-} ]]; then
+        script=(-m megatron_wlb.run "$CHECKOUT/pretrain_gpt.py")
     fi
     local data
     read -ra data <<<"$DATA_PATH"
@@ -62,16 +81,27 @@ train() { # FLAGS of pretrain_gpt.py
         --save "$run/checkpoints" --load "$run/checkpoints" --exit-signal-handler --ckpt-format torch_dist
         --tensorboard-dir "$run/tensorboard" --log-throughput
     )
-    srun --kill-on-bad-exit=1 --ntasks-per-node=1 "${container[@]}" \
+    # Unbound: a task is all trainers of its node, and Slurm takes it for one of a single CPU; where the site binds by
+    # default (TaskPluginParam, CpuBind), it would hold them all on one core. The step has all CPUs of the job anyway.
+    srun --kill-on-bad-exit=1 --ntasks-per-node=1 --cpu-bind=none "${container[@]}" \
         bash "$home/scripts/slurm/node.sh" \
         --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "${PROCESSES_PER_NODE:-8}" \
         --rdzv-backend c10d --rdzv-endpoint "$head:$((20000 + SLURM_JOB_ID % 20000))" \
         --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
-        "$home/pretrain_gpt.py" "${flags[@]}" "$@" || status=$?
-    if [[ $status == 99 ]]; then # node.sh: stopped by the signal
-        echo "stopped by a signal with a checkpoint; requeued"
+        "${script[@]}" "${flags[@]}" "$@" &
+    local step=$!
+    while kill -0 "$step" 2>/dev/null; do
+        if $stopped; then
+            # srun hands it on to node.sh. Again until all have ended: tasks that are still to start miss it.
+            kill -USR1 "$step" || true
+        fi
+        sleep 2 || true # `scancel --full` signals it, too
+    done
+    wait "$step" || status=$?
+    if $stopped; then # whatever the status: before training listens, the signal ends it
+        echo "stopped by a signal, with status $status; requeued"
         scontrol requeue "$SLURM_JOB_ID"
-        sleep 60 # until Slurm ends this script
+        sleep 60 || true # until Slurm ends this script
     fi
     exit "$status"
 }

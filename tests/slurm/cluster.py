@@ -1,4 +1,4 @@
-"""A Slurm cluster of one node on this machine: munged, slurmctld and slurmd on free ports of loopback."""
+"""A Slurm cluster of two nodes on this machine: munged, slurmctld and two slurmd on free ports of loopback."""
 
 import getpass
 import os
@@ -29,30 +29,34 @@ class Cluster:
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
-        host, (controller, node) = socket.gethostname().split(".")[0], _free_ports(2)
+        host, (controller, *ports) = socket.gethostname().split(".")[0], _free_ports(3)
+        nodes = {host: ports[0], f"{host}-second": ports[1]}  # jobs of one node get the first, whose name resolves
+        lines = [
+            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={os.cpu_count()} Weight={weight}"
+            for weight, (name, port) in enumerate(nodes.items(), start=1)
+        ]
         (self.folder / "slurm.conf").write_text(
             f"""ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller}
-SlurmdPort={node}
 SlurmUser={getpass.getuser()}
 SlurmdUser={getpass.getuser()}
 AuthType=auth/munge
 AuthInfo=socket={self.folder}/munge.socket
 CredType=cred/munge
 StateSaveLocation={self.folder}/state
-SlurmdSpoolDir={self.folder}/spool
+SlurmdSpoolDir={self.folder}/spool/%n
 SlurmctldPidFile={self.folder}/slurmctld.pid
-SlurmdPidFile={self.folder}/slurmd.pid
+SlurmdPidFile={self.folder}/slurmd-%n.pid
 SlurmctldLogFile={self.folder}/slurmctld.log
-SlurmdLogFile={self.folder}/slurmd.log
+SlurmdLogFile={self.folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 MpiDefault=none
 ReturnToService=2
 KillWait=5
-NodeName={host} NodeAddr=127.0.0.1 CPUs={os.cpu_count()} State=UNKNOWN
+{os.linesep.join(lines)}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
         )
@@ -62,12 +66,13 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
         self._start("munged", "--foreground", "--force", *options)
         self._wait((self.folder / "munge.socket").exists)
         self._start("slurmctld", "-D")
-        self._start("slurmd", "-D", "-N", host)
-        self._wait(lambda: "idle" in self.run("sinfo", "--noheader", "--format=%T"))
+        for name in nodes:
+            self._start("slurmd", "-D", "-N", name)
+        self._wait(lambda: self.run("sinfo", "--noheader", "--format=%D %T") == "2 idle")
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if len(self._daemons) == 3:
+        if len(self._daemons) == 4:
             self.run("scancel", "--user", getpass.getuser())
             self._wait(lambda: not self.run("squeue", "--noheader"))
         for daemon in reversed(self._daemons):
@@ -92,7 +97,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
         path = _find(name)
         assert path is not None
         env = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf")}
-        with (self.folder / f"{name}.out").open("wb") as out:
+        with (self.folder / f"{name}-{len(self._daemons)}.out").open("wb") as out:
             self._daemons.append(subprocess.Popen([path, *options], env=env, stdout=out, stderr=out))
 
     def _wait(self, ready: object, seconds: float = 60.0) -> None:

@@ -1,6 +1,8 @@
-"""The demo's job under a real Slurm: signalled, it saves, is requeued, resumes and finishes as if nothing had been."""
+"""Jobs under a real Slurm: signalled, they save, are requeued, resume and finish as if nothing had been."""
 
+import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,7 +24,7 @@ def cluster(tmp_path_factory):
         yield running
 
 
-def submit(cluster, data, folder, script="demo.sbatch", **environment):
+def submit(cluster, data, folder, *options, script="demo.sbatch", **environment):
     folder.mkdir(exist_ok=True)
     settings = {
         "MEGATRON_WLB_HOME": str(ROOT),
@@ -35,7 +37,7 @@ def submit(cluster, data, folder, script="demo.sbatch", **environment):
     }
     log = folder / "log"
     job = cluster.run(
-        "sbatch", "--parsable", f"--output={log}", str(ROOT / "scripts/slurm" / script), **settings
+        "sbatch", "--parsable", f"--output={log}", *options, str(ROOT / "scripts/slurm" / script), **settings
     )  # fmt: skip
     return job, log
 
@@ -49,6 +51,12 @@ def wait_for(cluster, job, log, condition, seconds=300):
         time.sleep(0.5)
 
 
+def executable(path, text):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
 def losses(log):
     """Loss by step; a step that was trained twice counts as trained last."""
     return dict(re.findall(r"wlb step +(\d+) \| loss ([\d.]+)", log.read_text() if log.exists() else ""))
@@ -60,7 +68,7 @@ def test_a_signalled_job_is_requeued_and_resumes(cluster, tmp_path):
     wait_for(cluster, whole, whole_log, lambda: cluster.state(whole) == "COMPLETED")
     job, log = submit(cluster, data, tmp_path / "stopped")
     wait_for(cluster, job, log, lambda: len(losses(log)) >= 3)
-    cluster.run("scancel", "--signal=USR1", job)
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
     wait_for(cluster, job, log, lambda: "requeued" in log.read_text())
     assert int((tmp_path / "stopped/wlb-demo/checkpoints/latest_checkpointed_iteration.txt").read_text()) < STEPS
     wait_for(cluster, job, log, lambda: cluster.state(job) == "PENDING", 60)
@@ -73,6 +81,71 @@ def test_a_signalled_job_is_requeued_and_resumes(cluster, tmp_path):
     assert log.read_text().count("wlb step") == STEPS  # nothing was trained twice
 
 
+TORCHRUN = """#!/usr/bin/env bash
+# A stand-in for torchrun and a trainer; the second node ends later.
+case $MOMENT in
+    rendezvous) echo "there $SLURM_NODEID"; exec sleep 600 ;;
+    imports) sleep 600 & ;;
+    training) (
+        trap 'sleep "$SLURM_NODEID"; echo "saved $SLURM_NODEID"; exit 0' TERM
+        while :; do sleep 0.1; done
+    ) & ;;
+esac
+sleep 0.2
+echo "there $SLURM_NODEID"
+wait "$!"
+"""
+
+
+@pytest.mark.parametrize(
+    ("moment", "receivers", "saved"),
+    [("training", "--batch", 2), ("training", "--full", 2), ("imports", "--batch", 0), ("rendezvous", "--batch", 0)],
+)
+def test_a_signal_requeues_two_nodes_at_any_moment(cluster, tmp_path, moment, receivers, saved):
+    tools = tmp_path / "bin"
+    executable(tools / "torchrun", TORCHRUN)
+    executable(tools / "pkill", "#!/bin/sh\nexit 127\n")  # an image may lack it
+    environment = {"PYTHON": str(tools / "torchrun"), "MOMENT": moment, "PATH": f"{tools}:{os.environ['PATH']}"}
+    job, log = submit(cluster, "data", tmp_path / "runs", "--nodes=2", **environment)
+    wait_for(cluster, job, log, lambda: log.exists() and log.read_text().count("there") == 2, 60)
+    cluster.run("scancel", receivers, "--signal=USR1", job)
+    wait_for(cluster, job, log, lambda: cluster.state(job) == "PENDING", 60)
+    cluster.run("scancel", job)
+    assert log.read_text().count("saved") == saved
+    status = re.search(r"stopped by a signal, with status (\d+); requeued", log.read_text())
+    assert status is not None
+    assert (status[1] == "0") == (saved == 2), log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("environment", "given"),
+    [
+        ({}, "scripts/slurm/node.sh"),
+        ({}, "\nPYTHON=/nodes/python\n"),
+        ({"CONTAINER_IMAGE": "image.sqsh"}, "\nPYTHON=python3\n"),
+        (
+            {"CONTAINER_IMAGE": "image.sqsh"},
+            " --container-env CUDA_DEVICE_MAX_CONNECTIONS bash /opt/megatron_wlb/scripts",
+        ),
+        ({}, f" {ROOT}/pretrain_gpt.py --data-path corpus --save "),
+        ({"CHECKOUT": "/checkout"}, " -m megatron_wlb.run /checkout/pretrain_gpt.py --data-path corpus --save "),
+        ({}, "\nCUDA_DEVICE_MAX_CONNECTIONS=1\n"),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "\nCUDA_DEVICE_MAX_CONNECTIONS=8\n"),
+        ({}, "\nPYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": ""}, "\nPYTORCH_CUDA_ALLOC_CONF=\n"),
+    ],
+)
+def test_what_a_task_is_given(tmp_path, environment, given):
+    executable(tmp_path / "srun", '#!/bin/sh\necho "srun --container-image $*"\nenv\n')
+    executable(tmp_path / "scontrol", "#!/bin/sh\necho node\n")
+    executable(tmp_path / "sleep", "#!/bin/sh\n")
+    settings = {"MEGATRON_WLB_HOME": str(ROOT), "DATA_PATH": "corpus", "RUNS": str(tmp_path), "PYTHON": "/nodes/python"}
+    job = {"SLURM_JOB_NAME": "job", "SLURM_JOB_NODELIST": "node", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "1"}
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **settings, **job, **environment}
+    command = ["bash", str(ROOT / "scripts/slurm/demo.sbatch")]
+    assert given in subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+
+
 @pytest.mark.parametrize(
     ("environment", "script", "message"),
     [
@@ -81,7 +154,7 @@ def test_a_signalled_job_is_requeued_and_resumes(cluster, tmp_path):
     ],
 )
 def test_wrong_settings_end_the_job_with_one_line(cluster, tmp_path, environment, script, message):
-    job, log = submit(cluster, "nowhere", tmp_path / "runs", script, **environment)
+    job, log = submit(cluster, "nowhere", tmp_path / "runs", script=script, **environment)
     deadline = time.monotonic() + 60
     while cluster.state(job) != "FAILED":
         assert time.monotonic() < deadline
