@@ -24,7 +24,7 @@ recipe=(
     --eval-interval 500 --eval-iters 4 --log-interval 1 --save-interval 200
 )
 # shellcheck disable=SC2034
-balanced=(--wlb --wlb-packing adaptive --wlb-cp-sharding adaptive)
+balanced=(--wlb)
 
 required() {
     local name
