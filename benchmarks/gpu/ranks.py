@@ -112,12 +112,12 @@ class PrefixCopies:
         self._prefixes = [slice(s.k_start, s.k_stop) for s in found]
         device = rank.keys.device
         self._index = torch.cat([torch.arange(s.k_start, s.k_stop) for s in found]).to(device)
-        self._call = colour_of([(s.q_stop - s.q_start, s.k_stop - s.k_start) for s in found], device)
+        self._colour = colour_of([(s.q_stop - s.q_start, s.k_stop - s.k_start) for s in found], device)
 
     def forward(self, local: Rows) -> tuple[Tensor, ...]:
         q, kv, _ = local
         k, v = (torch.cat([x[prefix] for prefix in self._prefixes]) for x in kv.unbind(1))
-        return *self._options.backend.forward(q, k, v, self._call, self._options.scale_for(q)), k, v
+        return *self._options.backend.forward(q, k, v, self._options.call(self._colour, q)), k, v
 
     def backward(self, local: Rows, saved: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         out, lse, k, v = saved
@@ -129,12 +129,12 @@ class PrefixCopies:
 
     def _gradients(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
         """dq, dk, dv of the call; straight from the operator where our backend would first add them in fp32."""
-        backend, call, scale = self._options.backend, self._call, self._options.scale_for(q)
+        backend, colour, call = self._options.backend, self._colour, self._options.call(self._colour, q)
         if backend.name == "aten":
-            lengths = call.cu_q, call.cu_k, call.max_q, call.max_k
+            lengths = colour.cu_q, colour.cu_k, colour.max_q, colour.max_k
             state = torch.empty(2, dtype=torch.uint64, device=q.device)
             return torch.ops.aten._flash_attention_backward(
-                dout, q, k, v, out, lse, *lengths, 0.0, True, state, state[0], scale=scale
+                dout, q, k, v, out, lse, *lengths, 0.0, True, state, state[0], scale=call.scale
             )
-        dk, dv = (torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (k, v))
-        return backend.backward(dout, q, k, v, out, lse, call, scale, dk, dv), dk, dv
+        dkv = k.new_zeros((len(k), 2, *k.shape[1:]), dtype=torch.promote_types(k.dtype, torch.float32))
+        return backend.backward(dout, q, k, v, out, lse, dkv, call), *dkv.unbind(1)

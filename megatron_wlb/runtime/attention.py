@@ -8,6 +8,7 @@ side by side, [rows, 2, h, D], so that one collective and one index_select move 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_wlb.plan.sharding.exchange import head_groups
-from megatron_wlb.runtime.backends import Backend
-from megatron_wlb.runtime.metadata import ShardMetadata
+from megatron_wlb.runtime.backends import Backend, Call
+from megatron_wlb.runtime.metadata import Colour, ShardMetadata
 
 # torch 2.13 renames these two and warns at every use of the old names.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -38,8 +39,10 @@ class AttentionOptions:
     save_gathered: bool = False
     """Keep the gathered K and V for backward instead of gathering them again: P rows of memory for every layer."""
 
-    def scale_for(self, q: Tensor) -> float:
-        return float(q.shape[-1] ** -0.5) if self.scale is None else self.scale
+    def call(self, colour: Colour, q: Tensor) -> Call:
+        """What `backend` is given for queries q [rows, Hq, D] of a colour."""
+        scale = float(q.shape[-1] ** -0.5) if self.scale is None else self.scale
+        return Call(colour, scale, self.window)
 
 
 def context_parallel_attention(
@@ -128,7 +131,7 @@ def attend(
     lse = []
     for colour in metadata.colours:
         rows = slice(colour.q_start, colour.q_stop)
-        out[rows], part = options.backend.forward(q[rows], k, v, colour, options.scale_for(q), window=options.window)
+        out[rows], part = options.backend.forward(q[rows], k, v, options.call(colour, q))
         lse.append(part)
     return lse
 
@@ -151,11 +154,10 @@ def attend_backward(
     """
     dtype = torch.promote_types(k.dtype, torch.float32)
     dkv = torch.zeros((metadata.num_keys + 1, 2, *k.shape[1:]), dtype=dtype, device=k.device)
-    dk, dv = dkv[:-1].unbind(1)
     for colour, part in zip(metadata.colours, lse, strict=True):
         rows = slice(colour.q_start, colour.q_stop)
-        local = dout[rows], q[rows], k, v, out[rows]
-        dq[rows] = options.backend.backward(*local, part, colour, options.scale_for(q), dk, dv, window=options.window)
+        local = dout[rows], q[rows], k, v, out[rows], part
+        dq[rows] = options.backend.backward(*local, dkv[:-1], options.call(colour, q))
     return dkv
 
 
@@ -181,10 +183,10 @@ def _gathered(
     if group is None and metadata.keys_are_rows:
         yield from ((k[:, heads.k], v[:, heads.k]) for heads in groups)
         return
-    under_way = [_start_gather(k[:, groups[0].k], v[:, groups[0].k], metadata, group)]
-    for i in range(len(groups)):
-        if i + 1 < len(groups):
-            under_way.append(_start_gather(k[:, groups[i + 1].k], v[:, groups[i + 1].k], metadata, group))
+    gathers = (_start_gather(k[:, heads.k], v[:, heads.k], metadata, group) for heads in groups)
+    under_way = [next(gathers)]
+    for _ in groups:
+        under_way += islice(gathers, 1)
         yield _arrived(*under_way.pop(0), metadata)
 
 

@@ -46,6 +46,21 @@ class Colour:
     """Where cu_q begins in the buffer, counted in int32."""
     entries: int
 
+    @classmethod
+    def of(cls, call: seg.VarlenCall, q_start: int, integers: Tensor, cu_start: int) -> Self:
+        """`call` for the local rows from `q_start` on; its cu_q and cu_k follow each other in `integers`."""
+        ranges = np.stack((call.cu_q[:-1], call.cu_q[1:], call.cu_k[:-1], call.cu_k[1:]), axis=1)
+        return cls(
+            q_start=q_start,
+            q_stop=q_start + int(call.cu_q[-1]),
+            segments=tuple(SegmentRows(*row) for row in ranges[np.diff(call.cu_q) > 0].tolist()),
+            max_q=call.max_q,
+            max_k=call.max_k,
+            integers=integers,
+            cu_start=cu_start,
+            entries=len(call.cu_q) - 1,
+        )
+
     @property
     def cu_q(self) -> Tensor:
         """int32 [entries + 1]."""
@@ -99,8 +114,7 @@ class ShardMetadata:
             )
         shard = plan.shards[cp_rank]
         moved = exchange(plan, cp_rank)
-        colours = [colour for colour in shard.colours if len(colour)]
-        calls = [seg.encode(moved.key_begins, colour) for colour in colours]
+        calls = [seg.encode(moved.key_begins, colour) for colour in shard.colours if len(colour)]
         cu = np.concatenate([array for call in calls for array in (call.cu_q, call.cu_k)])
         cu = np.pad(cu, (0, len(cu) % 2)).view(np.int64)
         positions = seg.positions(shard)
@@ -116,7 +130,7 @@ class ShardMetadata:
             max_length=int(plan.lengths.max()),
             keys_are_rows=moved.num_sent == 0 and np.array_equal(moved.gather, rows),
             sends_rows=moved.num_sent == len(rows) and np.array_equal(moved.sent_rows, rows),
-            colours=_colours(moved.key_begins, colours, calls, integers, 2 * (len(integers) - len(cu))),
+            colours=_colours(calls, integers, 2 * (len(integers) - len(cu))),
             sizes=tuple(len(array) for array in arrays),
             integers=integers,
         )
@@ -170,33 +184,10 @@ class ShardMetadata:
         return replace(self, integers=integers, colours=colours)
 
 
-def _colours(
-    key_begins: np.ndarray, colours: list[np.ndarray], calls: list[seg.VarlenCall], integers: Tensor, cu_start: int
-) -> tuple[Colour, ...]:
-    """One Colour per SEGMENT array, whose cu_q and cu_k follow each other in `integers` from int32 `cu_start` on."""
+def _colours(calls: list[seg.VarlenCall], integers: Tensor, cu_start: int) -> tuple[Colour, ...]:
+    """Colours that follow each other in the local rows, and in `integers` from int32 `cu_start` on."""
     q_start, made = 0, []
-    for colour, call in zip(colours, calls, strict=True):
-        rows = _segment_rows(key_begins, colour)
-        made.append(
-            Colour(
-                q_start=q_start,
-                q_stop=q_start + rows[-1].q_stop,
-                segments=rows,
-                max_q=call.max_q,
-                max_k=call.max_k,
-                integers=integers,
-                cu_start=cu_start,
-                entries=len(call.cu_q) - 1,
-            )
-        )
+    for call in calls:
+        made.append(Colour.of(call, q_start, integers, cu_start))
         q_start, cu_start = made[-1].q_stop, cu_start + 2 * len(call.cu_q)
     return tuple(made)
-
-
-def _segment_rows(key_begins: np.ndarray, colour: np.ndarray) -> tuple[SegmentRows, ...]:
-    """Host-side ranges of the segments of one colour."""
-    q_stops = np.cumsum(colour["stop"] - colour["start"])
-    q_starts = q_stops - (colour["stop"] - colour["start"])
-    k_starts = key_begins[colour["document"]]
-    columns = (q_starts, q_stops, k_starts, k_starts + colour["stop"])
-    return tuple(SegmentRows(*row) for row in zip(*(column.tolist() for column in columns), strict=True))

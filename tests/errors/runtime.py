@@ -33,17 +33,17 @@ def attention(change):
 
 
 def deterministic(at: At):
-    at.patch.setattr(flash_attn, "_mode", lambda: {"deterministic": True})
+    at.patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     backend = object.__new__(flash_attn.FlashAttn3Backend)
-    backend.backward(*[torch.empty(1, 1, 200)] * 6, None, 1.0, None, None)
+    backend.backward(*[torch.empty(1, 1, 200)] * 7, None)
 
 
 def padded(at: At):
     """TransformerEngine on a cuDNN that pads what it returns."""
     backend = object.__new__(TeBackend)
-    at.patch.setattr(TeBackend, "_call", lambda *arguments: {})
-    backend._forward, backend._forward_extra = lambda **call: (None, [torch.zeros(2, 4, 40, 1)]), {}
-    backend.forward(*[torch.empty(1, 1, 16)] * 3, None, 1.0)
+    at.patch.setattr(TeBackend, "_arguments", lambda *arguments: {})
+    backend._forward = lambda **arguments: (None, [torch.zeros(2, 4, 40, 1)])
+    backend.forward(*[torch.empty(1, 1, 16)] * 3, None)
 
 
 def old_flash_attn(at: At):
@@ -133,7 +133,7 @@ CASES: list[Case] = [
     (
         "attention backend 'flash_attn_3' was written for <FlashAttention-3>; the installed one has no operator "
         "<aten::no_such>; install such a version",
-        lambda at: flash_attn._operator("flash_attn_3", "aten", "no_such", "FlashAttention-3"),
+        lambda at: flash_attn._operator("flash_attn_3", "aten", "no_such", (), "FlashAttention-3"),
     ),
     (
         "attention backend 'flash_attn' found flash-attn <2.7.4.post1>, whose gradients are wrong where a micro-batch "

@@ -6,7 +6,7 @@ import torch
 
 from megatron_wlb.plan.sharding import per_document
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
-from megatron_wlb.runtime.backends import BACKENDS, choose_backend, get_backend
+from megatron_wlb.runtime.backends import BACKENDS, Call, choose_backend, get_backend
 from megatron_wlb.runtime.backends.trial import colour_of, try_backend
 from megatron_wlb.runtime.metadata import ShardMetadata
 from tests.runtime import colours
@@ -57,7 +57,7 @@ def test_colours(backend, entries, heads, window):
     skip_unless_it_runs(backend)
     colour = colour_of(entries, "cuda")
     for dtype in backend.dtypes:
-        given = (*colours.tensors(colour, heads, 64, dtype), colour, 0.2, window)
+        given = (*colours.tensors(colour, heads, 64, dtype), Call(colour, 0.2, window))
         poison()
         colours.assert_close(colours.run(backend, *given), colours.expected(*given), TOLERANCE[dtype])
 
@@ -69,7 +69,7 @@ def test_head_sizes(backend, head_size):
         pytest.skip("cuDNN has gradients for head sizes over 128 on compute capability 9.0")
     colour = colour_of([(0, 70), (300, 500), (0, 1), (1, 1), (129, 129)], "cuda")
     for dtype in backend.dtypes:
-        given = (*colours.tensors(colour, (4, 2), head_size, dtype), colour, head_size**-0.5, None)
+        given = (*colours.tensors(colour, (4, 2), head_size, dtype), Call(colour, head_size**-0.5))
         colours.assert_close(colours.run(backend, *given), colours.expected(*given), TOLERANCE[dtype])
 
 
@@ -80,7 +80,7 @@ def test_rows_further_apart_than_32_bits_count(backend):
     dtype = torch.bfloat16
     q, k, v, dout = colours.tensors(colour, (2, 2), 64, dtype)
     far = torch.empty((1 << 31) + 2 * 64, dtype=dtype, device="cuda").as_strided((3, 2, 64), (1 << 30, 64, 1))
-    given = (q, far.copy_(k), v, dout, colour, 0.2, None)
+    given = (q, far.copy_(k), v, dout, Call(colour, 0.2))
     colours.assert_close(colours.run(backend, *given), colours.expected(*given), TOLERANCE[dtype])
 
 

@@ -33,18 +33,18 @@ def tensors(colour: Colour, heads: tuple[int, int], head_size: int, dtype: torch
     return wide[:, : heads[0]], *kv.unbind(1), wide[:, heads[0] : -1]
 
 
-def run(backend, q, k, v, dout, colour, scale, window) -> tuple[Tensor, ...]:
+def run(backend, q, k, v, dout, call) -> tuple[Tensor, ...]:
     """out, lse, dq, dk, dv of a backend; dk and dv are added to ones, which are taken away again."""
-    out, lse = backend.forward(q, k, v, colour, scale, window=window)
+    out, lse = backend.forward(q, k, v, call)
     dkv = torch.ones((k.shape[0], 2, *k.shape[1:]), dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
-    dk, dv = dkv.unbind(1)
-    dq = backend.backward(dout, q, k, v, out, lse, colour, scale, dk, dv, window=window)
+    dq = backend.backward(dout, q, k, v, out, lse, dkv, call)
     assert out.dtype == dq.dtype == q.dtype and out.is_contiguous() and lse.is_contiguous()
-    return out, lse, dq, dk - 1, dv - 1
+    return out, lse, dq, *(dkv - 1).unbind(1)
 
 
-def expected(q, k, v, dout, colour, scale, window) -> tuple[Tensor, ...]:
+def expected(q, k, v, dout, call) -> tuple[Tensor, ...]:
     """The same in float64, one segment after the other, gradients by autograd."""
+    colour, scale, window = call
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     outs, lses = [], []
     for rows in colour.segments:

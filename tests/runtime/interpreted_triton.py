@@ -7,7 +7,7 @@ Triton must be told to interpret before it is imported, so pytest does not colle
 import pytest
 import torch
 
-from megatron_wlb.runtime.backends import triton
+from megatron_wlb.runtime.backends import Call, triton
 from megatron_wlb.runtime.backends.trial import colour_of
 from megatron_wlb.runtime.backends.triton import TritonBackend
 from tests.runtime.colours import COLOURS, WINDOWS, assert_close, expected, run, tensors
@@ -20,7 +20,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2**-10}
 @pytest.mark.parametrize("entries", COLOURS.values(), ids=COLOURS)
 def test_colours(entries, window):
     colour = colour_of(entries, "cpu")
-    given = (*tensors(colour, (2, 1), 16, torch.float32), colour, 0.3, window)
+    given = (*tensors(colour, (2, 1), 16, torch.float32), Call(colour, 0.3, window))
     assert_close(run(TritonBackend(), *given), expected(*given), TOLERANCE[torch.float32])
 
 
@@ -38,14 +38,14 @@ def test_colours(entries, window):
 )
 def test_head_sizes_dtypes_and_groups(dtype, heads, head_size):
     colour = colour_of([(0, 70), (67, 131), (0, 1), (1, 1)], "cpu")
-    given = (*tensors(colour, heads, head_size, dtype), colour, head_size**-0.5, None)
+    given = (*tensors(colour, heads, head_size, dtype), Call(colour, head_size**-0.5))
     assert_close(run(TritonBackend(), *given), expected(*given), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_windows(window):
     colour = colour_of([(0, 3), (150, 260), (65, 65), (2, 2)], "cpu")
-    given = (*tensors(colour, (2, 1), 16, torch.float16), colour, 0.3, window)
+    given = (*tensors(colour, (2, 1), 16, torch.float16), Call(colour, 0.3, window))
     assert_close(run(TritonBackend(), *given), expected(*given), TOLERANCE[torch.float16])
 
 
@@ -55,18 +55,18 @@ def test_blocks_of_other_sizes(window, block_q, block_k, monkeypatch):
     sizes = triton._sizes
     monkeypatch.setattr(triton, "_sizes", lambda q, k: sizes(q, k) | {"BLOCK_Q": block_q, "BLOCK_K": block_k})
     colour = colour_of([(0, 3), (80, 130), (33, 33), (2, 2)], "cpu")
-    given = (*tensors(colour, (2, 1), 16, torch.float16), colour, 0.3, window)
+    given = (*tensors(colour, (2, 1), 16, torch.float16), Call(colour, 0.3, window))
     assert_close(run(TritonBackend(), *given), expected(*given), TOLERANCE[torch.float16])
 
 
 def test_scores_far_apart():
     colour = colour_of(COLOURS["gaps"], "cpu")
-    given = (*tensors(colour, (2, 1), 16, torch.float32), colour, 100.0, 20)
+    given = (*tensors(colour, (2, 1), 16, torch.float32), Call(colour, 100.0, 20))
     assert_close(run(TritonBackend(), *given), expected(*given), 1e-4)
 
 
 def test_runs_are_equal_to_the_bit():
     colour = colour_of(COLOURS["gaps"], "cpu")
-    given = (*tensors(colour, (2, 1), 16, torch.float32), colour, 0.3, None)
+    given = (*tensors(colour, (2, 1), 16, torch.float32), Call(colour, 0.3))
     first, second = (run(TritonBackend(), *given) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))

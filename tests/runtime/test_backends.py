@@ -5,7 +5,7 @@ import torch
 
 from megatron_wlb.config import ATTENTION_BACKENDS
 from megatron_wlb.runtime import backends
-from megatron_wlb.runtime.backends import BACKENDS, Choice, choose_backend, cpu, get_backend
+from megatron_wlb.runtime.backends import BACKENDS, Call, Choice, choose_backend, cpu, get_backend
 from megatron_wlb.runtime.backends.aten import AtenBackend
 from megatron_wlb.runtime.backends.cpu import CpuBackend
 from megatron_wlb.runtime.backends.reference import ReferenceBackend
@@ -29,7 +29,7 @@ def backend(request):
 @pytest.mark.parametrize("entries", COLOURS.values(), ids=COLOURS)
 def test_out_lse_and_gradients(backend, entries, window, heads, dtype):
     colour = colour_of(entries, "cpu")
-    given = (*tensors(colour, heads, 16, dtype), colour, 0.3, window)
+    given = (*tensors(colour, heads, 16, dtype), Call(colour, 0.3, window))
     assert_close(run(backend, *given), expected(*given), TOLERANCE[dtype])
 
 
@@ -41,7 +41,7 @@ def test_out_lse_and_gradients(backend, entries, window, heads, dtype):
 def test_cpu_in_one_call_or_two(monkeypatch, entries, long, heads, dtype):
     monkeypatch.setattr(cpu, "_LONG", long)
     colour = colour_of(entries, "cpu")
-    given = (*tensors(colour, heads, 16, dtype), colour, 0.3, None)
+    given = (*tensors(colour, heads, 16, dtype), Call(colour, 0.3))
     got = run(CpuBackend(), *given)
     assert_close(got, expected(*given), TOLERANCE[dtype])
     assert all(torch.equal(x, y) for x, y in zip(got, run(CpuBackend(), *given), strict=True))
@@ -51,7 +51,7 @@ def test_cpu_in_one_call_or_two(monkeypatch, entries, long, heads, dtype):
 @pytest.mark.parametrize("entries", [[(600, 601)], [(0, 9), (257, 900), (512, 512)]])
 def test_windows_over_several_blocks(backend, entries, window):
     colour = colour_of(entries, "cpu")
-    given = (*tensors(colour, (2, 1), 8, torch.float64), colour, 0.3, window)
+    given = (*tensors(colour, (2, 1), 8, torch.float64), Call(colour, 0.3, window))
     assert_close(run(backend, *given), expected(*given), 1e-14)
 
 
@@ -62,7 +62,7 @@ def test_windows_of_random_colours(backend):
         entries = [(int(torch.randint(0, n + 1, (1,), generator=generator)), n) for n in keys]
         entries.append((1, 1))
         colour, window = colour_of(entries, "cpu"), int(torch.randint(0, 60, (1,), generator=generator))
-        given = (*tensors(colour, (4, 2), 8, torch.float64), colour, 0.7, window)
+        given = (*tensors(colour, (4, 2), 8, torch.float64), Call(colour, 0.7, window))
         assert_close(run(backend, *given), expected(*given), 1e-14)
 
 
@@ -73,7 +73,7 @@ def test_scores_far_apart(backend, dtype, window):
     for scale, size in ((1000.0, 1.0), (0.3, 0.0)):
         colour = colour_of(COLOURS["gaps"], "cpu")
         q, k, v, dout = tensors(colour, (4, 2), 16, dtype)
-        given = (q, k * size, v, dout, colour, scale, window)
+        given = (q, k * size, v, dout, Call(colour, scale, window))
         assert_close(run(backend, *given), expected(*given), 1e-3 if dtype == torch.float32 else 1e-11)
 
 
@@ -88,7 +88,7 @@ def test_a_window_costs_no_more_than_it_sees(monkeypatch):
     monkeypatch.setattr(cpu, "_forward", counted)
     colour = colour_of([(4000, 9000)], "cpu")
     q, k, v, _ = tensors(colour, (1, 1), 8, torch.float32)
-    CpuBackend().forward(q, k, v, colour, 0.3, window=100)
+    CpuBackend().forward(q, k, v, Call(colour, 0.3, 100))
     assert sum(pairs) <= 4000 * (100 + 256)
 
 
@@ -98,9 +98,9 @@ def test_aten_takes_windows(window):
     colour = colour_of(COLOURS["many"], "meta")
     q, dout = (torch.empty(colour.q_stop, 8, 64, dtype=torch.bfloat16, device="meta") for _ in range(2))
     k, v = (torch.empty(420, 2, 64, dtype=torch.bfloat16, device="meta") for _ in range(2))
-    dk, dv = (torch.empty(420, 2, 64, device="meta") for _ in range(2))
-    out, lse = AtenBackend().forward(q, k, v, colour, 0.3, window=window)
-    dq = AtenBackend().backward(dout, q, k, v, out, lse, colour, 0.3, dk, dv, window=window)
+    dkv, call = torch.empty(420, 2, 2, 64, device="meta"), Call(colour, 0.3, window)
+    out, lse = AtenBackend().forward(q, k, v, call)
+    dq = AtenBackend().backward(dout, q, k, v, out, lse, dkv, call)
     assert (out.shape, lse.shape, dq.shape) == (q.shape, (8, colour.q_stop), q.shape)
 
 
@@ -111,12 +111,12 @@ def test_the_flag_offers_every_backend():
 class _Wrong(CpuBackend):
     """Does not see the window."""
 
-    def forward(self, q, k, v, colour, scale, window=None):
-        return super().forward(q, k, v, colour, scale)
+    def forward(self, q, k, v, call):
+        return super().forward(q, k, v, call._replace(window=None))
 
 
 class _Broken(CpuBackend):
-    def backward(self, *arguments, **named):
+    def backward(self, *arguments):
         raise RuntimeError("no kernel image\nfor this device")
 
 
@@ -126,8 +126,8 @@ class _Missing(CpuBackend):
 
 
 class _Nan(CpuBackend):
-    def backward(self, *arguments, **named):
-        return super().backward(*arguments, **named) * float("nan")
+    def backward(self, *arguments):
+        return super().backward(*arguments) * float("nan")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 
-from megatron_wlb.runtime.backends import flash_attn, te
+from megatron_wlb.runtime.backends import Call, flash_attn, te
 from megatron_wlb.runtime.backends.flash_attn import FlashAttn3Backend, FlashAttnBackend
 from megatron_wlb.runtime.backends.te import TeBackend
 from megatron_wlb.runtime.backends.trial import colour_of
@@ -248,7 +248,7 @@ def backend(request, monkeypatch):
 @pytest.mark.parametrize("name", COLOURS)
 def test_calls_say_what_is_meant(backend, name, window, heads):
     colour = colour_of(COLOURS[name], "cpu")
-    given = (*tensors(colour, heads, 16, torch.bfloat16), colour, 0.3, window)
+    given = (*tensors(colour, heads, 16, torch.bfloat16), Call(colour, 0.3, window))
     assert_close(run(backend, *given), expected(*given), 2**-7)
 
 
@@ -257,12 +257,12 @@ def test_head_sizes_that_no_kernel_has_are_refused(backend):
     for size in (12, 264):
         q, k, v, _ = tensors(colour, (2, 2), size, torch.bfloat16)
         with pytest.raises(ValueError, match=f"{backend.name!r} cannot run head size {size}: .* multiple of 8"):
-            backend.forward(q, k, v, colour, 0.3)
+            backend.forward(q, k, v, Call(colour, 0.3))
 
 
 def test_determinism_is_passed_on_or_refused(backend):
     colour = colour_of(COLOURS["square"], "cpu")
-    given = (*tensors(colour, (2, 2), 200, torch.bfloat16), colour, 0.3, None)
+    given = (*tensors(colour, (2, 2), 200, torch.bfloat16), Call(colour, 0.3))
     torch.use_deterministic_algorithms(True)
     try:
         if backend.name == "flash_attn_3":
@@ -305,7 +305,7 @@ def test_other_interfaces_are_refused(backend, monkeypatch):
         module = sys.modules["transformer_engine.pytorch.cpp_extensions.fused_attn"]
         monkeypatch.setattr(module, "fused_attn_bwd", lambda q, k, v, new: None)
     else:
-        monkeypatch.setattr(flash_attn, "_PASSED", dict.fromkeys(flash_attn._PASSED, ("q", "k", "renamed")))
+        monkeypatch.setattr(flash_attn, "_COMMON", ("q", "k", "renamed"))
     with pytest.raises(ValueError, match="was written for .*does not take .* or also needs .*install such a version"):
         type(backend)()
 
@@ -313,7 +313,7 @@ def test_other_interfaces_are_refused(backend, monkeypatch):
 def test_random_numbers_are_left_alone(backend):
     colour = colour_of(COLOURS["square"], "cpu")
     before = torch.get_rng_state()
-    run(backend, *tensors(colour, (2, 2), 16, torch.bfloat16), colour, 0.3, None)
+    run(backend, *tensors(colour, (2, 2), 16, torch.bfloat16), Call(colour, 0.3))
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -333,4 +333,4 @@ def test_te_refuses_padded_log_sum_exps(backend, monkeypatch):
     colour = colour_of(COLOURS["square"], "cpu")
     q, k, v, _ = tensors(colour, (4, 2), 16, torch.bfloat16)
     with pytest.raises(ValueError, match="packed ones .rows, heads, 1. were expected: cuDNN is older than 9.6"):
-        backend.forward(q, k, v, colour, 0.3)
+        backend.forward(q, k, v, Call(colour, 0.3))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_wlb.runtime.backends import Call
 from megatron_wlb.runtime.backends.trial import colour_of
 from megatron_wlb.runtime.backends.triton import TritonBackend, _sizes
 from tests.runtime.colours import COLOURS, WINDOWS, tensors
@@ -100,7 +101,7 @@ def test_head_sizes_that_are_refused():
     for size in (12, 264):
         q, k, v, _ = tensors(colour, (2, 2), size, torch.float16)
         with pytest.raises(ValueError, match=f"'triton' cannot run head size {size}: it must be a multiple of 8"):
-            TritonBackend().forward(q, k, v, colour, 0.3)
+            TritonBackend().forward(q, k, v, Call(colour, 0.3))
 
 
 def test_triton_is_named_where_it_is_missing(monkeypatch):

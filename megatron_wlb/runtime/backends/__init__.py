@@ -8,13 +8,13 @@ import torch
 from megatron_wlb.runtime.backends.aten import AtenBackend
 from megatron_wlb.runtime.backends.cpu import CpuBackend
 from megatron_wlb.runtime.backends.flash_attn import FlashAttn3Backend, FlashAttnBackend
-from megatron_wlb.runtime.backends.protocol import Backend
+from megatron_wlb.runtime.backends.protocol import Backend, Call
 from megatron_wlb.runtime.backends.reference import ReferenceBackend
 from megatron_wlb.runtime.backends.te import TeBackend
 from megatron_wlb.runtime.backends.trial import try_backend
 from megatron_wlb.runtime.backends.triton import TritonBackend
 
-__all__ = ["BACKENDS", "Backend", "Choice", "choose_backend", "get_backend"]
+__all__ = ["BACKENDS", "Backend", "Call", "Choice", "choose_backend", "get_backend"]
 
 BACKENDS: dict[str, type[Backend]] = {
     "aten": AtenBackend,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_wlb.runtime.backends.checks import check_head_size
+from megatron_wlb.runtime.backends.protocol import Call
 from megatron_wlb.runtime.metadata import Colour
 
 _QKV = ("query", "key", "value")
@@ -37,39 +38,26 @@ class AtenBackend:
         _check_schema(torch.ops.aten._flash_attention_forward.default._schema, _FORWARD_ARGUMENTS, num_returns=5)
         _check_schema(torch.ops.aten._flash_attention_backward.default._schema, _BACKWARD_ARGUMENTS, num_returns=3)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, colour: Colour, scale: float, window: int | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""
         check_head_size(self.name, q)
         out, lse, _, _, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *_lengths(colour), 0.0, True, False, scale=scale, **_window(window)
+            q, k, v, *_lengths(call.colour), 0.0, True, False, scale=call.scale, **_window(call)
         )
         return out, lse
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        colour: Colour,
-        scale: float,
-        dk: Tensor,
-        dv: Tensor,
-        window: int | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, call: Call
     ) -> Tensor:
         """See `Backend.backward`."""
         # The random state of the forward pass, in its dtype; without dropout nobody reads it.
         rng_state = torch.empty(2, dtype=torch.uint64, device=q.device)
-        lengths = _lengths(colour)
-        dq, dk_part, dv_part = torch.ops.aten._flash_attention_backward(
-            dout, q, k, v, out, lse, *lengths, 0.0, True, rng_state, rng_state[0], scale=scale, **_window(window)
+        lengths = _lengths(call.colour)
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            dout, q, k, v, out, lse, *lengths, 0.0, True, rng_state, rng_state[0], scale=call.scale, **_window(call)
         )
-        dk += dk_part
-        dv += dv_part
+        dkv[:, 0].add_(dk)
+        dkv[:, 1].add_(dv)
         return dq
 
 
@@ -86,8 +74,8 @@ def max_queries(colour: Colour) -> int:
     return max(colour.max_q, 2)
 
 
-def _window(window: int | None) -> dict[str, int]:
-    return {} if window is None else {"window_size_left": window, "window_size_right": 0}
+def _window(call: Call) -> dict[str, int]:
+    return {} if call.window is None else {"window_size_left": call.window, "window_size_right": 0}
 
 
 def _check_schema(schema: Any, positional: tuple[str, ...], num_returns: int) -> None:

@@ -14,6 +14,7 @@ Shapes: n query rows of a call; Hq = Hkv * g heads, head size D; g query heads s
 import torch
 from torch import Tensor
 
+from megatron_wlb.runtime.backends.protocol import Call
 from megatron_wlb.runtime.metadata import Colour, SegmentRows
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -34,11 +35,9 @@ class CpuBackend:
     device_types: tuple[str, ...] = ("cpu",)
     dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, colour: Colour, scale: float, window: int | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""
-        g = q.shape[1] // k.shape[1]
+        (colour, scale, window), g = call, q.shape[1] // k.shape[1]
         out = q.new_empty(q.shape)
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
         masked, long = _parts(colour, window)
@@ -71,27 +70,16 @@ class CpuBackend:
         return out, lse
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        colour: Colour,
-        scale: float,
-        dk: Tensor,
-        dv: Tensor,
-        window: int | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, call: Call
     ) -> Tensor:
         """See `Backend.backward`."""
-        g = q.shape[1] // k.shape[1]
+        (colour, scale, window), g = call, q.shape[1] // k.shape[1]
         dq = q.new_empty(q.shape)
         masked, long = _parts(colour, window)
-        mask = _Mask(masked, window, g, dk.dtype)
-        dout, q, out = (x.to(dk.dtype) for x in (dout, q, out))
+        mask = _Mask(masked, window, g, dkv.dtype)
+        dout, q, out = (x.to(dkv.dtype) for x in (dout, q, out))
         grouped, dqs = [_grouped(x, g) for x in (dout, q, out, lse.T)], _grouped(dq, g)
-        ks, vs, dks, dvs = (_heads(x) for x in (k, v, dk, dv))
+        ks, vs, dks, dvs = (_heads(x) for x in (k, v, *dkv.unbind(1)))
         for part in masked:
             n, seen = part.q_stop - part.q_start, part.k_stop - part.k_start
             do, qs, o, m = (_rows(x, part) for x in grouped)

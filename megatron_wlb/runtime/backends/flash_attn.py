@@ -8,12 +8,51 @@ from torch.torch_version import TorchVersion
 
 from megatron_wlb.runtime.backends.aten import max_queries
 from megatron_wlb.runtime.backends.checks import check_arguments, check_head_size, import_for, schema_parameters
-from megatron_wlb.runtime.metadata import Colour
+from megatron_wlb.runtime.backends.protocol import Call
 
-_HALF = (torch.float16, torch.bfloat16)
+# Passed to every operator, and to backward ones besides: checked against the operator before the first call.
+_COMMON = (
+    *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale"),
+    *("window_size_left", "window_size_right"),
+)
+_GRADIENTS = ("dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic")
 
 
-class FlashAttnBackend:
+class _Operators:
+    """Two operators of a package; they differ between packages in what is passed beside `_COMMON`."""
+
+    name: str
+    device_types: tuple[str, ...] = ("cuda",)
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+
+    def __init__(
+        self, namespace: str, names: tuple[str, str], versions: str, always: dict[str, Any], in_forward: dict[str, Any]
+    ) -> None:
+        given, self._always, self._in_forward = (*_COMMON, *always), always, in_forward
+        self._forward = _operator(self.name, namespace, names[0], (*given, *in_forward), versions)
+        self._backward = _operator(self.name, namespace, names[1], (*given, *_GRADIENTS), versions)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """See `Backend.forward`."""
+        check_head_size(self.name, q)
+        out, lse, *_ = self._forward(q=q, k=k, v=v, **_arguments(call), **self._always, **self._in_forward)
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, call: Call
+    ) -> Tensor:
+        """See `Backend.backward`."""
+        # Contiguous; the kernels write all of them, of keys without queries too, up to max_seqlen_k.
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse, "dq": dq, "dk": dk, "dv": dv}
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        self._backward(**given, **_arguments(call), **self._always, deterministic=deterministic)
+        dkv[:, 0].add_(dk)
+        dkv[:, 1].add_(dv)
+        return dq
+
+
+class FlashAttnBackend(_Operators):
     """flash-attn 2.8: `torch.ops.flash_attn._flash_attn_varlen_forward` and `_backward`.
 
     Causal, aligned to the bottom right of every entry. Bitwise reproducible under
@@ -22,8 +61,6 @@ class FlashAttnBackend:
     """
 
     name = "flash_attn"
-    device_types: tuple[str, ...] = ("cuda",)
-    dtypes: tuple[torch.dtype, ...] = _HALF
 
     def __init__(self) -> None:
         version = import_for(self.name, "flash_attn", "flash-attn 2").__version__
@@ -32,42 +69,16 @@ class FlashAttnBackend:
                 f"attention backend {self.name!r} found flash-attn {version}, whose gradients are wrong where a "
                 "micro-batch has many documents; install 2.8 or newer, or choose another backend"
             )
-        self._forward = _operator(self.name, "flash_attn", "_flash_attn_varlen_forward", "flash-attn 2.8")
-        self._backward = _operator(self.name, "flash_attn", "_flash_attn_varlen_backward", "flash-attn 2.8")
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, colour: Colour, scale: float, window: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """See `Backend.forward`."""
-        check_head_size(self.name, q)
-        arguments = _call(colour, scale, window) | {"dropout_p": 0.0, "causal": True, "softcap": 0.0}
-        out, lse, *_ = self._forward(q=q, k=k, v=v, alibi_slopes=None, return_softmax=False, **arguments)
-        return out, lse
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        colour: Colour,
-        scale: float,
-        dk: Tensor,
-        dv: Tensor,
-        window: int | None = None,
-    ) -> Tensor:
-        """See `Backend.backward`."""
-        arguments = _call(colour, scale, window) | {"dropout_p": 0.0, "causal": True, "softcap": 0.0}
-        gradients = _gradients(q, k, v)
-        self._backward(
-            dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse, alibi_slopes=None, **gradients, **arguments, **_mode()
+        super().__init__(
+            "flash_attn",
+            ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward"),
+            "flash-attn 2.8",
+            always={"dropout_p": 0.0, "causal": True, "softcap": 0.0, "alibi_slopes": None},
+            in_forward={"return_softmax": False},
         )
-        return _add(gradients, dk, dv)
 
 
-class FlashAttn3Backend:
+class FlashAttn3Backend(_Operators):
     """FlashAttention-3, package `flash_attn_interface`: `torch.ops.flash_attn_3.fwd` and `bwd`. Compute capability 9.0.
 
     As `FlashAttnBackend`, but deterministic gradients are refused for head sizes over 192. Torch runs the same kernels
@@ -76,76 +87,42 @@ class FlashAttn3Backend:
     """
 
     name = "flash_attn_3"
-    device_types: tuple[str, ...] = ("cuda",)
-    dtypes: tuple[torch.dtype, ...] = _HALF
 
     def __init__(self) -> None:
         import_for(self.name, "flash_attn_interface", "FlashAttention-3 (flash_attn_interface)")
-        self._forward = _operator(self.name, "flash_attn_3", "fwd", "FlashAttention-3 with torch operators")
-        self._backward = _operator(self.name, "flash_attn_3", "bwd", "FlashAttention-3 with torch operators")
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, colour: Colour, scale: float, window: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """See `Backend.forward`."""
-        check_head_size(self.name, q)
-        # num_splits: splitting the keys of few queries saves time in decoding only.
-        out, lse, *_ = self._forward(q=q, k=k, v=v, is_causal=True, num_splits=1, **_call(colour, scale, window))
-        return out, lse
+        super().__init__(
+            "flash_attn_3",
+            ("fwd", "bwd"),
+            "FlashAttention-3 with torch operators",
+            always={"is_causal": True},
+            in_forward={"num_splits": 1},  # splitting the keys of few queries saves time in decoding only
+        )
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        colour: Colour,
-        scale: float,
-        dk: Tensor,
-        dv: Tensor,
-        window: int | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, call: Call
     ) -> Tensor:
         """See `Backend.backward`."""
-        if (mode := _mode())["deterministic"] and q.shape[-1] > 192:
+        if torch.are_deterministic_algorithms_enabled() and q.shape[-1] > 192:
             raise ValueError(
                 f"attention backend 'flash_attn_3' has no deterministic gradients for head size {q.shape[-1]}, only up "
                 "to 192; switch torch.use_deterministic_algorithms off, or choose another backend"
             )
-        gradients = _gradients(q, k, v)
-        arguments = _call(colour, scale, window) | {"is_causal": True}
-        self._backward(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse, **gradients, **arguments, **mode)
-        return _add(gradients, dk, dv)
+        return super().backward(dout, q, k, v, out, lse, dkv, call)
 
 
-# What is passed, by operator: checked against the operator before the first call.
-_COMMON = (
-    *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale"),
-    *("window_size_left", "window_size_right"),
-)
-_GRADIENTS = ("dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic")
-_FLASH_ATTN = ("dropout_p", "causal", "softcap", "alibi_slopes")
-_PASSED = {
-    "_flash_attn_varlen_forward": (*_COMMON, *_FLASH_ATTN, "return_softmax"),
-    "_flash_attn_varlen_backward": (*_COMMON, *_FLASH_ATTN, *_GRADIENTS),
-    "fwd": (*_COMMON, "is_causal", "num_splits"),
-    "bwd": (*_COMMON, "is_causal", *_GRADIENTS),
-}
-
-
-def _operator(backend: str, namespace: str, name: str, versions: str) -> Any:
+def _operator(backend: str, namespace: str, name: str, given: tuple[str, ...], versions: str) -> Any:
     operator = getattr(getattr(torch.ops, namespace), name, None)
     if operator is None:
         raise ValueError(
             f"attention backend {backend!r} was written for {versions}; the installed one has no operator "
             f"{namespace}::{name}; install such a version"
         )
-    check_arguments(backend, name, schema_parameters(operator.default._schema), _PASSED[name], versions)
+    check_arguments(backend, name, schema_parameters(operator.default._schema), given, versions)
     return operator.default
 
 
-def _call(colour: Colour, scale: float, window: int | None) -> dict[str, Any]:
+def _arguments(call: Call) -> dict[str, Any]:
+    colour, scale, window = call
     return {
         "cu_seqlens_q": colour.cu_q,
         "cu_seqlens_k": colour.cu_k,
@@ -155,18 +132,3 @@ def _call(colour: Colour, scale: float, window: int | None) -> dict[str, Any]:
         "window_size_left": -1 if window is None else window,
         "window_size_right": 0,
     }
-
-
-def _mode() -> dict[str, bool]:
-    return {"deterministic": torch.are_deterministic_algorithms_enabled()}
-
-
-def _gradients(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
-    """Contiguous dq, dk, dv; the kernels write all of them, of keys without queries too, up to max_seqlen_k."""
-    return {"dq": q.new_empty(q.shape), "dk": k.new_empty(k.shape), "dv": v.new_empty(v.shape)}
-
-
-def _add(gradients: dict[str, Tensor], dk: Tensor, dv: Tensor) -> Tensor:
-    dk += gradients["dk"]
-    dv += gradients["dv"]
-    return gradients["dq"]

@@ -1,11 +1,21 @@
 """What an attention backend is."""
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_wlb.runtime.metadata import Colour
+
+
+class Call(NamedTuple):
+    """What a varlen call is given beside its tensors."""
+
+    colour: Colour
+    scale: float
+    """Of the scores; positive."""
+    window: int | None = None
+    """Keys that a query sees before its own (window_size_left of FlashAttention); None: all of its document."""
 
 
 class Backend(Protocol):
@@ -14,18 +24,13 @@ class Backend(Protocol):
     Shapes: sq query rows of the colour, P keys of the micro-batch in packed order, Hq query heads, a multiple of the
     Hkv key heads, head size D. Query head h reads key head h // (Hq / Hkv); K and V are never expanded to Hq heads
     over all P rows. Every tensor but `lse` has stride 1 in D and may be strided otherwise.
-
-    With `window` a query sees, besides itself, only as many of the keys before it (window_size_left of FlashAttention);
-    None: all of its document. `scale` is positive.
     """
 
     name: str
     device_types: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, colour: Colour, scale: float, window: int | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """q [sq, Hq, D], k and v [P, Hkv, D] -> out [sq, Hq, D] and lse [Hq, sq], contiguous.
 
         lse is the natural logarithm of the sum of exp(scale * q k^T), fp32 (fp64 for fp64 inputs). Raises ValueError
@@ -34,22 +39,11 @@ class Backend(Protocol):
         ...
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        colour: Colour,
-        scale: float,
-        dk: Tensor,
-        dv: Tensor,
-        window: int | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, call: Call
     ) -> Tensor:
-        """dq [sq, Hq, D] in the dtype of q; the colour's dK and dV are added into dk and dv [P, Hkv, D].
+        """dq [sq, Hq, D] in the dtype of q; the colour's dK and dV are added into dkv [P, 2, Hkv, D].
 
-        The accumulators are fp32 (fp64 for fp64 inputs), so that colours are summed in fp32, and a backend that works
+        The accumulator is fp32 (fp64 for fp64 inputs), so that colours are summed in fp32, and a backend that works
         document by document adds slices without a buffer of P rows for each.
         """
         ...

@@ -6,6 +6,7 @@ Shapes: sq query rows, P keys, Hq = Hkv * g heads, head size D.
 import torch
 from torch import Tensor
 
+from megatron_wlb.runtime.backends.protocol import Call
 from megatron_wlb.runtime.metadata import Colour
 
 
@@ -16,37 +17,24 @@ class ReferenceBackend:
     device_types: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, colour: Colour, scale: float, window: int | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""
-        scores = _scores(q, k, colour, scale, window)
+        scores = _scores(q, k, call)
         out = torch.einsum("hgqk,khd->qhgd", scores.softmax(-1), v.double())
         lse = scores.logsumexp(-1).flatten(0, 1)
         out, lse = out.flatten(1, 2).to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
         return out.contiguous(), lse.contiguous()
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        colour: Colour,
-        scale: float,
-        dk: Tensor,
-        dv: Tensor,
-        window: int | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, call: Call
     ) -> Tensor:
         """See `Backend.backward`; out and lse, which are rounded, are not used."""
-        p = _scores(q, k, colour, scale, window).softmax(-1)
+        p = _scores(q, k, call).softmax(-1)
         do = _grouped(dout, k.shape[1])
         dp = torch.einsum("qhgd,khd->hgqk", do, v.double())
-        ds = scale * p * (dp - (p * dp).sum(-1, keepdim=True))
-        dk += torch.einsum("hgqk,qhgd->khd", ds, _grouped(q, k.shape[1]))
-        dv += torch.einsum("hgqk,qhgd->khd", p, do)
+        ds = call.scale * p * (dp - (p * dp).sum(-1, keepdim=True))
+        dkv[:, 0].add_(torch.einsum("hgqk,qhgd->khd", ds, _grouped(q, k.shape[1])))
+        dkv[:, 1].add_(torch.einsum("hgqk,qhgd->khd", p, do))
         return torch.einsum("hgqk,khd->qhgd", ds, k.double()).flatten(1, 2).to(q.dtype)
 
 
@@ -55,10 +43,10 @@ def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
     return x.double().unflatten(1, (num_kv_heads, -1))
 
 
-def _scores(q: Tensor, k: Tensor, colour: Colour, scale: float, window: int | None) -> Tensor:
+def _scores(q: Tensor, k: Tensor, call: Call) -> Tensor:
     """float64 [Hkv, g, sq, P], -inf where a query does not see a key."""
-    scores = scale * torch.einsum("qhgd,khd->hgqk", _grouped(q, k.shape[1]), k.double())
-    return scores.masked_fill(~_visible(colour, q.shape[0], k.shape[0], window), float("-inf"))
+    scores = call.scale * torch.einsum("qhgd,khd->hgqk", _grouped(q, k.shape[1]), k.double())
+    return scores.masked_fill(~_visible(call.colour, q.shape[0], k.shape[0], call.window), float("-inf"))
 
 
 def _visible(colour: Colour, num_queries: int, num_keys: int, window: int | None) -> Tensor:

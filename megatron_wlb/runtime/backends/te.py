@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_wlb.runtime.backends.checks import check_arguments, check_head_size, import_for
+from megatron_wlb.runtime.backends.protocol import Call
 from megatron_wlb.runtime.metadata import Colour
 
 _MODULE, _PACKAGE = "transformer_engine.pytorch", "transformer-engine[pytorch]"
@@ -50,22 +51,18 @@ class TeBackend:
     def __init__(self) -> None:
         te = import_for(self.name, f"{_MODULE}.cpp_extensions.fused_attn", _PACKAGE)
         self._engine = te.FusedAttnBackend["F16_arbitrary_seqlen"]
-        self._forward, forward_extra = _function(te.fused_attn_fwd, _FORWARD)
-        self._backward, backward_extra = _function(te.fused_attn_bwd, _BACKWARD)
-        self._forward_extra: dict[str, Any] = forward_extra
-        self._backward_extra: dict[str, Any] = backward_extra
+        self._forward = _function(te.fused_attn_fwd, _FORWARD)
+        self._backward = _function(te.fused_attn_bwd, _BACKWARD)
         self._dtypes: dict[torch.dtype, Any] = {}
         if "dqkv_dtype" in inspect.signature(te.fused_attn_bwd).parameters:
             constants = import_for(self.name, f"{_MODULE}.constants", _PACKAGE)
             self._dtypes = constants.TE_DType
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, colour: Colour, scale: float, window: int | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""
         check_head_size(self.name, q)
-        call = self._call(q, k, v, colour, scale, window)
-        out, aux, *_ = self._forward(is_training=True, rng_gen=_generator(q.device), **call, **self._forward_extra)
+        arguments = self._arguments(q, k, v, call)
+        out, aux, *_ = self._forward(is_training=True, rng_gen=_generator(q.device), **arguments)
         stats = aux[0]
         if stats.dim() != 3:
             raise ValueError(
@@ -77,41 +74,27 @@ class TeBackend:
         return out.view(q.shape), stats[: q.shape[0], :, 0].T.contiguous()
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        colour: Colour,
-        scale: float,
-        dk: Tensor,
-        dv: Tensor,
-        window: int | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, call: Call
     ) -> Tensor:
         """See `Backend.backward`."""
-        extra = self._backward_extra
-        if self._dtypes:
-            extra = extra | {"dqkv_dtype": self._dtypes[q.dtype]}
+        dtype = {"dqkv_dtype": self._dtypes[q.dtype]} if self._dtypes else {}
         # The random state of the forward pass; without dropout nobody reads it.
         aux = [lse.T.contiguous()[:, :, None], torch.zeros(2, dtype=torch.int64, device=q.device)]
-        dq, dk_part, dv_part, *_ = self._backward(
+        dq, dk, dv, *_ = self._backward(
             o=out.contiguous(),
             d_o=dout.contiguous(),
             aux_ctx_tensors=aux,
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            **self._call(q, k, v, colour, scale, window),
-            **extra,
+            **self._arguments(q, k, v, call),
+            **dtype,
         )
         # Rows of K and V between the entries are 0: TransformerEngine clears gradients of packed rows first.
-        dk += dk_part
-        dv += dv_part
+        dkv[:, 0].add_(dk)
+        dkv[:, 1].add_(dv)
         return dq
 
-    def _call(
-        self, q: Tensor, k: Tensor, v: Tensor, colour: Colour, scale: float, window: int | None
-    ) -> dict[str, Any]:
+    def _arguments(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> dict[str, Any]:
+        colour, scale, window = call
         cu_q, cu_k, k_begins = _entries(colour)
         return {
             "max_seqlen_q": colour.max_q,
@@ -131,8 +114,8 @@ class TeBackend:
         }
 
 
-def _function(function: Any, passed: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
-    """The function, checked, and those of `_LAYOUTS_OF_RESULTS` that it takes."""
+def _function(function: Any, passed: tuple[str, ...]) -> Any:
+    """The function, checked, with those of `_LAYOUTS_OF_RESULTS` that it takes."""
     parameters = {
         name: parameter.default is not inspect.Parameter.empty
         for name, parameter in inspect.signature(function).parameters.items()
@@ -140,7 +123,7 @@ def _function(function: Any, passed: tuple[str, ...]) -> tuple[Any, dict[str, An
     extra = {name: value for name, value in _LAYOUTS_OF_RESULTS.items() if name in parameters}
     parameters.pop("dqkv_dtype", None)
     check_arguments("te", function.__name__, parameters, (*passed, *extra), "transformer-engine 2.2 to 2.18")
-    return function, extra
+    return functools.partial(function, **extra)
 
 
 @functools.cache

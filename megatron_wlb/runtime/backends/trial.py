@@ -3,9 +3,10 @@
 import numpy as np
 import torch
 
-from megatron_wlb.runtime.backends.protocol import Backend
+from megatron_wlb.plan.sharding.segments import VarlenCall
+from megatron_wlb.runtime.backends.protocol import Backend, Call
 from megatron_wlb.runtime.backends.reference import ReferenceBackend
-from megatron_wlb.runtime.metadata import Colour, SegmentRows
+from megatron_wlb.runtime.metadata import Colour
 
 # (queries, keys): gaps, causal squares, prefixes, lengths of 1, nothing divisible by a block.
 _ENTRIES = [(0, 70), (130, 130), (0, 1), (67, 200), (1, 1), (0, 300), (2, 150), (1, 90), (0, 5)]
@@ -29,15 +30,15 @@ def try_backend(backend: Backend, device: torch.device) -> None:
     q, dout = random(num_queries, _HEADS[0]), random(num_queries, _HEADS[0])
     k, v = random(num_keys, 2 * _HEADS[1]).chunk(2, dim=1)
     for window in _WINDOWS:
+        call = Call(colour, 0.1, window)
         results = []
         for each in (backend, ReferenceBackend()):
-            out, lse = each.forward(q, k, v, colour, 0.1, window=window)
-            dk, dv = (torch.zeros(k.shape, device=device) for _ in range(2))
-            dq = each.backward(dout, q, k, v, out, lse, colour, 0.1, dk, dv, window=window)
-            results.append({"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv})
-        got, want = results
-        for name, x in want.items():
-            error = ((got[name].double() - x.double()).norm() / x.double().norm()).item()
+            out, lse = each.forward(q, k, v, call)
+            dkv = torch.zeros((num_keys, 2, *k.shape[1:]), device=device)
+            dq = each.backward(dout, q, k, v, out, lse, dkv, call)
+            results.append((out, lse, dq, *dkv.unbind(1)))
+        for name, got, want in zip(("out", "lse", "dq", "dk", "dv"), *results, strict=True):
+            error = ((got.double() - want.double()).norm() / want.double().norm()).item()
             if not error <= _TOLERANCE:  # NaN, too
                 raise ValueError(
                     f"{name} with window {window} differs from the reference by {error:.1e}, where {_TOLERANCE:.1e} is "
@@ -48,14 +49,6 @@ def try_backend(backend: Backend, device: torch.device) -> None:
 def colour_of(entries: list[tuple[int, int]], device: torch.device | str) -> Colour:
     """The colour with these entries (queries, keys) on `device`; those without queries are gaps of keys."""
     cu_q, cu_k = (np.concatenate(([0], np.cumsum(x))).astype(np.int32) for x in zip(*entries, strict=True))
-    rows = zip(cu_q[:-1].tolist(), cu_q[1:].tolist(), cu_k[:-1].tolist(), cu_k[1:].tolist(), strict=True)
-    return Colour(
-        q_start=0,
-        q_stop=int(cu_q[-1]),
-        segments=tuple(SegmentRows(*row) for row in rows if row[1] > row[0]),
-        max_q=max(queries for queries, _ in entries),
-        max_k=max(keys for _, keys in entries),
-        integers=torch.from_numpy(np.concatenate((cu_q, cu_k)).view(np.int64)).to(device),
-        cu_start=0,
-        entries=len(entries),
-    )
+    max_q, max_k = (max(lengths) for lengths in zip(*entries, strict=True))
+    integers = torch.from_numpy(np.concatenate((cu_q, cu_k)).view(np.int64)).to(device)
+    return Colour.of(VarlenCall(cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k), 0, integers, 0)

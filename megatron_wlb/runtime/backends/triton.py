@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron_wlb.runtime.backends.checks import check_head_size, import_for
-from megatron_wlb.runtime.metadata import Colour
+from megatron_wlb.runtime.backends.protocol import Call
 
 # More keys than any entry has, so that kernels need not know of a case without a window.
 _NO_WINDOW = 1 << 30
@@ -24,50 +24,38 @@ class TritonBackend:
     def __init__(self) -> None:
         self._kernels = import_for(self.name, "megatron_wlb.runtime.backends.triton_kernels", "triton")
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, colour: Colour, scale: float, window: int | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""
         check_head_size(self.name, q)
         out = q.new_empty(q.shape)
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
         sizes = _sizes(q, k)
-        self._kernels.forward_kernel[_grid(q, colour, sizes["BLOCK_Q"])](
-            q, k, v, out, lse, *_call(q, colour, scale, window), *_strides(q, k, v, out), **sizes
+        self._kernels.forward_kernel[_grid(q, call, sizes["BLOCK_Q"])](
+            q, k, v, out, lse, *_arguments(q, call), *_strides(q, k, v, out), **sizes
         )
         return out, lse
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        colour: Colour,
-        scale: float,
-        dk: Tensor,
-        dv: Tensor,
-        window: int | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, call: Call
     ) -> Tensor:
         """See `Backend.backward`."""
         dq, delta, sizes = q.new_empty(q.shape), torch.empty_like(lse), _sizes(q, k)
-        call = _call(q, colour, scale, window)
-        self._kernels.dq_kernel[_grid(q, colour, sizes["BLOCK_Q"])](
-            dout, q, k, v, out, lse, dq, delta, *call, *_strides(dout, q, k, v, out, dq), **sizes
+        arguments, (dk, dv) = _arguments(q, call), dkv.unbind(1)
+        self._kernels.dq_kernel[_grid(q, call, sizes["BLOCK_Q"])](
+            dout, q, k, v, out, lse, dq, delta, *arguments, *_strides(dout, q, k, v, out, dq), **sizes
         )
-        self._kernels.dkv_kernel[_grid(k, colour, sizes["BLOCK_K"])](
-            dout, q, k, v, lse, delta, dk, dv, *call, *_strides(dout, q, k, v, dk, dv), **sizes
+        self._kernels.dkv_kernel[_grid(k, call, sizes["BLOCK_K"])](
+            dout, q, k, v, lse, delta, dk, dv, *arguments, *_strides(dout, q, k, v, dk, dv), **sizes
         )
         return dq
 
 
-def _grid(x: Tensor, colour: Colour, block: int) -> tuple[int, int]:
-    return x.shape[0] // block + colour.entries, x.shape[1]
+def _grid(x: Tensor, call: Call, block: int) -> tuple[int, int]:
+    return x.shape[0] // block + call.colour.entries, x.shape[1]
 
 
-def _call(q: Tensor, colour: Colour, scale: float, window: int | None) -> tuple[Tensor, Tensor, int, int, float, int]:
+def _arguments(q: Tensor, call: Call) -> tuple[Tensor, Tensor, int, int, float, int]:
+    colour, scale, window = call
     return colour.cu_q, colour.cu_k, colour.entries, q.shape[0], scale, _NO_WINDOW if window is None else window
 
 
