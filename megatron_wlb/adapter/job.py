@@ -330,6 +330,7 @@ class WlbJob:
             kernel=self._kernel,
             crossover_tokens=self._crossover,
             balance=packing != "original",
+            free_order=(packing, config.cp_sharding) != ("original", "per-sequence"),  # that is Megatron's way
             use_native=self._use_native,
         )
         return Planner(packer, layout, first_step=first_step, ahead=config.plan_ahead)

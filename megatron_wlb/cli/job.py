@@ -377,6 +377,7 @@ def prepare(args: argparse.Namespace, notes: list[str]) -> tuple[Job, Layout, di
         cp_sharding=config.cp_sharding,
         balance=args.wlb_packing != "original",
         unit_tokens=unit_of(args),
+        free_order=(args.wlb_packing, config.cp_sharding) != ("original", "per-sequence"),
         use_native=native.use(config.planner),
     )
     return job, layout, described(args, config, job)

@@ -9,6 +9,7 @@ import pytest
 import megatron_wlb.plan
 from megatron_wlb.plan import DocumentStream, Layout, Packer, Planner, Source, make_packer, native, plan_step
 from megatron_wlb.plan.packing import POLICIES, make_policy
+from megatron_wlb.plan.step import shard_step
 
 C = 100
 PAIRS = np.clip(np.random.default_rng(0).lognormal(3, 1, 400).astype(np.int64), 1, 350)
@@ -118,6 +119,19 @@ def test_layouts_that_cannot_be_are_refused():
 def planner(num_epochs=None):
     packer = pack(stream(num_epochs=num_epochs))
     return Planner(packer, Layout(dp_size=1, dp_rank=0, crossover_tokens=30), first_step=0, ahead=2)
+
+
+@pytest.mark.parametrize("free_order", [True, False])
+def test_documents_change_places_only_where_they_may(free_order):
+    """The longest in the middle gives the ranks of mirrored chunks like work."""
+    lengths = np.array([900, 50, 50, 100, 100, 400])
+    layout = Layout(
+        dp_size=1, dp_rank=0, cp_size=2, unit_tokens=4, cp_sharding="per-sequence", crossover_tokens=30,
+        free_order=free_order,
+    )  # fmt: skip
+    [[shards]] = shard_step([lengths], layout)
+    assert (shards.lengths.tolist() == lengths.tolist()) == (not free_order)
+    assert sorted(shards.lengths) == sorted(lengths)
 
 
 def test_a_planner_says_that_the_data_is_at_its_end():

@@ -181,7 +181,7 @@ def placed(setup: Setup, scheme: Scheme) -> tuple[Job, Layout]:
         cp_sharding=scheme.cp_sharding,
         balance=not scheme.upstream and scheme.packing != "original",
         unit_tokens=setup.unit_tokens,
-        free_order=not scheme.upstream,
+        free_order=not scheme.upstream and (scheme.packing, scheme.cp_sharding) != ("original", "per-sequence"),
         use_native=setup.use_native,
     )
 
