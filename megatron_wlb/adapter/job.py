@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from megatron.training import checkpointing, print_rank_0, training
 
-from megatron_wlb.adapter import arguments, checkpoint, compat, data, log
+from megatron_wlb.adapter import arguments, checkpoint, compat, data, log, memory
 from megatron_wlb.adapter.data import Batch, DocumentDataset, SplitData
 from megatron_wlb.adapter.loss import scale_sharded, token_loss
 from megatron_wlb.adapter.model import WlbPackedSeqParams
@@ -25,17 +25,13 @@ from megatron_wlb.adapter.telemetry import Telemetry
 from megatron_wlb.adapter.throughput import Throughput
 from megatron_wlb.config import WlbConfig
 from megatron_wlb.plan import document_log, native
-from megatron_wlb.plan.memory import ActivationModel
 from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.sharding.exchange import head_groups
 from megatron_wlb.plan.step import Layout, Planner
 from megatron_wlb.plan.stream import DocumentStream
-from megatron_wlb.plan.workload import KernelModel, ModelShape, load_profile
+from megatron_wlb.plan.workload import KernelModel, load_profile
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import choose_backend, get_backend
-
-DEVICE_SHARE = 0.9
-"""Of a GPU's memory; the rest is for the context, buffers of NCCL and kernels, and fragmentation."""
 
 
 class WlbJob:
@@ -48,8 +44,9 @@ class WlbJob:
             torch.cuda.set_device(args.local_rank)  # upstream does so later, and backends are tried before
         self._device = torch.device("cuda" if gpu else "cpu")
         self._unit = arguments.unit_tokens(args)
-        self._memory = _activation_model(args, config)
-        self._max_tokens = config.max_tokens_for(args.seq_length, self._unit, self._fitting_tokens())
+        self._memory = memory.activation_model(args, config)
+        fitting = memory.fitting_tokens(args, config, self._memory, self._micro_batches_per_rank(), self._unit)
+        self._max_tokens = config.max_tokens_for(args.seq_length, self._unit, fitting)
         self._splits = data.load_splits(args)
         self._profile = load_profile(config.profile or ("h100-fa2" if gpu else "flops"))
         self._crossover = config.crossover or self._profile.crossover_for(self._memory.model)
@@ -76,24 +73,6 @@ class WlbJob:
 
     def _micro_batches_per_rank(self) -> int:
         return int(self._args.global_batch_size // self._args.data_parallel_size)
-
-    def _fitting_tokens(self) -> int | None:
-        """The largest S_max whose activations fit the budget; None without one."""
-        budget = self._config.memory_budget and self._config.memory_budget * 2**30
-        if budget is None and torch.cuda.is_available():
-            total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-            held = compat.weight_and_optimizer_bytes(self._args)
-            if held is not None:
-                budget = DEVICE_SHARE * total - held
-                if budget <= 0:
-                    raise ValueError(
-                        f"weights and optimizer take {held / 2**30:.1f} GiB by upstream's formula, more than "
-                        f"{DEVICE_SHARE:.0%} of this GPU's {total / 2**30:.1f}; use more tensor or pipeline "
-                        "parallelism or --use-distributed-optimizer, or give --wlb-memory-budget if you know better"
-                    )
-        if budget is None:
-            return None
-        return self._memory.largest_max_tokens(budget, self._micro_batches_per_rank(), self._unit)
 
     # What pretrain() is given -----------------------------------------------------------------------------------------
 
@@ -372,38 +351,3 @@ def _of_step(first: Batch, batch: Batch, others: Iterator[Batch], count: int) ->
                 "iterators are apart; report it, with the flags"
             )
         yield batch
-
-
-def _model_shape(args: Namespace) -> ModelShape:
-    """What costs and memory of a layer depend on; a token runs through `moe_router_topk` experts at once."""
-    expert = args.moe_ffn_hidden_size or args.ffn_hidden_size
-    return ModelShape(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=args.moe_router_topk * expert if args.num_experts else args.ffn_hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-        padded_vocab_size=args.padded_vocab_size or 0,
-        kv_channels=args.kv_channels,
-        gated_linear_unit=args.swiglu,
-    )
-
-
-def _activation_model(args: Namespace, config: WlbConfig) -> ActivationModel:
-    modules = frozenset(args.recompute_modules or ())
-    return ActivationModel(
-        model=_model_shape(args),
-        dropout=args.hidden_dropout > 0,
-        recompute_granularity=args.recompute_granularity,
-        recompute_method=args.recompute_method,
-        recompute_num_layers=args.recompute_num_layers,
-        recompute_modules=modules - {"mlp"} if args.num_experts else modules,  # only its dense layers have one
-        bytes_per_value=args.params_dtype.itemsize,
-        save_gathered_keys=config.save_gathered_kv,
-        tp_size=args.tensor_model_parallel_size,
-        sequence_parallel=args.sequence_parallel,
-        cp_size=args.context_parallel_size,
-        pp_size=args.pipeline_model_parallel_size,
-        vp_size=args.virtual_pipeline_model_parallel_size or 1,
-        group_size=args.microbatch_group_size_per_vp_stage or 0,
-    )

@@ -17,7 +17,7 @@ from megatron.training import training
 from megatron.training.arguments import parse_args
 
 from megatron_wlb import run
-from megatron_wlb.adapter import arguments, checkpoint, compat, cpu, data, job, pretrain
+from megatron_wlb.adapter import arguments, checkpoint, compat, cpu, data, job, memory, pretrain
 from megatron_wlb.adapter.job import WlbJob
 from megatron_wlb.adapter.model import WlbCoreAttention
 from megatron_wlb.adapter.p2p import PlannedP2PCommunicator
@@ -93,10 +93,10 @@ def other_step(at: At):
 
 def without_native(at: At):
     at.patch.setattr(native, "AVAILABLE", False)
-    at.patch.setattr(job, "_activation_model", lambda args, config: None)
+    at.patch.setattr(memory, "activation_model", lambda args, config: None)
     at.patch.setattr(data, "load_splits", lambda args: {})
-    at.patch.setattr(WlbJob, "_fitting_tokens", lambda self: None)
-    WlbJob(args_with(), WlbConfig(planner="native", profile="flops", crossover=5))
+    at.patch.setattr(memory, "fitting_tokens", lambda *given: None)
+    WlbJob(args_with(data_parallel_size=1), WlbConfig(planner="native", profile="flops", crossover=5))
 
 
 def apart(at: At):
@@ -110,7 +110,7 @@ def too_large_for_the_gpu(at: At):
     at.patch.setattr(torch.cuda, "current_device", lambda: 0)
     at.patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
     at.patch.setattr(compat, "weight_and_optimizer_bytes", lambda args: 90.5 * 2**30)
-    WlbJob._fitting_tokens(SimpleNamespace(_args=None, _config=WlbConfig()))
+    memory.fitting_tokens(None, WlbConfig(), None, 1, 1)
 
 
 def other_plan(at: At):
