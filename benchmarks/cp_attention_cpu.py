@@ -9,9 +9,7 @@ before. Results are compared with float64 first. Writes benchmarks/results/cp_at
 docs/cp_attention_cpu.png, in about 12 minutes; threads that have to share cores with others wait for each other.
 """
 
-import argparse
 import os
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -169,7 +167,8 @@ def measure(case: Case, calls: list[dict[str, Call]], threads: int, seconds: flo
     for i, method in enumerate(METHODS):
         row: Row = {"case": case.name, "threads": threads, "method": method, "rounds": len(rounds)}
         for what, reduced in (("total", ms.sum(axis=2)), ("slowest", ms.max(axis=2))):
-            row |= spread(f"{what}_ms", reduced[:, i]) | spread(f"{what}_over_ours", reduced[:, i] / reduced[:, 0])
+            row |= results.spread(f"{what}_ms", reduced[:, i])
+            row |= results.spread(f"{what}_over_ours", reduced[:, i] / reduced[:, 0])
         rows.append(row)
     return rows
 
@@ -180,17 +179,12 @@ def _ms(call: Call) -> float:
     return (time.perf_counter() - begin) * 1e3
 
 
-def spread(name: str, values: np.ndarray) -> Row:
-    return {name: float(np.median(values)), f"{name}_min": float(values.min()), f"{name}_max": float(values.max())}
-
-
 def goals(rows: list[Row]) -> list[results.Goal]:
     return [
-        results.Goal(
-            name=f"{row['case']}, {row['threads']} threads: {row['method']} over ours, {what}",
-            value=row[f"{what}_over_ours"],
-            goal=GOAL,
-            direction=">=",
+        results.at_least(
+            f"{row['case']}, {row['threads']} threads: {row['method']} over ours, {what}",
+            row[f"{what}_over_ours"],
+            GOAL,
         )
         for row in rows
         if row["case"] == MAIN and row["method"] != OURS
@@ -200,13 +194,9 @@ def goals(rows: list[Row]) -> list[results.Goal]:
 
 def draw(rows: list[Row]) -> Path:
     """Time over ours of all cases, with the range over rounds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     threads = sorted({row["threads"] for row in rows})
-    figure, axes = plt.subplots(1, len(threads), figsize=(11, 4), constrained_layout=True, sharey=True, squeeze=False)
+    figure = results.figure(11, 4)
+    axes = figure.subplots(1, len(threads), sharey=True, squeeze=False)
     for axis, count in zip(axes[0], threads, strict=True):
         for i, (method, colour) in enumerate((("by segment", "#d55e00"), ("one mask", "#8c8c8c"))):
             here = [r for r in rows if (r["threads"], r["method"]) == (count, method)]
@@ -221,15 +211,12 @@ def draw(rows: list[Row]) -> Path:
         axis.axvline(1, color="black", lw=0.8)
         axis.set_xlabel("time of all ranks over ours")
         axis.set_title(f"{count} thread{'s' * (count > 1)}", loc="left", fontsize=10)
-        axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].invert_yaxis()
     axes[0][0].legend(frameon=False, fontsize=8)
-    path = Path(__file__).parent.parent / "docs/cp_attention_cpu.png"
-    figure.savefig(path, dpi=110)
-    return path
+    return results.save(figure, "cp_attention_cpu")
 
 
-def show(rows: list[Row], wanted: list[results.Goal]) -> None:
+def show(rows: list[Row]) -> None:
     console = Console(width=140)
     table = Table(
         "case", "threads", "method", "all ranks, ms", "min", "max", "slowest, ms", "all / ours", "slowest / ours"
@@ -239,28 +226,22 @@ def show(rows: list[Row], wanted: list[results.Goal]) -> None:
         ratios = (f"{r[k]:.2f}" for k in ("total_over_ours", "slowest_over_ours"))
         table.add_row(r["case"], str(r["threads"]), r["method"], *(f"{v:.1f}" for v in numbers), *ratios)
     console.print(table)
-    for g in wanted:
-        console.print(f"{'holds ' if g.holds else 'MISSED'} {g.name} = {g.value:.2f} ({g.direction} {g.goal:g})")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="seconds: one case, one thread, nothing written")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a goal is missed")
-    args = parser.parse_args()
+    args = results.parser(__doc__, "seconds: one case, one thread, nothing written").parse_args()
     rows = []
     for case in track(CASES[:1] if args.quick else CASES, "attending", console=Console(stderr=True)):
         calls = prepare(case)
         for threads in (1,) if args.quick else sorted({1, os.cpu_count() or 1}):
             rows += measure(case, calls, threads, 5 if args.quick else 25)
     wanted = goals(rows)
-    show(rows, wanted)
+    show(rows)
     if not args.quick:
         setup = {"tokens": TOKENS, "head_size": HEAD_SIZE, "sharding": "per-document"}
         setup["cases"] = [c._asdict() | {"lengths": c.lengths.tolist(), "dtype": str(c.dtype)} for c in CASES]
         print(results.write("cp_attention_cpu", settings=setup, rows=rows, goals=wanted), draw(rows))
-    if args.check and not all(g.holds for g in wanted):
-        sys.exit(1)
+    results.conclude(wanted, args.check)
 
 
 if __name__ == "__main__":

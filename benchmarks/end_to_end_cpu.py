@@ -18,7 +18,6 @@ or for a core that others use. Writes benchmarks/results/end_to_end_cpu.json, in
 runs meanwhile spoils it.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -118,9 +117,7 @@ QUICK = Size(window=2048, steps=3, rounds=1)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="about a minute: a short window, nothing written")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a goal is missed")
+    parser = results.parser(__doc__, "about a minute: a short window, nothing written")
     parser.add_argument("--layouts", nargs="+", choices=[layout.name for layout in LAYOUTS], help="default: all")
     parser.add_argument("--lengths", choices=("f2", "demo"), default="f2", help="of documents; default: f2")
     parser.add_argument("--rounds", type=int, help=f"default: {SIZE.rounds}, with --quick {QUICK.rounds}")
@@ -141,7 +138,7 @@ def main() -> None:
         stated = json.loads(profile.read_text())
     rows = [row for layout in layouts for row in summarise(layout, measured[layout.name], models)]
     wanted = goals(layouts, rows)
-    show(rows, wanted)
+    show(rows)
     print(without)
     if not args.quick:
         suffix = "" if args.lengths == "f2" else f".{args.lengths}"
@@ -149,8 +146,7 @@ def main() -> None:
         settings |= {"lengths": args.lengths, "costs": {name: costs._asdict() for name, costs in models.items()}}
         settings |= {"layouts": [layout._asdict() for layout in layouts], "plain without --wlb": without}
         print(results.write("end_to_end_cpu", settings=settings, rows=rows, goals=wanted, suffix=suffix))
-    if args.check and not all(g.holds for g in wanted):
-        sys.exit(1)
+    results.conclude(wanted, args.check)
 
 
 # What is run ----------------------------------------------------------------------------------------------------------
@@ -173,7 +169,7 @@ def calibrate(size: Size, dataset: str, profile: Path) -> dict[str, Costs]:
     linear = data["linear"]["forward_us_per_token"] + data["linear"]["backward_us_per_token"]
     flags = f"--wlb --wlb-profile {profile} {PLAIN}"
     argv = arguments(dataset, size.window, 2, WARM_STEPS, flags)
-    steps = [step for steps in run_world(train, 2, argv, WARM_STEPS - size.steps, True, timeout=600) for step in steps]
+    steps = [step for steps in run_world(train, 2, argv, WARM_STEPS - size.steps, timeout=600) for step in steps]
     return {"profile": Costs(data["crossover_tokens"], linear), "trained": fit(steps)}
 
 
@@ -187,7 +183,7 @@ def measure(layout: Layout, size: Size, dataset: str, profile: Path, crossover: 
             flags = f"--wlb --wlb-profile {profile} --wlb-crossover {crossover} --wlb-max-tokens {2 * size.window}"
             flags += f" {layout.flags} {layout.methods[method]}"
             argv = arguments(dataset, size.window, layout.micro_batches, first + size.steps, flags)
-            measured[method].append(run_world(train, 2, argv, first, method == "plain", timeout=600))
+            measured[method].append(run_world(train, 2, argv, first, timeout=600))
     return measured
 
 
@@ -200,7 +196,7 @@ def without_wlb(dataset: str) -> Row:
     found: Row = {"window": QUICK.window}
     for name, flags in (("plain", f"--wlb {PLAIN}"), ("without --wlb", masked)):
         argv = arguments(dataset, QUICK.window, 2, QUICK.steps + 1, flags)
-        steps = run_world(train, 2, argv, 2 if name == "plain" else 1, name == "plain", timeout=600)[0]
+        steps = run_world(train, 2, argv, 2 if name == "plain" else 1, timeout=600)[0]
         seconds = statistics.median(step["seconds"] for step in steps)
         found[f"{name}, tokens a second"] = 2 * QUICK.window / seconds
     return found
@@ -326,15 +322,15 @@ def goals(layouts: list[Layout], rows: list[Row]) -> list[results.Goal]:
         if layout.fraction:
             best = max(here[1:], key=lambda row: row["fraction"])
             name = f"{layout.name}, {best['method']}: fraction of the attainable gain"
-            wanted.append(results.Goal(name=name, value=best["fraction"], goal=layout.fraction, direction=">="))
+            wanted.append(results.at_least(name, best["fraction"], layout.fraction))
         for row in here:
             name = f"{layout.name}, {row['method']}: imbalance, predicted against measured"
             error = abs(row["imbalance by trained"] / row["imbalance"] - 1)
-            wanted.append(results.Goal(name=name, value=error, goal=0.05, direction="<="))
+            wanted.append(results.at_most(name, error, 0.05))
     return wanted
 
 
-def show(rows: list[Row], wanted: list[results.Goal]) -> None:
+def show(rows: list[Row]) -> None:
     console = Console(width=160)
     keys = {
         "per token": "speedup_per_token",
@@ -356,8 +352,6 @@ def show(rows: list[Row], wanted: list[results.Goal]) -> None:
     for row in rows:
         table.add_row(row["layout"], row["method"], *(f"{row[key]:.3f}" for key in keys.values()))
     console.print(table)
-    for g in wanted:
-        console.print(f"{'holds ' if g.holds else 'MISSED'} {g.name} = {g.value:.3f} ({g.direction} {g.goal:g})")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,20 @@
-"""Document lengths that benchmarks draw. Needs numpy only, since GPU machines may have little more."""
+"""Documents that benchmarks draw, and how they pack them. Needs numpy only, since GPU machines may have little more."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from megatron_wlb.plan.packer import Packer, make_packer
+from megatron_wlb.plan.stream import DocumentStream, Source
+
 DATA = Path(__file__).parent / "data"
+WINDOW = 131_072
+"""That F2 was made for."""
+CROSSOVER = 51_200
+SKIPPED = 20
+"""Micro-batches before a packer is in its stride."""
 
 
 def f2(count: int, seed: int, window: int | None = None) -> np.ndarray:
@@ -17,3 +26,39 @@ def f2(count: int, seed: int, window: int | None = None) -> np.ndarray:
     drawn = np.where(rng.random(count) < p["tail"]["probability"], tail, body)
     shortest, longest = p["clip"]
     return np.clip(drawn, shortest, window or longest).astype(np.int64)
+
+
+def stream(lengths: np.ndarray, window: int, *, shuffle: bool = False) -> DocumentStream:
+    """Documents of `lengths`, by default in order, again and again."""
+    return DocumentStream([Source(pairs=lengths)], seed=0, context_length=window, shuffle=shuffle)
+
+
+def packer(
+    lengths: np.ndarray, window: int, policy: str, *, crossover_tokens: int = CROSSOVER, **settings: Any
+) -> Packer:
+    """Packs documents of `lengths` in order into 4 micro-batches a step; `settings` are those of `make_packer`."""
+    return make_packer(
+        stream(lengths, window),
+        num_micro_batches=4,
+        crossover_tokens=crossover_tokens,
+        policy=policy,
+        fingerprint="",
+        **settings,
+    )
+
+
+def packed(lengths: np.ndarray, window: int, policy: str, count: int) -> list[np.ndarray]:
+    """Document lengths of `count` micro-batches, int64 [documents] each, in the order of the stream."""
+    packs = packer(lengths, window, policy)
+    made: list[np.ndarray] = []
+    while len(made) < SKIPPED + count:
+        packing = packs.next().packing
+        documents = [packing.micro_batch(i) for i in range(len(packing))]
+        made += [d["length"][np.argsort(d["index"])] for d in documents if len(d)]
+    return made[SKIPPED : SKIPPED + count]
+
+
+def padded(lengths: np.ndarray, unit: int) -> np.ndarray:
+    """Brought to a multiple of `unit` by a document at the tail."""
+    padding = -int(lengths.sum()) % unit
+    return np.append(lengths, padding) if padding else lengths

@@ -6,9 +6,7 @@ Streams are whole documents in file order, cut only at the window; the first and
 averages. Writes benchmarks/results/packing.json and docs/packing.png.
 """
 
-import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -22,18 +20,17 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks import results
-from benchmarks.lengths import f2
+from benchmarks.lengths import CROSSOVER, WINDOW, f2, stream
 from benchmarks.peers import InOrderPolicy, KarmarkarKarpPolicy
+from benchmarks.results import at_most
 from megatron_wlb.plan import metrics, native
 from megatron_wlb.plan.dataset import read_index
 from megatron_wlb.plan.packer import Packer, make_packer
 from megatron_wlb.plan.packing import make_policy
 from megatron_wlb.plan.packing.adaptive import settings
 from megatron_wlb.plan.packing.adaptive_core import PythonAdaptiveCore
-from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.plan.workload import document_work
 
-WINDOW, CROSSOVER = 131_072, 51_200
 ROOT = Path(__file__).parent
 # Thresholds of Algorithm 1 in shares of the window.
 TUNINGS = (
@@ -95,9 +92,8 @@ def policies(n: int, s_max: float, window: int) -> dict[str, Callable[[], Any]]:
 
 def measure(policy: Any, lengths: np.ndarray, n: int, window: int, steps: int) -> metrics.Summary:
     """Run a policy over the lengths in order, again and again if they end."""
-    stream = DocumentStream([Source(pairs=lengths)], seed=0, context_length=window, shuffle=False)
-    timed = Timed(policy)
-    packer = Packer(stream, timed, num_micro_batches=n, context_length=window, fingerprint="", policy_name="")
+    timed, source = Timed(policy), stream(lengths, window)
+    packer = Packer(source, timed, num_micro_batches=n, context_length=window, fingerprint="", policy_name="")
     measured = []
     for _ in range(steps):
         step = packer.next()
@@ -208,8 +204,8 @@ def timings(quick: bool) -> list[Row]:
 
 def step_times(lengths: np.ndarray, n: int, steps: int) -> tuple[list[float], list[float]]:
     """Seconds of whole native steps, from the stream to the snapshot; and of the core alone: release, place, refine."""
-    stream = DocumentStream([Source(pairs=lengths)], seed=0, context_length=WINDOW)
-    packer = make_packer(stream, num_micro_batches=n, crossover_tokens=CROSSOVER, fingerprint="", use_native=True)
+    shuffled = stream(lengths, WINDOW, shuffle=True)
+    packer = make_packer(shuffled, num_micro_batches=n, crossover_tokens=CROSSOVER, fingerprint="", use_native=True)
     core, times = packer._policy._core, []  # type: ignore[attr-defined]
 
     class Stopwatch:
@@ -276,9 +272,6 @@ def goals(rows: list[Row], times: list[Row]) -> list[results.Goal]:
 
     wanted = []
 
-    def at_most(name: str, value: float, goal: float) -> None:
-        wanted.append(results.Goal(name=name, value=value, goal=goal, direction="<="))
-
     constant, low = "adaptive, constant-tokens", "adaptive, low-displacement"
     limits = {
         (4, 1.25): {
@@ -297,23 +290,23 @@ def goals(rows: list[Row], times: list[Row]) -> list[results.Goal]:
     for (n, s_max), measures in limits.items():
         if any((r["N"], r["S_max"]) == (n, s_max) for r in rows):
             for measure_name, goal in measures.items():
-                at_most(
-                    f"F2, N={n}, S_max {s_max}, {constant}: {measure_name}", row(n, s_max, constant)[measure_name], goal
-                )
+                name = f"F2, N={n}, S_max {s_max}, {constant}: {measure_name}"
+                wanted.append(at_most(name, row(n, s_max, constant)[measure_name], goal))
     for measure_name, goal in {"imbalance_mean": 1.02, "spread_steps": 0.5}.items():
-        at_most(f"F2, N=4, S_max 1.25, {low}: {measure_name}", row(4, 1.25, low)[measure_name], goal)
+        name = f"F2, N=4, S_max 1.25, {low}: {measure_name}"
+        wanted.append(at_most(name, row(4, 1.25, low)[measure_name], goal))
     for name in {r["data"] for r in rows} - {"F2"}:
-        at_most(f"{name}, N=4, S_max 1.25: tunings of Algorithm 1 not beaten", float(unbeaten(rows, name)), 0)
+        what = f"{name}, N=4, S_max 1.25: tunings of Algorithm 1 not beaten"
+        wanted.append(at_most(what, float(unbeaten(rows, name)), 0))
     for what, goal in {
         "core, N=4": 0.5,
         "core, N=2048": 50,
         "placement alone, 1000 documents on 4": 0.03,
         "placement alone, 60000 documents on 2048": 25,
     }.items():
-        at_most(f"{what}: ms", next(t["median_ms"] for t in times if t["what"] == what), goal)
+        wanted.append(at_most(f"{what}: ms", next(t["median_ms"] for t in times if t["what"] == what), goal))
     ratio = next(t["ratio"] for t in times if "ratio" in t)
-    wanted.append(results.Goal(name="Python / native, N=64", value=ratio, goal=50, direction=">="))
-    return wanted
+    return [*wanted, results.at_least("Python / native, N=64", ratio, 50)]
 
 
 def unbeaten(rows: list[Row], name: str) -> int:
@@ -329,12 +322,8 @@ def unbeaten(rows: list[Row], name: str) -> int:
 
 def draw(rows: list[Row]) -> Path:
     """Imbalance over delay on F2 at N = 4: down and to the left is better."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
+    figure = results.figure(11, 4)
+    axes = figure.subplots(1, 2)
     styles = {"Algorithm 1": ("#d55e00", "o"), "adaptive": ("#0072b2", "s"), "fixed": ("#8c8c8c", "^")}
     here = [r for r in rows if (r["data"], r["N"], r["S_max"]) == ("F2", 4, 1.25)]
     for axis, (key, label) in zip(
@@ -344,16 +333,13 @@ def draw(rows: list[Row]) -> Path:
             points = [(r[key], r["imbalance_mean"] - 1) for r in here if r["policy"].startswith(family)]
             axis.scatter(*zip(*points, strict=True), color=colour, marker=marker, label=family, s=40)
         axis.set(xlabel=label, yscale="log")
-        axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("mean imbalance - 1")
     axes[0].legend(frameon=False)
     figure.suptitle("F2, N = 4, S_max = 1.25 windows", x=0.01, ha="left", fontsize=11)
-    path = ROOT.parent / "docs/packing.png"
-    figure.savefig(path, dpi=110)
-    return path
+    return results.save(figure, "packing")
 
 
-def show(rows: list[Row], times: list[Row], wanted: list[results.Goal]) -> None:
+def show(rows: list[Row], times: list[Row]) -> None:
     console = Console(width=150)
     table = Table("data", "N", "S_max", "policy", "imbalance", "p95", "/ bound", "late", "spread", "max", "CV", "ms")
     for r in rows:
@@ -363,24 +349,18 @@ def show(rows: list[Row], times: list[Row], wanted: list[results.Goal]) -> None:
     console.print(table)
     for t in times:
         console.print(t)
-    for g in wanted:
-        console.print(f"{'holds ' if g.holds else 'MISSED'} {g.name} = {g.value:.4f} ({g.direction} {g.goal:g})")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a minute: N = 4, fewer steps, nothing written")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a goal is missed")
-    args = parser.parse_args()
+    args = results.parser(__doc__, "a minute: N = 4, fewer steps, nothing written").parse_args()
     rows = quality(args.quick) + solver_rows(args.quick)
     times = timings(args.quick)
     wanted = goals(rows, times)
-    show(rows, times, wanted)
+    show(rows, times)
     if not args.quick:
         setup = {"window": WINDOW, "crossover": CROSSOVER, "steps": 300, "seed": 0, "timings": times}
         print(results.write("packing", settings=setup, rows=rows, goals=wanted), draw(rows))
-    if args.check and not all(g.holds for g in wanted):
-        sys.exit(1)
+    results.conclude(wanted, args.check)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,8 @@ out. Figures are predicted times of the slowest rank's 1F1B (`pipeline.makespan`
 micro-batches are all alike; ends may be cheaper than that. Writes benchmarks/results/placement.json.
 """
 
-import argparse
 import itertools
 import statistics
-import sys
 import time
 from typing import Any
 
@@ -19,10 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import results
-from benchmarks.packing import CROSSOVER, WINDOW, f2, policies
+from benchmarks.lengths import CROSSOVER, WINDOW, f2, stream
+from benchmarks.packing import policies, spread
+from benchmarks.results import at_most
 from megatron_wlb.plan import pipeline
 from megatron_wlb.plan.packer import Packer
-from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.plan.workload import document_work
 
 S_MAX = 1.25
@@ -34,17 +33,10 @@ TIMED = (*LAYOUTS, (64, 1, 4, 2), (64, 1, 8, 1), (64, 1, 8, 2), (2048, 64, 4, 1)
 Row = dict[str, Any]
 
 
-def works(policy: Any, num_micro_batches: int, steps: int) -> np.ndarray:
+def works(policy: Any, n: int, steps: int) -> np.ndarray:
     """Work of each micro-batch, int64 [steps, N]."""
-    stream = DocumentStream([Source(pairs=f2(300_000, 0))], seed=0, context_length=WINDOW, shuffle=False)
-    packer = Packer(
-        stream,
-        policy,
-        num_micro_batches=num_micro_batches,
-        context_length=WINDOW,
-        fingerprint="",
-        policy_name="",
-    )
+    source = stream(f2(300_000, 0), WINDOW)
+    packer = Packer(source, policy, num_micro_batches=n, context_length=WINDOW, fingerprint="", policy_name="")
     packings = [packer.next().packing for _ in range(steps)]
     found = [p.sums(document_work(p.documents["length"], CROSSOVER)) for p in packings]
     return np.array(found[steps // 10 : steps - steps // 10])
@@ -117,8 +109,8 @@ def optima(quick: bool) -> list[Row]:
             placed = pipeline.place(work, dp_size, balance=True, num_stages=4)
             for name, ranks in (("placed", placed), ("snake", snake(work, dp_size))):
                 excess[name].append(float(pipeline.rank_cost(work[ranks], 4, 1).max() / best))
-        spread = {f"{name} {f.__name__}": f(v) for name, v in excess.items() for f in (statistics.mean, max)}
-        rows.append({"N": n, "DP": dp_size, "PP": 4, **spread})
+        found = {f"{name} {f.__name__}": f(v) for name, v in excess.items() for f in (statistics.mean, max)}
+        rows.append({"N": n, "DP": dp_size, "PP": 4, **found})
     return rows
 
 
@@ -140,18 +132,14 @@ def timings(quick: bool) -> list[Row]:
                     begin = time.thread_time()
                     ranks = pipeline.place(work, dp_size, balance=True, num_stages=stages, num_chunks=chunks, **how)
                     pipeline.order(work[ranks[0]], stages, chunks, **how)
-                    times.append((time.thread_time() - begin) * 1e3)
+                    times.append(time.thread_time() - begin)
                 first, *warm = times
-                spread = {"median_ms": statistics.median(warm), "min_ms": min(warm), "max_ms": max(warm)}
                 where = f"N={n} DP={dp_size} PP={stages} VPP={chunks}"
-                rows.append({"layout": where, "works": name, "core": core, "first_ms": first, **spread})
+                rows.append({"layout": where, "works": name, "core": core, "first_ms": first * 1e3, **spread(warm)})
     return rows
 
 
 def goals(rows: list[Row], best: list[Row], times: list[Row]) -> list[results.Goal]:
-    def at_most(name: str, value: float, goal: float) -> results.Goal:
-        return results.Goal(name=name, value=float(value), goal=goal, direction="<=")
-
     native = [t for t in times if t["core"] == "native"]
     wanted = [at_most(f"{t['layout']}, {t['works']}: place + order, ms", t["median_ms"], 1.0) for t in native]
     wanted += [at_most(f"N={r['N']} DP={r['DP']}: placed over the optimum, mean", r["placed mean"], 1.01) for r in best]
@@ -162,7 +150,7 @@ def goals(rows: list[Row], best: list[Row], times: list[Row]) -> list[results.Go
     return wanted
 
 
-def show(rows: list[Row], best: list[Row], times: list[Row], wanted: list[results.Goal]) -> None:
+def show(rows: list[Row], best: list[Row], times: list[Row]) -> None:
     console = Console(width=170)
     table = Table(*rows[0])
     for r in rows:
@@ -170,23 +158,17 @@ def show(rows: list[Row], best: list[Row], times: list[Row], wanted: list[result
     console.print(table)
     for r in best + times:
         console.print(", ".join(f"{name} {v:.4f}" if isinstance(v, float) else f"{name} {v}" for name, v in r.items()))
-    for g in wanted:
-        console.print(f"{'holds ' if g.holds else 'MISSED'} {g.name} = {g.value:.4f} ({g.direction} {g.goal:g})")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two layouts and fewer steps, nothing written")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a goal is missed")
-    args = parser.parse_args()
+    args = results.parser(__doc__, "two layouts and fewer steps, nothing written").parse_args()
     rows, best, times = quality(args.quick), optima(args.quick), timings(args.quick)
     wanted = goals(rows, best, times)
-    show(rows, best, times, wanted)
+    show(rows, best, times)
     if not args.quick:
         setup = {"window": WINDOW, "crossover": CROSSOVER, "S_max": S_MAX, "steps": 100, "seed": 0}
         print(results.write("placement", settings=setup | {"optima": best, "timings": times}, rows=rows, goals=wanted))
-    if args.check and not all(g.holds for g in wanted):
-        sys.exit(1)
+    results.conclude(wanted, args.check)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,23 @@
-"""Writes benchmarks/results/NAME.json: what was measured, on what, with which versions, and which goals hold."""
+"""What benchmarks share: their command line, goals, pictures, and benchmarks/results/NAME.json, which says what was
+measured, on what, with which versions, and which goals hold.
+"""
 
+import argparse
 import datetime
 import json
 import os
 import platform
+import statistics
 import subprocess
+import sys
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "results"
+DOCS = Path(__file__).parent.parent / "docs"
 PACKAGES = ("numpy", "scipy", "torch", "megatron-core", "transformer-engine", "flash-attn", "triton")
 
 
@@ -28,6 +35,53 @@ class Goal:
     def holds(self) -> bool:
         # Of NumPy's numbers, too, whose truth JSON does not take.
         return bool(self.value <= self.goal if self.direction == "<=" else self.value >= self.goal)
+
+
+def at_most(name: str, value: float, goal: float) -> Goal:
+    return Goal(name=name, value=value, goal=goal, direction="<=")
+
+
+def at_least(name: str, value: float, goal: float) -> Goal:
+    return Goal(name=name, value=value, goal=goal, direction=">=")
+
+
+def parser(doc: str | None, quick: str | None = None) -> argparse.ArgumentParser:
+    """Takes --check and, where it is said what that does, --quick."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if quick is not None:
+        made.add_argument("--quick", action="store_true", help=quick)
+    made.add_argument("--check", action="store_true", help="exit with 1 if a goal is missed")
+    return made
+
+
+def conclude(goals: Sequence[Goal], check: bool) -> None:
+    """Print which goals hold; with `check`, exit with 1 if one is missed."""
+    for g in goals:
+        print(f"{'holds ' if g.holds else 'MISSED'} {g.name} = {g.value:.6g} ({g.direction} {g.goal:g})")
+    if check and not all(g.holds for g in goals):
+        sys.exit(1)
+
+
+def spread(name: str, values: Collection[float]) -> dict[str, float]:
+    """Median under `name`, minimum and maximum."""
+    found = {name: statistics.median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
+    return {key: float(value) for key, value in found.items()}
+
+
+def figure(width: float, height: float) -> Any:
+    """An empty matplotlib Figure, in inches."""
+    from matplotlib.figure import Figure  # which machines that only measure may lack
+
+    return Figure((width, height), layout="constrained")
+
+
+def save(figure: Any, name: str, folder: Path = DOCS) -> Path:
+    """Write NAME.png, without upper and right borders of axes, and return its path."""
+    for axis in figure.axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    path = folder / f"{name}.png"
+    figure.savefig(path, dpi=110)
+    return path
 
 
 def write(

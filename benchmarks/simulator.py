@@ -9,11 +9,9 @@ for want of four cores: its passes *wait* for as long as they took when one proc
 its rows say so. Writes benchmarks/results/simulator.json; --record keeps the first step of every layout.
 """
 
-import argparse
 import itertools
 import json
 import os
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn import functional as F
 
-from benchmarks import results
+from benchmarks import pipelines, results
 from megatron_wlb.simulate import engine
 from megatron_wlb.simulate.schedule import Schedule
 from tests.worlds import run_world
@@ -112,24 +110,14 @@ class Recording:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="seconds: small passes, nothing written")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a goal is missed")
+    parser = results.parser(__doc__, "seconds: small passes, nothing written")
     parser.add_argument("--record", metavar="FILE.json", help="keep the first step of every layout")
     args = parser.parse_args()
     size = Size(hidden=64, max_tokens=512, steps=2) if args.quick else Size()
     runs = [(layout, record(layout, size)) for layout in LAYOUTS]
     rows = [summary(layout, recordings) for layout, recordings in runs]
-    wanted = [
-        results.Goal(
-            name=f"{row['layout']}: largest error of a step",
-            value=row["error_max"],
-            goal=WITHIN,
-            direction="<=",
-        )
-        for row in rows
-    ]
-    _show(rows, wanted)
+    wanted = [results.at_most(f"{row['layout']}: largest error of a step", row["error_max"], WITHIN) for row in rows]
+    _show(rows)
     if args.record is not None:
         kept = {layout.name: recordings[0].to_json() for layout, recordings in runs}
         Path(args.record).write_text(json.dumps(kept, separators=(",", ":")).replace('},"PP', '},\n"PP') + "\n")
@@ -137,8 +125,7 @@ def main() -> None:
         settings = {"micro_batches": 8, "hidden": size.hidden, "layers_per_stage": size.layers, "heads": HEADS}
         settings |= {"max_tokens": size.max_tokens, "steps": size.steps, "backend": "gloo, float32"}
         print(results.write("simulator", settings=settings, rows=rows, goals=wanted))
-    if args.check and not all(g.holds for g in wanted):
-        sys.exit(1)
+    results.conclude(wanted, args.check)
 
 
 def record(layout: Layout, size: Size) -> list[Recording]:
@@ -168,14 +155,12 @@ def record(layout: Layout, size: Size) -> list[Recording]:
 
 def summary(layout: Layout, recordings: list[Recording]) -> Row:
     """A row of the results."""
-    measured = np.array([r.end.max() for r in recordings])
+    measured_ms = [float(r.end.max()) / 1e3 for r in recordings]
     errors = np.array([r.error for r in recordings])
     idle = [1 - (r.end - r.start).sum() / r.end.max() / r.schedule.num_stages for r in recordings]
     return {
         "layout": layout.name,
-        "measured_ms": float(np.median(measured)) / 1e3,
-        "measured_ms_min": float(measured.min()) / 1e3,
-        "measured_ms_max": float(measured.max()) / 1e3,
+        **results.spread("measured_ms", measured_ms),
         "simulated_ms": float(np.median([r.simulated().makespan for r in recordings])) / 1e3,
         "error_median": float(np.median(errors)),
         "error_max": float(np.abs(errors).max()),
@@ -229,18 +214,14 @@ class _Waiting(torch.autograd.Function):
         return gradient, None, None
 
 
-class _Stage(torch.nn.Module):
-    """A model chunk as upstream's schedules want it."""
+class _Chunk(pipelines.Chunk):
+    """Layers, or their times."""
 
     def __init__(self, config: Any, size: Size, *, is_first: bool) -> None:
-        super().__init__()
-        self.config, self.is_first, self.model_type = config, is_first, None
+        super().__init__(config)
+        self.is_first = is_first
         self.layers = _Computing(size.hidden, config.num_layers)
         self.source = torch.nn.Parameter(torch.ones(size.hidden))  # the input, and what its gradient is for
-        self.input: torch.Tensor | None = None
-
-    def set_input_tensor(self, tensor: Any) -> None:
-        self.input = tensor[0] if isinstance(tensor, list) else tensor
 
     def forward(self, documents: list[int], wait: tuple[float, float] | None) -> torch.Tensor:
         x = self.source.expand(sum(documents), 1, -1) if self.is_first else self.input
@@ -280,46 +261,23 @@ def _pipeline(
     schedule: Schedule, size: Size, steps: list[list[list[int]]], waits: np.ndarray | None
 ) -> dict[str, list[Any]]:
     """In the process of every stage: when its passes began and ended, per step, and how long messages take in us."""
-    from megatron_wlb.adapter import cpu
-
-    if "megatron" not in sys.modules:  # else the parent has done it
-        cpu.install()
-    from megatron.core import mpu
-    from megatron.core.pipeline_parallel import schedules
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer import TransformerConfig
-
-    from megatron_wlb.adapter.p2p import PlannedP2PCommunicator
-
-    stage, stages = dist.get_rank(), dist.get_world_size()
+    stage = dist.get_rank()
     if waits is None:
         _pin(stage)
     torch.manual_seed(stage)
-    chunks = schedule.num_chunks if schedule.num_chunks > 1 else None
-    mpu.initialize_model_parallel(
-        pipeline_model_parallel_size=stages,
-        virtual_pipeline_model_parallel_size=chunks,
-        create_gloo_process_groups=True,
-    )
-    config = TransformerConfig(
+    config = pipelines.begin(
+        schedule.num_chunks,
         num_layers=size.layers // schedule.num_chunks,  # of a chunk; schedules don't look
         hidden_size=size.hidden,
         num_attention_heads=HEADS,
-        pipeline_model_parallel_size=stages,
-        virtual_pipeline_model_parallel_size=chunks,
-        pipeline_dtype=torch.float32,
-        variable_seq_lengths=True,
-        overlap_p2p_comm=chunks is not None,
-        batch_p2p_comm=chunks is None,
         deallocate_pipeline_outputs=True,
-        calculate_per_token_loss=True,
-        moe_token_dispatcher_type="alltoall",  # asked for with variable lengths, experts or not
     )
-    models = [_Stage(config, size, is_first=stage == chunk == 0) for chunk in range(schedule.num_chunks)]
+    from megatron.core.pipeline_parallel import schedules
+
+    chunks = [_Chunk(config, size, is_first=stage == chunk == 0) for chunk in range(schedule.num_chunks)]
     passes: list[tuple[float, float]] = []
     schedules.forward_step = _timed(schedules.forward_step, passes)
     schedules.backward_step = _timed(schedules.backward_step, passes)
-    run = schedules.get_forward_backward_func()
     out: dict[str, list[Any]] = {"passes": [], "transfers": []}
     for step, micro_batches in enumerate(steps):
         tokens = [sum(documents) for documents in micro_batches]
@@ -327,31 +285,12 @@ def _pipeline(
         feeds: list[Any] = []
         for chunk in range(schedule.num_chunks):
             own = waits[step, :, stage, chunk].T.tolist() if waits is not None else [None] * len(tokens)
-            feeds.append(iter(list(zip(micro_batches, own, strict=True))))
+            feeds.append(list(zip(micro_batches, own, strict=True)))
         passes.clear()
         dist.barrier()
-        run(
-            forward_step_func=_forward_step,
-            data_iterator=feeds if chunks else feeds[0],
-            model=models if chunks else models[0],
-            num_microbatches=len(tokens),
-            seq_length=size.max_tokens,
-            micro_batch_size=1,
-            forward_only=False,
-            p2p_communicator=PlannedP2PCommunicator(mpu.get_pipeline_model_parallel_group(), config, tokens, 1, False),
-            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-        )
+        pipelines.step(chunks, feeds, pipelines.planned(config, tokens), size.max_tokens)
         out["passes"].append(list(passes))
     return out
-
-
-def _forward_step(iterator: Any, model: _Stage) -> Any:
-    return model(*next(iterator)), _loss
-
-
-def _loss(output: torch.Tensor) -> Any:
-    loss = output.sum()
-    return loss, torch.tensor(output.shape[0]), {"loss": torch.stack([loss.detach(), torch.tensor(1.0)])}
 
 
 def _timed(function: Any, passes: list[tuple[float, float]]) -> Any:
@@ -387,15 +326,13 @@ def _pin(core: int) -> None:
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[core]})
 
 
-def _show(rows: list[Row], wanted: list[results.Goal]) -> None:
+def _show(rows: list[Row]) -> None:
     console = Console(width=120)
     table = Table("layout", "measured ms", "simulated ms", "error", "largest", "pass begins off by", "idle", box=None)
     for r in rows:
         shares = [f"{r[name]:.2%}" for name in ("error_median", "error_max", "start_error_max", "idle_share")]
         table.add_row(r["layout"], f"{r['measured_ms']:.1f}", f"{r['simulated_ms']:.1f}", *shares)
     console.print(table)
-    for g in wanted:
-        console.print(f"{'holds ' if g.holds else 'MISSED'} {g.name} = {g.value:.4f} ({g.direction} {g.goal:g})")
 
 
 if __name__ == "__main__":

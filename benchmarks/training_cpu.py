@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from benchmarks.lengths import f2
+from benchmarks.lengths import WINDOW, f2
 from megatron_wlb.plan.dataset import read_index
 from tests.adapter.datasets import write_index
 
@@ -30,7 +30,6 @@ TRAINING = """
 """.split()
 VOCABULARY = 255
 """Of random tokens; 255 ends a document."""
-F2_WINDOW = 131072
 Row = dict[str, Any]
 Steps = list[Row]
 """Of one rank: "tokens" and "seconds" of the step, "other" CPU time (optimizer, planning, logging); and of each of its
@@ -40,7 +39,7 @@ micro-batches, CPU time of its passes, "busy", and what planning knows: "rows", 
 def document_lengths(name: str, window: int) -> np.ndarray:
     """Tokens of documents: F2 scaled to this window; or the demo's corpus as it is, made if it is not there."""
     if name == "f2":
-        return np.maximum(f2(20000, 0) * window // F2_WINDOW, 2)
+        return np.maximum(f2(20000, 0) * window // WINDOW, 2)
     prefix = ROOT / "demo/data/python"
     subprocess.run([sys.executable, ROOT / "scripts/demo/make_data.py", "--output", prefix], check=True)
     return read_index(str(prefix)).tokens
@@ -73,11 +72,10 @@ def arguments(dataset: str, window: int, micro_batches: int, last_step: int, fla
     return [*SHAPE, *TRAINING, *sizes.split(), "--data-path", dataset, "--train-iters", str(last_step), *flags.split()]
 
 
-def train(argv: list[str], first: int, in_order: bool) -> Steps:
+def train(argv: list[str], first: int) -> Steps:
     """In every process: train the steps from `first` on, and the one before to warm up.
 
-    Steps before these are planned and not trained. `in_order` keeps documents in the order in which they are packed,
-    as Megatron does, where ours would reorder them for per-sequence sharding.
+    Steps before these are planned and not trained.
     """
     pin()
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # upstream says hundreds of lines, here and in its log
@@ -89,7 +87,7 @@ def train(argv: list[str], first: int, in_order: bool) -> Steps:
     from megatron.training import get_args, training
 
     from megatron_wlb.adapter import cpu, gpt, job
-    from megatron_wlb.plan import sharding, step
+    from megatron_wlb.plan import step
 
     sys.argv = ["pretrain_gpt.py", *argv, *cpu.FLAGS]
     steps: Steps = []
@@ -143,8 +141,6 @@ def train(argv: list[str], first: int, in_order: bool) -> Steps:
     training.setup_model_and_optimizer, training.train_step = setup_for_later, train_step_timed
     step.plan_step = plan_step_kept
     job.resume = resume_by_planning
-    if in_order:
-        sharding.mirrored_order = lambda lengths: np.arange(len(lengths))
     gpt.train(*gpt.parse())
     return steps[1:]
 

@@ -3,7 +3,7 @@
 import re
 import sys
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -71,6 +71,18 @@ QUICK = Scale(
     most_rounds=2,
     case_seconds=60,
 )
+
+
+def command_line(doc: str | None, sections: str, last: str) -> ArgumentParser:
+    """What `Bench` takes of every benchmark; `last` says what --minutes ends."""
+    parser = results.parser(doc, "tiny, to see that everything runs")
+    parser.add_argument("--sections", default=sections, help=f"some of {sections}")
+    parser.add_argument("--backend", help="attention backend; default: aten on cuda, cpu on cpu")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--minutes", type=float, default=8.5, help=last)
+    parser.add_argument("--output", metavar="FOLDER", help="default: benchmarks/results, and nowhere with --quick")
+    parser.add_argument("--commit", help="what is measured; default: what git says, which a copied tree does not know")
+    return parser
 
 
 class Bench:

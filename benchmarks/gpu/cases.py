@@ -4,21 +4,14 @@ from functools import cache
 
 import numpy as np
 
-from benchmarks.lengths import f2
+from benchmarks.lengths import CROSSOVER, WINDOW, f2, packed, padded
 from megatron_wlb.plan import native
-from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.sharding import mirrored_order, shard
 from megatron_wlb.plan.sharding.select import STRATEGIES, candidates
 from megatron_wlb.plan.step import Layout, shard_micro_batch
-from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.plan.types import DOCUMENT, ShardPlan
 from megatron_wlb.plan.workload import FLOPS_PROFILE, KernelModel
 
-WINDOW = 131_072
-"""That F2 was made for; under half of it, documents are scaled with the window."""
-CROSSOVER = 51_200
-SKIPPED = 20
-"""Micro-batches before the packer is in its stride."""
 STATIC = ("per-sequence", "per-document")
 CHOSEN = ("paper", "hybrid")
 PACKINGS = ("adaptive", "wlb", "original")
@@ -26,34 +19,11 @@ PACKINGS = ("adaptive", "wlb", "original")
 
 @cache
 def micro_batches(window: int, packing: str, count: int) -> tuple[np.ndarray, ...]:
-    """Document lengths of F2 micro-batches, int64 [documents] each, in the order of the stream."""
+    """Document lengths of F2 micro-batches, int64 [documents] each; under half of F2's own window, scaled with it."""
     lengths = f2(20_000, 0)
     if window < WINDOW // 2:
         lengths = np.maximum(1, lengths * window // WINDOW)
-    packer = make_packer(
-        stream_of(lengths, window),
-        num_micro_batches=4,
-        crossover_tokens=CROSSOVER,
-        policy=packing,
-        fingerprint="",
-    )
-    made: list[np.ndarray] = []
-    while len(made) < SKIPPED + count:
-        packed = packer.next().packing
-        documents = [packed.micro_batch(i) for i in range(len(packed))]
-        made += [d["length"][np.argsort(d["index"])] for d in documents if len(d)]
-    return tuple(made[SKIPPED : SKIPPED + count])
-
-
-def stream_of(lengths: np.ndarray, window: int) -> DocumentStream:
-    """Documents of `lengths` in order, again and again."""
-    return DocumentStream([Source(pairs=lengths)], seed=0, context_length=window, shuffle=False)
-
-
-def padded(lengths: np.ndarray, unit: int) -> np.ndarray:
-    """Brought to a multiple of `unit` by a document at the tail."""
-    padding = -int(lengths.sum()) % unit
-    return np.append(lengths, padding) if padding else lengths
+    return tuple(packed(lengths, window, packing, count))
 
 
 def whole(lengths: np.ndarray) -> ShardPlan:

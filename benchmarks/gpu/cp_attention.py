@@ -17,7 +17,6 @@ rank, summed over micro-batches: medians over rounds in which all that is compar
 largest round. Results are written after every section. Build the native core before, or planning takes a minute of it.
 """
 
-import argparse
 import sys
 from collections import Counter, defaultdict
 from functools import partial
@@ -27,11 +26,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.gpu.bench import FULL, QUICK, Bench, Case, Row, slowest
-from benchmarks.gpu.cases import CHOSEN, PACKINGS, STATIC, Choices, ours, padded, whole
+from benchmarks.gpu.bench import FULL, QUICK, Bench, Case, Row, command_line, slowest
+from benchmarks.gpu.cases import CHOSEN, PACKINGS, STATIC, Choices, ours, whole
 from benchmarks.gpu.correctness import check
 from benchmarks.gpu.fit import count, fit
 from benchmarks.gpu.ranks import CopyFree, MakeMethod, PrefixCopies, Rows, both, random_rows, ranks
+from benchmarks.lengths import padded
+from benchmarks.results import conclude
 from megatron_wlb.plan.sharding import per_document
 
 SECTIONS = "0adcb"
@@ -44,18 +45,10 @@ SETUP_SECONDS, BESIDE_SECONDS = 0.005, 0.003
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", default=SECTIONS, help=f"some of {SECTIONS}")
+    parser = command_line(__doc__, SECTIONS, last="section b begins no case that would end later")
     parser.add_argument("--models", type=lambda names: names.split(","), help="by name; default: all")
     parser.add_argument("--profile", default="h100-fa2", help="kernel profile that chooses shardings")
     parser.add_argument("--packing", choices=PACKINGS, default="adaptive")
-    parser.add_argument("--backend", help="attention backend; default: aten on cuda, cpu on cpu")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--minutes", type=float, default=8.5, help="section b begins no case that would end later")
-    parser.add_argument("--output", metavar="FOLDER", help="default: benchmarks/results, and nowhere with --quick")
-    parser.add_argument("--commit", help="what is measured; default: what git says, which a copied tree does not know")
-    parser.add_argument("--quick", action="store_true", help="tiny, to see that everything runs")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a goal is missed")
     parser.add_argument("--draw", metavar="FILE", help="draw a result file and measure nothing")
     args = parser.parse_args()
     if args.draw:
@@ -74,10 +67,7 @@ def main() -> None:
             bench.clock.reserve()
         run[section](bench)
         bench.write()
-    for g in bench.goals:
-        print(f"{'holds ' if g.holds else 'MISSED'} {g.name} = {g.value:.4f} ({g.direction} {g.goal:g})")
-    if args.check and not all(g.holds for g in bench.goals):
-        sys.exit(1)
+    conclude(bench.goals, args.check)
 
 
 def correctness(bench: Bench) -> None:

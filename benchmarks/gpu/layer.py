@@ -14,7 +14,6 @@ caches, medians of samples. Packing is timed on the host. Build the native core 
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -26,17 +25,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu.bench import Bench, Row
-from benchmarks.gpu.cases import CROSSOVER, WINDOW, padded, stream_of, whole
+from benchmarks import results
+from benchmarks.gpu.bench import Bench, Row, command_line
+from benchmarks.gpu.cases import whole
 from benchmarks.gpu.ranks import CopyFree, Rank, Rows, random_rows, ranks
-from benchmarks.lengths import f2
+from benchmarks.lengths import CROSSOVER, WINDOW, f2, packer, padded
 from benchmarks.paper.setups import S_MAX, pieces
 from megatron_wlb.plan.metrics import imbalance
-from megatron_wlb.plan.packer import Packer, make_packer
+from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.types import ShardPlan
 from megatron_wlb.runtime.attention import AttentionOptions
 
-NUM_MICRO_BATCHES = 4
 SKIPPED = 10
 """Steps before queues are filled."""
 UNIT = 8
@@ -181,16 +180,8 @@ class LayerBench(Bench):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", default="72", help="some of 72")
+    parser = command_line(__doc__, "72", last="section 2 begins no step that would end later")
     parser.add_argument("--tensor-parallel", type=int, default=8, help="ranks that share the layer; 8 as in 7B-128K")
-    parser.add_argument("--backend", help="attention backend; default: aten on cuda, cpu on cpu")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--minutes", type=float, default=8.5, help="section 2 begins no step that would end later")
-    parser.add_argument("--output", metavar="FOLDER", help="default: benchmarks/results, and nowhere with --quick")
-    parser.add_argument("--commit", help="what is measured; default: what git says, which a copied tree does not know")
-    parser.add_argument("--quick", action="store_true", help="tiny, to see that everything runs")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a goal is missed")
     parser.set_defaults(models=[], profile="h100-fa2", packing=None)  # of `Bench`, for sections that are not here
     bench = LayerBench(parser.parse_args())
     bench.clock.reserve()
@@ -200,10 +191,7 @@ def main() -> None:
     if "2" in bench.args.sections:
         table_2(bench)
         bench.write()
-    for g in bench.goals:
-        print(f"{'holds ' if g.holds else 'MISSED'} {g.name} = {g.value:.4f} ({g.direction} {g.goal:g})")
-    if bench.args.check and not all(g.holds for g in bench.goals):
-        sys.exit(1)
+    results.conclude(bench.goals, bench.args.check)
 
 
 def figure_7(bench: LayerBench) -> None:
@@ -264,16 +252,16 @@ def table_2(bench: LayerBench) -> None:
     """Section 2."""
     sizes = bench.sizes
     packers = packers_of(bench, pieces(scaled, sizes.window, 0))
-    for packer in packers.values():
+    for by_policy in packers.values():
         for _ in range(SKIPPED):
-            packer.next()
+            by_policy.next()
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in packers}
     longest = 0.0
     for _ in range(sizes.steps):
         begin = bench.seconds
-        for name, packer in packers.items():
+        for name, by_policy in packers.items():
             packing_begin = time.perf_counter()
-            packing = packer.next().packing
+            packing = by_policy.next().packing
             packing_ms = (time.perf_counter() - packing_begin) * 1e3
             ms = np.array([forward_ms(bench, packing.micro_batch(i)["length"]) for i in range(len(packing))])
             found[name].append((imbalance(ms), float(ms.sum()), packing_ms))
@@ -309,25 +297,15 @@ def packers_of(bench: LayerBench, documents: np.ndarray) -> dict[str, Packer]:
     """By the policies of Table 2 but the solver, and ours, by name."""
     window = bench.sizes.window
 
-    def packer(policy: str, **settings: Any) -> Packer:
-        return make_packer(
-            stream_of(documents, window),
-            num_micro_batches=NUM_MICRO_BATCHES,
-            crossover_tokens=bench.crossover_tokens,
-            policy=policy,
-            max_tokens=round(S_MAX * window),
-            fingerprint="",
-            **settings,
-        )
-
+    by = partial(packer, documents, window, crossover_tokens=bench.crossover_tokens, max_tokens=round(S_MAX * window))
     return {
-        "original": packer("original"),
-        **{f"fixed, {k} global batches": packer("fixed", num_global_batches=k) for k in (1, 2, 4, 8)},
+        "original": by("original"),
+        **{f"fixed, {k} global batches": by("fixed", num_global_batches=k) for k in (1, 2, 4, 8)},
         **{
-            f"WLB-LLM, {len(shares)} queues": packer("wlb", outlier_thresholds=[round(s * window) for s in shares])
+            f"WLB-LLM, {len(shares)} queues": by("wlb", outlier_thresholds=[round(s * window) for s in shares])
             for shares in QUEUES
         },
-        "ours": packer("adaptive"),
+        "ours": by("adaptive"),
     }
 
 

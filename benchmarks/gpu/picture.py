@@ -4,32 +4,26 @@ import json
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).parent.parent.parent / "docs"
+from benchmarks import results
+
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#8c8c8c")
 STRATEGIES = ("per-sequence", "per-document", "paper", "hybrid", "adaptive", "oracle")
 Row = dict[str, Any]
 
 
-def draw(result: Path, folder: Path = DOCS) -> Path:
+def draw(result: Path, folder: Path = results.DOCS) -> Path:
     """Draw what the file holds; the picture has its name."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     data = json.loads(result.read_text())
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7), constrained_layout=True)
+    figure = results.figure(11, 7)
+    axes = figure.subplots(2, 2)
     _kernels([r for r in data["rows"] if r["section"] == "a"], *axes[0])
     _shardings([r for r in data["rows"] if r["section"] == "b" and "strategy" in r and r["cp_size"] == 4], axes[1, 0])
     _copies([r for r in data["rows"] if r["section"] == "c"], axes[1, 1])
     for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
         if axis.get_legend_handles_labels()[0]:
             axis.legend(frameon=False, fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
     figure.suptitle(f"{data['device']}, torch {data['versions']['torch']}", x=0.01, ha="left", fontsize=11)
-    path = folder / f"{result.stem}.png"
-    figure.savefig(path, dpi=110)
-    return path
+    return results.save(figure, result.stem, folder)
 
 
 def _kernels(rows: list[Row], latency: Any, rate: Any) -> None:

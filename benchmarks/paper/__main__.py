@@ -6,8 +6,6 @@ Times are simulated (megatron_wlb/simulate) under one calibration, `setups.CALIB
 packing times are measured here. Writes benchmarks/results/paper.json and docs/paper.png.
 """
 
-import argparse
-import sys
 import time
 from dataclasses import asdict
 from typing import Any
@@ -33,17 +31,16 @@ def goals(rows: list[Row]) -> list[results.Goal]:
         found = averages["WLB-LLM"].get(group)
         if found is not None:
             name = f"figure 12, WLB-LLM, {group}: away from the paper's {paper:.2f}"
-            wanted.append(results.Goal(name=name, value=abs(found - paper), goal=NEAR, direction="<="))
+            wanted.append(results.at_most(name, abs(found - paper), NEAR))
     for r in twelve:
         if (r["case"], r["scheme"]) == (SEVEN_128.name, "ours, balance alone"):
             name = "7B-128K, ours by balance alone: share of the gain of perfect balance"
-            wanted.append(results.Goal(name=name, value=r["share_of_balance"], goal=0.93, direction=">="))
+            wanted.append(results.at_least(name, r["share_of_balance"], 0.93))
     errors = [r["standard_error"] for r in rows if r["figure"] in ("12", "13", "14", "15")]
-    wanted.append(results.Goal(name="largest standard error", value=max(errors), goal=0.01, direction="<="))
-    return wanted
+    return [*wanted, results.at_most("largest standard error", max(errors), 0.01)]
 
 
-def show(rows: list[Row], wanted: list[results.Goal]) -> None:
+def show(rows: list[Row]) -> None:
     console = Console(width=150)
     table = Table("figure", "what", *report.COLUMNS, title="simulated; ms measured")
     for line in report.compare(rows):
@@ -55,28 +52,22 @@ def show(rows: list[Row], wanted: list[results.Goal]) -> None:
     for r in hangs:
         table.add_row(*(report.text(r[c]) for c in columns))
     console.print(table)
-    for g in wanted:
-        console.print(f"{'holds ' if g.holds else 'MISSED'} {g.name} = {g.value:.4f} ({g.direction} {g.goal:g})")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one case, a few steps, nothing written")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a goal is missed")
-    args = parser.parse_args()
+    args = results.parser(__doc__, "one case, a few steps, nothing written").parse_args()
     check_calibration()
     begin = time.perf_counter()
     rows, gpus = run(QUICK if args.quick else FULL)
     wanted = goals(rows)
-    show(rows, wanted)
+    show(rows)
     if not args.quick:
         calibration = [dict(zip(("name", "value", "from"), row, strict=True)) for row in CALIBRATION]
         checks = {"llama3_tflops": speed.llama3_tflops(), "step_seconds": report.step_seconds(rows)}
         setup = {"seconds": time.perf_counter() - begin, "scale": asdict(FULL), "calibration": calibration}
         setup |= {"checks": checks, "comparison": report.compare(rows)}
         print(results.write("paper", settings=setup, rows=rows, goals=wanted), report.draw(rows, gpus))
-    if args.check and not all(g.holds for g in wanted):
-        sys.exit(1)
+    results.conclude(wanted, args.check)
 
 
 if __name__ == "__main__":

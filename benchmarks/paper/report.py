@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import results
 from benchmarks.paper import speed
 from benchmarks.paper.setups import REPORTED, SEVEN_128
 
@@ -119,14 +120,10 @@ def _layer(rows: list[Row]) -> list[Row]:
     return lines
 
 
-def draw(rows: list[Row], gpus: dict[str, np.ndarray], folder: Path | None = None) -> Path:
+def draw(rows: list[Row], gpus: dict[str, np.ndarray], folder: Path = results.DOCS) -> Path:
     """All figures on one page; `gpus` has times of GPUs by scheme, of one step."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(3, 2, figsize=(12, 11), constrained_layout=True)
+    figure = results.figure(12, 11)
+    axes = figure.subplots(3, 2)
     _draw_gpus(gpus, axes[0, 0])
     _draw_packings(of(rows, "table 2"), axes[0, 1])
     _draw_cases(of(rows, "12"), axes[1, 0])
@@ -134,13 +131,10 @@ def draw(rows: list[Row], gpus: dict[str, np.ndarray], folder: Path | None = Non
     _draw_windows(of(rows, "14"), axes[2, 0])
     _draw_layer(of(rows, "15"), axes[2, 1])
     for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, fontsize=8)
     axes[2, 1].legend(frameon=False, fontsize=8, loc="upper left")
     figure.suptitle("Simulated under one calibration; crosses: the paper's numbers", x=0.01, ha="left", fontsize=11)
-    path = (folder or Path(__file__).parent.parent.parent / "docs") / "paper.png"
-    figure.savefig(path, dpi=100)
-    return path
+    return results.save(figure, "paper", folder)
 
 
 def _draw_gpus(gpus: dict[str, np.ndarray], axis: Any) -> None:

@@ -8,13 +8,13 @@ from itertools import combinations
 
 import numpy as np
 
+from benchmarks.lengths import stream
 from benchmarks.packing import Timed
 from benchmarks.paper.setups import MEAN_DELAY, Case
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.packer import PackedStep, Packer
 from megatron_wlb.plan.packing import make_policy
 from megatron_wlb.plan.step import Layout, shard_micro_batch, shard_step
-from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.plan.types import Packing, ShardPlan
 from megatron_wlb.plan.workload import document_work
 from megatron_wlb.simulate import SimulatedStep, balanced_time, simulate_step
@@ -80,9 +80,9 @@ def pack(case: Case, policy: str, steps: int, *, seed: int = 0, **settings: obje
         shares = case.thresholds or tuned(case)
         settings["outlier_thresholds"] = [round(s * window) for s in shares]
     timed = Timed(make_policy(policy, **common, **settings))  # type: ignore[arg-type]
-    stream = DocumentStream([Source(pairs=case.stream(seed))], seed=0, context_length=window, shuffle=False)
+    source = stream(case.stream(seed), window)
     packer = Packer(
-        stream, timed, num_micro_batches=n, context_length=window, fingerprint="", policy_name="", use_native=True
+        source, timed, num_micro_batches=n, context_length=window, fingerprint="", policy_name="", use_native=True
     )
     packed, ms = [], []
     for _ in range(steps):

@@ -10,19 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 from check_resume import Comparison, Step, compare, read_log
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
+from megatron_wlb.cli.analyze.pictures import BLUE, GREY, ORANGE, STYLE
 from megatron_wlb.plan.dataset import read_index
 
-# Okabe-Ito: told apart with every kind of colour vision.
-GREY, BLUE, ORANGE = "#8c8c8c", "#0072b2", "#d55e00"
 PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -51,13 +47,7 @@ img {{ width: 100%; height: auto }}
 
 def main() -> None:
     arguments = parse_arguments()
-    plt.rcParams |= {
-        "font.size": 11,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "legend.frameon": False,
-        "svg.hashsalt": "megatron_wlb",
-    }
+    matplotlib.rcParams |= STYLE | {"font.size": 11}
     log, reference = read_log(arguments.log), read_log(arguments.reference_log)
     result = compare(log, reference)
     # A step that ran again after the resume must not count twice.
@@ -137,11 +127,10 @@ RESUME = (
 
 
 def section(title: str, text: str, size_inch: tuple[float, float], draw: Callable[[Figure], None]) -> str:
-    figure = plt.figure(figsize=size_inch, layout="constrained")
+    figure = Figure(size_inch, layout="constrained")
     draw(figure)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
-    plt.close(figure)
     image = base64.b64encode(buffer.getvalue()).decode()
     return (
         f"<section><h2>{title}</h2><p>{text}</p>"
@@ -252,7 +241,7 @@ def draw_loss(figure: Figure, log: list[Step], reference: list[Step], result: Co
 
 
 def draw_picture(steps: list[Step]) -> Figure:
-    figure = plt.figure(figsize=(11, 4), layout="constrained")
+    figure = Figure((11, 4), layout="constrained")
     left, right = figure.subfigures(1, 2, wspace=0.04)
     draw_micro_batches(left, steps)
     draw_ranks(right, steps)
