@@ -1,6 +1,7 @@
 // Adaptive packing: which waiting documents run now, decided by whether the step that carries them stays balanced.
-// PythonAdaptiveCore in megatron_wlb/plan/packing/adaptive_core.py is the reference, and explains the algorithm; both give
-// the same plans to the bit. Ratios are doubles computed in the same order in both, without fused multiply-add.
+// PythonAdaptiveCore in megatron_wlb/plan/packing/adaptive_core.py is the reference; adaptive.py beside it explains the
+// algorithm. Both give the same plans to the bit: ratios are doubles computed in the same order in both, without fused
+// multiply-add.
 #pragma once
 
 #include <cstddef>

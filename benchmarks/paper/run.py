@@ -11,6 +11,7 @@ import numpy as np
 from benchmarks.lengths import stream
 from benchmarks.packing import Timed
 from benchmarks.paper.setups import MEAN_DELAY, Case
+from megatron_wlb.cli.job import layout_of
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.packer import PackedStep, Packer
 from megatron_wlb.plan.packing import make_policy
@@ -117,20 +118,16 @@ def tuned(case: Case, num_queues: int = 2) -> tuple[float, ...]:
 
 def layout(case: Case, scheme: Scheme) -> Layout:
     """How training would place and shard; the paper's schemes leave documents in the order of packing."""
-    job = case.job
-    return Layout(
-        dp_size=job.dp,
-        dp_rank=0,
-        cp_size=job.cp,
-        pp_size=job.pp,
-        vp_size=job.vpp,
-        unit_tokens=job.cp * math.lcm(2, job.tp),
-        cp_sharding=scheme.sharding,
-        kernel=case.our_kernel if scheme.our_exchange else case.kernel,
+    job = case.our_job if scheme.our_exchange else case.job
+    made = layout_of(
+        job,
         crossover_tokens=case.crossover_tokens,
+        cp_sharding=scheme.sharding,
         balance=scheme.ordered,
+        unit_tokens=job.cp * math.lcm(2, job.tp),
         free_order=scheme.sharding == "adaptive",
     )
+    return made if scheme.our_exchange else replace(made, kernel=case.kernel)
 
 
 def simulate(case: Case, scheme: Scheme, packing: Packing) -> SimulatedStep:

@@ -135,14 +135,6 @@ class Case:
         """The same with our exchange of K and V."""
         return replace(self.job, gather_all=False, cp_head_groups=HEAD_GROUPS)
 
-    @property
-    def our_kernel(self) -> KernelModel:
-        """By which ours chooses: attention and the exchange, as in training."""
-        job = self.job
-        return job.hardware.attention.layer_kernel(
-            job.model, tp_size=job.tp, bytes_per_value=2, head_groups=HEAD_GROUPS
-        )
-
     def stream(self, seed: int = 0) -> np.ndarray:
         """Lengths as they come, int64 [documents]."""
         return pieces(self.lengths, self.window, seed) if self.cut else self.lengths(self.window, seed)

@@ -27,7 +27,7 @@ from megatron_wlb.config import WlbConfig
 from megatron_wlb.plan import document_log, native
 from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.sharding.exchange import head_groups
-from megatron_wlb.plan.step import Layout, Planner
+from megatron_wlb.plan.step import Layout, Planner, is_order_free
 from megatron_wlb.plan.stream import DocumentStream
 from megatron_wlb.plan.workload import KernelModel, load_profile
 from megatron_wlb.runtime.attention import AttentionOptions
@@ -309,7 +309,7 @@ class WlbJob:
             kernel=self._kernel,
             crossover_tokens=self._crossover,
             balance=packing != "original",
-            free_order=(packing, config.cp_sharding) != ("original", "per-sequence"),  # that is Megatron's way
+            free_order=is_order_free(packing, config.cp_sharding),
             use_native=self._use_native,
         )
         return Planner(packer, layout, first_step=first_step, ahead=config.plan_ahead)

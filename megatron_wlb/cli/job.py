@@ -15,7 +15,7 @@ from megatron_wlb.config import MAX_TOKENS, WlbConfig
 from megatron_wlb.plan import native
 from megatron_wlb.plan.memory import ActivationModel
 from megatron_wlb.plan.sharding.exchange import head_groups
-from megatron_wlb.plan.step import Layout, shard_step
+from megatron_wlb.plan.step import Layout, is_order_free, shard_step
 from megatron_wlb.plan.types import ShardPlan
 from megatron_wlb.plan.workload import ModelShape, load_profile
 from megatron_wlb.simulate import MODELS, Hardware, Job, SimulatedStep
@@ -377,7 +377,7 @@ def prepare(args: argparse.Namespace, notes: list[str]) -> tuple[Job, Layout, di
         cp_sharding=config.cp_sharding,
         balance=args.wlb_packing != "original",
         unit_tokens=unit_of(args),
-        free_order=(args.wlb_packing, config.cp_sharding) != ("original", "per-sequence"),
+        free_order=is_order_free(args.wlb_packing, config.cp_sharding),
         use_native=native.use(config.planner),
     )
     return job, layout, described(args, config, job)

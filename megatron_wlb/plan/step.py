@@ -53,6 +53,11 @@ class Layout:
             )
 
 
+def is_order_free(packing: str, cp_sharding: str) -> bool:
+    """`Layout.free_order` of a run: original packing with per-sequence sharding is Megatron's way, and stays so."""
+    return (packing, cp_sharding) != ("original", "per-sequence")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchPlan:
     """One micro-batch of this data-parallel rank."""

@@ -76,8 +76,7 @@ def pass_times(job: Job, plans: Sequence[ShardPlan]) -> Passes:
         return bytes_per_token / job.tp * tokens / hardware.memory_gb_per_s / 1e3
 
     # Reads and writes in bf16 of two norms and two residual sums, rotary embedding, and the activation.
-    kv_size = model.num_query_groups * model.kv_channels
-    values = 2 * 2 * model.hidden_size + 2 * 3 * model.hidden_size + 2 * (model.query_size + kv_size)
+    values = 2 * 2 * model.hidden_size + 2 * 3 * model.hidden_size + 2 * (model.query_size + model.key_size)
     values += model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
     measured = hardware.attention.linear_tflops  # over all of the time, with that of memory
     tflops = measured or (hardware.linear_tflops, hardware.linear_tflops)

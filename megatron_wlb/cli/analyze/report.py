@@ -16,7 +16,7 @@ from megatron_wlb.cli.job import DEFAULT_PROFILE, cp_imbalance, layout_of, paste
 from megatron_wlb.config import PACKING_MODES, SHORTEST_DELAY_BOUND
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.packer import PackedStep, make_packer
-from megatron_wlb.plan.step import Layout
+from megatron_wlb.plan.step import Layout, is_order_free
 from megatron_wlb.plan.stream import DocumentStream
 from megatron_wlb.plan.workload import document_work, shipped_profiles
 from megatron_wlb.simulate import Job, SimulatedStep, balanced_time, breakdown, simulate_step
@@ -181,7 +181,7 @@ def placed(setup: Setup, scheme: Scheme) -> tuple[Job, Layout]:
         cp_sharding=scheme.cp_sharding,
         balance=not scheme.upstream and scheme.packing != "original",
         unit_tokens=setup.unit_tokens,
-        free_order=not scheme.upstream and (scheme.packing, scheme.cp_sharding) != ("original", "per-sequence"),
+        free_order=not scheme.upstream and is_order_free(scheme.packing, scheme.cp_sharding),
         use_native=setup.use_native,
     )
 
