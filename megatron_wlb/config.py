@@ -9,7 +9,7 @@ MAX_TOKENS = 1 << 26
 PACKINGS = ("original", "fixed", "wlb", "adaptive")
 PACKING_MODES = ("constant-tokens", "low-displacement")
 CP_SHARDINGS = ("per-sequence", "per-document", "hybrid", "paper", "adaptive")
-ATTENTION_BACKENDS = ("auto", "aten", "flash_attn", "flash_attn_3", "te", "triton", "cpu", "reference")
+ATTENTION_BACKENDS = ("auto", "aten", "flash_attn", "flash_attn_3", "te", "triton", "cpu", "reference", "megatron")
 PLANNERS = ("auto", "native", "python")
 SHORTEST_DELAY_BOUND = 12
 """Of adaptive packing: under a tighter one, documents that came later would be forced to run before the first are."""
@@ -91,7 +91,8 @@ class WlbConfig:
         "auto",
         "Kernels under context-parallel attention. aten: torch's own FlashAttention. flash_attn, flash_attn_3, te: the "
         "packages flash-attn 2, FlashAttention-3, TransformerEngine. triton: ours. auto: on GPUs the first of these "
-        "that passes a small test, in the order aten, flash_attn_3, flash_attn, te, triton; cpu without.",
+        "that passes a small test, in the order aten, flash_attn_3, flash_attn, te, triton; cpu without. megatron: "
+        "TransformerEngine's attention and context parallelism instead of ours, as without --wlb, for comparison.",
         ATTENTION_BACKENDS,
     )
     cp_head_groups: int = _setting(

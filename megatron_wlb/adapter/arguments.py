@@ -95,6 +95,21 @@ def check(args: argparse.Namespace, config: WlbConfig) -> None:
         raise ValueError(
             f"--wlb: --global-batch-size {batch} cannot be shared by {dp_size} data-parallel ranks; give a multiple"
         )
+    if config.attention_backend == "megatron":
+        _check_upstream_attention(args, config)
+
+
+def _check_upstream_attention(args: argparse.Namespace, config: WlbConfig) -> None:
+    if args.transformer_impl == "local":
+        raise ValueError(
+            "--wlb-attention-backend megatron with --transformer-impl local, whose attention knows no packed "
+            "documents; leave --transformer-impl out"
+        )
+    if args.context_parallel_size > 1 and config.cp_sharding != "per-document":
+        raise ValueError(
+            f"--wlb-attention-backend megatron cuts every document over {args.context_parallel_size} context-parallel "
+            f"ranks, and --wlb-cp-sharding is {config.cp_sharding}; give per-document"
+        )
 
 
 def _refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:

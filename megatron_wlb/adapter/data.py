@@ -17,6 +17,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron_wlb.adapter.thd import ThdShard
 from megatron_wlb.plan.dataset import DocumentIndex, read_index
 from megatron_wlb.plan.step import MicroBatchPlan, Planner
 from megatron_wlb.plan.stream import Source
@@ -95,6 +96,8 @@ class Batch:
     padded_tokens: int
     """Of the whole micro-batch, over all context-parallel ranks."""
     metadata: ShardMetadata
+    thd: ThdShard | None
+    """For Megatron's own attention."""
     tokens: torch.Tensor | None
     """int64 [1, s]; only on stages with the embedding."""
     labels: torch.Tensor | None
@@ -113,6 +116,7 @@ class Batch:
             step=self.step,
             padded_tokens=self.padded_tokens,
             metadata=self.metadata.to(device, non_blocking=True),
+            thd=self.thd.to(device) if self.thd is not None else None,
             tokens=move(self.tokens),
             labels=move(self.labels),
             loss_mask=move(self.loss_mask),
@@ -124,14 +128,18 @@ class Batch:
             if (tensor := getattr(self, name)) is not None:
                 setattr(self, name, tensor.pin_memory())
         self.metadata = self.metadata.pin_memory()
+        self.thd = self.thd.pin_memory() if self.thd is not None else None
         return self
 
 
 class DocumentDataset(torch.utils.data.Dataset[Batch]):
     """Maps a MicroBatchPlan to this rank's Batch. Reads only the tokens of its own shard, and only where needed."""
 
-    def __init__(self, split: str, data: SplitData, *, cp_rank: int, is_first: bool, is_last: bool, mmap: bool) -> None:
-        self._split, self._cp_rank = split, cp_rank
+    def __init__(
+        self, split: str, data: SplitData, *, cp_rank: int, is_first: bool, is_last: bool, mmap: bool, thd: bool
+    ) -> None:
+        """`thd`: batches are for Megatron's own attention."""
+        self._split, self._cp_rank, self._thd = split, cp_rank, thd
         self._is_first, self._is_last = is_first, is_last
         needed = is_first or is_last
         self._indices = data.indices
@@ -146,6 +154,7 @@ class DocumentDataset(torch.utils.data.Dataset[Batch]):
             step=plan.step,
             padded_tokens=plan.padded_tokens,
             metadata=ShardMetadata.build(plan.shards, self._cp_rank, torch.device("cpu")),
+            thd=ThdShard.build(plan.shards, self._cp_rank) if self._thd else None,
             tokens=tokens if self._is_first else None,
             labels=labels if self._is_last else None,
             loss_mask=loss_mask if self._is_last else None,

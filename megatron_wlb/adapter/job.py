@@ -63,8 +63,11 @@ class WlbJob:
         self._began = 0.0  # the last training step, by `time.perf_counter`
 
     @functools.cached_property
-    def attention_options(self) -> AttentionOptions:
+    def attention_options(self) -> AttentionOptions | None:
+        """None for Megatron's own attention."""
         config = self._config
+        if config.attention_backend == "megatron":
+            return None
         return AttentionOptions(
             backend=get_backend(config.attention_backend, self._device),
             head_groups=config.cp_head_groups,
@@ -103,6 +106,7 @@ class WlbJob:
                 is_first=is_first,
                 is_last=is_last,
                 mmap=args.mmap_bin_files,
+                thd=self.attention_options is None,
             )
             workers = args.num_workers if is_first or is_last else 0  # others read nothing
             loaders.append(data.loader(dataset, self._planners[split], first_steps[split], workers))
@@ -123,7 +127,7 @@ class WlbJob:
                 positions.unsqueeze(0),
                 None,
                 labels=batch.labels,
-                packed_seq_params=WlbPackedSeqParams(wlb=batch.metadata),
+                packed_seq_params=WlbPackedSeqParams(wlb=batch.metadata, thd=batch.thd),
             )
         weight = 1.0
         if self._config.weight_gradients and batch.split == "train":
@@ -332,10 +336,10 @@ class WlbJob:
             + ", ".join(f"{peak / 2**30:.2f}" for peak in peaks)
             + " GiB"
         )
-        options = self.attention_options
-        chosen = str(choose_backend(self._device.type)) if config.attention_backend == "auto" else options.backend.name
+        backend = options.backend.name if (options := self.attention_options) else "megatron"
+        chosen = str(choose_backend(self._device.type)) if config.attention_backend == "auto" else backend
         dtype = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[self._args.params_dtype]
-        other = self._profile.differences(head_size=self._args.kv_channels, dtype=dtype, backend=options.backend.name)
+        other = self._profile.differences(head_size=self._args.kv_channels, dtype=dtype, backend=backend)
         measured = f" (measured with {other})" if other else ""
         print_rank_0(f"> wlb: attention backend {chosen}, profile {self._profile.name}{measured}")
 

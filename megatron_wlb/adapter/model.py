@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_wlb.adapter import compat
+from megatron_wlb.adapter.thd import ThdCoreAttention, ThdShard
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.metadata import ShardMetadata
 
@@ -22,6 +23,8 @@ class WlbPackedSeqParams(PackedSeqParams):
     """Carries the shard of a micro-batch through upstream's layers; captured in closures, it survives recomputation."""
 
     wlb: ShardMetadata | None = None
+    thd: ThdShard | None = None
+    """For Megatron's own attention."""
 
     def __post_init__(self) -> None:
         self.qkv_format = "sbhd"  # rows keep their order, so rotary embeddings apply row by row
@@ -74,15 +77,18 @@ class WlbCoreAttention(MegatronModule):
         return out.reshape(out.shape[0], 1, -1)
 
 
-def configure(model: Any, *, options: AttentionOptions, context_length: int) -> Any:
-    """Make upstream build WLB's attention and rotary positions into its model, a `compat.model_config`."""
+def configure(model: Any, *, options: AttentionOptions | None, context_length: int) -> Any:
+    """Make upstream build WLB's attention and rotary positions into its model, a `compat.model_config`.
+
+    Without `options` it keeps its own attention.
+    """
     model.transformer_layer_spec = partial(_layer_spec, options=options)
     model.transformer.variable_seq_lengths = True
     model.pre_wrap_hooks.append(partial(_follow_positions, max_positions=context_length))
     return model
 
 
-def _layer_spec(config: Any, vp_stage: int | None = None, *, options: AttentionOptions) -> Any:
+def _layer_spec(config: Any, vp_stage: int | None = None, *, options: AttentionOptions | None) -> Any:
     """Upstream's own layer spec with its core attention exchanged, and without TransformerEngine also its norms."""
     spec = compat.default_layer_spec(config, vp_stage)
     if config.transformer_impl == "local" and isinstance(spec, ModuleSpec):
@@ -92,11 +98,14 @@ def _layer_spec(config: Any, vp_stage: int | None = None, *, options: AttentionO
     layers = spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]
     for layer in layers:
         submodules = layer.submodules
-        submodules.self_attention.submodules.core_attention = partial(WlbCoreAttention, options=options)
+        attention = submodules.self_attention.submodules
+        if options is None:
+            attention.core_attention = ThdCoreAttention.of(attention.core_attention)
+        else:
+            attention.core_attention = partial(WlbCoreAttention, options=options)
         if config.transformer_impl == "local":
             submodules.input_layernorm = submodules.pre_mlp_layernorm = spec.layer_norm = _torch_norm
             if config.transformer.qk_layernorm:
-                attention = submodules.self_attention.submodules
                 attention.q_layernorm = attention.k_layernorm = _torch_norm
     return spec
 

@@ -22,8 +22,10 @@ from megatron_wlb.adapter.job import WlbJob
 from megatron_wlb.adapter.model import WlbCoreAttention
 from megatron_wlb.adapter.p2p import PlannedP2PCommunicator
 from megatron_wlb.adapter.resume import resume
+from megatron_wlb.adapter.thd import ThdShard
 from megatron_wlb.config import WlbConfig
 from megatron_wlb.plan import native
+from megatron_wlb.plan.sharding import per_document
 from tests.adapter.datasets import write_lengths
 from tests.adapter.training import MODEL
 from tests.errors.case import At, Case
@@ -43,9 +45,9 @@ def args_with(**changes):
     return Namespace(**(vars(copy.copy(parsed())) | changes))
 
 
-def refused(**changes):
+def refused(config=None, **changes):
     """What upstream's flags must be, where these are given."""
-    return lambda at: arguments.check(args_with(**changes), WlbConfig())
+    return lambda at: arguments.check(args_with(**changes), config or WlbConfig())
 
 
 def attend(at: At):
@@ -224,6 +226,26 @@ CASES: list[Case] = [
     (
         "--wlb: --global-batch-size <3> cannot be shared by <2> data-parallel ranks; give a multiple",
         refused(global_batch_size=3, world_size=2),
+    ),
+    (
+        "<--wlb-attention-backend megatron> with --transformer-impl <local>, whose attention knows no packed "
+        "documents; leave --transformer-impl out",
+        refused(WlbConfig(attention_backend="megatron"), transformer_impl="local"),
+    ),
+    (
+        "--wlb-attention-backend megatron cuts every document over <2> context-parallel ranks, and --wlb-cp-sharding "
+        "is <adaptive>; give <per-document>",
+        refused(
+            WlbConfig(attention_backend="megatron"),
+            transformer_impl="transformer_engine",
+            context_parallel_size=2,
+            world_size=2,
+        ),
+    ),
+    (
+        "--wlb-attention-backend megatron: a document of <9> tokens does not divide into <2 * CP = 4> equal chunks; "
+        "choose another backend, or data whose documents divide (tokens less one)",
+        lambda at: ThdShard.build(per_document(np.array([8, 9, 4]), 2), 0),
     ),
     ("--wlb: <--seq-length> is missing; give the context window", refused(seq_length=None)),
     (

@@ -105,7 +105,7 @@ def test_aten_takes_windows(window):
 
 
 def test_the_flag_offers_every_backend():
-    assert set(ATTENTION_BACKENDS) == {"auto", *BACKENDS}
+    assert set(ATTENTION_BACKENDS) == {"auto", *BACKENDS, "megatron"}
 
 
 class _Wrong(CpuBackend):
