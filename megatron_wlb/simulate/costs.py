@@ -86,20 +86,22 @@ def pass_times(job: Job, plans: Sequence[ShardPlan]) -> Passes:
 
     # K and V of all ranks arrive; in backward again, and their gradients leave in fp32.
     kv_bytes = shared * 2 * -(-model.num_query_groups // job.tp) * model.kv_channels * BF16
-    arrive = network.collective("all_gather", kv_bytes, context)
-    leave = network.collective("reduce_scatter", kv_bytes / BF16 * FP32, context)
+    collectives = 1 if job.cp_ring else job.cp_head_groups
+    arrive = collectives * network.collective("all_gather", kv_bytes / collectives, context)
+    leave = collectives * network.collective("reduce_scatter", kv_bytes / collectives / BF16 * FP32, context)
+    arrive, leave = (np.where(shared > 0, time, 0.0) for time in (arrive, leave))
 
     def layer(backward: bool) -> LayerTimes:
         launches, tiles, query_tiles = np.moveaxis(counts, 2, 0)
         attention = job.kernel(backward=backward).time(launches, tiles, query_tiles)
         # Forward: gathered before and scattered after attention and feed-forward; backward mirrors that, and gathers
         # the inputs again for the gradients of the weights.
-        collectives = 2 * (gather + scatter) + (2 * gather if backward else 0)
+        moved = 2 * (gather + scatter) + (2 * gather if backward else 0)
         return LayerTimes(
             linear=linear[backward],
-            tensor=collectives * exposed,
+            tensor=moved * exposed,
             attention=attention,
-            exchange=_exposed(arrive + leave if backward else arrive, attention.max(axis=1), job.cp_head_groups),
+            exchange=_exposed(arrive + leave if backward else arrive, attention.max(axis=1), job.exchange_parts),
         )
 
     forward, backward = layer(False), layer(True)
@@ -130,6 +132,6 @@ def _count(kernel: KernelModel, colours: tuple[np.ndarray, ...]) -> tuple[int, i
     return len(counts), sum(c[0] for c in counts), sum(c[1] for c in counts)
 
 
-def _exposed(communication: np.ndarray, computation: np.ndarray, groups: int) -> np.ndarray:
-    """What communication adds to computation where each of `groups` parts travels while another computes."""
-    return communication / groups + np.maximum(communication - computation, 0) * (groups - 1) / groups
+def _exposed(communication: np.ndarray, computation: np.ndarray, parts: int) -> np.ndarray:
+    """What communication adds to computation where each of `parts` travels while another computes."""
+    return communication / parts + np.maximum(communication - computation, 0) * (parts - 1) / parts

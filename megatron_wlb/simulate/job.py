@@ -78,6 +78,8 @@ class Job:
     (`--account-for-embedding-in-pipeline-split` and `--account-for-loss-in-pipeline-split`)."""
     cp_head_groups: int = 1
     """In which K and V are gathered, each while the one before computes; 1 hides nothing (as in the paper)."""
+    cp_ring: bool = False
+    """K and V go from rank to rank instead, in CP parts (`--cp-comm-type p2p`)."""
     gather_all: bool = False
     """Exchange K and V of all rows, as the paper and Megatron's all-gather do; else of documents that several ranks
     share."""
@@ -123,6 +125,13 @@ class Job:
         layers[-1, -1] -= self.edge_layers
         return layers
 
+    @property
+    def exchange_parts(self) -> int:
+        """Parts of K and V of which one computes while the next travels; each has launches of its own."""
+        if self.cp == 1:
+            return 1
+        return self.cp if self.cp_ring else self.cp_head_groups
+
     def kernel(self, *, backward: bool) -> KernelModel:
         """Attention of one layer on one GPU in one direction, in us, communication aside."""
         profile = self.hardware.attention
@@ -133,7 +142,7 @@ class Job:
             scale = self.hardware.attention_backward
         return KernelModel(
             tile_rows=profile.tile_rows,
-            launch=(self.cp_head_groups if self.cp > 1 else 1) * times.launch * scale,
+            launch=self.exchange_parts * times.launch * scale,
             tile=times.tile * scale,
             query_tile=times.query_tile * scale,
             heads=self.model.num_attention_heads // self.tp,

@@ -146,11 +146,11 @@ def test_nothing_to_gain(tmp_path, capsys):
 
 def test_other_numbers_of_head_groups(tmp_path, capsys):
     """Every step is the same, so ratios are those of whole analyses; where ours loses, no flags are to be added."""
-    write_index(tmp_path / "full.idx", np.full(300, 8 * C + 1))
+    write_index(tmp_path / "full.idx", np.full(300, 16 * C + 1))
     model = (
         "--num-layers 2 --hidden-size 4096 --num-attention-heads 32 --tensor-model-parallel-size 4 --vocab-size 1024"
     )
-    words = f"{model} --context-parallel-size 8 --seq-length {8 * C} --global-batch-size 2 --split 1 --steps 2"
+    words = f"{model} --context-parallel-size 8 --seq-length {16 * C} --global-batch-size 2 --split 1 --steps 2"
     words = f"{words} --data-path {tmp_path / 'full'} --sft"
     found = analyse(tmp_path, words)["schemes"]["ours"]
     printed = capsys.readouterr().out

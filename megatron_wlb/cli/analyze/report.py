@@ -42,9 +42,10 @@ class Scheme(NamedTuple):
     packing: str
     cp_sharding: str
     head_groups: int
-    """Parts in which K and V travel while another computes."""
     upstream: bool
     """As Megatron and the paper do it: micro-batches keep their places, and all K and V are exchanged."""
+    ring: bool = False
+    """K and V go from rank to rank, in place of head groups."""
 
 
 class Sample(NamedTuple):
@@ -80,10 +81,10 @@ class Report:
 
 
 def schemes(setup: Setup) -> tuple[Scheme, ...]:
-    """Plain Megatron exchanges K and V in a ring (`--cp-comm-type p2p`, its default): CP parts."""
+    """Plain Megatron exchanges K and V in a ring (`--cp-comm-type p2p`, its default)."""
     config, groups = setup.config, setup.job.cp_head_groups
     return (
-        Scheme("plain", "Megatron", "original", "per-sequence", setup.job.cp, upstream=True),
+        Scheme("plain", "Megatron", "original", "per-sequence", 1, upstream=True, ring=True),
         Scheme("paper", "paper", "wlb", "paper", groups, upstream=True),
         Scheme("ours", "--wlb", config.packing, config.cp_sharding, groups, upstream=False),
     )
@@ -174,7 +175,7 @@ def measure(setup: Setup, scheme: Scheme, packed: int, simulated: int, advance: 
 
 def placed(setup: Setup, scheme: Scheme) -> tuple[Job, Layout]:
     """How a scheme runs the job."""
-    job = replace(setup.job, gather_all=scheme.upstream, cp_head_groups=scheme.head_groups)
+    job = replace(setup.job, gather_all=scheme.upstream, cp_head_groups=scheme.head_groups, cp_ring=scheme.ring)
     return job, layout_of(
         job,
         crossover_tokens=setup.crossover_tokens,
@@ -187,10 +188,7 @@ def placed(setup: Setup, scheme: Scheme) -> tuple[Job, Layout]:
 
 
 def over_head_groups(setup: Setup, scheme: Scheme, samples: Sequence[Sample]) -> dict[str, float]:
-    """How many times as fast every tenth step is with other numbers of head groups: powers of 2 that divide key heads.
-
-    Every group has its launches; the latency of an exchange counts once, whatever the number of groups.
-    """
+    """How many times as fast every tenth step is with other powers of 2 of head groups that divide key heads."""
     job, found = setup.job, {}
     key_heads = job.model.num_query_groups // job.tp if job.cp > 1 else 0
     some = samples[:: max(2, len(samples) // 10)]

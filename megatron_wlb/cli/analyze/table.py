@@ -91,8 +91,7 @@ def headline(report: Report) -> str:
     groups, gain = max(ours["over_head_groups"].items(), key=lambda item: item[1], default=("", 0.0))
     hint = (
         f" With --wlb-cp-head-groups {groups} instead of {report.setup.job.cp_head_groups} it would be "
-        f"{gain * ours['speedup']:.2f} times, if the latency of an exchange counts once for all groups: analyse again "
-        "with this flag to see all of it."
+        f"{gain * ours['speedup']:.2f} times: analyse again with this flag to see all of it."
     )
     text = f"Predicted: {ours['speedup']:.2f} times as many tokens a second, {said}."
     return text + hint * (gain > 1.02)
