@@ -98,9 +98,12 @@ class _ContextParallelAttention(torch.autograd.Function):
         metadata, group, options, groups = ctx.call
         q, k, v, out, *rest = ctx.saved_tensors
         lse, kept = rest[: len(groups) * len(metadata.colours)], rest[len(groups) * len(metadata.colours) :]
-        gathered = zip(kept[::2], kept[1::2], strict=True) if kept else _gathered(k, v, groups, metadata, group)
         dout = _dense_heads(dout)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        if group is None and metadata.keys_are_rows:
+            dkv = attend_backward(dout, q, k, v, out, lse, dq, metadata, options)
+            return dq, *dkv[:-1].to(k.dtype).unbind(1), None, None, None
+        gathered = zip(kept[::2], kept[1::2], strict=True) if kept else _gathered(k, v, groups, metadata, group)
         under_way: list[_Leaving] = []
         for i, (heads, (k_all, v_all)) in enumerate(zip(groups, gathered, strict=True)):
             local = dout[:, heads.q], q[:, heads.q], k_all, v_all, out[:, heads.q]
@@ -149,15 +152,17 @@ def attend_backward(
 ) -> Tensor:
     """Gradients of `attend`: into dq [s, Hq, D]; returns this rank's share of dK and dV, [P + 1, 2, Hkv, D].
 
-    In fp32 (fp64 for fp64), so that colours are summed in fp32. The last row stays 0: it stands for all rows of the
-    exchange that this rank has no keys for.
+    In fp32 (fp64 for fp64), in which colours and ranks are summed, or in the dtype of k if there is one of both. The
+    last row is 0: it stands for all rows of the exchange that this rank has no keys for.
     """
-    dtype = torch.promote_types(k.dtype, torch.float32)
-    dkv = torch.zeros((metadata.num_keys + 1, 2, *k.shape[1:]), dtype=dtype, device=k.device)
-    for colour, part in zip(metadata.colours, lse, strict=True):
+    summed = len(metadata.colours) > 1 or metadata.num_sent > 0
+    dtype = torch.promote_types(k.dtype, torch.float32) if summed else k.dtype
+    dkv = torch.empty((metadata.num_keys + 1, 2, *k.shape[1:]), dtype=dtype, device=k.device)
+    dkv[-1].zero_()
+    for i, (colour, part) in enumerate(zip(metadata.colours, lse, strict=True)):
         rows = slice(colour.q_start, colour.q_stop)
         local = dout[rows], q[rows], k, v, out[rows], part
-        dq[rows] = options.backend.backward(*local, dkv[:-1], options.call(colour, q))
+        dq[rows] = options.backend.backward(*local, dkv[:-1], options.call(colour, q)._replace(adds_up=i > 0))
     return dkv
 
 
@@ -220,7 +225,7 @@ class _Leaving:
     ) -> None:
         """dkv is what `attend_backward` gave; dk and dv [s, h, D] are filled when it has arrived."""
         self._dk, self._dv, self._metadata, self._work = dk, dv, metadata, None
-        self._own = dkv[:-1] if metadata.keys_are_rows else dkv.index_select(0, metadata.own_keys)
+        self._own = dkv.index_select(0, metadata.own_keys)
         if group is not None:
             self._sent = dkv.index_select(0, metadata.scatter_index)
             self._sum = dkv.new_empty((metadata.num_sent, *dkv.shape[1:]))
@@ -229,7 +234,7 @@ class _Leaving:
     def arrive(self) -> None:
         """Wait for the sums of all ranks, and write them down."""
         m = self._metadata
-        self._write(self._own, m.own_rows, m.keys_are_rows)
+        self._write(self._own, m.own_rows, False)
         if self._work is not None:
             self._work.wait()
             self._write(self._sum, m.sent_rows, m.sends_rows)

@@ -34,17 +34,25 @@ def tensors(colour: Colour, heads: tuple[int, int], head_size: int, dtype: torch
 
 
 def run(backend, q, k, v, dout, call) -> tuple[Tensor, ...]:
-    """out, lse, dq, dk, dv of a backend; dk and dv are added to ones, which are taken away again."""
+    """out, lse, dq, dk, dv of a backend; dk and dv are added to ones, which are taken away again.
+
+    In place of NaN they are the same, and the same rounded where they are given in the dtype of k.
+    """
     out, lse = backend.forward(q, k, v, call)
-    dkv = torch.ones((k.shape[0], 2, *k.shape[1:]), dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
+    dtype = torch.promote_types(k.dtype, torch.float32)
+    dkv = torch.ones((k.shape[0], 2, *k.shape[1:]), dtype=dtype, device=k.device)
     dq = backend.backward(dout, q, k, v, out, lse, dkv, call)
+    for dtype in (dkv.dtype, k.dtype):
+        alone = torch.full_like(dkv, float("nan"), dtype=dtype)
+        backend.backward(dout, q, k, v, out, lse, alone, call._replace(adds_up=False))
+        torch.testing.assert_close(alone.double(), dkv.double() - 1, rtol=torch.finfo(dtype).eps, atol=2e-6)
     assert out.dtype == dq.dtype == q.dtype and out.is_contiguous() and lse.is_contiguous()
     return out, lse, dq, *(dkv - 1).unbind(1)
 
 
 def expected(q, k, v, dout, call) -> tuple[Tensor, ...]:
     """The same in float64, one segment after the other, gradients by autograd."""
-    colour, scale, window = call
+    colour, scale, window, _ = call
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     outs, lses = [], []
     for rows in colour.segments:

@@ -56,8 +56,7 @@ class AtenBackend:
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             dout, q, k, v, out, lse, *lengths, 0.0, True, rng_state, rng_state[0], scale=call.scale, **_window(call)
         )
-        dkv[:, 0].add_(dk)
-        dkv[:, 1].add_(dv)
+        call.give(dkv, dk, dv)
         return dq
 
 

@@ -37,7 +37,7 @@ class CpuBackend:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""
-        (colour, scale, window), g = call, q.shape[1] // k.shape[1]
+        (colour, scale, window, _), g = call, q.shape[1] // k.shape[1]
         out = q.new_empty(q.shape)
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
         masked, long = _parts(colour, window)
@@ -73,11 +73,15 @@ class CpuBackend:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, call: Call
     ) -> Tensor:
         """See `Backend.backward`."""
-        (colour, scale, window), g = call, q.shape[1] // k.shape[1]
+        (colour, scale, window, _), g = call, q.shape[1] // k.shape[1]
         dq = q.new_empty(q.shape)
         masked, long = _parts(colour, window)
-        mask = _Mask(masked, window, g, dkv.dtype)
-        dout, q, out = (x.to(dkv.dtype) for x in (dout, q, out))
+        mask = _Mask(masked, window, g, lse.dtype)
+        dout, q, out = (x.to(lse.dtype) for x in (dout, q, out))
+        # Parts of a document are summed, too.
+        given, dkv = dkv, dkv if dkv.dtype == lse.dtype else dkv.to(lse.dtype)
+        if not call.adds_up:
+            dkv.zero_()
         grouped, dqs = [_grouped(x, g) for x in (dout, q, out, lse.T)], _grouped(dq, g)
         ks, vs, dks, dvs = (_heads(x) for x in (k, v, *dkv.unbind(1)))
         for part in masked:
@@ -106,6 +110,8 @@ class CpuBackend:
                 dks[:, :, prefix] += dk_part
                 dvs[:, :, prefix] += dv_part
             dq[queries] = dq_rows
+        if given is not dkv:
+            given.copy_(dkv)
         return dq
 
 

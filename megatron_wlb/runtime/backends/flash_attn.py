@@ -47,8 +47,7 @@ class _Operators:
         given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse, "dq": dq, "dk": dk, "dv": dv}
         deterministic = torch.are_deterministic_algorithms_enabled()
         self._backward(**given, **_arguments(call), **self._always, deterministic=deterministic)
-        dkv[:, 0].add_(dk)
-        dkv[:, 1].add_(dv)
+        call.give(dkv, dk, dv)
         return dq
 
 
@@ -122,7 +121,7 @@ def _operator(backend: str, namespace: str, name: str, given: tuple[str, ...], v
 
 
 def _arguments(call: Call) -> dict[str, Any]:
-    colour, scale, window = call
+    colour, scale, window, _ = call
     return {
         "cu_seqlens_q": colour.cu_q,
         "cu_seqlens_k": colour.cu_k,

@@ -16,6 +16,16 @@ class Call(NamedTuple):
     """Of the scores; positive."""
     window: int | None = None
     """Keys that a query sees before its own (window_size_left of FlashAttention); None: all of its document."""
+    adds_up: bool = True
+    """Backward adds dK and dV to what `dkv` holds; else it overwrites all of it."""
+
+    def give(self, dkv: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """dK and dV, [P, Hkv, D] each, to dkv [P, 2, Hkv, D]."""
+        for total, part in zip(dkv.unbind(1), (dk, dv), strict=True):
+            if self.adds_up:
+                total.add_(part)
+            else:
+                total.copy_(part)
 
 
 class Backend(Protocol):
@@ -41,9 +51,8 @@ class Backend(Protocol):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, call: Call
     ) -> Tensor:
-        """dq [sq, Hq, D] in the dtype of q; the colour's dK and dV are added into dkv [P, 2, Hkv, D].
+        """dq [sq, Hq, D] in the dtype of q; the colour's dK and dV go into dkv [P, 2, Hkv, D], see `Call.adds_up`.
 
-        The accumulator is fp32 (fp64 for fp64 inputs), so that colours are summed in fp32, and a backend that works
-        document by document adds slices without a buffer of P rows for each.
+        dkv is fp32 (fp64 for fp64 inputs) where colours are summed in it, else it may have the dtype of k.
         """
         ...

@@ -33,8 +33,8 @@ class ReferenceBackend:
         do = _grouped(dout, k.shape[1])
         dp = torch.einsum("qhgd,khd->hgqk", do, v.double())
         ds = call.scale * p * (dp - (p * dp).sum(-1, keepdim=True))
-        dkv[:, 0].add_(torch.einsum("hgqk,qhgd->khd", ds, _grouped(q, k.shape[1])))
-        dkv[:, 1].add_(torch.einsum("hgqk,qhgd->khd", p, do))
+        dk, dv = torch.einsum("hgqk,qhgd->khd", ds, _grouped(q, k.shape[1])), torch.einsum("hgqk,qhgd->khd", p, do)
+        call.give(dkv, dk, dv)
         return torch.einsum("hgqk,khd->qhgd", ds, k.double()).flatten(1, 2).to(q.dtype)
 
 
