@@ -194,15 +194,16 @@ PYBIND11_MODULE(_native, module) {
            py::arg("outlier_thresholds"))
       .def(
           "step",
-          [](wlb::WlbCore& core, const py::array& index, const py::array& length, const py::array& work) {
+          [](wlb::WlbCore& core, const py::array& index, const py::array& length, const py::array& work,
+             int64_t late_before) {
             const auto arrived = documents(index, length, work);
             const auto packed = [&] {
               py::gil_scoped_release release;
-              return core.step(arrived);
+              return core.step(arrived, late_before);
             }();
             return std::make_tuple(array(packed.order), array(packed.bounds));
           },
-          py::arg("index"), py::arg("length"), py::arg("work"))
+          py::arg("index"), py::arg("length"), py::arg("work"), py::arg("late_before") = 0)
       .def("waiting",
            [](const wlb::WlbCore& core) {
              std::vector<Int64s> queues;

@@ -15,9 +15,12 @@ WlbCore::WlbCore(int64_t num_micro_batches, int64_t max_tokens, std::vector<int6
   check_sizes(num_micro_batches, max_tokens);
 }
 
-Packed WlbCore::step(const std::vector<Document>& arrived) {
+Packed WlbCore::step(const std::vector<Document>& arrived, int64_t late_before) {
   check_documents(arrived, max_tokens_);
-  std::vector<Document> documents = std::exchange(remained_, {});
+  std::vector<Document> late = std::exchange(remained_, {});
+  const auto others = std::partition(late.begin(), late.end(), [&](const Document& d) { return d.index < late_before; });
+  std::vector<Document> documents(others, late.end());
+  late.erase(others, late.end());
   documents.reserve(documents.size() + arrived.size());
   for (const Document& document : arrived) {
     std::vector<Document>* queue = queue_of(document.length);
@@ -34,20 +37,21 @@ Packed WlbCore::step(const std::vector<Document>& arrived) {
   }
 
   std::vector<Placed> placed;
-  placed.reserve(documents.size());
+  placed.reserve(late.size() + documents.size());
   Ranking tokens(num_micro_batches_), load(num_micro_batches_);
-  for (size_t i : longest_first(documents)) {
-    const Document& document = documents[i];
+  const auto place = [&](const Document& document) {
     const int64_t limit = max_tokens_ - document.length;
     const size_t target = tokens[load.least()] <= limit ? load.least() : tokens.least();
     if (tokens[target] > limit) {
       remained_.push_back(document);
-      continue;
+      return;
     }
     placed.push_back({document.index, target});
     tokens.add(target, document.length);
     load.add(target, document.work);
-  }
+  };
+  for (size_t i : longest_first(late)) place(late[i]);
+  for (size_t i : longest_first(documents)) place(documents[i]);
   return packed(placed, num_micro_batches_);
 }
 

@@ -16,8 +16,9 @@ class WlbCore {
  public:
   WlbCore(int64_t num_micro_batches, int64_t max_tokens, std::vector<int64_t> outlier_thresholds);
 
-  // One pass of the algorithm's loop over the documents of one global batch, in O(n log N).
-  Packed step(const std::vector<Document>& arrived);
+  // One pass of the algorithm's loop over the documents of one global batch, in O(n log N). What remained of an index
+  // below `late_before` is placed first.
+  Packed step(const std::vector<Document>& arrived, int64_t late_before = 0);
 
   // Replaces all waiting documents; those with `remained` and those below every threshold run next.
   void load(const std::vector<Document>& waiting, const std::vector<bool>& remained);

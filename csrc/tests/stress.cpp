@@ -219,7 +219,7 @@ void stress_wlb(Choices& choose) {
       overfilled = true;
     } else {
       for (const Document& d : rows) model[d.index] = d;
-      check_packed(core.step(rows), n, max_tokens, model);
+      check_packed(core.step(rows, choose.between(0, next)), n, max_tokens, model);
       for (const auto& queue : core.queues())
         require(overfilled || queue.size() < static_cast<size_t>(n), "fewer than N documents wait in a queue");
     }

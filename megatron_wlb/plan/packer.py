@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_wlb.config import WlbConfig
+from megatron_wlb.config import MAX_TOKENS, WlbConfig
 from megatron_wlb.plan import native
 from megatron_wlb.plan import state as saved
 from megatron_wlb.plan.packing import POLICIES, make_policy
@@ -195,8 +195,9 @@ class Packer:
         ahead = self._stream.position - position - (state["step"] - step) * batch_tokens
         least, most = -(1 << 62), 1 << 62
         if state["policy"] in ("original", "wlb"):
-            # These draw a global batch in every step, up to the document that crosses its end.
-            least, most = least if self._stream.exhausted else 0, self._context_length - 1
+            # These draw a global batch in a step, up to the document that crosses its end; wlb may draw less.
+            least = 0 if state["policy"] == "original" and not self._stream.exhausted else least
+            most = self._context_length - 1
         if not least <= ahead <= most:
             raise saved.damaged(f"base {state['base']} does not fit its step and the position of the stream")
         return step, position
@@ -276,6 +277,8 @@ def make_packer(
             f"max_tokens {max_tokens} is under the context length {context_length}: a document of a full window would "
             f"fit nowhere; give at least {context_length}"
         )
+    if max_tokens > MAX_TOKENS:
+        raise ValueError(f"max_tokens is {max_tokens}; work is exact up to {MAX_TOKENS} tokens, give at most that")
     if num_micro_batches * max_tokens * (context_length + crossover_tokens) >= 1 << 63:
         raise ValueError(
             f"the work of {num_micro_batches} micro-batches of {max_tokens} tokens at a crossover of "

@@ -10,7 +10,7 @@ from megatron_wlb.config import WlbConfig
 from megatron_wlb.plan import Layout, document_log, files, native, pipeline, plan_step, step
 from megatron_wlb.plan.dataset import read_index, read_tokens
 from megatron_wlb.plan.metrics import summarise
-from megatron_wlb.plan.packer import Snapshot
+from megatron_wlb.plan.packer import Snapshot, make_packer
 from megatron_wlb.plan.packing.adaptive_core import PythonAdaptiveCore
 from megatron_wlb.plan.packing.ilp import IlpPolicy
 from megatron_wlb.plan.packing.wlb import PythonWlbCore
@@ -336,7 +336,20 @@ CASES: list[Case] = [
         ", not <0 or 3>; restore it",
         lambda at: streamed(given=[]),
     ),
+    (
+        "max_tokens is <134217728>; work is exact up to <67108864> tokens, give at most that",
+        lambda at: make_packer(
+            DocumentStream([source(5)], seed=0, context_length=10),
+            num_micro_batches=1,
+            crossover_tokens=1,
+            max_tokens=1 << 27,
+        ),
+    ),
     # plan/packing/, plan/sharding/, plan/workload.py, plan/pipeline.py
+    (
+        "num_global_batches is <0>; it must be <at least 1>",
+        lambda at: IlpPolicy(num_micro_batches=2, context_length=10, num_global_batches=0, time_limit_seconds=1.0),
+    ),
     (
         "a document of <11> tokens exceeds max_tokens <10>; raise it",
         lambda at: PythonWlbCore(2, 10, []).step(*columns([11])),

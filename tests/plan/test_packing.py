@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb.plan.metrics import delays, imbalance
-from megatron_wlb.plan.packer import Packer
+from megatron_wlb.plan.packer import Packer, make_packer
 from megatron_wlb.plan.packing import OriginalPolicy, WlbPolicy
 from megatron_wlb.plan.packing.fixed import FixedPolicy
 from megatron_wlb.plan.packing.ilp import IlpPolicy
+from megatron_wlb.plan.packing.wlb import BACKLOG_STEPS, LATE_STEPS
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.plan.types import DOCUMENT
 from megatron_wlb.plan.workload import document_work
@@ -149,6 +150,44 @@ def test_equal_documents_are_balanced_perfectly(make_policy):
     work = packing.sums(document_work(packing.documents["length"], 10))
     assert packing.sums(packing.documents["length"]).tolist() == [100] * 4
     assert imbalance(work) == 1
+
+
+@pytest.mark.parametrize("lengths", [(650, 900), (500, 1000), (300, 1000)])
+def test_documents_that_fit_badly_wait_for_a_bounded_time(lengths, use_native):
+    """Micro-batches hold one or two of them. As Algorithm 1 stands, 900 documents and more wait after 200 steps."""
+    n, window = 16, 1000
+    stream = DocumentStream(
+        [Source(pairs=np.random.default_rng(0).integers(*lengths, 4000))], seed=1, context_length=window, num_epochs=1
+    )
+    packer = make_packer(
+        stream,
+        num_micro_batches=n,
+        crossover_tokens=window,
+        policy="wlb",
+        max_tokens=window * 5 // 4,
+        use_native=use_native,
+    )
+    seen, remained = [], []
+    while not packer.finished:
+        step = packer.next()
+        seen += step.packing.documents["index"].tolist()
+        remained.append(int(packer.waiting()["remained"]["length"].sum()))
+        if step.step < 150:
+            assert (step.step - packer.waiting()["remained"]["arrival"]).max(initial=0) < 40
+    assert sorted(seen) == list(range(4000))
+    # What steps hold, and what leaves the two queues.
+    assert max(remained) <= BACKLOG_STEPS * n * window * 5 // 4 + 2 * n * window
+
+
+def test_what_is_late_comes_first(make_policy):
+    """The shortest is left over as long as longer ones arrive."""
+    policy = make_policy(num_micro_batches=1, max_tokens=10)
+    early = documents([6, 5])
+    assert packed(policy.pack(0, Feed(early))) == [[0]]
+    for step in range(1, LATE_STEPS + 1):
+        assert packed(policy.pack(step, Feed(documents([6], first=step + 1, arrival=step)))) == [[step + 1]]
+    late = documents([6], first=100, arrival=LATE_STEPS + 1)
+    assert packed(policy.pack(LATE_STEPS + 1, Feed(late))) == [[1]]
 
 
 def test_fewer_documents_than_micro_batches(make_policy):

@@ -26,10 +26,13 @@ class WindowPolicy(ABC):
     Args:
         num_micro_batches: N, of a global batch over all data-parallel ranks.
         context_length: C in pairs.
-        num_global_batches: k; documents run up to k - 1 steps before or after the step in which they arrive.
+        num_global_batches: k, at least 1; documents run up to k - 1 steps before the step in which they arrive, and up
+            to k after.
     """
 
     def __init__(self, *, num_micro_batches: int, context_length: int, num_global_batches: int) -> None:
+        if num_global_batches < 1:
+            raise ValueError(f"num_global_batches is {num_global_batches}; it must be at least 1")
         self._num_micro_batches, self._context_length = num_micro_batches, context_length
         self._num_global_batches = num_global_batches
         self._carry = np.empty(0, DOCUMENT)  # ordered by index

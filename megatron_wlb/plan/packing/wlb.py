@@ -8,9 +8,18 @@ from megatron_wlb.plan import native
 from megatron_wlb.plan.types import DOCUMENT, Draw, Packing
 from megatron_wlb.plan.workload import document_work
 
+LATE_STEPS = 30
+"""Steps after its arrival from which on a document that did not fit is placed before all others."""
+BACKLOG_STEPS = 2
+"""The stream waits once what did not fit would fill so many steps."""
+
 
 class WlbPolicy:
     """Micro-batches of equal work and variable length up to `max_tokens`.
+
+    Where documents fit badly (most of them over half of `max_tokens`, say), steps hold less than arrives, and the
+    algorithm as it stands would let what does not fit grow for ever and its shortest documents never run. So the stream
+    waits, and the latest come first; where steps hold what arrives, both do nothing.
 
     Args:
         num_micro_batches: N, of a global batch over all data-parallel ranks.
@@ -31,7 +40,7 @@ class WlbPolicy:
     ) -> None:
         core = native.WlbCore if use_native else PythonWlbCore
         self._core = core(num_micro_batches, max_tokens, list(outlier_thresholds))
-        self._num_micro_batches = num_micro_batches
+        self._num_micro_batches, self._max_tokens = num_micro_batches, max_tokens
         self._crossover_tokens = crossover_tokens
         self._waiting = np.empty(0, DOCUMENT)  # ordered by index
 
@@ -40,15 +49,23 @@ class WlbPolicy:
 
         At the end of the data the outliers leave their queues, the longest first, up to one a micro-batch in a step.
         """
-        arrived = draw(step + 1)
+        arrived = draw.more(min(self._room(), -draw.ahead(step + 1)))
         if draw.exhausted:
             self._release_outliers()
+        late = self._waiting["index"][self._waiting["arrival"] + LATE_STEPS < step]
         known = np.concatenate((self._waiting, arrived))
         work = document_work(arrived["length"], self._crossover_tokens)
-        order, bounds = self._core.step(arrived["index"].copy(), arrived["length"].copy(), work)
+        order, bounds = self._core.step(
+            arrived["index"].copy(), arrived["length"].copy(), work, late_before=int(late.max(initial=-1)) + 1
+        )
         chosen = np.searchsorted(known["index"], order)
         self._waiting = np.delete(known, chosen)
         return Packing(documents=known[chosen], bounds=bounds)
+
+    def _room(self) -> int:
+        """Pairs that may be drawn."""
+        remained = np.searchsorted(self._waiting["index"], self._core.waiting()[1])
+        return BACKLOG_STEPS * self._num_micro_batches * self._max_tokens - int(self._waiting["length"][remained].sum())
 
     def _release_outliers(self) -> None:
         rows = self._waiting
@@ -91,14 +108,18 @@ class PythonWlbCore:
         self._queues: list[list[tuple[int, int, int]]] = [[] for _ in outlier_thresholds]
         self._remained: list[tuple[int, int, int]] = []
 
-    def step(self, index: np.ndarray, length: np.ndarray, work: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def step(
+        self, index: np.ndarray, length: np.ndarray, work: np.ndarray, late_before: int = 0
+    ) -> tuple[np.ndarray, np.ndarray]:
         """One pass of the loop of Algorithm 1 over one global batch (int64 [n] each, index ascending).
 
-        Returns the indices of the packed documents ordered by micro-batch (int64 [m]) and the bounds (int64 [N + 1]).
+        What remained of an index below `late_before` is placed first. Returns the indices of the packed documents
+        ordered by micro-batch (int64 [m]) and the bounds (int64 [N + 1]).
         Raises ValueError if a document is longer than S_max.
         """
         self._check(length)
-        documents = self._remained
+        late = [d for d in self._remained if d[0] < late_before]
+        documents = [d for d in self._remained if d[0] >= late_before]
         self._remained = []
         for document in zip(index.tolist(), length.tolist(), work.tolist(), strict=True):
             level = self._level(document[1])
@@ -110,10 +131,9 @@ class PythonWlbCore:
             if len(queue) >= self._n:
                 documents.extend(queue[: self._n])
                 del queue[: self._n]
-        documents.sort(key=lambda d: (-d[1], d[0]))
         packed: list[list[int]] = [[] for _ in range(self._n)]
         tokens, load = [0] * self._n, [0] * self._n
-        for document in documents:
+        for document in (*sorted(late, key=_longest_first), *sorted(documents, key=_longest_first)):
             lightest, shortest = load.index(min(load)), tokens.index(min(tokens))
             for target in (lightest, shortest):
                 if tokens[target] + document[1] <= self._max_tokens:
@@ -152,3 +172,7 @@ class PythonWlbCore:
     def _level(self, length: int) -> int:
         """The queue of a document, -1 for none."""
         return sum(length >= threshold for threshold in self._thresholds) - 1
+
+
+def _longest_first(document: tuple[int, int, int]) -> tuple[int, int]:
+    return -document[1], document[0]
