@@ -303,5 +303,5 @@ def _fingerprint(stream: DocumentStream) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for source in stream.sources:
         digest.update(repr((source.first, len(source.pairs), source.weight)).encode())
-        digest.update(np.ascontiguousarray(source.pairs, np.int64))
+        digest.update(np.ascontiguousarray(source.pairs[:], np.int64))
     return digest.hexdigest()

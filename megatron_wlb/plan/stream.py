@@ -6,7 +6,7 @@ share of tokens.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import index
@@ -17,14 +17,39 @@ import numpy as np
 from megatron_wlb.plan.types import DOCUMENT
 
 _ROUNDS = 6
-_CHUNK = 1 << 14
+_CHUNK, _MANY = 1 << 14, 1 << 20
+
+
+class TokenPairs:
+    """Trained pairs of documents by their `tokens` (int32 [documents]), which may be memory-mapped and stay so."""
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, rows: Any) -> Any:
+        return np.maximum(self._tokens[rows] - 1, 0)
+
+    def sum(self) -> int:
+        """Of all documents."""
+        return sum(int(part.sum()) for part in _parts(self))
+
+    def min(self) -> int:
+        """Of the shortest document."""
+        return min(int(part.min()) for part in _parts(self))
+
+
+def _parts(pairs: "np.ndarray | TokenPairs") -> Iterator[np.ndarray]:
+    return (pairs[begin : begin + _MANY] for begin in range(0, len(pairs), _MANY))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """One dataset of a blend: the documents [first, first + len(pairs)) of a `.bin/.idx` dataset."""
 
-    pairs: np.ndarray
+    pairs: np.ndarray | TokenPairs
     """Trained pairs of each document (its tokens - 1, at least 0), int32 or int64 [documents]."""
     weight: float = 1.0
     first: int = 0
@@ -32,7 +57,7 @@ class Source:
     @cached_property
     def too_short(self) -> int:
         """Documents under 2 tokens, which have nothing to train."""
-        return int((self.pairs < 1).sum())
+        return sum(int((part < 1).sum()) for part in _parts(self.pairs))
 
 
 class _Order:

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb.plan import stream as module
-from megatron_wlb.plan.stream import DocumentStream, Source, shuffled
+from megatron_wlb.plan.stream import DocumentStream, Source, TokenPairs, shuffled
 from megatron_wlb.plan.types import DOCUMENT
 
 
@@ -318,6 +318,30 @@ def test_lengths_may_be_narrow(dtype):
     pieces = DocumentStream([Source(pairs=pairs)] * 2, seed=1, context_length=16).take(500)
     wide = DocumentStream([Source(pairs=pairs.astype(np.int64))] * 2, seed=1, context_length=16).take(500)
     np.testing.assert_array_equal(pieces, wide)
+
+
+def test_lengths_may_stay_mapped(tmp_path, monkeypatch):
+    """Nothing asks for more of them at once than a part."""
+    tokens = np.random.default_rng(0).integers(0, 50, 3000, dtype=np.int32)
+    tokens.tofile(tmp_path / "tokens")
+    mapped = np.memmap(tmp_path / "tokens", np.int32)
+    monkeypatch.setattr(module, "_MANY", 1000)
+    largest = []
+
+    class Watched(TokenPairs):
+        def __getitem__(self, rows):
+            found = super().__getitem__(rows)
+            largest.append(found.size)
+            return found
+
+    lazy, plain = Source(pairs=Watched(mapped)), Source(pairs=np.maximum(tokens - 1, 0))
+    assert (lazy.too_short, lazy.pairs.sum(), lazy.pairs.min()) == (plain.too_short, plain.pairs.sum(), 0)
+    streams = [DocumentStream([s], seed=1, context_length=16, num_epochs=2) for s in (lazy, plain)]
+    for limit in (1000, 50_000, 10**9):
+        one, other = (s.take(limit) for s in streams)
+        assert one.tolist() == other.tolist()
+        assert streams[0].state() == streams[1].state()
+    assert max(largest) <= module._CHUNK
 
 
 def test_an_endless_stream_is_never_exhausted():
