@@ -93,7 +93,7 @@ def write(
     device: str | None = None,
     suffix: str = "",
 ) -> Path:
-    """Write the result file and return its path."""
+    """Write the result file, whole or not at all, and return its path."""
     data = {
         "benchmark": name,
         "commit": _commit(),
@@ -106,8 +106,9 @@ def write(
     }
     FOLDER.mkdir(parents=True, exist_ok=True)
     path = FOLDER / f"{name}{suffix}.json"
-    path.write_text(json.dumps(data, indent=1) + "\n")
-    return path
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(data, indent=1) + "\n")
+    return temporary.replace(path)
 
 
 def _commit() -> str:

@@ -3,8 +3,10 @@
 import re
 import sys
 import time
+import traceback
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -40,13 +42,13 @@ class Scale:
     """Ascending; context windows in tokens."""
     cp_sizes: tuple[int, ...]
     micro_batches: int
-    copied_micro_batches: int
-    """Of section c."""
     kernel_tokens: tuple[int, ...]
-    """That section a packs: for the figure, and fewer, for the launch time of the profile."""
+    """That section a packs into equal documents: many, and fewer, for the launch time of the profile."""
+    short_queries: tuple[int, int]
+    """Of section a: keys that they see, and entries of a call times query heads."""
     most_rounds: int
     case_seconds: float
-    """Of section b for a case of CP=4, the paper's; a third of that for others."""
+    """Of section b for a case of CP=4, the paper's; a third of that for others. The least rounds may take longer."""
 
 
 FULL = Scale(
@@ -55,10 +57,10 @@ FULL = Scale(
     windows=(65_536, 131_072),
     cp_sizes=(2, 4, 8),
     micro_batches=30,
-    copied_micro_batches=6,
     kernel_tokens=(131_072, 8_192),
+    short_queries=(8_192, 512),
     most_rounds=5,
-    case_seconds=45,
+    case_seconds=30,
 )
 QUICK = Scale(
     models={"MHA": (2, 2), "GQA": (4, 2)},
@@ -66,9 +68,9 @@ QUICK = Scale(
     windows=(256, 512),
     cp_sizes=(2, 4),
     micro_batches=2,
-    copied_micro_batches=1,
     kernel_tokens=(512, 64),
-    most_rounds=2,
+    short_queries=(512, 8),
+    most_rounds=3,
     case_seconds=60,
 )
 
@@ -76,7 +78,8 @@ QUICK = Scale(
 def command_line(doc: str | None, sections: str, last: str) -> ArgumentParser:
     """What `Bench` takes of every benchmark; `last` says what --minutes ends."""
     parser = results.parser(doc, "tiny, to see that everything runs")
-    parser.add_argument("--sections", default=sections, help=f"some of {sections}")
+    parser.add_argument("--sections", default=sections, help=f"some of {sections}, which then name the file, too")
+    parser.set_defaults(every=sections)
     parser.add_argument("--backend", help="attention backend; default: aten on cuda, cpu on cpu")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--minutes", type=float, default=8.5, help=last)
@@ -126,10 +129,27 @@ class Bench:
         print(f"[{self.seconds:5.0f} s] {text}", flush=True)
 
     def add(self, row: Row) -> None:
-        """Keep a row, and print it."""
+        """Keep a row, and print it but for lists."""
         self.rows.append(row)
-        shown = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if v is not None)
-        self.say("  ".join(shown))
+        shown = {key: value for key, value in row.items() if value is not None and not isinstance(value, list)}
+        self.say("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in shown.items()))
+
+    @contextmanager
+    def case(self, **case: Any) -> Iterator[None]:
+        """What it raises becomes a row of this case; then, or if it is interrupted, all that was found is written."""
+        try:
+            yield
+        except Exception as error:  # of a kernel, the allocator, a profiler
+            traceback.print_exc(file=sys.stdout)
+            self.add({**case, "failed": repr(error)})
+        finally:
+            self.write()
+
+    def conclude(self) -> None:
+        """Print which goals hold; exit with 1 if a case has failed or, with --check, a goal is missed."""
+        results.conclude(self.goals, self.args.check)
+        if failed := sum("failed" in row for row in self.rows):
+            sys.exit(f"{failed} cases have failed")
 
     def goal(self, name: str, value: float, direction: str, goal: float) -> None:
         self.goals.append(results.Goal(name=name, value=value, goal=goal, direction=direction))
@@ -143,15 +163,14 @@ class Bench:
         if self.args.commit is not None:
             results._commit = lambda: self.args.commit
         tag = (re.findall(r"[a-z]+\d+", self.device_name.lower()) or [self.device.type])[0]
-        path = results.write(
-            self.name,
-            settings=self.settings | {"seconds": self.seconds},
+        results.write(
+            self.name if set(self.args.sections) >= set(self.args.every) else f"{self.name}_{self.args.sections}",
+            settings=self.settings | {"seconds": self.seconds, "host_behind": self.clock.behind},
             rows=self.rows,
             goals=self.goals,
             device=self.device_name if self.device.type == "cuda" else None,
             suffix=f".{tag}",
         )
-        self.say(f"wrote {path}")
 
     def micro_batches(self, window: int) -> tuple[np.ndarray, ...]:
         return micro_batches(window, self.args.packing, self.scale.micro_batches)
@@ -172,19 +191,30 @@ class Bench:
         us = sum(float(rank_work(whole(x), kernel).max()) for x in lengths)
         return us * 1e-6 * (1.0 if profile.backward else ALL_OVER_FORWARD)
 
-    def play(self, cases: Sequence[Case], rows: Rows, rounds: int) -> list[np.ndarray]:
-        """Forward and backward of all ranks of every plan, plans by turns: ms [rounds, ranks] of each."""
+    def play(self, cases: Sequence[Case], rows: Rows, rounds: int, turn: int) -> list[np.ndarray]:
+        """Forward and backward of all ranks of every plan, plans by turns: ms [rounds, ranks] of each.
+
+        `turn` counts micro-batches: another plan is the first in each round of each. A call before, of every plan in
+        turn 0, wakes the device.
+        """
         members = [[(make(rank, self.options), rank) for rank in ranks(plan, self.device)] for plan, make in cases]
+        for (method, rank), *_ in members[: 1 if turn else None]:
+            self.clock.ms(partial(both, method, rank.local(rows)))
         ms = [np.empty((rounds, len(of_plan))) for of_plan in members]
         for i in range(rounds):
-            for times, of_plan in zip(ms, members, strict=True):
-                for j, (method, rank) in enumerate(of_plan):
-                    times[i, j] = self.clock.ms(partial(both, method, rank.local(rows)))
+            for case in np.roll(np.arange(len(cases)), -turn - i):
+                for j, (method, rank) in enumerate(members[case]):
+                    ms[case][i, j] = self.clock.ms(partial(both, method, rank.local(rows)))
         return ms
 
 
+def total_ms(times: Sequence[np.ndarray]) -> float:
+    """From ms [rounds, ranks] of micro-batches: slowest ranks, of medians, summed."""
+    return sum(float(np.median(ms, axis=0).max()) for ms in times)
+
+
 def slowest(times: Sequence[np.ndarray]) -> Row:
-    """From ms [rounds, ranks] of micro-batches: slowest ranks, summed; of medians, in the least and largest round."""
+    """`total_ms`; its like in the least and largest round; and the medians, by micro-batch and rank."""
     by_round = np.sum([ms.max(axis=1) for ms in times], axis=0)
-    total = sum(float(np.median(ms, axis=0).max()) for ms in times)
-    return {"total_ms": total, "min_ms": float(by_round.min()), "max_ms": float(by_round.max())}
+    row: Row = {"total_ms": total_ms(times), "min_ms": float(by_round.min()), "max_ms": float(by_round.max())}
+    return row | {"ms": [np.median(ms, axis=0).round(4).tolist() for ms in times]}

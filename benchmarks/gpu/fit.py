@@ -6,17 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from megatron_wlb.plan.types import Shard
 from megatron_wlb.plan.workload import KernelModel, KernelTimes, Profile
 
 TILE_ROWS = 128
 _COUNTER = KernelModel(tile_rows=TILE_ROWS, launch=0.0, tile=0.0, query_tile=0.0)
 
 
-def count(shard: Shard, heads: int) -> tuple[int, int, int]:
-    """What the launch, tile and query_tile of `KernelTimes` are multiplied with."""
-    tiles, query_tiles = np.sum([_COUNTER.count(colour) for colour in shard.colours], axis=0).tolist()
-    return len(shard.colours), heads * tiles, heads * query_tiles
+def count(segments: np.ndarray, heads: int) -> tuple[int, int, int]:
+    """What the launch, tile and query_tile of `KernelTimes` are multiplied with for a call of SEGMENT [n]."""
+    tiles, query_tiles = _COUNTER.count(segments)
+    return 1, heads * tiles, heads * query_tiles
 
 
 def fit(counts: np.ndarray, us: np.ndarray) -> tuple[Profile, dict[str, Any]]:

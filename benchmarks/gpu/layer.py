@@ -10,7 +10,8 @@ Needs torch and numpy. The layer is a tensor-parallel rank's share of it, withou
    the largest times N over the sum. Policies balance by the crossover of section 7. Steps and policies take turns.
 
 Documents are F2 of a window of 131,072 tokens, cut by the loader at every window. Times are of the device with cold
-caches, medians of samples. Packing is timed on the host. Build the native core before, or packing takes seconds.
+caches, medians of samples. Packing is timed on the host. A case that fails is a row of the results, which are written
+every few steps; the exit status is then 1. Build the native core before, or packing takes seconds.
 """
 
 import argparse
@@ -25,12 +26,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import results
 from benchmarks.gpu.bench import Bench, Row, command_line
 from benchmarks.gpu.cases import whole
 from benchmarks.gpu.ranks import CopyFree, Rank, Rows, random_rows, ranks
 from benchmarks.lengths import CROSSOVER, WINDOW, f2, packer, padded
 from benchmarks.paper.setups import S_MAX, pieces
+from benchmarks.results import spread
 from megatron_wlb.plan.metrics import imbalance
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.types import ShardPlan
@@ -175,8 +176,7 @@ class LayerBench(Bench):
     def median_ms(self, call: Callable[[], Any]) -> Row:
         """Device time after a first call that does not count: median, least and largest."""
         call()
-        ms = [self.clock.ms(call) for _ in range(self.sizes.samples)]
-        return {"ms": float(np.median(ms)), "min_ms": min(ms), "max_ms": max(ms)}
+        return spread("ms", [self.clock.ms(call) for _ in range(self.sizes.samples)])
 
 
 def main() -> None:
@@ -184,14 +184,12 @@ def main() -> None:
     parser.add_argument("--tensor-parallel", type=int, default=8, help="ranks that share the layer; 8 as in 7B-128K")
     parser.set_defaults(models=[], profile="h100-fa2", packing=None)  # of `Bench`, for sections that are not here
     bench = LayerBench(parser.parse_args())
-    bench.clock.reserve()
-    if "7" in bench.args.sections:
-        figure_7(bench)
-        bench.write()
-    if "2" in bench.args.sections:
-        table_2(bench)
-        bench.write()
-    results.conclude(bench.goals, bench.args.check)
+    for section, run in {"7": figure_7, "2": table_2}.items():
+        if section in bench.args.sections:
+            with bench.case(section=section):
+                bench.clock.reserve()
+                run(bench)
+    bench.conclude()
 
 
 def figure_7(bench: LayerBench) -> None:
@@ -200,13 +198,13 @@ def figure_7(bench: LayerBench) -> None:
     lengths, both = [], []
     length = sizes.shortest
     while length <= sizes.window:
-        calls = layer_calls(bench, whole(np.array([length])))
         row: Row = {"section": "7", "document_length": length}
-        for name, call in calls.items():
-            row |= {f"{name}_{key}": value for key, value in bench.median_ms(call).items()}
-        bench.add(row)
-        lengths.append(length)
-        both.append([sum(row[f"{p}_{d}_ms"] for d in ("forward", "backward")) for p in ("attention", "linear")])
+        with bench.case(**row):
+            for name, call in layer_calls(bench, whole(np.array([length]))).items():
+                row |= {f"{name}_{key}": value for key, value in bench.median_ms(call).items()}
+            bench.add(row)
+            lengths.append(length)
+            both.append([sum(row[f"{p}_{d}_ms"] for d in ("forward", "backward")) for p in ("attention", "linear")])
         length *= 2
     bench.crossover_tokens = bench.settings["crossover_tokens"] = crossover(np.array(lengths), np.array(both))
     bench.say(f"attention takes as long as all else at {bench.crossover_tokens} tokens")
@@ -256,8 +254,8 @@ def table_2(bench: LayerBench) -> None:
         for _ in range(SKIPPED):
             by_policy.next()
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in packers}
-    longest = 0.0
-    for _ in range(sizes.steps):
+    longest, before = 0.0, list(bench.rows)
+    for step in range(1, sizes.steps + 1):
         begin = bench.seconds
         for name, by_policy in packers.items():
             packing_begin = time.perf_counter()
@@ -265,27 +263,34 @@ def table_2(bench: LayerBench) -> None:
             packing_ms = (time.perf_counter() - packing_begin) * 1e3
             ms = np.array([forward_ms(bench, packing.micro_batch(i)["length"]) for i in range(len(packing))])
             found[name].append((imbalance(ms), float(ms.sum()), packing_ms))
+        bench.rows = before + [policy_row(name, steps) for name, steps in found.items()]
+        if step % 10 == 0:
+            bench.write()
         longest = max(longest, bench.seconds - begin)
         if bench.seconds + longest > 60 * bench.args.minutes:
             break
-    for name, rows in found.items():
-        degree, total, packing_ms = np.array(rows).T
-        bench.add(
-            {
-                "section": "2",
-                "policy": name,
-                "paper": PAPER.get(name),
-                "steps": len(degree),
-                "imbalance": float(degree.mean()),
-                "imbalance_p95": float(np.quantile(degree, 0.95)),
-                "standard_error": float(degree.std() / len(degree) ** 0.5),
-                "step_forward_ms": float(total.mean()),
-                "packing_ms": float(np.median(packing_ms)),
-                "packing_max_ms": float(packing_ms.max()),
-            }
-        )
+    bench.rows = before
+    for name, steps in found.items():
+        bench.add(row := policy_row(name, steps))
         if name == "ours":
-            bench.goal("2: imbalance of forward latency, ours", float(degree.mean()), "<=", PAPER["WLB-LLM, 2 queues"])
+            bench.goal("2: imbalance of forward latency, ours", row["imbalance"], "<=", PAPER["WLB-LLM, 2 queues"])
+
+
+def policy_row(policy: str, steps: list[tuple[float, float, float]]) -> Row:
+    """Of (imbalance, forward ms, packing ms) of every step."""
+    degree, total, packing_ms = np.array(steps).T
+    return {
+        "section": "2",
+        "policy": policy,
+        "paper": PAPER.get(policy),
+        "steps": len(degree),
+        "imbalance": float(degree.mean()),
+        "imbalance_p95": float(np.quantile(degree, 0.95)),
+        "standard_error": float(degree.std() / len(degree) ** 0.5),
+        "step_forward_ms": float(total.mean()),
+        "packing_ms": float(np.median(packing_ms)),
+        "packing_max_ms": float(packing_ms.max()),
+    }
 
 
 def scaled(window: int, seed: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""A picture of a result file: Figures 10 and 15 of the paper, and what copies cost."""
+"""A picture of result files: Figures 10 and 15 of the paper, and what copies cost."""
 
 import json
 from pathlib import Path
@@ -11,24 +11,24 @@ STRATEGIES = ("per-sequence", "per-document", "paper", "hybrid", "adaptive", "or
 Row = dict[str, Any]
 
 
-def draw(result: Path, folder: Path = results.DOCS) -> Path:
-    """Draw what the file holds; the picture has its name."""
-    data = json.loads(result.read_text())
+def draw(files: list[Path], folder: Path = results.DOCS) -> Path:
+    """Draw what files of one device hold together; the picture has the name of the first."""
+    read = [json.loads(file.read_text()) for file in files]
+    rows, data = [row for each in read for row in each["rows"]], read[0]
     figure = results.figure(11, 7)
     axes = figure.subplots(2, 2)
-    _kernels([r for r in data["rows"] if r["section"] == "a"], *axes[0])
-    _shardings([r for r in data["rows"] if r["section"] == "b" and "strategy" in r and r["cp_size"] == 4], axes[1, 0])
-    _copies([r for r in data["rows"] if r["section"] == "c"], axes[1, 1])
+    _kernels([r for r in rows if "entries" in r and r["query_length"] < r["keys"]], *axes[0])
+    _shardings([r for r in rows if "strategy" in r and r["cp_size"] == 4], axes[1, 0])
+    _copies([r for r in rows if "method" in r], axes[1, 1])
     for axis in axes.flat:
         if axis.get_legend_handles_labels()[0]:
             axis.legend(frameon=False, fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
     figure.suptitle(f"{data['device']}, torch {data['versions']['torch']}", x=0.01, ha="left", fontsize=11)
-    return results.save(figure, result.stem, folder)
+    return results.save(figure, files[0].stem, folder)
 
 
 def _kernels(rows: list[Row], latency: Any, rate: Any) -> None:
-    """Latency and TFLOP/s over query length, for the most tokens that were packed."""
-    rows = [r for r in rows if r["tokens"] == max(other["tokens"] for other in rows)]
+    """Latency and TFLOP/s over query length, all else fixed."""
     for colour, model in zip(COLOURS, dict.fromkeys(r["model"] for r in rows), strict=False):
         here = [r for r in rows if r["model"] == model]
         for direction, style in (("forward", "-"), ("backward", "--")):
@@ -62,12 +62,12 @@ def _shardings(rows: list[Row], axis: Any) -> None:
 
 def _copies(rows: list[Row], axis: Any) -> None:
     """Time and memory relative to ours."""
-    cases = list(dict.fromkeys((r["model"], r["data"]) for r in rows))
+    cases = list(dict.fromkeys((r["model"], r["window"], r["data"]) for r in rows))
     methods = list(dict.fromkeys(r["method"] for r in rows))
     for i, method in enumerate(methods):
         for j, case in enumerate(cases):
-            here = {r["method"]: r for r in rows if (r["model"], r["data"]) == case}
+            here = {r["method"]: r for r in rows if (r["model"], r["window"], r["data"]) == case}
             ratio = here[method]["total_ms"] / here[methods[0]]["total_ms"]
             axis.bar(j + 0.2 * i, ratio, 0.18, color=COLOURS[i], label="_" * (j > 0) + method)
-    axis.set_xticks([j + 0.3 for j in range(len(cases))], [f"{m}\n{d}" for m, d in cases], fontsize=8)
+    axis.set_xticks([j + 0.3 for j in range(len(cases))], [f"{m}, {w // 1024}K\n{d}" for m, w, d in cases], fontsize=8)
     axis.set_ylabel("time over ours")

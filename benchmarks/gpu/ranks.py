@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_wlb.plan.sharding import segments
 from megatron_wlb.plan.types import ShardPlan
 from megatron_wlb.runtime.attention import AttentionOptions, attend, attend_backward
+from megatron_wlb.runtime.backends import Backend, Call
 from megatron_wlb.runtime.backends.trial import colour_of
 from megatron_wlb.runtime.metadata import ShardMetadata
 
@@ -103,38 +104,44 @@ class PrefixCopies:
     """K and V up to the end of every segment copied one after the other, then one call, in which nothing is shared.
 
     After the implementation that DistCA compares itself with (hao-ai-lab/DistCA, baseline/wlbllm_original): copies by
-    `torch.cat`, kept for backward, dK and dV summed in their own dtype. With `dtype` float32 they are as exact as ours.
+    `torch.cat`, kept for backward, dK and dV summed segment by segment in their own dtype. In its favour, one call for
+    the two there. With `dtype` float32 sums are as exact as ours.
     """
 
     def __init__(self, rank: Rank, options: AttentionOptions, dtype: torch.dtype | None = None) -> None:
         self._options, self._dtype = options, dtype
         found = [segment for colour in rank.metadata.colours for segment in colour.segments]
         self._prefixes = [slice(s.k_start, s.k_stop) for s in found]
-        device = rank.keys.device
-        self._index = torch.cat([torch.arange(s.k_start, s.k_stop) for s in found]).to(device)
-        self._colour = colour_of([(s.q_stop - s.q_start, s.k_stop - s.k_start) for s in found], device)
+        self._key_counts = [s.k_stop - s.k_start for s in found]
+        queries = [s.q_stop - s.q_start for s in found]
+        self._colour = colour_of(list(zip(queries, self._key_counts, strict=True)), rank.keys.device)
 
     def forward(self, local: Rows) -> tuple[Tensor, ...]:
-        q, kv, _ = local
-        k, v = (torch.cat([x[prefix] for prefix in self._prefixes]) for x in kv.unbind(1))
-        return *self._options.backend.forward(q, k, v, self._options.call(self._colour, q)), k, v
+        kv = torch.cat([local.kv[prefix] for prefix in self._prefixes])
+        call = self._options.call(self._colour, local.q)
+        return *self._options.backend.forward(local.q, *kv.unbind(1), call), kv
 
     def backward(self, local: Rows, saved: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        out, lse, k, v = saved
-        dq, *gradients = self._gradients(local.dout, local.q, k, v, out, lse)
-        dkv = torch.zeros_like(local.kv, dtype=self._dtype)
-        for total, part in zip(dkv.unbind(1), gradients, strict=True):
-            total.index_add_(0, self._index, part.to(total.dtype))
-        return dq, dkv
+        out, lse, kv = saved
+        call = self._options.call(self._colour, local.q)
+        dq, *gradients = gradients_of(self._options.backend, local.dout, local.q, *kv.unbind(1), out, lse, call)
+        rows, _, *head = local.kv.shape
+        dkv = local.kv.new_zeros((2, rows, *head), dtype=self._dtype)  # dK and dV contiguous, as there
+        for total, gradient in zip(dkv, gradients, strict=True):
+            for prefix, part in zip(self._prefixes, gradient.split(self._key_counts), strict=True):
+                total[prefix].add_(part)
+        return dq, dkv.transpose(0, 1)
 
-    def _gradients(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-        """dq, dk, dv of the call; straight from the operator where our backend would first add them in fp32."""
-        backend, colour, call = self._options.backend, self._colour, self._options.call(self._colour, q)
-        if backend.name == "aten":
-            lengths = colour.cu_q, colour.cu_k, colour.max_q, colour.max_k
-            state = torch.empty(2, dtype=torch.uint64, device=q.device)
-            return torch.ops.aten._flash_attention_backward(
-                dout, q, k, v, out, lse, *lengths, 0.0, True, state, state[0], scale=call.scale
-            )
-        dkv = k.new_zeros((len(k), 2, *k.shape[1:]), dtype=torch.promote_types(k.dtype, torch.float32))
-        return backend.backward(dout, q, k, v, out, lse, dkv, call), *dkv.unbind(1)
+
+def gradients_of(
+    backend: Backend, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv of a call; straight from the operator where our backend would bring dk and dv to fp32."""
+    if backend.name == "aten":
+        lengths = call.colour.cu_q, call.colour.cu_k, call.colour.max_q, call.colour.max_k
+        state = torch.empty(2, dtype=torch.uint64, device=q.device)
+        return torch.ops.aten._flash_attention_backward(
+            dout, q, k, v, out, lse, *lengths, 0.0, True, state, state[0], scale=call.scale
+        )
+    dkv = k.new_empty((len(k), 2, *k.shape[1:]), dtype=torch.promote_types(k.dtype, torch.float32))
+    return backend.backward(dout, q, k, v, out, lse, dkv, call._replace(adds_up=False)), *dkv.unbind(1)

@@ -14,7 +14,8 @@ import torch
 
 from benchmarks import results
 from benchmarks.gpu import cp_attention
-from benchmarks.gpu.bench import FULL
+from benchmarks.gpu.bench import FULL, Bench, total_ms
+from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.fit import fit
 from benchmarks.gpu.ranks import CopyFree, PrefixCopies, Rows, both, ranks
 from megatron_wlb.plan.sharding import per_document
@@ -23,22 +24,44 @@ from megatron_wlb.runtime.backends import get_backend
 
 ROOT = Path(__file__).parent.parent.parent
 PLAN = per_document(np.array([261, 18, 533, 1, 142, 424, 5], np.int64), 4)
-COMMON = {"model", "window", "cp_size", "total_ms", "min_ms", "max_ms"}
+COMMON = {"model", "window", "cp_size", "total_ms", "min_ms", "max_ms", "ms"}
 KEYS = {
     "0": {"wrong", "error_out", "error_dq", "error_dk", "error_dv"},
-    "a": {"model", "heads", "tokens", "query_length", "forward_ms", "forward_tflops", "backward_ms", "backward_tflops"},
+    "a": {"model", "heads", "query_length", "keys", "entries"}
+    | {f"{direction}_{unit}" for direction in ("forward", "backward") for unit in ("ms", "tflops")},
     "b": COMMON | {"strategy", "micro_batches", "rounds", "speedup", "plans"},
-    "c": COMMON | {"data", "method", "kept_mib", "peak_mib", "host_ms", "launches"},
+    "c": COMMON | {"data", "method", "kept_mib", "peak_mib", "host_ms"},
     "d": COMMON | {"over_limit"},
 }
+
+
+def run(folder: Path, *arguments: str) -> dict:
+    """In this process; what it wrote in the end, whether or not it got there."""
+    threads = torch.get_num_threads()
+    given = ["cp_attention", "--device", "cpu", "--quick", "--commit", "here", "--output", str(folder), *arguments]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", given)
+        patch.setattr(results, "FOLDER", folder)
+        patch.setattr(results, "_commit", results._commit)
+        try:
+            cp_attention.main()
+            status = 0
+        except SystemExit as end:
+            status = end.code
+        except KeyboardInterrupt:
+            status = "interrupted"
+        finally:
+            torch.set_num_threads(threads)
+    (file,) = folder.glob("*.json")
+    return json.loads(file.read_text()) | {"status": status, "file": file.name}
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("results")
     arguments = ["--device", "cpu", "--quick", "--commit", "here", "--output", str(folder)]
-    run = [sys.executable, "-m", "benchmarks.gpu.cp_attention", *arguments]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "benchmarks.gpu.cp_attention", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "cp_attention.cpu.json"
 
@@ -48,8 +71,10 @@ def test_every_section_writes_its_rows(result):
     assert (data["benchmark"], data["commit"]) == ("cp_attention", "here")
     assert data["settings"]["fitted_profile"]["kernel"].keys() == {"tile_rows", "forward", "backward"}
     assert {row["section"] for row in data["rows"]} == KEYS.keys()
+    launches = [row for row in data["rows"] if "launches" in row]
+    assert len(launches) == 8 and all(len(row["launches"]) == 4 for row in launches)
     for row in data["rows"]:
-        assert row.keys() >= KEYS[row["section"]]
+        assert row in launches or row.keys() >= KEYS[row["section"]]
         assert all(value > 0 for name, value in row.items() if name.endswith("_ms") and value is not None)
     assert [row["wrong"] for row in data["rows"] if row["section"] == "0"] == [0]
 
@@ -63,7 +88,102 @@ def test_shardings_are_compared_on_the_same_micro_batches(result):
         assert case.keys() >= {"per-sequence", "per-document", "paper", "hybrid", "adaptive", "oracle"}
         assert case["per-sequence"]["speedup"] == 1
         assert min(row["total_ms"] for row in case.values()) == case["oracle"]["total_ms"]
-        assert all(sum(row["plans"].values()) == row["micro_batches"] for row in case.values())
+        for row in case.values():
+            assert sum(row["plans"].values()) == row["micro_batches"] == len(row["ms"])
+            assert sum(map(max, row["ms"])) == pytest.approx(row["total_ms"], abs=1e-3)
+            assert row["rounds"] == 3 and np.isfinite(row["regret"])
+
+
+def test_short_queries_meet_long_keys(result):
+    rows = [row for row in json.loads(result.read_text())["rows"] if row["section"] == "a" and row["model"] == "GQA"]
+    assert [row["query_length"] for row in rows if row["query_length"] < row["keys"]] == [16, 32]
+    by_shape = {(row["query_length"], row["keys"], row["entries"]): row for row in rows}
+    few, whole = by_shape[16, 512, 2], by_shape[512, 512, 1]
+    for row, pairs in ((few, 2 * (16 * 496 + 16 * 17 // 2)), (whole, 512 * 513 // 2)):  # QK^T and PV, 4 heads
+        assert row["forward_tflops"] * row["forward_ms"] * 1e9 == pytest.approx(4 * 64 * 4 * pairs)
+        assert row["backward_tflops"] * row["backward_ms"] * 1e9 == pytest.approx(10 * 64 * 4 * pairs)
+
+
+def test_a_case_that_fails_is_a_row_and_all_else_runs(monkeypatch, tmp_path, capsys):
+    play = Bench.play
+
+    def full(self, cases, rows, *rest):
+        if rows.q.shape[1] == 4:
+            raise torch.OutOfMemoryError("out of memory, just now")
+        return play(self, cases, rows, *rest)
+
+    monkeypatch.setattr(Bench, "play", full)
+    found = run(tmp_path, "--sections", "dc")
+    failed = [row for row in found["rows"] if "failed" in row]
+    assert found["status"] == "5 cases have failed" and found["file"] == "cp_attention_dc.cpu.json"
+    assert [(row["section"], row["model"]) for row in failed] == [("d", "GQA")] + 4 * [("c", "GQA")]
+    assert all("just now" in row["failed"] for row in failed) and "in full" in capsys.readouterr().out
+    methods = [(row["section"], row["model"]) for row in found["rows"] if "ms" in row]
+    assert methods == 3 * [("d", "MHA")] + 16 * [("c", "MHA")]
+    assert {goal["name"][:6] for goal in found["goals"]} == {"d: MHA", "c: MHA"}
+
+
+def test_an_interrupted_run_keeps_what_it_has(monkeypatch, tmp_path):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Bench, "goal", interrupted)  # of the first case, after its rows
+    found = run(tmp_path, "--sections", "c", "--models", "MHA")
+    assert found["status"] == "interrupted" and len(found["rows"]) == 4
+
+
+def test_cases_without_time_for_enough_rounds_are_left_out(tmp_path):
+    found = run(tmp_path, "--sections", "b", "--minutes", "0")
+    assert found["status"] == 0 and not found["goals"]
+    assert [row["cp_size"] for row in found["rows"]] == 4 * [4] + 4 * [2]
+    assert all("would take" in row["left_out"] for row in found["rows"])
+
+
+def test_plans_take_turns_and_the_first_call_does_not_count():
+    called: list[int] = []
+
+    def make(which):
+        return lambda *_: SimpleNamespace(
+            forward=lambda _: called.append(which) or (which,), backward=lambda *_: (which, which)
+        )
+
+    bench = SimpleNamespace(options=None, device=torch.device("cpu"), clock=Clock(torch.device("cpu")))
+    rows = Rows(*(torch.zeros(1384, *shape, 4) for shape in ((2,), (2, 1), (2,))))
+    whole = per_document(PLAN.lengths, 1)
+    cases = [(whole, make(i)) for i in range(3)]
+    ms = Bench.play(bench, cases, rows, 2, 0)
+    assert called == [0, 1, 2, *(0, 1, 2), *(1, 2, 0)]
+    assert [of_plan.shape for of_plan in ms] == 3 * [(2, 1)]
+    called.clear()
+    Bench.play(bench, cases, rows, 2, 2)
+    assert called == [0, *(2, 0, 1), *(0, 1, 2)]
+
+
+def test_an_oracle_is_not_chosen_by_what_measures_it():
+    """Of plans that are equally fast but for noise, one that is chosen and measured by the same rounds looks faster."""
+    rng = np.random.default_rng(0)
+    played = [{bytes([i]): 1 + 0.01 * rng.standard_normal((5, 4)) for i in range(8)} for _ in range(300)]
+    chosen = total_ms([ms[b"\0"][half] for ms in played for half in cp_attention.HALVES])
+    best = total_ms([half for ms in played for half in cp_attention.crossed(ms)])
+    naive = total_ms([min(ms.values(), key=lambda x: total_ms([x])) for ms in played])
+    assert abs(chosen / best - 1) < 1e-3
+    assert total_ms([ms[b"\0"] for ms in played]) / naive - 1 > 4e-3
+    fast = {b"slow": np.full((3, 2), 2.0), b"fast": np.ones((3, 2))}
+    assert [x.tolist() for x in cp_attention.crossed(fast)] == [[[1, 1], [1, 1]], [[1, 1]]]
+
+
+@pytest.mark.parametrize(("late", "leads", "behind"), [(0, [3], 0), (2, [3, 6, 12], 0), (9, [3, 6, 12, 24, 48, 96], 1)])
+def test_a_measurement_that_waits_for_the_host_is_repeated(monkeypatch, late, leads, behind):
+    slept: list[int] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    clock = Clock(torch.device("cpu"))
+    clock._on_gpu, clock._flushed = True, torch.empty(1)
+    clock._begin = SimpleNamespace(
+        record=lambda: None, query=lambda: len(slept) <= late, elapsed_time=lambda _: len(slept)
+    )
+    clock._end = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    assert clock.ms(lambda: None) == len(leads)
+    assert slept == [lead * 1_000_000 for lead in leads] and clock.behind == behind
 
 
 def test_every_goal_has_a_value(result):
@@ -76,7 +196,11 @@ def test_every_goal_has_a_value(result):
 def test_a_result_can_be_drawn(result):
     from benchmarks.gpu.picture import draw
 
-    assert draw(result, result.parent).stat().st_size > 10_000
+    rest = result.with_name("rest.json")
+    data = json.loads(result.read_text())
+    rest.write_text(json.dumps(data | {"rows": [row for row in data["rows"] if row["section"] in "dc"]}))
+    both_files, without = (draw(files, result.parent).read_bytes() for files in ([rest, result], [rest]))
+    assert len(both_files) > len(without) > 10_000
 
 
 def test_models_that_are_not_there_are_refused(monkeypatch, capsys):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks import results
+from benchmarks.gpu import layer
 from benchmarks.gpu.cases import whole
 from benchmarks.gpu.layer import PAPER, QUICK, Layer, crossover, rotation_of
 from benchmarks.gpu.ranks import ranks
+from megatron_wlb.plan.metrics import imbalance
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import get_backend
 
@@ -92,6 +96,29 @@ def test_both_sections_write_their_rows(result):
     assert two.keys() == POLICIES >= PAPER.keys()
     assert all(row["imbalance"] >= 1 and row["steps"] == QUICK.steps for row in two.values())
     assert [goal["goal"] for goal in result["goals"]] == [1.05]
+
+
+def test_a_failing_step_keeps_those_before(monkeypatch, tmp_path, request):
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    degrees: list[float] = []
+
+    def failing(ms):
+        if len(degrees) > len(POLICIES) + 2:
+            raise torch.OutOfMemoryError("in the second step")
+        degrees.append(imbalance(ms))
+        return degrees[-1]
+
+    monkeypatch.setattr(layer, "imbalance", failing)
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    monkeypatch.setattr(results, "_commit", results._commit)
+    arguments = ["--device", "cpu", "--quick", "--commit", "here", "--output", str(tmp_path), "--sections", "2"]
+    monkeypatch.setattr(sys, "argv", ["layer", *arguments])
+    with pytest.raises(SystemExit, match="1 cases have failed"):
+        layer.main()
+    *rows, failed = json.loads((tmp_path / "layer_2.cpu.json").read_text())["rows"]
+    assert {row["policy"] for row in rows} == POLICIES
+    assert [(row["steps"], row["imbalance"]) for row in rows] == [(1, degree) for degree in degrees[: len(POLICIES)]]
+    assert failed == {"section": "2", "failed": "OutOfMemoryError('in the second step')"}
 
 
 def test_torch_and_numpy_suffice():
