@@ -3,8 +3,8 @@
     python -m benchmarks.soak [--minutes M] [--micro-batches N] [--check]
 
 As in training, a thread plans adaptive steps, of the distribution F2 over shuffled epochs of a million documents.
-Now and then the state of a step goes, as JSON, to another process, where the Python reference takes it up and plans the
-next two steps; plans and states must be the same to the bit. The memory of the planning process is noted every 30
+Now and then a step goes to another process, where the Python reference takes up its state, by way of JSON, and plans
+the next two; plans and states must be the same to the bit. The memory of the planning process is noted every 30
 seconds, or ten times a run if that is more often. Writes benchmarks/results/soak.json.
 """
 
@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks import results
 from benchmarks.lengths import f2
 from megatron_wlb.plan import native
-from megatron_wlb.plan.packer import Packer, make_packer
+from megatron_wlb.plan.packer import Packer, Snapshot, make_packer
 from megatron_wlb.plan.step import Layout, Planner, StepPlan, plan_step
 from megatron_wlb.plan.stream import DocumentStream, Source
 
@@ -66,10 +66,10 @@ def digest(plan: StepPlan) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def reference(num_micro_batches: int, state: str) -> list[str]:
-    """Digests of the steps after `state`, planned in Python."""
+def reference(num_micro_batches: int, snapshot: Snapshot) -> list[str]:
+    """Digests of the steps after `snapshot`, planned in Python."""
     made = packer(num_micro_batches, use_native=False)
-    made.load_state(json.loads(state))
+    made.load_state(json.loads(json.dumps(snapshot.state())))
     return [digest(plan_step(made, layout(num_micro_batches, use_native=False))) for _ in range(FOLLOWED_STEPS)]
 
 
@@ -85,7 +85,10 @@ def resident_mib() -> float:
 
 
 class Follower:
-    """The Python reference in a process of its own, one state at a time."""
+    """The Python reference in a process of its own, one state at a time.
+
+    States become JSON there, too, whose millions of small objects would leave holes in the memory that is watched.
+    """
 
     def __init__(self, num_micro_batches: int, every_seconds: float = 0.0) -> None:
         # Spawned, since the planner's thread runs here.
@@ -93,7 +96,7 @@ class Follower:
         self._num_micro_batches, self._every = num_micro_batches, every_seconds
         self._last = -math.inf  # when it began
         self._begun: tuple[int, Future[list[str]]] | None = None
-        self._wanted: list[str] = []
+        self._wanted: list[Future[str]] = []
         self.compared: list[int] = []
         """Steps whose states the reference has gone on from."""
         self.differ: list[int] = []
@@ -101,19 +104,20 @@ class Follower:
     def see(self, plan: StepPlan) -> None:
         """Every step, in order: its plan is compared if the reference is at it, or taken up if that is idle."""
         if self._begun is not None and len(self._wanted) < FOLLOWED_STEPS:
-            self._wanted.append(digest(plan))
-        elif self._begun is not None and self._begun[1].done():
+            self._wanted.append(self._pool.submit(digest, plan))
+        elif self._begun is not None and self._wanted[-1].done():
             self.finish()
         if self._begun is None and time.monotonic() >= self._last + self._every:
             self._last = time.monotonic()
-            future = self._pool.submit(reference, self._num_micro_batches, json.dumps(plan.state))
+            future = self._pool.submit(reference, self._num_micro_batches, plan.snapshot)
             self._begun, self._wanted = (plan.step, future), []
 
     def finish(self) -> None:
         """Wait for what the reference has begun, if its steps have been seen."""
         if self._begun is not None and len(self._wanted) == FOLLOWED_STEPS:
             step, future = self._begun
-            (self.compared if future.result() == self._wanted else self.differ).append(step)
+            wanted = [each.result() for each in self._wanted]
+            (self.compared if future.result() == wanted else self.differ).append(step)
             self._begun = None
 
     def close(self) -> None:

@@ -81,11 +81,11 @@ class Report:
 
 
 def schemes(setup: Setup) -> tuple[Scheme, ...]:
-    """Plain Megatron exchanges K and V in a ring (`--cp-comm-type p2p`, its default)."""
+    """Plain Megatron exchanges K and V in a ring (`--cp-comm-type p2p`, its default); the paper's scheme, at once."""
     config, groups = setup.config, setup.job.cp_head_groups
     return (
         Scheme("plain", "Megatron", "original", "per-sequence", 1, upstream=True, ring=True),
-        Scheme("paper", "paper", "wlb", "paper", groups, upstream=True),
+        Scheme("paper", "paper", "wlb", "paper", 1, upstream=True),
         Scheme("ours", "--wlb", config.packing, config.cp_sharding, groups, upstream=False),
     )
 
