@@ -67,8 +67,8 @@ class WlbConfig:
     )
     memory_budget: float | None = _setting(
         None,
-        "GiB that the activations of a pipeline stage may take, as predicted from S_max. Default: on GPUs nine tenths "
-        "of the device's memory less weights and optimizer, else no limit.",
+        "GiB that the activations of a pipeline stage may take, as predicted from S_max. Default: on GPUs with Adam "
+        "nine tenths of the device's memory less weights and optimizer, else no limit.",
     )
     crossover: int | None = _setting(
         None,

@@ -1,6 +1,7 @@
 """Command line: the `--wlb-*` flags, and what upstream's flags must be for `--wlb` to be right."""
 
 import argparse
+import functools
 import math
 from dataclasses import fields
 from typing import Any
@@ -99,6 +100,28 @@ def check(args: argparse.Namespace, config: WlbConfig) -> None:
         _check_upstream_attention(args, config)
 
 
+def checked_with_checkpoint(load: Any) -> Any:
+    """Upstream's `load_args_from_checkpoint` (`--use-checkpoint-args`), after which the flags are held against `check`.
+
+    It overwrites many, given or not; attention dropout stays as given.
+    """
+
+    @functools.wraps(load)
+    def load_args_from_checkpoint(args: argparse.Namespace, load_arg: str = "load", **options: Any) -> Any:
+        given = args.attention_dropout
+        loaded = load(args, load_arg=load_arg, **options)
+        if args.wlb:
+            args.attention_dropout = given
+            if load_arg == "load":  # the last of two calls
+                try:
+                    check(args, config_from_args(args))
+                except ValueError as error:
+                    raise ValueError(f"{error}; flags of the checkpoint count, too (--use-checkpoint-args)") from error
+        return loaded
+
+    return load_args_from_checkpoint
+
+
 def _check_upstream_attention(args: argparse.Namespace, config: WlbConfig) -> None:
     if args.transformer_impl == "local":
         raise ValueError(
@@ -151,6 +174,16 @@ def _refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
             "vary in length; leave it out",
         ),
         (
+            given("defer_embedding_wgrad_compute") and args.sequence_parallel,
+            "--defer-embedding-wgrad-compute with --sequence-parallel gathers all micro-batches by the length of the "
+            "first; leave it out",
+        ),
+        (
+            given("cpu_offloading_retain_pinned_cpu_buffers"),
+            "--cpu-offloading-retain-pinned-cpu-buffers keeps buffers of one shape, and micro-batches vary in length; "
+            "leave it out",
+        ),
+        (
             given("mtp_num_layers"),
             "--mtp-num-layers would predict across the boundaries of packed documents and CP shards; leave it out",
         ),
@@ -169,6 +202,12 @@ def _refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
             and not given("moe_hybridep_pad_uneven_dispatch_inputs"),
             "--moe-flex-dispatcher-backend hybridep needs equal lengths on all ranks; give deepep, or from "
             "megatron-core 0.19 on --moe-hybridep-pad-uneven-dispatch-inputs",
+        ),
+        (
+            given("num_experts")
+            and args.moe_token_dispatcher_type == "flex"
+            and args.moe_flex_dispatcher_backend == "ncclep",
+            "--moe-flex-dispatcher-backend ncclep sizes its buffers by the first micro-batch; give deepep",
         ),
         (
             given("qk_clip") or given("log_max_attention_logit"),
@@ -233,6 +272,11 @@ def _refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
             any(given(name) for name in ("sft", "mock_data", "fim_data", "perform_rl_step", "hybrid_context_parallel")),
             "only pre-training on .bin/.idx datasets is supported (--data-path); leave --sft, --mock-data, --fim-data, "
             "--perform-rl-step and --hybrid-context-parallel out",
+        ),
+        (
+            given("logits_load_dir") or given("logits_save_dir"),
+            "--logits-load-dir and --logits-save-dir go by the order of documents of a run without --wlb; leave them "
+            "out",
         ),
         (
             given("full_validation") or given("multiple_validation_sets"),

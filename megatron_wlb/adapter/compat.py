@@ -77,7 +77,8 @@ def weight_and_optimizer_bytes(args: Namespace) -> float | None:
 
     if minor() < 18 and args.num_experts and args.expert_model_parallel_size > 1:
         return None
-    if args.use_precision_aware_optimizer:  # has states of other types, and may keep them in host memory
+    # Of Adam's states only; the precision-aware ones are of other types, and may be in host memory.
+    if args.optimizer != "adam" or args.use_precision_aware_optimizer:
         return None
     # Context-parallel ranks share the distributed optimizer, too. A copy, since the formula sets defaults.
     ranks = args.data_parallel_size * args.context_parallel_size
@@ -92,10 +93,10 @@ def check_flags(args: Namespace) -> None:
     """Raises ValueError for flags that this version has and that we serve only from a later version on, or never."""
     from megatron.core import __version__
 
-    needs: dict[str, int | None] = {"sft": 18, "hybrid_context_parallel": 18, "inprocess_restart": 18}
+    needs: dict[str, int | None] = {"sft": 18, "hybrid_context_parallel": 18}
     needs |= {"spec": 19, "yaml_cfg": 19, "heterogeneous_layers_config_path": 19, "experimental_attention_variant": 19}
     needs |= {"use_torch_fsdp2": 19}
-    needs |= {"use_legacy_models": None}
+    needs |= {"use_legacy_models": None, "inprocess_restart": None}  # upstream's second try has no arguments any more
     for name, since in needs.items():
         if getattr(args, name, None) and (since is None or minor() < since):
             newer = f"install 0.{since} or later, " if since else ""
@@ -107,15 +108,15 @@ def check_flags(args: Namespace) -> None:
 
 def parse_and_validate(extra_args_provider: Any, args_defaults: dict[str, Any]) -> Namespace:
     """Upstream's command line, validated and made global; where this version lacks a flag, as if it were not given."""
-    from megatron.training import arguments, initialize
+    from megatron.training import arguments, checkpointing, initialize
 
     if minor() >= 18:
         args = arguments.parse_and_validate_args(extra_args_provider, args_defaults=args_defaults)
     else:
         args = arguments.parse_args(extra_args_provider)
         if args.use_checkpoint_args:
-            initialize.load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
-            initialize.load_args_from_checkpoint(args)
+            checkpointing.load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+            checkpointing.load_args_from_checkpoint(args)
         args = arguments.validate_args(args, args_defaults)
         initialize.set_global_variables(args)
     return with_newer(args)

@@ -15,12 +15,13 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
     parse_and_normalize_split,
 )
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.training.dist_signal_handler import DistributedSignalHandler
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_wlb.adapter.thd import ThdShard
 from megatron_wlb.plan.dataset import DocumentIndex, read_index
 from megatron_wlb.plan.step import MicroBatchPlan, Planner
-from megatron_wlb.plan.stream import Source
+from megatron_wlb.plan.stream import Source, TokenPairs
 from megatron_wlb.runtime.metadata import ShardMetadata
 
 SPLITS = ("train", "valid", "test")
@@ -45,7 +46,7 @@ class SplitData:
 def load_splits(args: Namespace) -> dict[str, SplitData]:
     """Read the `.idx` files that upstream's data flags name; an empty split has no sources.
 
-    Raises ValueError for a missing or damaged file, or if there is nothing to train on.
+    Raises ValueError for a missing or damaged file, or if there is nothing to train on, or to evaluate on.
     """
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     if blend is None and blend_per_split is None:
@@ -58,10 +59,11 @@ def load_splits(args: Namespace) -> dict[str, SplitData]:
         for i, prefix in enumerate(prefixes):
             index = read(prefix)
             first, stop = (round(bound * len(index)) for bound in bounds or ())
-            pairs = np.maximum(index.tokens[first:stop] - 1, 0)
+            pairs = TokenPairs(index.tokens[first:stop])
+            total = pairs.sum()
             # Without weights, datasets count by their size, as upstream does.
-            weight = float(weights[i]) if weights is not None else float(pairs.sum())
-            if pairs.any():
+            weight = float(weights[i]) if weights is not None else float(total)
+            if total:
                 sources.append(Source(pairs=pairs, weight=weight, first=first))
                 indices.append(index)
         return SplitData(sources=sources, indices=indices)
@@ -73,6 +75,12 @@ def load_splits(args: Namespace) -> dict[str, SplitData]:
         data = {name: split(b, (0.0, 1.0)) for name, b in zip(SPLITS, blend_per_split, strict=True)}
     if not data["train"].sources:
         raise ValueError("--wlb: the training split is empty: no document of at least 2 tokens; check --split")
+    if args.eval_iters > 0 and not data["valid"].sources:
+        # Upstream evaluates all the same, on nothing.
+        raise ValueError(
+            f"--wlb: the validation split is empty, and --eval-iters is {args.eval_iters}; give --eval-iters 0, or "
+            "another --split"
+        )
     return data
 
 
@@ -184,8 +192,13 @@ class DocumentDataset(torch.utils.data.Dataset[Batch]):
         return read
 
 
-def loader(dataset: DocumentDataset, planner: Planner, first_step: int, num_workers: int) -> Iterator[Batch]:
-    """Endless batches of this rank from `first_step` on, read ahead by `num_workers` processes."""
+def loader(
+    dataset: DocumentDataset, planner: Planner, first_step: int, num_workers: int, exit_signal: int | None
+) -> Iterator[Batch]:
+    """Endless batches of this rank from `first_step` on, read ahead by `num_workers` processes.
+
+    These outlive `exit_signal`, which launchers send to whole process groups, so that training can end by itself.
+    """
     return iter(
         torch.utils.data.DataLoader(
             dataset,
@@ -193,5 +206,10 @@ def loader(dataset: DocumentDataset, planner: Planner, first_step: int, num_work
             batch_size=None,  # the sampler yields whole micro-batches
             num_workers=num_workers,
             pin_memory=torch.cuda.is_available(),
+            worker_init_fn=None if exit_signal is None else functools.partial(_outlive, exit_signal),
         )
     )
+
+
+def _outlive(exit_signal: int, worker: int) -> None:
+    DistributedSignalHandler(exit_signal).__enter__()

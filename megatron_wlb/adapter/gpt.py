@@ -5,7 +5,7 @@ from argparse import Namespace
 from typing import Any
 
 from megatron.core.enums import ModelType
-from megatron.training import inprocess_restart, pretrain
+from megatron.training import checkpointing, pretrain
 from megatron.training.arguments import parse_args
 
 from megatron_wlb.adapter import arguments, compat, plain
@@ -20,20 +20,21 @@ def parse() -> tuple[Namespace, WlbJob | None]:
     """
     args = parse_args(arguments.add_wlb_arguments)
     compat.check_flags(args)
-    config = None
-    if args.wlb:
-        # First ours, whose messages name the remedy; upstream's validation asserts.
-        config = arguments.config_from_args(args)
-        arguments.check(args, config)
-    args = compat.parse_and_validate(
-        arguments.add_wlb_arguments,
-        # Upstream 0.19 divides by the evaluation interval even if nothing is evaluated, and has no default for it.
-        {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000},
-    )
-    if config is None:
+    # First ours, whose messages name the remedy; upstream's validation asserts.
+    if args.wlb and not args.use_checkpoint_args:
+        arguments.check(args, arguments.config_from_args(args))
+    with compat.replaced(
+        checkpointing, "load_args_from_checkpoint", arguments.checked_with_checkpoint, ("args", "load_arg")
+    ):
+        args = compat.parse_and_validate(
+            arguments.add_wlb_arguments,
+            # Upstream 0.19 divides by the evaluation interval even if nothing is evaluated, and has no default for it.
+            {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000},
+        )
+    if not args.wlb:
         return args, None
     args.dataloader_type = "external"
-    return args, WlbJob(args, config)
+    return args, WlbJob(args, arguments.config_from_args(args))
 
 
 def train(args: Namespace, job: WlbJob | None) -> None:
@@ -45,13 +46,11 @@ def train(args: Namespace, job: WlbJob | None) -> None:
     if job is not None:
         configure(model, options=job.attention_options, context_length=args.seq_length)
         provider, forward_step, context = job.dataset_provider, job.forward_step, job.installed()
-    run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     with compat.prebuilt_dataset_helpers(), compat.parsed(args), context:
-        run(
+        pretrain(
             **compat.pretrain_arguments(args, model),
             train_valid_test_dataset_provider=provider,
             model_type=ModelType.encoder_or_decoder,
             forward_step_func=forward_step,
-            store=store,
             get_embedding_ranks=plain.embedding_ranks,
         )

@@ -109,7 +109,8 @@ class WlbJob:
                 thd=self.attention_options is None,
             )
             workers = args.num_workers if is_first or is_last else 0  # others read nothing
-            loaders.append(data.loader(dataset, self._planners[split], first_steps[split], workers))
+            exit_signal = args.exit_signal if args.exit_signal_handler else None
+            loaders.append(data.loader(dataset, self._planners[split], first_steps[split], workers, exit_signal))
         train, valid, test = loaders
         return train, valid, test
 
@@ -129,11 +130,9 @@ class WlbJob:
                 labels=batch.labels,
                 packed_seq_params=WlbPackedSeqParams(wlb=batch.metadata, thd=batch.thd),
             )
-        weight = 1.0
-        if self._config.weight_gradients and batch.split == "train":
-            args = self._args
-            weight = self._planners["train"].get(batch.step).tokens / (args.global_batch_size * args.seq_length)
-        return output, functools.partial(token_loss, self._args, batch.loss_mask, weight=weight)
+        # Summed over N micro-batches and CP ranks: the N x --seq-length tokens that a step has on average.
+        mean = self._args.seq_length // self._args.context_parallel_size if self._config.weight_gradients else None
+        return output, functools.partial(token_loss, self._args, batch.loss_mask, divisor=mean)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:

@@ -12,18 +12,18 @@ _SPIKE = 10  # upstream calls a loss spiky at ten times the largest seen
 
 
 def token_loss(
-    args: Namespace, loss_mask: torch.Tensor | None, output: torch.Tensor, *, weight: float = 1.0
+    args: Namespace, loss_mask: torch.Tensor | None, output: torch.Tensor, *, divisor: int | None = None
 ) -> tuple[torch.Tensor, Any, Any]:
-    """Sum of the token losses and number of trained tokens: upstream divides by the tokens of the global batch.
+    """Sum of the token losses, and their number: upstream divides gradients by its sum over the global batch.
 
-    `weight` multiplies the gradient, not the loss that is reported.
+    `divisor` takes the place of the number there, not in the loss that is reported.
     """
     assert loss_mask is not None  # the stage with the loss has the mask
     loss = torch.sum(output.view(-1).float() * loss_mask.view(-1).float())
     tokens = loss_mask.sum().to(torch.int)
     return (
-        weight * check_loss(args, loss),
-        tokens,
+        check_loss(args, loss),
+        tokens if divisor is None else torch.full_like(tokens, divisor),
         {"lm loss": torch.cat([loss.detach().view(1), tokens.detach().view(1)])},
     )
 

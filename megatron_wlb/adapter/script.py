@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 from typing import Any
 
+from megatron_wlb.adapter.arguments import checked_with_checkpoint
 from megatron_wlb.adapter.pretrain import one_line, prepare
 
 
@@ -21,7 +22,10 @@ def install() -> None:
     package: Any = importlib.import_module("megatron.training")
     training: Any = importlib.import_module("megatron.training.training")
     arguments: Any = importlib.import_module("megatron.training.arguments")
+    checkpointing: Any = importlib.import_module("megatron.training.checkpointing")
     arguments.parse_args = _parsing(arguments.parse_args)
+    load = checked_with_checkpoint(checkpointing.load_args_from_checkpoint)
+    checkpointing.load_args_from_checkpoint = one_line()(load)
     package.pretrain = training.pretrain = _training(training.pretrain)
 
 
@@ -37,7 +41,8 @@ def _parsing(original: Any) -> Any:
         if parsed.wlb:
             with one_line():
                 compat.check_flags(parsed)
-                arguments.check(parsed, arguments.config_from_args(parsed))
+                if not parsed.use_checkpoint_args:
+                    arguments.check(parsed, arguments.config_from_args(parsed))
             parsed.dataloader_type = "external"
         return parsed
 

@@ -63,6 +63,8 @@ REFUSED = {
     "--transformer-impl local --apply-layernorm-1p": "leave one of them out",
     "--rerun-mode report_stats": "give validate_results or disabled",
     "--mtp-num-layers 1": "mtp-num-layers",
+    "--sequence-parallel --defer-embedding-wgrad-compute": "by the length of the first; leave it out",
+    "--cpu-offloading-retain-pinned-cpu-buffers": "buffers of one shape",
     "--num-experts 4 --moe-token-dispatcher-type allgather": "give alltoall",
     "--use-ring-exchange-p2p": "fixed shapes",
     "--attention-backend local": "--wlb-attention-backend",
@@ -78,6 +80,8 @@ REFUSED = {
     "--position-embedding-type mrope": "give rope, yarn",
     "--mock-data": "--data-path",
     "--sft": "--data-path",
+    "--logits-load-dir x": "order of documents",
+    "--logits-save-dir x": "order of documents",
     "--full-validation": "give --eval-iters",
     "--dataloader-type cyclic": "leave it out",
     "--non-persistent-save-interval 5": "use --save-interval",
@@ -90,17 +94,18 @@ REFUSED = {
     "--log-max-attention-logit": "the largest logit",
     "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-pad-expert-input-to-capacity": "ranks; leave it out",
     "--num-experts 4 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep": "give deepep",
+    "--num-experts 4 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ncclep": "first .*; give deepep",
     "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication": (
         "leave --no-overlap-p2p-communication out"
     ),
 }
-SINCE = {"--eval-micro-batch-size 2": 18}
-"""Minor version of megatron-core that first has a flag."""
+SINCE = {"eval-micro-batch-size": 18, "logits": 19, "ncclep": 19}
+"""Minor version of megatron-core that first has a flag, by a part of it."""
 
 
 @pytest.mark.parametrize("flags", REFUSED)
 def test_refused(flags, monkeypatch):
-    if compat.minor() < SINCE.get(flags, 0):
+    if any(part in flags and compat.minor() < since for part, since in SINCE.items()):
         pytest.skip("this megatron-core does not have the flag")
     with pytest.raises(ValueError, match=REFUSED[flags]) as error:
         check(monkeypatch, *flags.split(), world_size=2 if "global-batch" in flags else 1)
@@ -191,6 +196,14 @@ def test_what_an_older_megatron_core_lacks_is_refused(flag, since, monkeypatch):
         compat.check_flags(Namespace(**{flag: None}))
 
 
+@pytest.mark.parametrize("flag", ["use_legacy_models", "inprocess_restart"])
+@pytest.mark.parametrize("minor", [17, 18, 19])
+def test_what_no_megatron_core_can_do_is_refused(flag, minor, monkeypatch):
+    monkeypatch.setattr(compat, "minor", lambda: minor)
+    with pytest.raises(ValueError, match=f"--{flag.replace('_', '-')} is not supported .*; leave it out, or train"):
+        compat.check_flags(Namespace(**{flag: True}))
+
+
 def test_replacing_a_name_that_upstream_moved_fails():
     from megatron.training import training
 
@@ -230,6 +243,19 @@ def test_bad_dataset(damage, message, monkeypatch, tmp_path):
         load_splits(args)
 
 
+@pytest.mark.parametrize(("documents", "split"), [(100, "100,0,0"), (40, "99,1,0")])
+def test_an_empty_validation_split_is_refused_where_it_would_be_evaluated(documents, split, monkeypatch, tmp_path):
+    write_index(tmp_path / "corpus.idx", torch.full((documents,), 10).numpy())
+    (tmp_path / "corpus.bin").write_bytes(bytes(40 * documents))
+    args, _ = check(monkeypatch, "--split", split, "--data-path", str(tmp_path / "corpus"))
+    assert not load_splits(args)["valid"].sources
+    args.eval_iters = 100  # upstream's default
+    with pytest.raises(ValueError, match="--eval-iters is 100; give --eval-iters 0, or another --split"):
+        load_splits(args)
+    args.split = "90,10,0"
+    assert load_splits(args)["valid"].sources
+
+
 def test_the_entry_point_prints_one_line_and_ends_with_status_2(tmp_path):
     flags = [*MODEL, "--data-path", str(tmp_path / "nothing"), "--wlb"]
     done = subprocess.run(
@@ -247,10 +273,10 @@ def _env():
 
 
 def test_weights_and_optimizer_are_shared_as_flags_say(monkeypatch):
-    """By upstream's own formula: 18 bytes a parameter, of which the distributed optimizer shares 12."""
+    """By upstream's own formula: 18 bytes a parameter, of which the distributed optimizer shares 12; Adam's only."""
 
-    def held(*flags):
-        args, _ = check(monkeypatch, "--expert-tensor-parallel-size", "1", *flags)
+    def held(*flags, optimizer="adam"):
+        args, _ = check(monkeypatch, "--expert-tensor-parallel-size", "1", "--optimizer", optimizer, *flags)
         args.kv_channels, args.ffn_hidden_size, args.padded_vocab_size = 16, 256, 512
         args.data_parallel_size = args.context_parallel_size = 2
         return compat.weight_and_optimizer_bytes(args)
@@ -259,5 +285,6 @@ def test_weights_and_optimizer_are_shared_as_flags_say(monkeypatch):
     assert whole % 18 == 0
     assert held("--use-distributed-optimizer") == whole * 9 / 18
     assert held("--use-precision-aware-optimizer") is None
+    assert held(optimizer="sgd") is held("--use-distributed-optimizer", optimizer="muon") is None
     if compat.minor() >= 19:
         assert held("--use-torch-fsdp2", "--untie-embeddings-and-output-weights") == whole / 4

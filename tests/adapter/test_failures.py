@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from megatron_wlb.adapter import checkpoint, data, log
 from megatron_wlb.adapter.checkpoint import load_state, save_state
+from megatron_wlb.adapter.job import WlbJob
 from megatron_wlb.plan import document_log, step
 from megatron_wlb.plan.dataset import read_index, read_tokens
 from megatron_wlb.plan.step import Layout, Planner
@@ -222,6 +224,24 @@ def test_what_ends_the_planner_reaches_the_training_loop(size, rank, error, data
     with pytest.raises(RuntimeError, match=rf"(?s){type(error).__name__}: {error}.*planning failed before step 2"):
         train(size, dataset, "--train-iters", "4", log=path, timeout=60)
     assert steps_of(path) == [1, 2]
+
+
+def test_a_signal_to_the_process_group_ends_the_run_with_a_checkpoint(dataset, tmp_path, monkeypatch):
+    """As launchers and clusters send it; the processes that read ahead get it, too."""
+    forward, sent = WlbJob.forward_step, []
+
+    def signalled(self, *args, **kwargs):
+        if self._last_step == 1 and not sent:
+            sent.append(os.killpg(os.getpgrp(), signal.SIGTERM))
+            time.sleep(0.5)  # until who dies of it has
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(WlbJob, "forward_step", signalled)
+    flags = "--num-workers 1 --exit-signal-handler --train-iters 4 --save-interval 9 --ckpt-format torch".split()
+    with pytest.raises(RuntimeError, match="SystemExit"):  # upstream's way to stop
+        train(1, dataset, *flags, "--save", str(tmp_path))
+    assert load_state(str(tmp_path), 2)[0]["step"] == 2
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
 
 
 def planner():

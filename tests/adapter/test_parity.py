@@ -141,6 +141,22 @@ def test_torch_fsdp2(size, layout, dataset, single, tmp_path):
     compare(train(size, dataset, FSDP2, *layout.split(), log=tmp_path / "log.jsonl"), single)
 
 
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        (4, f"{CP2} {PP2}"),
+        full(2, ""),
+        pytest.param(2, FSDP2, marks=pytest.mark.skipif(compat.minor() < 19, reason="upstream's own fails")),
+    ],
+)
+def test_weighted_gradients(size, layout, dataset, alone, single, tmp_path):
+    flags = "--wlb-weight-gradients"
+    one = alone(flags)
+    compare(train(size, dataset, flags, *layout.split(), log=tmp_path / "log.jsonl"), one)
+    assert one["log"][0]["loss"] == single["log"][0]["loss"]
+    assert relative_error(one["grads"][0], single["grads"][0]) > 0.01
+
+
 @pytest.mark.parametrize("layout", ["tp2-sp", "cp2", "pp2-vpp2", "tp2-cp2-pp2-vpp2"])
 def test_recomputation(layout, dataset, single, tmp_path):
     size, flags = LAYOUTS[layout]

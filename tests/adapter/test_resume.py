@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_wlb.adapter import gpt
 from megatron_wlb.adapter.checkpoint import MAX_STATE_BYTES, load_state, save_state, state_path
 from megatron_wlb.plan import document_log
 from megatron_wlb.plan.dataset import read_index
@@ -173,6 +174,37 @@ def test_on_and_off_within_a_run(dataset, tmp_path):
     train(1, dataset, *common, "3", wlb=False)
     assert (tmp_path / "ckpt/latest_checkpointed_iteration.txt").read_text() == "3"
     assert not state_path(ckpt, 3).exists()
+
+
+def test_flags_of_the_checkpoint_are_held_against_the_same_rules(dataset, tmp_path, monkeypatch):
+    """`--use-checkpoint-args` overwrites what was given, and gives what was not; but no attention dropout."""
+    experts = "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-ffn-hidden-size 64".split()
+    for name, flags in (("dense", ["--attention-dropout", "0.1"]), ("moe", experts)):
+        save = [
+            "--save",
+            str(tmp_path / name),
+            "--save-interval",
+            "9",
+            "--data-cache-path",
+            str(tmp_path / "cache"),
+            "--train-iters",
+            "1",
+        ]
+        train(1, dataset, *ADAM, *save, *flags, wlb=False)
+    load = [*ADAM, "--use-checkpoint-args", "--wlb-restart-packing", "--train-iters", "2", "--load"]
+    load = ["--override-opt-param-scheduler", *load]
+    with pytest.raises(RuntimeError, match=r"allgather needs .*; give alltoall; flags of the checkpoint count, too"):
+        train(1, dataset, *load, str(tmp_path / "moe"))
+
+    configure = gpt.configure
+
+    def watched(model, **options):
+        assert model.transformer.attention_dropout == 0
+        configure(model, **options)
+
+    monkeypatch.setattr(gpt, "configure", watched)
+    run = train(1, dataset, *load, str(tmp_path / "dense"), without="--seq-length", log=tmp_path / "log.jsonl")
+    assert [e["step"] for e in run["log"]] == [2]
 
 
 def test_resume_without_state_and_from_another_dataset_are_refused(dataset, tmp_path):

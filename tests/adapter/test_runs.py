@@ -10,6 +10,7 @@ from tests.adapter.training import relative_error, train
 TP2 = "--tensor-model-parallel-size 2".split()
 PP2 = "--pipeline-model-parallel-size 2".split()
 CP2 = "--context-parallel-size 2".split()
+MOE = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-ffn-hidden-size 64"
 
 
 def test_evaluation_is_the_same_in_every_layout_and_does_not_disturb_training(dataset, tmp_path):
@@ -84,9 +85,11 @@ def test_s_max_follows_the_memory_budget(dataset, tmp_path):
     assert len(run["log"]) == 2
 
 
-def test_gradients_can_be_weighted_by_the_tokens_of_the_step(dataset, tmp_path):
+@pytest.mark.parametrize("model", ["", f"{MOE} --moe-aux-loss-coeff 0.1", f"{MOE} --moe-z-loss-coeff 0.1"])
+def test_gradients_can_be_weighted_by_the_tokens_of_the_step(model, dataset, tmp_path):
+    """Those of the router's losses, too, and not the loss that is reported."""
     runs = [
-        train(1, dataset, "--train-iters", "1", *flags, log=tmp_path / f"{len(flags)}.jsonl")
+        train(1, dataset, "--train-iters", "1", *model.split(), *flags, log=tmp_path / f"{len(flags)}.jsonl")
         for flags in ([], ["--wlb-weight-gradients"])
     ]
     plain, weighted = (run["grads"][0] for run in runs)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.adapter.training import MODEL, WLB
+from tests.adapter.training import MODEL, WLB, train
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("upstream_script.py"))
@@ -30,6 +30,24 @@ def test_wlb_in_an_unmodified_script_trains_as_our_own(dataset):
     theirs = steps(launch("-m", "megatron_wlb.run", SCRIPT, *flags))
     assert len(theirs) == 2
     assert theirs == steps(launch(str(ROOT / "pretrain_gpt.py"), *flags))
+
+
+def test_flags_of_the_checkpoint_are_checked_in_a_script(dataset, tmp_path):
+    """All but attention dropout, which the script may build its model with."""
+    common = ["--optimizer", "adam", "--data-cache-path", str(tmp_path / "cache")]
+    save = ["--save", str(tmp_path), "--save-interval", "9", "--train-iters", "1", "--attention-dropout", "0.1"]
+    train(1, dataset, *common, *save, wlb=False)
+    first = MODEL.index("--seq-length")
+    flags = [*MODEL[:first], *MODEL[first + 2 :], *common, "--data-path", dataset, "--eval-interval", "100"]
+    flags += ["--load", str(tmp_path), "--use-checkpoint-args", "--override-opt-param-scheduler"]
+    flags += ["--wlb", "--wlb-restart-packing"]
+    finished = launch("-m", "megatron_wlb.run", SCRIPT, *flags, processes=1)
+    assert len(steps(finished)) == 1
+    assert re.search(r" attention_dropout \.+ 0\.0\n", finished.stdout)
+    finished = launch("-m", "megatron_wlb.run", SCRIPT, *flags, "--wlb-max-tokens", "128", processes=1)
+    assert re.search(
+        "error: --wlb-max-tokens 128 is under --seq-length 256.*; flags of the checkpoint", finished.stderr
+    )
 
 
 def test_without_wlb_the_script_is_on_its_own(dataset):

@@ -68,6 +68,11 @@ def no_training_split(at: At):
     data.load_splits(args_with(data_path=[prefix]))
 
 
+def no_validation_split(at: At):
+    prefix = write_lengths(at.folder / "corpus", np.full(9, 9, np.int64))
+    data.load_splits(args_with(data_path=[prefix], split="100,0,0", eval_iters=100))
+
+
 def save_in_a_file(at: At):
     (at.folder / "file").touch()
     checkpoint.save_state(str(at.folder / "file"), 3, {"step": 3}, {})
@@ -186,6 +191,10 @@ CASES: list[Case] = [
         "--wlb: the training split is <empty>: no document of at least <2> tokens; check --split",
         no_training_split,
     ),
+    (
+        "--wlb: the validation split is empty, and --eval-iters is <100>; give --eval-iters <0>, or another --split",
+        no_validation_split,
+    ),
     # checkpoint.py, resume.py
     (
         "[Errno …] cannot save the packer state <…iter_0000003.wlb.json>: …; earlier checkpoints are as they were, "
@@ -248,6 +257,32 @@ CASES: list[Case] = [
         lambda at: ThdShard.build(per_document(np.array([8, 9, 4]), 2), 0),
     ),
     ("--wlb: <--seq-length> is missing; give the context window", refused(seq_length=None)),
+    (
+        "--wlb: <--mtp-num-layers> would predict across the boundaries of packed documents and CP shards; leave it "
+        "out; flags of the checkpoint count, too (--use-checkpoint-args)",
+        lambda at: arguments.checked_with_checkpoint(lambda args, load_arg: vars(args).update(mtp_num_layers=1))(
+            args_with()
+        ),
+    ),
+    (
+        "--wlb: <--defer-embedding-wgrad-compute> with --sequence-parallel gathers all micro-batches by the length of "
+        "the first; leave it out",
+        refused(defer_embedding_wgrad_compute=True, sequence_parallel=True),
+    ),
+    (
+        "--wlb: <--cpu-offloading-retain-pinned-cpu-buffers> keeps buffers of one shape, and micro-batches vary in "
+        "length; leave it out",
+        refused(cpu_offloading_retain_pinned_cpu_buffers=True),
+    ),
+    (
+        "--wlb: <--logits-load-dir and --logits-save-dir> go by the order of documents of a run without --wlb; leave "
+        "them out",
+        refused(logits_load_dir="x"),
+    ),
+    (
+        "--wlb: --moe-flex-dispatcher-backend <ncclep> sizes its buffers by the first micro-batch; give <deepep>",
+        refused(num_experts=4, moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="ncclep"),
+    ),
     (
         "--wlb: --micro-batch-size is <2>; a micro-batch is one packed sequence, give <1> (and --eval-micro-batch-size "
         "<1> or none)",

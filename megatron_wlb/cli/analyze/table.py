@@ -120,8 +120,8 @@ def facts(report: Report) -> list[str]:
         "GPU; megatron-wlb compare does that with the log of a run.",
         f"{steps['simulated']} steps of each scheme were simulated and {steps['packed']} packed, after {WARM_UP} that "
         "fill queues. Time per token is that of the simulated steps' work, at the work per token of all packed ones.",
-        "Megatron exchanges K and V in a ring; the paper's scheme gathers all of them before it computes, --wlb those of "
-        f"documents that CP ranks share, in {job.cp_head_groups} head groups of which one computes while the next "
+        "Megatron exchanges K and V in a ring; the paper's scheme gathers all of them before it computes, --wlb those "
+        f"of documents that CP ranks share, in {job.cp_head_groups} head groups of which one computes while the next "
         "travels. In all of them attention stays inside of documents, and sequence parallelism is on. All numbers are "
         "those of bf16: FP8 is not modelled.",
         "Activations are the peak if every micro-batch in flight had S_max tokens; weights and optimizer come on top.",
