@@ -209,9 +209,8 @@ def held_out_shapes(num_shapes: int) -> np.ndarray:
 def count(shard: Shard, heads: int, tile_rows: int) -> tuple[int, int, int]:
     """What the launch, tile and query_tile of `KernelTimes` are multiplied with for a shard."""
     kernel = KernelModel(tile_rows=tile_rows, launch=0.0, tile=0.0, query_tile=0.0)
-    counts = np.array([kernel.count(colour) for colour in shard.colours if len(colour)])
-    tiles, query_tiles = counts.sum(0).tolist()
-    return len(counts), heads * tiles, heads * query_tiles
+    launches, tiles, query_tiles = kernel.count_shard(shard.colours)
+    return launches, heads * tiles, heads * query_tiles
 
 
 def fit(counts: np.ndarray, us: np.ndarray) -> KernelTimes:

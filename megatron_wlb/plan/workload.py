@@ -6,6 +6,7 @@ everything else (paper, equation 2 with W_a ~ d^2 and W_l ~ d).
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -98,6 +99,11 @@ class KernelModel:
         first = -(-(starts + t) // t)
         tiles = full * first + full * (full - 1) // 2 + (q % t > 0) * -(-stops // t)
         return int(tiles.sum()), int((-(-q // t)).sum())
+
+    def count_shard(self, colours: Sequence[np.ndarray]) -> tuple[int, int, int]:
+        """Launches, one per colour with rows, N_t and N_q of a shard."""
+        counts = [self.count(colour) for colour in colours if len(colour)]
+        return len(counts), sum(tiles for tiles, _ in counts), sum(query_tiles for _, query_tiles in counts)
 
     def time(self, launches: Any, tiles: Any, query_tiles: Any) -> Any:
         """Predicted time of counts, which may be arrays; in the order of operations of csrc/sharding.cpp."""

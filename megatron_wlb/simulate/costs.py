@@ -1,13 +1,12 @@
 """The cost model: how long every pass of every micro-batch takes, and what that time is made of."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from megatron_wlb.plan.sharding.exchange import num_sent
 from megatron_wlb.plan.types import ShardPlan
-from megatron_wlb.plan.workload import KernelModel
 from megatron_wlb.simulate.collectives import Group
 from megatron_wlb.simulate.job import Job
 
@@ -51,72 +50,40 @@ def pass_times(job: Job, plans: Sequence[ShardPlan]) -> Passes:
 
     Raises ValueError for micro-batches that are not sharded over `job.cp` ranks.
     """
-    model, hardware, network = job.model, job.hardware, job.hardware.network
     for plan in plans:
         if len(plan.shards) != job.cp:
             raise ValueError(
                 f"a micro-batch is sharded over {len(plan.shards)} context-parallel ranks, not {job.cp}; plan it for "
                 "the job"
             )
+    model, network = job.model, job.hardware.network
     tokens = np.array([plan.lengths.sum() for plan in plans]) / job.cp
-    kernel = job.kernel(backward=False)
-    counts = np.array([[_count(kernel, s.colours) for s in plan.shards] for plan in plans])  # [M, cp, 3]
-    shared = tokens * job.cp if job.gather_all else np.array([num_sent(plan) * job.cp for plan in plans])
-
-    tensor, context = Group(size=job.tp, stride=1), Group(size=job.cp, stride=job.tp)
+    tensor = Group(size=job.tp, stride=1)
     hidden_bytes = tokens * model.hidden_size * BF16
-    gather = network.collective("all_gather", hidden_bytes, tensor)
-    scatter = network.collective("reduce_scatter", hidden_bytes, tensor)
+    gather, scatter = (network.collective(name, hidden_bytes, tensor) for name in ("all_gather", "reduce_scatter"))
+    # Forward: gathered before and scattered after attention and feed-forward; backward mirrors that, and gathers the
+    # inputs again for the gradients of the weights.
+    moved = 2 * (gather + scatter), 4 * gather + 2 * scatter
     exposed = 1 - job.tp_overlap
-
-    def products(weights: int, tflops: float) -> np.ndarray:
-        return 2 * weights / job.tp * tokens / tflops / 1e6
-
-    def memory(bytes_per_token: float) -> np.ndarray:
-        return bytes_per_token / job.tp * tokens / hardware.memory_gb_per_s / 1e3
-
-    # Reads and writes in bf16 of two norms and two residual sums, rotary embedding, and the activation.
-    values = 2 * 2 * model.hidden_size + 2 * 3 * model.hidden_size + 2 * (model.query_size + model.key_size)
-    values += model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
-    measured = hardware.attention.linear_tflops  # over all of the time, with that of memory
-    tflops = measured or (hardware.linear_tflops, hardware.linear_tflops)
-    linear = [n * products(model.layer_weights, rate) for n, rate in zip((1, 2), tflops, strict=True)]
-    if measured is None:
-        linear = [each + n * memory(values * BF16) for n, each in zip((1, 2), linear, strict=True)]
-
-    # K and V of all ranks arrive; in backward again, and their gradients leave in fp32.
-    kv_bytes = shared * 2 * -(-model.num_query_groups // job.tp) * model.kv_channels * BF16
-    collectives = 1 if job.cp_ring else job.cp_head_groups
-    arrive = collectives * network.collective("all_gather", kv_bytes / collectives, context)
-    leave = collectives * network.collective("reduce_scatter", kv_bytes / collectives / BF16 * FP32, context)
-    arrive, leave = (np.where(shared > 0, time, 0.0) for time in (arrive, leave))
-
-    def layer(backward: bool) -> LayerTimes:
-        launches, tiles, query_tiles = np.moveaxis(counts, 2, 0)
-        attention = job.kernel(backward=backward).time(launches, tiles, query_tiles)
-        # Forward: gathered before and scattered after attention and feed-forward; backward mirrors that, and gathers
-        # the inputs again for the gradients of the weights.
-        moved = 2 * (gather + scatter) + (2 * gather if backward else 0)
-        return LayerTimes(
-            linear=linear[backward],
-            tensor=moved * exposed,
-            attention=attention,
-            exchange=_exposed(arrive + leave if backward else arrive, attention.max(axis=1), job.exchange_parts),
+    kernel = job.kernel(backward=False)
+    counts = np.array([[kernel.count_shard(s.colours) for s in plan.shards] for plan in plans])  # [M, cp, 3]
+    attention = [job.kernel(backward=backward).time(*np.moveaxis(counts, 2, 0)) for backward in (False, True)]
+    linear, exchange = _linear(job, tokens), _exchange(job, plans, tokens)
+    forward, backward = (
+        LayerTimes(
+            linear=linear[i],
+            tensor=moved[i] * exposed,
+            attention=attention[i],
+            exchange=_exposed(exchange[i], attention[i].max(axis=1), job.exchange_parts),
         )
-
-    forward, backward = layer(False), layer(True)
+        for i in range(2)
+    )
     if job.recompute:
-        backward = LayerTimes(
-            linear=backward.linear + forward.linear,
-            tensor=backward.tensor + forward.tensor,
-            attention=backward.attention + forward.attention,
-            exchange=backward.exchange + forward.exchange,
-        )
+        backward = LayerTimes(**{f.name: getattr(backward, f.name) + getattr(forward, f.name) for f in fields(forward)})
     layers = job.layers()[:, :, None]
     times = [layers * forward.total, layers * backward.total]
-    # The embedding scatters its rows; logits are written in bf16, and read and written in fp32 by the loss.
-    logits = memory(model.padded_vocab_size * (BF16 + 2 * FP32))
-    output = [n * (products(model.vocabulary_weights, rate) + logits) for n, rate in zip((1, 2), tflops, strict=True)]
+    # The embedding scatters its rows; the output layer gathers them.
+    output = _output(job, tokens)
     times[0][0, 0] += scatter * exposed
     times[1][0, 0] += gather * exposed
     times[0][-1, -1] += output[0] + gather * exposed
@@ -126,10 +93,52 @@ def pass_times(job: Job, plans: Sequence[ShardPlan]) -> Passes:
     return Passes(forward=times[0], backward=times[1], transfer=transfer, layers=(forward, backward))
 
 
-def _count(kernel: KernelModel, colours: tuple[np.ndarray, ...]) -> tuple[int, int, int]:
-    """Launches, tiles and query tiles of a shard."""
-    counts = [kernel.count(colour) for colour in colours if len(colour)]
-    return len(counts), sum(c[0] for c in counts), sum(c[1] for c in counts)
+Directions = tuple[np.ndarray, np.ndarray]
+"""Forward and backward, in us, float64 [M] each."""
+
+
+def _linear(job: Job, tokens: np.ndarray) -> Directions:
+    """Matrix products of a layer and, unless rates were measured with it, what is bound by memory."""
+    model = job.model
+    forward, backward = _products(job, model.layer_weights, tokens)
+    if job.hardware.attention.linear_tflops:
+        return forward, backward
+    # Reads and writes in bf16 of two norms and two residual sums, rotary embedding, and the activation.
+    values = 2 * 2 * model.hidden_size + 2 * 3 * model.hidden_size + 2 * (model.query_size + model.key_size)
+    values += model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
+    memory = _memory(job, values * BF16, tokens)
+    return forward + memory, backward + 2 * memory
+
+
+def _output(job: Job, tokens: np.ndarray) -> Directions:
+    """The output layer and the loss: logits are written in bf16, and read and written in fp32."""
+    forward, backward = _products(job, job.model.vocabulary_weights, tokens)
+    logits = _memory(job, job.model.padded_vocab_size * (BF16 + 2 * FP32), tokens)
+    return forward + logits, backward + 2 * logits
+
+
+def _products(job: Job, weights: int, tokens: np.ndarray) -> Directions:
+    assumed = job.hardware.linear_tflops
+    forward, backward = job.hardware.attention.linear_tflops or (assumed, assumed)
+    flops = 2 * weights / job.tp * tokens
+    return flops / forward / 1e6, 2 * flops / backward / 1e6
+
+
+def _memory(job: Job, bytes_per_token: float, tokens: np.ndarray) -> np.ndarray:
+    return bytes_per_token / job.tp * tokens / job.hardware.memory_gb_per_s / 1e3
+
+
+def _exchange(job: Job, plans: Sequence[ShardPlan], tokens: np.ndarray) -> Directions:
+    """K and V of all ranks arrive; in backward again, and their gradients leave in fp32."""
+    model, collective = job.model, job.hardware.network.collective
+    shared = tokens * job.cp if job.gather_all else np.array([num_sent(plan) * job.cp for plan in plans])
+    collectives = 1 if job.cp_ring else job.cp_head_groups
+    kv_bytes = shared / collectives * 2 * -(-model.num_query_groups // job.tp) * model.kv_channels * BF16
+    group = Group(size=job.cp, stride=job.tp)
+    arrive = collective("all_gather", kv_bytes, group)
+    leave = collective("reduce_scatter", kv_bytes / BF16 * FP32, group)
+    arrive, leave = (np.where(shared > 0, collectives * time, 0.0) for time in (arrive, leave))
+    return arrive, arrive + leave
 
 
 def _exposed(communication: np.ndarray, computation: np.ndarray, parts: int) -> np.ndarray:

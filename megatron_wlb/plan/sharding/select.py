@@ -34,9 +34,7 @@ def rank_work(plan: ShardPlan, kernel: KernelModel) -> np.ndarray:
 
 def shard_work(shard: Shard, kernel: KernelModel) -> float:
     """Predicted attention time of one rank: one kernel launch per colour with rows."""
-    counts = [kernel.count(colour) for colour in shard.colours if len(colour)]
-    tiles, query_tiles = (sum(c) for c in zip(*counts, strict=True)) if counts else (0, 0)
-    return float(kernel.time(len(counts), tiles, query_tiles))
+    return float(kernel.time(*kernel.count_shard(shard.colours)))
 
 
 def predicted_time(plan: ShardPlan, kernel: KernelModel) -> float:
