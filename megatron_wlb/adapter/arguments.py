@@ -1,6 +1,7 @@
 """Command line: the `--wlb-*` flags, and what upstream's flags must be for `--wlb` to be right."""
 
 import argparse
+import contextlib
 import functools
 import math
 from dataclasses import fields
@@ -100,10 +101,10 @@ def check(args: argparse.Namespace, config: WlbConfig) -> None:
         _check_upstream_attention(args, config)
 
 
-def checked_with_checkpoint(load: Any) -> Any:
+def checked_with_checkpoint(load: Any, reporting: Any = contextlib.nullcontext) -> Any:
     """Upstream's `load_args_from_checkpoint` (`--use-checkpoint-args`), after which the flags are held against `check`.
 
-    It overwrites many, given or not; attention dropout stays as given.
+    It overwrites many, given or not; attention dropout stays as given. `reporting` makes the context of the check.
     """
 
     @functools.wraps(load)
@@ -113,10 +114,13 @@ def checked_with_checkpoint(load: Any) -> Any:
         if args.wlb:
             args.attention_dropout = given
             if load_arg == "load":  # the last of two calls
-                try:
-                    check(args, config_from_args(args))
-                except ValueError as error:
-                    raise ValueError(f"{error}; flags of the checkpoint count, too (--use-checkpoint-args)") from error
+                with reporting():
+                    try:
+                        check(args, config_from_args(args))
+                    except ValueError as error:
+                        raise ValueError(
+                            f"{error}; flags of the checkpoint count, too (--use-checkpoint-args)"
+                        ) from error
         return loaded
 
     return load_args_from_checkpoint

@@ -24,8 +24,7 @@ def install() -> None:
     arguments: Any = importlib.import_module("megatron.training.arguments")
     checkpointing: Any = importlib.import_module("megatron.training.checkpointing")
     arguments.parse_args = _parsing(arguments.parse_args)
-    load = checked_with_checkpoint(checkpointing.load_args_from_checkpoint)
-    checkpointing.load_args_from_checkpoint = one_line()(load)
+    checkpointing.load_args_from_checkpoint = checked_with_checkpoint(checkpointing.load_args_from_checkpoint, one_line)
     package.pretrain = training.pretrain = _training(training.pretrain)
 
 

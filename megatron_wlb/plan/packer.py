@@ -73,7 +73,8 @@ class Packer:
     """Packs step after step; a policy draws from the stream what it needs.
 
     A document arrives in the step in whose global batch of N * C pairs it begins. A step that would hold no document
-    at all, since all of its documents wait, moves on by another global batch.
+    at all, since all of its documents wait, moves on by another global batch; where a policy forgoes the rest of one,
+    the next begins there.
 
     Args:
         stream: where documents come from.
@@ -124,7 +125,8 @@ class Packer:
             packing = self._policy.pack(self._step, draw)
             if len(packing.documents):
                 break
-            self._base = draw.skip_a_global_batch()
+            draw.skip_a_global_batch()
+        self._base = draw.base
         drawn = np.concatenate([np.empty(0, DOCUMENT), *draw.rows])
         # A policy may draw less than a global batch; a window half full would count as a short micro-batch.
         original = self._original.cut(drawn, full=not draw.exhausted)
@@ -195,9 +197,8 @@ class Packer:
         ahead = self._stream.position - position - (state["step"] - step) * batch_tokens
         least, most = -(1 << 62), 1 << 62
         if state["policy"] in ("original", "wlb"):
-            # These draw a global batch in a step, up to the document that crosses its end; wlb may draw less.
-            least = 0 if state["policy"] == "original" and not self._stream.exhausted else least
-            most = self._context_length - 1
+            # These draw a global batch in every step, up to the document that crosses its end.
+            least, most = least if self._stream.exhausted else 0, self._context_length - 1
         if not least <= ahead <= most:
             raise saved.damaged(f"base {state['base']} does not fit its step and the position of the stream")
         return step, position
@@ -207,7 +208,9 @@ class _Draw:
     """The stream as a policy sees it in one step: global batches in, documents with their arrival out."""
 
     def __init__(self, stream: DocumentStream, step: int, base: tuple[int, int], batch_tokens: int) -> None:
-        self._stream, self._step, self._base, self._batch_tokens = stream, step, base, batch_tokens
+        self._stream, self._step, self._batch_tokens = stream, step, batch_tokens
+        self.base = base
+        """A step, and the position of the stream at which its global batch begins."""
         self.rows: list[np.ndarray] = []
 
     @property
@@ -215,18 +218,18 @@ class _Draw:
         return self._stream.exhausted
 
     def __call__(self, global_batches: int) -> np.ndarray:
-        step, position = self._base
+        step, position = self.base
         return self._take(position + (global_batches - step) * self._batch_tokens)
 
     def more(self, tokens: int) -> np.ndarray:
         return self._take(self._stream.position + tokens)
 
     def ahead(self, step: int) -> int:
-        base_step, position = self._base
+        base_step, position = self.base
         return self._stream.position - position - (step - base_step) * self._batch_tokens
 
     def _take(self, limit: int) -> np.ndarray:
-        step, position = self._base
+        step, position = self.base
         begin = self._stream.position
         rows = self._stream.take(limit)
         starts = begin + np.cumsum(rows["length"]) - rows["length"]
@@ -235,10 +238,13 @@ class _Draw:
         self.rows.append(rows)
         return rows
 
-    def skip_a_global_batch(self) -> tuple[int, int]:
-        step, position = self._base
-        self._base = (step, position + self._batch_tokens)
-        return self._base
+    def forgo(self, step: int) -> None:
+        if self.ahead(step) < 0 and not self.exhausted:
+            self.base = step, self._stream.position
+
+    def skip_a_global_batch(self) -> None:
+        step, position = self.base
+        self.base = step, position + self._batch_tokens
 
 
 def make_packer(

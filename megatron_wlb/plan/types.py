@@ -64,6 +64,9 @@ class Draw(Protocol):
     def ahead(self, step: int) -> int:
         """Pairs taken so far beyond the beginning of global batch `step`."""
 
+    def forgo(self, step: int) -> None:
+        """Global batch `step` begins here, if more than this was due: it will not be made up for."""
+
 
 class Policy(Protocol):
     """A packing policy: which documents run in a step, and in which micro-batch; see `packing/`."""

@@ -99,10 +99,11 @@ class _ContextParallelAttention(torch.autograd.Function):
         q, k, v, out, *rest = ctx.saved_tensors
         lse, kept = rest[: len(groups) * len(metadata.colours)], rest[len(groups) * len(metadata.colours) :]
         dout = _dense_heads(dout)
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         if group is None and metadata.keys_are_rows:
             dkv = attend_backward(dout, q, k, v, out, lse, dq, metadata, options)
             return dq, *dkv[:-1].to(k.dtype).unbind(1), None, None, None
+        dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
         gathered = zip(kept[::2], kept[1::2], strict=True) if kept else _gathered(k, v, groups, metadata, group)
         under_way: list[_Leaving] = []
         for i, (heads, (k_all, v_all)) in enumerate(zip(groups, gathered, strict=True)):
@@ -234,12 +235,12 @@ class _Leaving:
     def arrive(self) -> None:
         """Wait for the sums of all ranks, and write them down."""
         m = self._metadata
-        self._write(self._own, m.own_rows, False)
+        self._write(self._own, m.own_rows)
         if self._work is not None:
             self._work.wait()
             self._write(self._sum, m.sent_rows, m.sends_rows)
 
-    def _write(self, dkv: Tensor, rows: Tensor, all_in_order: bool) -> None:
+    def _write(self, dkv: Tensor, rows: Tensor, all_in_order: bool = False) -> None:
         for local, values in zip((self._dk, self._dv), dkv[: rows.shape[0]].to(self._dk.dtype).unbind(1), strict=True):
             if all_in_order:
                 local.copy_(values)

@@ -67,15 +67,13 @@ def pass_times(job: Job, plans: Sequence[ShardPlan]) -> Passes:
     exposed = 1 - job.tp_overlap
     kernel = job.kernel(backward=False)
     counts = np.array([[kernel.count_shard(s.colours) for s in plan.shards] for plan in plans])  # [M, cp, 3]
-    attention = [job.kernel(backward=backward).time(*np.moveaxis(counts, 2, 0)) for backward in (False, True)]
-    linear, exchange = _linear(job, tokens), _exchange(job, plans, tokens)
+    shared = tokens * job.cp if job.gather_all else np.array([num_sent(plan) * job.cp for plan in plans])
+    launches, tiles, query_tiles = np.moveaxis(counts, 2, 0)
+    launches = np.where(shared[:, None] > 0, launches, launches / job.exchange_parts)  # all at once
+    attention = [job.kernel(backward=backward).time(launches, tiles, query_tiles) for backward in (False, True)]
+    linear, exchange = _linear(job, tokens), _exchange(job, shared, [times.max(axis=1) for times in attention])
     forward, backward = (
-        LayerTimes(
-            linear=linear[i],
-            tensor=moved[i] * exposed,
-            attention=attention[i],
-            exchange=_exposed(exchange[i], attention[i].max(axis=1), job.exchange_parts),
-        )
+        LayerTimes(linear=linear[i], tensor=moved[i] * exposed, attention=attention[i], exchange=exchange[i])
         for i in range(2)
     )
     if job.recompute:
@@ -128,19 +126,34 @@ def _memory(job: Job, bytes_per_token: float, tokens: np.ndarray) -> np.ndarray:
     return bytes_per_token / job.tp * tokens / job.hardware.memory_gb_per_s / 1e3
 
 
-def _exchange(job: Job, plans: Sequence[ShardPlan], tokens: np.ndarray) -> Directions:
-    """K and V of all ranks arrive; in backward again, and their gradients leave in fp32."""
-    model, collective = job.model, job.hardware.network.collective
-    shared = tokens * job.cp if job.gather_all else np.array([num_sent(plan) * job.cp for plan in plans])
-    collectives = 1 if job.cp_ring else job.cp_head_groups
-    kv_bytes = shared / collectives * 2 * -(-model.num_query_groups // job.tp) * model.kv_channels * BF16
+def _exchange(job: Job, shared: np.ndarray, attention: Sequence[np.ndarray]) -> Directions:
+    """What the exchange of K and V of `shared` rows (float64 [M]) adds to `attention`, that of the slowest ranks.
+
+    K and V of all ranks arrive; in backward again, and their gradients leave in fp32. Of head groups one computes while
+    the next travels, so one is waited for.
+    """
+    if job.cp == 1:
+        return np.zeros_like(shared), np.zeros_like(shared)
+    model, groups, collective = job.model, job.cp_head_groups, job.hardware.network.collective
+    kv_bytes = shared * 2 * -(-model.num_query_groups // job.tp) * model.kv_channels * BF16
     group = Group(size=job.cp, stride=job.tp)
-    arrive = collective("all_gather", kv_bytes, group)
-    leave = collective("reduce_scatter", kv_bytes / BF16 * FP32, group)
-    arrive, leave = (np.where(shared > 0, collectives * time, 0.0) for time in (arrive, leave))
-    return arrive, arrive + leave
+    if job.cp_ring:
+        hop = collective("all_gather", kv_bytes, group) / (job.cp - 1)
+        return _of_ring(hop, job.cp, *(times / job.cp for times in attention))
+    arrive = groups * collective("all_gather", kv_bytes / groups, group)
+    leave = groups * collective("reduce_scatter", kv_bytes / groups / BF16 * FP32, group)
+    forward, backward = (
+        np.where(shared > 0, time / groups + np.maximum(time - times, 0) * (groups - 1) / groups, 0.0)
+        for time, times in zip((arrive, arrive + leave), attention, strict=True)
+    )
+    return forward, backward
 
 
-def _exposed(communication: np.ndarray, computation: np.ndarray, parts: int) -> np.ndarray:
-    """What communication adds to computation where each of `parts` travels while another computes."""
-    return communication / parts + np.maximum(communication - computation, 0) * (parts - 1) / parts
+def _of_ring(hop: np.ndarray, cp: int, forward: np.ndarray, backward: np.ndarray) -> Directions:
+    """What CP - 1 hops add to the CP parts of attention, `forward` and `backward` long, of which one follows each hop.
+
+    As TransformerEngine has it: in backward K and V leave in all parts but the last, gradients, in bf16, in all but the
+    first.
+    """
+    added = [np.maximum(moved * hop - backward, 0) for moved in (1, 2)]
+    return (cp - 1) * np.maximum(hop - forward, 0), 2 * added[0] + (cp - 2) * added[1]

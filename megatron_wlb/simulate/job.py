@@ -79,7 +79,7 @@ class Job:
     cp_head_groups: int = 1
     """In which K and V are gathered, each while the one before computes; 1 hides nothing (as in the paper)."""
     cp_ring: bool = False
-    """K and V go from rank to rank instead, in CP parts (`--cp-comm-type p2p`)."""
+    """K and V go from rank to rank instead, all heads at once, in CP parts (`--cp-comm-type p2p`)."""
     gather_all: bool = False
     """Exchange K and V of all rows, as the paper and Megatron's all-gather do; else of documents that several ranks
     share."""

@@ -449,12 +449,14 @@ VALUES = {
 """Of flags of which not every value is refused."""
 CONDITIONAL = {
     "calculate_per_token_loss",
+    "defer_embedding_wgrad_compute",
     "expert_model_parallel_size",
     "layernorm_zero_centered_gamma",
     "moe_flex_dispatcher_backend",
     "moe_hybridep_pad_uneven_dispatch_inputs",
     "moe_token_dispatcher_type",
     "overlap_p2p_comm",
+    "sequence_parallel",
     "transformer_impl",
     "untie_embeddings_and_output_weights",
     "use_distributed_optimizer",
@@ -469,8 +471,8 @@ def refusals():
     attributes = [n.attr for n in ast.walk(function) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "args"]
     constants = [n.value for n in ast.walk(function) if isinstance(n, ast.Constant)]
     words = {text for text in constants if isinstance(text, str) and re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", text)}
-    ours = {"none", "auto", "vanilla", "mrope", "relative", "local", "allgather", "flex", "hybridep", "external"}
-    return sorted({*attributes, *words} - ours - {"report_stats"})
+    ours = {"none", "auto", "vanilla", "mrope", "relative", "local", "allgather", "flex", "hybridep", "ncclep"}
+    return sorted({*attributes, *words} - ours - {"external", "report_stats"})
 
 
 @pytest.mark.parametrize("name", refusals())

@@ -66,7 +66,7 @@ CASES: list[Case] = [
     ),
     (
         damaged("base <[0, 1125899906842624]> does not fit its step and the position of the stream"),
-        load("original", base=[0, 1 << 50]),
+        load("native", base=[0, 1 << 50]),
     ),
     # plan/state.py
     (damaged("$.step: <-1> is less than the minimum of <0>"), load(step=-1)),

@@ -395,15 +395,11 @@ def test_what_a_state_cannot_hold_is_named():
 
 
 def test_a_base_far_ahead_of_the_stream_is_refused():
-    """It would make the next step read the whole stream up to there; wlb reads what two steps hold."""
-    packer = make_packer("original")
-    with pytest.raises(ValueError, match="base .* does not fit its step and the position of the stream"):
-        packer.load_state(saved("original", base=[0, 1 << 50]))
-    assert_same_step(packer.next(), make_packer("original").next())
+    """It would make the next step read the whole stream up to there."""
     packer = make_packer("native")
-    packer.load_state(saved("native", base=[0, 1 << 50]))
-    assert packer.next().packing.documents["length"].sum() <= 4 * 80
-    assert packer.state()["stream"]["position"] <= saved("native")["stream"]["position"] + 3 * 4 * 80
+    with pytest.raises(ValueError, match="base .* does not fit its step and the position of the stream"):
+        packer.load_state(saved("native", base=[0, 1 << 50]))
+    assert_same_step(packer.next(), make_packer("native").next())
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])

@@ -42,6 +42,9 @@ class Feed:
     def ahead(self, step):
         return 0
 
+    def forgo(self, step):
+        pass
+
 
 def pack(policy, rows, *, exhausted=False):
     """The policy's next step; steps have a number only for `Draw`, and `Feed` does not look."""
@@ -177,6 +180,26 @@ def test_documents_that_fit_badly_wait_for_a_bounded_time(lengths, use_native):
     assert sorted(seen) == list(range(4000))
     # What steps hold, and what leaves the two queues.
     assert max(remained) <= BACKLOG_STEPS * n * window * 5 // 4 + 2 * n * window
+
+
+def test_what_the_stream_has_waited_for_is_not_owed(use_native):
+    """Documents that fit badly, then short ones: steps have their tokens again, and a state goes on at any time."""
+    n, window = 8, 1000
+    lengths = np.concatenate((np.random.default_rng(0).integers(650, 900, 1500), np.full(20_000, 50)))
+
+    def packer():
+        stream = DocumentStream([Source(pairs=lengths)], seed=1, context_length=window, shuffle=False, num_epochs=1)
+        return make_packer(stream, num_micro_batches=n, crossover_tokens=window, policy="wlb", use_native=use_native)
+
+    one, other, tokens = packer(), packer(), []
+    while len(tokens) < 230:
+        tokens.append(int(one.next().packing.documents["length"].sum()))
+        if len(tokens) % 50 == 0:
+            other.load_state(one.state())
+            assert other.state() == one.state()
+    assert max(tokens[:150]) < 0.9 * n * window
+    assert tokens[-20:] == [n * window] * 20
+    assert one.state()["original"]["carry"][0][-1] >= 229  # no backlog there, either
 
 
 def test_what_is_late_comes_first(make_policy):

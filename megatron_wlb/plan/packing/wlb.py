@@ -9,7 +9,7 @@ from megatron_wlb.plan.types import DOCUMENT, Draw, Packing
 from megatron_wlb.plan.workload import document_work
 
 LATE_STEPS = 30
-"""Steps after its arrival from which on a document that did not fit is placed before all others."""
+"""A document that did not fit and arrived longer ago is placed before all others."""
 BACKLOG_STEPS = 2
 """The stream waits once what did not fit would fill so many steps."""
 
@@ -49,7 +49,12 @@ class WlbPolicy:
 
         At the end of the data the outliers leave their queues, the longest first, up to one a micro-batch in a step.
         """
-        arrived = draw.more(min(self._room(), -draw.ahead(step + 1)))
+        room = self._room()
+        if room >= -draw.ahead(step + 1):
+            arrived = draw(step + 1)
+        else:
+            arrived = draw.more(room)
+            draw.forgo(step + 1)
         if draw.exhausted:
             self._release_outliers()
         late = self._waiting["index"][self._waiting["arrival"] + LATE_STEPS < step]
