@@ -1,8 +1,11 @@
 """Tests marked `full` run only with --run-full; no test has a deadline, since a busy machine is no failure."""
 
+import os
+
 import pytest
 from hypothesis import settings
 
+os.environ["OMP_NUM_THREADS"] = "1"  # threads that share a core with others wait for each other, for minutes
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
