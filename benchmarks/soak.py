@@ -4,8 +4,8 @@
 
 As in training, a thread plans adaptive steps, of the distribution F2 over shuffled epochs of a million documents.
 Now and then a step goes to another process, where the Python reference takes up its state, by way of JSON, and plans
-the next two; plans and states must be the same to the bit. The memory of the planning process is noted every 30
-seconds, or ten times a run if that is more often. Writes benchmarks/results/soak.json.
+the next two; plans and states must be the same to the bit. What the planning process has allocated is counted after
+every step and noted every 30 seconds, or ten times a run if that is more often. Writes benchmarks/results/soak.json.
 """
 
 import argparse
@@ -23,6 +23,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks import results
 from benchmarks.lengths import f2
 from megatron_wlb.plan import native
@@ -35,6 +37,8 @@ CP_SIZE, PP_SIZE = 8, 4
 WARM_UP_STEPS = 100
 """After which the memory must be flat: several epochs at N = 2048, whose queues have had their longest."""
 FOLLOWED_STEPS, MOST_COMPARED = 2, 30
+ALLOCATED = ("malloc_mib", "python_blocks")
+"""What malloc has given out, and the number of small objects that Python keeps apart from that; means over steps."""
 Row = dict[str, Any]
 
 
@@ -61,9 +65,17 @@ def layout(num_micro_batches: int, use_native: bool) -> Layout:
 
 def digest(plan: StepPlan) -> str:
     """Of the plan, the shards of this rank, and the state after the step."""
-    shards = [(m.shards.strategy, [c.tolist() for s in m.shards.shards for c in s.colours]) for m in plan.micro_batches]
-    text = json.dumps([plan.digest, shards, plan.state])
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    snapshot = plan.snapshot
+    found = hashlib.blake2b(json.dumps([plan.digest, snapshot.header]).encode(), digest_size=16)
+    for micro_batch in plan.micro_batches:
+        found.update(micro_batch.shards.strategy.encode())
+        for shard in micro_batch.shards.shards:
+            for colour in shard.colours:
+                found.update(np.ascontiguousarray(colour))
+    for place, rows in (*snapshot.waiting.items(), *snapshot.original.items()):
+        found.update(place.encode())
+        found.update(np.ascontiguousarray(rows))
+    return found.hexdigest()
 
 
 def reference(num_micro_batches: int, snapshot: Snapshot) -> list[str]:
@@ -73,13 +85,25 @@ def reference(num_micro_batches: int, snapshot: Snapshot) -> list[str]:
     return [digest(plan_step(made, layout(num_micro_batches, use_native=False))) for _ in range(FOLLOWED_STEPS)]
 
 
-def live_mib() -> float:
-    """Resident memory after malloc has given back what it can: without what it keeps in reserve."""
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    return resident_mib()
+class _MallocInfo(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    )
+
+
+def in_use_mib() -> float:
+    """What malloc has given out, in all of its arenas and mapped: without what it keeps in reserve (glibc 2.33)."""
+    function = ctypes.CDLL("libc.so.6").mallinfo2
+    function.restype = _MallocInfo
+    info = function()
+    return float(info.uordblks + info.hblkhd) / 2**20
 
 
 def resident_mib() -> float:
+    """With what malloc keeps in reserve, which depends on what was freed when."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
@@ -96,7 +120,7 @@ class Follower:
         self._num_micro_batches, self._every = num_micro_batches, every_seconds
         self._last = -math.inf  # when it began
         self._begun: tuple[int, Future[list[str]]] | None = None
-        self._wanted: list[Future[str]] = []
+        self._wanted: list[str] = []
         self.compared: list[int] = []
         """Steps whose states the reference has gone on from."""
         self.differ: list[int] = []
@@ -104,8 +128,8 @@ class Follower:
     def see(self, plan: StepPlan) -> None:
         """Every step, in order: its plan is compared if the reference is at it, or taken up if that is idle."""
         if self._begun is not None and len(self._wanted) < FOLLOWED_STEPS:
-            self._wanted.append(self._pool.submit(digest, plan))
-        elif self._begun is not None and self._wanted[-1].done():
+            self._wanted.append(digest(plan))
+        elif self._begun is not None and self._begun[1].done():
             self.finish()
         if self._begun is None and time.monotonic() >= self._last + self._every:
             self._last = time.monotonic()
@@ -116,8 +140,7 @@ class Follower:
         """Wait for what the reference has begun, if its steps have been seen."""
         if self._begun is not None and len(self._wanted) == FOLLOWED_STEPS:
             step, future = self._begun
-            wanted = [each.result() for each in self._wanted]
-            (self.compared if future.result() == wanted else self.differ).append(step)
+            (self.compared if future.result() == self._wanted else self.differ).append(step)
             self._begun = None
 
     def close(self) -> None:
@@ -125,26 +148,22 @@ class Follower:
         self._pool.shutdown(cancel_futures=True)
 
 
-def soak(minutes: float, num_micro_batches: int) -> tuple[list[Row], Follower, tuple[float, float]]:
-    """Plan until the time is over; what was noted when, what the reference said, and live memory, warm and at the end.
-
-    It is looked at no oftener, since malloc then begins anew with its reserve.
-    """
+def soak(minutes: float, num_micro_batches: int) -> tuple[list[Row], Follower]:
+    """Plan until the time is over; what was noted when, and what the reference said."""
     planner = Planner(packer(num_micro_batches, True), layout(num_micro_batches, True), first_step=0, ahead=4)
     follower = Follower(num_micro_batches, 60 * minutes / MOST_COMPARED)
     begin, noted = time.monotonic(), 0.0
     every = min(30.0, 6.0 * minutes)
     rows: list[Row] = []
     documents = step = 0
-    warm_mib = None
+    allocated: list[tuple[float, int]] = []
     while not rows or rows[-1]["seconds"] < 60 * minutes:
         plan = planner.get(step)
         planner.release(step)
         follower.see(plan)
         documents += len(plan.packing.documents)
         step += 1
-        if warm_mib is None and step >= WARM_UP_STEPS:
-            warm_mib = live_mib()
+        allocated.append((in_use_mib(), sys.getallocatedblocks()))
         now = time.monotonic() - begin
         if now >= noted + every:
             noted = now
@@ -155,19 +174,20 @@ def soak(minutes: float, num_micro_batches: int) -> tuple[list[Row], Follower, t
                     "documents": documents,
                     "streamed": plan.snapshot.header["stream"]["index"],
                     "waiting": plan.num_waiting,
+                    **dict(zip(ALLOCATED, map(statistics.fmean, zip(*allocated, strict=True)), strict=True)),
                     "resident_mib": resident_mib(),
                 }
             )
+            allocated.clear()
     planner.close()
     follower.close()
-    last_mib = live_mib()
-    return rows, follower, (warm_mib or last_mib, last_mib)
+    return rows, follower
 
 
-def growth(rows: Sequence[Row]) -> float:
-    """Of the median resident memory, from the first to the last third after warming up or half of a short run."""
+def growth(rows: Sequence[Row], name: str) -> float:
+    """Of a median, from the first to the last third after warming up or half of a short run."""
     warm = min(WARM_UP_STEPS, rows[-1]["steps"] // 2)
-    memory = [row["resident_mib"] for row in rows if row["steps"] >= warm]
+    memory = [row[name] for row in rows if row["steps"] >= warm]
     third = max(1, len(memory) // 3)
     return statistics.median(memory[-third:]) / statistics.median(memory[:third]) - 1
 
@@ -180,11 +200,10 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not native.AVAILABLE:
         raise SystemExit(f"soak: error: the native core {native.WHY_NOT}")
-    rows, follower, (warm_mib, last_mib) = soak(args.minutes, args.micro_batches)
+    rows, follower = soak(args.minutes, args.micro_batches)
     last = rows[-1]
     goals = [
-        results.at_most("growth of live memory after warm-up", last_mib / warm_mib - 1, 0.05),
-        results.at_most("growth of resident memory after warm-up", growth(rows), 0.05),
+        *(results.at_most(f"growth of {name} after warm-up", growth(rows, name), 0.05) for name in ALLOCATED),
         results.Goal(name="states Python went on from otherwise", value=len(follower.differ), goal=0, direction="<="),
         results.Goal(name="states Python went on from alike", value=len(follower.compared), goal=1, direction=">="),
         results.Goal(name="documents", value=last["documents"], goal=1e8, direction=">="),
@@ -197,8 +216,7 @@ def main(argv: list[str] | None = None) -> None:
         "documents_an_epoch": DOCUMENTS,
         "compared_after_steps": follower.compared,
         "differ_after_steps": follower.differ,
-        "live_mib_warm": warm_mib,
-        "live_mib_at_the_end": last_mib,
+        "growth_of_resident_mib": growth(rows, "resident_mib"),
         "documents_per_second": last["documents"] / last["seconds"],
         "steps_per_second": last["steps"] / last["seconds"],
     }
