@@ -109,7 +109,9 @@ def read(state: dict[str, Any], stream: DocumentStream) -> tuple[dict[str, np.nd
         state: of a packer; format and version have been looked at.
         stream: over the datasets of the state, in whatever position.
 
-    Raises ValueError, saying what is wrong, unless a packer over these datasets can go on from the state.
+    Raises ValueError, saying what is wrong, unless a packer over these datasets can go on from the state. Takes
+    O(rows), and O(documents of the epoch) for datasets with documents that have nothing to train: without counting
+    those, a state that is one document off would pass, and the document run twice.
     """
     if (error := _schema_error(state)) is not None:
         raise damaged(f"{error.json_path}: {_short(error.message)}")
@@ -166,11 +168,12 @@ class _Dataset:
         """Row of the document that was drawn last, -1 if there is none."""
         return next((int(rows[-1]) for rows in self.documents()), -1)
 
-    def given(self) -> tuple[int, int]:
-        """Of the documents drawn, those with something to train, at least and at most."""
-        size, short = len(self.source.pairs), self.source.too_short
-        last = self.drawn - self.epoch * size
-        return self.drawn - short * self.epoch - min(short, last), self.epoch * (size - short) + min(last, size - short)
+    def given(self) -> int:
+        """Of the documents drawn, those with something to train."""
+        if not self.source.too_short:
+            return self.drawn
+        before = self.epoch * (len(self.source.pairs) - self.source.too_short)
+        return before + sum(int((self.source.pairs[rows] > 0).sum()) for rows in self.documents())
 
 
 def _check_stream(state: dict[str, Any], stream: DocumentStream) -> list[_Dataset]:
@@ -183,9 +186,8 @@ def _check_stream(state: dict[str, Any], stream: DocumentStream) -> list[_Datase
     ]
     for dataset, given, tokens in zip(datasets, state["given"], state["tokens"], strict=True):
         total = int(dataset.source.pairs.sum())
-        fewest, most = dataset.given()
         least = dataset.epoch * total
-        if not fewest <= given <= most or not least <= tokens <= least + total or tokens < given:
+        if dataset.given() != given or not least <= tokens <= least + total or tokens < given:
             raise damaged(
                 f"after {dataset.drawn} documents of dataset {dataset.number}, {given} documents of {tokens} tokens "
                 "cannot have been taken"
