@@ -121,7 +121,7 @@ class Timed:
 
         class TimedDraw:
             exhausted = False
-            ahead = staticmethod(draw.ahead)
+            ahead, forgo = staticmethod(draw.ahead), staticmethod(draw.forgo)
 
             @staticmethod
             def __call__(global_batches: int) -> np.ndarray:
