@@ -71,6 +71,19 @@ def known(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name in present}
 
 
+def thd_arguments(bounds: Any, padded: Any, longest: int) -> dict[str, Any]:
+    """Of PackedSeqParams, for documents whose queries and keys are the same rows."""
+    return {
+        "qkv_format": "thd",
+        "cu_seqlens_q": bounds,
+        "cu_seqlens_kv": bounds,
+        "cu_seqlens_q_padded": padded,
+        "cu_seqlens_kv_padded": padded,
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
+    }
+
+
 def weight_and_optimizer_bytes(args: Namespace) -> float | None:
     """On the fullest rank, by upstream's formula; None where the formula does not know what `args` has."""
     from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory

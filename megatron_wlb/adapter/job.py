@@ -122,13 +122,14 @@ class WlbJob:
             batch = next(data_iterator).to(self._device)
         positions = batch.metadata.positions
         name = f"wlb {batch.split} step {batch.step}: {positions.numel()} of {batch.padded_tokens} tokens"
+        thd = batch.thd.packed_seq_params() if batch.thd is not None else None
         with training.stimer, torch.profiler.record_function(name), self._telemetry.forward(batch, model):
             output = model(
                 batch.tokens,
                 positions.unsqueeze(0),
                 None,
                 labels=batch.labels,
-                packed_seq_params=WlbPackedSeqParams(wlb=batch.metadata, thd=batch.thd),
+                packed_seq_params=WlbPackedSeqParams(wlb=batch.metadata, thd=thd),
             )
         # Summed over N micro-batches and CP ranks: the N x --seq-length tokens that a step has on average.
         mean = self._args.seq_length // self._args.context_parallel_size if self._config.weight_gradients else None

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_wlb.adapter import compat
-from megatron_wlb.adapter.thd import ThdCoreAttention, ThdShard
+from megatron_wlb.adapter.thd import ThdCoreAttention, ThdPackedSeqParams
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.metadata import ShardMetadata
 
@@ -23,7 +23,7 @@ class WlbPackedSeqParams(PackedSeqParams):
     """Carries the shard of a micro-batch through upstream's layers; captured in closures, it survives recomputation."""
 
     wlb: ShardMetadata | None = None
-    thd: ThdShard | None = None
+    thd: ThdPackedSeqParams | None = None
     """For Megatron's own attention."""
 
     def __post_init__(self) -> None:

@@ -183,13 +183,7 @@ def _packed(batch: dict[str, Any]) -> PackedSeqParams | None:
     padded = padded.squeeze(0) if padded is not None else None
     bounds, longest = (padded if padded is not None else real), int(batch["max_seqlen"])
     return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
+        **compat.thd_arguments(bounds, padded, longest),
         local_cp_size=int(batch["local_cp_size"]) if batch.get("local_cp_size") is not None else None,
         cp_group=batch.get("hybrid_cp_group"),
         **compat.known(PackedSeqParams, tokens_per_sample=get_args().seq_length),

@@ -59,13 +59,20 @@ class ThdShard:
         """The same in pinned host memory."""
         return self._each(torch.Tensor.pin_memory)
 
+    def packed_seq_params(self) -> "ThdPackedSeqParams":
+        """What upstream's module is given, the same in all layers."""
+        bounds, known = self.cu_seqlens, compat.known(PackedSeqParams, pad_between_seqs=False)
+        return ThdPackedSeqParams(shard=self, **compat.thd_arguments(bounds, bounds, self.max_length), **known)
+
     def _each(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         order, back, cu_seqlens = (move(x) for x in (self.order, self.back, self.cu_seqlens))
         return type(self)(order=order, back=back, cu_seqlens=cu_seqlens, max_length=self.max_length)
 
 
 @dataclass
-class _ThdPackedSeqParams(PackedSeqParams):
+class ThdPackedSeqParams(PackedSeqParams):
+    """With the order of its rows."""
+
     shard: ThdShard | None = None
 
 
@@ -92,20 +99,8 @@ class ThdCoreAttention:
 
 def _to_thd(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """query, key, value [s, 1, heads, D] -> [s, heads, D] in packed order."""
-    shard = options["packed_seq_params"].thd
-    bounds, longest = shard.cu_seqlens, shard.max_length
-    packed = _ThdPackedSeqParams(
-        shard=shard,
-        qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        cu_seqlens_q_padded=bounds,
-        cu_seqlens_kv_padded=bounds,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        **compat.known(PackedSeqParams, pad_between_seqs=False),
-    )
-    rows = (x.squeeze(1).index_select(0, shard.order) for x in arguments[:3])
+    packed = options["packed_seq_params"].thd
+    rows = (x.squeeze(1).index_select(0, packed.shard.order) for x in arguments[:3])
     return (*rows, *arguments[3:]), options | {"packed_seq_params": packed}
 
 

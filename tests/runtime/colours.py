@@ -45,7 +45,9 @@ def run(backend, q, k, v, dout, call) -> tuple[Tensor, ...]:
     for dtype in (dkv.dtype, k.dtype):
         alone = torch.full_like(dkv, float("nan"), dtype=dtype)
         backend.backward(dout, q, k, v, out, lse, alone, call._replace(adds_up=False))
-        torch.testing.assert_close(alone.double(), dkv.double() - 1, rtol=torch.finfo(dtype).eps, atol=2e-6)
+        on_cpu = k.device.type == "cpu"
+        eps = torch.finfo(dtype if on_cpu else k.dtype).eps  # a GPU's kernels may sum in another order
+        torch.testing.assert_close(alone.double(), dkv.double() - 1, rtol=eps, atol=2e-6 if on_cpu else eps)
     assert out.dtype == dq.dtype == q.dtype and out.is_contiguous() and lse.is_contiguous()
     return out, lse, dq, *(dkv - 1).unbind(1)
 
