@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -41,21 +42,25 @@ def modules():
     return sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
 
 
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT).with_suffix("")).replace("/", ".").removesuffix(".__init__")
+
+
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports(path):
     part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     ours, frameworks = ALLOWED[part]
-    for name in imports(path):
-        top = name.split(".")[0]
+    for imported in imports(path):
+        top = imported.split(".")[0]
         if top in FRAMEWORKS:
-            assert top in frameworks, f"{path.name} imports {name}"
+            assert top in frameworks, f"{path.name} imports {imported}"
         elif top == "megatron_wlb":
-            inner = name.removeprefix("megatron_wlb").removeprefix(".")
+            inner = imported.removeprefix("megatron_wlb").removeprefix(".")
             mine = inner == "" or inner.split(".")[0] == part or inner.startswith("_native")
             allowed = any(inner == rule or inner.startswith(rule + ".") for rule in ours)
-            assert mine or allowed, f"{path.name} imports {name}"
+            assert mine or allowed, f"{path.name} imports {imported}"
         else:
-            assert top not in ("tests", "scripts"), f"{path.name} imports {name}"
+            assert top not in ("tests", "scripts"), f"{path.name} imports {imported}"
 
 
 def test_every_part_has_a_rule():
@@ -63,12 +68,12 @@ def test_every_part_has_a_rule():
     assert parts <= ALLOWED.keys()
 
 
+def test_nothing_is_imported_in_a_circle():
+    TopologicalSorter({name(path): imports(path) for path in modules()}).prepare()  # raises CycleError
+
+
 def test_planning_runs_where_torch_and_megatron_are_blocked():
-    names = [
-        str(p.relative_to(ROOT).with_suffix("")).replace("/", ".").removesuffix(".__init__")
-        for p in modules()
-        if p.relative_to(PACKAGE).parts[0] in ("plan", "simulate", "config.py", "cli")
-    ]
+    names = [name(p) for p in modules() if p.relative_to(PACKAGE).parts[0] in ("plan", "simulate", "config.py", "cli")]
     code = (
         "import importlib, sys\n"
         f"for name in {FRAMEWORKS!r}: sys.modules[name] = None\n"

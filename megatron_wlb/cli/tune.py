@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> None:
     )
     remark(notes)
     if args.picture is not None:
-        from megatron_wlb.cli.analyze import pictures
+        from megatron_wlb.cli import pictures
 
         points = [point(t, s, best=True) for t, s in rows]
         pictures.save(args.picture, lambda figure: pictures.front(figure, points, args.seq_length), 5.6)

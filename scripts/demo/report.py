@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from megatron_wlb.cli.analyze.pictures import BLUE, GREY, ORANGE, STYLE
+from megatron_wlb.cli.pictures import BLUE, GREY, ORANGE, STYLE
 from megatron_wlb.plan.dataset import read_index
 
 PAGE = """<!doctype html>
