@@ -1,15 +1,12 @@
-"""`megatron-wlb analyze`: its numbers by hand, launch lines as people paste them, and what it refuses."""
+"""`megatron-wlb analyze`: its numbers by hand, its page, and what it refuses."""
 
 import argparse
-import ast
 import base64
-import io
 import json
 import re
 import struct
 import subprocess
 import sys
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -19,39 +16,27 @@ import pytest
 
 from megatron_wlb.adapter.arguments import add_wlb_arguments, config_from_args
 from megatron_wlb.cli.analyze.report import data_of, placed, schemes
-from megatron_wlb.cli.analyze.setup import setup_of
-from megatron_wlb.cli.job import add_job_arguments
-from megatron_wlb.cli.launch import NOT_SIMULATED, words_of
 from megatron_wlb.cli.main import main
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.plan.stream import shuffled
 from tests.adapter.datasets import write_index
+from tests.cli.analyses import (
+    FFN,
+    HEADS,
+    HIDDEN,
+    JOB,
+    LARGE,
+    LAYERS,
+    MODEL,
+    VOCABULARY,
+    C,
+    N,
+    analyse,
+    described,
+    refused,
+)
 
 ROOT = Path(__file__).parents[2]
-C, N = 4096, 4
-HIDDEN, HEADS, FFN, LAYERS, VOCABULARY = 512, 4, 2048, 2, 1024
-MODEL = f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads {HEADS} --ffn-hidden-size {FFN} "
-MODEL += f"--vocab-size {VOCABULARY}"
-JOB = f"{MODEL} --seq-length {C} --global-batch-size {N} --split 1"
-
-
-@pytest.fixture(scope="module")
-def lengths():
-    """Trained tokens of documents, for about 240 steps."""
-    return np.random.default_rng(3).lognormal(5.5, 1.4, 8000).astype(np.int64).clip(1, 6000)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory, lengths):
-    """Prefix of a dataset whose `.bin` file is elsewhere."""
-    prefix = tmp_path_factory.mktemp("data") / "corpus"
-    write_index(prefix.with_suffix(".idx"), lengths + 1)
-    return str(prefix)
-
-
-def analyse(tmp_path, *words):
-    assert main(["analyze", *" ".join(words).split(), "--json", str(tmp_path / "analysis")]) == 0
-    return json.loads((tmp_path / "analysis").read_text())
 
 
 def order(lengths, seed=1234):
@@ -166,13 +151,6 @@ def test_other_numbers_of_head_groups(tmp_path, capsys):
     assert "Simulated was --wlb --calculate-per-token-loss" in printed and "refuses them: --sft." in printed
 
 
-LARGE = (
-    "--tensor-model-parallel-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 2 --num-gpus 16 "
-    "--num-layers 4 --hidden-size 512 --num-attention-heads 4 --vocab-size 128 --group-query-attention "
-    f"--seq-length {8 * C} --global-batch-size 8"
-)
-
-
 def test_levels_of_imbalance(tmp_path, lengths):
     """In a layout that has them all: balancing lowers each, and the speed-up lies between none and the limit."""
     write_index(tmp_path / "long.idx", 8 * lengths + 1)
@@ -192,14 +170,6 @@ def test_levels_of_imbalance(tmp_path, lengths):
         assert sum(parts.values()) == pytest.approx(2 * parts["step"])
     best = [row for row in found["front"] if row["best"]]
     assert 0 < len(best) < len(found["front"])
-
-
-def described(*words):
-    """The job that a command line describes, as the report has it, and its documents."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_job_arguments(parser, wlb_packing="adaptive")
-    setup = setup_of(parser.parse_known_args(" ".join(words).split())[0])
-    return setup, setup.described
 
 
 @pytest.mark.parametrize(
@@ -264,296 +234,6 @@ def test_shares_of_work_by_hand(data, lengths):
     for name, weights in (("documents", [1] * len(work)), ("tokens", lengths.tolist()), ("work", work)):
         over = sum(w for d, w in zip(lengths.tolist(), weights, strict=True) if 2048 < d <= 4096)
         assert shares[name][12] == pytest.approx(over / sum(weights))
-
-
-LINE = """torchrun --nproc_per_node=2 --nnodes 2 --rdzv-endpoint host:29500 pretrain_gpt.py \
-    --num-layers 4 --hidden-size 512 --num-attention-heads 4 --vocab-size 100 --swiglu --bf16 --use-flash-attn \
-    --tensor-model-parallel-size 2 --sequence-parallel --seq-length 4096 --max-position-embeddings 4096 \
-    --micro-batch-size 1 --global-batch-size 8 --lr 1.5e-4 --min-lr=1e-5 --save $CHECKPOINTS \
-    --recompute-granularity selective --tokenizer-type GPTSentencePieceTokenizer --data-path PREFIX \\
-    --split 99,1,0 2>&1 | tee "log $RANK.txt"
-"""
-SCRIPT = """#!/bin/bash
-# Launches training; --num-layers 99 in a comment means nothing.
-GPUS_PER_NODE=2
-NUM_NODES=2
-export LAYERS="4"
-DATA_PATH=PREFIX
-WORLD_SIZE=$(($GPUS_PER_NODE*$NUM_NODES))
-DISTRIBUTED_ARGS=(
-    --nproc_per_node $GPUS_PER_NODE
-    --nnodes ${NUM_NODES}
-)
-GPT_MODEL_ARGS=(--num-layers $LAYERS --hidden-size 512 --num-attention-heads 4 --vocab-size 100 --swiglu)
-MODEL_PARALLEL_ARGS=( --tensor-model-parallel-size 2 )
-DATA_ARGS=(
-    --data-path $DATA_PATH
-)
-torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py ${GPT_MODEL_ARGS[@]} ${MODEL_PARALLEL_ARGS[@]} ${DATA_ARGS[@]} --bf16 \
-    --seq-length 4096 --global-batch-size 8 --split 99,1,0 --save "$CHECKPOINTS" && echo done
-"""
-
-
-def test_launch_lines(tmp_path, data, monkeypatch):
-    """As words, from a script of the form of Megatron's examples, and from standard input: the same job."""
-    line, script = (text.replace("PREFIX", data) for text in (LINE, SCRIPT))
-    (tmp_path / "train.sh").write_text(script)
-    found = [described("--launch", str(tmp_path / "train.sh"))]
-    monkeypatch.setattr("sys.stdin", io.StringIO(line))
-    found.append(described("--launch=-"))
-    found.append(described(line.replace("\\\n", " ").split(" 2>&1")[0]))
-    for _, job in found:
-        assert job == found[0][1]
-        assert (job["num_gpus"], job["dp"], job["tp"]) == (4, 2, 2)
-        assert job["model"]["num_layers"] == 4
-        assert job["model"]["ffn_hidden_size"] == 512 * 8 // 3 // 64 * 64
-        assert job["model"]["padded_vocab_size"] == 256
-        assert job["global_batch_size"] == 8
-    assert [list(setup.ignored) for setup, _ in found] == [["--bf16", "--save"], IGNORED, IGNORED]
-
-
-IGNORED = (
-    "--rdzv-endpoint --bf16 --use-flash-attn --sequence-parallel --max-position-embeddings --lr --min-lr --save "
-    "--tokenizer-type"
-).split()
-
-
-@pytest.mark.parametrize(
-    ("words", "gpus", "assumed"),
-    [
-        ("WORLD_SIZE=8 python -u pretrain_gpt.py", 8, False),
-        ("--num-gpus 6", 6, False),
-        ("WORLD_SIZE=0", 2, True),
-        ("", 2, True),
-    ],
-)
-def test_world_size(data, words, gpus, assumed):
-    layout = f"{MODEL} --seq-length {C} --pipeline-model-parallel-size 2 --data-path {data}"
-    setup, job = described(words, layout)
-    assert job["num_gpus"] == job["global_batch_size"] == gpus  # PP x DP
-    assert any("GPUs" in line for line in setup.notes) == assumed
-
-
-H100 = """#!/bin/bash
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-CHECKPOINTS=${1:-"checkpoints/8b"}
-TOKENIZER_ARG=${2:-"MOCK"} # or a path
-DATA_ARG=${3:-"MOCK"}     # don't give it to use mock data
-mkdir -p "$(dirname "$CHECKPOINTS")"
-GPUS_PER_NODE=8
-NUM_NODES=2; TP_SIZE=1
-export CP_SIZE=2 SEQ_LENGTH=8192
-NODE_RANK=${NODE_RANK:-0}
-WORLD_SIZE=$(($GPUS_PER_NODE*$NUM_NODES))
-DTYPE="fp8"
-DISTRIBUTED_ARGS=(
-    --nproc_per_node $GPUS_PER_NODE
-    --nnodes $NUM_NODES
-    --node_rank $NODE_RANK
-)
-MODEL_ARGS=(
-    --use-mcore-models
-    --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
-    --group-query-attention
-    --num-query-groups 8
-    --swiglu
-    --seq-length $SEQ_LENGTH
-    --hidden-dropout 0.0   # --num-layers 99
-    --attention-backend fused
-)
-TRAINING_ARGS=(
-    --micro-batch-size ${MICRO_BATCH_SIZE:=1}
-    --global-batch-size $((4 * GPUS_PER_NODE * NUM_NODES))
-    --rampup-batch-size 16 16 1000
-    --exit-duration-in-mins 235
-    --bf16
-)
-DTYPE_ARGS=()
-if [[ "$DTYPE" == "fp8" ]]; then
-    DTYPE_ARGS+=(
-        "--fp8-format hybrid"
-        "--fp8-param-gather"
-    )
-fi
-MODEL_PARALLEL_ARGS=(
-    --tensor-model-parallel-size $TP_SIZE
-    --context-parallel-size $CP_SIZE
-    # --pipeline-model-parallel-size 7
-)
-TRAINING_ARGS+=("${MODEL_PARALLEL_ARGS[@]}")
-if [[ "$DATA_ARG" == "MOCK" ]] || [[ -z "$TOKENIZER_ARG" ]]; then
-    DATA_ARGS_LIST+=(
-        "--mock-data"
-        "--vocab-size 128256"
-        "--split '99,1,0'"
-    )
-else
-    DATA_ARGS_LIST+=(
-        "--data-path $DATA_ARG"
-        "--tokenizer-model $TOKENIZER_ARG"
-        "--split '99,1,0'"
-        "--vocab-size 128256"
-    )
-fi
-EVAL_AND_LOGGING_ARGS=( --profile --profile-step-start 4 --save "$CHECKPOINTS" )
-torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py ${MODEL_ARGS[@]} ${TRAINING_ARGS[@]} ${DTYPE_ARGS[@]} \\
-    ${DATA_ARGS_LIST[@]} ${EVAL_AND_LOGGING_ARGS[@]}
-"""
-
-
-def test_a_script_of_the_shape_of_nvidias(tmp_path, data):
-    (tmp_path / "train.sh").write_text(H100)
-    setup, job = described("--launch", str(tmp_path / "train.sh"), "--data-path", data)
-    assert (job["num_gpus"], job["tp"], job["cp"], job["dp"], job["global_batch_size"]) == (16, 1, 2, 8, 64)
-    assert (job["seq_length"], job["data_path"]) == (8192, [data])
-    model = job["model"]
-    assert (model["num_layers"], model["num_query_groups"], model["padded_vocab_size"]) == (32, 8, 128256)
-    assert len(setup.sources[0].pairs) == round(0.99 * 8000)
-    assert setup.notes == [
-        "Left out, since training with --wlb refuses them: --rampup-batch-size --mock-data.",
-        "FP8 and FP4 (--fp8-format --fp8-param-gather) are not modelled: all numbers are those of bf16.",
-        "Not simulated, and so without effect on these numbers: --attention-backend.",
-    ]
-    known = "--node_rank --use-mcore-models --exit-duration-in-mins --bf16 --tokenizer-model --profile "
-    assert setup.ignored == [*known.split(), "--profile-step-start", "--save"]
-
-
-def test_a_job_of_slurm_whose_flags_are_one_word(tmp_path, data):
-    """As upstream's sc21 scripts: no torchrun, GPUs by #SBATCH, training in `sh -c`."""
-    (tmp_path / "train.sbatch").write_text(
-        "#!/bin/bash\n#SBATCH --nodes=2 --exclusive --ntasks-per-node=8\n"
-        f'options=" \\\n --seq-length {C} {MODEL} \\\n --context-parallel-size 2 --data-path {data}"\n'
-        'run="python -u pretrain_gpt.py ${options} --dataloader-type cyclic"\n'
-        'srun -l --output=log sh -c "${run}"\n'
-    )
-    setup, job = described("--launch", str(tmp_path / "train.sbatch"))
-    assert (job["num_gpus"], job["cp"], job["dp"], job["data_path"]) == (16, 2, 8, [data])
-    assert setup.refused == ["--dataloader-type"] and "--dataloader-type" not in setup.ignored
-    _, job = described("--num-gpus 4 --launch", str(tmp_path / "train.sbatch"))
-    assert job["num_gpus"] == 4
-
-
-VALUES = {
-    "attention_backend": "local",
-    "attention_dropout": "0.1",
-    "cuda_graph_impl": "local",
-    "dataloader_type": "single",
-    "eval_micro_batch_size": "2",
-    "experimental_attention_variant": "dsa",
-    "load": "s3://bucket",
-    "position_embedding_type": "mrope",
-    "rerun_mode": "report_stats",
-    "save": "s3://bucket",
-    "softmax_type": "learnable",
-}
-"""Of flags of which not every value is refused."""
-CONDITIONAL = {
-    "calculate_per_token_loss",
-    "defer_embedding_wgrad_compute",
-    "expert_model_parallel_size",
-    "layernorm_zero_centered_gamma",
-    "moe_flex_dispatcher_backend",
-    "moe_hybridep_pad_uneven_dispatch_inputs",
-    "moe_token_dispatcher_type",
-    "overlap_p2p_comm",
-    "sequence_parallel",
-    "transformer_impl",
-    "untie_embeddings_and_output_weights",
-    "use_distributed_optimizer",
-}
-"""Refused only beside others, or where they are missing."""
-
-
-def refusals():
-    """Names of the arguments that training with --wlb looks at to refuse them, from its source."""
-    source = ast.parse((ROOT / "megatron_wlb" / "adapter" / "arguments.py").read_text())
-    (function,) = [n for n in source.body if isinstance(n, ast.FunctionDef) and n.name == "_refusals"]
-    attributes = [n.attr for n in ast.walk(function) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "args"]
-    constants = [n.value for n in ast.walk(function) if isinstance(n, ast.Constant)]
-    words = {text for text in constants if isinstance(text, str) and re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", text)}
-    ours = {"none", "auto", "vanilla", "mrope", "relative", "local", "allgather", "flex", "hybridep", "ncclep"}
-    return sorted({*attributes, *words} - ours - {"external", "report_stats"})
-
-
-@pytest.mark.parametrize("name", refusals())
-def test_what_training_refuses_is_to_be_taken_out(name, data, capsys):
-    """Named as it is, or refused here already; a harmless value of the same flag is not named."""
-    flag = f"--{name.replace('_', '-')}"
-    known = argparse.ArgumentParser(allow_abbrev=False)
-    add_job_arguments(known)
-    line = [*JOB.split(), "--data-path", data]
-    if flag in known._option_string_actions:
-        if name.replace("_", "-") in NOT_SIMULATED:
-            refused(capsys, f"{' '.join(line)} {flag} 8", f"{flag}: .* cannot be simulated")
-        return  # a size or a switch that is simulated as it is
-    with_value = [flag, VALUES[name]] if name in VALUES else [flag]
-    setup, _ = described(*line, *with_value)
-    assert setup.refused == ([] if name in CONDITIONAL else [flag])
-
-
-def test_what_training_takes_is_not_to_be_taken_out(data):
-    """All of docs/training.md but what is refused: other values, and values that are spelled differently."""
-    words = (
-        "--dataloader-type external --attention-dropout 0.0 --cuda-graph-impl none --rerun-mode disabled --save dir "
-    )
-    words += "--position-embedding-type rope --attention-backend=flash --eval-micro-batch-size 1 --softmax-type vanilla"
-    assert described(JOB, "--data-path", data, words)[0].refused == []
-    assert described(JOB, "--data-path", data, "--attention-dropout $DROPOUT")[0].refused == ["--attention-dropout"]
-
-
-def test_what_to_take_out_is_printed(tmp_path, lengths, capsys):
-    write_index(tmp_path / "long.idx", 8 * lengths + 1)
-    words = f"--steps 40 --sft --rampup-batch-size 2 2 100 --dataloader-type=cyclic --html {tmp_path / 'page'}"
-    analyse(tmp_path, LARGE, words, "--data-path", str(tmp_path / "long"))
-    printed = capsys.readouterr().out
-    assert printed.endswith("Take out:\n  --sft --rampup-batch-size --dataloader-type\n")
-    assert "--wlb-packing adaptive" in printed.split("Add to the launch line:\n")[1]
-    assert "<h2>Take out</h2><pre>--sft" in (tmp_path / "page").read_text()
-
-
-@pytest.mark.parametrize(
-    ("name", "gpus", "shape"), [("550m", 32, (24, 1280)), ("7b", 64, (32, 4096)), ("70b", 256, (80, 8192))]
-)
-def test_our_own_slurm_scripts(name, gpus, shape, tmp_path):
-    """With the train.sh that they source, the nodes that they ask for, and 128K by default."""
-    write_index(tmp_path / "corpus.idx", np.full(99, 9000))
-    script = str(ROOT / f"scripts/slurm/{name}.sbatch")
-    setup, job = described("--launch", script, "--data-path", str(tmp_path / "corpus"))
-    assert (job["num_gpus"], job["seq_length"], job["pp"], job["vpp"]) == (gpus, 131072, 4, 2)
-    assert job["global_batch_size"] == 4 * job["dp"]
-    assert (job["model"]["num_layers"], job["model"]["hidden_size"]) == shape
-    assert job["model"]["gated_linear_unit"]
-    assert setup.config.packing == "adaptive"
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("A=1; B=$A\nx $B ${A} ${C:-3} ${C-4} ${D}", "A=1 ; B=1 x 1 1 3 4 ${D}"),
-        ("export A=1 B=2\n--x=$A$B", "export A=1 B=2 --x=12"),
-        ("A=${B:-$C}\nC='5 6'\n$A", "A=5 6 C=5 6 5 6"),
-        ("A=2\n$((A * 3)) $(( $A*12/8 )) $((A+1)) $((1/0))", "A=2 6 3 $ (( A+1 )) $ (( 1/0 ))"),
-        ("A=3\nA=4 # A=5 is a comment\n$A", "A=3 A=4 4"),
-        ("A=$(date)\n$A", "A=$ ( date ) $A"),
-        ('"--split \'9,1\'" "a b" "--x"', "--split 9,1 a b --x"),
-        ("#SBATCH --nodes=8\n$SLURM_JOB_NUM_NODES", "8"),
-        ("#SBATCH -p x --nodes=8 --gres=gpu:h100:4 --time 1\n#SBATCH --ntasks-per-node=2", "; WORLD_SIZE=32"),
-        ("#SBATCH --gpus-per-node=4 -N 2\n$SLURM_GPUS_ON_NODE", "4 ; WORLD_SIZE=8"),
-        ("#SBATCH --gpus-per-node=4\n#SBATCH --ntasks-per-node=4", ""),  # on as many nodes as sbatch is told
-        ("C='a b; c' # \nsrun /bin/bash -x -lc \"${C}\"", "C=a b; c srun /bin/bash -x -lc a b ; c"),
-        ("sh -c \"zsh -c 'a b; c'\"; python -c 'a b; c'", "sh -c zsh -c a b ; c ; python -c a b; c"),
-    ],
-)
-def test_words_of_a_shell(text, words):
-    assert " ".join(words_of(text)) == words
-
-
-@pytest.mark.parametrize("text", ["A=" + "$aaaa" * 9999 + "(", "x # " * 9999 + "'a'", ". " + "a" * 99999 + "("])
-def test_words_of_a_shell_take_no_longer_for_being_odd(text):
-    """Of what makes regular expressions try every way to divide it."""
-    begin = time.perf_counter()
-    words_of(text)
-    assert time.perf_counter() - begin < 5
 
 
 def test_memory_that_only_a_gpu_knows(data):
@@ -717,26 +397,3 @@ def test_errors(data, capsys, words, message):
 )
 def test_what_is_missing(data, capsys, words, message):
     refused(capsys, words.replace("DATA", data), message)
-
-
-def test_a_script_with_an_open_quote(tmp_path, capsys):
-    (tmp_path / "train.sh").write_text("torchrun pretrain_gpt.py --data-path 'x")
-    refused(capsys, f"--launch {tmp_path / 'train.sh'}", "is not one of a shell: no closing quotation")
-
-
-@pytest.mark.parametrize("text", ["A='$A$A$A$A$A$A$A$A'\n" + "$A " * 900, "B='" + "x" * 9999 + "'\n" + "$B" * 999])
-def test_a_script_that_grows_by_its_variables(text, tmp_path, capsys):
-    (tmp_path / "train.sh").write_text(text)
-    refused(capsys, f"--launch {tmp_path / 'train.sh'}", "characters with its variables put in, and may have 1048576")
-
-
-def refused(capsys, words, message):
-    try:
-        code = main(["analyze", *words.split()])
-    except SystemExit as error:
-        code = error.code
-    printed = capsys.readouterr()
-    assert code == 2
-    assert printed.out == ""
-    assert re.search(message, printed.err)
-    assert printed.err.count("\n") == 1

@@ -4,7 +4,7 @@ import numpy as np
 
 from megatron_wlb.cli.launch import _put_in, words_of
 from tests.adapter.datasets import write_index
-from tests.cli.test_analyze import JOB
+from tests.cli.analyses import JOB
 from tests.errors.case import At, Case, command
 
 

@@ -1,0 +1,20 @@
+"""Data that `megatron-wlb analyze` reads in its tests."""
+
+import numpy as np
+import pytest
+
+from tests.adapter.datasets import write_index
+
+
+@pytest.fixture(scope="module")
+def lengths():
+    """Trained tokens of documents, for about 240 steps."""
+    return np.random.default_rng(3).lognormal(5.5, 1.4, 8000).astype(np.int64).clip(1, 6000)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, lengths):
+    """Prefix of a dataset whose `.bin` file is elsewhere."""
+    prefix = tmp_path_factory.mktemp("data") / "corpus"
+    write_index(prefix.with_suffix(".idx"), lengths + 1)
+    return str(prefix)
