@@ -4,6 +4,7 @@ import copy
 import hashlib
 import math
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -121,15 +122,17 @@ class Packer:
         if self.finished:
             raise StopIteration("every document has been packed")
         draw = _Draw(self._stream, self._step, self._base, self._num_micro_batches * self._context_length)
+        original = None
         while True:
             packing = self._policy.pack(self._step, draw)
+            drawn = draw.drawn()
+            if original is None or len(drawn):
+                # A policy may draw less than a global batch; a window half full would count as a short micro-batch.
+                original = self._original.cut(drawn, full=not draw.exhausted)
             if len(packing.documents):
                 break
             draw.skip_a_global_batch()
         self._base = draw.base
-        drawn = np.concatenate([np.empty(0, DOCUMENT), *draw.rows])
-        # A policy may draw less than a global batch; a window half full would count as a short micro-batch.
-        original = self._original.cut(drawn, full=not draw.exhausted)
         self._step += 1
         return PackedStep(step=self._step - 1, packing=packing, original=original, snapshot=self._snapshot())
 
@@ -195,12 +198,12 @@ class Packer:
         step, position = state["base"]
         batch_tokens = self._num_micro_batches * self._context_length
         ahead = self._stream.position - position - (state["step"] - step) * batch_tokens
-        least, most = -(1 << 62), 1 << 62
         if state["policy"] in ("original", "wlb"):
             # These draw a global batch in every step, up to the document that crosses its end.
-            least, most = least if self._stream.exhausted else 0, self._context_length - 1
-        if not least <= ahead <= most:
-            raise saved.damaged(f"base {state['base']} does not fit its step and the position of the stream")
+            if ahead >= self._context_length:
+                raise saved.damaged(f"base {state['base']} does not fit its step and the position of the stream")
+            if ahead < 0:  # at the end of the data, of which there may be more now
+                return state["step"], self._stream.position
         return step, position
 
 
@@ -211,7 +214,7 @@ class _Draw:
         self._stream, self._step, self._batch_tokens = stream, step, batch_tokens
         self.base = base
         """A step, and the position of the stream at which its global batch begins."""
-        self.rows: list[np.ndarray] = []
+        self._rows = [np.empty(0, DOCUMENT)]
 
     @property
     def exhausted(self) -> bool:
@@ -235,8 +238,13 @@ class _Draw:
         starts = begin + np.cumsum(rows["length"]) - rows["length"]
         # Not before it is taken: where documents don't fit their steps, the stream falls behind.
         rows["arrival"] = np.maximum(self._step, step + (starts - position) // self._batch_tokens)
-        self.rows.append(rows)
+        self._rows.append(rows)
         return rows
+
+    def drawn(self) -> np.ndarray:
+        """Documents that were drawn since this was asked last."""
+        rows, self._rows = self._rows, self._rows[:1]
+        return np.concatenate(rows)
 
     def forgo(self, step: int) -> None:
         if self.ahead(step) < 0 and not self.exhausted:
@@ -294,7 +302,7 @@ def make_packer(
         raise ValueError(f"use_native is {use_native}, but the native core {native.WHY_NOT}")
     if use_native is None:
         use_native = native.AVAILABLE
-    sizes: dict[str, Any] = {"num_micro_batches": num_micro_batches, "context_length": context_length}
+    sizes: dict[str, Any] = {"num_micro_batches": index(num_micro_batches), "context_length": context_length}
     settings.setdefault("outlier_thresholds", WlbConfig().thresholds_for(context_length))
     made = make_policy(
         policy, **sizes, max_tokens=max_tokens, crossover_tokens=crossover_tokens, use_native=use_native, **settings

@@ -18,7 +18,7 @@ FORMAT = "megatron-wlb-packer-state"
 VERSION = 1
 
 _MOST = 1 << 53
-_CHUNK = 1 << 20
+_CHUNK = 1 << 14
 _PLACES = {
     "original": ("carry", None),
     "fixed": ("carry", "planned"),
@@ -109,9 +109,9 @@ def read(state: dict[str, Any], stream: DocumentStream) -> tuple[dict[str, np.nd
         state: of a packer; format and version have been looked at.
         stream: over the datasets of the state, in whatever position.
 
-    Raises ValueError, saying what is wrong, unless a packer over these datasets can go on from the state. Takes
-    O(rows), and O(documents of the epoch) for datasets with documents that have nothing to train: without counting
-    those, a state that is one document off would pass, and the document run twice.
+    Raises ValueError, saying what is wrong, unless a packer over these datasets can go on from the state. Takes a pass
+    over the lengths, and for datasets with documents that have nothing to train the shuffle of the epoch so far:
+    without counting those, a state that is one document off would pass, and the document run twice.
     """
     if (error := _schema_error(state)) is not None:
         raise damaged(f"{error.json_path}: {_short(error.message)}")

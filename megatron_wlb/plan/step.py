@@ -1,5 +1,6 @@
 """The plan of step t: which documents each micro-batch holds, on which data-parallel rank, in which CP shards."""
 
+import atexit
 import hashlib
 import threading
 import time
@@ -205,8 +206,8 @@ class Planner:
     """Plans steps in a thread of its own, ahead of training by at most `ahead` steps.
 
     Steps are kept until `release`, so that several data iterators (one per virtual stage) and replays of a step read
-    the same plan; keyed by step number, never by the number of reads. `close` ends the thread, which else lives, and
-    keeps its plans, until the process ends.
+    the same plan; keyed by step number, never by the number of reads. The thread lives until `close`, or until the
+    process ends.
     """
 
     def __init__(self, packer: Packer, layout: Layout, *, first_step: int, ahead: int) -> None:
@@ -228,9 +229,11 @@ class Planner:
         begin = time.perf_counter()
         with self._changed:
             if self._thread is None:
-                # Started late: the process may be forked (checkpoint or data workers) before training begins.
+                # Started late, so that a process that only makes a planner may be forked.
                 self._thread = threading.Thread(target=self._run, name="wlb-planner", daemon=True)
                 self._thread.start()
+                # A thread that came back from C++ into an interpreter at its end would abort the process.
+                atexit.register(self.close)
             self._wanted = max(self._wanted, step)
             self._changed.notify_all()
             while not self._changed.wait_for(lambda: self._next > step or self._error is not None, _LOOK_SECONDS):
@@ -256,7 +259,10 @@ class Planner:
                 del self._plans[old]
 
     def close(self) -> None:
-        """End the planner's thread; what is planned can still be read."""
+        """End the planner's thread, after the step that it is at; what is planned can still be read."""
+        atexit.unregister(self.close)
+        if self._thread is not None and not self._thread.is_alive():
+            return  # forked since, perhaps, and the lock held by a thread that is not here
         with self._changed:
             self._closed = True
             self._changed.notify_all()

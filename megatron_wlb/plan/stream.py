@@ -36,10 +36,6 @@ class TokenPairs:
         """Of all documents."""
         return sum(int(part.sum()) for part in _parts(self))
 
-    def min(self) -> int:
-        """Of the shortest document."""
-        return min(int(part.min()) for part in _parts(self))
-
 
 def _parts(pairs: "np.ndarray | TokenPairs") -> Iterator[np.ndarray]:
     return (pairs[begin : begin + _MANY] for begin in range(0, len(pairs), _MANY))
@@ -136,7 +132,7 @@ class DocumentStream:
                 raise ValueError(
                     f"dataset {i} of the blend is empty: it has no document of at least 2 tokens; leave it out"
                 )
-            if (least := int(source.pairs.min())) < 0:
+            if isinstance(source.pairs, np.ndarray) and (least := int(source.pairs.min())) < 0:
                 raise ValueError(
                     f"dataset {i} of the blend has a document of {least} pairs; give its tokens - 1, which must be at "
                     "least 0"
@@ -147,7 +143,7 @@ class DocumentStream:
             raise ValueError("the blend is empty; give at least one dataset")
         self.sources = list(sources)
         self.context_length = context_length
-        self._seed, self._shuffle = seed, shuffle
+        self._seed, self._shuffle = index(seed), shuffle
         epochs = math.inf if num_epochs is None else num_epochs
         self._limits = [(len(s.pairs) - s.too_short) * epochs for s in sources]
         self._orders = self._begin_at([0] * len(sources))

@@ -1,6 +1,9 @@
 """What a training loop of one's own imports: the names of `megatron_wlb.plan`, their defaults and their errors."""
 
 import gc
+import json
+import subprocess
+import sys
 import weakref
 
 import numpy as np
@@ -144,6 +147,33 @@ def test_a_planner_says_that_the_data_is_at_its_end():
     with pytest.raises(RuntimeError, match=message) as error:
         made.get(count)
     assert isinstance(error.value.__cause__, StopIteration)
+
+
+@pytest.mark.parametrize("ending", ["", "raise RuntimeError('out of memory')"])
+def test_a_process_may_end_while_its_planner_is_in_cpp(ending):
+    """A thread that came back from C++ into an interpreter at its end would abort the process."""
+    code = f"""
+import numpy as np
+from megatron_wlb.plan import DocumentStream, Layout, Planner, Source, make_packer
+lengths = np.random.default_rng(0).lognormal(6.7, 1.4, 300_000).astype(np.int64).clip(1, 8192)
+stream = DocumentStream([Source(pairs=lengths)], seed=1, context_length=8192)
+packer = make_packer(stream, num_micro_batches=512, crossover_tokens=20_000)
+Planner(packer, Layout(dp_size=1, dp_rank=0, crossover_tokens=20_000), first_step=0, ahead=1 << 20).get(0)
+{ending}
+"""
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == bool(ending), done.stderr
+        assert done.stderr.count("Error") == bool(ending)
+
+
+def test_sizes_may_be_numpys():
+    """As they come from an array of settings; a state of them is JSON."""
+    seed, count = np.array([3, 4])
+    documents = DocumentStream([Source(pairs=PAIRS)], seed=seed, context_length=C)
+    packer = pack(documents, num_micro_batches=count)
+    assert same(packer.next(), pack().next())
+    json.dumps(packer.state())
 
 
 def test_a_closed_planner_leaves_nothing_behind():

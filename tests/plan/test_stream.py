@@ -335,7 +335,7 @@ def test_lengths_may_stay_mapped(tmp_path, monkeypatch):
             return found
 
     lazy, plain = Source(pairs=Watched(mapped)), Source(pairs=np.maximum(tokens - 1, 0))
-    assert (lazy.too_short, lazy.pairs.sum(), lazy.pairs.min()) == (plain.too_short, plain.pairs.sum(), 0)
+    assert (lazy.too_short, lazy.pairs.sum()) == (plain.too_short, plain.pairs.sum())
     streams = [DocumentStream([s], seed=1, context_length=16, num_epochs=2) for s in (lazy, plain)]
     for limit in (1000, 50_000, 10**9):
         one, other = (s.take(limit) for s in streams)
