@@ -3,7 +3,7 @@
     python -m benchmarks.convergence [--quick] [--device cuda] [--seeds 3] [--jobs 2] [--output FOLDER] [--report]
 
 One process trains all N micro-batches of a step and adds up their gradients, which is what any layout computes
-(`tests/benchmarks/test_convergence.py` holds it against Megatron on 4 processes): only packing differs. Model, text,
+(`tests/benchmarks/test_convergence.py` compares it with Megatron on 4 processes): only packing differs. Model, text,
 trained tokens and learning rate over tokens are the same for all; a seed draws the weights and the order of documents.
 All runs of a seed go on from one model, trained in the original order until it is past the chaos of its first steps.
 

@@ -1,7 +1,7 @@
 """A small GPT over `megatron_wlb.runtime` attention, and what a global batch of micro-batches does to it.
 
 The model is upstream's GPT (RMSNorm, rotary positions, SwiGLU, no biases) with upstream's names and layouts of weights,
-so that `tests/benchmarks/test_convergence.py` can hold it against Megatron's own training. Needs torch only.
+so that `tests/benchmarks/test_convergence.py` can compare it with Megatron's own training. Needs torch only.
 
 Shapes: s tokens of a micro-batch, H hidden size, n heads of size D = H / n, V vocabulary.
 """

@@ -16,6 +16,9 @@ SHORTEST_DELAY_BOUND = 12
 MAX_TOLERANCE = 1.0
 """Of adaptive packing: beyond twice the mean nothing is balanced any more."""
 
+MAX_MEMORY_GIB = 1 << 10
+"""Of a GPU: so that MiB are not taken for GiB."""
+
 
 def _setting(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
     return field(default=default, metadata={"help": help, "choices": choices})
@@ -160,8 +163,11 @@ class WlbConfig:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= MAX_TOLERANCE:
                 raise ValueError(f"--wlb-{_dashes(name)} is {value}; it must be from 0 to {MAX_TOLERANCE:g}")
-        if self.memory_budget is not None and not 0 < self.memory_budget < math.inf:
-            raise ValueError(f"--wlb-memory-budget is {self.memory_budget}; give GiB, more than 0")
+        if self.memory_budget is not None and not 0 < self.memory_budget <= MAX_MEMORY_GIB:
+            raise ValueError(
+                f"--wlb-memory-budget is {self.memory_budget}; give GiB of a GPU, more than 0 and at most "
+                f"{MAX_MEMORY_GIB}"
+            )
         if isinstance(self.max_tokens, int) and self.max_tokens > MAX_TOKENS:
             raise ValueError(
                 f"--wlb-max-tokens is {self.max_tokens}; work is exact up to {MAX_TOKENS} tokens, give at most that"

@@ -102,7 +102,7 @@ def check(args: argparse.Namespace, config: WlbConfig) -> None:
 
 
 def checked_with_checkpoint(load: Any, reporting: Any = contextlib.nullcontext) -> Any:
-    """Upstream's `load_args_from_checkpoint` (`--use-checkpoint-args`), after which the flags are held against `check`.
+    """Upstream's `load_args_from_checkpoint` (`--use-checkpoint-args`), after which `check` looks at the flags.
 
     It overwrites many, given or not; attention dropout stays as given. `reporting` makes the context of the check.
     """

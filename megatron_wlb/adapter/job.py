@@ -345,7 +345,7 @@ class WlbJob:
 
 
 def _of_step(first: Batch, batch: Batch, others: Iterator[Batch], count: int) -> Iterator[Batch]:
-    """`batch` and `count` - 1 `others`, held against the step of `first`."""
+    """`batch` and `count` - 1 `others`; all must be of the step of `first`."""
     for i in range(count):
         if i:
             batch = next(others)

@@ -88,7 +88,7 @@ def register(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
     parser = commands.add_parser(
         "compare",
-        help="hold predicted step times against a run's log",
+        help="compare predicted step times with a run's log",
         description=_DESCRIPTION,
         usage="%(prog)s RUN.jsonl [--output FILE.json] [--json FILE] [FLAGS | LAUNCH LINE | --launch FILE]",
     )

@@ -92,7 +92,8 @@ def _parquet(path: Path) -> np.ndarray:
 def _dataset(source: str) -> np.ndarray:
     file = Path(source.removesuffix(".idx") + ".idx")
     if not file.is_file():
-        raise ValueError(f"{file} does not exist; give as LENGTHS {FORMATS}")
+        missing = f"{source} is of another format" if Path(source).is_file() else f"{file} does not exist"
+        raise ValueError(f"{missing}; give as LENGTHS {FORMATS}")
     return np.maximum(read_tokens(source) - 1, 0)
 
 

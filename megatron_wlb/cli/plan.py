@@ -100,7 +100,8 @@ def without_times(summary: metrics.Summary) -> dict[str, Any]:
 
 def _print(summary: metrics.Summary, num_empty: int) -> None:
     print(
-        f"{summary.steps} steps: imbalance {summary.imbalance_mean:.4f} (p95 {summary.imbalance_p95:.4f}), late "
+        f"{summary.steps} steps, averages of the middle {summary.middle_steps}: imbalance "
+        f"{summary.imbalance_mean:.4f} (p95 {summary.imbalance_p95:.4f}), late "
         f"{summary.late_steps:.2f} steps (at most {summary.max_delay_steps}), token CV {summary.token_cv:.3f}; waiting "
         f"{summary.waiting_documents}; empty documents left out {num_empty}; planned in {summary.plan_ms_median:.2f} "
         f"ms a step ({summary.plan_ms_min:.2f} to {summary.plan_ms_max:.2f})",

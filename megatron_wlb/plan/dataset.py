@@ -34,7 +34,7 @@ class DocumentIndex:
 
 
 def read_index(prefix: str) -> DocumentIndex:
-    """Read `PREFIX.idx` and hold it against `PREFIX.bin`.
+    """Read `PREFIX.idx` and compare it with `PREFIX.bin`.
 
     Raises ValueError if a file is missing, truncated, not of this format, inconsistent, or without a document.
     """

@@ -62,6 +62,8 @@ class Summary:
     """Measures of a run, always shown together: each can be had at the cost of another; see `summarise`."""
 
     steps: int
+    middle_steps: int
+    """Those that means, quantiles and deviations are of."""
     tokens: int
     imbalance_mean: float
     imbalance_p95: float
@@ -101,6 +103,7 @@ def summarise(steps: Sequence[StepMetrics], *, num_waiting: int, skip: float = 0
     times = [s.plan_ms for s in steps]
     return Summary(
         steps=len(steps),
+        middle_steps=len(kept),
         tokens=sum(s.tokens for s in steps),
         imbalance_mean=float(imbalances.mean()),
         imbalance_p95=float(np.quantile(imbalances, 0.95)),

@@ -4,7 +4,7 @@ A *node* ends at max(end of two earlier nodes) + its own time. A transfer begins
 posts and waits when is what megatron-core 0.19 does with its defaults: the plain schedule sends and receives
 synchronously; the interleaved one (`--overlap-p2p-communication`) does so while it warms up and cools down, and in
 between receives one pass ahead and waits for an output until it is sent, since it frees it then, and for a gradient
-until after the next backward. The tests hold this against upstream's own functions.
+until after the next backward. The tests compare this with upstream's own functions.
 """
 
 from collections import deque

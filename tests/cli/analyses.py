@@ -28,7 +28,7 @@ def analyse(tmp_path, *words):
 def described(*words):
     """The job that a command line describes, as the report has it, and its documents."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_job_arguments(parser, wlb_packing="adaptive")
+    add_job_arguments(parser)
     setup = setup_of(parser.parse_known_args(" ".join(words).split())[0])
     return setup, setup.described
 

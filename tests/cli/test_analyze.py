@@ -76,8 +76,7 @@ def by_hand_us(micro_batches):
     return time + (LAYERS * weights + 2 * VOCABULARY * HIDDEN) * 30 / 2700e3
 
 
-def imbalance(micro_batches):
-    crossover = HIDDEN * (4 * HIDDEN + 2 * FFN + VOCABULARY // LAYERS) // HIDDEN
+def imbalance(micro_batches, crossover):
     work = [sum(d * (d + crossover) for d in documents) for documents in micro_batches]
     return max(work) * N / sum(work)
 
@@ -93,7 +92,7 @@ def test_plain_and_ours_by_hand(tmp_path, lengths, data):
     (tmp_path / "lengths.json").write_text(json.dumps(pieces))
     crossover = str(found["job"]["crossover_tokens"])
     arguments = ["--global-batch-size", str(N), "--seq-length", str(C), "--wlb-crossover", crossover]
-    arguments += ["--wlb-max-tokens", str(found["job"]["max_tokens"]), "--wlb-packing", "adaptive", "--output"]
+    arguments += ["--wlb-max-tokens", str(found["job"]["max_tokens"]), "--wlb-packing", "wlb", "--output"]
     assert main(["plan", str(tmp_path / "lengths.json"), *arguments, str(tmp_path / "plan")]) == 0
     steps = [json.loads(line) for line in (tmp_path / "plan").read_text().splitlines()[31:231]]
     ours = [[[d[2] for d in documents] for documents in step["micro_batches"]] for step in steps]
@@ -105,11 +104,43 @@ def test_plain_and_ours_by_hand(tmp_path, lengths, data):
         numbers = found["schemes"][name]
         assert numbers["step_ms"] == pytest.approx(np.mean(times) / 1e3)
         assert numbers["us_per_token"] == pytest.approx(sum(times) / tokens)
-        kept = [imbalance(step) for step in planned][20:-20]
+        kept = [imbalance(step, int(crossover)) for step in planned][20:-20]
         assert numbers["imbalance"]["work_mean"] == pytest.approx(np.mean(kept))
         assert numbers["imbalance"]["dp"] == numbers["imbalance"]["cp"] == 1
         per_token[name] = sum(times) / tokens
     assert found["schemes"]["ours"]["speedup"] == pytest.approx(per_token["plain"] / per_token["ours"])
+
+
+def test_the_crossover_of_the_simulated_times_by_hand(tmp_path, capsys):
+    """Whole tiles cost as many pairs as they hold, and half a tile more for every one."""
+    documents = np.random.default_rng(0).lognormal(6, 1.2, 4000).astype(np.int64) // 128 * 128
+    write_index(tmp_path / "tiles.idx", documents.clip(128, C) + 1)
+    line = f"{JOB} --steps 4 --data-path {tmp_path / 'tiles'}"
+    weights = HIDDEN * (4 * HIDDEN + 2 * FFN)
+    linear = 3 * (2 * weights / 600e6 + 2 * (14 * HIDDEN + 2 * FFN) / 2700e3)
+    tile = 3.5 * HEADS * 0.0256
+    by_times = (linear + tile / 2 / 128) / (tile / 2 / 128**2)
+    found = analyse(tmp_path, line)
+    crossover = found["job"]["crossover_tokens"]
+    assert crossover == pytest.approx(by_times, rel=1e-3)
+    assert f"--wlb-crossover {crossover}" in found["flags"]
+    assert "by FLOPs alone, as training has it by default, it is 6656." in capsys.readouterr().out
+    assert analyse(tmp_path, line, "--wlb-crossover 900")["job"]["crossover_tokens"] == 900
+
+
+def test_without_a_validation_split_there_is_no_evaluation(tmp_path, data):
+    """Which training refuses, unless told not to evaluate."""
+    for words, added in (("--split 1", 1), ("--split 99,1,0", 0), ("--split 1 --eval-iters 0", 0)):
+        flags = analyse(tmp_path, JOB.replace("--split 1", words), "--steps 4 --data-path", data)["flags"]
+        assert flags.endswith("--eval-iters 0") == added
+
+
+def test_more_memory_than_there_is(tmp_path, data, capsys):
+    for layers, named in ((LAYERS, 0), (4000, 1)):
+        analyse(
+            tmp_path, JOB.replace(f"--num-layers {LAYERS}", f"--num-layers {layers}"), "--steps 4 --data-path", data
+        )
+        assert capsys.readouterr().out.count("alone are more than the 80 GiB") == named
 
 
 def test_nothing_to_gain(tmp_path, capsys):
@@ -326,7 +357,7 @@ def test_without_torch(data):
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT, check=True
     )
-    assert "--wlb-packing adaptive" in done.stdout
+    assert "--wlb-packing wlb" in done.stdout
 
 
 def header(sequences, boundaries):

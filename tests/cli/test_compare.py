@@ -1,4 +1,4 @@
-"""Logs of runs whose times are known, held against predictions; scales are found again; broken logs are refused."""
+"""Logs of runs whose times are known, compared with predictions; scales are found again; broken logs are refused."""
 
 import json
 from dataclasses import replace

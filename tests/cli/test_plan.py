@@ -19,8 +19,9 @@ ROOT = Path(__file__).parents[2]
 N, C, S = 4, 64, 80
 FLAGS = f"--global-batch-size {N} --seq-length {C} --wlb-max-tokens {S} --wlb-crossover 30".split()
 METRICS = {
-    "steps", "tokens", "imbalance_mean", "imbalance_p95", "ratio_to_bound", "late_steps", "spread_steps",
-    "max_delay_steps", "token_cv", "long_share_mean", "long_share_std", "waiting_documents", "empty_documents",
+    "steps", "middle_steps", "tokens", "imbalance_mean", "imbalance_p95", "ratio_to_bound", "late_steps",
+    "spread_steps", "max_delay_steps", "token_cv", "long_share_mean", "long_share_std", "waiting_documents",
+    "empty_documents",
 }  # fmt: skip
 
 
@@ -104,7 +105,9 @@ def test_every_document_is_tiled_once(source, tmp_path, capsys, policy, flush):
         assert last["waiting"] == sorted(last["waiting"])
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith(f"{last['summary']['steps']} steps: imbalance ")
+    summary = last["summary"]
+    assert summary["middle_steps"] == summary["steps"] - 2 * (summary["steps"] // 10)
+    assert printed.err.startswith(f"{summary['steps']} steps, averages of the middle {summary['middle_steps']}: ")
     assert printed.err.count("\n") == 1
     assert sorted(os.listdir(tmp_path)) == ["lengths.json", "plan.jsonl"]
 
@@ -160,6 +163,7 @@ def test_figures_of_the_summary(tmp_path):
     summary = read(text)[2]["summary"]
     assert summary == {
         "steps": 2,
+        "middle_steps": 2,
         "tokens": 320,
         "imbalance_mean": 2.5,
         "imbalance_p95": pytest.approx(3.85),

@@ -149,7 +149,10 @@ CASES: list[Case] = [
     ),
     ("--wlb-crossover is <0>; it must be from <1 to 34359738368>", lambda at: WlbConfig(crossover=0)),
     ("--wlb-balance-tolerance is <2>; it must be from <0 to 1>", lambda at: WlbConfig(balance_tolerance=2)),
-    ("--wlb-memory-budget is <-1.0>; give GiB, more than <0>", lambda at: WlbConfig(memory_budget=-1.0)),
+    (
+        "--wlb-memory-budget is <80000.0>; give GiB of a GPU, more than <0> and at most <1024>",
+        lambda at: WlbConfig(memory_budget=80e3),
+    ),
     (
         "--wlb-max-tokens is <67108865>; work is exact up to <67108864> tokens, give at most that",
         lambda at: WlbConfig(max_tokens=67108865),

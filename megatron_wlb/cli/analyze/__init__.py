@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from megatron_wlb.cli.analyze import report, table
+from megatron_wlb.cli.analyze import crossover, report, table
 from megatron_wlb.cli.analyze.setup import setup_of
 from megatron_wlb.cli.common import console, integer, progress, write_json, writer
 from megatron_wlb.cli.job import add_job_arguments
@@ -17,9 +17,8 @@ GPU, nor Megatron, nor torch, and of the dataset only the .idx file.
     megatron-wlb analyze --model llama2-7b --seq-length 131072 --tensor-model-parallel-size 8 ... --data-path DATA
 
 Flags of Megatron that don't matter, are not simulated, or are refused by training with --wlb are listed. Plain Megatron
-(attention stays inside of documents), the paper's WLB-LLM and this project's --wlb (with --wlb-packing adaptive unless
-you say otherwise; other --wlb-* flags count) run the same data, shuffled as in training; steps are packed, sharded and
-simulated as they would be trained.
+(attention stays inside of documents), the paper's WLB-LLM and this project's --wlb (as its --wlb-* flags say) run the
+same data, shuffled as in training; steps are packed, sharded and simulated as they would be trained.
 """
 
 
@@ -38,7 +37,7 @@ def register(commands: Any) -> None:
     parser.add_argument(
         "--steps", type=integer(1, 1 << 14), metavar="K", help="steps to simulate; default: by the size of the job"
     )
-    add_job_arguments(parser, wlb_packing="adaptive")
+    add_job_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -49,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("--html - and --json - would be mixed on standard output; name a file for one")
     if args.html is not None:
         import matplotlib  # noqa: F401  # missed now rather than after the work
-    setup = setup_of(args)
+    setup = crossover.settle(setup_of(args))
     packed, simulated = report.steps_of(setup)
     if args.steps is not None:
         packed, simulated = max(args.steps, packed // args.steps * args.steps), args.steps

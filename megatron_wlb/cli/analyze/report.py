@@ -20,6 +20,7 @@ from megatron_wlb.plan.step import Layout, is_order_free
 from megatron_wlb.plan.stream import DocumentStream
 from megatron_wlb.plan.workload import document_work, shipped_profiles
 from megatron_wlb.simulate import Job, SimulatedStep, balanced_time, breakdown, simulate_step
+from megatron_wlb.simulate.costs import Passes
 
 FORMAT = "megatron-wlb-analysis"
 VERSION = 1
@@ -148,7 +149,7 @@ def measure(setup: Setup, scheme: Scheme, packed: int, simulated: int, advance: 
     measured: list[metrics.StepMetrics] = []
     samples: list[Sample] = []
     total_work = waiting = 0
-    for i, step in enumerate(_packed_steps(setup, scheme, packed)):
+    for i, step in enumerate(packed_steps(setup, scheme, packed)):
         packing = step.packing
         measured.append(metrics.measure(packing, step.step, **sizes))
         work = int(document_work(packing.documents["length"], setup.crossover_tokens).sum())
@@ -205,7 +206,7 @@ def _typical(samples: Sequence[Sample]) -> Sample:
     return samples[int(np.abs(over_limit - np.median(over_limit)).argmin())]
 
 
-def _packed_steps(setup: Setup, scheme: Scheme, count: int) -> Iterator[PackedStep]:
+def packed_steps(setup: Setup, scheme: Scheme, count: int) -> Iterator[PackedStep]:
     """`count` steps as a run would train them, after those that warm up."""
     packer = make_packer(
         DocumentStream(setup.sources, seed=setup.seed, context_length=setup.context_length),
@@ -225,12 +226,12 @@ def _packed_steps(setup: Setup, scheme: Scheme, count: int) -> Iterator[PackedSt
 
 def micro_batch_times(step: SimulatedStep) -> np.ndarray:
     """Forward and backward of one layer of every micro-batch if its CP ranks were alike, in us: float64 [dp, M]."""
-    return np.array(
-        [
-            sum(layer.total - layer.attention.max(axis=1) + layer.attention.mean(axis=1) for layer in p.layers)
-            for p in step.passes
-        ]
-    )
+    return np.array([layer_times(passes) for passes in step.passes])
+
+
+def layer_times(passes: Passes) -> np.ndarray:
+    """The same of the micro-batches of one data-parallel rank, float64 [M]."""
+    return sum(layer.total - layer.attention.max(axis=1) + layer.attention.mean(axis=1) for layer in passes.layers)
 
 
 def imbalances(step: SimulatedStep) -> tuple[float, float, float]:
@@ -361,4 +362,7 @@ def flags_to_paste(setup: Setup) -> str:
         value = getattr(config, name)
         if name not in ("packing", "max_tokens") and value != getattr(defaults, name):
             flags.append(pasted(name, value))
-    return " ".join([*flags, f"--wlb-max-tokens {setup.max_tokens}"])
+    flags.append(f"--wlb-max-tokens {setup.max_tokens}")
+    if setup.empty_validation and "--eval-iters" not in setup.ignored:
+        flags.append("--eval-iters 0")
+    return " ".join(flags)

@@ -44,6 +44,8 @@ class Setup:
     memory: ActivationModel
     notes: list[str]
     """What the flags did not say, and what of them is not simulated: sentences."""
+    empty_validation: bool
+    """The validation split has no documents."""
     ignored: list[str]
     """Flags of the launch line that don't matter."""
     refused: list[str]
@@ -59,7 +61,11 @@ def setup_of(args: argparse.Namespace) -> Setup:
     job = jobs.job_of(args, config, notes)
     _settle_batch(args, job, notes)
     max_tokens, crossover = jobs.max_tokens_of(args, config, job, notes), jobs.crossover_of(args, config, [])
-    sources, prefixes = _sources(data_path, args.split if is_split else "1", notes)
+    if is_split and args.split is None:
+        args.split = DEFAULT_SPLIT
+        notes.append(f"Assumed: --split {DEFAULT_SPLIT}, Megatron's default.")
+    split = args.split if is_split else "1"
+    sources, prefixes = _sources(data_path, split)
     found = jobs.described(args, config, job)
     described = {"model": found["model"], **found["layout"], "num_gpus": job.num_gpus}
     described |= {"global_batch_size": args.global_batch_size, "seq_length": args.seq_length}
@@ -78,13 +84,14 @@ def setup_of(args: argparse.Namespace) -> Setup:
         use_native=native.use(config.planner),
         memory=jobs.memory_of(args, job),
         notes=notes,
+        empty_validation=is_split and not _shares(split)[1],
         ignored=args.ignored,
         refused=args.refused,
     )
 
 
 def _settle_batch(args: argparse.Namespace, job: Job, notes: list[str]) -> None:
-    """Give the global batch size its default, and hold it and the window against what ranks can share."""
+    """Give the global batch size its default, and compare it and the window with what ranks can share."""
     unit = jobs.unit_of(args)
     if args.seq_length % unit:
         raise ValueError(
@@ -121,13 +128,10 @@ def _training_blend(path: str) -> list[str]:
         ) from error
 
 
-def _sources(data_path: Sequence[str], split: str | None, notes: list[str]) -> tuple[list[Source], list[str]]:
+def _sources(data_path: Sequence[str], split: str) -> tuple[list[Source], list[str]]:
     """The training split of every dataset of a blend, and their prefixes."""
     prefixes, weights = _blend(data_path)
-    if split is None:
-        split = DEFAULT_SPLIT
-        notes.append(f"Assumed: --split {split}, Megatron's default.")
-    share = _training_share(split)
+    share = _shares(split)[0]
     sources = []
     for i, prefix in enumerate(prefixes):
         tokens = read_tokens(prefix)
@@ -154,11 +158,12 @@ def _blend(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
     return list(data_path[1::2]), weights
 
 
-def _training_share(split: str) -> float:
+def _shares(split: str) -> tuple[float, float]:
+    """Of the training and the validation split."""
     try:
         parts = [float(part) for part in split.replace("/", ",").split(",") if part.strip()]
     except ValueError:
         parts = []
     if not parts or not all(math.isfinite(p) and p >= 0 for p in parts) or not parts[0]:
         raise ValueError(f"--split {split}: give shares of training, validation and test, such as 969,30,1")
-    return parts[0] / sum(parts)
+    return parts[0] / sum(parts), sum(parts[1:2]) / sum(parts)

@@ -4,7 +4,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megatron_wlb.cli.analyze.report import WARM_UP, Report, errors_of
+from megatron_wlb.cli.analyze.report import WARM_UP, Report, Result, errors_of
+
+DEVICE_GIB = 80
 
 Row = tuple[str, list[str]]
 
@@ -111,26 +113,33 @@ def facts(report: Report) -> list[str]:
     stated = "; ".join(errors) if errors else "the profile states none"
     measured = "measured" if profile["linear_measured"] else "assumed"
     backward = "" if profile["backward_measured"] else "; backward of attention is assumed to take 2.5 times forward"
+    groups = f"in {job.cp_head_groups} head groups of which one computes while the next travels"
+    if job.cp_head_groups == 1:
+        groups = "at once"
     return [
         f"This is a prediction by simulation. Attention: profile {profile['name']}"
         + (f" ({profile['device']})" if "device" in profile else "")
         + f". Its errors on what it was not fitted to: {stated}{backward}.",
         f"Other layers go by {measured} rates, the network by profile {profile['network']['name']} (within a node: "
-        f"{profile['network']['error']}; between nodes assumed). The time of a whole step has not been held against a "
-        "GPU; megatron-wlb compare does that with the log of a run.",
+        f"{profile['network']['error']}; between nodes assumed). The time of a whole step has not been compared "
+        "with a GPU's; megatron-wlb compare does that with the log of a run.",
         f"{steps['simulated']} steps of each scheme were simulated and {steps['packed']} packed, after {WARM_UP} that "
         "fill queues. Time per token is that of the simulated steps' work, at the work per token of all packed ones.",
         "Megatron exchanges K and V in a ring; the paper's scheme gathers all of them before it computes, --wlb those "
-        f"of documents that CP ranks share, in {job.cp_head_groups} head groups of which one computes while the next "
-        "travels. In all of them attention stays inside of documents, and sequence parallelism is on. All numbers are "
-        "those of bf16: FP8 is not modelled.",
-        "Activations are the peak if every micro-batch in flight had S_max tokens; weights and optimizer come on top.",
+        f"of documents that CP ranks share, {groups}. In all of them attention stays inside of documents, and sequence "
+        "parallelism is on. All numbers are those of bf16: FP8 is not modelled.",
+        "Activations are the peak if every micro-batch in flight had S_max tokens; weights and optimizer come on top."
+        + f" They alone are more than the {DEVICE_GIB} GiB of an H100." * any(map(_over_device, report.results)),
         f"The limit has the micro-batches and CP shards of --wlb all alike. Pipelines can come below it where light "
         f"micro-batches run at the ends. The work of a document of d tokens is d x {setup.crossover_tokens:,} + d x d.",
         *entries["notes"],
         *([] if gains(report) else [f"Nothing is to be added to the launch line. Simulated was {entries['flags']}."]),
         *([f"Ignored, since nothing here depends on them: {ignored}."] if ignored else []),
     ]
+
+
+def _over_device(result: Result) -> bool:
+    return bool(result.numbers["activation_gib"] > DEVICE_GIB)
 
 
 def described(report: Report) -> str:
