@@ -9,7 +9,7 @@ from megatron_wlb.plan.sharding import per_document
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.backends import checks, flash_attn, get_backend
 from megatron_wlb.runtime.backends.aten import _check_schema
-from megatron_wlb.runtime.backends.te import TeBackend
+from megatron_wlb.runtime.backends.te import TeBackend, _check_workspace
 from megatron_wlb.runtime.backends.trial import try_backend
 from megatron_wlb.runtime.metadata import ShardMetadata
 from tests.errors.case import At, Case
@@ -36,6 +36,13 @@ def deterministic(at: At):
     at.patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     backend = object.__new__(flash_attn.FlashAttn3Backend)
     backend.backward(*[torch.empty(1, 1, 200)] * 7, None)
+
+
+def workspace(at: At):
+    """Deterministic gradients of TransformerEngine on an H100."""
+    gpu = SimpleNamespace(major=9, minor=0, total_memory=80 << 30)
+    at.patch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    _check_workspace(torch.empty(1 << 14, 2, 8, device="meta"), torch.empty(1 << 17, 1, 8, device="meta"), 32)
 
 
 def padded(at: At):
@@ -94,7 +101,7 @@ CASES: list[Case] = [
     ),
     # backends/
     (
-        "attention backend 'aten' was written for torch 2.11 to 2.13, and torch <…> has another …(…) with 5 "
+        "attention backend 'aten' was written for torch 2.11 to 2.15, and torch <…> has another …(…) with 5 "
         "results, where (q, …) with <5> were expected; use a supported torch",
         lambda at: _check_schema(torch.ops.aten._flash_attention_forward.default._schema, ("q",), 5),
     ),
@@ -150,5 +157,11 @@ CASES: list[Case] = [
         "expected: cuDNN is older than 9.6, or pads them for this GPU (capability 12.0); use a newer cuDNN, or choose "
         "another backend",
         padded,
+    ),
+    (
+        "attention backend 'te' would take <256> GiB for deterministic gradients of 16384 queries and 131072 keys with "
+        "2 heads, and the GPU has <80>; switch torch.use_deterministic_algorithms (--deterministic-mode) off, or "
+        "choose another backend",
+        workspace,
     ),
 ]

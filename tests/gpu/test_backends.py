@@ -152,6 +152,8 @@ def test_aten_with_activated_kernels(implementation):
     except (ImportError, RuntimeError) as error:
         pytest.skip(f"{implementation} cannot be activated: {error}")
     try:
+        if implementation == "FA4" and torch.__version__ < "2.14.1":
+            pytest.skip(f"torch {torch.__version__} takes two results of FA4, which returns five as of 4.0.0b36")
         try_backend(get_backend("aten", "cuda"), torch.device("cuda"))
     finally:
         attention.restore_flash_attention_impl()

@@ -18,7 +18,7 @@ from megatron_wlb.runtime.backends.trial import colour_of
 from tests.runtime.colours import COLOURS, WINDOWS, assert_close, expected, run, tensors
 
 # Interfaces of flash-attn 2.8.3, of FlashAttention-3 in 2026 (without paged and rotary arguments), and of
-# TransformerEngine 2.12 and 2.18.
+# TransformerEngine 2.12 and 2.18, to which 2.20 is equal.
 FLASH_ATTN = {
     "_flash_attn_varlen_forward": "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt "
     "max_seqlen_q, SymInt max_seqlen_k, float dropout_p, float softmax_scale, bool causal, SymInt window_size_left=-1, "
@@ -158,10 +158,16 @@ def library(namespace, schemas, causal):
     return made
 
 
-def flash_attn_package(version):
+def install_flash_attn(monkeypatch, version):
     package = types.ModuleType("flash_attn")
     package.__version__ = version
-    return package
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", types.ModuleType("flash_attn_interface"))
+
+
+def on_gpu(monkeypatch, capability=(9, 0), gib=80):
+    gpu = types.SimpleNamespace(major=capability[0], minor=capability[1], total_memory=gib << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
 
 
 def te_module(version):
@@ -230,9 +236,10 @@ def backend(request, monkeypatch):
         for end in range(1, path.count(".") + 1):
             name = ".".join(path.split(".")[:end])
             monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        on_gpu(monkeypatch)
         yield TeBackend()
         return
-    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_package("2.8.3+cu13torch2.11"))
+    install_flash_attn(monkeypatch, "2.8.3+cu13torch2.11")
     monkeypatch.setitem(sys.modules, "flash_attn_interface", types.ModuleType("flash_attn_interface"))
     if request.param == "flash_attn":
         made = library("flash_attn", FLASH_ATTN, "causal")
@@ -291,9 +298,18 @@ def test_missing_packages_are_named(cls, package, monkeypatch):
         cls()
 
 
+def test_flash_attn_4_is_not_taken_for_flash_attn_2(monkeypatch):
+    """Its package flash_attn has no __init__.py, and `cute` alone in it."""
+    install_flash_attn(monkeypatch, "4")
+    monkeypatch.delattr(sys.modules["flash_attn"], "__version__")
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", None)
+    with pytest.raises(ValueError, match="'flash_attn' needs flash-attn 2, which cannot be imported"):
+        FlashAttnBackend()
+
+
 @pytest.mark.parametrize("version", ["2.7.4.post1", "2.0.9"])
 def test_flash_attn_whose_gradients_overflow_is_refused(version, monkeypatch):
-    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_package(version))
+    install_flash_attn(monkeypatch, version)
     with pytest.raises(
         ValueError, match=f"found flash-attn {version}, whose gradients are wrong.*install 2.8 or newer"
     ):
@@ -334,3 +350,42 @@ def test_te_refuses_padded_log_sum_exps(backend, monkeypatch):
     q, k, v, _ = tensors(colour, (4, 2), 16, torch.bfloat16)
     with pytest.raises(ValueError, match="packed ones .rows, heads, 1. were expected: cuDNN is older than 9.6"):
         backend.forward(q, k, v, Call(colour, 0.3))
+
+
+@pytest.mark.parametrize(
+    ("keys", "capability", "gib", "runs"),
+    [
+        (1 << 17, (9, 0), 80, False),
+        (1 << 17, (9, 0), 128, True),  # as much as there is
+        (1 << 17, (10, 0), 80, True),
+        ((1 << 17) + 1, (9, 0), 159, False),  # rounded up to 5 * 2 ** 15
+        ((1 << 17) + 1, (9, 0), 160, True),
+        (1 << 16, (9, 0), 80, True),
+    ],
+)
+@pytest.mark.parametrize("backend", ["te 2.18"], indirect=True)
+def test_te_refuses_deterministic_gradients_that_do_not_fit(backend, keys, capability, gib, runs, monkeypatch):
+    """One entry of 8192 queries counts as 32: 128 GiB for 2 heads and 2 ** 17 keys."""
+    on_gpu(monkeypatch, capability, gib)
+    monkeypatch.setattr(backend, "_backward", lambda q, k, v, **other: (q, k, v))
+    colour = colour_of([(8192, 8192), (0, keys - 8192)], "cpu")
+    q, k, v, dout = tensors(colour, (2, 1), 8, torch.bfloat16)
+    given = dout, q, k, v, q, torch.zeros(2, 8192), torch.zeros((keys, 2, 1, 8)), Call(colour, 0.3)
+    backend.backward(*given)
+    torch.use_deterministic_algorithms(True)
+    try:
+        if runs:
+            backend.backward(*given)
+        else:
+            with pytest.raises(ValueError, match=f"8192 queries and {keys} keys with 2 heads, and the GPU has {gib};"):
+                backend.backward(*given)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("length", [1024, 4096, 32768])
+def test_workspace_of_te_is_what_its_authors_observed(length):
+    """On compute capability 9.0: 128 B H S S bytes for B = 2 sequences, four times as many for B = 4."""
+    two, four = (te._workspace_bytes(32, 16, num * length, num * length) for num in (2, 4))
+    assert two == 128 * 2 * 16 * length**2 and four == 4 * two
+    assert te._workspace_bytes(32, 16, 2 * length - 1, 1) == 2 * 32 * 16 * 2 * length * 1024

@@ -23,11 +23,12 @@ class AtenBackend:
     version of torch has changed them. Bitwise reproducible under `torch.use_deterministic_algorithms(True)`.
 
     `torch.nn.attention.activate_flash_attention_impl("FA3")` (needs the package `flash_attn_interface`) or `"FA4"`
-    (`flash_attn.cute`), torch 2.11 or newer, puts other kernels under the same two operators for the whole process, so
-    this backend then runs them without knowing. Whoever wants that activates before the first step, on every rank. FA3
-    needs compute capability 9.0 and refuses deterministic gradients for head sizes over 192; FA4 needs 9.0, or 10.0 and
-    a head size up to 128 or of 256. Log-sum-exps have the same shape, windows work, and torch calls both a prototype.
-    Neither has been tried with entries without queries; `choose_backend` tries what is active.
+    (`flash_attn.cute`; 4.0.0b36 returns more than torch before 2.14.1 takes) puts other kernels under the same two
+    operators for the whole process, so this backend then runs them without knowing. Whoever wants that activates before
+    the first step, on every rank. FA3 needs compute capability 9.0 and refuses deterministic gradients for head sizes
+    over 192; FA4 needs 9.0, or 10.0 and a head size up to 128 or of 256. Log-sum-exps have the same shape, windows
+    work, and torch calls both a prototype. Neither has been tried with entries without queries; `choose_backend` tries
+    what is active.
     """
 
     name = "aten"
@@ -84,7 +85,7 @@ def _check_schema(schema: Any, positional: tuple[str, ...], num_returns: int) ->
     required = [name for name, has_default in keywords.items() if not has_default and name not in _KEYWORDS]
     if names != positional or not keywords.keys() >= set(_KEYWORDS) or required or len(schema.returns) != num_returns:
         raise ValueError(
-            f"attention backend 'aten' was written for torch 2.11 to 2.13, and torch {torch.__version__} has another "
+            f"attention backend 'aten' was written for torch 2.11 to 2.15, and torch {torch.__version__} has another "
             f"{schema.name}({', '.join((*names, *keywords))}) with {len(schema.returns)} results, where "
             f"({', '.join((*positional, *_KEYWORDS))}) with {num_returns} were expected; use a supported torch"
         )

@@ -62,6 +62,8 @@ class FlashAttnBackend(_Operators):
     name = "flash_attn"
 
     def __init__(self) -> None:
+        # The module, because flash-attn-4 has a package flash_attn, too, with nothing but flash_attn.cute.
+        import_for(self.name, "flash_attn.flash_attn_interface", "flash-attn 2")
         version = import_for(self.name, "flash_attn", "flash-attn 2").__version__
         if TorchVersion(version) < "2.8":
             raise ValueError(
