@@ -1,0 +1,71 @@
+"""What `megatron-wlb analyze` predicts for the jobs of scripts/slurm, on documents of F2; nothing is measured on a GPU.
+
+    python -m benchmarks.analyze [--check]
+
+Plain Megatron's context parallelism (a ring, attention inside of documents), the paper's scheme and --wlb by its
+defaults, with the crossover that analyze names. Writes benchmarks/results/analyze.json, in about a minute; its only
+measurement is how long a report takes.
+"""
+
+import contextlib
+import io
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import results
+from benchmarks.lengths import WINDOW, f2
+from megatron_wlb.cli.main import main as command
+from tests.adapter.datasets import write_index
+
+DOCUMENTS, STEPS = 10_000_000, 100
+SECONDS = 10
+"""Of CPU time, which a report with pictures may take."""
+SEVEN = (
+    f"--model llama2-7b --seq-length {WINDOW} --tensor-model-parallel-size 8 --context-parallel-size 2 "
+    "--pipeline-model-parallel-size 4"
+)
+JOBS = {"7B, one virtual stage": SEVEN} | {
+    name: f"--launch scripts/slurm/{name.lower()}.sbatch --vocab-size 32000 --steps {STEPS}"
+    for name in ("550M", "7B", "30B", "70B")
+}
+"""Of 131,072 tokens all, the last four with two virtual stages."""
+Row = dict[str, Any]
+
+
+def analysed(job: str, folder: Path) -> tuple[dict[str, Any], float]:
+    """The report and the CPU seconds that it took."""
+    words = [*job.split(), "--data-path", str(folder / "f2")]
+    outputs = ["--json", str(folder / "report.json"), "--html", str(folder / "report.html")]
+    begin = time.process_time()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        if command(["analyze", *words, *outputs]):
+            raise RuntimeError(f"megatron-wlb analyze {job} failed")
+    return json.loads((folder / "report.json").read_text()), time.process_time() - begin
+
+
+def main() -> None:
+    args = results.parser(__doc__).parse_args()
+    rows: list[Row] = []
+    seconds = []
+    with tempfile.TemporaryDirectory() as folder:
+        write_index(Path(folder, "f2.idx"), f2(DOCUMENTS, seed=0) + 1)
+        for name, job in JOBS.items():
+            report, took = analysed(job, Path(folder))
+            seconds.append(took)
+            layout = {
+                key: report["job"][key] for key in ("num_gpus", "tp", "cp", "pp", "vpp", "dp", "global_batch_size")
+            }
+            shared = {"job": name, **layout, "limit": report["limit"]["speedup"], "flags": report["flags"]}
+            rows += [{**shared, "scheme": scheme, **numbers} for scheme, numbers in report["schemes"].items()]
+            print(name, *(f"{row['scheme']} {row['speedup']:.3f}" for row in rows[-3:]), f"limit {shared['limit']:.3f}")
+    goals = [results.at_most(f"report on {DOCUMENTS} documents, CPU seconds", seconds[0], SECONDS)]
+    settings = {"lengths": "F2", "documents": DOCUMENTS, "window": WINDOW, "jobs": JOBS}
+    print(results.write("analyze", settings=settings, rows=rows, goals=goals))
+    results.conclude(goals, args.check)
+
+
+if __name__ == "__main__":
+    main()
