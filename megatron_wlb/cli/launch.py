@@ -1,30 +1,25 @@
 """A Megatron launch line or script as it is: torchrun, script name and all; what matters here, and what does not."""
 
 import argparse
+import os
 import re
-import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
 from megatron_wlb.adapter.arguments import check
-from megatron_wlb.cli.common import printable
+from megatron_wlb.cli.common import printable, short
+from megatron_wlb.cli.shell import OPERATOR, read
 from megatron_wlb.config import WlbConfig
 
-_SHELL = re.compile(r"[();|&]+|\d*[<>].*|&>.*|--")
 _END = "--;"
 """Stands for whatever ends a command in a script: no flag takes values beyond it."""
-_MOST_CHARACTERS = 1 << 20
-"""Of a launch line whose variables are put in."""
-_VARIABLE = re.compile(r"\$(?:(?P<named>\w+)|\{(?P<braced>\w+)(?::?[-=](?P<default>[^{}]*))?\})")
-_ASSIGNMENT = re.compile(
-    r"""(?:^|(?<=[;\s]))([A-Za-z_]\w*)=("[^"]*"|'[^']*'|(?:\$\w+|\$\{[^}]*\}|[^\s;()`$&|"'])++)(?=[\s;&|)]|$)""",
-    re.MULTILINE,
-)
-_ARITHMETIC = re.compile(r"\$\(\(([\w\s*/]+)\)\)")
+_VARIABLE = re.compile(r"\$[A-Za-z_]\w*|\$\{[A-Za-z_]\w*(?:\[[@*]\])?\}")
+_SWITCH = re.compile("--(?:bf16|fp16|sequence-parallel|(?:disable|no|overlap|untie|use)-.*)")
+"""Flags without a value, of those that only training knows."""
 _SOURCED = re.compile(r"""^[ \t]*(?:source|\.)[ \t]+(?:.*/)?["']?([\w.-]+)["']?[ \t]*$""", re.MULTILINE)
-_COMMENT = re.compile(r"(?:^|(?<=[ \t]))#")
 _SLURM = {
     "SLURM_NNODES": r"--nodes[= ]|-N[ \t]*",
     "SLURM_JOB_NUM_NODES": r"--nodes[= ]|-N[ \t]*",
@@ -32,7 +27,6 @@ _SLURM = {
     "SLURM_NTASKS_PER_NODE": "--ntasks-per-node[= ]",
 }
 """Variables of a job, and the flags before their numbers in lines of #SBATCH."""
-_SHELLS = re.compile(r"(?:.*/)?(?:ba|da|k|z)?sh")
 NOT_SIMULATED = {
     "num-experts": "mixture of experts",
     "multi-latent-attention": "multi-latent attention",
@@ -51,17 +45,19 @@ _ACCEPTED = {
     **{"calculate_per_token_loss": True, "sequence_parallel": False, "attention_dropout": 0},
     **{"position_embedding_type": "rope", "untie_embeddings_and_output_weights": True},
 }
-"""Arguments that training with --wlb takes, to hold others against its refusals one by one."""
+"""Arguments that training with --wlb takes, to see of others which it refuses."""
 LOW_PRECISION = ("fp8-format", "fp8-recipe", "fp4-format")
 """Flags of which only the alignment of micro-batches is known."""
+_WITHIN_DOCUMENTS = {"--reset-attention-mask", "--dataloader-inter-document-masking", "--sft"}
+"""Flags of upstream with any of which attention ends with the document."""
 _HARMLESS = re.compile(
     "(?:no-|use-|disable-|no_)?(?:accumulate-allreduce|adam-|adlr-|apply-layernorm-1p$|async-save$|attention-dropout|"
     "bf16$|bias-linear$|calculate-per-token-loss|check-for|ckpt|clip-grad|container-|create-attention-mask|"
-    "cross-entropy|data-cache|data-path|dataloader|decoupled|dist|empty-unused|end-weight-decay|error$|eval-|exit-|export|"
-    "flash-attn|fp16$|gpus-per|grad-reduce|init-method|job-name|kill-on|load|log-|loss-scale|lr|manual-gc|master|"
+    "cross-entropy|data-cache|data-path|dataloader|decoupled|dist|empty-unused|end-weight-decay|eod-mask-loss$|error$|eval-|"
+    "exit-|export|flash-attn|fp16$|gpus-per|grad-reduce|init-method|job-name|kill-on|load|log-|loss-scale|lr|manual-gc|master|"
     "max-position|max-restarts|mcore-models|merge-file|min-lr|mmap|node.rank|nodes|help$|norm|ntasks|num-dataset|num-workers|"
     "one-logger|optimizer$|output$|overlap-grad-reduce|overlap-param-gather|partition|position-embedding|profile|pytorch-"
-    "profiler|rdzv|rope|rotary|save|seed|sequence-parallel$|sgd|split|standalone|start-weight|tee|tensorboard|test-data|"
+    "profiler|rdzv|reset-(?:attention-mask|position-ids)$|rope|rotary|save|seed|sequence-parallel$|sgd|split|standalone|start-weight|tee|tensorboard|test-data|"
     "tiktoken|time|timing|tokenizer|train-(?:data|iters|samples)|transformer-impl|untie|valid-data|vocab-(?:extra|file)|"
     "wandb|weight-decay)"
 )
@@ -84,10 +80,17 @@ def accept(parser: argparse.ArgumentParser, script: argparse.ArgumentParser) -> 
             arguments, words = _without_launch(list(arguments))
         except (ValueError, OSError) as error:
             parser.error(str(error))
+        arguments, words, known = _ended(arguments), _ended(words), script._option_string_actions
         if words:
-            namespace, rest = script.parse_known_args(_ended(words), namespace)
-        args, more = argparse.ArgumentParser.parse_known_args(parser, _ended(arguments), namespace)
-        _judge(parser, args, [*rest, _END, *more])
+            namespace, rest = script.parse_known_args(_overruled(words, arguments, known), namespace)
+        args, more = argparse.ArgumentParser.parse_known_args(parser, arguments, namespace)
+        rest += [_END, *more]
+        _judge(parser, args, rest)
+        if args.model is None and args.num_layers is None:
+            _check_words(parser, args, words, more)
+        launched = words or any(word.endswith(".py") for word in more)
+        attention = _attention(rest) if launched and not args.wlb else []
+        args.remarks = [*_unassigned(words, known), *attention, *args.remarks]
         return args, []
 
     script.error = parser.error  # type: ignore[method-assign]
@@ -126,6 +129,71 @@ def _judge(parser: argparse.ArgumentParser, args: argparse.Namespace, rest: list
     # `WORLD_SIZE=16 python pretrain_gpt.py`; launch scripts also compute it, from what --nproc-per-node says too.
     sizes = [match[1] for word in rest if (match := re.fullmatch("WORLD_SIZE=([1-9][0-9]{0,8})", word))]
     args.environment_world_size = int(sizes[0]) if sizes else None
+
+
+def _overruled(words: Sequence[str], arguments: Sequence[str], flags: Mapping[str, argparse.Action]) -> list[str]:
+    """A script's words without the flags that `arguments` give, under whichever of their names, and their values."""
+    given = {n for word in arguments if (flag := flags.get(word.partition("=")[0])) for n in flag.option_strings}
+    kept, values = [], 0
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name in given:
+            values = 0 if equals or flags[name].nargs == 0 else 1 if flags[name].nargs is None else len(words)
+        elif values and not word.startswith("--"):
+            values -= 1
+        else:
+            kept.append(word)
+            values = 0
+    return kept
+
+
+def _check_words(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, words: Sequence[str], more: Sequence[str]
+) -> None:
+    """Exit with an error if a file's name stands where flags are read, or no more than words that are no flags."""
+    loose = list(takewhile(lambda word: not word.startswith("-"), more))
+    file = next(filter(os.path.isfile, loose), None)
+    if file is not None and not any(word.endswith(".py") for word in loose):
+        parser.error(
+            f"{file} is a file, and flags are read here; give --launch {file} if it is a launch script, or --data-path "
+            "if it is a dataset"
+        )
+    if args.seq_length is None and (words or loose):
+        said = short(" ".join(word for word in (*words, *more) if word != _END))
+        parser.error(
+            f"no flags of pretrain_gpt.py such as --num-layers in {said}, and nothing else is read; give its launch "
+            "line, or a script with it by --launch"
+        )
+
+
+def _attention(words: Sequence[str]) -> list[str]:
+    """A remark on a launch line whose attention would change."""
+    if _values(words).keys() & _WITHIN_DOCUMENTS:
+        return []
+    return [
+        "The launch line lets attention cross documents (it has neither --reset-attention-mask nor "
+        "--dataloader-inter-document-masking); Megatron here is the same run with attention inside of them."
+    ]
+
+
+def _unassigned(words: Sequence[str], known: Mapping[str, argparse.Action]) -> list[str]:
+    """A remark on variables without a value, where flags may be, in commands that start Python or torchrun."""
+
+    def takes_value(word: str) -> bool:
+        is_switch = known[word].nargs == 0 if word in known else _SWITCH.fullmatch(word)
+        return word.startswith("-") and "=" not in word and not is_switch
+
+    commands = [list(command) for end, command in groupby(words, _END.__eq__) if not end]
+    names = dict.fromkeys(
+        word
+        for command in commands
+        if any(word.endswith(".py") or word == "torchrun" for word in command)
+        for before, word in pairwise(["", *command])
+        if _VARIABLE.fullmatch(word) and not takes_value(before)
+    )
+    if not names:
+        return []
+    return [f"Flags that {', '.join(names)} may hold are missing here: the file does not say what is in them."]
 
 
 def _values(words: Sequence[str]) -> dict[str, list[str]]:
@@ -174,89 +242,20 @@ def world_size(args: argparse.Namespace) -> int | None:
 
 
 def words_of(text: str) -> list[str]:
-    """Words of a launch line or script as a shell splits them, variables that it assigns put in, others left.
+    """Words of a launch line or script, as `shell.read` has them.
 
-    No branch is followed: of several assignments the last counts, and flags of all branches do. An entry of an array
-    such as "--split 99,1,0" is split, as it is where the array is used without quotes, and so is what `sh -c` runs.
-    WORLD_SIZE=N comes last, in a command of its own, where Slurm is asked for nodes and GPUs (or tasks) of each. Raises
-    ValueError for unbalanced quotes, and for variables that hold themselves again and again.
+    WORLD_SIZE=N comes last, in a command of its own, where Slurm is asked for nodes and GPUs (or tasks) of each.
     """
     asked = "\n".join(re.findall(r"^#SBATCH[ \t].*", text, re.MULTILINE))
-    values = {
-        name: n for name, flag in _SLURM.items() for n in re.findall(rf"\s(?:{flag})([0-9]{{1,9}})\b", asked)[-1:]
-    }
-    ranks_per_node = values.get("SLURM_GPUS_ON_NODE", values.get("SLURM_NTASKS_PER_NODE", "0"))
-    world_size = int(values.get("SLURM_NNODES", "0")) * int(ranks_per_node)
-    text = re.sub(r"\\\r?\n", " ", "\n".join(map(_without_comment, text.split("\n"))))
-    values |= {name: value.strip("\"'") for name, value in _ASSIGNMENT.findall(text)}
-    for _ in range(4):  # variables of variables
-        text = _put_in(text, values)
-    text = _ARITHMETIC.sub(lambda match: _product(match, values), text)
-    try:
-        words = list(_commands(text))
-    except ValueError as error:
-        raise ValueError(f"the launch line is not one of a shell: {str(error).lower()}; check its quotes") from error
+    slurm = {name: n for name, flag in _SLURM.items() for n in re.findall(rf"\s(?:{flag})([0-9]{{1,9}})\b", asked)[-1:]}
+    ranks_per_node = slurm.get("SLURM_GPUS_ON_NODE", slurm.get("SLURM_NTASKS_PER_NODE", "0"))
+    world_size = int(slurm.get("SLURM_NNODES", "0")) * int(ranks_per_node)
+    words = read(text, slurm)
     return [*words, ";", f"WORLD_SIZE={world_size}"] if world_size else words
 
 
-def _commands(text: str) -> Iterator[str]:
-    """Words of shell commands, and of those that they give a shell in one word."""
-    shell, before = False, ""
-    for word in _split(text, punctuation="();|&"):
-        if shell and re.fullmatch(r"-\w*c", before):  # sh -c "...", bash -lc '...'
-            yield from _commands(word)
-        else:
-            yield from _split(word) if word.startswith("--") and " " in word else [word]
-        shell = (shell or _SHELLS.fullmatch(word) is not None) and not _SHELL.fullmatch(word)
-        before = word
-
-
-def _without_comment(line: str) -> str:
-    """A line up to its comment; where that has quotes, only if it is all of the line."""
-    if line.lstrip().startswith("#"):
-        return ""
-    found = _COMMENT.search(line, max(line.rfind('"'), line.rfind("'")) + 1)
-    return line[: found.start()] if found else line
-
-
-def _split(text: str, punctuation: str = "") -> list[str]:
-    lexer = shlex.shlex(text, posix=True, punctuation_chars=punctuation)
-    lexer.whitespace_split, lexer.commenters = True, "#"
-    return list(lexer)
-
-
-def _put_in(text: str, values: dict[str, str]) -> str:
-    """Put values in the place of $NAME, ${NAME} and ${NAME:-DEFAULT}."""
-
-    def value(match: re.Match[str]) -> str:
-        default = match["default"]
-        known = values.get(match["named"] or match["braced"], default and default.strip("\"'"))
-        return match[0] if known is None else known
-
-    size = len(text) + sum(len(value(match)) for match in _VARIABLE.finditer(text))
-    if size > _MOST_CHARACTERS:
-        raise ValueError(
-            f"the launch line has up to {size} characters with its variables put in, and may have {_MOST_CHARACTERS}; "
-            "give the part that starts the training"
-        )
-    return _VARIABLE.sub(value, text)
-
-
-def _product(match: re.Match[str], values: dict[str, str]) -> str:
-    """$((A * B / C)) of integers; anything else is left as it is."""
-    numbers = [values.get(name, name) for name in re.split(r"[*/]", re.sub(r"\s", "", match[1]))]
-    if not all(n.isascii() and n.isdecimal() and 0 < len(n) < 10 for n in numbers) or len(numbers) > 9:
-        return match[0]
-    result = int(numbers[0])
-    for operator, number in zip(re.findall(r"[*/]", match[1]), map(int, numbers[1:]), strict=True):
-        if operator == "/" and not number:
-            return match[0]
-        result = result * number if operator == "*" else result // number
-    return str(result)
-
-
 def _ended(words: Sequence[str]) -> list[str]:
-    return [_END if _SHELL.fullmatch(word) else word for word in words]
+    return [_END if OPERATOR.fullmatch(word) else word for word in words]
 
 
 def _without_launch(arguments: list[str]) -> tuple[list[str], list[str]]:

@@ -152,6 +152,12 @@ torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py ${MODEL_ARGS[@]} ${TRAINING_ARGS
 """
 
 
+ACROSS = (
+    "The launch line lets attention cross documents (it has neither --reset-attention-mask nor "
+    "--dataloader-inter-document-masking); Megatron here is the same run with attention inside of them."
+)
+
+
 def test_a_script_of_the_shape_of_nvidias(tmp_path, data):
     (tmp_path / "train.sh").write_text(H100)
     setup, job = described("--launch", str(tmp_path / "train.sh"), "--data-path", data)
@@ -161,6 +167,7 @@ def test_a_script_of_the_shape_of_nvidias(tmp_path, data):
     assert (model["num_layers"], model["num_query_groups"], model["padded_vocab_size"]) == (32, 8, 128256)
     assert len(setup.sources[0].pairs) == round(0.99 * 8000)
     assert setup.notes == [
+        ACROSS,
         "Left out, since training with --wlb refuses them: --rampup-batch-size --mock-data.",
         "FP8 and FP4 (--fp8-format --fp8-param-gather) are not modelled: all numbers are those of bf16.",
         "Not simulated, and so without effect on these numbers: --attention-backend.",
@@ -258,7 +265,7 @@ def test_what_to_take_out_is_printed(tmp_path, lengths, capsys):
     analyse(tmp_path, LARGE, words, "--data-path", str(tmp_path / "long"))
     printed = capsys.readouterr().out
     assert printed.endswith("Take out:\n  --sft --rampup-batch-size --dataloader-type\n")
-    assert "--wlb-packing adaptive" in printed.split("Add to the launch line:\n")[1]
+    assert "--wlb-packing wlb" in printed.split("Add to the launch line:\n")[1]
     assert "<h2>Take out</h2><pre>--sft" in (tmp_path / "page").read_text()
 
 
@@ -274,32 +281,37 @@ def test_our_own_slurm_scripts(name, gpus, shape, tmp_path):
     assert job["global_batch_size"] == 4 * job["dp"]
     assert (job["model"]["num_layers"], job["model"]["hidden_size"]) == shape
     assert job["model"]["gated_linear_unit"]
-    assert setup.config.packing == "adaptive"
+    assert (setup.config.packing, ACROSS in setup.notes) == ("wlb", False)  # they have --wlb already
+    assert not any("may hold" in note for note in setup.notes)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("A=1; B=$A\nx $B ${A} ${C:-3} ${C-4} ${D}", "A=1 ; B=1 x 1 1 3 4 ${D}"),
-        ("export A=1 B=2\n--x=$A$B", "export A=1 B=2 --x=12"),
-        ("A=${B:-$C}\nC='5 6'\n$A", "A=5 6 C=5 6 5 6"),
-        ("A=2\n$((A * 3)) $(( $A*12/8 )) $((A+1)) $((1/0))", "A=2 6 3 $ (( A+1 )) $ (( 1/0 ))"),
-        ("A=3\nA=4 # A=5 is a comment\n$A", "A=3 A=4 4"),
-        ("A=$(date)\n$A", "A=$ ( date ) $A"),
-        ('"--split \'9,1\'" "a b" "--x"', "--split 9,1 a b --x"),
         ("#SBATCH --nodes=8\n$SLURM_JOB_NUM_NODES", "8"),
         ("#SBATCH -p x --nodes=8 --gres=gpu:h100:4 --time 1\n#SBATCH --ntasks-per-node=2", "; WORLD_SIZE=32"),
         ("#SBATCH --gpus-per-node=4 -N 2\n$SLURM_GPUS_ON_NODE", "4 ; WORLD_SIZE=8"),
         ("#SBATCH --gpus-per-node=4\n#SBATCH --ntasks-per-node=4", ""),  # on as many nodes as sbatch is told
-        ("C='a b; c' # \nsrun /bin/bash -x -lc \"${C}\"", "C=a b; c srun /bin/bash -x -lc a b ; c"),
-        ("sh -c \"zsh -c 'a b; c'\"; python -c 'a b; c'", "sh -c zsh -c a b ; c ; python -c a b; c"),
     ],
 )
-def test_words_of_a_shell(text, words):
+def test_what_slurm_is_asked_for(text, words):
     assert " ".join(words_of(text)) == words
 
 
-@pytest.mark.parametrize("text", ["A=" + "$aaaa" * 9999 + "(", "x # " * 9999 + "'a'", ". " + "a" * 99999 + "("])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A=" + "$aaaa" * 9999 + "(",
+        "x # " * 9999 + "'a'",
+        ". " + "a" * 99999 + "(",
+        '"' + "${a:-" * 9999 + '"',
+        "$((" * 9999,
+        "((a" * 9999,
+        "${a:-${" * 9999,
+        "$((1" + "*(1+1)" * 9999 + "))",
+        'A=\'eval "$A"; sh -c "$A"; sh -c "$A"\'; eval "$A"',
+    ],
+)
 def test_words_of_a_shell_take_no_longer_for_being_odd(text):
     """Of what makes regular expressions try every way to divide it."""
     begin = time.perf_counter()
@@ -312,7 +324,126 @@ def test_a_script_with_an_open_quote(tmp_path, capsys):
     refused(capsys, f"--launch {tmp_path / 'train.sh'}", "is not one of a shell: no closing quotation")
 
 
-@pytest.mark.parametrize("text", ["A='$A$A$A$A$A$A$A$A'\n" + "$A " * 900, "B='" + "x" * 9999 + "'\n" + "$B" * 999])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A=x\n" + 'A="$A$A"\n' * 40,
+        "A=x\n" + "A+=$A\n" * 40,
+        "A+=x\n" * 99999,
+        "A=(x)\n" + 'A+=("${A[@]}")\n' * 40,
+        "B='" + "x" * 9999 + "'\n" + "$B" * 999,
+        "#" + "x" * (1 << 20),
+    ],
+)
 def test_a_script_that_grows_by_its_variables(text, tmp_path, capsys):
     (tmp_path / "train.sh").write_text(text)
     refused(capsys, f"--launch {tmp_path / 'train.sh'}", "characters with its variables put in, and may have 1048576")
+
+
+VARIED = """TP=${TP:-half}
+NUM=${NUM}
+PAR="--tensor-model-parallel-size $TP"
+PAR+=" --padded-vocab-size many --nproc_per_node $NUM"
+torchrun $PAR --nnodes 2 pretrain_gpt.py --recompute-modules mlp $A core_attn --hidden-size=wide --data-path x y
+"""
+
+
+def test_flags_beside_launch_overrule_what_is_no_number(tmp_path, data, capsys):
+    """By any of their names, and however many values they have."""
+    (tmp_path / "train.sh").write_text(VARIED)
+    refused(capsys, f"--launch {tmp_path / 'train.sh'}", "--tensor-model-parallel-size: 'half' must be an integer")
+    words = f"--tensor-model-parallel-size=2 --nproc-per-node 2 --recompute-modules --data-path {data}"
+    setup, job = described(words, JOB, "--launch", str(tmp_path / "train.sh"))
+    assert (job["tp"], job["num_gpus"], job["data_path"]) == (2, 4, [data])
+    assert (job["model"]["padded_vocab_size"], job["model"]["hidden_size"]) == (1024, 512)
+    assert setup.memory.recompute_modules == frozenset()
+
+
+def test_string_options_that_are_built_up(tmp_path, data):
+    (tmp_path / "train.sh").write_text(
+        f'DP=2 OPTIONS="{MODEL} --data-path {data}"\n'
+        "SEQ=$((4*1024)) GBS=$((DP*8)) PAR='--tensor-model-parallel-size 2'\n"
+        'if [ "$LONG" = 1 ]; then\n  PAR+=" --context-parallel-size 2"\nfi\n'
+        'PAR="$PAR --pipeline-model-parallel-size 2"\n'
+        "torchrun --nproc-per-node 8 --nnodes $((DP)) pretrain_gpt.py $OPTIONS $PAR --seq-length $SEQ "
+        "--global-batch-size ${GBS}\necho done\n"
+    )
+    _, job = described("--launch", str(tmp_path / "train.sh"))
+    assert [job[name] for name in ("tp", "cp", "pp", "dp", "seq_length", "global_batch_size")] == [2, 2, 2, 2, C, 16]
+    assert job["data_path"] == [data]
+
+
+@pytest.mark.parametrize(
+    ("before", "command", "names"),
+    [
+        ("", "torchrun $DIST pretrain_gpt.py --lr $LR $GPT ${MORE} --save $OUT/x $GPT", "$DIST, $GPT, ${MORE}"),
+        ("", "python -u pretrain_gpt.py --bf16 $A --swiglu ${B[@]} --lr 3 $C --min-lr=1 $D", "$A, ${B[@]}, $C, $D"),
+        ("A=$(cat flags)", "python pretrain_gpt.py $A", "$A"),
+        ('A="$A --lr 3"', "torchrun -m x $A", "$A"),
+        ("A=1 B=() C=", 'python pretrain_gpt.py $A ${B[@]} $C ${D:-} "$@" $1 $* --save "$OUT" -o $O', None),
+        ("cd $HOME", 'if [ -n $X ]; then echo --flag 3 $Y; fi; srun sh -c "echo $Z"', None),
+        ("", "srun bash -c 'torchrun x.py $A'", "$A"),
+    ],
+)
+def test_variables_that_the_file_does_not_assign(before, command, names, tmp_path, data):
+    (tmp_path / "train.sh").write_text(f"{before}\n{command}\n")
+    setup, _ = described("--launch", str(tmp_path / "train.sh"), JOB, "--data-path", data)
+    found = [note for note in setup.notes if note.startswith("Flags that ")]
+    assert found == [f"Flags that {names} may hold are missing here: the file does not say what is in them."] * bool(
+        names
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "crosses"),
+    [
+        ("torchrun pretrain_gpt.py", True),
+        ("torchrun pretrain_gpt.py --reset-position-ids --eod-mask-loss", True),
+        ("torchrun pretrain_gpt.py --reset-attention-mask", False),
+        ("torchrun pretrain_gpt.py --dataloader-inter-document-masking", False),
+        ("torchrun pretrain_gpt.py --sft", False),
+        ("torchrun pretrain_gpt.py --wlb", False),
+        ("", False),
+    ],
+)
+def test_attention_across_documents_is_named(words, crosses, tmp_path, data):
+    """Of a launch line and of a script; flags alone are no run that exists."""
+    (tmp_path / "train.sh").write_text(words)
+    for line in (words, f"--launch {tmp_path / 'train.sh'}"):
+        setup, _ = described(line, JOB, "--data-path", data)
+        assert (ACROSS in setup.notes) == crosses
+
+
+def test_masks_are_no_matter(data):
+    words = "--reset-position-ids --reset-attention-mask --eod-mask-loss --dataloader-inter-document-masking"
+    setup, _ = described(JOB, "--data-path", data, words)
+    assert setup.ignored == words.split()
+    assert not any("Not simulated" in note for note in setup.notes)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("{}/train.sh", "train.sh is a file, .* give --launch .*train.sh if .* --data-path if it is a dataset"),
+        ("bash {}/train.sh --seq-length 64", "train.sh is a file"),
+        ("{}/f2.idx --num-gpus 8", "f2.idx is a file"),
+        (
+            "python nemo.py trainer.devices=8 model.x=[1,2]",
+            "in python nemo.py trainer.*, and nothing else",
+        ),
+        (
+            "torchrun --nproc-per-node 8 --standalone nemo.py model.x=1",
+            "in torchrun --standalone nemo.py model.x=1, and",
+        ),
+        ("--launch {}/train.sh", "no flags of pretrain_gpt.py such as --num-layers in python nemo.py model.x=1, and"),
+        ("python pretrain_gpt.py --num-layers 8", "no --data-path; give"),
+        ("python {}/x.py --seq-length 8", "no --data-path; give"),
+        ("--lr 3", "no --data-path; give"),
+        ("", "no --data-path; give"),
+    ],
+)
+def test_words_that_are_no_flags(words, message, tmp_path, capsys):
+    (tmp_path / "train.sh").write_text("python nemo.py model.x=1\n")
+    for name in ("f2.idx", "x.py"):
+        (tmp_path / name).touch()
+    refused(capsys, words.format(tmp_path), message)

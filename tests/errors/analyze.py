@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_wlb.cli.launch import _put_in, words_of
+from megatron_wlb.cli.launch import words_of
 from tests.adapter.datasets import write_index
 from tests.cli.analyses import JOB
 from tests.errors.case import At, Case, command
@@ -24,13 +24,13 @@ CASES: list[Case] = [
         analyzed("--nproc-per-node gpu"),
     ),
     (
-        "the launch line is not one of a shell: <no closing quotation>; check its quotes",
+        "the launch line is not one of a shell: no closing quotation for <'x>; check its quotes",
         lambda at: words_of("torchrun pretrain_gpt.py --data-path 'x"),
     ),
     (
-        "the launch line has up to <1048578> characters with its variables put in, and may have <1048576>; give the "
+        "the launch line has at least <1048577> characters with its variables put in, and may have <1048576>; give the "
         "part that starts the training",
-        lambda at: _put_in("$A", {"A": "x" * (1 << 20)}),
+        lambda at: words_of("x" * (1 + (1 << 20))),
     ),
     (
         "--<num-experts>: mixture of experts cannot be simulated; leave it out for an estimate without, or "
@@ -40,6 +40,16 @@ CASES: list[Case] = [
     (
         "<--wlb-packings> is no flag of ours; see megatron-wlb analyze --help",
         analyzed("--wlb-packings adaptive"),
+    ),
+    (
+        "<…train.sh> is a file, and flags are read here; give --launch …train.sh if it is a launch script, or "
+        "--data-path if it is a dataset; see megatron-wlb analyze --help",
+        command("analyze {}/train.sh", {"train.sh": ""}),
+    ),
+    (
+        "no flags of pretrain_gpt.py such as --num-layers in <python nemo.py devices=8>, and nothing else is read; "
+        "give its launch line, or a script with it by --launch; see megatron-wlb analyze --help",
+        command("analyze python nemo.py devices=8"),
     ),
     # __init__.py, setup.py
     (

@@ -307,6 +307,7 @@ def _launch_seeds() -> list[bytes]:
     return [
         b"torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 4 \\\n  --data-path a b 'c d' # not read\n",
         b'ARGS=(\n  --seq-length 8192 # window\n  --split "99,1,0"\n)\nW=16; python x.py "${ARGS[@]}" --n $W & wait\n',
+        b'A="x --n ${B:-3}"; A+=" --m $((C*2))"; C=4\nR=("$A" 1)\nR+=("${R[@]}"); bash -lc "$A"; eval "${R[*]}"\n',
     ]
 
 
