@@ -9,12 +9,14 @@ the window, shard per sequence. Methods run by turns, every round on the next st
 Busy is the CPU time of forward and backward passes in the thread that trains, by rank and micro-batch; waiting is no
 part of it. The critical path is what a step must take of it (the slower rank; under CP the slower rank of each
 micro-batch; 1F1B in a pipeline), imbalance the critical path over that of the same work spread evenly, and attainable
-plain's gain if its work were spread evenly and all else took as long as it did. Gains are per token, and per work,
-that is, per second of computing: these are apart, since a document that plain packing cuts at the window needs less
-attention than a whole one. The fraction reached compares gains per work. Imbalance is predicted by two cost models: of
+plain's gain if its work were spread evenly and all else took as long as it did. Gains are per work, that is, per second
+of computing, and per token: these are apart, since a document that plain packing cuts at the window needs less
+attention than a whole one. The few steps that are measured differ in what documents they hold, so the gain per token is
+that per work over the work a token of many steps that are planned; the tokens of the steps themselves are in the file,
+too. The fraction reached compares gains per work. Imbalance is predicted by two cost models: of
 `megatron-wlb profile`, and fitted to some steps of training before; the latter's crossover is what packing goes by.
 The gain by CPU time is that of the critical path and whatever else the thread computes, without any wait for messages
-or for a core that others use. Writes benchmarks/results/end_to_end_cpu.json, in about 20 minutes; anything else that
+or for a core that others use. Writes benchmarks/results/end_to_end_cpu.json, in about 30 minutes; anything else that
 runs meanwhile spoils it.
 """
 
@@ -36,6 +38,7 @@ from rich.table import Table
 from benchmarks import results
 from benchmarks.training_cpu import (
     ROOT,
+    SEED,
     SHAPE,
     TRAINING,
     Row,
@@ -46,11 +49,17 @@ from benchmarks.training_cpu import (
     warm,
     write_dataset,
 )
+from megatron_wlb.config import WlbConfig
 from megatron_wlb.plan import pipeline
+from megatron_wlb.plan.packer import make_packer
+from megatron_wlb.plan.stream import DocumentStream, Source
+from megatron_wlb.plan.workload import document_work
 from tests.worlds import run_world
 
 WARM_STEPS = 100
 """Planned and not trained, so that documents that wait are as in the middle of a run."""
+PLANNED_STEPS = 2000
+"""Whose work a token counts."""
 
 
 class Layout(NamedTuple):
@@ -127,8 +136,9 @@ def main() -> None:
     size = QUICK if args.quick else SIZE
     size = size._replace(rounds=args.rounds or size.rounds)
     layouts = [layout for layout in LAYOUTS if layout.name in (args.layouts or (layout.name,))]
+    lengths = document_lengths(args.lengths, size.window)
     with tempfile.TemporaryDirectory() as folder:
-        dataset = write_dataset(Path(folder), document_lengths(args.lengths, size.window))
+        dataset = write_dataset(Path(folder), lengths)
         profile = measure_profile(Path(folder), args.quick)
         warm()
         models = calibrate(size, dataset, profile)
@@ -136,7 +146,10 @@ def main() -> None:
         measured = {layout.name: measure(layout, size, dataset, profile, crossover) for layout in layouts}
         without = without_wlb(dataset)
         stated = json.loads(profile.read_text())
-    rows = [row for layout in layouts for row in summarise(layout, measured[layout.name], models)]
+    rows = []
+    for layout in layouts:
+        work = {m: planned_work(lengths, layout, flags, size.window, crossover) for m, flags in layout.methods.items()}
+        rows += summarise(layout, measured[layout.name], models, work)
     wanted = goals(layouts, rows)
     show(rows)
     print(without)
@@ -203,6 +216,21 @@ def without_wlb(dataset: str) -> Row:
 
 
 # What follows from it -------------------------------------------------------------------------------------------------
+
+
+def planned_work(lengths: np.ndarray, layout: Layout, flags: str, window: int, crossover: int) -> float:
+    """Work per token that a method plans over PLANNED_STEPS."""
+    config = WlbConfig(packing=flags.split()[1])
+    packer = make_packer(
+        DocumentStream([Source(pairs=lengths - 1)], seed=SEED, context_length=window),
+        num_micro_batches=layout.micro_batches,
+        crossover_tokens=crossover,
+        policy=config.packing,
+        max_tokens=2 * window,
+        **config.policy_settings(window),
+    )
+    documents = np.concatenate([packer.next().packing.documents["length"] for _ in range(PLANNED_STEPS)])
+    return float(document_work(documents, crossover).sum() / documents.sum())
 
 
 def fit(steps: Steps) -> Costs:
@@ -275,14 +303,13 @@ def compare(plain: Row, other: Row) -> Row:
     models = [key.removesuffix(" critical") for key in other if key.endswith(" critical")]
     predicted = {name: [row[f"{name} critical"] / row[f"{name} even"] for row in (plain, other)] for name in models}
     return {
-        "speedup_per_token": plain["seconds"] / plain["tokens"] / (other["seconds"] / other["tokens"]),
+        "speedup_in_tokens": plain["seconds"] / plain["tokens"] / (other["seconds"] / other["tokens"]),
         "speedup_per_work": per_work,
         "speedup_by_cpu_time": computing[0] / computing[1],
         "attainable": gain,
         **{f"attainable by {name}": attainable(of_plain) for name, (of_plain, _) in predicted.items()},
         "fraction": (per_work - 1) / (gain - 1),
         "fraction_by_cpu_time": (computing[0] / computing[1] - 1) / (computing[0] / even - 1),
-        "work_per_token": other["even"] / other["tokens"] / (plain["even"] / plain["tokens"]),
         "imbalance": other["critical"] / other["even"],
         **{f"imbalance by {name}": of_other for name, (_, of_other) in predicted.items()},
         "other_computing": other["other"] / other["seconds"],
@@ -290,18 +317,22 @@ def compare(plain: Row, other: Row) -> Row:
     }
 
 
-def summarise(layout: Layout, measured: dict[str, list[list[Steps]]], models: dict[str, Costs]) -> list[Row]:
+def summarise(
+    layout: Layout, measured: dict[str, list[list[Steps]]], models: dict[str, Costs], work: dict[str, float]
+) -> list[Row]:
     """A row for each method: of all rounds together, and the median, least and greatest of single rounds.
 
-    Errors of shares are those of the last model.
+    Errors of shares are those of the last model; `work` is that of a token, by method.
     """
     found = {method: [totals(layout.name, ranks, models) for ranks in rounds] for method, rounds in measured.items()}
     plain = next(iter(found.values()))
     rows = []
     for method, rounds in found.items():
         row: Row = {"layout": layout.name, "method": method, **compare(_sum(plain), _sum(rounds))}
+        row["work_per_token"] = work[method] / next(iter(work.values()))
+        row["speedup_per_token"] = row["speedup_per_work"] / row["work_per_token"]
         single = [compare(p, r) for p, r in zip(plain, rounds, strict=True)]
-        for key in ("speedup_per_token", "speedup_per_work", "imbalance"):
+        for key in ("speedup_in_tokens", "speedup_per_work", "imbalance"):
             values = [s[key] for s in single]
             row |= {f"{key}_median": statistics.median(values), f"{key}_min": min(values), f"{key}_max": max(values)}
         errors = np.concatenate([r["errors"] for r in rounds])

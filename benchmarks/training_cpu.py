@@ -22,11 +22,12 @@ from tests.adapter.datasets import write_index
 
 ROOT = Path(__file__).parent.parent
 SHAPE = "--hidden-size 256 --num-attention-heads 8 --kv-channels 64 --ffn-hidden-size 704 --swiglu".split()
-TRAINING = """
+SEED = 1234
+TRAINING = f"""
 --num-layers 2 --position-embedding-type rope --normalization RMSNorm --disable-bias-linear
 --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --lr 1e-3
 --lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size 255 --split 100,0,0 --eval-iters 0 --num-workers 0
---calculate-per-token-loss --seed 1234 --log-interval 1000000
+--calculate-per-token-loss --seed {SEED} --log-interval 1000000
 """.split()
 VOCABULARY = 255
 """Of random tokens; 255 ends a document."""

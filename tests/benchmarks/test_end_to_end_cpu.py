@@ -5,7 +5,18 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.end_to_end_cpu import LAYOUTS, Costs, Size, compare, critical_path, even_path, fit, measure, summarise
+from benchmarks.end_to_end_cpu import (
+    LAYOUTS,
+    Costs,
+    Size,
+    compare,
+    critical_path,
+    even_path,
+    fit,
+    measure,
+    planned_work,
+    summarise,
+)
 from benchmarks.training_cpu import warm, write_dataset
 
 RANKS_BY_TURNS = np.array([[3.0, 1.0], [1.0, 3.0]])  # [ranks, micro-batches]
@@ -46,15 +57,14 @@ def test_gains():
     assert compare(plain, plain)["no_computing"] == pytest.approx(0.05)
     perfect = compare(plain, total(7, 6, 6))
     assert perfect["fraction"] == pytest.approx(1)
-    assert perfect["attainable"] == perfect["speedup_per_work"] == perfect["speedup_per_token"] == pytest.approx(10 / 7)
+    assert perfect["attainable"] == perfect["speedup_per_work"] == perfect["speedup_in_tokens"] == pytest.approx(10 / 7)
     assert perfect["speedup_by_cpu_time"] == pytest.approx(9.5 / 6.5)
     assert perfect["fraction_by_cpu_time"] == pytest.approx(1)
     half = compare(plain, total(10 / (1 + 0.5 * 3 / 7), 7, 6))
     assert half["fraction"] == pytest.approx(0.5)
     # Whole documents, of twice the work for the same tokens, in balance: slower by token, faster by work.
     whole = compare(plain, total(14, 12, 12))
-    assert whole["work_per_token"] == 2
-    assert whole["speedup_per_token"] == pytest.approx(10 / 14)
+    assert whole["speedup_in_tokens"] == pytest.approx(10 / 14)
     assert whole["speedup_per_work"] == pytest.approx(20 / 14)
 
 
@@ -84,14 +94,29 @@ def test_summary():
         ]
 
     measured = {"plain": rounds(((3, 1), 4), ((6, 2), 8)), "even": rounds(((2, 2), 3), ((4, 4), 6))}
-    plain, even = summarise(LAYOUTS[0], measured, {"exact": Costs(crossover=0, row=1.0)})
+    work = {"plain": 10.0, "even": 12.0}
+    plain, even = summarise(LAYOUTS[0], measured, {"exact": Costs(crossover=0, row=1.0)}, work)
     assert (plain["method"], even["method"]) == ("plain", "even")
     assert even["fraction"] == pytest.approx(1)
-    assert even["speedup_per_token_min"] == even["speedup_per_token_max"] == pytest.approx(4 / 3)
+    assert even["speedup_in_tokens_min"] == even["speedup_in_tokens_max"] == pytest.approx(4 / 3)
+    assert even["speedup_per_work"] == pytest.approx(4 / 3)
+    assert (plain["work_per_token"], even["work_per_token"]) == (1, 1.2)
+    assert even["speedup_per_token"] == pytest.approx(4 / 3 / 1.2)
     assert (plain["imbalance"], even["imbalance"]) == (1.5, 1)
     assert plain["imbalance by exact"] == 1.5
     assert plain["share_error_p90"] == even["share_error_p90"] == 0
     assert (plain["tokens"], plain["seconds"]) == (16, 12)
+
+
+def test_planned_work_of_whole_documents_and_of_windows(monkeypatch):
+    """Documents of half a window and one token: whole they fit once into a window, cut they fill it."""
+    monkeypatch.setattr("benchmarks.end_to_end_cpu.PLANNED_STEPS", 50)
+    lengths = np.full(400, 33 + 1)
+    layout = LAYOUTS[0]
+    whole = planned_work(lengths, layout, layout.methods["wlb"], 64, 10)
+    assert whole == 10 + 33
+    cut = planned_work(lengths, layout, layout.methods["plain"], 64, 10)
+    assert 10 + 16 < cut < whole
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
