@@ -76,7 +76,7 @@ def unit_tokens(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace, config: WlbConfig) -> None:
-    """Hold upstream's flags against what WLB training can do, before upstream validates them.
+    """Compare upstream's flags with what WLB training can do, before upstream validates them.
 
     Raises ValueError naming the flag, why it cannot be, and the remedy.
     """

@@ -49,7 +49,7 @@ MOST_UNCERTAIN = 0.2
 """Standard error of the logarithm of a scale, beyond which attention and the rest cannot be told apart."""
 
 _DESCRIPTION = """\
-Hold predicted step times against those of a run (--wlb-log).
+Compare predicted step times with those of a run (--wlb-log).
 
     megatron-wlb compare run.jsonl --launch train.sh
     megatron-wlb compare run.jsonl --model llama2-7b --output mine.json

@@ -16,7 +16,7 @@ from megatron_wlb.config import WlbConfig
 
 _END = "--;"
 """Stands for whatever ends a command in a script: no flag takes values beyond it."""
-_VARIABLE = re.compile(r"\$[A-Za-z_]\w*|\$\{[A-Za-z_]\w*(?:\[[@*]\])?\}")
+_VARIABLE = re.compile(r"\$[A-Za-z_]\w*|\$\{[A-Za-z_]\w*[^{}]*\}")
 _SWITCH = re.compile("--(?:bf16|fp16|sequence-parallel|(?:disable|no|overlap|untie|use)-.*)")
 """Flags without a value, of those that only training knows."""
 _SOURCED = re.compile(r"""^[ \t]*(?:source|\.)[ \t]+(?:.*/)?["']?([\w.-]+)["']?[ \t]*$""", re.MULTILINE)
@@ -82,7 +82,8 @@ def accept(parser: argparse.ArgumentParser, script: argparse.ArgumentParser) -> 
             parser.error(str(error))
         arguments, words, known = _ended(arguments), _ended(words), script._option_string_actions
         if words:
-            namespace, rest = script.parse_known_args(_overruled(words, arguments, known), namespace)
+            words = _overruled(words, arguments, known)
+            namespace, rest = script.parse_known_args(words, namespace)
         args, more = argparse.ArgumentParser.parse_known_args(parser, arguments, namespace)
         rest += [_END, *more]
         _judge(parser, args, rest)
@@ -144,7 +145,12 @@ def _overruled(words: Sequence[str], arguments: Sequence[str], flags: Mapping[st
         else:
             kept.append(word)
             values = 0
-    return kept
+    # A flag that stands where a command ends, and takes a value, is one that the script itself reads.
+    return [
+        word
+        for word, after in pairwise([*kept, _END])
+        if after != _END or word not in flags or flags[word].nargs is not None
+    ]
 
 
 def _check_words(

@@ -21,7 +21,7 @@ _TOKEN = re.compile(
     |'(?P<single>[^']*)'
     |"(?P<double>(?:\$\{[^{}]*\}|\\.|[^"\\])*+)"
     |\\(?P<escaped>.)
-    |(?P<expansion>\$\(\((?:[^()]|\([^()]*\))*+\)\)|\$\w+|\$\{\w+(?:\[[@*]\])?(?::?[-=?](?:\$\{[^{}]*\}|[^{}])*+)?\})
+    |(?P<expansion>\$\(\((?:[^()]|\([^()]*\))*+\)\)|\$\w+|\$\{\w+(?:\[[@*]\])?(?::?[-=?+](?:\$\{[^{}]*\}|[^{}])*+)?\})
     |(?P<plain>\$\{[^{}]*\}|`[^`]*`|[^\s;&|()'"`$\\]++|.)""",
     re.VERBOSE | re.DOTALL,
 )
@@ -29,7 +29,7 @@ _EXPANSION = re.compile(
     r"""\\(?P<escaped>[$`"\\\n])
     |\$\(\((?P<arithmetic>(?:[^()]|\([^()]*\))*+)\)\)
     |\$(?P<named>\w+)
-    |\$\{(?P<braced>\w+)(?:\[[@*]\])?(?:(?P<colon>:?)(?:(?P<how>[-=])(?P<default>(?:\$\{[^{}]*\}|[^{}])*+)|\?[^{}]*))?\}
+    |\$\{(?P<braced>\w+)(?:\[[@*]\])?(?:(?P<colon>:?)(?:(?P<how>[-=+])(?P<default>(?:\$\{[^{}]*\}|[^{}])*+)|\?[^{}]*))?\}
     """,
     re.VERBOSE,
 )
@@ -159,8 +159,12 @@ class _Reader:
             named = re.sub(r"(?<![\w${])[A-Za-z_]", r"$\g<0>", match["arithmetic"])
             return _calculated(self._expanded(named, own)) or match[0]
         name, default = match["named"] or match["braced"], match["default"]
-        value = self.values.get(name, None if name == own else self.later.get(name))
-        if default is not None and (value is None or (match["colon"] and not value)):
+        early = name == own or (own and default is not None)  # what a default is for, is not assigned yet
+        value = self.values.get(name, None if early else self.later.get(name))
+        missing = value is None or bool(match["colon"] and not value)
+        if match["how"] == "+" and missing:
+            return ""
+        if default is not None and missing != (match["how"] == "+"):
             unquoted = default[1:-1] if default[:1] in ("'", '"') and default[-1:] == default[:1] else default
             value = self._expanded(unquoted, own)
             if match["how"] == "=":

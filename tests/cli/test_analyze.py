@@ -130,7 +130,7 @@ def test_the_crossover_of_the_simulated_times_by_hand(tmp_path, capsys):
 
 def test_without_a_validation_split_there_is_no_evaluation(tmp_path, data):
     """Which training refuses, unless told not to evaluate."""
-    for words, added in (("--split 1", 1), ("--split 99,1,0", 0), ("--split 1 --eval-iters 0", 0)):
+    for words, added in (("--split 1", 1), ("--split 99,1,0", 0), ("--split 1 --eval-iters 10", 1)):
         flags = analyse(tmp_path, JOB.replace("--split 1", words), "--steps 4 --data-path", data)["flags"]
         assert flags.endswith("--eval-iters 0") == added
 

@@ -359,6 +359,15 @@ def test_flags_beside_launch_overrule_what_is_no_number(tmp_path, data, capsys):
     assert setup.memory.recompute_modules == frozenset()
 
 
+def test_options_that_the_script_itself_reads(tmp_path, data):
+    (tmp_path / "train.sh").write_text(
+        'while [ $# -gt 0 ]; do case $1 in --global-batch-size) GBS="$2"; shift 2 ;; --context-parallel-size) shift;; '
+        "esac; done\ntorchrun --nproc-per-node 4 pretrain_gpt.py --context-parallel-size 2 --global-batch-size 16\n"
+    )
+    _, job = described("--launch", str(tmp_path / "train.sh"), f"{MODEL} --seq-length {C} --data-path", data)
+    assert (job["num_gpus"], job["cp"], job["global_batch_size"]) == (4, 2, 16)
+
+
 def test_string_options_that_are_built_up(tmp_path, data):
     (tmp_path / "train.sh").write_text(
         f'DP=2 OPTIONS="{MODEL} --data-path {data}"\n'
@@ -383,6 +392,7 @@ def test_string_options_that_are_built_up(tmp_path, data):
         ("A=1 B=() C=", 'python pretrain_gpt.py $A ${B[@]} $C ${D:-} "$@" $1 $* --save "$OUT" -o $O', None),
         ("cd $HOME", 'if [ -n $X ]; then echo --flag 3 $Y; fi; srun sh -c "echo $Z"', None),
         ("", "srun bash -c 'torchrun x.py $A'", "$A"),
+        ("", "torchrun x.py --data-path 0.3 $A 0.7 $B --bf16 ${C[@]:1} ${D^^}", "${C[@]:1}, ${D^^}"),
     ],
 )
 def test_variables_that_the_file_does_not_assign(before, command, names, tmp_path, data):

@@ -1,6 +1,7 @@
 """The path of a GPU on fake tensors: without a GPU they know devices, dtypes and shapes, and refuse to give a value.
 
-So they find what a CPU cannot: an integer left on the host, a sum in the wrong dtype, a synchronisation per layer.
+So they find what a CPU cannot: an integer left on the host, a result on the wrong device or of the wrong dtype, a value
+that the host asks for.
 """
 
 from types import SimpleNamespace

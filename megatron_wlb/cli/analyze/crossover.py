@@ -14,11 +14,12 @@ MICRO_BATCHES = 200
 
 
 def settle(setup: Setup) -> Setup:
-    """The setup with `--wlb-crossover`, unless that or a profile with measured rates says it already."""
-    if setup.config.crossover is not None or setup.job.hardware.attention.linear_tflops is not None:
+    """The setup with `--wlb-crossover`, unless that or the profile says it already."""
+    profile = setup.job.hardware.attention
+    if setup.config.crossover or profile.crossover_tokens or profile.linear_tflops:
         return setup
     crossover = _of_times(setup)
-    if crossover is None:
+    if crossover in (None, setup.crossover_tokens):
         return setup
     return replace(
         setup,
@@ -34,7 +35,7 @@ def settle(setup: Setup) -> Setup:
 
 
 def _of_times(setup: Setup) -> int | None:
-    """Tokens over squares of lengths in the fitted time of a micro-batch; None where the documents don't tell.
+    """Tokens over squares of lengths in the fitted time of a layer; None where the documents don't tell.
 
     Fitted, by relative errors, to windows of plain packing and to the first half of the documents of each, under the
     sharding of --wlb. What every micro-batch costs alike counts for neither.

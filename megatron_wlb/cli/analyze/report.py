@@ -363,6 +363,6 @@ def flags_to_paste(setup: Setup) -> str:
         if name not in ("packing", "max_tokens") and value != getattr(defaults, name):
             flags.append(pasted(name, value))
     flags.append(f"--wlb-max-tokens {setup.max_tokens}")
-    if setup.empty_validation and "--eval-iters" not in setup.ignored:
+    if setup.empty_validation:
         flags.append("--eval-iters 0")
     return " ".join(flags)

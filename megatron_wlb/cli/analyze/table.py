@@ -116,6 +116,10 @@ def facts(report: Report) -> list[str]:
     groups = f"in {job.cp_head_groups} head groups of which one computes while the next travels"
     if job.cp_head_groups == 1:
         groups = "at once"
+    exchange = (
+        "Megatron exchanges K and V in a ring; the paper's scheme gathers all of them before it computes, --wlb those "
+        f"of documents that CP ranks share, {groups}. "
+    )
     return [
         f"This is a prediction by simulation. Attention: profile {profile['name']}"
         + (f" ({profile['device']})" if "device" in profile else "")
@@ -125,9 +129,10 @@ def facts(report: Report) -> list[str]:
         "with a GPU's; megatron-wlb compare does that with the log of a run.",
         f"{steps['simulated']} steps of each scheme were simulated and {steps['packed']} packed, after {WARM_UP} that "
         "fill queues. Time per token is that of the simulated steps' work, at the work per token of all packed ones.",
-        "Megatron exchanges K and V in a ring; the paper's scheme gathers all of them before it computes, --wlb those "
-        f"of documents that CP ranks share, {groups}. In all of them attention stays inside of documents, and sequence "
-        "parallelism is on. All numbers are those of bf16: FP8 is not modelled.",
+        exchange
+        * (job.cp > 1)
+        + "In all columns attention stays inside of documents, and sequence parallelism is on. All "
+        "numbers are those of bf16: FP8 is not modelled.",
         "Activations are the peak if every micro-batch in flight had S_max tokens; weights and optimizer come on top."
         + f" They alone are more than the {DEVICE_GIB} GiB of an H100." * any(map(_over_device, report.results)),
         f"The limit has the micro-batches and CP shards of --wlb all alike. Pipelines can come below it where light "
