@@ -164,8 +164,13 @@ def test_figures_are_those_of_the_results():
             figures = [cell.split(",")[0].strip() for cell in row.split("|")[2:4]]
             shown += [(file[1], figure) for figure in figures if figure]
     assert shown == expected
-    of_readme = ", ".join(f"{predicted[job]:.2f}" for job in ("550M", "7B", "30B", "70B"))
-    assert f"| {of_readme} | `benchmarks/results/analyze.json` |" in (ROOT / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text()
+    gains = ", ".join(f"{predicted[job]:.2f}" for job in ("550M", "7B", "30B", "70B"))
+    assert f"| {gains} | | `benchmarks/results/analyze.json` |" in readme
+    for key in (("DP=2", "wlb"), ("CP=2", "adaptive"), ("PP=2", "wlb")):
+        row = trained[key]
+        said = f"| {row['speedup_per_token']:.2f} | {row['speedup_per_work']:.2f}, of {row['attainable']:.2f}"
+        assert said in readme
 
 
 def texts(node):

@@ -42,7 +42,7 @@ REFUSED = {
     "--wlb-max-tokens 128": "is under --seq-length 256.*give at least 256",
     "--wlb-max-tokens 100000000": "up to 67108864 tokens",
     "--wlb-max-tokens 301": "give a multiple of 2, such as 302",
-    "--wlb-memory-budget 0": "give GiB, more than 0",
+    "--wlb-memory-budget 0": "give GiB of a GPU, more than 0 and at most 1024",
     "--wlb-crossover 0": "from 1 to 34359738368",
     "--wlb-plan-ahead 0": "from 1 to 1024",
     "--wlb-digest-interval 0": "from 1 to",

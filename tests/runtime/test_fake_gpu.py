@@ -4,6 +4,10 @@ So they find what a CPU cannot: an integer left on the host, a result on the wro
 that the host asks for.
 """
 
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,53 +23,59 @@ from megatron_wlb.runtime.backends.aten import AtenBackend
 from megatron_wlb.runtime.metadata import ShardMetadata
 from tests.runtime.oracle import SHARDINGS
 
+ROOT = Path(__file__).parents[2]
 LENGTHS = np.array([700, 33, 5, 1, 290, 3], np.int64)
 HEADS, HEAD_SIZE, CP_SIZE, CP_RANK = (8, 2), 128, 4, 1
 
 
-@pytest.fixture(scope="module")
-def group():
-    """A rank of four whose collectives return at once."""
-    dist.init_process_group("fake", rank=CP_RANK, world_size=CP_SIZE, store=FakeStore())
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("window", [None, 64])
-@pytest.mark.parametrize("save_gathered", [False, True], ids=["gathered again", "kept"])
-@pytest.mark.parametrize("head_groups", [1, 2])
-@pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
-def test_forward_and_backward(group, sharding, head_groups, save_gathered, window):
-    metadata = ShardMetadata.build(sharding(LENGTHS, CP_SIZE), CP_RANK)
-    options = AttentionOptions(
-        backend=AtenBackend(), head_groups=head_groups, save_gathered=save_gathered, window=window
-    )
-    ctx = SimpleNamespace()
-    ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
-    with FakeTensorMode() as mode:
-        metadata = metadata._over(mode.from_tensor(metadata.integers)).to("cuda")
-        q, k, v = (gpu(metadata.num_rows, heads) for heads in (HEADS[0], HEADS[1], HEADS[1]))
-        # By hand: autograd asks the driver for the device.
-        out = _ContextParallelAttention.forward(ctx, q, k, v, metadata, group, options)
-        gradients = _ContextParallelAttention.backward(ctx, torch.empty_like(out))[:3]
-    for got, like in zip((out, *gradients), (q, q, k, v), strict=True):
-        assert (got.shape, got.dtype, got.device) == (like.shape, like.dtype, like.device)
-        assert got.is_contiguous()
-
-
 def gpu(rows: int, heads: int) -> torch.Tensor:
-    return torch.empty(rows, heads, HEAD_SIZE, dtype=torch.bfloat16, device="cuda")
+    made = torch.empty(rows, heads, HEAD_SIZE, dtype=torch.bfloat16, device="cuda")
+    assert made.device.type == "cuda"
+    return made
 
 
-def test_what_fake_tensors_refuse(group):
-    """That the test above can fail: integers on the host, and a value that the host asks for."""
+def forward_and_backward() -> None:
+    for sharding, head_groups, save_gathered, window in product(SHARDINGS.values(), (1, 2), (False, True), (None, 64)):
+        metadata = ShardMetadata.build(sharding(LENGTHS, CP_SIZE), CP_RANK)
+        options = AttentionOptions(
+            backend=AtenBackend(), head_groups=head_groups, save_gathered=save_gathered, window=window
+        )
+        ctx = SimpleNamespace()
+        ctx.save_for_backward = lambda *tensors, ctx=ctx: setattr(ctx, "saved_tensors", tensors)
+        with FakeTensorMode() as mode:
+            metadata = metadata._over(mode.from_tensor(metadata.integers)).to("cuda")
+            q, k, v = (gpu(metadata.num_rows, heads) for heads in (HEADS[0], HEADS[1], HEADS[1]))
+            # By hand: autograd asks the driver for the device.
+            out = _ContextParallelAttention.forward(ctx, q, k, v, metadata, dist.group.WORLD, options)
+            gradients = _ContextParallelAttention.backward(ctx, torch.empty_like(out))[:3]
+        for got, like in zip((out, *gradients), (q, q, k, v), strict=True):
+            assert (got.shape, got.dtype, got.device) == (like.shape, like.dtype, like.device)
+            assert got.is_contiguous()
+
+
+def what_fake_tensors_refuse() -> None:
+    """That the other one can fail: integers on the host, and a value that the host asks for."""
     metadata = ShardMetadata.build(per_document(LENGTHS, CP_SIZE), CP_RANK)
+    options = AttentionOptions(backend=AtenBackend())
     with FakeTensorMode() as mode:
         on_host = metadata._over(mode.from_tensor(metadata.integers))
         q, k = gpu(metadata.num_rows, HEADS[0]), gpu(metadata.num_rows, HEADS[1])
         with pytest.raises(RuntimeError, match="device"):
-            _ContextParallelAttention.forward(
-                SimpleNamespace(), q, k, k, on_host, group, AttentionOptions(backend=AtenBackend())
-            )
+            _ContextParallelAttention.forward(SimpleNamespace(), q, k, k, on_host, dist.group.WORLD, options)
         with pytest.raises(DataDependentOutputException):
             int(on_host.to("cuda").positions.max())
+
+
+def run(check: str) -> None:
+    """As a rank of four whose collectives return at once."""
+    dist.init_process_group("fake", rank=CP_RANK, world_size=CP_SIZE, store=FakeStore())
+    globals()[check]()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("check", [forward_and_backward, what_fake_tensors_refuse], ids=lambda check: check.__name__)
+def test_on_a_fake_gpu(check):
+    """In a process of its own: where other tests ran, "cuda" may be the CPU (`adapter/cpu.py`)."""
+    command = [sys.executable, "-W", "ignore", "-c", f"from {__name__} import run; run({check.__name__!r})"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
