@@ -171,6 +171,20 @@ def test_figures_are_those_of_the_results():
         row = trained[key]
         said = f"| {row['speedup_per_token']:.2f} | {row['speedup_per_work']:.2f}, of {row['attainable']:.2f}"
         assert said in readme
+    dp, cp = trained["DP=2", "wlb"], trained["CP=2", "adaptive"]
+    soak = result("soak")
+    of_soak = {goal["name"]: goal["value"] for goal in soak["goals"]}
+    page = " ".join((ROOT / "docs" / "performance.md").read_text().split())
+    for said in (
+        f"{dp['fraction']:.0%} (DP=2), {cp['fraction']:.0%} (CP=2; {cp['fraction_by_cpu_time']:.0%} by CPU time",
+        f"need {dp['work_per_token'] - 1:.0%} more work",
+        f"DP=2: {dp['speedup_in_tokens_min']:.2f} to {dp['speedup_in_tokens_max']:.2f} in rounds",
+        f"{of_soak['documents'] / 1e9:.1f} billion documents, {soak['settings']['documents_per_second']:,.0f} a second",
+        f"{-of_soak['growth of malloc_mib after warm-up']:.0%} less of what malloc",
+        f"{of_soak['growth of python_blocks after warm-up']:.1%} more Python objects",
+        f"{of_soak['states Python went on from alike']:.0f} times the Python reference",
+    ):
+        assert said.replace("%", " %") in page, said
 
 
 def texts(node):

@@ -82,7 +82,7 @@ def accept(parser: argparse.ArgumentParser, script: argparse.ArgumentParser) -> 
             parser.error(str(error))
         arguments, words, known = _ended(arguments), _ended(words), script._option_string_actions
         if words:
-            words = _overruled(words, arguments, known)
+            words = _complete(_overruled(words, arguments, known), known)
             namespace, rest = script.parse_known_args(words, namespace)
         args, more = argparse.ArgumentParser.parse_known_args(parser, arguments, namespace)
         rest += [_END, *more]
@@ -145,10 +145,14 @@ def _overruled(words: Sequence[str], arguments: Sequence[str], flags: Mapping[st
         else:
             kept.append(word)
             values = 0
-    # A flag that stands where a command ends, and takes a value, is one that the script itself reads.
+    return kept
+
+
+def _complete(words: Sequence[str], flags: Mapping[str, argparse.Action]) -> list[str]:
+    """Without flags that take a value and stand where a command ends: those a script reads itself, as in `case`."""
     return [
         word
-        for word, after in pairwise([*kept, _END])
+        for word, after in pairwise([*words, _END])
         if after != _END or word not in flags or flags[word].nargs is not None
     ]
 

@@ -7,6 +7,7 @@ import re
 from megatron_wlb.cli.analyze.setup import setup_of
 from megatron_wlb.cli.job import add_job_arguments
 from megatron_wlb.cli.main import main
+from tests.cli.refusals import refusal
 
 C, N = 4096, 4
 HIDDEN, HEADS, FFN, LAYERS, VOCABULARY = 512, 4, 2048, 2, 1024
@@ -34,12 +35,4 @@ def described(*words):
 
 
 def refused(capsys, words, message):
-    try:
-        code = main(["analyze", *words.split()])
-    except SystemExit as error:
-        code = error.code
-    printed = capsys.readouterr()
-    assert code == 2
-    assert printed.out == ""
-    assert re.search(message, printed.err)
-    assert printed.err.count("\n") == 1
+    assert re.search(message, refusal(capsys, "analyze", *words.split()))

@@ -114,11 +114,9 @@ def facts(report: Report) -> list[str]:
     measured = "measured" if profile["linear_measured"] else "assumed"
     backward = "" if profile["backward_measured"] else "; backward of attention is assumed to take 2.5 times forward"
     groups = f"in {job.cp_head_groups} head groups of which one computes while the next travels"
-    if job.cp_head_groups == 1:
-        groups = "at once"
     exchange = (
         "Megatron exchanges K and V in a ring; the paper's scheme gathers all of them before it computes, --wlb those "
-        f"of documents that CP ranks share, {groups}. "
+        f"of documents that CP ranks share, {groups if job.cp_head_groups > 1 else 'at once'}. "
     )
     return [
         f"This is a prediction by simulation. Attention: profile {profile['name']}"
