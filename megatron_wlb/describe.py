@@ -1,0 +1,145 @@
+"""From settings to the description of a job: what they leave open is settled here, for training and for commands."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from megatron_wlb.cost.attention import load_profile
+from megatron_wlb.cost.memory import largest_max_tokens
+from megatron_wlb.job import CP_SHARDINGS, MAX_TOKENS, Job, Parallel
+from megatron_wlb.model import ModelShape
+from megatron_wlb.plan.packing import DEFAULT_POLICY, POLICIES
+from megatron_wlb.plan.packing.base import Packing
+from megatron_wlb.settings import Settings, integer_or_auto, setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSettings(Settings):
+    """What planning goes by, besides the packing policy. Lengths are in trained tokens."""
+
+    max_tokens: int | Literal["auto"] | None = setting(
+        None,
+        "S_max: longest micro-batch in tokens, bounded by memory; at least --seq-length. auto: the largest whose "
+        "activations fit --wlb-memory-budget. Default: 1.25 times --seq-length.",
+        parse=integer_or_auto,
+        least=1,
+        most=MAX_TOKENS,
+    )
+    memory_budget: float | None = setting(
+        None,
+        "GiB that the activations of a pipeline stage may take, as predicted from S_max. Default: on GPUs with Adam "
+        "nine tenths of the device's memory less weights and optimizer, else no limit.",
+        parse=float,
+        least=2**-10,
+        most=1 << 10,
+    )
+    crossover: int | None = setting(
+        None,
+        "Document length at which attention costs as much as everything else in a layer. Default: from --wlb-profile "
+        "if it states one, else from the FLOPs of the model.",
+        parse=int,
+        least=1,
+        most=1 << 35,
+    )
+    profile: str | None = setting(
+        None,
+        "Kernel times of the device: a shipped profile or a JSON file. Default: h100-fa2 on GPUs, flops (counts "
+        "attended pairs) without.",
+    )
+    cp_sharding: str = setting(
+        "auto",
+        "How a micro-batch is divided over context-parallel ranks. hybrid: long documents per document, in tiles of "
+        "the kernel, short ones whole. auto: whichever of the three has the fastest slowest rank for this "
+        "micro-batch, by the kernel times of --wlb-profile. wlb: as WLB-LLM has it, the same without hybrid.",
+        choices=CP_SHARDINGS,
+    )
+    cp_head_groups: int = setting(
+        2,
+        "Groups of key heads in which context-parallel attention gathers K and V, each while the one before computes; "
+        "1 hides no communication.",
+        parse=int,
+        least=1,
+        most=1 << 10,
+    )
+    save_gathered_kv: bool = setting(
+        False, "Keep gathered K and V for backward instead of gathering them again: faster, for memory in every layer."
+    )
+
+
+def make_job(
+    *,
+    model: ModelShape,
+    context_length: int,
+    num_micro_batches: int,
+    parallel: Parallel = Parallel(),
+    packing: Packing | None = None,
+    settings: PlanSettings = PlanSettings(),
+    default_profile: str = "flops",
+    budget_bytes: float | None = None,
+    **rest: Any,
+) -> Job:
+    """The job that settings describe, with everything settled that they leave open.
+
+    Args:
+        model: what is trained.
+        context_length: the context window C in tokens.
+        num_micro_batches: N, of a global batch over all data-parallel ranks.
+        parallel: the parallel layout.
+        packing: the packing policy with its settings; default: `DEFAULT_POLICY`.
+        settings: what planning goes by.
+        default_profile: where the settings name none.
+        budget_bytes: memory for activations where the settings name none; None: no limit.
+        rest: other fields of `Job`, which count before what the settings say.
+
+    Raises ValueError for settings that contradict each other, and for an S_max that memory has no room for.
+    """
+    profile = load_profile(settings.profile or default_profile)
+    settled: dict[str, Any] = {
+        "crossover_tokens": settings.crossover or profile.crossover_for(model),
+        "packing": POLICIES[DEFAULT_POLICY]() if packing is None else packing,
+        "cp_sharding": settings.cp_sharding,
+        "cp_head_groups": settings.cp_head_groups,
+        "save_gathered_kv": settings.save_gathered_kv,
+        "profile": profile,
+        "max_tokens": context_length,
+    }
+    job = Job(
+        model=model,
+        parallel=parallel,
+        context_length=context_length,
+        num_micro_batches=num_micro_batches,
+        **settled | rest,
+    )
+    if "max_tokens" in rest:
+        return job
+    if settings.memory_budget is not None:
+        budget_bytes = settings.memory_budget * 2**30
+    return replace(job, max_tokens=_max_tokens(job, settings.max_tokens, budget_bytes))
+
+
+def _max_tokens(job: Job, wanted: int | str | None, budget_bytes: float | None) -> int:
+    """S_max as wanted, or its default; a multiple of the job's unit."""
+    fitting = None if budget_bytes is None else largest_max_tokens(job, budget_bytes)
+    if fitting is not None and fitting < job.context_length:
+        raise ValueError(
+            f"micro-batches of at most {fitting} tokens fit into memory, less than --seq-length {job.context_length}; "
+            "recompute activations, use more pipeline, context or tensor parallelism, or raise --wlb-memory-budget"
+        )
+    if wanted == "auto":
+        if fitting is None:
+            raise ValueError("--wlb-max-tokens auto needs to know the memory: give --wlb-memory-budget in GiB")
+        return min(fitting, MAX_TOKENS // job.unit_tokens * job.unit_tokens)
+    if wanted is None:
+        wanted = math.ceil(1.25 * job.context_length / job.unit_tokens) * job.unit_tokens
+    assert isinstance(wanted, int)
+    if wanted < job.context_length:
+        raise ValueError(
+            f"--wlb-max-tokens {wanted} is under --seq-length {job.context_length}: a document of a full window would "
+            f"fit nowhere; give at least {job.context_length}"
+        )
+    if fitting is not None and wanted > fitting:
+        raise ValueError(
+            f"micro-batches of {wanted} tokens (S_max) need more memory for activations than there is; give "
+            f"--wlb-max-tokens {fitting} or auto, recompute activations, or raise --wlb-memory-budget"
+        )
+    return wanted

@@ -1,0 +1,206 @@
+"""The description of a training job: what is trained, on which ranks, in which micro-batches. Everything else takes it.
+
+Front ends make a `Job` once, by `describe.make_job`: training from Megatron's arguments, commands from their flags.
+"""
+
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from megatron_wlb.cost.attention import KernelTimes, Profile
+from megatron_wlb.model import ModelShape
+from megatron_wlb.plan.packing import POLICIES
+from megatron_wlb.plan.packing.base import Packing
+
+
+MAX_TOKENS = 1 << 26
+"""Longest micro-batch for which work stays exact in 64 bits, with room for sums over a global batch."""
+CP_SHARDINGS = ("per-sequence", "per-document", "hybrid", "wlb", "auto")
+CP_EXCHANGES = ("shared", "all", "ring")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallel:
+    """The parallel layout. Ranks are numbered by TP, CP, DP and PP, as Megatron's default does."""
+
+    tp: int = 1
+    """Tensor-parallel ranks."""
+    cp: int = 1
+    """Context-parallel ranks."""
+    pp: int = 1
+    """Pipeline stages."""
+    vpp: int = 1
+    """Virtual stages (model chunks) of a pipeline stage; more than one means interleaved 1F1B."""
+    dp: int = 1
+    """Data-parallel ranks."""
+    ep: int = 1
+    """Expert-parallel ranks."""
+    sequence_parallel: bool = True
+    """Tensor-parallel ranks divide the sequence between attention and MLP."""
+    group_size: int | None = None
+    """Consecutive micro-batches in one virtual stage (`--microbatch-group-size-per-virtual-pipeline-stage`);
+    None: PP."""
+    edge_layers: int = 0
+    """1: the embedding and the loss count as a layer each where layers are dealt over stages
+    (`--account-for-embedding-in-pipeline-split` and `--account-for-loss-in-pipeline-split`)."""
+
+    @property
+    def num_gpus(self) -> int:
+        return self.tp * self.cp * self.pp * self.dp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """Activation recomputation, by the names and values of Megatron's flags."""
+
+    granularity: str | None = None
+    """full: a layer keeps its input only; selective: it drops `modules`; None: nothing is recomputed."""
+    method: str | None = None
+    """block: `num_layers` of each virtual stage are recomputed; uniform: so many share an input and run at once."""
+    num_layers: int | None = None
+    modules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A training job. Lengths are in trained tokens. Raises ValueError for sizes that contradict each other."""
+
+    model: ModelShape
+    parallel: Parallel = Parallel()
+    context_length: int
+    """The context window C (`--seq-length`): longer documents are cut there."""
+    num_micro_batches: int
+    """N, of a global batch over all data-parallel ranks."""
+    max_tokens: int
+    """S_max, the longest micro-batch; at least the context window."""
+    crossover_tokens: int
+    """Lc, the document length at which attention costs as much as everything else in a layer."""
+    packing: Packing
+    """The packing policy and its settings."""
+    reorder: bool = True
+    """Micro-batches are placed on data-parallel ranks and ordered there by work, and documents within a micro-batch
+    may change places. False keeps them as they were packed, as Megatron and the paper do."""
+    cp_sharding: str = "auto"
+    """One of CP_SHARDINGS."""
+    cp_head_groups: int = 2
+    """Most groups of key heads in which K and V are exchanged, each while the one before computes."""
+    cp_exchange: str = "shared"
+    """Which K and V context-parallel ranks exchange. shared: of documents that live on several ranks; all: of all, by
+    one all-gather, as in the paper; ring: of all, from rank to rank (`--cp-comm-type p2p`)."""
+    save_gathered_kv: bool = False
+    """Gathered K and V are kept for backward."""
+    profile: Profile
+    """Kernel times of the device."""
+    bytes_per_value: int = 2
+    """Of activations."""
+    row_multiple: int = 1
+    """What FP8 and FP4 kernels align the rows of a rank to."""
+    hidden_dropout: bool = False
+    """Hidden dropout is over 0."""
+    recompute: Recompute = Recompute()
+
+    def __post_init__(self) -> None:
+        for name in ("context_length", "num_micro_batches", "crossover_tokens", "cp_head_groups"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        unit, dp, count = self.unit_tokens, self.parallel.dp, self.num_micro_batches
+        if not self.context_length <= self.max_tokens <= MAX_TOKENS:
+            raise ValueError(
+                f"max_tokens is {self.max_tokens}; it must be from {self.context_length}, the context window, to "
+                f"{MAX_TOKENS}"
+            )
+        for name in ("context_length", "max_tokens"):
+            if getattr(self, name) % unit:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, which {self.parallel.cp} context-parallel and "
+                    f"{self.parallel.tp} tensor-parallel ranks cannot share; give a multiple of {unit}"
+                )
+        if count % dp:
+            raise ValueError(
+                f"{count} micro-batches a step cannot be shared by {dp} data-parallel ranks; give a multiple of {dp}"
+            )
+        if count * self.max_tokens * (self.context_length + self.crossover_tokens) >= 1 << 63:
+            raise ValueError(
+                f"the work of {count} micro-batches of {self.max_tokens} tokens at a crossover of "
+                f"{self.crossover_tokens} overflows 64 bits; lower one of them"
+            )
+        if self.cp_sharding not in CP_SHARDINGS:
+            raise ValueError(f"cp_sharding is {self.cp_sharding!r}; choose one of {', '.join(CP_SHARDINGS)}")
+        if self.cp_exchange not in CP_EXCHANGES:
+            raise ValueError(f"cp_exchange is {self.cp_exchange!r}; choose one of {', '.join(CP_EXCHANGES)}")
+
+    @property
+    def unit_tokens(self) -> int:
+        """Micro-batches are padded at their end to a multiple of this.
+
+        Context-parallel ranks hold two equal chunks each, and sequence-parallel ranks equal parts of what they hold.
+        """
+        p = self.parallel
+        rows = (p.tp if p.sequence_parallel else 1) * self.row_multiple
+        return p.cp * math.lcm(2, rows) if p.cp > 1 else rows
+
+    @property
+    def micro_batches_per_rank(self) -> int:
+        """Micro-batches of one data-parallel rank in a step."""
+        return self.num_micro_batches // self.parallel.dp
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of a global batch, N * C, which steps hold on average."""
+        return self.num_micro_batches * self.context_length
+
+    @property
+    def reorders(self) -> bool:
+        """Whether micro-batches and documents change places by work."""
+        return self.reorder and not self.packing.keeps_order
+
+    @property
+    def head_groups(self) -> int:
+        """In how many groups of equal size a rank exchanges the K and V of its key heads."""
+        key_heads = self.model.heads_per_rank(self.parallel.tp)[1]
+        limit = self.cp_head_groups if self.parallel.cp > 1 else 1
+        return max(n for n in range(1, min(limit, key_heads) + 1) if key_heads % n == 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """The job as JSON types, which logs and checkpoints keep."""
+        return asdict(self) | {"packing": {"name": self.packing.name, **asdict(self.packing)}}  # type: ignore[call-overload]
+
+    @classmethod
+    def from_json(cls, data: Any) -> "Job":
+        """The job that `to_json` described. Raises ValueError for anything else."""
+        try:
+            parts = {f.name: data[f.name] for f in fields(cls)}
+            packing = dict(parts["packing"])
+            profile = dict(parts["profile"])
+            for name in ("forward", "backward"):
+                profile[name] = KernelTimes(**profile[name]) if profile[name] else None
+            if profile["linear_tflops"]:
+                profile["linear_tflops"] = tuple(profile["linear_tflops"])
+            return cls(
+                **parts
+                | {
+                    "model": ModelShape(**parts["model"]),
+                    "parallel": Parallel(**parts["parallel"]),
+                    "recompute": Recompute(**parts["recompute"] | {"modules": tuple(parts["recompute"]["modules"])}),
+                    "packing": POLICIES[packing.pop("name")](
+                        **{k: tuple(v) if isinstance(v, list) else v for k, v in packing.items()}
+                    ),
+                    "profile": Profile(**profile),
+                }
+            )
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"not the description of a job: {error!r}; give what this release wrote") from error
+
+
+def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+    """What changed between two descriptions as JSON types, as "parallel.tp 2 -> 4"; the profile by its name alone."""
+    found = []
+    for name, value in now.items():
+        old = before.get(name) if isinstance(before, dict) else None
+        if name == "profile":
+            old, value = (each.get("name") if isinstance(each, dict) else each for each in (old, value))
+        if isinstance(value, dict):
+            found += differences(old if isinstance(old, dict) else {}, value, f"{prefix}{name}.")
+        elif old != value and not (isinstance(value, tuple) and list(value) == old):
+            found.append(f"{prefix}{name} {old} -> {value}")
+    return found

@@ -1,0 +1,90 @@
+"""Settings: each is defined, defaulted and checked once, beside what it acts on; command-line flags follow from that."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import field, fields
+from typing import Any, Self
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    parse: Callable[[str], Any] = str,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    most: float | None = None,
+) -> Any:
+    """A field of a `Settings` dataclass.
+
+    Args:
+        default: None where the default follows from something else, which `help` then names; False makes a switch.
+        help: what the setting does, for `--help` and the page of flags.
+        parse: makes a value of a flag's text.
+        choices: the values that are allowed.
+        least: smallest number that is allowed.
+        most: largest number that is allowed.
+    """
+    return field(default=default, metadata={k: v for k, v in locals().items() if k != "default"})
+
+
+class Settings:
+    """Base of frozen dataclasses whose fields are made by `setting`. Raises ValueError for values out of range."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for f in fields(self):  # type: ignore[arg-type]
+            value, choices, least, most = getattr(self, f.name), *map(f.metadata.get, ("choices", "least", "most"))
+            if choices and value not in choices:
+                raise ValueError(f"{flag(f.name)} is {value!r}; choose one of {', '.join(choices)}")
+            if least is not None and isinstance(value, int | float) and not least <= value <= most:
+                raise ValueError(f"{flag(f.name)} is {value}; it must be from {least} to {most}")
+
+    @classmethod
+    def add_flags(cls, group: Any) -> None:
+        """Add a flag for every setting to an argparse parser or argument group.
+
+        Choices and ranges are checked when the settings are made, which serves those who come without flags as well.
+        """
+        for f in fields(cls):  # type: ignore[arg-type]
+            text = f.metadata["help"].replace("%", "%%")
+            if f.default is False:
+                group.add_argument(flag(f.name), action="store_true", help=text)
+                continue
+            text += "" if f.default is None else f" Default: {f.default}."
+            choices = f"{{{','.join(f.metadata['choices'])}}}" if f.metadata["choices"] else None
+            group.add_argument(flag(f.name), type=f.metadata["parse"], default=f.default, metavar=choices, help=text)
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> Self:
+        """The settings that parsed flags describe. Raises ValueError for values out of range."""
+        return cls(**{f.name: getattr(args, f"wlb_{f.name}") for f in fields(cls)})  # type: ignore[arg-type]
+
+
+def flag(name: str) -> str:
+    """The flag of a setting."""
+    return f"--wlb-{name.replace('_', '-')}"
+
+
+def flag_with_value(name: str, value: Any) -> str:
+    """A setting as it is written on a command line."""
+    if value is True:
+        return flag(name)
+    return f"{flag(name)} {','.join(map(str, value)) if isinstance(value, tuple) else value}"
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """Parses integers with commas between them."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be integers, such as 32768,65536") from None
+
+
+def integer_or_auto(text: str) -> int | str:
+    """Parses an integer or the word auto."""
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer, or auto") from None

@@ -1,0 +1,29 @@
+"""Jobs for tests: `job` makes a small one, of which a test says only what it is about."""
+
+from typing import Any
+
+from megatron_wlb.describe import make_job
+from megatron_wlb.job import Job, Parallel
+from megatron_wlb.model import ModelShape
+
+MODEL = ModelShape(
+    num_layers=8,
+    hidden_size=64,
+    ffn_hidden_size=256,
+    num_attention_heads=4,
+    num_query_groups=4,
+    padded_vocab_size=128,
+    kv_channels=16,
+)
+_PARALLEL = Parallel.__dataclass_fields__
+
+
+def job(**changes: Any) -> Job:
+    """A job of a small model: C = 64, N = 4, a crossover of 32 tokens, one rank.
+
+    `changes` are arguments of `make_job`, fields of `Parallel` (tp=2) or fields of `Job`, which win over defaults.
+    """
+    parallel = Parallel(**{name: changes.pop(name) for name in list(changes) if name in _PARALLEL})
+    sizes = {"model": MODEL, "context_length": 64, "num_micro_batches": 4, "crossover_tokens": 32}
+    given = sizes | {"parallel": parallel} | changes
+    return make_job(**given)
