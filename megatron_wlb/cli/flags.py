@@ -1,0 +1,310 @@
+"""The flags that describe a training job, for all commands, and the `Job` that they make."""
+
+import argparse
+import math
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_wlb.adapter.arguments import add_wlb_arguments
+from megatron_wlb.cli import launch
+from megatron_wlb.cli.common import integer
+from megatron_wlb.describe import PlanSettings, make_job
+from megatron_wlb.job import MAX_TOKENS, Job, Parallel, Recompute
+from megatron_wlb.model import MODELS, ModelShape
+from megatron_wlb.plan.packing import from_args
+
+MAX_GPUS = 1 << 17
+DEFAULT_MODEL = "llama2-7b"
+"""Packing goes by its crossover length where no model is described."""
+DEFAULT_PROFILE = "h100-fa2"
+DEFAULT_VOCABULARY = 32000
+_SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
+"""What describes a model that has no name; the rest has defaults."""
+_NEEDED = {
+    "data_path": "the prefix of a .bin/.idx dataset, or a blend",
+    "seq_length": "the context window in tokens",
+    "global_batch_size": "the micro-batches of a step over all data-parallel ranks",
+}
+
+
+def add_job_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Let a command take what a training run is launched with: as flags, as a launch line, and as a file with one.
+
+    Names are those of training; `launch.accept` sorts out the rest of a launch line.
+    """
+    script = argparse.ArgumentParser(prog=parser.prog, add_help=False, allow_abbrev=False)
+    for each in (parser, script):
+        _add_flags(each)
+        each.set_defaults(**defaults)
+    parser.add_argument("--launch", metavar="FILE", help="a launch line or script with the flags; - for standard input")
+    launch.accept(parser, script)
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the model alone; `model_of` reads them."""
+    size = integer(1, 1 << 20)
+    model = parser.add_argument_group("model", "a known one, or its sizes; sizes beside --model change it")
+    model.add_argument("--model", choices=MODELS)
+    model.add_argument("--num-layers", type=integer(1, 1 << 12), metavar="N")
+    model.add_argument("--hidden-size", type=size, metavar="N")
+    model.add_argument("--num-attention-heads", type=size, metavar="N")
+    model.add_argument("--group-query-attention", action="store_true")
+    model.add_argument("--num-query-groups", type=size, metavar="N", help="with --group-query-attention; default: 1")
+    model.add_argument("--kv-channels", type=size, metavar="N", help="default: hidden size / attention heads")
+    model.add_argument("--ffn-hidden-size", type=size, metavar="N", help="default: 4 x hidden size, or as for --swiglu")
+    model.add_argument("--swiglu", action="store_true", help="a gated MLP")
+    model.add_argument("--vocab-size", "--padded-vocab-size", type=integer(1, 1 << 24), metavar="N")
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    count = integer(1, 1 << 20)
+    add_model_flags(parser)
+    data = parser.add_argument_group("data and steps")
+    data.add_argument("--data-path", nargs="*", metavar="PREFIX", help=".idx, or a blend of them")
+    data.add_argument("--train-data-path", nargs="*", metavar="PREFIX", help="likewise, not split")
+    for name in ("data-args-path", "per-split-data-args-path"):
+        data.add_argument(f"--{name}", metavar="FILE", help="with such a blend, as Megatron")
+    data.add_argument("--split", metavar="a,b,c", help="as Megatron; default: 969,30,1")
+    data.add_argument("--seed", type=integer(0, 1 << 62), default=1234, metavar="N", help="default: %(default)s")
+    data.add_argument("--seq-length", type=integer(1, MAX_TOKENS), metavar="C", help="context window in tokens")
+    data.add_argument("--global-batch-size", type=count, metavar="N", help="micro-batches a step")
+    data.add_argument("--micro-batch-size", type=count, default=1, metavar="1")
+    layout = parser.add_argument_group("layout")
+    layout.add_argument("--num-gpus", type=integer(1, MAX_GPUS), metavar="N", help="default: one data-parallel rank")
+    layout.add_argument("--nproc-per-node", "--nproc_per_node", metavar="N", help="torchrun's, as is --nnodes")
+    layout.add_argument("--nnodes", metavar="N")
+    for name in ("tensor-model", "context", "pipeline-model"):
+        layout.add_argument(f"--{name}-parallel-size", type=integer(1, MAX_GPUS), metavar="N", help="default: 1")
+    for name in ("num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"):
+        layout.add_argument(f"--{name}", type=integer(1, 1 << 12), metavar="N")
+    layout.add_argument("--microbatch-group-size-per-virtual-pipeline-stage", type=count, metavar="N")
+    for name in ("embedding", "loss"):
+        layout.add_argument(
+            f"--account-for-{name}-in-pipeline-split", action="store_true", help="counts as a layer; both or none"
+        )
+    layout.add_argument("--recompute-granularity", choices=("full", "selective"))
+    layout.add_argument("--recompute-method", choices=("uniform", "block"))
+    layout.add_argument("--recompute-num-layers", type=count, metavar="N")
+    layout.add_argument("--recompute-modules", nargs="*", metavar="NAME")
+    layout.add_argument("--hidden-dropout", type=float, default=0.1, metavar="P", help="default: %(default)s")
+    for name in launch.NOT_SIMULATED:
+        parser.add_argument(f"--{name}", nargs="*", help=argparse.SUPPRESS)
+    for name in launch.LOW_PRECISION:
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
+    add_wlb_arguments(parser)
+
+
+def require(args: argparse.Namespace, *names: str) -> None:
+    """Raises ValueError for the first of these arguments that is missing."""
+    for name in names:
+        if not getattr(args, name):
+            raise ValueError(f"no {_flag(name)}; give {_NEEDED[name]}")
+
+
+def settle(args: argparse.Namespace, known: Mapping[str, Any], source: str) -> None:
+    """Give arguments the values that `source` states; raises ValueError where a flag says another."""
+    for name, value in known.items():
+        given = getattr(args, name)
+        if given is not None and given != value:
+            raise ValueError(
+                f"{_flag(name)} is {given}, and {source} was made with {value}; leave it out, or change it"
+            )
+        setattr(args, name, value)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def job_of(args: argparse.Namespace, notes: list[str], **fixed: Any) -> Job:
+    """The job that the flags of `add_job_flags` describe; sentences on what was assumed are added to `notes`.
+
+    Args:
+        args: parsed flags; `seq_length` is needed, `global_batch_size` is PP x DP where it is missing.
+        notes: of the report.
+        fixed: fields of `Job` that the caller knows better.
+
+    Raises ValueError, naming the flags, where they contradict each other.
+    """
+    require(args, "seq_length")
+    model = model_of(args, notes, args.tensor_model_parallel_size or 1)
+    parallel = _parallel(args, model.num_layers, notes)
+    if args.recompute_method == "block" or args.recompute_granularity == "selective":
+        what = "every layer" if args.recompute_method == "block" else "nothing"
+        notes.append(f"Time is that of recomputing {what}; memory counts what --recompute flags say.")
+    if args.global_batch_size is None:
+        args.global_batch_size = parallel.pp * parallel.dp
+        notes.append(f"Assumed: {args.global_batch_size} micro-batches a step, PP x DP (no --global-batch-size).")
+    return _make(args, notes, model, parallel, fixed)
+
+
+def packing_job(args: argparse.Namespace, notes: list[str]) -> Job:
+    """The job as far as packing depends on it: one rank of pipeline and data parallelism unless memory is judged.
+
+    Without flags of a model it is the default one, for its crossover length. Raises ValueError as `job_of`.
+    """
+    require(args, "seq_length", "global_batch_size")
+    if args.wlb_memory_budget is not None:
+        return job_of(args, notes)
+    tp, cp, _ = _sizes(args)
+    if args.model is None and all(getattr(args, name) is None for name in _SHAPE):
+        model, unnamed = MODELS[DEFAULT_MODEL], args.wlb_crossover is None
+    else:
+        model, unnamed = model_of(args, notes if args.wlb_crossover is None else [], tp), False
+    job = _make(args, notes, model, Parallel(tp=tp, cp=cp), {})
+    if unnamed and job.profile.crossover_tokens is None:
+        notes.append(
+            f"Assumed: a crossover of {job.crossover_tokens} tokens, that of a 7B model ({DEFAULT_MODEL}); describe "
+            "yours by --model or its sizes, or give --wlb-crossover."
+        )
+    return job
+
+
+def _make(
+    args: argparse.Namespace, notes: list[str], model: ModelShape, parallel: Parallel, fixed: dict[str, Any]
+) -> Job:
+    if args.micro_batch_size != 1:
+        raise ValueError(
+            f"--micro-batch-size is {args.micro_batch_size}; a micro-batch of --wlb is one packed sequence, give 1"
+        )
+    settings = PlanSettings.from_args(args)
+    if settings.max_tokens == "auto" and settings.memory_budget is None:
+        settings = replace(settings, max_tokens=None)
+        notes.append(
+            "Assumed: an S_max of 1.25 windows; how much memory --wlb-max-tokens auto would find is known on the GPU, "
+            "or by --wlb-memory-budget."
+        )
+    known = {
+        "row_multiple": (32 if args.fp8_recipe == "mxfp8" else 16)
+        if args.fp8_format
+        else 128
+        if args.fp4_format
+        else 1,
+        "hidden_dropout": args.hidden_dropout > 0,
+        "recompute": Recompute(
+            granularity=args.recompute_granularity,
+            method=args.recompute_method,
+            num_layers=args.recompute_num_layers,
+            modules=tuple(args.recompute_modules or ()),
+        ),
+    }
+    return make_job(
+        model=model,
+        parallel=parallel,
+        context_length=args.seq_length,
+        num_micro_batches=args.global_batch_size,
+        packing=from_args(args),
+        settings=settings,
+        default_profile=DEFAULT_PROFILE,
+        **known | fixed,
+    )
+
+
+def _sizes(args: argparse.Namespace) -> tuple[int, int, int]:
+    """TP, CP, PP."""
+    names = ("tensor_model", "context", "pipeline_model")
+    tp, cp, pp = (getattr(args, f"{name}_parallel_size") or 1 for name in names)
+    return tp, cp, pp
+
+
+def _parallel(args: argparse.Namespace, num_layers: int, notes: list[str]) -> Parallel:
+    """The layout; sequence parallelism is taken for granted."""
+    tp, cp, pp = _sizes(args)
+    world, ranks = launch.world_size(args), tp * cp * pp
+    if world is None:
+        world = ranks
+        notes.append(
+            f"Assumed: {ranks} GPUs, one data-parallel rank (no --num-gpus, nor torchrun's --nproc-per-node and "
+            "--nnodes)."
+        )
+    if world % ranks or world > MAX_GPUS:
+        raise ValueError(
+            f"{world} GPUs are no multiple of tensor x context x pipeline parallel sizes {tp} x {cp} x {pp} = {ranks}, "
+            f"or more than {MAX_GPUS}; change one of them"
+        )
+    if args.account_for_embedding_in_pipeline_split != args.account_for_loss_in_pipeline_split:
+        raise ValueError(
+            "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split are simulated together "
+            "only; give both or none"
+        )
+    edge_layers = int(args.account_for_loss_in_pipeline_split)
+    return Parallel(
+        tp=tp,
+        cp=cp,
+        pp=pp,
+        vpp=_virtual_stages(args, num_layers + 2 * edge_layers, pp),
+        dp=world // ranks,
+        group_size=args.microbatch_group_size_per_virtual_pipeline_stage,
+        edge_layers=edge_layers,
+    )
+
+
+def _virtual_stages(args: argparse.Namespace, num_layers: int, pp: int) -> int:
+    layers = args.num_layers_per_virtual_pipeline_stage
+    if args.num_virtual_stages_per_pipeline_rank is not None or layers is None:
+        return args.num_virtual_stages_per_pipeline_rank or 1
+    stages, rest = divmod(num_layers, pp * layers)
+    if rest or not stages:
+        raise ValueError(
+            f"--num-layers-per-virtual-pipeline-stage {layers} x {pp} pipeline stages do not divide {num_layers} "
+            "layers; change one of them"
+        )
+    return stages
+
+
+def model_of(args: argparse.Namespace, notes: list[str], tp: int = 1) -> ModelShape:
+    """The model of `add_model_flags`, with Megatron's defaults for sizes that are missing."""
+    given = {f.name: getattr(args, f.name) for f in fields(ModelShape) if getattr(args, f.name, None) is not None}
+    vocabulary = args.vocab_size
+    if args.model is None:
+        if vocabulary is None:
+            vocabulary = DEFAULT_VOCABULARY
+            notes.append(f"Assumed: a vocabulary of {vocabulary} (no --vocab-size).")
+        given = _with_defaults(args, given, notes)
+    if vocabulary is not None:
+        given["padded_vocab_size"] = math.ceil(vocabulary / (128 * tp)) * 128 * tp
+    model = ModelShape(**given) if args.model is None else replace(MODELS[args.model], **given)
+    if model.num_attention_heads % model.num_query_groups:
+        raise ValueError(
+            f"--num-query-groups {model.num_query_groups} does not divide {model.num_attention_heads} attention heads; "
+            "change one of them"
+        )
+    return model
+
+
+def _with_defaults(args: argparse.Namespace, given: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Sizes of a model that has no name, all but its vocabulary."""
+    missing = [_flag(name) for name in _SHAPE if name not in given]
+    if missing:
+        raise ValueError(f"no {', '.join(missing)}: give the sizes of the model, or --model")
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    if "kv_channels" not in given and hidden % heads:
+        raise ValueError(
+            f"--num-attention-heads {heads} does not divide --hidden-size {hidden}; change one, or give --kv-channels"
+        )
+    if args.num_query_groups is not None and not args.group_query_attention:
+        del given["num_query_groups"]
+        notes.append("--num-query-groups counts with --group-query-attention only, in Megatron as well as here.")
+    gated_ffn = max(64, hidden * 8 // 3 // 64 * 64)
+    return {
+        "num_query_groups": 1 if args.group_query_attention else heads,
+        "kv_channels": hidden // heads,
+        "ffn_hidden_size": gated_ffn if args.swiglu else 4 * hidden,
+        "gated_linear_unit": args.swiglu,
+        **given,
+    }
+
+
+def checked_lengths(values: Any, what: str, longest: int) -> np.ndarray:
+    """Lengths of the documents of a micro-batch from JSON, int64 [n]. Raises ValueError beginning with `what`."""
+    if not isinstance(values, list):
+        raise ValueError(f"{what} is not a list but {str(values)[:40]}; give the lengths of its documents")
+    for value in values:
+        if type(value) is not int or not 1 <= value <= longest:  # bool is a subclass of int
+            raise ValueError(f"{what} has a document of length {str(value)[:40]}; it must be from 1 to {longest}")
+    if sum(values) > MAX_TOKENS:
+        raise ValueError(f"{what} holds {sum(values)} tokens; it must be at most {MAX_TOKENS}")
+    return np.array(values, np.int64)
