@@ -7,7 +7,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -81,14 +81,24 @@ def console(*outputs: str | None, **options: Any) -> Any:
     return Console(stderr="-" in outputs, highlight=False, **options)
 
 
-def table(titles: Sequence[str], text: str) -> Any:
-    """Without lines; columns hold numbers, apart from that with the title `text`."""
-    from rich.table import Table
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]], text: str = "", bold: Collection[str] = ()) -> Any:
+    """A table without lines, to print on `console`.
 
-    made = Table(box=None)
+    Args:
+        titles: of the columns, which hold numbers but for that with the title `text`.
+        rows: a text for every column.
+        text: title of the column that holds words.
+        bold: first cells of rows that stand out.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
     for title in titles:
-        made.add_column(title, justify="left" if title == text else "right", no_wrap=True)
-    return made
+        table.add_column(Text(title), justify="left" if title == text else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row), style="bold" if row[0] in bold else "")
+    return table
 
 
 def provenance(argv: Sequence[str], **versions: str | None) -> dict[str, Any]:

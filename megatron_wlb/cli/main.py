@@ -1,4 +1,8 @@
-"""Entry point: one subcommand a module; wrong input is one line on standard error and exit code 2."""
+"""Entry point of `megatron-wlb`; wrong input is one line on standard error and exit code 2.
+
+A command is a module with `USAGE`, `add_arguments(parser)` and `run(args)`; its docstring is its help, the first line
+after the colon in the list of commands, the rest where it is asked for its own.
+"""
 
 import argparse
 import os
@@ -10,6 +14,7 @@ from megatron_wlb import __version__
 from megatron_wlb.cli import analyze, audit, compare, plan, profile, simulate, tune
 from megatron_wlb.cli.common import printable
 
+COMMANDS = (analyze, plan, tune, simulate, profile, compare, audit)
 EXTRAS = ("matplotlib", "pyarrow", "rich", "scipy")
 """Packages of the extra `analysis` that only some commands, inputs and policies need."""
 
@@ -28,8 +33,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="megatron-wlb", description="WLB-LLM for Megatron-LM: planning without training.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (analyze, plan, tune, simulate, profile, compare, audit):
-        module.register(commands)
+    for module in COMMANDS:
+        first, _, rest = (module.__doc__ or "").partition("\n\n")
+        command = commands.add_parser(
+            module.__name__.rpartition(".")[2],
+            help=first.partition(": ")[2].rstrip("."),
+            usage=f"%(prog)s {module.USAGE}",
+            description=rest,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
     args = parser.parse_args(argv)
     args.argv = sys.argv[1:] if argv is None else list(argv)
     try:
