@@ -8,29 +8,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.config import MAX_TOKENS
-from megatron_wlb.plan.types import SEGMENT
-from megatron_wlb.plan.workload import (
+from megatron_wlb.cost.attention import (
     FLOPS_PROFILE,
     KernelModel,
     KernelTimes,
-    ModelShape,
     Profile,
-    document_work,
+    attention_kernel,
+    attention_kernels,
     load_profile,
     shipped_profiles,
 )
+from megatron_wlb.cost.network import Group, load_network
+from megatron_wlb.cost.work import document_work
+from megatron_wlb.job import MAX_TOKENS
+from megatron_wlb.model import MODELS
+from megatron_wlb.plan.types import SEGMENT
+from tests.jobs import job
 
-LLAMA2_7B = ModelShape(
-    num_layers=32,
-    hidden_size=4096,
-    ffn_hidden_size=11008,
-    num_attention_heads=32,
-    num_query_groups=32,
-    kv_channels=128,
-    gated_linear_unit=True,
-    padded_vocab_size=32000,
-)
+LLAMA2_7B = MODELS["llama2-7b"]
 
 
 def test_attention_costs_as_much_as_the_rest_at_the_crossover():
@@ -75,34 +70,58 @@ def count_tiles(segments, tile_rows):
 )
 def test_the_kernel_model_counts_tiles(segments, tile_rows, heads):
     kernel = KernelModel(tile_rows=tile_rows, launch=1.0, tile=1e3, query_tile=1e9, heads=heads)
-    counts = kernel.count(colour(segments))
+    counts = kernel.count(call(segments))
     assert counts == count_tiles(segments, tile_rows)
     assert kernel.time(2, *counts) == 2.0 + heads * (1e3 * counts[0] + 1e9 * counts[1])
 
 
-def colour(segments):
+def call(segments):
     return np.array([(d, *s) for d, s in enumerate(segments)], SEGMENT)
 
 
 def test_flops_profile_counts_attended_pairs():
-    kernel = FLOPS_PROFILE.kernel(heads=3)
-    assert kernel.time(2, *kernel.count(colour([(0, 4), (5, 7)]))) == 3 * ((1 + 2 + 3 + 4) + (6 + 7))
+    kernel = attention_kernel(job(cp=2, profile=FLOPS_PROFILE))
+    assert kernel.time(2, *kernel.count(call([(0, 4), (5, 7)]))) == kernel.heads * ((1 + 2 + 3 + 4) + (6 + 7))
+    assert kernel.exchange == 0
 
 
-def test_a_kernel_adds_up_both_directions_and_the_exposed_exchange():
-    profile = Profile(
-        name="",
-        tile_rows=128,
-        forward=KernelTimes(launch=1.0, tile=2.0, query_tile=3.0),
-        backward=KernelTimes(launch=10.0, tile=20.0, query_tile=30.0),
-        gather_us_per_mib=4.0,
-        scatter_us_per_mib=5.0,
-    )
-    kernel = profile.kernel(heads=7, row_bytes=2**19, head_groups=2)
-    assert (kernel.launch, kernel.tile, kernel.query_tile, kernel.heads) == (22.0, 22.0, 33.0, 7)
-    assert kernel.exchange == (2 * 4.0 + 2 * 5.0) / 4
-    forward = replace(profile, backward=None).kernel(heads=7, row_bytes=2**20)
-    assert (forward.launch, forward.tile, forward.exchange) == (1.0, 2.0, 4.0)
+BOTH = Profile(
+    name="both",
+    tile_rows=128,
+    forward=KernelTimes(launch=1.0, tile=2.0, query_tile=3.0),
+    backward=KernelTimes(launch=10.0, tile=20.0, query_tile=30.0),
+)
+
+
+def test_a_kernel_adds_up_both_directions_with_launches_for_every_head_group():
+    kernel = attention_kernel(job(profile=BOTH, tp=2, cp=2, cp_head_groups=2))
+    assert (kernel.launch, kernel.tile, kernel.query_tile, kernel.heads) == (22.0, 22.0, 33.0, 2)
+    alone = attention_kernel(job(profile=BOTH))
+    assert (alone.launch, alone.heads, alone.exchange) == (11.0, 4, 0.0)
+    forward, backward = attention_kernels(job(profile=BOTH, cp=4, cp_exchange="ring"))
+    assert (forward.launch, backward.launch) == (4.0, 40.0)
+
+
+def test_a_backward_that_was_not_measured_takes_as_much_longer_as_it_has_products():
+    _, backward = attention_kernels(job(profile=replace(BOTH, backward=None)))
+    assert (backward.launch, backward.tile, backward.query_tile) == (2.5, 5.0, 7.5)
+    assert attention_kernels(job(profile=replace(BOTH, backward=None)), 3.0)[1].tile == 6.0
+
+
+def test_the_exposed_exchange_is_that_of_a_window_and_one_head_group():
+    """Two gathers of 16 bits and a scatter of 32, over the ranks of the job, of K and V of its key heads."""
+    given = job(profile=BOTH, tp=2, cp=4, context_length=1 << 16)
+    ranks, network, key_values = Group(size=4, stride=2), load_network(), 2 * (4 // 2) * 16
+    sizes = {"all_gather": 2 * key_values, "reduce_scatter": 4 * key_values}
+    gather, scatter = (float(network.collective(c, (1 << 16) * s, ranks)) for c, s in sizes.items())
+    assert attention_kernel(replace(given, cp_head_groups=1)).exchange == pytest.approx((2 * gather + scatter) / 2**16)
+    saved = replace(given, cp_head_groups=1, save_gathered_kv=True)
+    assert attention_kernel(saved).exchange == pytest.approx((gather + scatter) / 2**16)
+    latencies = 2 * network.collective("all_gather", 0, ranks) + network.collective("reduce_scatter", 0, ranks)
+    halves = (2 * gather + scatter + float(latencies)) / 2
+    assert attention_kernel(given).exchange == pytest.approx(halves / 2**16)
+    for exchange in ("all", "ring"):
+        assert attention_kernel(replace(given, cp_exchange=exchange)).exchange == 0, "the same for every sharding"
 
 
 MEASURED = Profile(
@@ -118,10 +137,11 @@ MEASURED = Profile(
 @pytest.mark.parametrize("backward", [True, False])
 def test_with_a_measured_crossover_work_is_proportional_to_time(backward):
     profile = MEASURED if backward else replace(MEASURED, backward=None)
-    kernel, lengths = profile.kernel(heads=32), np.array([128, 1024, 12800, 131072])
+    forward, backward = profile.kernels(heads=32)
+    kernel, lengths = forward + backward, np.array([128, 1024, 12800, 131072])
     flops = LLAMA2_7B.token_weights * lengths
-    linear_us = (2 * flops / 500e12 + (4 * flops / 400e12 if backward else 0)) * 1e6
-    us = linear_us + [kernel.time(0, *kernel.count(colour([(0, n)]))) for n in lengths.tolist()]
+    linear_us = (2 * flops / 500e12 + 4 * flops / 400e12) * 1e6
+    us = linear_us + [kernel.time(0, *kernel.count(call([(0, n)]))) for n in lengths.tolist()]
     crossover = profile.crossover_for(LLAMA2_7B)
     assert crossover > 20_000
     np.testing.assert_allclose(
@@ -160,7 +180,6 @@ def test_shipped_profiles_load():
     assert profile.tile_rows == 128
     assert profile.forward == KernelTimes(launch=23.55, tile=0.0256, query_tile=0.0)
     assert profile.backward is None
-    assert (profile.gather_us_per_mib, profile.scatter_us_per_mib) == (2.77, 2.98)
     assert profile.crossover_tokens is profile.linear_tflops is None
     assert (
         profile.differences(head_size=64, dtype="fp32", backend="cpu") == "head size 128, not 64, dtype bf16, not fp32"
@@ -177,13 +196,12 @@ def profile(**changes):
 
 def test_a_profile_from_a_file(tmp_path):
     path = tmp_path / "mine.json"
-    known = {"crossover_tokens": 40_000, "us_per_mib": {"gather": 2}, "linear_tflops": {"forward": 3, "backward": 2.5}}
-    path.write_text(json.dumps(profile(**known, device="anything")))
+    known = {"crossover_tokens": 40_000, "linear_tflops": {"forward": 3, "backward": 2.5}}
+    path.write_text(json.dumps(profile(**known, us_per_mib={"gather": 2}, device="anything")))
     loaded = load_profile(str(path))
-    assert (loaded.crossover_tokens, loaded.gather_us_per_mib, loaded.scatter_us_per_mib) == (40_000, 2, 0)
-    assert loaded.linear_tflops == (3, 2.5)
-    kernel = loaded.kernel(heads=1)
-    assert kernel.time(1, *kernel.count(colour([(0, 65)]))) == 3 + 0.5 * 3 + 0.25 * 2
+    assert (loaded.crossover_tokens, loaded.linear_tflops) == (40_000, (3, 2.5))
+    kernel, _ = loaded.kernels()
+    assert kernel.time(1, *kernel.count(call([(0, 65)]))) == 3 + 0.5 * 3 + 0.25 * 2
 
 
 def test_a_profile_that_does_not_exist():
@@ -211,8 +229,6 @@ def test_a_profile_that_does_not_exist():
         json.dumps(profile(kernel={"backward": {"tile": 1}})),
         json.dumps(profile(kernel={"tile_rows": 96})),
         json.dumps(profile(kernel={"tile_rows": 1 << 17})),
-        json.dumps(profile(us_per_mib={"gather": -1})),
-        json.dumps(profile(us_per_mib={"both": 1})),
         json.dumps(profile(kernel={"tile_rows": 0})),
         json.dumps(profile(kernel={"tile_rows": 1.5})),
         json.dumps(profile(kernel={"head_size": "128"})),

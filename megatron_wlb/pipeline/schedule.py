@@ -1,8 +1,12 @@
 """What each pipeline stage does in which order: plain and interleaved 1F1B, as megatron-core 0.19 schedules them."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from megatron_wlb.job import Job
 
 OP = np.dtype([("backward", "?"), ("chunk", "<i8"), ("micro_batch", "<i8")])
 """One forward or backward pass of a micro-batch through a model chunk."""
@@ -20,7 +24,7 @@ class Schedule:
     num_chunks: int = 1
     """Model chunks (virtual stages) per stage; chunk c of stage s is virtual stage c * num_stages + s."""
     group_size: int | None = None
-    """`--microbatch-group-size-per-virtual-pipeline-stage`: consecutive micro-batches in one chunk; default: stages."""
+    """`--microbatch-group-size-per-virtual-pipeline-stage`: consecutive micro-batches in one chunk; see `group`."""
     forward_only: bool = False
 
     def __post_init__(self) -> None:
@@ -47,7 +51,13 @@ class Schedule:
 
     @property
     def group(self) -> int:
-        return self.group_size or self.num_stages
+        """`group_size`, or where it is None the smallest that upstream takes.
+
+        It refuses a last group smaller than the pipeline, since stages would wait for each other for ever.
+        """
+        stages, count = self.num_stages, self.num_micro_batches
+        fitting = (g for g in range(stages, count) if not 0 < count % g < stages)
+        return self.group_size or next(fitting, max(stages, count))
 
     def table(self) -> np.ndarray:
         """(micro-batch, chunk) of the k-th forward pass of every stage, int64 [num_micro_batches * num_chunks, 2].
@@ -69,6 +79,10 @@ class Schedule:
         behind = self.num_stages - 1 - stage
         return behind if self.num_chunks == 1 else 2 * behind + (self.num_chunks - 1) * self.group
 
+    def in_flight(self, stage: int) -> int:
+        """Forward passes that a stage holds at most before it goes back through one."""
+        return min(self.num_micro_batches * self.num_chunks, self.warm_up(stage) + 1)
+
     def turns(self, stage: int) -> np.ndarray:
         """Rank among the passes of `stage`, int64 [2, num_chunks, num_micro_batches]; forward even, backward odd.
 
@@ -87,3 +101,22 @@ class Schedule:
         ops = np.empty(len(order), OP)
         ops["backward"], ops["chunk"], ops["micro_batch"] = np.unravel_index(order, turns.shape)
         return ops
+
+    def receive_order(self, stage: int) -> tuple[list[int], list[int]]:
+        """Micro-batch of every tensor that `stage` receives from the stage before (forward) and after it (backward)."""
+        # The first stage receives a chunk's input from the last stage's previous chunk; what the last stage computes in
+        # the last chunk goes to the loss. Backward is the same with stages and chunks counted from the other end.
+        micro_batches, chunks = self.table().T
+        all_but_last = micro_batches[chunks < self.num_chunks - 1]
+        forward, backward = (all_but_last if stage == end else micro_batches for end in (0, self.num_stages - 1))
+        return forward.tolist(), backward.tolist()
+
+
+def schedule_of(job: "Job", num_micro_batches: int | None = None) -> Schedule:
+    """The pipeline schedule of a data-parallel rank."""
+    return Schedule(
+        num_stages=job.parallel.pp,
+        num_chunks=job.parallel.vpp,
+        num_micro_batches=job.micro_batches_per_rank if num_micro_batches is None else num_micro_batches,
+        group_size=job.parallel.group_size,
+    )

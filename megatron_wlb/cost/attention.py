@@ -1,77 +1,25 @@
-"""What things cost: the work of a document (packing) and the time of an attention launch (sharding).
-
-Work is an integer, so that C++ and Python compare equal sums on every rank: W(d) = d * Lc + d * d, in units of one
-token attending to one token pair; Lc, the crossover length, is the document length at which attention costs as much as
-everything else (paper, equation 2 with W_a ~ d^2 and W_l ~ d).
-"""
+"""How long attention takes: kernel times of a device, and what a job's sharding goes by."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron_wlb.cost.network import Group, Network, load_network
+from megatron_wlb.model import ModelShape
 
-def document_work(lengths: np.ndarray, crossover_tokens: int) -> np.ndarray:
-    """Work of documents of `lengths` (int64 [n]), int64 [n]."""
-    lengths = lengths.astype(np.int64)
-    return lengths * (lengths + crossover_tokens)
+if TYPE_CHECKING:
+    from megatron_wlb.job import Job
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """A decoder-only model with untied embeddings, by Megatron's names for its sizes."""
-
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    """Of the experts that a token goes to, together."""
-    num_attention_heads: int
-    num_query_groups: int
-    padded_vocab_size: int
-    """0 leaves the embedding and the output layer out."""
-    kv_channels: int = 128
-    gated_linear_unit: bool = True
-
-    @property
-    def query_size(self) -> int:
-        return self.num_attention_heads * self.kv_channels
-
-    @property
-    def key_size(self) -> int:
-        return self.num_query_groups * self.kv_channels
-
-    @property
-    def layer_weights(self) -> int:
-        """Weights of a layer's matrices."""
-        mlp = self.ffn_hidden_size * (3 if self.gated_linear_unit else 2)
-        return self.hidden_size * (2 * self.query_size + 2 * self.key_size + mlp)
-
-    @property
-    def vocabulary_weights(self) -> int:
-        """Weights of the embedding, and of the output layer."""
-        return self.padded_vocab_size * self.hidden_size
-
-    @property
-    def token_weights(self) -> int:
-        """Weights that a token is multiplied with in a layer, the output layer's spread over all as pipelines do."""
-        return self.layer_weights + self.vocabulary_weights // self.num_layers
-
-    @property
-    def crossover_tokens(self) -> int:
-        """Crossover length Lc in tokens from matrix-multiply FLOPs alone.
-
-        Per token and layer: 2 FLOPs per weight, and 2 * heads * kv_channels per token attended to (causal attention:
-        QK^T and PV over half of the document).
-        """
-        return max(1, self.token_weights // self.query_size)
-
-    def heads_per_rank(self, tp_size: int) -> tuple[int, int]:
-        """Query and key heads of a tensor-parallel rank."""
-        return max(1, self.num_attention_heads // tp_size), max(1, self.num_query_groups // tp_size)
+FP32 = 4
+"""Bytes."""
+ATTENTION_BACKWARD = 2.5
+"""Backward time of attention per forward time where it was not measured: 5 matrix products against 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,14 +48,19 @@ class KernelModel:
         tiles = full * first + full * (full - 1) // 2 + (q % t > 0) * -(-stops // t)
         return int(tiles.sum()), int((-(-q // t)).sum())
 
-    def count_shard(self, colours: Sequence[np.ndarray]) -> tuple[int, int, int]:
-        """Launches, one per colour with rows, N_t and N_q of a shard."""
-        counts = [self.count(colour) for colour in colours if len(colour)]
+    def count_shard(self, calls: Sequence[np.ndarray]) -> tuple[int, int, int]:
+        """Launches, one per call with rows, N_t and N_q of a shard."""
+        counts = [self.count(call) for call in calls if len(call)]
         return len(counts), sum(tiles for tiles, _ in counts), sum(query_tiles for _, query_tiles in counts)
 
     def time(self, launches: Any, tiles: Any, query_tiles: Any) -> Any:
         """Predicted time of counts, which may be arrays; in the order of operations of csrc/sharding.cpp."""
         return launches * self.launch + self.heads * (self.tile * tiles + self.query_tile * query_tiles)
+
+    def __add__(self, other: "KernelModel") -> "KernelModel":
+        """Both directions together."""
+        summed = {name: getattr(self, name) + getattr(other, name) for name in ("launch", "tile", "query_tile")}
+        return replace(self, **summed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,17 +74,13 @@ class KernelTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Calibration of a device: kernels for sharding, collectives, and the crossover if it was measured."""
+    """Calibration of a device: attention kernels, the rest of a layer, and the crossover if it was measured."""
 
     name: str
     tile_rows: int
     forward: KernelTimes
     backward: KernelTimes | None = None
-    """None if not measured: sharding then goes by the forward pass alone."""
-    gather_us_per_mib: float = 0.0
-    """Of K and V as they arrive from all ranks (all-gather, large messages)."""
-    scatter_us_per_mib: float = 0.0
-    """Of dK and dV as they leave for all ranks (reduce-scatter)."""
+    """None if not measured: `ATTENTION_BACKWARD` times forward."""
     linear_tflops: tuple[float, float] | None = None
     """Of a layer without attention, forward and backward: TFLOP/s of its matrix multiplies over all of its time."""
     crossover_tokens: int | None = None
@@ -142,34 +91,33 @@ class Profile:
     backend: str | None = None
     """What the kernel times were measured for; None if not stated."""
 
-    def kernel(self, *, heads: int, row_bytes: int = 0, head_groups: int = 1) -> KernelModel:
-        """Attention of one layer on one rank, forward and backward.
+    @property
+    def counts_pairs(self) -> bool:
+        """Whether this is the `flops` profile, which has no unit of time."""
+        return self.name == FLOPS_PROFILE.name
+
+    def kernels(
+        self, *, heads: int = 1, parts: int = 1, backward_ratio: float = ATTENTION_BACKWARD
+    ) -> tuple[KernelModel, KernelModel]:
+        """Forward and backward of one layer on one rank.
 
         Args:
-            heads: query heads per tensor-parallel rank.
-            row_bytes: of K and V of one row.
-            head_groups: in which K and V are gathered; all but the first gather hide behind attention, and all but
-                the last reduce-scatter (fp32, so of twice the bytes of bf16).
+            heads: query heads of a tensor-parallel rank.
+            parts: of K and V, each with launches of its own.
+            backward_ratio: backward time per forward time where backward was not measured.
         """
-        parts = [self.forward] if self.backward is None else [self.forward, self.backward]
-        exposed = row_bytes / head_groups / 2**20
-        moved = self.gather_us_per_mib * len(parts) + (self.scatter_us_per_mib * 2 if self.backward else 0.0)
-        return KernelModel(
-            tile_rows=self.tile_rows,
-            launch=head_groups * sum(p.launch for p in parts),
-            tile=sum(p.tile for p in parts),
-            query_tile=sum(p.query_tile for p in parts),
-            heads=heads,
-            exchange=exposed * moved,
-        )
 
-    def layer_kernel(
-        self, model: ModelShape, *, tp_size: int, bytes_per_value: int, head_groups: int = 1
-    ) -> KernelModel:
-        """`kernel` for a model and how K and V are stored."""
-        heads, key_heads = model.heads_per_rank(tp_size)
-        row_bytes = 2 * key_heads * model.kv_channels * bytes_per_value
-        return self.kernel(heads=heads, row_bytes=row_bytes, head_groups=head_groups)
+        def kernel(times: KernelTimes, ratio: float) -> KernelModel:
+            return KernelModel(
+                tile_rows=self.tile_rows,
+                launch=parts * times.launch * ratio,
+                tile=times.tile * ratio,
+                query_tile=times.query_tile * ratio,
+                heads=heads,
+            )
+
+        backward = kernel(self.backward, 1.0) if self.backward else kernel(self.forward, backward_ratio)
+        return kernel(self.forward, 1.0), backward
 
     def crossover_for(self, model: ModelShape) -> int:
         """Crossover length Lc in tokens of a model on this device.
@@ -181,13 +129,13 @@ class Profile:
         """
         if self.linear_tflops is None:
             return self.crossover_tokens or model.crossover_tokens
-        kernel, t = self.kernel(heads=model.num_attention_heads), self.tile_rows
-        heads = kernel.heads * model.kv_channels / (self.head_size or model.kv_channels)
-        forward, backward = self.linear_tflops
-        flops = model.token_weights * (2 / forward + (4 / backward if self.backward else 0)) / 1e6
+        forward, backward = self.kernels()
+        both, t = forward + backward, self.tile_rows
+        heads = model.query_size / (self.head_size or model.kv_channels)
+        flops = model.token_weights * (2 / self.linear_tflops[0] + 4 / self.linear_tflops[1]) / 1e6
         # n tiles of rows have n * (n + 1) / 2 visible tiles: d * d / (2 * t * t) + d / (2 * t).
-        per_token = flops + heads * (kernel.tile / 2 + kernel.query_tile) / t
-        per_pair = heads * kernel.tile / (2 * t * t)
+        per_token = flops + heads * (both.tile / 2 + both.query_tile) / t
+        per_pair = heads * both.tile / (2 * t * t)
         return max(1, round(per_token / per_pair))
 
     def differences(self, *, head_size: int, dtype: str, backend: str) -> str:
@@ -200,13 +148,56 @@ class Profile:
         return ", ".join(f"{name} {ours}, not {run}" for name, (ours, run) in pairs.items() if ours not in (None, run))
 
 
-FLOPS_PROFILE = Profile(name="flops", tile_rows=1, forward=KernelTimes(launch=0.0, tile=1.0, query_tile=0.0))
-"""Counts attended pairs and nothing else: no launch cost, no tile waste."""
+FLOPS_PROFILE = Profile(
+    name="flops",
+    tile_rows=1,
+    forward=KernelTimes(launch=0.0, tile=1.0, query_tile=0.0),
+    backward=KernelTimes(launch=0.0, tile=0.0, query_tile=0.0),
+)
+"""Counts attended pairs, once for both directions, and nothing else: no launch cost, no tile waste, no exchange."""
+
+
+def exchange_parts(job: "Job") -> int:
+    """Parts of K and V of which one computes while the next travels; each has launches of its own."""
+    return job.parallel.cp if job.cp_exchange == "ring" else job.head_groups
+
+
+def attention_kernels(job: "Job", backward_ratio: float = ATTENTION_BACKWARD) -> tuple[KernelModel, KernelModel]:
+    """Attention of one layer on one rank, forward and backward, communication aside."""
+    heads = job.model.heads_per_rank(job.parallel.tp)[0]
+    return job.profile.kernels(heads=heads, parts=exchange_parts(job), backward_ratio=backward_ratio)
+
+
+def exchange_times(job: "Job", rows: Any, network: Network) -> tuple[Any, Any]:
+    """Collectives of one layer that exchange K and V of `rows` rows, forward and backward, in us, hidden or not.
+
+    K and V of all ranks arrive, in backward again unless they were kept, and their gradients leave in fp32.
+    """
+    values = rows * 2 * job.model.heads_per_rank(job.parallel.tp)[1] * job.model.kv_channels
+    groups, ranks = job.head_groups, Group(size=job.parallel.cp, stride=job.parallel.tp)
+    arrive = groups * network.collective("all_gather", values / groups * job.bytes_per_value, ranks)
+    leave = groups * network.collective("reduce_scatter", values / groups * FP32, ranks)
+    return arrive, leave if job.save_gathered_kv else arrive + leave
+
+
+@lru_cache(maxsize=16)
+def attention_kernel(job: "Job") -> KernelModel:
+    """Attention of one layer on one rank, forward and backward, with the exchange: what sharding goes by.
+
+    All but the first group of heads are gathered behind attention, and the gradients of all but the last leave so.
+    """
+    forward, backward = attention_kernels(job)
+    kernel = forward + backward
+    # Where all rows travel, whatever the sharding, the exchange decides nothing.
+    if job.parallel.cp == 1 or job.profile.counts_pairs or job.cp_exchange != "shared":
+        return kernel
+    window = sum(exchange_times(job, job.context_length, load_network()))
+    return replace(kernel, exchange=float(window) / job.head_groups / job.context_length)
 
 
 def shipped_profiles() -> list[str]:
     """Names of the profiles that come with the package."""
-    folder = resources.files("megatron_wlb.plan") / "profiles"
+    folder = resources.files("megatron_wlb.cost") / "profiles"
     return ["flops", *sorted(p.name.removesuffix(".json") for p in folder.iterdir() if p.name.endswith(".json"))]
 
 
@@ -219,7 +210,7 @@ def load_profile(name_or_path: str) -> Profile:
         return FLOPS_PROFILE
     path: Any = Path(name_or_path)
     if name_or_path in shipped_profiles():
-        path = resources.files("megatron_wlb.plan") / "profiles" / f"{name_or_path}.json"
+        path = resources.files("megatron_wlb.cost") / "profiles" / f"{name_or_path}.json"
     elif not path.is_file():
         raise ValueError(
             f"no profile {name_or_path!r}: give a JSON file or one of the shipped profiles "
@@ -234,10 +225,9 @@ def load_profile(name_or_path: str) -> Profile:
 
 
 def _profile(data: dict[str, Any]) -> Profile:
-    kernel, linear, collectives = data["kernel"], data.get("linear_tflops"), data.get("us_per_mib", {})
+    kernel, linear = data["kernel"], data.get("linear_tflops")
     directions = {d: KernelTimes(**kernel[d]) for d in ("forward", "backward") if kernel.get(d)}
-    stated: dict[str, Any] = {name: kernel.get(name) for name in ("head_size", "dtype", "backend")}
-    stated |= directions | {f"{name}_us_per_mib": us for name, us in collectives.items()}
+    stated: dict[str, Any] = {name: kernel.get(name) for name in ("head_size", "dtype", "backend")} | directions
     if linear:
         stated["linear_tflops"] = linear["forward"], linear["backward"]
     profile = Profile(
@@ -247,9 +237,7 @@ def _profile(data: dict[str, Any]) -> Profile:
         values = (times.launch, times.tile, times.query_tile)
         if not all(np.isfinite(t) and t >= 0 for t in values) or not any(values):
             raise ValueError(f"its kernel times are {values}; they must be finite, at least 0, and not all 0")
-    if not all(np.isfinite(us) and us >= 0 for us in collectives.values()):
-        raise ValueError(f"us_per_mib is {collectives}; it must be finite and at least 0")
-    if linear and not all(np.isfinite(x) and x > 0 for x in (*linear.values(), profile.kernel(heads=1).tile)):
+    if linear and not all(np.isfinite(x) and x > 0 for x in (*linear.values(), sum(k.tile for k in profile.kernels()))):
         raise ValueError(f"linear_tflops is {linear}; it must be finite and over 0, and go with a tile over 0")
     for name in ("crossover_tokens", "head_size"):
         value = getattr(profile, name)

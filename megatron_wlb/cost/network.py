@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 
 import numpy as np
@@ -78,8 +79,9 @@ def fit(num_bytes: np.ndarray, times_us: np.ndarray) -> tuple[float, float]:
     return float(latency), float(1e-3 / slope)
 
 
+@cache
 def load_network(name: str = "h100") -> Network:
     """A network that comes with the package, by the name of its JSON file here."""
-    data = json.loads((resources.files("megatron_wlb.simulate") / f"network-{name}.json").read_text())
+    data = json.loads((resources.files("megatron_wlb.cost") / f"network-{name}.json").read_text())
     node = {c: {int(n): (lat, bw) for n, (lat, bw) in ranks.items()} for c, ranks in data["node"].items()}
     return Network(name=data["name"], node=node)
