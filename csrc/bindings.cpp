@@ -85,20 +85,20 @@ wlb::Kernel kernel_model(const py::object& k) {
   return {integer("tile_rows"), real("launch"), real("tile"), real("query_tile"), integer("heads"), real("exchange")};
 }
 
-// (strategy, predicted time, SEGMENT columns, where each colour begins)
+// (strategy, predicted time, SEGMENT columns, where each call begins)
 py::tuple sharding(const wlb::Sharding& plan) {
   size_t size = 0;
-  for (const auto& colour : plan.colours) size += colour.size();
+  for (const auto& call : plan.calls) size += call.size();
   py::array_t<int64_t> segments({static_cast<py::ssize_t>(size), py::ssize_t{3}});
   std::vector<int64_t> bounds{0};
   int64_t* row = segments.mutable_data();
-  for (const auto& colour : plan.colours) {
-    for (const wlb::Segment& s : colour) {
+  for (const auto& call : plan.calls) {
+    for (const wlb::Segment& s : call) {
       *row++ = s.document;
       *row++ = s.start;
       *row++ = s.stop;
     }
-    bounds.push_back(bounds.back() + static_cast<int64_t>(colour.size()));
+    bounds.push_back(bounds.back() + static_cast<int64_t>(call.size()));
   }
   return py::make_tuple(plan.strategy, plan.time, segments, bounds);
 }

@@ -349,11 +349,11 @@ Sharding shard(const std::vector<int64_t>& lengths, int64_t cp_size, const std::
   Sharding plan{best->strategy, best_time, std::vector<std::vector<Segment>>(2 * ranks)};
   for (const Piece& piece : best_pieces) {
     const auto c = static_cast<size_t>(piece.chunk);
-    plan.colours[c < ranks ? 2 * c : 2 * (2 * ranks - 1 - c) + 1].push_back(piece.segment);
+    plan.calls[c < ranks ? 2 * c : 2 * (2 * ranks - 1 - c) + 1].push_back(piece.segment);
   }
   if (best->strategy == "hybrid")
-    for (auto& colour : plan.colours)
-      std::sort(colour.begin(), colour.end(), [](auto& a, auto& b) { return a.document < b.document; });
+    for (auto& call : plan.calls)
+      std::sort(call.begin(), call.end(), [](auto& a, auto& b) { return a.document < b.document; });
   return plan;
 }
 

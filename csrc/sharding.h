@@ -22,7 +22,7 @@ struct Kernel {
 struct Sharding {
   std::string strategy;
   double time;  // predicted, of the slowest rank
-  std::vector<std::vector<Segment>> colours;  // heads and tails of rank r: colours 2 * r and 2 * r + 1
+  std::vector<std::vector<Segment>> calls;  // heads and tails of rank r: calls 2 * r and 2 * r + 1
 };
 
 // The best by predicted time; of hybrid with the documents of at least 2^-k of a rank's tokens as long ones, for every

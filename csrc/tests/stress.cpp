@@ -493,14 +493,14 @@ void stress_sharding(Choices& choose) {
   const std::vector<std::string> all{"per-sequence", "per-document", "hybrid"};
   for (const auto& tried : {all, {all[0]}, {all[1]}, {all[1], all[2]}}) {
     const wlb::Sharding plan = wlb::shard(lengths, cp_size, tried, {0, 1, 2, 5, 62}, kernel);
-    require(plan.colours.size() == 2 * static_cast<size_t>(cp_size), "two colours a rank");
+    require(plan.calls.size() == 2 * static_cast<size_t>(cp_size), "two calls a rank");
     std::map<int64_t, std::map<int64_t, int64_t>> pieces;  // of each document: start -> stop
     for (size_t rank = 0; rank < static_cast<size_t>(cp_size); ++rank) {
       int64_t held = 0;
       for (size_t c : {2 * rank, 2 * rank + 1}) {
         int64_t last = -1;
-        for (const wlb::Segment& s : plan.colours[c]) {
-          require(s.document > last && s.start >= 0 && s.stop > s.start, "a colour has each document once, in order");
+        for (const wlb::Segment& s : plan.calls[c]) {
+          require(s.document > last && s.start >= 0 && s.stop > s.start, "a call has each document once, in order");
           require(pieces[s.document].emplace(s.start, s.stop).second, "no row is held twice");
           last = s.document;
           held += s.stop - s.start;

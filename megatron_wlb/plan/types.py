@@ -85,17 +85,17 @@ class Policy(Protocol):
 class Shard:
     """What one context-parallel rank holds of a micro-batch.
 
-    A *colour* is a run of segments in which every document occurs at most once, in document order, so that their key
-    ranges are disjoint and one varlen kernel call serves them (`segments.encode`). The rank's local rows are the
-    colours one after the other: first all head chunks and whatever is whole or cut once, then all tail chunks.
+    Each of its *calls* is what one varlen attention call computes: a run of segments in which every document occurs at
+    most once, in document order, so that their key ranges are disjoint. The rank's local rows are those of its calls
+    one after the other: first head chunks and whatever is whole or cut once, then tail chunks.
     """
 
-    colours: tuple[np.ndarray, ...]
-    """SEGMENT arrays."""
+    calls: tuple[np.ndarray, ...]
+    """SEGMENT arrays; one may be empty."""
 
     @property
     def tokens(self) -> int:
-        return int(sum((c["stop"] - c["start"]).sum() for c in self.colours))
+        return int(sum((c["stop"] - c["start"]).sum() for c in self.calls))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,4 +109,4 @@ class ShardPlan:
     strategy: str
     """per-sequence, per-document, hybrid, or whole for a single rank."""
     time: float = math.nan
-    """Predicted for the slowest rank, in the unit of the kernel model that chose the strategy."""
+    """Predicted time of the slowest rank, in the unit of the kernel model that chose the strategy."""

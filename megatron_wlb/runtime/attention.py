@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_wlb.plan.sharding.exchange import head_groups
 from megatron_wlb.runtime.backends import Backend, Call
 from megatron_wlb.runtime.metadata import Colour, ShardMetadata
 
@@ -35,7 +34,7 @@ class AttentionOptions:
     window: int | None = None
     """Keys that a query sees before its own; None: all of its document."""
     head_groups: int = 1
-    """At most this many groups of key heads where K and V are exchanged; 1 hides no communication."""
+    """Groups of key heads in which K and V are exchanged, a divisor of their number; 1 hides no communication."""
     save_gathered: bool = False
     """Keep the gathered K and V for backward instead of gathering them again: P rows of memory for every layer."""
 
@@ -174,11 +173,9 @@ class _Heads(NamedTuple):
     k: slice
 
 
-def _head_groups(q: Tensor, k: Tensor, limit: int) -> list[_Heads]:
-    """As many groups of equal size as divide the key heads, at most `limit`."""
-    num_keys = k.shape[1]
-    count = head_groups(limit, num_keys)
-    h, g = num_keys // count, q.shape[1] // num_keys
+def _head_groups(q: Tensor, k: Tensor, count: int) -> list[_Heads]:
+    """`count` groups of equal size."""
+    h, g = k.shape[1] // count, q.shape[1] // k.shape[1]
     return [_Heads(slice(i * h * g, (i + 1) * h * g), slice(i * h, (i + 1) * h)) for i in range(count)]
 
 

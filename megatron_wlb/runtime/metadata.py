@@ -114,7 +114,7 @@ class ShardMetadata:
             )
         shard = plan.shards[cp_rank]
         moved = exchange(plan, cp_rank)
-        calls = [seg.encode(moved.key_begins, colour) for colour in shard.colours if len(colour)]
+        calls = [seg.encode(moved.key_begins, colour) for colour in shard.calls if len(colour)]
         cu = np.concatenate([array for call in calls for array in (call.cu_q, call.cu_k)])
         cu = np.pad(cu, (0, len(cu) % 2)).view(np.int64)
         positions = seg.positions(shard)

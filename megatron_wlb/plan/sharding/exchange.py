@@ -2,7 +2,7 @@
 
 Only documents that live on more than one rank are exchanged. Every rank sends `num_sent` rows, the most that any has to
 send, so that one all-gather serves. What arrives, rank by rank, and then the rank's own s rows make up a *pool* of
-cp_size * num_sent + s rows; the *keys* of the rank are the rows of the pool that its queries see: of each of its
+cp * num_sent + s rows; the *keys* of the rank are the rows of the pool that its queries see: of each of its
 documents, in packed order, the beginning up to the last query.
 """
 
@@ -27,28 +27,23 @@ class Exchange:
     gather: np.ndarray
     """int64 [keys]: keys = pool[gather]."""
     scatter: np.ndarray
-    """int64 [cp_size * num_sent]: key of every row that arrives; the number of keys where it is none of ours."""
+    """int64 [cp * num_sent]: key of every row that arrives; the number of keys where it is none of ours."""
     own_rows: np.ndarray
     """int64: rows whose document lives nowhere else."""
     own_keys: np.ndarray
     """int64: and their keys."""
 
 
-def head_groups(limit: int, key_heads: int) -> int:
-    """In how many groups of equal size a rank exchanges the K and V of `key_heads` heads: at most `limit`."""
-    return max(n for n in range(1, min(limit, key_heads) + 1) if key_heads % n == 0)
-
-
 def num_sent(plan: ShardPlan) -> int:
     """Rows that every rank of the plan sends."""
     shared = _shared(plan)
-    return max(_rows_of(np.concatenate(s.colours), shared) for s in plan.shards)
+    return max(_rows_of(np.concatenate(s.calls), shared) for s in plan.shards)
 
 
 def exchange(plan: ShardPlan, cp_rank: int) -> Exchange:
     """What rank `cp_rank` of the plan exchanges. O(rows of the micro-batch), vectorised."""
     shared = _shared(plan)
-    held = [np.concatenate(s.colours) for s in plan.shards]
+    held = [np.concatenate(s.calls) for s in plan.shards]
     sent = max(_rows_of(segments, shared) for segments in held)
     mine = held[cp_rank]
     key_lengths = np.zeros(len(plan.lengths), np.int64)
@@ -91,13 +86,10 @@ def exchange(plan: ShardPlan, cp_rank: int) -> Exchange:
 
 def _shared(plan: ShardPlan) -> np.ndarray:
     """bool [documents]: lives on more than one rank."""
-    holders = np.zeros(len(plan.lengths), np.int64)
-    for shard in plan.shards:
-        held = np.zeros(len(plan.lengths), bool)
-        for colour in shard.colours:
-            held[colour["document"]] = True
-        holders += held
-    return holders > 1
+    held = np.zeros((len(plan.shards), len(plan.lengths)), bool)
+    for rank, shard in enumerate(plan.shards):
+        held[rank, np.concatenate(shard.calls)["document"]] = True
+    return held.sum(axis=0) > 1
 
 
 def _rows_of(segments: np.ndarray, chosen: np.ndarray) -> int:

@@ -11,71 +11,70 @@ piece of a cut document but the last fills a rank, so fewer than CP documents ar
 
 import numpy as np
 
+from megatron_wlb.cost.attention import KernelModel
+from megatron_wlb.plan.sharding.chunks import chunk_bounds, mirrored_chunks
 from megatron_wlb.plan.types import SEGMENT, Shard, ShardPlan
-from megatron_wlb.plan.workload import KernelModel
 
 
-def hybrid(lengths: np.ndarray, cp_size: int, num_long: int, kernel: KernelModel) -> ShardPlan | None:
+def hybrid(lengths: np.ndarray, cp: int, num_long: int, kernel: KernelModel) -> ShardPlan | None:
     """Shard the `num_long` longest of the documents of `lengths` (int64 [n]) per document, the others whole.
 
-    The sum of the lengths must be divisible by 2 * cp_size. None if the last long document is too short to level the
+    The sum of the lengths must be divisible by 2 * cp. None if the last long document is too short to level the
     ranks. The reference of `csrc/sharding.cpp`.
     """
     order = np.argsort(-lengths, kind="stable")
-    chunks = np.zeros((len(lengths), 2 * cp_size), np.int64)
-    tokens = np.zeros(cp_size, np.int64)
+    sizes = np.zeros((len(lengths), 2 * cp), np.int64)
+    tokens = np.zeros(cp, np.int64)
     pointer = 0
     for document in order[: max(0, num_long - 1)]:
-        chunks[document], pointer = _tiled(int(lengths[document]), 2 * cp_size, kernel.tile_rows, pointer)
-        tokens += _by_rank(chunks[document])
+        sizes[document], pointer = _tiled(int(lengths[document]), 2 * cp, kernel.tile_rows, pointer)
+        tokens += _by_rank(sizes[document])
     if num_long:
         document = order[num_long - 1]
-        share, extra = divmod(int(tokens.sum() + lengths[document]), cp_size)
-        missing = share + (np.arange(cp_size) < extra) - tokens
+        share, extra = divmod(int(tokens.sum() + lengths[document]), cp)
+        missing = share + (np.arange(cp) < extra) - tokens
         if missing.min() < 0:
             return None
         head = missing // 2 // kernel.tile_rows * kernel.tile_rows
-        chunks[document] = np.concatenate((head, (missing - head)[::-1]))
-    long = order[:num_long]
-    bounds = np.zeros((len(lengths), 2 * cp_size + 1), np.int64)
-    np.cumsum(chunks, axis=1, out=bounds[:, 1:])
-    heads = [[(d, bounds[d, r], bounds[d, r + 1]) for d in long] for r in range(cp_size)]
-    tails = [[(d, bounds[d, -2 - r], bounds[d, -1 - r]) for d in long] for r in range(cp_size)]
-    room = np.full(cp_size, lengths.sum() // cp_size) - _by_rank(chunks).sum(0)
-    _place(lengths, order[num_long:], room, heads, tails, kernel)
-    shards = tuple(Shard(colours=(_colour(h), _colour(t))) for h, t in zip(heads, tails, strict=True))
-    return ShardPlan(lengths=lengths, shards=shards, strategy="hybrid")
+        sizes[document] = np.concatenate((head, (missing - head)[::-1]))
+    shards = mirrored_chunks(chunk_bounds(sizes))
+    room = lengths.sum() // cp - _by_rank(sizes).sum(0)
+    pieces = _place(lengths, order[num_long:], room, shards, kernel)
+    return ShardPlan(
+        lengths=lengths,
+        shards=tuple(
+            Shard(calls=(np.sort(np.append(s.calls[0], _segments(own))), s.calls[1]))
+            for s, own in zip(shards, pieces, strict=True)
+        ),
+        strategy="hybrid",
+    )
 
 
 def _tiled(length: int, num_chunks: int, tile: int, pointer: int) -> tuple[np.ndarray, int]:
     """Chunks of whole tiles, and where the rotating pointer stands after their remainder, dealt out tile by tile."""
     base = length // (num_chunks * tile) * tile
     tiles, rows = divmod(length - num_chunks * base, tile)
-    chunks = np.full(num_chunks, base)
-    chunks[(pointer + np.arange(tiles)) % num_chunks] += tile
-    chunks[(pointer + tiles) % num_chunks] += rows
-    return chunks, (pointer + tiles + (rows > 0)) % num_chunks
+    sizes = np.full(num_chunks, base)
+    sizes[(pointer + np.arange(tiles)) % num_chunks] += tile
+    sizes[(pointer + tiles) % num_chunks] += rows
+    return sizes, (pointer + tiles + (rows > 0)) % num_chunks
 
 
-def _by_rank(chunks: np.ndarray) -> np.ndarray:
-    """[..., 2 * cp_size] -> [..., cp_size]: rank r holds chunks r and 2 * cp_size - 1 - r."""
-    cp_size = chunks.shape[-1] // 2
-    return chunks[..., :cp_size] + chunks[..., : cp_size - 1 : -1]
+def _by_rank(sizes: np.ndarray) -> np.ndarray:
+    """[..., 2 * cp] -> [..., cp]: rank r holds chunks r and 2 * cp - 1 - r."""
+    cp = sizes.shape[-1] // 2
+    return sizes[..., :cp] + sizes[..., : cp - 1 : -1]
 
 
 def _place(
-    lengths: np.ndarray,
-    documents: np.ndarray,
-    room: np.ndarray,
-    heads: list[list[tuple[int, int, int]]],
-    tails: list[list[tuple[int, int, int]]],
-    kernel: KernelModel,
-) -> None:
-    """Append the short documents, longest first, to `heads`; `room` counts down to 0."""
-    counts = np.array([kernel.count(_colour(h + t)) for h, t in zip(heads, tails, strict=True)])
-    own = np.array([kernel.count(_colour([(d, 0, lengths[d])])) for d in documents]).reshape(-1, 2)
+    lengths: np.ndarray, documents: np.ndarray, room: np.ndarray, shards: tuple[Shard, ...], kernel: KernelModel
+) -> list[list[tuple[int, int, int]]]:
+    """Segments of the short documents, given longest first, for every rank; `room` counts down to 0."""
+    pieces: list[list[tuple[int, int, int]]] = [[] for _ in shards]
+    counts = np.array([kernel.count(np.concatenate(s.calls)) for s in shards])
+    own = np.array([kernel.count(_segments([(d, 0, lengths[d])])) for d in documents]).reshape(-1, 2)
     left, tokens_left = own.sum(0), int(lengths[documents].sum())
-    for document, (own_tiles, own_query_tiles) in zip(documents, own, strict=True):
+    for document, (own_tiles, own_query_tiles) in zip(documents.tolist(), own, strict=True):
         start, length = 0, int(lengths[document])
         per_token = kernel.time(0, *left) / tokens_left
         lighter = kernel.time(0, own_tiles, own_query_tiles) < per_token * length
@@ -86,13 +85,12 @@ def _place(
             end = kernel.time(0, *counts.T) + per_token * room
             rank = int(np.where(candidates, -end if lighter else end, np.inf).argmin())
             stop = min(length, start + int(room[rank]))
-            heads[rank].append((document, start, stop))
-            counts[rank] += kernel.count(_colour([(document, start, stop)]))
+            pieces[rank].append((document, start, stop))
+            counts[rank] += kernel.count(_segments([(document, start, stop)]))
             room[rank] -= stop - start
             start = stop
+    return pieces
 
 
-def _colour(segments: list[tuple[int, int, int]]) -> np.ndarray:
-    """Segments with rows, in document order."""
-    colour = np.array([tuple(s) for s in sorted(segments) if s[2] > s[1]], SEGMENT)
-    return colour
+def _segments(rows: list[tuple[int, int, int]]) -> np.ndarray:
+    return np.array(rows, SEGMENT)

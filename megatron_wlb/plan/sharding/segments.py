@@ -40,13 +40,13 @@ def ranges(starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
 def rows(lengths: np.ndarray, shard: Shard) -> np.ndarray:
     """Rows of the micro-batch (packed order) that the shard holds, in local order, int64 [tokens]."""
     begins = document_begins(lengths)
-    parts = [ranges(begins[c["document"]] + c["start"], begins[c["document"]] + c["stop"]) for c in shard.colours]
+    parts = [ranges(begins[c["document"]] + c["start"], begins[c["document"]] + c["stop"]) for c in shard.calls]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
 def positions(shard: Shard) -> np.ndarray:
     """In-document position of every local row, int64 [tokens]."""
-    return np.concatenate([ranges(c["start"], c["stop"]) for c in shard.colours])
+    return np.concatenate([ranges(c["start"], c["stop"]) for c in shard.calls])
 
 
 def encode(key_begins: np.ndarray, colour: np.ndarray) -> VarlenCall:

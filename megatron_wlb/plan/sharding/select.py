@@ -3,17 +3,19 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_wlb.config import CP_SHARDINGS
+from megatron_wlb.cost.attention import KernelModel, attention_kernel
 from megatron_wlb.plan import native
+from megatron_wlb.plan.sharding.chunks import per_document, per_sequence
 from megatron_wlb.plan.sharding.exchange import num_sent
 from megatron_wlb.plan.sharding.hybrid import hybrid
-from megatron_wlb.plan.sharding.per_document import per_document
-from megatron_wlb.plan.sharding.per_sequence import per_sequence
 from megatron_wlb.plan.types import SEGMENT, Shard, ShardPlan
-from megatron_wlb.plan.workload import KernelModel
+
+if TYPE_CHECKING:
+    from megatron_wlb.job import Job
 
 LONG_SHARES = (0, 1, 2, 3, 4, 5)
 """Hybrid is tried with documents of at least 2^-k of a rank's tokens as the long ones."""
@@ -21,62 +23,64 @@ STRATEGIES = {
     "per-sequence": ("per-sequence",),
     "per-document": ("per-document",),
     "hybrid": ("per-document", "hybrid"),  # per-document is hybrid with everything long
-    "paper": ("per-sequence", "per-document"),
-    "adaptive": ("per-sequence", "per-document", "hybrid"),
+    "wlb": ("per-sequence", "per-document"),
+    "auto": ("per-sequence", "per-document", "hybrid"),
 }
-assert tuple(STRATEGIES) == CP_SHARDINGS
+"""What every value of `Job.cp_sharding` compares."""
 
 
-def rank_work(plan: ShardPlan, kernel: KernelModel) -> np.ndarray:
-    """Predicted attention time of every rank, float64 [cp_size]; the unit is the kernel model's."""
-    return np.array([shard_work(shard, kernel) for shard in plan.shards])
+def shard(lengths: np.ndarray, job: "Job") -> tuple[np.ndarray, ShardPlan]:
+    """Shard a micro-batch with documents of `lengths` (int64 [n]) over the context-parallel ranks of a job.
+
+    Returns the order of documents that the plan is for, int64 [n], and the plan. Its lengths end with the padding to a
+    multiple of `job.unit_tokens`, if any, as a document of its own; a micro-batch without documents is a unit of
+    padding. Where the job reorders, documents change places if per-sequence sharding is fastest then.
+    """
+    tokens, cp, kernel = int(lengths.sum()), job.parallel.cp, attention_kernel(job)
+    padding = -tokens % job.unit_tokens if tokens else job.unit_tokens
+
+    def divided(order: np.ndarray, strategy: str) -> tuple[np.ndarray, ShardPlan]:
+        padded = np.append(lengths[order], [padding] if padding else []).astype(np.int64)
+        return order, divide(padded, cp, strategy, kernel)
+
+    choices = [divided(np.arange(len(lengths)), job.cp_sharding)]
+    if cp > 1 and job.reorders and "per-sequence" in STRATEGIES[job.cp_sharding]:
+        choices.append(divided(mirrored_order(lengths), "per-sequence"))
+    return min(choices, key=lambda choice: choice[1].time)
 
 
-def shard_work(shard: Shard, kernel: KernelModel) -> float:
-    """Predicted attention time of one rank: one kernel launch per colour with rows."""
-    return float(kernel.time(*kernel.count_shard(shard.colours)))
+def divide(lengths: np.ndarray, cp: int, strategy: str, kernel: KernelModel) -> ShardPlan:
+    """Divide documents of `lengths` (int64 [n], sum divisible by 2 * cp) over `cp` ranks, in the order they have.
 
-
-def predicted_time(plan: ShardPlan, kernel: KernelModel) -> float:
-    """Of the slowest rank, with the exchange of K and V that nothing hides."""
-    exchanged = num_sent(plan) * len(plan.shards) if len(plan.shards) > 1 else 0
-    return float(rank_work(plan, kernel).max()) + kernel.exchange * exchanged
-
-
-def shard(lengths: np.ndarray, cp_size: int, strategy: str, kernel: KernelModel, *, use_native: bool) -> ShardPlan:
-    """Shard documents of `lengths` (int64 [n], sum divisible by 2 * cp_size) over `cp_size` ranks.
-
-    A single rank holds everything in one piece, whatever the strategy. `paper` takes the better one of the paper's two
-    (section 5.3), `adaptive` the best of all; on a tie the first of `STRATEGIES`, since it makes fewer fragments.
+    A single rank holds everything in one piece, whatever the strategy. `wlb` takes the better one of the paper's two
+    (section 5.3), `auto` the best of all; on a tie the first of `STRATEGIES`, since it makes fewer fragments.
     Deterministic, so that every rank chooses alike, in Python and C++.
     """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"unknown sharding {strategy!r}; choose one of {', '.join(STRATEGIES)}")
-    if cp_size == 1:
-        return _whole(lengths)
+    if cp == 1:
+        whole = np.zeros(len(lengths), SEGMENT)
+        whole["document"], whole["stop"] = np.arange(len(lengths)), lengths
+        return ShardPlan(lengths=lengths, shards=(Shard(calls=(whole,)),), strategy="whole")
     tried = STRATEGIES[strategy]
-    if use_native:
-        name, time, columns, bounds = native.shard(lengths, cp_size, tried, LONG_SHARES, kernel)
+    if native.core is not None:
+        name, time, columns, bounds = native.core.shard(lengths, cp, tried, LONG_SHARES, kernel)
         segments = columns.view(SEGMENT)[:, 0]
-        colours = [segments[i:j] for i, j in itertools.pairwise(bounds)]
-        shards = tuple(Shard(colours=(colours[2 * r], colours[2 * r + 1])) for r in range(cp_size))
+        calls = [segments[i:j] for i, j in itertools.pairwise(bounds)]
+        shards = tuple(Shard(calls=pair) for pair in itertools.batched(calls, 2))
         return ShardPlan(lengths=lengths, shards=shards, strategy=name, time=time)
-    timed = (replace(p, time=predicted_time(p, kernel)) for p in candidates(lengths, cp_size, tried, kernel))
+    timed = (replace(p, time=predicted_time(p, kernel)) for p in candidates(lengths, cp, tried, kernel))
     return min(timed, key=lambda plan: plan.time)
 
 
-def candidates(
-    lengths: np.ndarray, cp_size: int, strategies: tuple[str, ...], kernel: KernelModel
-) -> Iterator[ShardPlan]:
+def candidates(lengths: np.ndarray, cp: int, strategies: tuple[str, ...], kernel: KernelModel) -> Iterator[ShardPlan]:
     """Every sharding that is compared, in the order that breaks ties."""
     if "per-sequence" in strategies:
-        yield per_sequence(lengths, cp_size)
+        yield per_sequence(lengths, cp)
     if "per-document" in strategies:
-        yield per_document(lengths, cp_size)
+        yield per_document(lengths, cp)
     if "hybrid" in strategies:
-        share = int(lengths.sum()) // cp_size
+        share = int(lengths.sum()) // cp
         for num_long in sorted({int((lengths >= max(1, share >> k)).sum()) for k in LONG_SHARES}):
-            plan = hybrid(lengths, cp_size, num_long, kernel)
+            plan = hybrid(lengths, cp, num_long, kernel)
             if plan is not None:
                 yield plan
 
@@ -90,7 +94,12 @@ def mirrored_order(lengths: np.ndarray) -> np.ndarray:
     return np.concatenate((order[1::2][::-1], order[::2]))
 
 
-def _whole(lengths: np.ndarray) -> ShardPlan:
-    colour = np.zeros(len(lengths), SEGMENT)
-    colour["document"], colour["stop"] = np.arange(len(lengths)), lengths
-    return ShardPlan(lengths=lengths, shards=(Shard(colours=(colour,)),), strategy="whole")
+def rank_work(plan: ShardPlan, kernel: KernelModel) -> np.ndarray:
+    """Predicted attention time of every rank, float64 [cp]: one launch per call; the unit is the kernel model's."""
+    return np.array([float(kernel.time(*kernel.count_shard(shard.calls))) for shard in plan.shards])
+
+
+def predicted_time(plan: ShardPlan, kernel: KernelModel) -> float:
+    """Predicted time of the slowest rank, with the exchange of K and V that nothing hides."""
+    exchanged = num_sent(plan) * len(plan.shards) if len(plan.shards) > 1 else 0
+    return float(rank_work(plan, kernel).max()) + kernel.exchange * exchanged
