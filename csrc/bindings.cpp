@@ -9,8 +9,6 @@
 #include <vector>
 
 #include "adaptive.h"
-#include "fixed.h"
-#include "original.h"
 #include "pipeline.h"
 #include "sharding.h"
 #include "wlb.h"
@@ -29,25 +27,17 @@ auto column(const py::array& values, const char* name, const py::array& first) {
                                 std::to_string(values.ndim()) + "-d of " +
                                 py::str(values.dtype()).cast<std::string>());
   if (values.size() != first.size())
-    throw std::invalid_argument(std::string(name) + " has " + std::to_string(values.size()) + " elements, index has " +
+    throw std::invalid_argument(std::string(name) + " has " + std::to_string(values.size()) + " elements, length has " +
                                 std::to_string(first.size()) + "; give as many");
   return values.unchecked<T, 1>();
 }
 
-std::vector<wlb::Document> documents(const py::array& index, const py::array& length, const py::array& work) {
-  const auto i = column<int64_t>(index, "index", index);
-  const auto l = column<int64_t>(length, "length", index);
-  const auto w = column<int64_t>(work, "work", index);
-  std::vector<wlb::Document> rows(static_cast<size_t>(index.size()));
-  for (py::ssize_t k = 0; k < index.size(); ++k) rows[static_cast<size_t>(k)] = {i(k), l(k), w(k), 0};
-  return rows;
-}
-
-// Documents numbered by their rows, without work.
-std::vector<wlb::Document> documents(const py::array& length) {
+// Documents numbered by their rows.
+std::vector<wlb::Document> documents(const py::array& length, const py::array& work) {
   const auto l = column<int64_t>(length, "length", length);
+  const auto w = column<int64_t>(work, "work", length);
   std::vector<wlb::Document> rows(static_cast<size_t>(length.size()));
-  for (py::ssize_t k = 0; k < length.size(); ++k) rows[static_cast<size_t>(k)] = {k, l(k)};
+  for (py::ssize_t k = 0; k < length.size(); ++k) rows[static_cast<size_t>(k)] = {k, l(k), w(k)};
   return rows;
 }
 
@@ -62,23 +52,7 @@ Int64s array(const std::vector<int64_t>& values) {
   return Int64s(static_cast<py::ssize_t>(values.size()), values.data());
 }
 
-Int64s indices(const std::vector<wlb::Document>& rows) {
-  std::vector<int64_t> values(rows.size());
-  std::transform(rows.begin(), rows.end(), values.begin(), [](const wlb::Document& d) { return d.index; });
-  return array(values);
-}
-
-// From the dataclass in plan/packing/adaptive_core.py, whose fields have these names.
-wlb::AdaptiveSettings adaptive_settings(const py::object& s) {
-  const auto integer = [&](const char* name) { return s.attr(name).cast<int64_t>(); };
-  const auto real = [&](const char* name) { return s.attr(name).cast<double>(); };
-  return {integer("num_micro_batches"), integer("max_tokens"), integer("context_length"),
-          s.attr("constant_tokens").cast<bool>(), integer("max_delay_steps"), real("tolerance"),
-          real("age_tolerance"), real("ratio_limit"), real("token_band"), real("token_repay"),
-          real("imbalance_price"), real("token_price")};
-}
-
-// From the dataclass in plan/workload.py.
+// From the dataclass in cost/attention.py.
 wlb::Kernel kernel_model(const py::object& k) {
   const auto integer = [&](const char* name) { return k.attr(name).cast<int64_t>(); };
   const auto real = [&](const char* name) { return k.attr(name).cast<double>(); };
@@ -106,56 +80,23 @@ py::tuple sharding(const wlb::Sharding& plan) {
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
-  module.doc() = "Native packing cores; plan/packing/ documents them.";
-  py::class_<wlb::AdaptiveCore>(module, "AdaptiveCore")
-      .def(py::init([](const py::object& settings) { return wlb::AdaptiveCore(adaptive_settings(settings)); }),
-           py::arg("settings"))
-      .def(
-          "add",
-          [](wlb::AdaptiveCore& core, const py::array& index, const py::array& length, const py::array& work,
-             const py::array& arrival) {
-            auto rows = documents(index, length, work);
-            const auto arrivals = column<int64_t>(arrival, "arrival", index);
-            for (size_t k = 0; k < rows.size(); ++k) rows[k].arrival = arrivals(static_cast<py::ssize_t>(k));
-            core.add(rows);
-          },
-          py::arg("index"), py::arg("length"), py::arg("work"), py::arg("arrival"))
-      .def(
-          "step",
-          [](wlb::AdaptiveCore& core, int64_t step, int64_t credit) {
-            const auto packed = [&] {
-              py::gil_scoped_release release;
-              return core.step(step, credit);
-            }();
-            return std::make_tuple(array(packed.order), array(packed.bounds));
-          },
-          py::arg("step"), py::arg("credit"));
-  py::class_<wlb::FixedCore>(module, "FixedCore")
-      .def(py::init<int64_t, int64_t>(), py::arg("context_length"), py::arg("crossover_tokens"))
-      .def(
-          "place",
-          [](const wlb::FixedCore& core, const py::array& length, int64_t num_windows) {
-            const auto rows = documents(length);
-            const auto pieces = [&] {
-              py::gil_scoped_release release;
-              return core.place(rows, num_windows);
-            }();
-            return std::make_tuple(array(pieces.row), array(pieces.length), array(pieces.window));
-          },
-          py::arg("length"), py::arg("num_windows"));
-  py::class_<wlb::OriginalCore>(module, "OriginalCore")
-      .def(py::init<int64_t, int64_t>(), py::arg("num_micro_batches"), py::arg("context_length"))
-      .def(
-          "cut",
-          [](const wlb::OriginalCore& core, const py::array& length) {
-            const auto rows = documents(length);
-            const auto cut = [&] {
-              py::gil_scoped_release release;
-              return core.cut(rows);
-            }();
-            return std::make_tuple(array(cut.row), array(cut.offset), array(cut.length), array(cut.bounds));
-          },
-          py::arg("length"));
+  module.doc() = "Native cores of planning; the Python functions that call them document them.";
+  module.def(
+      "choose_adaptive",
+      [](const py::array& length, const py::array& work, const py::array& arrival, int64_t step, int64_t credit,
+         int64_t num_micro_batches, int64_t max_tokens, int64_t context_length, int64_t max_delay_steps) {
+        auto waiting = documents(length, work);
+        const auto arrivals = column<int64_t>(arrival, "arrival", length);
+        for (size_t k = 0; k < waiting.size(); ++k) waiting[k].arrival = arrivals(static_cast<py::ssize_t>(k));
+        const auto packed = [&] {
+          py::gil_scoped_release release;
+          return wlb::choose_adaptive(waiting, step, credit,
+                                      {num_micro_batches, max_tokens, context_length, max_delay_steps});
+        }();
+        return std::make_tuple(array(packed.rows), array(packed.bounds));
+      },
+      py::arg("length"), py::arg("work"), py::arg("arrival"), py::arg("step"), py::arg("credit"),
+      py::arg("num_micro_batches"), py::arg("max_tokens"), py::arg("context_length"), py::arg("max_delay_steps"));
   module.def(
       "order",
       [](const py::array& work, int64_t num_stages, int64_t num_chunks) {
@@ -189,36 +130,14 @@ PYBIND11_MODULE(_native, module) {
         }());
       },
       py::arg("length"), py::arg("cp_size"), py::arg("strategies"), py::arg("long_shares"), py::arg("kernel"));
-  py::class_<wlb::WlbCore>(module, "WlbCore")
-      .def(py::init<int64_t, int64_t, std::vector<int64_t>>(), py::arg("num_micro_batches"), py::arg("max_tokens"),
-           py::arg("outlier_thresholds"))
-      .def(
-          "step",
-          [](wlb::WlbCore& core, const py::array& index, const py::array& length, const py::array& work,
-             int64_t late_before) {
-            const auto arrived = documents(index, length, work);
-            const auto packed = [&] {
-              py::gil_scoped_release release;
-              return core.step(arrived, late_before);
-            }();
-            return std::make_tuple(array(packed.order), array(packed.bounds));
-          },
-          py::arg("index"), py::arg("length"), py::arg("work"), py::arg("late_before") = 0)
-      .def("waiting",
-           [](const wlb::WlbCore& core) {
-             std::vector<Int64s> queues;
-             for (const auto& queue : core.queues()) queues.push_back(indices(queue));
-             return std::make_tuple(queues, indices(core.remained()));
-           })
-      .def(
-          "load",
-          [](wlb::WlbCore& core, const py::array& index, const py::array& length, const py::array& work,
-             const py::array& remained) {
-            const auto rows = documents(index, length, work);
-            const auto flags = column<bool>(remained, "remained", index);
-            std::vector<bool> ready(rows.size());
-            for (size_t k = 0; k < ready.size(); ++k) ready[k] = flags(static_cast<py::ssize_t>(k));
-            core.load(rows, ready);
-          },
-          py::arg("index"), py::arg("length"), py::arg("work"), py::arg("remained"));
+  module.def(
+      "place_wlb",
+      [](const py::array& length, const py::array& work, int64_t num_micro_batches, int64_t max_tokens) {
+        const auto rows = documents(length, work);
+        return array([&] {
+          py::gil_scoped_release release;
+          return wlb::place_wlb(rows, num_micro_batches, max_tokens);
+        }());
+      },
+      py::arg("length"), py::arg("work"), py::arg("num_micro_batches"), py::arg("max_tokens"));
 }

@@ -20,22 +20,11 @@ void check_sizes(int64_t num_micro_batches, int64_t max_tokens) {
 }
 
 void check_documents(const std::vector<Document>& documents, int64_t max_tokens) {
-  int64_t longest = 0;
+  int64_t left = kMaxWork;
   for (const Document& document : documents) {
-    if (document.length < 1)
-      throw std::invalid_argument("a document of " + std::to_string(document.length) +
-                                  " tokens; lengths must be at least 1");
-    longest = std::max(longest, document.length);
-  }
-  if (longest > max_tokens)
-    throw std::invalid_argument("a document of " + std::to_string(longest) + " tokens exceeds max_tokens " +
-                                std::to_string(max_tokens) + "; raise it");
-  for (const Document& document : documents) {
-    const int64_t limit = document.length * kMaxWorkPerToken;
-    if (document.work < 0 || document.work > limit)
-      throw std::invalid_argument("work " + std::to_string(document.work) + " of a document of " +
-                                  std::to_string(document.length) + " tokens; it must be 0 to " +
-                                  std::to_string(limit));
+    check_range("a document's length", document.length, 1, max_tokens);
+    check_range("a document's work", document.work, 0, left);
+    left -= document.work;
   }
 }
 
@@ -58,25 +47,7 @@ std::vector<size_t> longest_first(const std::vector<Document>& documents) {
     keys.swap(sorted);
   }
   for (size_t& key : keys) key &= kPosition;
-
-  const auto by_index = [](const Document& a, const Document& b) { return a.index < b.index; };
-  if (std::is_sorted(documents.begin(), documents.end(), by_index)) return keys;
-  for (auto run = keys.begin(); run != keys.end();) {
-    const int64_t length = documents[*run].length;
-    const auto end = std::find_if(run, keys.end(), [&](size_t i) { return documents[i].length != length; });
-    std::sort(run, end, [&](size_t a, size_t b) { return by_index(documents[a], documents[b]); });
-    run = end;
-  }
   return keys;
-}
-
-Packed packed(const std::vector<Placed>& placed, size_t num_micro_batches) {
-  Packed result{std::vector<int64_t>(placed.size()), std::vector<int64_t>(num_micro_batches + 1)};
-  for (const Placed& p : placed) ++result.bounds[p.micro_batch + 1];
-  std::partial_sum(result.bounds.begin(), result.bounds.end(), result.bounds.begin());
-  std::vector<int64_t> next(result.bounds.begin(), result.bounds.end() - 1);
-  for (const Placed& p : placed) result.order[static_cast<size_t>(next[p.micro_batch]++)] = p.index;
-  return result;
 }
 
 }  // namespace wlb

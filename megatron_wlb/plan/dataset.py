@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -77,6 +78,24 @@ def read_tokens(prefix: str) -> np.ndarray:
     _check_file(path)
     lengths, _, documents, _ = _parse(path)
     return _tokens(path, lengths, documents).astype(np.int64, copy=False)
+
+
+def trained_tokens(tokens: Any) -> Any:
+    """Trained tokens of documents of so many `tokens` (integer or array): the last one is a target only."""
+    return np.maximum(tokens - 1, 0)
+
+
+class TrainedTokens:
+    """Trained tokens of documents by their `tokens` (int32 [documents]), which may be memory-mapped and stay so."""
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, rows: Any) -> Any:
+        return trained_tokens(self._tokens[rows])
 
 
 def _check_file(path: Path) -> None:

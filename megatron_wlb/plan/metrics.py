@@ -3,17 +3,33 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_wlb.cost.work import document_work
+from megatron_wlb.plan.packing.original import cut
 from megatron_wlb.plan.types import Packing
-from megatron_wlb.plan.workload import document_work
+
+if TYPE_CHECKING:
+    from megatron_wlb.job import Job
 
 
 def imbalance(work: np.ndarray) -> float:
     """max * N / total of the work of N micro-batches: 1 is perfect (paper, section 7.4)."""
     total = float(work.sum())
     return float(work.max()) * len(work) / total if total else 1.0
+
+
+def original_work(drawn: np.ndarray, job: "Job") -> np.ndarray:
+    """Work of the micro-batches that original packing would make of DOCUMENT rows in the stream's order: int64 [<= N].
+
+    The first N windows that the documents fill; the one that they begin, where they fill none.
+    """
+    pieces, window = cut(drawn, job.context_length)
+    full = int(drawn["length"].sum()) // job.context_length
+    bounds = np.searchsorted(window, np.arange(min(max(1, full), job.num_micro_batches) + 1))
+    return Packing(documents=pieces, bounds=bounds).sums(document_work(pieces["length"], job.crossover_tokens))
 
 
 def delays(packing: Packing, step: int) -> dict[int, int]:
@@ -39,12 +55,10 @@ class StepMetrics:
     plan_ms: float
 
 
-def measure(
-    packing: Packing, step: int, *, crossover_tokens: int, context_length: int, plan_ms: float = 0.0
-) -> StepMetrics:
-    """Measure the packing of `step`. O(documents); work is that of `workload.document_work`."""
+def measure(packing: Packing, step: int, job: "Job", plan_ms: float = 0.0) -> StepMetrics:
+    """Measure the packing of `step`. O(documents)."""
     lengths = packing.documents["length"]
-    document = document_work(lengths, crossover_tokens)
+    document = document_work(lengths, job.crossover_tokens)
     work = packing.sums(document)
     bound = max(float(work.sum()) / len(work), float(document.max(initial=0)))
     return StepMetrics(
@@ -52,7 +66,7 @@ def measure(
         imbalance=imbalance(work),
         ratio_to_bound=float(work.max()) / bound if bound else 1.0,
         delays=delays(packing, step),
-        long_tokens=int(lengths[4 * lengths > context_length].sum()),
+        long_tokens=int(lengths[4 * lengths > job.context_length].sum()),
         plan_ms=plan_ms,
     )
 

@@ -6,57 +6,22 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_wlb.plan import metrics, native, pipeline, sharding
-from megatron_wlb.plan.packer import PackedStep, Packer, Snapshot
+from megatron_wlb.cost.work import document_work
+from megatron_wlb.plan import metrics, placement, sharding
+from megatron_wlb.plan.packer import Packer, Snapshot
 from megatron_wlb.plan.types import Packing, ShardPlan
-from megatron_wlb.plan.workload import FLOPS_PROFILE, KernelModel, document_work
 
-_FLOPS = FLOPS_PROFILE.kernel(heads=1)
+if TYPE_CHECKING:
+    from megatron_wlb.job import Job
+
+PLAN_AHEAD = 4
+"""Steps that the planner's thread may be ahead of training."""
 _LOOK_SECONDS = 1.0
 """How often a reader that waits looks whether the planner's thread still runs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """Where a rank stands in data and context parallelism, the pipeline around it, and how costs are judged."""
-
-    dp_size: int
-    dp_rank: int
-    cp_size: int = 1
-    pp_size: int = 1
-    """Pipeline stages."""
-    vp_size: int = 1
-    """Model chunks (virtual stages) per pipeline stage."""
-    unit_tokens: int = 1
-    """Micro-batches are padded at their tail to a multiple of this: CP * lcm(2, TP if sequence parallel else 1)."""
-    cp_sharding: str = "adaptive"
-    kernel: KernelModel = _FLOPS
-    crossover_tokens: int
-    balance: bool = True
-    """Place micro-batches on data-parallel ranks and order them there by work; False keeps upstream's order."""
-    free_order: bool = True
-    """Documents of a micro-batch may change places where per-sequence sharding gains by it."""
-    use_native: bool = native.AVAILABLE
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.dp_rank < self.dp_size:
-            raise ValueError(
-                f"dp_rank is {self.dp_rank}; of {self.dp_size} data-parallel ranks it must be 0 to dp_size - 1"
-            )
-        if self.cp_size > 1 and self.unit_tokens % (2 * self.cp_size):
-            raise ValueError(
-                f"unit_tokens is {self.unit_tokens}; {self.cp_size} context-parallel ranks hold two chunks each, give "
-                f"a multiple of {2 * self.cp_size}"
-            )
-
-
-def is_order_free(packing: str, cp_sharding: str) -> bool:
-    """`Layout.free_order` of a run: original packing with per-sequence sharding is Megatron's way, and stays so."""
-    return (packing, cp_sharding) != ("original", "per-sequence")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,133 +50,94 @@ class StepPlan:
 
     step: int
     micro_batches: tuple[MicroBatchPlan, ...]
-    """Of this data-parallel rank, in pipeline order."""
+    """Micro-batches of this data-parallel rank, in pipeline order."""
     packing: Packing
     """All N micro-batches."""
     work: np.ndarray
     """Work of all N micro-batches, int64 [N]."""
     cost: int
-    """About the time of the costliest data-parallel rank, in units of work (`pipeline.rank_cost`)."""
+    """About the time of the costliest data-parallel rank, in units of work (`placement.rank_cost`)."""
     original_work: np.ndarray
-    """Work of the micro-batches that original packing would have made of the documents drawn, int64 [N at most]."""
-    tokens: int
-    """Trained tokens of all N micro-batches."""
+    """Work of the micro-batches that original packing would make of the documents drawn (`metrics.original_work`)."""
     delays: dict[int, int]
     """Tokens by the number of steps they ran after they arrived."""
-    num_waiting: int
     digest: int
     """63 bits that are equal on two ranks if and only if (but for chance) they planned the same."""
     snapshot: Snapshot
-    """Of the packer after this step."""
+    """The packer after this step."""
+
+    @property
+    def tokens(self) -> int:
+        """Trained tokens of all N micro-batches."""
+        return int(self.packing.documents["length"].sum())
+
+    @property
+    def num_waiting(self) -> int:
+        """Documents drawn and not yet packed."""
+        return self.snapshot.num_waiting
 
     @property
     def state(self) -> dict[str, Any]:
-        """Of the packer after this step; made anew each time."""
+        """The state of the packer after this step; made anew each time."""
         return self.snapshot.state()
 
 
-def plan_step(packer: Packer, layout: Layout) -> StepPlan:
-    """Plan the packer's next step; reads top to bottom as the work does: pack, place, shard.
+def plan_step(packer: Packer, job: "Job", dp_rank: int = 0) -> StepPlan:
+    """Plan the packer's next step for a data-parallel rank; reads top to bottom as the work does: pack, place, shard.
 
-    Raises StopIteration if the packer is finished, and ValueError if the data-parallel ranks do not divide N.
+    Raises StopIteration if the packer is finished.
     """
     packed = packer.next()
     packing = packed.packing
-    if len(packing) % layout.dp_size:
-        raise ValueError(
-            f"{len(packing)} micro-batches a step cannot be shared by {layout.dp_size} data-parallel ranks; choose a "
-            f"multiple of {layout.dp_size}"
-        )
-    work = packing.sums(document_work(packing.documents["length"], layout.crossover_tokens))
-    placement = _placed(work, layout)
-    mine = _ordered(work, placement[layout.dp_rank], layout)
-    micro_batches = tuple(shard_micro_batch(packed.step, packing.micro_batch(i), layout) for i in mine)
-    original = packed.original
+    work = packing.sums(document_work(packing.documents["length"], job.crossover_tokens))
+    rows = placement.place(work, job)
+    mine = rows[dp_rank][placement.order(work[rows[dp_rank]], job)]
     return StepPlan(
         step=packed.step,
-        micro_batches=micro_batches,
+        micro_batches=tuple(_micro_batch(packed.step, packing.micro_batch(i), job) for i in mine),
         packing=packing,
         work=work,
-        cost=int(pipeline.rank_cost(work[placement], layout.pp_size, layout.vp_size).max()),
-        original_work=original.sums(document_work(original.documents["length"], layout.crossover_tokens)),
-        tokens=int(packing.documents["length"].sum()),
+        cost=int(placement.rank_cost(work[rows], job).max()),
+        original_work=metrics.original_work(packed.drawn, job),
         delays=metrics.delays(packing, packed.step),
-        num_waiting=packed.num_waiting,
-        digest=_digest(packed, placement, layout),
+        digest=_digest(packed.step, packing, rows, job),
         snapshot=packed.snapshot,
     )
 
 
-def shard_step(lengths: Sequence[np.ndarray], layout: Layout) -> list[list[ShardPlan]]:
-    """What `plan_step` makes of micro-batches whose documents have `lengths` (int64 [n] each), without documents.
+def shard_step(job: "Job", lengths: Sequence[np.ndarray]) -> list[list[ShardPlan]]:
+    """What `plan_step` makes of N micro-batches whose documents have `lengths` (int64 [n] each), without documents.
 
     Returns the shards of every data-parallel rank's micro-batches in pipeline order.
     """
-    work = np.array([document_work(each, layout.crossover_tokens).sum() for each in lengths])
-    return [[_shard(lengths[i], layout)[1] for i in _ordered(work, row, layout)] for row in _placed(work, layout)]
+    work = np.array([document_work(each, job.crossover_tokens).sum() for each in lengths])
+    rows = placement.place(work, job)
+    return [[sharding.shard(lengths[i], job)[1] for i in row[placement.order(work[row], job)]] for row in rows]
 
 
-def shard_micro_batch(step: int, documents: np.ndarray, layout: Layout) -> MicroBatchPlan:
-    """Pad a micro-batch once at its tail, never per document, and shard it."""
-    order, shards = _shard(documents["length"], layout)
+def _micro_batch(step: int, documents: np.ndarray, job: "Job") -> MicroBatchPlan:
+    order, shards = sharding.shard(documents["length"], job)
     return MicroBatchPlan(step=step, documents=documents[order], shards=shards)
 
 
-def _placed(work: np.ndarray, layout: Layout) -> np.ndarray:
-    return pipeline.place(
-        work,
-        layout.dp_size,
-        balance=layout.balance,
-        num_stages=layout.pp_size,
-        num_chunks=layout.vp_size,
-        use_native=layout.use_native,
-    )
-
-
-def _ordered(work: np.ndarray, mine: np.ndarray, layout: Layout) -> list[int]:
-    """A rank's micro-batches in pipeline order."""
-    if layout.balance:
-        mine = mine[pipeline.order(work[mine], layout.pp_size, layout.vp_size, use_native=layout.use_native)]
-    return mine.tolist()
-
-
-def _shard(lengths: np.ndarray, layout: Layout) -> tuple[np.ndarray, ShardPlan]:
-    """The order that documents come to have within their micro-batch, and its shards."""
-    tokens, cp_size, strategy = int(lengths.sum()), layout.cp_size, layout.cp_sharding
-    padding = -tokens % layout.unit_tokens or (0 if tokens else layout.unit_tokens)
-
-    def shard(order: np.ndarray, strategy: str) -> tuple[np.ndarray, ShardPlan]:
-        padded = np.append(lengths[order], [padding] if padding else []).astype(np.int64)
-        return order, sharding.shard(padded, cp_size, strategy, layout.kernel, use_native=layout.use_native)
-
-    made = shard(np.arange(len(lengths)), strategy)
-    if layout.free_order and cp_size > 1 and "per-sequence" in sharding.STRATEGIES[strategy]:
-        mirrored = shard(sharding.mirrored_order(lengths), "per-sequence")
-        made = min(made, mirrored, key=lambda pair: pair[1].time)
-    return made
-
-
-def _digest(packed: PackedStep, placement: np.ndarray, layout: Layout) -> int:
-    # Ranks order their own micro-batches only, by the work of those and the pipeline.
-    pipelines = (layout.pp_size, layout.vp_size, layout.crossover_tokens)
-    sharding_by = (layout.cp_size, layout.unit_tokens, layout.cp_sharding, layout.free_order, layout.kernel)
-    shared = (packed.step, layout.dp_size, *pipelines, *sharding_by)
-    digest = hashlib.blake2b(repr(shared).encode(), digest_size=8)
-    for array in (packed.packing.documents, packed.packing.bounds, placement):
+def _digest(step: int, packing: Packing, rows: np.ndarray, job: "Job") -> int:
+    # The job, since ranks order and shard their own micro-batches only.
+    digest = hashlib.blake2b(repr((step, job)).encode(), digest_size=8)
+    for array in (packing.documents, packing.bounds, rows):
         digest.update(np.ascontiguousarray(array).tobytes())
     return int.from_bytes(digest.digest()) >> 1
 
 
 class Planner:
-    """Plans steps in a thread of its own, ahead of training by at most `ahead` steps.
+    """Plans steps in a thread of its own, ahead of training by at most `PLAN_AHEAD` steps.
 
     Steps are kept until `release`, so that several data iterators (one per virtual stage) and replays of a step read
     the same plan; keyed by step number, never by the number of reads. The thread lives until `close`, or until the
     process ends.
     """
 
-    def __init__(self, packer: Packer, layout: Layout, *, first_step: int, ahead: int) -> None:
-        self._packer, self._layout, self._ahead = packer, layout, ahead
+    def __init__(self, packer: Packer, job: "Job", dp_rank: int, *, first_step: int) -> None:
+        self._packer, self._job, self._dp_rank = packer, job, dp_rank
         self._plans: dict[int, StepPlan] = {}
         self._wanted, self._next = first_step, first_step
         self._error: BaseException | None = None
@@ -273,10 +199,10 @@ class Planner:
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closed or self._next <= self._wanted + self._ahead)
+                    self._changed.wait_for(lambda: self._closed or self._next <= self._wanted + PLAN_AHEAD)
                     if self._closed:
                         return
-                plan = plan_step(self._packer, self._layout)
+                plan = plan_step(self._packer, self._job, self._dp_rank)
                 if plan.step != self._next:
                     raise RuntimeError(
                         f"the packer is at step {plan.step}, training at step {self._next}; load the state of that step"

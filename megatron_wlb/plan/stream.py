@@ -6,7 +6,7 @@ share of tokens.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import index
@@ -14,46 +14,27 @@ from typing import Any
 
 import numpy as np
 
+from megatron_wlb.plan.dataset import TrainedTokens
 from megatron_wlb.plan.types import DOCUMENT
 
 _ROUNDS = 6
 _CHUNK, _MANY = 1 << 14, 1 << 20
 
 
-class TokenPairs:
-    """Trained pairs of documents by their `tokens` (int32 [documents]), which may be memory-mapped and stay so."""
-
-    def __init__(self, tokens: np.ndarray) -> None:
-        self._tokens = tokens
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def __getitem__(self, rows: Any) -> Any:
-        return np.maximum(self._tokens[rows] - 1, 0)
-
-    def sum(self) -> int:
-        """Of all documents."""
-        return sum(int(part.sum()) for part in _parts(self))
-
-
-def _parts(pairs: "np.ndarray | TokenPairs") -> Iterator[np.ndarray]:
-    return (pairs[begin : begin + _MANY] for begin in range(0, len(pairs), _MANY))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One dataset of a blend: the documents [first, first + len(pairs)) of a `.bin/.idx` dataset."""
+    """One dataset of a blend: the documents [first, first + len(lengths)) of a `.bin/.idx` dataset."""
 
-    pairs: np.ndarray | TokenPairs
-    """Trained pairs of each document (its tokens - 1, at least 0), int32 or int64 [documents]."""
+    lengths: np.ndarray | TrainedTokens
+    """Trained tokens of each document, int32 or int64 [documents]; see `dataset.trained_tokens`."""
     weight: float = 1.0
     first: int = 0
 
     @cached_property
     def too_short(self) -> int:
         """Documents under 2 tokens, which have nothing to train."""
-        return sum(int((part < 1).sum()) for part in _parts(self.pairs))
+        parts = (self.lengths[begin : begin + _MANY] for begin in range(0, len(self.lengths), _MANY))
+        return sum(int((part < 1).sum()) for part in parts)
 
 
 class _Order:
@@ -70,52 +51,52 @@ class _Order:
         self.drawn = drawn
         """Documents drawn so far, up to the last that was given."""
         self.at = 0
-        """Of the next document in the chunk."""
+        """Place of the next document in the chunk."""
         self.lengths: list[int] = []
-        """Pairs of the documents of the chunk."""
+        """Lengths of the documents of the chunk."""
         self._chunk = drawn  # where the next chunk begins
-        self._document = self._pairs = self._ends = self._drawn = np.empty(0, np.int64)
+        self._document = self._length = self._ends = self._drawn = np.empty(0, np.int64)
 
     def permute(self) -> None:
         """The next chunk, if the present one is at its end; a chunk at a time, since permuting is what costs."""
-        size = len(self._source.pairs)
+        size = len(self._source.lengths)
         while self.at == len(self.lengths):
             epoch, place = divmod(self._chunk, size)
             places = np.arange(place, min(place - place % _CHUNK + _CHUNK, size))
             order = places if self._key is None else shuffled(places, size, (*self._key, epoch))
-            pairs = self._source.pairs[order]
-            given = np.flatnonzero(pairs)
-            self._document, self._pairs = self._source.first + order[given], pairs[given].astype(np.int64)
-            self._ends, self._drawn = np.cumsum(self._pairs), self._chunk + given + 1
-            self.lengths, self.at = self._pairs.tolist(), 0
+            lengths = self._source.lengths[order]
+            trained = np.flatnonzero(lengths)
+            self._document, self._length = self._source.first + order[trained], lengths[trained].astype(np.int64)
+            self._ends, self._drawn = np.cumsum(self._length), self._chunk + trained + 1
+            self.lengths, self.at = self._length.tolist(), 0
             self._chunk += len(places)
 
-    def begun(self, pairs: int) -> int:
-        """How many documents of the chunk begin within the next `pairs`."""
-        start = self._ends[self.at] - self._pairs[self.at]
-        return min(int(np.searchsorted(self._ends, start + pairs)) + 1, len(self.lengths)) - self.at
+    def count_begun(self, tokens: int) -> int:
+        """How many documents of the chunk begin within the next `tokens`."""
+        start = self._ends[self.at] - self._length[self.at]
+        return min(int(np.searchsorted(self._ends, start + tokens)) + 1, len(self.lengths)) - self.at
 
     def take(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """The next `count` documents of the chunk and their pairs, int64 [count] each."""
+        """The next `count` documents of the chunk and their lengths, int64 [count] each."""
         taken = slice(self.at, self.at + count)
         self.at += count
         if count:
             self.drawn = self._drawn.item(self.at - 1)
-        return self._document[taken], self._pairs[taken]
+        return self._document[taken], self._length[taken]
 
 
 class DocumentStream:
-    """Stream of documents, cut into pieces of at most `context_length` pairs; endless unless `num_epochs` is given.
+    """Stream of documents, cut into pieces of at most `context_length` tokens; endless unless `num_epochs` is given.
 
     Args:
         sources: the datasets of the blend; weights are shares of tokens.
         seed: of the epoch shuffles.
-        context_length: longest piece in pairs.
+        context_length: longest piece in tokens.
         shuffle: False for file order.
         num_epochs: passes over every dataset; a dataset that is at its end leaves the blend to the others.
 
-    Raises ValueError if a dataset has no document of at least 2 tokens or one of under 0 pairs, or a weight is not
-    positive.
+    Raises ValueError if a dataset has no document with something to train, or one of negative length, or a weight is
+    not positive.
     """
 
     def __init__(
@@ -128,14 +109,13 @@ class DocumentStream:
         num_epochs: int | None = None,
     ) -> None:
         for i, source in enumerate(sources):
-            if len(source.pairs) == source.too_short:
+            if len(source.lengths) == source.too_short:
                 raise ValueError(
                     f"dataset {i} of the blend is empty: it has no document of at least 2 tokens; leave it out"
                 )
-            if isinstance(source.pairs, np.ndarray) and (least := int(source.pairs.min())) < 0:
+            if isinstance(source.lengths, np.ndarray) and (least := int(source.lengths.min())) < 0:
                 raise ValueError(
-                    f"dataset {i} of the blend has a document of {least} pairs; give its tokens - 1, which must be at "
-                    "least 0"
+                    f"dataset {i} of the blend has a document of length {least}; give its tokens - 1, at least 0"
                 )
             if not source.weight > 0:
                 raise ValueError(f"dataset {i} of the blend has weight {source.weight}; weights must be positive")
@@ -145,17 +125,17 @@ class DocumentStream:
         self.context_length = context_length
         self._seed, self._shuffle = index(seed), shuffle
         epochs = math.inf if num_epochs is None else num_epochs
-        self._limits = [(len(s.pairs) - s.too_short) * epochs for s in sources]
+        self._limits = [(len(s.lengths) - s.too_short) * epochs for s in sources]
         self._orders = self._begin_at([0] * len(sources))
         self._given = [0] * len(sources)  # documents with something to train that were taken from each dataset
-        self._tokens = [0] * len(sources)  # pairs taken from each dataset
-        self._position = 0  # pairs taken in all
+        self._tokens = [0] * len(sources)  # tokens taken from each dataset
+        self._position = 0  # tokens taken in all
         self._index = 0  # pieces taken in all
         self._head: tuple[int, int, int] | None = None  # dataset, document, offset of a document not wholly taken
 
     @property
     def position(self) -> int:
-        """Pairs taken so far: where the next piece begins."""
+        """Tokens taken so far: where the next piece begins."""
         return self._position
 
     @property
@@ -164,9 +144,9 @@ class DocumentStream:
         return self._head is None and not self._open()
 
     def take(self, limit: int) -> np.ndarray:
-        """Next pieces, all that begin before pair `limit` of the stream: DOCUMENT [n], `arrival` left 0."""
-        dataset, document, offset, pairs = self._documents(limit - self._position)
-        left = pairs - offset
+        """Next pieces, all that begin before token `limit` of the stream: DOCUMENT [n], `arrival` left 0."""
+        dataset, document, offset, length = self._documents(limit - self._position)
+        left = length - offset
         starts = self._position + np.cumsum(left) - left
         pieces = -(-np.minimum(left, limit - starts) // self.context_length)
         row = np.repeat(np.arange(len(pieces)), pieces)
@@ -175,10 +155,10 @@ class DocumentStream:
         out["index"] = self._index + np.arange(len(row))
         out["dataset"], out["document"] = dataset[row], document[row]
         out["offset"] = offset[row] + number * self.context_length
-        out["length"] = np.minimum(self.context_length, pairs[row] - out["offset"])
+        out["length"] = np.minimum(self.context_length, length[row] - out["offset"])
         if len(row):
             taken = int(out["offset"][-1] + out["length"][-1])
-            self._head = (int(dataset[-1]), int(document[-1]), taken) if taken < pairs[-1] else None
+            self._head = (int(dataset[-1]), int(document[-1]), taken) if taken < length[-1] else None
         self._index += len(row)
         self._position += int(out["length"].sum())
         return out
@@ -200,8 +180,7 @@ class DocumentStream:
         """Go on from a `state()` of a stream over the same datasets.
 
         Raises ValueError, before anything changes, for another number of datasets or another order of documents, which
-        would repeat some of the epoch's documents and leave out others; TypeError or KeyError, likewise, for what is
-        not a state.
+        would repeat some of the epoch's documents and leave out others.
         """
         if len(state["drawn"]) != len(self.sources):
             raise ValueError(
@@ -212,17 +191,10 @@ class DocumentStream:
                 raise ValueError(
                     f"the state was saved with {name} {state[name]}, this run has {value}; resume with the same"
                 )
-        drawn, given, tokens = ([index(n) for n in state[key]] for key in ("drawn", "given", "tokens"))
-        position, next_index = index(state["position"]), index(state["index"])
-        head = [index(n) for n in state["head"] or ()]
-        if not len(drawn) == len(given) == len(tokens) or len(head) not in (0, 3):
-            raise ValueError(
-                f"the state is damaged: drawn, given and tokens count {len(drawn)}, {len(given)} and {len(tokens)} "
-                f"datasets, and the document begun has {len(head)} parts, not 0 or 3; restore it"
-            )
-        self._orders, self._given, self._tokens = self._begin_at(drawn), given, tokens
-        self._position, self._index = position, next_index
-        self._head = (head[0], head[1], head[2]) if head else None
+        self._orders = self._begin_at(state["drawn"])
+        self._given, self._tokens = list(state["given"]), list(state["tokens"])
+        self._position, self._index = state["position"], state["index"]
+        self._head = tuple(state["head"]) if state["head"] else None
 
     def _begin_at(self, drawn: list[int]) -> list[_Order]:
         """The order of each dataset after `drawn` documents of it."""
@@ -233,16 +205,16 @@ class DocumentStream:
         """Datasets that have documents left."""
         return [i for i, limit in enumerate(self._limits) if self._given[i] < limit]
 
-    def _documents(self, pairs: int) -> np.ndarray:
-        """Documents of which a piece begins within the next `pairs`: dataset, document, offset, pairs; int64 [4, n]."""
+    def _documents(self, tokens: int) -> np.ndarray:
+        """Documents of which a piece begins within the next `tokens`: dataset, number, offset, length; int64 [4, n]."""
         runs = [np.empty((4, 0), np.int64)]
-        if self._head and pairs > 0:
+        if self._head and tokens > 0:
             dataset, document, offset = self._head
-            whole = int(self.sources[dataset].pairs[document - self.sources[dataset].first])
+            whole = int(self.sources[dataset].lengths[document - self.sources[dataset].first])
             runs.append(np.array([[dataset], [document], [offset], [whole]]))
-            pairs -= whole - offset
-        while pairs > 0 and (datasets := self._open()):
-            chosen = self._next_datasets(datasets, pairs)
+            tokens -= whole - offset
+        while tokens > 0 and (datasets := self._open()):
+            chosen = self._next_datasets(datasets, tokens)
             run = np.zeros((4, len(chosen)), np.int64)
             run[0] = chosen
             for i in datasets:
@@ -250,30 +222,30 @@ class DocumentStream:
                 run[1, places], run[3, places] = self._orders[i].take(len(places))
                 self._given[i] += len(places)
                 self._tokens[i] += int(run[3, places].sum())
-            pairs -= int(run[3].sum())
+            tokens -= int(run[3].sum())
             runs.append(run)
         return np.concatenate(runs, axis=1)
 
-    def _next_datasets(self, datasets: list[int], pairs: int) -> np.ndarray:
-        """Which of `datasets` give the documents that begin within the next `pairs`, as far as their chunks go."""
+    def _next_datasets(self, datasets: list[int], tokens: int) -> np.ndarray:
+        """Which of `datasets` give the documents that begin within the next `tokens`, as far as their chunks go."""
         orders = [self._orders[i] for i in datasets]
         for order in orders:
             order.permute()
         if len(datasets) == 1:
-            return np.full(orders[0].begun(pairs), datasets[0])
+            return np.full(orders[0].count_begun(tokens), datasets[0])
         weights = sum(self.sources[i].weight for i in datasets)
         shares = np.array([self.sources[i].weight / weights for i in datasets])
-        tokens = np.array([self._tokens[i] for i in datasets], float)  # exact up to 2^53
+        taken = np.array([self._tokens[i] for i in datasets], float)  # exact up to 2^53
         at = [order.at for order in orders]
         total, chosen = sum(self._tokens[i] for i in datasets), []
         # One by one, since each choice depends on the lengths of those before.
-        while pairs > 0:
-            k = int((shares * total - tokens).argmax())  # the first of those furthest behind their share
+        while tokens > 0:
+            k = int((shares * total - taken).argmax())  # the first of those furthest behind their share
             length = orders[k].lengths[at[k]]
             chosen.append(datasets[k])
-            tokens[k] += length
+            taken[k] += length
             total += length
-            pairs -= length
+            tokens -= length
             at[k] += 1
             if at[k] == len(orders[k].lengths):
                 break

@@ -1,7 +1,8 @@
 """What a plan is made of: integers only, half-open ranges.
 
-A *document* of T tokens trains T - 1 (input, target) pairs, and lengths count pairs. Documents longer than the context
-window have been cut into pieces by the stream; a piece is a document for everything that follows.
+A document of T tokens has T - 1 *trained tokens*, each with the next one as its target; all lengths count these.
+Documents longer than the context window have been cut into pieces by the stream; a piece is a document for everything
+that follows.
 """
 
 import math
@@ -15,8 +16,8 @@ DOCUMENT = np.dtype(
         ("index", "<i8"),  # place in the stream: unique, increasing; breaks every tie
         ("dataset", "<i8"),  # which dataset of the blend
         ("document", "<i8"),  # which document of that dataset
-        ("offset", "<i8"),  # first trained pair within the document
-        ("length", "<i8"),  # number of trained pairs, >= 1
+        ("offset", "<i8"),  # first trained token within the document
+        ("length", "<i8"),  # trained tokens, >= 1
         ("arrival", "<i8"),  # step in which the stream delivered it
     ]
 )
@@ -49,23 +50,24 @@ class Packing:
 
 
 class Draw(Protocol):
-    """How a packing policy takes documents from the stream."""
+    """How a packing policy takes documents from the stream in one step."""
 
     @property
     def exhausted(self) -> bool:
         """The data is at its end: what waits must be packed now."""
 
-    def __call__(self, global_batches: int) -> np.ndarray:
-        """DOCUMENT rows not taken before, of the first `global_batches` * N * C pairs of the stream, arrivals set."""
+    @property
+    def ahead(self) -> int:
+        """Tokens taken so far beyond the beginning of this step's global batch."""
 
     def more(self, tokens: int) -> np.ndarray:
-        """The next DOCUMENT rows, of at least `tokens` pairs in all unless the data ends."""
+        """The next DOCUMENT rows, of at least `tokens` tokens in all unless the data ends."""
 
-    def ahead(self, step: int) -> int:
-        """Pairs taken so far beyond the beginning of global batch `step`."""
+    def global_batch(self, most_tokens: int | None = None) -> np.ndarray:
+        """DOCUMENT rows: what is left of this step's global batch, of at least `most_tokens` tokens if that is less.
 
-    def forgo(self, step: int) -> None:
-        """Global batch `step` begins here, if more than this was due: it will not be made up for."""
+        Where fewer tokens were taken before, this step's global batch begins here: the rest is not made up for.
+        """
 
 
 class Policy(Protocol):

@@ -1,4 +1,4 @@
-"""What a step of adaptive packing runs: settings and the plain reference of `csrc/adaptive.cpp`."""
+"""What a step of adaptive packing runs: `choose`, the plain reference of `csrc/adaptive.cpp`."""
 
 import heapq
 import math
@@ -6,38 +6,67 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_wlb.config import SHORTEST_DELAY_BOUND
+from megatron_wlb.plan import native
 
-FORCED_STEPS = SHORTEST_DELAY_BOUND // 2
+# The numbers were searched on four samples of F2 at N = 4, and serve for everything; csrc/adaptive.cpp has them, too.
+FORCED_STEPS = 6
 """A document is forced this many steps before the bound on its delay. Forced documents fill at least half of N * S_max
 per step, and what waits is at most LOOK_AHEAD_BATCHES * N * C tokens and a window: 6 steps run all of it."""
-CATCH_UP = 0.9
-"""Low displacement: share of N * C that a step holds at least, once a global batch is owed."""
+TOLERANCE = 0.003
+"""A step is balanced if its largest micro-batch has at most 1 + TOLERANCE times the mean work."""
+AGE_TOLERANCE = 0.008
+"""Added to the tolerance for every step that the oldest document of the step is late."""
+RATIO_LIMIT = 1.045
+"""Age relaxes the balance no further than this ratio."""
+TOKEN_BAND = 0.07
+"""A step holds at most 1 + TOKEN_BAND times N * C tokens."""
+TOKEN_REPAY = 0.0125
+"""Share of N * C by which a step makes up for earlier ones."""
+FULL = 0.9
+"""A step is full with this share of the tokens that it should hold."""
+IMBALANCE_PRICE = 8.0
+"""Imbalance of 1 weighs as much as this many global batches released."""
+TOKEN_PRICE = 3.0
+"""A global batch too many or too few weighs as much as this many released."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptiveSettings:
-    """What the core is told; `packing.adaptive.settings` makes them."""
+def choose(
+    lengths: np.ndarray,
+    work: np.ndarray,
+    arrivals: np.ndarray,
+    *,
+    step: int,
+    credit: int,
+    num_micro_batches: int,
+    max_tokens: int,
+    context_length: int,
+    max_delay_steps: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Choose and place the documents of a step; in C++ where there is a native core, to the same result to the bit.
 
-    num_micro_batches: int
-    max_tokens: int
-    context_length: int
-    constant_tokens: bool
-    max_delay_steps: int
-    tolerance: float
-    """A step is balanced if its largest micro-batch has at most 1 + tolerance times the mean work."""
-    age_tolerance: float
-    """Added to the tolerance for every step that the oldest document of the step is late."""
-    ratio_limit: float
-    """Age relaxes the balance no further than this ratio."""
-    token_band: float
-    """A step holds at most 1 + token_band times N * C tokens."""
-    token_repay: float
-    """Constant tokens: share of N * C by which a step makes up for earlier ones. Else: that a step may lack."""
-    imbalance_price: float
-    """Imbalance of 1 weighs as much as this many global batches released."""
-    token_price: float
-    """A global batch too many or too few weighs as much as this many released."""
+    Args:
+        lengths: of the documents that wait, in the order of the stream, int64 [n].
+        work: int64 [n].
+        arrivals: the steps in which they arrived, int64 [n].
+        step: the step.
+        credit: tokens that are owed to earlier steps.
+        num_micro_batches: N.
+        max_tokens: S_max, at least the longest document.
+        context_length: C.
+        max_delay_steps: the bound on delays.
+
+    Returns their rows, ordered by micro-batch and within it (int64 [m]), and the bounds of micro-batches
+    (int64 [N + 1]).
+    """
+    sizes = (num_micro_batches, max_tokens, context_length, max_delay_steps)
+    if native.core is not None:
+        chosen: tuple[np.ndarray, np.ndarray] = native.core.choose_adaptive(
+            lengths, work, arrivals, step, credit, *sizes
+        )
+        return chosen
+    columns = (lengths.tolist(), work.tolist(), arrivals.tolist())
+    pool = [_Document(*row) for row in zip(range(len(lengths)), *columns, strict=True)]
+    return _Step(pool, step, *sizes).choose(credit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,54 +112,43 @@ class _Fluid:
     density: float
     """Work per token."""
     target: int
-    """Constant tokens: tokens that the step should hold."""
-    floor: int
-    """Low displacement: tokens that the step must hold."""
+    """Tokens that the step should hold."""
     limit: int
     """Tokens that the step may hold."""
-    constant: bool
 
     def poured(self, solid_tokens: int) -> int:
         """Tokens of fluid that join `solid_tokens`."""
-        if self.constant:
-            return min(max(0, self.target - solid_tokens), self.tokens)
-        return min(max(0, self.limit - solid_tokens), self.tokens)
+        return min(max(0, self.target - solid_tokens), self.tokens)
 
 
-class PythonAdaptiveCore:
-    """Reference of `csrc/adaptive.cpp`. Documents are (index, length, work, arrival); ties go to the smaller index."""
+class _Step:
+    """A step that is being packed from `pool`, the documents that wait; ties go to the smaller index."""
 
-    def __init__(self, settings: AdaptiveSettings) -> None:
-        self._s = settings
-        self._n = settings.num_micro_batches
-        self._batch_tokens = self._n * settings.context_length
-        self._pool: list[_Document] = []  # ordered by index
+    def __init__(
+        self,
+        pool: list[_Document],
+        step: int,
+        num_micro_batches: int,
+        max_tokens: int,
+        context_length: int,
+        max_delay_steps: int,
+    ) -> None:
+        self._pool, self._step = pool, step
+        self._n, self._max_tokens, self._context_length = num_micro_batches, max_tokens, context_length
+        self._max_delay_steps = max_delay_steps
+        self._batch_tokens = num_micro_batches * context_length
 
-    def add(self, index: np.ndarray, length: np.ndarray, work: np.ndarray, arrival: np.ndarray) -> None:
-        """Documents join those that wait (int64 [n] each, indices above all known ones).
-
-        Raises ValueError if a document is longer than S_max.
-        """
-        if (length > self._s.max_tokens).any():
-            raise ValueError(f"a document of {length.max()} tokens exceeds max_tokens {self._s.max_tokens}; raise it")
-        columns = (index.tolist(), length.tolist(), work.tolist(), arrival.tolist())
-        self._pool += [_Document(*row) for row in zip(*columns, strict=True)]
-
-    def step(self, step: int, credit: int) -> tuple[np.ndarray, np.ndarray]:
-        """Choose and place the documents of a step; `credit` tokens are owed to earlier steps.
-
-        Returns their indices ordered by micro-batch (int64 [m]) and the bounds (int64 [N + 1]).
-        """
-        forced = [d for d in self._pool if self._is_forced(d, step)]
-        fluid = [d for d in self._pool if not self._is_forced(d, step) and 8 * d.length <= self._s.context_length]
-        solid = [d for d in self._pool if not self._is_forced(d, step) and 8 * d.length > self._s.context_length]
-        solid.sort(key=lambda d: (-d.length, d.index))
+    def choose(self, credit: int) -> tuple[np.ndarray, np.ndarray]:
+        forced = [d for d in self._pool if self._is_forced(d)]
+        rest = [d for d in self._pool if not self._is_forced(d)]
+        fluid = [d for d in rest if 8 * d.length <= self._context_length]
+        solid = sorted((d for d in rest if 8 * d.length > self._context_length), key=lambda d: (-d.length, d.index))
         bins = _Bins(self._n)
         for document in sorted(forced, key=lambda d: (-d.length, d.index)):
-            if bins.tokens[bins.lightest()] + document.length <= self._s.max_tokens:
+            if bins.tokens[bins.lightest()] + document.length <= self._max_tokens:
                 bins.add_to_lightest(document)
         liquid = self._liquid(fluid, credit)
-        released = self._release(solid, bins, liquid, step)
+        released = self._release(solid, bins, liquid)
         chosen = forced + [solid[r] for r in released]
         tokens = bins.total_tokens + sum(solid[r].length for r in released)
         target = tokens + liquid.poured(tokens)
@@ -140,42 +158,35 @@ class PythonAdaptiveCore:
                 break
             tokens += document.length
             chosen.append(document)
-        return self._place(chosen, step)
+        return self._place(chosen)
 
-    def _is_forced(self, document: _Document, step: int) -> bool:
-        return step - document.arrival >= self._s.max_delay_steps - FORCED_STEPS
+    def _is_forced(self, document: _Document) -> bool:
+        return self._step - document.arrival >= self._max_delay_steps - FORCED_STEPS
 
     def _liquid(self, fluid: list[_Document], credit: int) -> _Fluid:
         tokens, work = sum(d.length for d in fluid), sum(d.work for d in fluid)
-        repay = int(self._s.token_repay * self._batch_tokens)
-        floor = self._batch_tokens - repay
-        limit = self._batch_tokens + int(self._s.token_band * self._batch_tokens)
-        if not self._s.constant_tokens and credit > self._batch_tokens:
-            floor = int(CATCH_UP * self._batch_tokens)
-        # How far training may be ahead of its tokens; with constant tokens `target` sees to it, where documents allow.
-        ahead = self._batch_tokens if self._s.constant_tokens else 0
-        limit = max(floor, min(limit, self._batch_tokens + ahead + credit))
+        repay, band = int(TOKEN_REPAY * self._batch_tokens), int(TOKEN_BAND * self._batch_tokens)
+        # `target` sees to it that training is not ahead of its tokens, where documents allow; else the limit does.
+        limit = self._batch_tokens + min(band, self._batch_tokens + credit)
         return _Fluid(
             tokens=tokens,
             density=float(work) / float(tokens) if tokens else 0.0,
             target=self._batch_tokens + max(-repay, min(repay, credit)),
-            floor=floor,
-            limit=limit,
-            constant=self._s.constant_tokens,
+            limit=max(self._batch_tokens - repay, limit),
         )
 
-    def _release(self, solid: list[_Document], forced: _Bins, fluid: _Fluid, step: int) -> list[int]:
+    def _release(self, solid: list[_Document], forced: _Bins, fluid: _Fluid) -> list[int]:
         """Places in `solid` of the documents that run in this step.
 
         Where documents are so alike that no set of at most the first's work fills the step, sets may be heavier.
         """
-        best, full, fallback = self._search(solid, forced, fluid, step, capped=True)
+        best, full, fallback = self._search(solid, forced, fluid, capped=True)
         if best is None and full < 1.0:
-            best, _, fallback = self._search(solid, forced, fluid, step, capped=False)
+            best, _, fallback = self._search(solid, forced, fluid, capped=False)
         return fallback if best is None else best
 
     def _search(
-        self, solid: list[_Document], forced: _Bins, fluid: _Fluid, step: int, *, capped: bool
+        self, solid: list[_Document], forced: _Bins, fluid: _Fluid, *, capped: bool
     ) -> tuple[list[int] | None, float, list[int]]:
         """The best balanced set, if any; and how full a step the set nearest to balance makes, and that set.
 
@@ -190,7 +201,7 @@ class PythonAdaptiveCore:
         fallback: tuple[tuple[float, float], list[int]] | None = None
         for start in [*range(0, len(solid), stride), len(solid)]:
             bins, chosen, relief, oldest = forced.copy(), [], 0.0, 0
-            cap = solid[start].work * (1 + self._s.tolerance) if start < len(solid) and capped else math.inf
+            cap = solid[start].work * (1 + TOLERANCE) if start < len(solid) and capped else math.inf
             for r in range(start, len(solid) + 1):
                 last = r == len(solid)
                 if not last:
@@ -199,17 +210,15 @@ class PythonAdaptiveCore:
                         continue
                     bins.add_to_lightest(document)
                     chosen.append(r)
-                    age = max(0, step - document.arrival)
+                    age = max(0, self._step - document.arrival)
                     oldest = max(oldest, age)
                     relief += document.length * (age + 1.0)
                 if not last and len(chosen) % every:
                     continue
                 full, ratio = self._judge(bins, fluid)
-                if full == 1.0 and ratio <= min(
-                    1 + self._s.tolerance + self._s.age_tolerance * oldest, self._s.ratio_limit
-                ):
-                    value = relief / self._batch_tokens - self._s.imbalance_price * (ratio - 1)
-                    value -= self._s.token_price * self._token_error(bins, fluid)
+                if full == 1.0 and ratio <= min(1 + TOLERANCE + AGE_TOLERANCE * oldest, RATIO_LIMIT):
+                    value = relief / self._batch_tokens - IMBALANCE_PRICE * (ratio - 1)
+                    value -= TOKEN_PRICE * abs(max(bins.total_tokens, fluid.target) / self._batch_tokens - 1)
                     if best is None or value > best[0]:
                         best = (value, list(chosen))
                 if fallback is None or (-full, ratio) < fallback[0]:
@@ -219,49 +228,42 @@ class PythonAdaptiveCore:
 
     def _fits(self, document: _Document, bins: _Bins, cap: float, fluid: _Fluid) -> bool:
         i, tokens = bins.lightest(), bins.total_tokens + document.length
-        if tokens > fluid.limit or bins.tokens[i] + document.length > self._s.max_tokens:
+        if tokens > fluid.limit or bins.tokens[i] + document.length > self._max_tokens:
             return False
         work = bins.work[i] + document.work
         mean = (float(bins.total_work + document.work) + fluid.density * fluid.poured(tokens)) / self._n
-        return work <= cap or work <= mean * (1 + self._s.tolerance)
+        return work <= cap or work <= mean * (1 + TOLERANCE)
 
     def _judge(self, bins: _Bins, fluid: _Fluid) -> tuple[float, float]:
         """How full the step is (1 is enough), and its largest micro-batch over the mean once the fluid is in."""
         poured = fluid.poured(bins.total_tokens)
-        needed = fluid.target * 0.9 if fluid.constant else float(fluid.floor)
-        full = min(1.0, (bins.total_tokens + poured) / needed)
+        full = min(1.0, (bins.total_tokens + poured) / (fluid.target * FULL))
         mean = (float(bins.total_work) + fluid.density * poured) / self._n
         if mean == 0.0:
             return full, 1.0
         lacking, short = 0.0, 0
         for work, tokens in zip(bins.work, bins.tokens, strict=True):
             # The most work that this micro-batch can hold once it is filled up to S_max.
-            most = work + fluid.density * (self._s.max_tokens - tokens)
+            most = work + fluid.density * (self._max_tokens - tokens)
             if most < mean:
                 lacking += mean - most
                 short += 1
         level = mean + lacking / (self._n - short) if short < self._n else 2.0 * mean
         return full, max(float(bins.largest), level) / mean
 
-    def _token_error(self, bins: _Bins, fluid: _Fluid) -> float:
-        return abs(max(bins.total_tokens, fluid.target) / self._batch_tokens - 1)
-
-    def _place(self, chosen: list[_Document], step: int) -> tuple[np.ndarray, np.ndarray]:
+    def _place(self, chosen: list[_Document]) -> tuple[np.ndarray, np.ndarray]:
         """Longest first (forced ones before all) into the lightest micro-batch with room; then refine."""
         micro_batches: list[list[_Document]] = [[] for _ in range(self._n)]
         work, tokens = [0] * self._n, [0] * self._n
-        placed = set()
-        for document in sorted(chosen, key=lambda d: (not self._is_forced(d, step), -d.length, d.index)):
-            room = [i for i in range(self._n) if tokens[i] + document.length <= self._s.max_tokens]
+        for document in sorted(chosen, key=lambda d: (not self._is_forced(d), -d.length, d.index)):
+            room = [i for i in range(self._n) if tokens[i] + document.length <= self._max_tokens]
             if not room:
                 continue
             i = min(room, key=lambda i: (work[i], i))
             micro_batches[i].append(document)
             work[i] += document.work
             tokens[i] += document.length
-            placed.add(document.index)
         self._refine(micro_batches, work, tokens)
-        self._pool = [d for d in self._pool if d.index not in placed]
         order = [d.index for m in micro_batches for d in sorted(m, key=lambda d: d.index)]
         bounds = np.cumsum([0, *(len(m) for m in micro_batches)], dtype=np.int64)
         return np.array(order, np.int64), bounds
@@ -300,9 +302,9 @@ class PythonAdaptiveCore:
                     up = micro_batches[light][b] if b >= 0 else None
                     shifted = down.work - (up.work if up else 0)
                     longer = down.length - (up.length if up else 0)
-                    if not 0 < shifted < gap or tokens[light] + longer > self._s.max_tokens:
+                    if not 0 < shifted < gap or tokens[light] + longer > self._max_tokens:
                         continue
-                    if tokens[heavy] - longer > self._s.max_tokens:
+                    if tokens[heavy] - longer > self._max_tokens:
                         continue
                     largest = max(work[heavy] - shifted, work[light] + shifted)
                     if largest < best:

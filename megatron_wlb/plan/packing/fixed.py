@@ -1,59 +1,73 @@
 """Fixed-4D: greedy packing of k global batches into windows of fixed length (paper, section 3.2)."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_wlb.plan import native
+from megatron_wlb.cost.work import document_work
+from megatron_wlb.plan.packing import base
 from megatron_wlb.plan.types import DOCUMENT, Draw, Packing
-from megatron_wlb.plan.workload import document_work
+from megatron_wlb.settings import setting
+
+if TYPE_CHECKING:
+    from megatron_wlb.job import Job
 
 Pieces = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Document (row), length and window of each piece: int64 [pieces] each."""
 
 
-class WindowPolicy(ABC):
-    """Micro-batches of exactly `context_length` pairs, planned for k steps at once.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedPacking(base.Packing):
+    """Settings of `FixedPolicy`."""
 
-    Every k-th step takes the oldest k * N * C pairs that wait, cuts the last document where they end, and packs them
+    name = "fixed"
+    help = "the paper's baseline, greedy under the window over --wlb-global-batches."
+    fixed_length = True
+
+    global_batches: int = setting(
+        1, "Of fixed packing: global batches that are packed together.", parse=int, least=1, most=1 << 10
+    )
+
+    def policy(self, job: "Job") -> "WindowPolicy":
+        return FixedPolicy(job, self.global_batches)
+
+
+class WindowPolicy(ABC):
+    """Micro-batches of exactly one context window C, planned for k steps at once.
+
+    Every k-th step takes the oldest k * N * C tokens that wait, cuts the last document where they end, and packs them
     into k * N windows (`_place`). Each N neighbours make a step; the steps to come wait in memory. The pieces of a
-    document that was cut run in its order.
+    document that was cut run in its order. Documents run up to k - 1 steps before the step in which they arrive, and
+    up to k after.
 
     At the end of the data, what is left is spread over as few steps as hold it. A state saved with another number of
     micro-batches regroups what it planned, if that makes whole steps, else plans it again.
-
-    Args:
-        num_micro_batches: N, of a global batch over all data-parallel ranks.
-        context_length: C in pairs.
-        num_global_batches: k, at least 1; documents run up to k - 1 steps before the step in which they arrive, and up
-            to k after.
     """
 
-    def __init__(self, *, num_micro_batches: int, context_length: int, num_global_batches: int) -> None:
-        if num_global_batches < 1:
-            raise ValueError(f"num_global_batches is {num_global_batches}; it must be at least 1")
-        self._num_micro_batches, self._context_length = num_micro_batches, context_length
-        self._num_global_batches = num_global_batches
+    def __init__(self, job: "Job", global_batches: int) -> None:
+        self._job, self._global_batches = job, global_batches
         self._carry = np.empty(0, DOCUMENT)  # ordered by index
         self._planned, self._bounds = np.empty(0, DOCUMENT), np.zeros(1, np.int64)  # micro-batches of steps to come
 
     def pack(self, step: int, draw: Draw) -> Packing:
         """Pack step `step`: as planned, or plan k steps if none is left."""
         if len(self._bounds) == 1:
-            tokens = self._num_global_batches * self._num_micro_batches * self._context_length
+            tokens = self._global_batches * self._job.batch_tokens
             self._carry = np.concatenate((self._carry, draw.more(tokens - int(self._carry["length"].sum()))))
-            self._plan()
-        bounds, later = self._bounds[: self._num_micro_batches + 1], self._bounds[self._num_micro_batches :]
+            self._plan(tokens)
+        n = self._job.num_micro_batches
+        bounds, later = self._bounds[: n + 1], self._bounds[n:]
         now, self._planned = self._planned[: later[0]], self._planned[later[0] :]
         self._bounds = later - later[0]
         return Packing(documents=now, bounds=bounds)
 
-    def _plan(self) -> None:
-        batch_tokens = self._num_micro_batches * self._context_length
-        documents, self._carry = _split(self._carry, self._num_global_batches * batch_tokens)
-        num_steps = max(1, -(-int(documents["length"].sum()) // batch_tokens))
-        num_windows = num_steps * self._num_micro_batches
+    def _plan(self, tokens: int) -> None:
+        documents, self._carry = _split(self._carry, tokens)
+        num_steps = max(1, -(-int(documents["length"].sum()) // self._job.batch_tokens))
+        num_windows = num_steps * self._job.num_micro_batches
         row, length, window = self._place(documents["length"], num_windows)
         pieces = documents[row]
         pieces["length"] = length
@@ -71,7 +85,7 @@ class WindowPolicy(ABC):
         """Pieces of documents of `lengths`, in windows numbered in the order in which they run."""
 
     def waiting(self) -> dict[str, np.ndarray]:
-        """Documents not yet packed: those planned, by micro-batch ("planned0" ...), and "carry": DOCUMENT arrays."""
+        """Documents not yet packed: those planned, by micro-batch ("planned0" ...), and "carry"."""
         planned = {f"planned{i}": self._planned[slice(*bounds)] for i, bounds in enumerate(pairwise(self._bounds))}
         return {"carry": self._carry, **planned}
 
@@ -80,7 +94,7 @@ class WindowPolicy(ABC):
         planned = [waiting[f"planned{i}"] for i in range(len(waiting) - 1)]
         self._carry, self._planned = waiting["carry"], np.concatenate((np.empty(0, DOCUMENT), *planned))
         self._bounds = np.cumsum([0, *map(len, planned)], dtype=np.int64)
-        if len(planned) % self._num_micro_batches:
+        if len(planned) % self._job.num_micro_batches:
             self._carry = _rejoined(np.concatenate((self._planned, self._carry)))
             self._planned, self._bounds = self._planned[:0], self._bounds[:1]
 
@@ -88,32 +102,14 @@ class WindowPolicy(ABC):
 class FixedPolicy(WindowPolicy):
     """Balanced by attention work (`place`); the micro-batches of k steps run sorted by total work, the heaviest first.
 
-    Args:
-        crossover_tokens: Lc of the work model by which micro-batches are sorted.
-        use_native: run the C++ core; the Python reference gives the same pieces.
-        sizes: arguments of `WindowPolicy`.
+    Work is that of `document_work`.
     """
 
-    def __init__(self, *, crossover_tokens: int, use_native: bool = False, **sizes: int) -> None:
-        super().__init__(**sizes)
-        core = native.FixedCore if use_native else PythonFixedCore
-        self._core = core(self._context_length, crossover_tokens)
-
     def _place(self, lengths: np.ndarray, num_windows: int) -> Pieces:
-        return self._core.place(lengths, num_windows)
-
-
-class PythonFixedCore:
-    """Reference of `csrc/fixed.cpp`."""
-
-    def __init__(self, context_length: int, crossover_tokens: int) -> None:
-        self._context_length, self._crossover_tokens = context_length, crossover_tokens
-
-    def place(self, length: np.ndarray, num_windows: int) -> Pieces:
-        """`place` documents of `length` (int64 [n]) into empty windows, which are numbered by work, the most first."""
-        row, length, window = place(length, np.full(num_windows, self._context_length), np.zeros(num_windows))
-        work = np.zeros(num_windows, np.int64)
-        np.add.at(work, window, document_work(length, self._crossover_tokens))
+        room, empty = np.full(num_windows, self._job.context_length), np.zeros(num_windows, np.int64)
+        row, length, window = place(lengths, room, empty)
+        work = empty.copy()
+        np.add.at(work, window, document_work(length, self._job.crossover_tokens))
         return row, length, np.argsort(np.argsort(-work, kind="stable"))[window]
 
 
@@ -125,12 +121,12 @@ def place(lengths: np.ndarray, room: np.ndarray, work: np.ndarray) -> Pieces:
 
     Args:
         lengths: int64 [n], together at most the room.
-        room: pairs that fit into each window yet, int64 [windows].
+        room: tokens that fit into each window yet, int64 [windows].
         work: sum of d^2 that each window has already, int64 [windows].
 
     Returns the pieces in the order of placement.
     """
-    room, work = room.astype(np.int64), work.astype(np.int64)
+    room, work = room.copy(), work.copy()
     pieces = []
     for row in np.argsort(-lengths, kind="stable").tolist():
         left = int(lengths[row])
@@ -147,7 +143,7 @@ def place(lengths: np.ndarray, room: np.ndarray, work: np.ndarray) -> Pieces:
 
 
 def _split(documents: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first `tokens` pairs and the rest; at most one document is cut."""
+    """The first `tokens` tokens and the rest; at most one document is cut."""
     ends = np.cumsum(documents["length"])
     cut = int(np.searchsorted(ends, tokens, side="right"))
     first, rest = documents[:cut].copy(), documents[cut:].copy()

@@ -1,10 +1,30 @@
 """Equation 1 of the paper (section 3.2) through SciPy's HiGHS: the best fixed-length packing. For benchmarks only."""
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from megatron_wlb.plan.packing.fixed import Pieces, WindowPolicy, place
+from megatron_wlb.plan.packing.fixed import FixedPacking, Pieces, WindowPolicy, place
 
+if TYPE_CHECKING:
+    from megatron_wlb.job import Job
+
+TIME_LIMIT_SECONDS = 60.0
+"""Of each program, that is, every k steps."""
 _SLACK = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IlpPacking(FixedPacking):
+    """Settings of `IlpPolicy`: those of fixed packing."""
+
+    name = "ilp"
+    help = "the windows of fixed packing chosen by an integer linear program."
+    trains = False
+
+    def policy(self, job: "Job") -> "IlpPolicy":
+        return IlpPolicy(job, self.global_batches)
 
 
 class IlpPolicy(WindowPolicy):
@@ -18,27 +38,11 @@ class IlpPolicy(WindowPolicy):
     No solver fills every window to the last token in reasonable time. So where the documents leave less than 1 % of
     the windows empty, the shortest pieces, as many as free that 1 %, stay out of the program and are then placed and
     cut as `fixed.place` does. Their attention work hardly counts.
-
-    Args:
-        num_micro_batches: N, of a global batch over all data-parallel ranks.
-        context_length: C in pairs.
-        num_global_batches: k.
-        time_limit_seconds: for each program, that is, every k steps.
     """
-
-    def __init__(
-        self, *, num_micro_batches: int, context_length: int, num_global_batches: int, time_limit_seconds: float
-    ) -> None:
-        super().__init__(
-            num_micro_batches=num_micro_batches,
-            context_length=context_length,
-            num_global_batches=num_global_batches,
-        )
-        self._time_limit_seconds = time_limit_seconds
 
     def _place(self, lengths: np.ndarray, num_windows: int) -> Pieces:
         """Raises RuntimeError if the solver has no solution when its time is over."""
-        room, work = np.full(num_windows, self._context_length), np.zeros(num_windows, np.int64)
+        room, work = np.full(num_windows, self._job.context_length), np.zeros(num_windows, np.int64)
         row, length, _ = place(lengths, room, work)
         row, length = (column[np.argsort(length, kind="stable")] for column in (row, length))  # the shortest first
         excess = length.sum() - (1 - _SLACK) * room.sum()
@@ -68,10 +72,10 @@ class IlpPolicy(WindowPolicy):
         """
         from scipy import optimize, sparse  # only benchmarks need it
 
-        num_lengths, num_steps = len(lengths), num_windows // self._num_micro_batches
+        num_lengths, num_steps = len(lengths), num_windows // self._job.num_micro_batches
         each_window, steps = sparse.identity(num_windows), sparse.identity(num_steps)
-        size, no_steps = lengths[None] / self._context_length, sparse.csr_matrix((num_windows, num_steps))
-        step_of_window = sparse.kron(steps, np.ones((self._num_micro_batches, 1)))
+        size, no_steps = lengths[None] / self._job.context_length, sparse.csr_matrix((num_windows, num_steps))
+        step_of_window = sparse.kron(steps, np.ones((self._job.num_micro_batches, 1)))
         decreasing = sparse.diags([1.0, -1.0], [0, 1], shape=(num_steps - 1, num_steps))  # steps are interchangeable
         x = slice(0, num_lengths * num_windows)
         constraints = [
@@ -97,17 +101,17 @@ class IlpPolicy(WindowPolicy):
             integrality=is_count,
             bounds=optimize.Bounds(0, np.inf),
             constraints=constraints,
-            options={"time_limit": self._time_limit_seconds},
+            options={"time_limit": TIME_LIMIT_SECONDS},
         )
         if result.x is None:
             raise RuntimeError(
                 f"HiGHS found no packing of {counts.sum()} documents into {num_windows} windows within "
-                f"{self._time_limit_seconds} s ({result.message}); raise the time limit or pack fewer global batches"
+                f"{TIME_LIMIT_SECONDS} s ({result.message}); raise the time limit or pack fewer global batches"
             )
         placed = np.rint(result.x[x]).astype(np.int64).reshape(num_lengths, num_windows)
-        if (placed.sum(1) != counts).any() or (lengths @ placed > self._context_length).any():
+        if (placed.sum(1) != counts).any() or (lengths @ placed > self._job.context_length).any():
             raise RuntimeError(
-                f"HiGHS' packing of {counts.sum()} documents breaks a window of {self._context_length} tokens or loses "
-                "a document by its tolerance; choose another policy"
+                f"HiGHS' packing of {counts.sum()} documents breaks a window of {self._job.context_length} tokens or "
+                "loses a document by its tolerance; choose another policy"
             )
         return placed

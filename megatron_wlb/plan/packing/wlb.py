@@ -1,12 +1,18 @@
 """Algorithm 1 of the paper (section 4.3): variable-length greedy packing with multi-level outlier queues."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_wlb.cost.work import document_work
 from megatron_wlb.plan import native
+from megatron_wlb.plan.packing import base
 from megatron_wlb.plan.types import DOCUMENT, Draw, Packing
-from megatron_wlb.plan.workload import document_work
+from megatron_wlb.settings import integers, setting
+
+if TYPE_CHECKING:
+    from megatron_wlb.job import Job
 
 LATE_STEPS = 30
 """A document that did not fit and arrived longer ago is placed before all others."""
@@ -14,170 +20,129 @@ BACKLOG_STEPS = 2
 """The stream waits once what did not fit would fill so many steps."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WlbPacking(base.Packing):
+    """Settings of `WlbPolicy`."""
+
+    name = "wlb"
+    help = (
+        "Algorithm 1 of WLB-LLM: equal work, variable length, very long documents wait until each micro-batch gets one."
+    )
+
+    outlier_thresholds: tuple[int, ...] | None = setting(
+        None,
+        "Comma-separated L_1,L_2,...: documents of L_i <= length < L_{i+1} wait in queue i until there is one for "
+        "every micro-batch. Default: a half and three quarters of --seq-length.",
+        parse=integers,
+    )
+
+    def __post_init__(self) -> None:
+        thresholds = self.outlier_thresholds or (1,)
+        if thresholds[0] < 1 or list(thresholds) != sorted(set(thresholds)):
+            raise ValueError(
+                f"--wlb-outlier-thresholds is {','.join(map(str, thresholds))}; give lengths of at least 1 in "
+                "increasing order, such as 32768,65536"
+            )
+
+    def thresholds(self, context_length: int) -> tuple[int, ...]:
+        """L_1, L_2, ... for a context window."""
+        if self.outlier_thresholds is not None:
+            return self.outlier_thresholds
+        return tuple(sorted({max(2, context_length // 2), max(2, 3 * context_length // 4)}))
+
+    def policy(self, job: "Job") -> "WlbPolicy":
+        return WlbPolicy(job, self.thresholds(job.context_length))
+
+
 class WlbPolicy:
-    """Micro-batches of equal work and variable length up to `max_tokens`.
+    """Micro-batches of equal work and variable length up to S_max; documents stay whole.
 
-    Where documents fit badly (most of them over half of `max_tokens`, say), steps hold less than arrives, and the
-    algorithm as it stands would let what does not fit grow for ever and its shortest documents never run. So the stream
-    waits, and the latest come first; where steps hold what arrives, both do nothing.
-
-    Args:
-        num_micro_batches: N, of a global batch over all data-parallel ranks.
-        max_tokens: S_max in pairs; at least the longest document.
-        outlier_thresholds: L_1 < L_2 < ...; a document of L_i <= d < L_{i+1} waits in queue i.
-        crossover_tokens: Lc of the work model.
-        use_native: run the C++ core; the Python reference gives the same plans to the bit.
+    Queues are looked at after every document, as Algorithm 1 is indented, so that none grows beyond N documents. Where
+    documents fit badly (most of them over half of S_max, say), steps hold less than arrives, and the algorithm as it
+    stands would let what does not fit grow for ever and its shortest documents never run. So the stream waits, and the
+    latest come first; where steps hold what arrives, both do nothing.
     """
 
-    def __init__(
-        self,
-        *,
-        num_micro_batches: int,
-        max_tokens: int,
-        outlier_thresholds: Sequence[int],
-        crossover_tokens: int,
-        use_native: bool,
-    ) -> None:
-        core = native.WlbCore if use_native else PythonWlbCore
-        self._core = core(num_micro_batches, max_tokens, list(outlier_thresholds))
-        self._num_micro_batches, self._max_tokens = num_micro_batches, max_tokens
-        self._crossover_tokens = crossover_tokens
-        self._waiting = np.empty(0, DOCUMENT)  # ordered by index
+    def __init__(self, job: "Job", thresholds: tuple[int, ...]) -> None:
+        self._job, self._thresholds = job, thresholds
+        self._queues = [np.empty(0, DOCUMENT) for _ in thresholds]
+        self._remained = np.empty(0, DOCUMENT)
 
     def pack(self, step: int, draw: Draw) -> Packing:
-        """Pack step `step` from what waits and one global batch of the stream; documents stay whole.
+        """Pack step `step` from what waits and one global batch of the stream.
 
         At the end of the data the outliers leave their queues, the longest first, up to one a micro-batch in a step.
         """
-        room = self._room()
-        if room >= -draw.ahead(step + 1):
-            arrived = draw(step + 1)
-        else:
-            arrived = draw.more(room)
-            draw.forgo(step + 1)
+        n, max_tokens = self._job.num_micro_batches, self._job.max_tokens
+        arrived = draw.global_batch(BACKLOG_STEPS * n * max_tokens - int(self._remained["length"].sum()))
         if draw.exhausted:
-            self._release_outliers()
-        late = self._waiting["index"][self._waiting["arrival"] + LATE_STEPS < step]
-        known = np.concatenate((self._waiting, arrived))
-        work = document_work(arrived["length"], self._crossover_tokens)
-        order, bounds = self._core.step(
-            arrived["index"].copy(), arrived["length"].copy(), work, late_before=int(late.max(initial=-1)) + 1
-        )
-        chosen = np.searchsorted(known["index"], order)
-        self._waiting = np.delete(known, chosen)
-        return Packing(documents=known[chosen], bounds=bounds)
+            self._release_longest()
+        late = self._remained["arrival"] + LATE_STEPS < step
+        documents = np.concatenate((self._remained, *self._released(arrived)))
+        late = np.pad(late, (0, len(documents) - len(late)))
+        documents = documents[np.lexsort((documents["index"], -documents["length"], ~late))]
+        work = document_work(documents["length"], self._job.crossover_tokens)
+        micro_batch = place(documents["length"], work, n, max_tokens)
+        self._remained = np.sort(documents[micro_batch == n], order="index")
+        order = np.argsort(micro_batch, kind="stable")
+        bounds = np.searchsorted(micro_batch[order], np.arange(n + 1))
+        return Packing(documents=documents[order[: bounds[-1]]], bounds=bounds)
 
-    def _room(self) -> int:
-        """Pairs that may be drawn."""
-        remained = np.searchsorted(self._waiting["index"], self._core.waiting()[1])
-        return BACKLOG_STEPS * self._num_micro_batches * self._max_tokens - int(self._waiting["length"][remained].sum())
+    def _released(self, arrived: np.ndarray) -> list[np.ndarray]:
+        """Documents that wait for no others: those below all thresholds, and N from every queue that has so many."""
+        level = np.searchsorted(self._thresholds, arrived["length"], side="right")
+        released = [arrived[level == 0]]
+        for i, queue in enumerate(self._queues):
+            queue = np.concatenate((queue, arrived[level == i + 1]))
+            count = len(queue) // self._job.num_micro_batches * self._job.num_micro_batches
+            released.append(queue[:count])
+            self._queues[i] = queue[count:]
+        return released
 
-    def _release_outliers(self) -> None:
-        rows = self._waiting
-        ready = np.isin(rows["index"], self._core.waiting()[1])
-        longest = np.lexsort((rows["index"], -rows["length"], ready))  # outliers first, the longest of them before
-        ready[longest[: self._num_micro_batches]] = True
-        self._load(rows, ready)
+    def _release_longest(self) -> None:
+        """The longest N outliers remain for this step, without waiting for others."""
+        rows = np.concatenate((np.empty(0, DOCUMENT), *self._queues))
+        longest = np.lexsort((rows["index"], -rows["length"]))[: self._job.num_micro_batches]
+        self._load(rows=np.delete(rows, longest), remained=np.concatenate((self._remained, rows[longest])))
 
     def waiting(self) -> dict[str, np.ndarray]:
-        """Documents not yet packed, by queue ("queue0" ...) and "remained", each in its order: DOCUMENT arrays."""
-        queues, remained = self._core.waiting()
-        names = [*(f"queue{i}" for i in range(len(queues))), "remained"]
-        return {
-            name: self._waiting[np.searchsorted(self._waiting["index"], indices)]
-            for name, indices in zip(names, [*queues, remained], strict=True)
-        }
+        """Documents not yet packed, by queue ("queue0" ...) and "remained", those that fitted nowhere."""
+        return {f"queue{i}": queue for i, queue in enumerate(self._queues)} | {"remained": self._remained}
 
     def load_waiting(self, waiting: dict[str, np.ndarray]) -> None:
-        """Take over what `waiting` gave; documents return to the queue that the present thresholds name."""
-        remained = waiting["remained"]["index"]
-        rows = np.concatenate(list(waiting.values()))
-        self._waiting = rows[np.argsort(rows["index"])]
-        self._load(rows, np.isin(rows["index"], remained))
+        """Take over what `waiting` gave; outliers return to the queue that the present thresholds name."""
+        queues = [rows for name, rows in waiting.items() if name != "remained"]
+        self._load(rows=np.concatenate((np.empty(0, DOCUMENT), *queues)), remained=waiting["remained"])
 
-    def _load(self, rows: np.ndarray, remained: np.ndarray) -> None:
-        work = document_work(rows["length"], self._crossover_tokens)
-        self._core.load(rows["index"].copy(), rows["length"].copy(), work, remained)
+    def _load(self, *, rows: np.ndarray, remained: np.ndarray) -> None:
+        rows = np.sort(rows, order="index")
+        level = np.searchsorted(self._thresholds, rows["length"], side="right")
+        self._queues = [rows[level == i + 1] for i in range(len(self._thresholds))]
+        self._remained = np.sort(np.concatenate((remained, rows[level == 0])), order="index")
 
 
-class PythonWlbCore:
-    """Reference of `csrc/wlb.cpp`. Documents are (index, length, work) integers; ties go to the smaller index.
+def place(lengths: np.ndarray, work: np.ndarray, num_micro_batches: int, max_tokens: int) -> np.ndarray:
+    """The micro-batch of each document, int64 [n], or N where it fits nowhere; one after the other, as they stand.
 
-    Two readings of the paper's text: queues are looked at after every document, as Algorithm 1 is indented, so that
-    none can grow beyond N documents; and a micro-batch may hold exactly S_max (equation 2), where the algorithm's
-    line 23 says less than, which would never place a document of S_max tokens.
+    To the micro-batch of least work (lines 17 to 25 of Algorithm 1); if it has no room, to the shortest. Ties go to the
+    lower index. A micro-batch may hold exactly S_max (equation 2), where line 23 says less than, which would never
+    place a document of S_max tokens. In C++ where there is a native core (`csrc/wlb.cpp`), to the same result.
+
+    Args:
+        lengths: in tokens, int64 [n].
+        work: int64 [n].
+        num_micro_batches: N.
+        max_tokens: S_max.
     """
-
-    def __init__(self, num_micro_batches: int, max_tokens: int, outlier_thresholds: list[int]) -> None:
-        self._n, self._max_tokens, self._thresholds = num_micro_batches, max_tokens, outlier_thresholds
-        self._queues: list[list[tuple[int, int, int]]] = [[] for _ in outlier_thresholds]
-        self._remained: list[tuple[int, int, int]] = []
-
-    def step(
-        self, index: np.ndarray, length: np.ndarray, work: np.ndarray, late_before: int = 0
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """One pass of the loop of Algorithm 1 over one global batch (int64 [n] each, index ascending).
-
-        What remained of an index below `late_before` is placed first. Returns the indices of the packed documents
-        ordered by micro-batch (int64 [m]) and the bounds (int64 [N + 1]).
-        Raises ValueError if a document is longer than S_max.
-        """
-        self._check(length)
-        late = [d for d in self._remained if d[0] < late_before]
-        documents = [d for d in self._remained if d[0] >= late_before]
-        self._remained = []
-        for document in zip(index.tolist(), length.tolist(), work.tolist(), strict=True):
-            level = self._level(document[1])
-            if level < 0:
-                documents.append(document)
-                continue
-            queue = self._queues[level]
-            queue.append(document)
-            if len(queue) >= self._n:
-                documents.extend(queue[: self._n])
-                del queue[: self._n]
-        packed: list[list[int]] = [[] for _ in range(self._n)]
-        tokens, load = [0] * self._n, [0] * self._n
-        for document in (*sorted(late, key=_longest_first), *sorted(documents, key=_longest_first)):
-            lightest, shortest = load.index(min(load)), tokens.index(min(tokens))
-            for target in (lightest, shortest):
-                if tokens[target] + document[1] <= self._max_tokens:
-                    packed[target].append(document[0])
-                    tokens[target] += document[1]
-                    load[target] += document[2]
-                    break
-            else:
-                self._remained.append(document)
-        bounds = np.cumsum([0, *(len(p) for p in packed)], dtype=np.int64)
-        return np.array([i for p in packed for i in p], np.int64), bounds
-
-    def waiting(self) -> tuple[list[np.ndarray], np.ndarray]:
-        """Indices in each queue, oldest first, and of the remained documents, in order."""
-        queues = [np.array([d[0] for d in q], np.int64) for q in self._queues]
-        return queues, np.array([d[0] for d in self._remained], np.int64)
-
-    def load(self, index: np.ndarray, length: np.ndarray, work: np.ndarray, remained: np.ndarray) -> None:
-        """Replace all waiting documents (order kept): `remained` (bool [n]) run next, outliers queue up.
-
-        Raises ValueError if a document is longer than S_max.
-        """
-        self._check(length)
-        self._queues = [[] for _ in self._thresholds]
-        self._remained = []
-        for document, ready in zip(
-            zip(index.tolist(), length.tolist(), work.tolist(), strict=True), remained.tolist(), strict=True
-        ):
-            level = self._level(document[1])
-            (self._remained if ready or level < 0 else self._queues[level]).append(document)
-
-    def _check(self, length: np.ndarray) -> None:
-        if (length > self._max_tokens).any():
-            raise ValueError(f"a document of {length.max()} tokens exceeds max_tokens {self._max_tokens}; raise it")
-
-    def _level(self, length: int) -> int:
-        """The queue of a document, -1 for none."""
-        return sum(length >= threshold for threshold in self._thresholds) - 1
-
-
-def _longest_first(document: tuple[int, int, int]) -> tuple[int, int]:
-    return -document[1], document[0]
+    if native.core is not None:
+        placed: np.ndarray = native.core.place_wlb(lengths, work, num_micro_batches, max_tokens)
+        return placed
+    tokens, load, chosen = [0] * num_micro_batches, [0] * num_micro_batches, []
+    for length, amount in zip(lengths.tolist(), work.tolist(), strict=True):
+        lightest, shortest = load.index(min(load)), tokens.index(min(tokens))
+        fitting = [i for i in (lightest, shortest) if tokens[i] + length <= max_tokens]
+        if fitting:
+            tokens[fitting[0]] += length
+            load[fitting[0]] += amount
+        chosen.append(fitting[0] if fitting else num_micro_batches)
+    return np.array(chosen, np.int64)
