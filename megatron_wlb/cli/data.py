@@ -1,4 +1,4 @@
-"""The training data that launch flags name: the training split of the datasets of a blend, as Megatron reads them."""
+"""Which documents a command reads: LENGTHS, or the training split of the data that launch flags name."""
 
 import argparse
 import json
@@ -6,10 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_wlb.cli.flags import require
+from megatron_wlb.cli.lengths import FORMATS, read_lengths
 from megatron_wlb.plan.dataset import read_tokens, trained_tokens
-from megatron_wlb.plan.stream import Source
+from megatron_wlb.plan.stream import DocumentStream, Source
 
 DEFAULT_SPLIT = "969,30,1"
 """Megatron's."""
@@ -20,10 +22,39 @@ class Data:
     """What a run trains on."""
 
     sources: list[Source]
-    """The training split of every dataset."""
+    """The training split of every dataset; documents are numbered through all of them."""
     prefixes: list[str]
-    has_validation: bool
+    has_validation: bool = False
     """The validation split has documents."""
+    shuffle: bool = True
+    """Documents come in the order of training, not of the file."""
+
+    def stream(self, args: argparse.Namespace, kind: type[DocumentStream] = DocumentStream) -> DocumentStream:
+        """The documents of one pass."""
+        return kind(self.sources, seed=args.seed, context_length=args.seq_length, shuffle=self.shuffle, num_epochs=1)
+
+
+def add_lengths(parser: argparse.ArgumentParser) -> None:
+    """Let a command of `add_job_flags` take LENGTHS, which comes first, in place of a run's data."""
+    parser.add_argument(
+        "lengths",
+        metavar="LENGTHS",
+        help=f"{FORMATS}; documents come in its order. Where it is left out, --data-path counts",
+    )
+    parse = parser.parse_known_args
+
+    def parse_known_args(arguments: list[str], namespace: argparse.Namespace | None = None) -> Any:
+        # An optional positional would be looked for behind flags, too, where it could be a word of a launch line.
+        return parse(arguments if arguments and not arguments[0].startswith("--") else ["", *arguments], namespace)
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign, assignment]
+
+
+def documents_of(args: argparse.Namespace, notes: list[str]) -> Data:
+    """The documents of LENGTHS, or else the data of `data_of`."""
+    if not args.lengths:
+        return data_of(args, notes)
+    return Data(sources=[Source(lengths=read_lengths(args.lengths))], prefixes=[args.lengths], shuffle=False)
 
 
 def data_of(args: argparse.Namespace, notes: list[str]) -> Data:
@@ -48,7 +79,8 @@ def data_of(args: argparse.Namespace, notes: list[str]) -> Data:
                 f"{prefix} has no document of at least 2 tokens among the first {training:.3%} of {len(tokens)} "
                 f"(--split {split}): there is nothing to train; give another split, or leave the dataset out"
             )
-        sources.append(Source(lengths=lengths, weight=weights[i] if weights else float(lengths.sum())))
+        weight = weights[i] if weights else float(lengths.sum())
+        sources.append(Source(lengths=lengths, weight=weight, first=sum(len(source.lengths) for source in sources)))
     return Data(sources=sources, prefixes=prefixes, has_validation=not is_split or validation > 0)
 
 

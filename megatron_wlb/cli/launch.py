@@ -12,7 +12,6 @@ from typing import Any
 from megatron_wlb.adapter.arguments import check
 from megatron_wlb.cli.common import printable, short
 from megatron_wlb.cli.shell import OPERATOR, read
-from megatron_wlb.config import WlbConfig
 
 _END = "--;"
 """Stands for whatever ends a command in a script: no flag takes values beyond it."""
@@ -40,8 +39,8 @@ NOT_SIMULATED = {
 }
 """Flags that change what would be predicted, and that the simulation does not know: refused."""
 _ACCEPTED = {
-    **{"seq_length": 1024, "micro_batch_size": 1, "global_batch_size": 1, "world_size": 1, "save": "checkpoints"},
-    **{f"{name}_parallel_size": 1 for name in ("tensor_model", "context", "pipeline_model", "expert_model")},
+    **{"seq_length": 1024, "micro_batch_size": 1, "save": "checkpoints"},
+    **{f"{name}_parallel_size": 1 for name in ("pipeline_model", "expert_model")},
     **{"calculate_per_token_loss": True, "sequence_parallel": False, "attention_dropout": 0},
     **{"position_embedding_type": "rope", "untie_embeddings_and_output_weights": True},
 }
@@ -208,16 +207,16 @@ def _unassigned(words: Sequence[str], known: Mapping[str, argparse.Action]) -> l
 
 def _values(words: Sequence[str]) -> dict[str, list[str]]:
     """Flags and the words behind them; of a flag that is given again, those of the last."""
-    found: dict[str, list[str]] = {}
+    flags: dict[str, list[str]] = {}
     values: list[str] = []
     for word in words:
         flag, equals, value = word.partition("=")
         if word.startswith("--"):
-            values = found[printable(flag)] = [value] if equals else []
+            values = flags[printable(flag)] = [value] if equals else []
         else:
             values.append(word)
-    found.pop(_END, None)
-    return found
+    flags.pop(_END, None)
+    return flags
 
 
 def _is_refused(flag: str, values: list[str]) -> bool:
@@ -226,7 +225,7 @@ def _is_refused(flag: str, values: list[str]) -> bool:
     number = isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?", value)
     argument = {flag[2:].replace("-", "_"): float(value) if number else value}
     try:
-        check(argparse.Namespace(**_ACCEPTED | argument | {"fp8": None, "fp4": None}), WlbConfig())
+        check(argparse.Namespace(**_ACCEPTED | argument))
     except (ValueError, TypeError):  # a variable where a number must be
         return True
     return False

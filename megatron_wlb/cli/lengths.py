@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_wlb.cli.common import short
-from megatron_wlb.config import MAX_TOKENS
-from megatron_wlb.plan.dataset import read_tokens
+from megatron_wlb.job import MAX_TOKENS
+from megatron_wlb.plan.dataset import read_tokens, trained_tokens
 
 FORMATS = (
     "a Megatron dataset (prefix or .idx), an .npy file, a .json file (array of integers), a .parquet file (column "
@@ -94,7 +94,7 @@ def _dataset(source: str) -> np.ndarray:
     if not file.is_file():
         missing = f"{source} is of another format" if Path(source).is_file() else f"{file} does not exist"
         raise ValueError(f"{missing}; give as LENGTHS {FORMATS}")
-    return np.maximum(read_tokens(source) - 1, 0)
+    return trained_tokens(read_tokens(source))
 
 
 _READERS = {".json": lambda path: _json(path.read_bytes(), str(path)), ".npy": _npy, ".parquet": _parquet}
