@@ -32,7 +32,8 @@ from megatron_wlb.cli.flags import add_job_flags, packing_job
 from megatron_wlb.job import Job
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.packer import make_packer
-from megatron_wlb.plan.packing.adaptive import SHORTEST_DELAY_BOUND, AdaptivePacking
+from megatron_wlb.plan.packing.adaptive import AdaptivePacking
+from megatron_wlb.plan.packing.adaptive_core import FORCED_STEPS
 from megatron_wlb.plan.packing.base import Packing
 from megatron_wlb.plan.packing.wlb import WlbPacking
 from megatron_wlb.plan.stream import Source
@@ -46,7 +47,7 @@ LEAST_STEPS = 20
 S_MAX_WINDOWS = (1.1, 1.25, 1.5, 2.0)
 THRESHOLD_SHARES = tuple(k / 8 for k in range(1, 8))
 MAX_QUEUES = 3
-MAX_DELAYS = (SHORTEST_DELAY_BOUND, 20, 30)
+MAX_DELAYS = (2 * FORCED_STEPS, 20, 30)
 
 Result = tuple[Job, metrics.Summary]
 """A tuning and what it comes to."""

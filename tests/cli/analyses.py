@@ -1,13 +1,15 @@
-"""`megatron-wlb analyze` as tests call it: a small job, its result, the setup it is taken for, its errors."""
+"""Small jobs as flags, what flags describe, and `megatron-wlb analyze` as tests call it."""
 
 import argparse
 import json
 import re
+from typing import NamedTuple
 
-from megatron_wlb.cli.analyze.setup import setup_of
-from megatron_wlb.cli.job import add_job_arguments
+from megatron_wlb.cli.data import Data, data_of
+from megatron_wlb.cli.flags import add_job_flags, job_of
 from megatron_wlb.cli.main import main
-from tests.cli.refusals import refusal
+from megatron_wlb.job import Job
+from tests.cli.commands import refusal
 
 C, N = 4096, 4
 HIDDEN, HEADS, FFN, LAYERS, VOCABULARY = 512, 4, 2048, 2, 1024
@@ -21,17 +23,29 @@ LARGE = (
 )
 
 
-def analyse(tmp_path, *words):
-    assert main(["analyze", *" ".join(words).split(), "--json", str(tmp_path / "analysis")]) == 0
-    return json.loads((tmp_path / "analysis").read_text())
+class Described(NamedTuple):
+    """What a command line describes."""
+
+    args: argparse.Namespace
+    job: Job
+    data: Data | None
+    """None without flags of data."""
+    notes: list[str]
 
 
 def described(*words):
-    """The job that a command line describes, as the report has it, and its documents."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_job_arguments(parser)
-    setup = setup_of(parser.parse_known_args(" ".join(words).split())[0])
-    return setup, setup.described
+    add_job_flags(parser)
+    args = parser.parse_known_args(" ".join(words).split())[0]
+    notes = list(args.remarks)
+    job = job_of(args, notes)
+    has_data = args.data_path or args.train_data_path or args.data_args_path or args.per_split_data_args_path
+    return Described(args, job, data_of(args, notes) if has_data else None, notes)
+
+
+def analyse(tmp_path, *words):
+    assert main(["analyze", *" ".join(words).split(), "--json", str(tmp_path / "analysis")]) == 0
+    return json.loads((tmp_path / "analysis").read_text())
 
 
 def refused(capsys, words, message):

@@ -1,78 +1,92 @@
 """`megatron-wlb audit`: clean runs pass, others do not, and wrong files get one line."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 
 from megatron_wlb.cli.main import main
+from megatron_wlb.plan import state as saved
 from megatron_wlb.plan.document_log import append, read
-from tests.plan.test_document_log import packer
+from megatron_wlb.plan.packer import make_packer
+from megatron_wlb.plan.stream import DocumentStream, Source
+from tests.adapter.datasets import write_index
+from tests.cli.commands import refusal
+from tests.jobs import job
+
+LENGTHS = np.random.default_rng(2).integers(1, 150, 300)
+
+
+def packer():
+    stream = DocumentStream([Source(lengths=LENGTHS)], seed=3, context_length=64)
+    return make_packer(stream, job())
+
+
+def run_steps(packer, log, state, count, begins_anew=False):
+    for i in range(count):
+        step = packer.next()
+        append(log, step.step, step.packing, begins_anew=begins_anew and i == 0)
+    saved.save(state, packer.state(), job())
 
 
 @pytest.fixture
 def run(tmp_path):
     """(log, state) of 12 steps."""
-    made = packer("wlb", [np.random.default_rng(2).integers(1, 150, 300)])
-    log, state = tmp_path / "documents.log", tmp_path / "iter_0000012.wlb.json"
-    for _ in range(12):
-        step = made.next()
-        append(log, step.step, step.packing)
-    state.write_text(json.dumps(made.state()))
-    return log, state
+    files = tmp_path / "documents.log", tmp_path / "iter_0000012.wlb.json"
+    run_steps(packer(), *files, 12)
+    return files
 
 
-def test_a_clean_run(run, capsys):
-    assert main(["audit", str(run[0]), "--state", str(run[1])]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["steps"], found["clean"], found["lost"], found["doubled"]) == (12, True, 0, 0)
-    assert found["tokens"] == read(run[0])["length"].sum()
+def audit(capsys, log, state, *words):
+    code = main(["audit", str(log), "--state", str(state), *words])
+    printed = capsys.readouterr()
+    return code, json.loads(printed.out), printed.err
+
+
+def test_a_clean_run(run, tmp_path, capsys):
+    write_index(tmp_path / "data.idx", LENGTHS + 1)
+    for words in ([], ["--data-path", str(tmp_path / "data")]):
+        code, found, _ = audit(capsys, *run, *words)
+        assert (code, found["steps"], found["clean"], found["lost"], found["doubled"]) == (0, 12, True, 0, 0)
+        assert found["tokens"] == read(run[0])["length"].sum()
 
 
 def test_a_lost_document_is_found(run, capsys):
-    state = json.loads(run[1].read_text())
-    place = next(name for name, rows in state["waiting"].items() if rows)
-    state["waiting"][place].pop()
-    run[1].write_text(json.dumps(state))
-    assert main(["audit", str(run[0]), "--state", str(run[1])]) == 1
-    assert json.loads(capsys.readouterr().out)["lost"] >= 1
+    state, _ = saved.load(run[1])
+    waiting = saved.waiting(state)
+    place = next(name for name, rows in waiting.items() if len(rows))
+    header = {name: value for name, value in state.items() if name not in ("waiting", "digest")}
+    saved.save(run[1], saved.make(header, waiting | {place: waiting[place][:-1]}), job())
+    code, found, _ = audit(capsys, *run)
+    assert (code, found["lost"]) == (1, 1)
 
 
 def test_a_new_beginning_is_said(run, capsys):
-    made = packer("wlb", [np.random.default_rng(2).integers(1, 150, 300)])
-    made.begin_at(7)
-    for _ in range(3):
-        step = made.next()
-        append(run[0], step.step, step.packing, begins_anew=step.step == 7)
-    run[1].write_text(json.dumps(made.state()))
-    assert main(["audit", str(run[0]), "--state", str(run[1])]) == 0
-    printed = capsys.readouterr()
-    found = json.loads(printed.out)
-    assert (found["restarts"], found["first_step"], found["steps"], found["clean"]) == (1, 7, 3, True)
-    assert "began anew at step 7; the steps before are not judged" in printed.err
+    anew = packer()
+    anew.begin_at(7)
+    run_steps(anew, *run, 3, begins_anew=True)
+    code, found, said = audit(capsys, *run)
+    assert (code, found["restarts"], found["first_step"], found["steps"], found["clean"]) == (0, 1, 7, 3, True)
+    assert "began anew at step 7; the steps before are not judged" in said
+
+
+def damage(path):
+    path.write_text(path.read_text().replace('"step":12', '"step":11'))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda log, state: state.write_text("{"), "is not JSON"),
-        (lambda log, state: state.write_text("{}"), "is not a packer state"),
-        (lambda log, state: state.write_text("[" * 100_000), "is not JSON"),
-        (lambda log, state: _set(state, waiting={"queue0": [[1]]}), "the packer state is damaged: documents wait in"),
-        (lambda log, state: _set(state, waiting=[]), "the packer state is damaged: $.waiting"),
+        (lambda log, state: state.write_text("{"), "cannot be read as a packer state"),
+        (lambda log, state: state.write_text("{}"), "cannot be read as a packer state"),
+        (lambda log, state: damage(state), "the packer state is damaged"),
         (lambda log, state: log.write_text("x"), "is not a document log"),
         (lambda log, state: log.unlink(), "No such file"),
-        (lambda log, state: _set(state, step=13), "name an earlier state"),
-        (lambda log, state: _set(state, step=0), "name a later state"),
+        (lambda log, state: run_steps(packer(), log.with_name("other"), state, 13), "ends with step 11, .* earlier state"),
+        (lambda log, state: saved.save(state, packer().state(), job()), "no step before step 0 .* name a later state"),
     ],
 )
 def test_wrong_files_get_one_line(run, capsys, change, message):
     change(*run)
-    assert main(["audit", str(run[0]), "--state", str(run[1])]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
-def _set(path, **values):
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    assert re.search(message, refusal(capsys, "audit", str(run[0]), "--state", str(run[1])))

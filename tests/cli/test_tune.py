@@ -3,19 +3,20 @@
 import argparse
 import json
 import re
-import subprocess
-import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from megatron_wlb.adapter.arguments import add_wlb_arguments
 from megatron_wlb.cli.main import main
-from tests.cli.refusals import refusal
-from tests.cli.test_plan import ROOT, write_json
+from megatron_wlb.plan.packing import from_args
+from tests.adapter.datasets import write_index
+from tests.cli.commands import process, refusal, write_json
 
 N, C = 4, 64
 FLAGS = f"--global-batch-size {N} --seq-length {C} --wlb-crossover 30".split()
-TOLERANCES = ("balance_tolerance", "age_tolerance")
+SMALL = [*FLAGS, "--wlb-max-tokens", "72", "--steps", "60"]
 COLUMNS = {"imbalance_mean": 4, "late_steps": 3, "token_cv": 3}
 
 
@@ -29,28 +30,25 @@ def tuned(tmp_path_factory):
     """(folder, lengths, what was written)"""
     folder = tmp_path_factory.mktemp("tune")
     lengths = make_lengths()
-    source = write_json(folder, lengths)
-    picture = ["--picture", str(folder / "front.png")]
-    assert main(["tune", source, *FLAGS, "--wlb-max-tokens", "96", "--json", str(folder / "rows.json"), *picture]) == 0
+    outputs = ["--json", str(folder / "rows.json"), "--picture", str(folder / "front.png")]
+    assert main(["tune", write_json(folder, lengths), *FLAGS, "--wlb-max-tokens", "96", *outputs]) == 0
     return folder, lengths, json.loads((folder / "rows.json").read_text())
-
-
-def objectives(row):
-    return [round(row["held_out"][name], digits) for name, digits in COLUMNS.items()] + [row["max_tokens"]]
 
 
 def test_rows_are_a_sorted_front(tuned):
     rows = tuned[2]["rows"]
-    points = [objectives(row) for row in rows]
+    points = [[*(round(r["held_out"][name], digits) for name, digits in COLUMNS.items()), r["max_tokens"]] for r in rows]
     assert len(rows) > 3
     assert {row["policy"] for row in rows} == {"wlb", "adaptive"}
     assert points == sorted(points)
     for a in points:
         for b in points:
             assert a is b or any(x > y for x, y in zip(a, b, strict=True))
+    assert (tuned[0] / "front.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_held_out_numbers_are_those_of_plan(tuned, tmp_path):
+def test_numbers_are_those_of_plan(tuned, tmp_path):
+    """Of both halves, with the flags that are recommended."""
     _, lengths, written = tuned
     (_, middle), (begin, stop) = written["documents"]["fit"], written["documents"]["held_out"]
     assert 0 < middle == begin < stop <= len(lengths)
@@ -58,46 +56,23 @@ def test_held_out_numbers_are_those_of_plan(tuned, tmp_path):
         assert sum(documents) // (N * C) >= 20
         source = write_json(tmp_path, documents)
         for row in written["rows"]:
-            flags = ["--wlb-packing", row["policy"], "--wlb-max-tokens", str(row["max_tokens"])]
-            if row["policy"] == "wlb":
-                flags += ["--wlb-outlier-thresholds", ",".join(map(str, row["outlier_thresholds"]))]
-            else:
-                flags += ["--wlb-packing-mode", row["mode"], "--wlb-max-delay-steps", str(row["max_delay_steps"])]
-                for name in TOLERANCES:
-                    flags += [f"--wlb-{name.replace('_', '-')}", str(row[name])] if name in row else []
-            assert main(["plan", source, *FLAGS, *flags, "--no-flush", "--output", str(tmp_path / "plan")]) == 0
+            words = [*FLAGS, *row["flags"].split(), "--no-flush", "--output", str(tmp_path / "plan")]
+            assert main(["plan", source, *words]) == 0
             summary = json.loads((tmp_path / "plan").read_text().splitlines()[-1])["summary"]
             for name in set(summary) - {"waiting_documents", "empty_documents"}:
                 assert row[half][name] == summary[name]
 
 
 def test_flags_are_those_of_training(tuned):
-    pytest.importorskip("torch")
-    from megatron_wlb.adapter.arguments import add_wlb_arguments, config_from_args
-
     parser = add_wlb_arguments(argparse.ArgumentParser())
     for row in tuned[2]["rows"]:
-        config = config_from_args(parser.parse_args(["--wlb", *row["flags"].split()]))
-        assert (config.packing, config.max_tokens) == (row["policy"], row["max_tokens"])
+        args = parser.parse_args(["--wlb", *row["flags"].split()])
+        packing = from_args(args)
+        assert (packing.name, args.wlb_max_tokens) == (row["policy"], row["max_tokens"])
         if row["policy"] == "wlb":
-            assert config.outlier_thresholds == tuple(row["outlier_thresholds"])
+            assert packing.outlier_thresholds == tuple(row["outlier_thresholds"])
         else:
-            assert (config.packing_mode, config.max_delay_steps) == (row["mode"], row["max_delay_steps"])
-            assert [getattr(config, name) for name in TOLERANCES] == [row.get(name) for name in TOLERANCES]
-
-
-def test_tolerances_are_named_where_they_are_not_those_of_the_mode(tuned):
-    own = {"constant-tokens": (0.003, 0.008), "low-displacement": (0.015, 0.035)}
-    rows = [row for row in tuned[2]["rows"] if row["policy"] == "adaptive"]
-    assert any(name in row for row in rows for name in TOLERANCES)
-    for row in rows:
-        for name, value in zip(TOLERANCES, own[row["mode"]], strict=True):
-            assert row.get(name) != value
-            assert (f"--wlb-{name.replace('_', '-')} {row.get(name)} " in row["flags"]) == (name in row)
-
-
-def test_picture(tuned):
-    assert (tuned[0] / "front.png").read_bytes().startswith(b"\x89PNG")
+            assert packing.max_delay_steps == row["max_delay_steps"]
 
 
 def test_table_and_limit(tuned, tmp_path, capsys):
@@ -105,8 +80,7 @@ def test_table_and_limit(tuned, tmp_path, capsys):
     source = write_json(tmp_path, tuned[1])
     outputs = []
     for _ in range(2):
-        arguments = [*FLAGS, "--wlb-max-tokens", "72", "--steps", "60", "--max-late", "0.4", "--json", "-"]
-        assert main(["tune", source, *arguments]) == 0
+        assert main(["tune", source, *SMALL, "--max-late", "0.4", "--json", "-"]) == 0
         outputs.append(capsys.readouterr())
     assert outputs[0] == outputs[1]
     rows = json.loads(outputs[0].out)["rows"]
@@ -115,6 +89,16 @@ def test_table_and_limit(tuned, tmp_path, capsys):
         assert line.rstrip().endswith(row["flags"])
         assert line.split()[0] == f"{row['held_out']['imbalance_mean']:.4f}"
         assert row["held_out"]["late_steps"] <= 0.4 and row["fit"]["late_steps"] <= 0.4
+
+
+def test_the_data_of_a_run(tmp_path, capsys):
+    """Shuffled as training does: documents that are sorted in the file are tuned for like others."""
+    write_index(tmp_path / "data.idx", np.sort(make_lengths()) + 1)
+    words = [*SMALL, "--split", "1", "--data-path", str(tmp_path / "data"), "--json", "-"]
+    assert main(["tune", *words]) == 0
+    written = json.loads(capsys.readouterr().out)
+    assert all(row["held_out"]["token_cv"] < 0.1 for row in written["rows"])
+    assert min(row["held_out"]["imbalance_mean"] for row in written["rows"]) < 1.1
 
 
 def test_documents_that_never_run_do_not_flatter(tmp_path):
@@ -128,31 +112,32 @@ def test_documents_that_never_run_do_not_flatter(tmp_path):
 @pytest.mark.parametrize(
     ("lengths", "flags", "message"),
     [
-        (
-            [C] * 100,
-            [],
-            r"holds 100 documents of 6400 tokens, 12 steps in a half, .* at least 10368 tokens, about 162 ",
-        ),
-        ([C] * 1000, ["--wlb-max-tokens", "63"], "--wlb-max-tokens 63 is under --seq-length 64"),
-        ([C] * 1000, ["--steps", "39"], "must be an integer from 40"),
-        ([C] * 1000, ["--max-late", "x"], "invalid float value"),
-        ([C] * 1000, ["--picture", "front.jpg"], "must end in .png"),
-        ([C] * 1000, ["--json", "no/such/rows"], "--json no/such/rows: the folder .* does not exist"),
-        (
-            make_lengths(),
-            ["--max-late", "0", "--wlb-max-tokens", "72"],
-            "no tuning keeps --max-late 0; the fit steps reach",
-        ),
+        ([C] * 100, "", r"holds 100 documents of 6400 tokens, 12 steps in a half, .* at least 10368 tokens, about 162 "),
+        ([C] * 1000, "--wlb-max-tokens 63", "--wlb-max-tokens 63 is under --seq-length 64"),
+        ([C] * 1000, "--steps 39", "must be an integer from 40"),
+        ([C] * 1000, "--max-late x", "invalid float value"),
+        ([C] * 1000, "--picture front.jpg", "must end in .png"),
+        ([C] * 1000, "--json no/such/rows", "--json no/such/rows: the folder .* does not exist"),
     ],
 )
 def test_errors(tmp_path, capsys, lengths, flags, message):
-    assert re.search(message, refusal(capsys, "tune", write_json(tmp_path, lengths), *FLAGS, *flags))
+    assert re.search(message, refusal(capsys, "tune", write_json(tmp_path, lengths), *FLAGS, *flags.split()))
+
+
+@pytest.mark.parametrize(
+    ("summary", "message"),
+    [
+        (None, "documents wait for over half of the fit steps whatever the tuning; give more documents"),
+        (SimpleNamespace(late_steps=0.5), "no tuning keeps --max-late 0; the fit steps reach 0.500, give more than"),
+    ],
+)
+def test_nothing_to_recommend(tmp_path, capsys, monkeypatch, summary, message):
+    monkeypatch.setattr("megatron_wlb.cli.tune.run_half", lambda lengths, job: summary)
+    arguments = [write_json(tmp_path, make_lengths()), *SMALL, "--max-late", "0", "--json", str(tmp_path / "rows")]
+    assert message in refusal(capsys, "tune", *arguments)
+    assert not (tmp_path / "rows").exists()
 
 
 def test_without_torch(tmp_path):
-    code = "import sys; sys.modules['torch'] = None; from megatron_wlb.cli.main import main; sys.exit(main())"
-    arguments = ["tune", write_json(tmp_path, make_lengths()), *FLAGS, "--wlb-max-tokens", "80", "--steps", "40"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT, check=True
-    )
-    assert "--wlb-packing adaptive" in done.stdout
+    done = process("tune", write_json(tmp_path, make_lengths()), *SMALL, without=("torch",))
+    assert (done.returncode, "--wlb-packing adaptive" in done.stdout) == (0, True)
