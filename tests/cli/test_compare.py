@@ -5,17 +5,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from megatron_wlb.cli.job import layout_of
+from megatron_wlb.plan.workload import load_profile
 
 from megatron_wlb.adapter import log
 from megatron_wlb.cli import compare
 from megatron_wlb.cli.compare import LoggedStep, Scales, explicit, fit_scales, read_log, scaled, warm
-from megatron_wlb.cli.job import layout_of
 from megatron_wlb.cli.main import main
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.packing import make_policy
 from megatron_wlb.plan.step import Layout, plan_step, shard_step
 from megatron_wlb.plan.stream import DocumentStream, Source
-from megatron_wlb.plan.workload import load_profile
 from megatron_wlb.simulate import MODELS, Job, simulate_step
 
 FLAGS = "--model llama2-7b --num-layers 4".split()

@@ -35,7 +35,16 @@ def test_the_analysis_extra_plans_without_torch(tmp_path):
 
     np.save(tmp_path / "lengths.npy", np.array(make_lengths(4000)))
     for policy in ("wlb", "adaptive", "fixed", "original"):
-        run("venv/bin/megatron-wlb", "plan", "lengths.npy", *FLAGS, "--wlb-packing", policy, "--output", f"{policy}.jsonl")
+        run(
+            "venv/bin/megatron-wlb",
+            "plan",
+            "lengths.npy",
+            *FLAGS,
+            "--wlb-packing",
+            policy,
+            "--output",
+            f"{policy}.jsonl",
+        )
         header, *_, last = (tmp_path / f"{policy}.jsonl").read_text().splitlines()
         assert json.loads(header)["documents"] == 4000
         assert json.loads(last)["summary"]["waiting_documents"] == 0

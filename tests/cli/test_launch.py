@@ -49,7 +49,7 @@ def test_launch_lines(tmp_path, data, monkeypatch):
     found.append(described("--launch=-"))
     found.append(described(line.replace("\\\n", " ").split(" 2>&1")[0]))
     for _, job, blend, _ in found:
-        assert (job, blend.prefixes) == (found[0].job, [data])
+        assert (job.model, job.parallel, blend.prefixes) == (found[0].job.model, found[0].job.parallel, [data])
         assert (job.parallel.num_gpus, job.parallel.dp, job.parallel.tp, job.num_micro_batches) == (4, 2, 2, 8)
         assert (job.model.num_layers, job.model.padded_vocab_size) == (4, 256)
         assert job.model.ffn_hidden_size == 512 * 8 // 3 // 64 * 64
@@ -348,9 +348,9 @@ def test_string_options_that_are_built_up(tmp_path, data):
         ("", "torchrun x.py --data-path 0.3 $A 0.7 $B --bf16 ${C[@]:1} ${D^^}", "${C[@]:1}, ${D^^}"),
     ],
 )
-def test_variables_that_the_file_does_not_assign(before, command, names, tmp_path):
+def test_variables_that_the_file_does_not_assign(before, command, names, tmp_path, data):
     (tmp_path / "train.sh").write_text(f"{before}\n{command}\n")
-    notes = described("--launch", str(tmp_path / "train.sh"), JOB).notes
+    notes = described("--launch", str(tmp_path / "train.sh"), JOB, "--data-path", data).notes
     said = f"Flags that {names} may hold are missing here: the file does not say what is in them."
     assert [note for note in notes if note.startswith("Flags that ")] == [said] * bool(names)
 

@@ -250,9 +250,10 @@ LAYER = 2 * 4 * 64 + 2 * 64 + 2 * 4 * 64 + 4 * 4 + 2 * 2 * 256
 def test_the_memory_of_a_layout_bounds_s_max(flags, kept, source, tmp_path, capsys):
     """Of two stages the first holds two micro-batches, of two layers each."""
     model = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 128 --hidden-dropout 0.1"
-    budget = f"--pipeline-model-parallel-size 2 --wlb-max-tokens auto --wlb-memory-budget {kept * 101 / 2**30}"
-    header = read(plan(tmp_path / "plan", source, *SIZES, *f"{model} {budget} {flags}".split()))[0]
-    assert header["max_tokens"] == 101
+    budget = f"--pipeline-model-parallel-size 2 --wlb-max-tokens auto --wlb-memory-budget {kept * 1001 / 2**30}"
+    sizes = "--global-batch-size 4 --seq-length 640"
+    header = read(plan(tmp_path / "plan", source, *f"{sizes} {model} {budget} {flags}".split()))[0]
+    assert header["max_tokens"] == 1001
     assert "Assumed: 2 GPUs, one data-parallel rank" in capsys.readouterr().err
 
 

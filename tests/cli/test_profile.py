@@ -6,12 +6,12 @@ import sys
 
 import numpy as np
 import pytest
+from megatron_wlb.plan.workload import KernelTimes, ModelShape, load_profile
 
 from megatron_wlb.cli import profile
 from megatron_wlb.cli.main import main
 from megatron_wlb.plan.sharding.select import shard
-from megatron_wlb.plan.workload import KernelTimes, ModelShape, load_profile
-from tests.cli.refusals import refusal
+from tests.cli.commands import refusal
 from tests.cli.test_plan import ROOT, match
 
 MODEL = [

@@ -6,15 +6,15 @@ import re
 
 import numpy as np
 import pytest
-
 from megatron_wlb.cli.job import layout_of
+from megatron_wlb.plan.workload import document_work
+
 from megatron_wlb.cli.main import main
 from megatron_wlb.plan import pipeline, sharding
 from megatron_wlb.plan.packer import Packer
 from megatron_wlb.plan.packing import make_policy
 from megatron_wlb.plan.step import Layout, plan_step, shard_step
 from megatron_wlb.plan.stream import DocumentStream, Source
-from megatron_wlb.plan.workload import document_work
 from megatron_wlb.simulate import MODELS, Job, balanced_time, simulate_step
 
 N, C = 8, 4096
