@@ -15,6 +15,7 @@
 
 namespace py = pybind11;
 using Int64s = py::array_t<int64_t>;
+using Int32s = py::array_t<int32_t, py::array::c_style>;
 
 namespace {
 
@@ -77,6 +78,20 @@ py::tuple sharding(const wlb::Sharding& plan) {
   return py::make_tuple(plan.strategy, plan.time, segments, bounds);
 }
 
+// `times` is [count, width].
+template <typename Time>
+py::array_t<Time> makespans(const Int32s& first, const Int32s& second, const Int32s& end, const Int32s& time,
+                            size_t num_slots, const py::array_t<Time, py::array::c_style>& times) {
+  const wlb::PassGraph graph{first.data(), second.data(), end.data(),
+                             time.data(),  static_cast<size_t>(time.size()), num_slots};
+  const auto ends = [&] {
+    py::gil_scoped_release release;
+    return wlb::makespans(graph, times.data(), static_cast<size_t>(times.shape(0)),
+                          static_cast<size_t>(times.shape(1)));
+  }();
+  return py::array_t<Time>(static_cast<py::ssize_t>(ends.size()), ends.data());
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
@@ -97,27 +112,21 @@ PYBIND11_MODULE(_native, module) {
       },
       py::arg("length"), py::arg("work"), py::arg("arrival"), py::arg("step"), py::arg("credit"),
       py::arg("num_micro_batches"), py::arg("max_tokens"), py::arg("context_length"), py::arg("max_delay_steps"));
-  module.def(
-      "order",
-      [](const py::array& work, int64_t num_stages, int64_t num_chunks) {
-        const std::vector<int64_t> works = int64s(work, "work");
-        return array([&] {
-          py::gil_scoped_release release;
-          return wlb::order(works, num_stages, num_chunks);
-        }());
-      },
-      py::arg("work"), py::arg("num_stages"), py::arg("num_chunks"));
+  module.def("makespans", &makespans<double>, py::arg("first"), py::arg("second"), py::arg("end"), py::arg("time"),
+             py::arg("num_slots"), py::arg("times").noconvert());
+  module.def("makespans", &makespans<int64_t>, py::arg("first"), py::arg("second"), py::arg("end"), py::arg("time"),
+             py::arg("num_slots"), py::arg("times").noconvert());
   module.def(
       "place",
-      [](const py::array& work, int64_t dp_size, int64_t num_stages, int64_t num_chunks) {
+      [](const py::array& work, size_t dp, int64_t pp, int64_t vpp) {
         const std::vector<int64_t> works = int64s(work, "work");
         return array([&] {
                  py::gil_scoped_release release;
-                 return wlb::place(works, dp_size, num_stages, num_chunks);
+                 return wlb::place(works, dp, pp, vpp);
                }())
-            .reshape({py::ssize_t{dp_size}, py::ssize_t{-1}});
+            .reshape({static_cast<py::ssize_t>(dp), py::ssize_t{-1}});
       },
-      py::arg("work"), py::arg("dp_size"), py::arg("num_stages"), py::arg("num_chunks"));
+      py::arg("work"), py::arg("dp"), py::arg("pp"), py::arg("vpp"));
   module.def(
       "shard",
       [](const py::array& length, int64_t cp_size, const std::vector<std::string>& strategies,

@@ -1,18 +1,44 @@
-// Micro-batches over data-parallel ranks, and their order on a rank for the shortest 1F1B.
-// megatron_wlb/plan/pipeline.py is the reference; both give the same to the bit.
+// The parts of planning for pipelines that need speed: longest paths through 1F1B, and micro-batches over ranks.
+// megatron_wlb/pipeline/timeline.py and plan/placement.py are the references; both give the same to the bit.
 #pragma once
 
+#include <algorithm>
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
 namespace wlb {
 
-// Both throw std::invalid_argument, also where sums might not fit 64 bits.
+// `PassGraph` of pipeline/graph.py.
+struct PassGraph {
+  const int32_t *first, *second, *end, *time;
+  size_t size, num_slots;
+};
 
-// By rank, ascending; as many micro-batches for each of the ranks.
-std::vector<int64_t> place(const std::vector<int64_t>& work, int64_t dp_size, int64_t num_stages, int64_t num_chunks);
+// When the last pass ends, for each of `count` rows of `width` times; 64-bit integers, or doubles where they are exact.
+template <typename Time>
+std::vector<Time> makespans(const PassGraph& graph, const Time* times, size_t count, size_t width) {
+  constexpr size_t kLanes = 16;  // rows at once
+  std::vector<std::array<Time, kLanes>> needs(width), ends(graph.num_slots);
+  std::vector<Time> last(count);
+  for (size_t row = 0; row < count; row += kLanes) {
+    const size_t lanes = std::min(kLanes, count - row);
+    for (size_t k = 0; k < lanes; ++k)
+      for (size_t i = 0; i < width; ++i) needs[i][k] = times[(row + k) * width + i];
+    for (size_t i = 0; i < graph.size; ++i) {
+      const auto &first = ends[graph.first[i]], &second = ends[graph.second[i]], &need = needs[graph.time[i]];
+      std::array<Time, kLanes> end;
+      for (size_t k = 0; k < kLanes; ++k) end[k] = std::max(first[k], second[k]) + need[k];
+      ends[graph.end[i]] = end;
+    }
+    std::copy_n(ends[graph.end[graph.size - 1]].begin(), lanes, last.begin() + row);
+  }
+  return last;
+}
 
-// Of one rank's micro-batches.
-std::vector<int64_t> order(const std::vector<int64_t>& work, int64_t num_stages, int64_t num_chunks);
+// Micro-batches by rank, ascending; throws std::invalid_argument where not each rank can have as many. Work is not
+// negative, and (vpp * its size + pp) * the largest fits 64 bits.
+std::vector<int64_t> place(const std::vector<int64_t>& work, size_t dp, int64_t pp, int64_t vpp);
 
 }  // namespace wlb

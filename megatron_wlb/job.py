@@ -119,7 +119,9 @@ class Job:
             raise ValueError(
                 f"{count} micro-batches a step cannot be shared by {dp} data-parallel ranks; give a multiple of {dp}"
             )
-        if count * self.max_tokens * (self.context_length + self.crossover_tokens) >= 1 << 63:
+        # As long as every stage takes for everything, one micro-batch after the other, forward and backward.
+        passes = 3 * count * self.parallel.pp * self.parallel.vpp
+        if passes * self.max_tokens * (self.context_length + self.crossover_tokens) >= 1 << 63:
             raise ValueError(
                 f"the work of {count} micro-batches of {self.max_tokens} tokens at a crossover of "
                 f"{self.crossover_tokens} overflows 64 bits; lower one of them"

@@ -522,50 +522,36 @@ void stress_sharding(Choices& choose) {
 }
 
 // Work of so many micro-batches, up to what the predicted times allow.
-std::vector<int64_t> works(Choices& choose, int64_t count, int64_t limit) {
-  const int64_t kind = choose.between(0, 4), most = choose.of<int64_t>({0, 1, 5, 1'000'000, limit});
-  std::vector<int64_t> work;
-  for (int64_t k = 0; k < count; ++k) {
-    if (kind == 0) work.push_back(most);
-    else if (kind == 1) work.push_back(choose.one_in(20) ? limit : 0);
-    else work.push_back(choose.between(0, most));
-  }
-  return work;
-}
-
 void stress_pipeline(Choices& choose) {
-  const int64_t stages = choose.between(1, 6), chunks = choose.between(1, 3), dp_size = choose.between(1, 9);
-  const int64_t rounds = choose.between(1, 20), total = dp_size * rounds;
-  const auto partition = [](std::vector<int64_t> found, size_t size) {
-    std::sort(found.begin(), found.end());
-    std::vector<int64_t> all(size);
-    std::iota(all.begin(), all.end(), 0);
-    return found == all;
-  };
-  const int64_t place_limit = kHighest / (chunks * total + stages - 1);
-  std::vector<int64_t> work = works(choose, total, place_limit);
-  const std::vector<int64_t> rows = wlb::place(work, dp_size, stages, chunks);
-  require(partition(rows, work.size()), "every micro-batch is on a rank");
+  const int64_t pp = choose.between(1, 6), vpp = choose.between(1, 3), dp = choose.between(1, 9);
+  const int64_t rounds = choose.between(1, 20), total = dp * rounds, limit = kHighest / (vpp * total + pp);
+  const int64_t most = choose.of<int64_t>({0, 1, 5, 1'000'000, limit});
+  std::vector<int64_t> work;
+  while (work.size() < static_cast<size_t>(total)) work.push_back(choose.one_in(20) ? limit : choose.between(0, most));
+  std::vector<int64_t> rows = wlb::place(work, static_cast<size_t>(dp), pp, vpp);
   for (auto row = rows.begin(); row != rows.end(); row += rounds)
     require(std::is_sorted(row, row + rounds), "a rank's micro-batches ascend");
-  const int64_t bad_size = choose.of<int64_t>({0, -1, kLowest, kHighest, total + 1});
-  require(refuses([&] { wlb::place(work, bad_size, stages, chunks); }), "a bad dp_size is refused");
-  require(refuses([&] { wlb::place({}, 1, stages, chunks); }), "no micro-batches are refused");
-  // A single micro-batch on one stage may have any work.
-  work.back() = place_limit == kHighest ? -1 : choose.of<int64_t>({-1, kLowest, kHighest, place_limit + 1});
-  require(refuses([&] { wlb::place(work, dp_size, stages, chunks); }), "place refuses bad work");
+  std::sort(rows.begin(), rows.end());
+  for (size_t i = 0; i < rows.size(); ++i) require(rows[i] == static_cast<int64_t>(i), "a micro-batch is on one rank");
+  for (size_t bad : {size_t{0}, work.size() + 1})
+    require(refuses([&] { wlb::place(work, bad, pp, vpp); }), "a bad number of ranks is refused");
 
-  const int64_t count = choose.one_in(3) ? choose.between(1, 6) : choose.between(7, 40);
-  const int64_t order_limit = kHighest / (3 * stages * chunks * count);
-  work = works(choose, count, order_limit);
-  require(partition(wlb::order(work, stages, chunks), work.size()), "an order is a permutation");
-  for (int64_t bad : {int64_t{0}, int64_t{-1}, kLowest, kHighest}) {
-    require(refuses([&] { wlb::order(work, bad, chunks); }), "a bad number of stages is refused");
-    require(refuses([&] { wlb::order(work, stages, bad); }), "a bad number of chunks is refused");
+  // A chain of passes ends after all of them.
+  const auto width = static_cast<size_t>(choose.between(1, 40)), count = static_cast<size_t>(choose.between(1, 40));
+  std::vector<int32_t> slot(width), before(width, static_cast<int32_t>(width));
+  std::iota(slot.begin(), slot.end(), 0);
+  std::copy(slot.begin(), slot.end() - 1, before.begin() + 1);
+  const wlb::PassGraph chain{before.data(), before.data(), slot.data(), slot.data(), width, width + 1};
+  std::vector<int64_t> times(count * width);
+  for (int64_t& time : times) time = choose.between(0, 1 << 20);
+  const std::vector<int64_t> ends = wlb::makespans(chain, times.data(), count, width);
+  const std::vector<double> doubles(times.begin(), times.end());
+  const std::vector<double> same = wlb::makespans(chain, doubles.data(), count, width);
+  for (size_t k = 0; k < count; ++k) {
+    const auto row = times.begin() + static_cast<std::ptrdiff_t>(k * width);
+    require(ends[k] == std::accumulate(row, row + static_cast<std::ptrdiff_t>(width), int64_t{0}), "a chain adds up");
+    require(static_cast<double>(ends[k]) == same[k], "doubles are exact");
   }
-  require(refuses([&] { wlb::order(work, 1 << 16, 1 << 16); }), "too large a schedule is refused");
-  work.back() = choose.of<int64_t>({-1, kLowest, kHighest, order_limit + 1});
-  require(refuses([&] { wlb::order(work, stages, chunks); }), "order refuses bad work");
 }
 
 void stress(Choices& choose) {

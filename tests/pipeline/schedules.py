@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from megatron_wlb.simulate.schedule import Schedule
+from megatron_wlb.pipeline.schedule import Schedule
 
 
 @st.composite

@@ -1,11 +1,13 @@
-"""When every pass of a pipeline step begins and ends: the longest path through its graph, in one sweep."""
+"""When the passes of a pipeline step begin and end: the longest path through their graph, in one sweep."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
-from megatron_wlb.simulate.graph import graph_of
-from megatron_wlb.simulate.schedule import Schedule
+from megatron_wlb.pipeline.graph import graph_of, passes_of
+from megatron_wlb.pipeline.schedule import Schedule
+from megatron_wlb.plan import native
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,3 +71,29 @@ def run(
     end = np.array(ends)
     start = end[graph.before].max(axis=0)
     return Timeline(schedule=schedule, start=start.reshape(work.shape), end=end[graph.passes].reshape(work.shape))
+
+
+def makespans(schedule: Schedule, work: np.ndarray) -> np.ndarray:
+    """When 1F1B ends for every order of micro-batches, int64 [K], in units of the forward of one unit of work.
+
+    On every stage a micro-batch of work w needs w forward and 2w backward, and nothing between stages.
+
+    Args:
+        schedule: of the pipeline.
+        work: of the micro-batches in K orders, int64 [K, M], not negative; all of it on all stages must fit 64 bits.
+    """
+    graph = passes_of(schedule)
+    times = np.stack((work, 2 * work), axis=2).reshape(len(work), -1)
+    if native.core is not None:
+        # Doubles, which processors compare two at a time, where they are as exact.
+        exact = int(times.max()) <= (1 << 53) // len(graph.time)
+        times = times.astype(np.float64 if exact else np.int64)
+        return native.core.makespans(graph.first, graph.second, graph.end, graph.time, graph.num_slots, times).astype(
+            np.int64
+        )
+    ends = np.zeros((graph.num_slots, len(work)), np.int64)
+    times = np.ascontiguousarray(times.T)
+    for i, j in pairwise(graph.waves):
+        waiting = np.maximum(ends[graph.first[i:j]], ends[graph.second[i:j]])
+        ends[graph.end[i:j]] = waiting + times[graph.time[i:j]]
+    return ends[graph.end[-1]]

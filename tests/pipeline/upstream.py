@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel import schedules, utils
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_wlb.simulate.schedule import Schedule
+from megatron_wlb.pipeline.schedule import Schedule
 
 
 class Group:

@@ -4,7 +4,7 @@ A *node* ends at max(end of two earlier nodes) + its own time. A transfer begins
 posts and waits when is what megatron-core 0.19 does with its defaults: the plain schedule sends and receives
 synchronously; the interleaved one (`--overlap-p2p-communication`) does so while it warms up and cools down, and in
 between receives one pass ahead and waits for an output until it is sent, since it frees it then, and for a gradient
-until after the next backward. The tests compare this with upstream's own functions.
+until after the next backward. The tests compare this with upstream's own functions. `passes_of` leaves transfers out.
 """
 
 from collections import deque
@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from megatron_wlb.simulate.schedule import Schedule
+from megatron_wlb.pipeline.schedule import Schedule
 
 NONE = -1
 """No node: the beginning of the step."""
@@ -58,6 +58,49 @@ def graph_of(schedule: Schedule) -> Graph:
     passes = place[:num]
     return Graph(
         nodes=nodes, first=before[0].tolist(), second=before[1].tolist(), passes=passes, before=before[:, passes - 1]
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassGraph:
+    """Passes alone, each after the one before it on its stage and the one that sends to it; the last ends last.
+
+    Arrays are int32 [passes], in an order in which every pass comes after those it waits for. Ends are kept in slots,
+    which later passes take over.
+    """
+
+    first: np.ndarray
+    second: np.ndarray
+    """Slots of the ends that a pass waits for; the last slot is the beginning of the step."""
+    end: np.ndarray
+    """Slot of its own end."""
+    time: np.ndarray
+    """Which time it takes: 2 * micro-batch + backward."""
+    num_slots: int
+    waves: list[int]
+    """Where passes begin that wait for none of each other, and the number of passes."""
+
+
+@lru_cache(maxsize=64)
+def passes_of(schedule: Schedule) -> PassGraph:
+    """The graph of a schedule whose transfers take no time and hold up nobody."""
+    chains = _chains(schedule)
+    num = chains.ids.size
+    sender, place = np.full(num, NONE), np.full(num + 1, NONE)
+    sender[chains.receivers] = chains.senders
+    order = np.argsort(chains.keys, kind="stable")
+    place[order] = np.arange(num)
+    waits = place[np.stack((sender[order], chains.before[order]))]  # [2, passes]
+    reach = int((np.arange(num) - waits).max(where=waits != NONE, initial=0)) + 1
+    slots = np.where(waits == NONE, reach, waits % reach).astype(np.int32)
+    backward, micro_batch = order // chains.ids[0].size, order % schedule.num_micro_batches
+    return PassGraph(
+        first=slots[0],
+        second=slots[1],
+        end=(np.arange(num) % reach).astype(np.int32),
+        time=(2 * micro_batch + backward).astype(np.int32),
+        num_slots=reach + 1,
+        waves=[*np.flatnonzero(np.diff(chains.keys[order], prepend=-1)).tolist(), num],
     )
 
 

@@ -1,0 +1,156 @@
+"""Micro-batches over data-parallel ranks, and their order there, by work and 1F1B; the same on every rank."""
+
+import functools
+import itertools
+
+import numpy as np
+
+from megatron_wlb.job import Job
+from megatron_wlb.pipeline.schedule import schedule_of
+from megatron_wlb.pipeline.timeline import makespans
+from megatron_wlb.plan import native
+
+EXHAUSTIVE = 6
+"""Up to so many micro-batches, `order` tries all orders."""
+ROUNDS, TRIES = 4, 64
+"""Of local search in `order` beyond that, and orders per round."""
+
+
+def place(work: np.ndarray, job: Job) -> np.ndarray:
+    """Which micro-batches each data-parallel rank runs, ascending: int64 [dp, N / dp].
+
+    Total and largest work of the ranks come out alike: the greatest `rank_cost` is made small, from a start that deals
+    micro-batches out in descending work, back and forth over the ranks, by swapping a micro-batch of the costliest rank
+    for one of the cheapest other rank with which both cost less than that by 1/8192. Round-robin, as Megatron's own
+    sampler does, where the job keeps its order.
+
+    Args:
+        work: of all N micro-batches, int64 [N].
+        job: the layout, and whether micro-batches change places.
+    """
+    parallel = job.parallel
+    if not job.reorders:
+        return np.arange(len(work)).reshape(-1, parallel.dp).T
+    if native.core is not None:
+        return native.core.place(work, parallel.dp, parallel.pp, parallel.vpp)
+    rounds = np.argsort(-work, kind="stable").reshape(-1, parallel.dp)
+    rounds[1::2] = rounds[1::2, ::-1]
+    rows = np.ascontiguousarray(rounds.T)
+    while _swap(rows, work[rows], job):
+        pass
+    return np.sort(rows, axis=1)
+
+
+def rank_cost(work: np.ndarray, job: Job) -> np.ndarray:
+    """About the time of 1F1B on micro-batches of `work` (int64 [..., M]) on one rank, int64 [...].
+
+    Every stage computes all of them, and waits in warm-up and cool-down for the others: (P - 1) / V of the largest.
+    """
+    return _cost(work.sum(axis=-1), work.max(axis=-1), job)
+
+
+def _cost(total: np.ndarray, largest: np.ndarray, job: Job) -> np.ndarray:
+    return job.parallel.vpp * total + (job.parallel.pp - 1) * largest
+
+
+def _swap(rows: np.ndarray, work: np.ndarray, job: Job) -> bool:
+    """Swap in `rows` (int64 [dp, M]) what makes the costliest rank cheaper, and say whether there was anything."""
+    cost, totals = rank_cost(work, job), work.sum(axis=1)
+    worst = int(cost.argmax())
+    limit = cost[worst] - (cost[worst] >> 13)
+    # The largest of a rank without each of its micro-batches.
+    ordered = np.pad(np.sort(work, axis=1), ((0, 0), (1, 0)))
+    others = np.repeat(ordered[:, -1:], work.shape[1], axis=1)
+    np.put_along_axis(others, work.argmax(axis=1)[:, None], ordered[:, -2:-1], axis=1)
+    mine, my_others = work[worst][:, None], others[worst][:, None]
+    for rank in np.argsort(cost, kind="stable").tolist():
+        if cost[rank] >= limit:
+            return False
+        moved = work[rank] - mine
+        then = np.maximum(
+            _cost(totals[worst] + moved, np.maximum(my_others, work[rank]), job),
+            _cost(totals[rank] - moved, np.maximum(others[rank], mine), job),
+        )
+        best = int(then.argmin())
+        if then.flat[best] < limit:
+            i, j = divmod(best, work.shape[1])
+            rows[worst, i], rows[rank, j] = rows[rank, j], rows[worst, i]
+            return True
+    return False
+
+
+def order(work: np.ndarray, job: Job) -> np.ndarray:
+    """The order of a rank's micro-batches with the shortest makespan that was found: int64 [M], a permutation.
+
+    A function of the arguments alone, in integers, so that all stages of a pipeline find the same. All orders are tried
+    for up to `EXHAUSTIVE` micro-batches, and the first in lexicographic order wins. For more, the best of some shapes
+    with the small ones at the ends (`_shapes`), improved by `ROUNDS` rounds of `TRIES` swaps and moves each. Never
+    worse than the given order, which a job of one stage keeps: there all take equally long.
+
+    Args:
+        work: of the rank's micro-batches, int64 [M].
+        job: the pipeline, and whether micro-batches change places.
+
+    Raises:
+        ValueError: more model chunks than upstream runs with so few micro-batches.
+    """
+    count = len(work)
+    if job.parallel.pp == 1 or not job.reorders:
+        return np.arange(count)
+    schedule = schedule_of(job, count)
+
+    def best_of(orders: np.ndarray) -> tuple[int, np.ndarray]:
+        times = makespans(schedule, work[orders])
+        return times.min(), orders[times.argmin()]
+
+    if count <= EXHAUSTIVE:
+        return best_of(_permutations(count))[1].copy()
+    time, best = best_of(np.concatenate((np.arange(count)[None], np.argsort(work, kind="stable")[_shapes(count)])))
+    for moves in _moves(count):
+        least, moved = best_of(best[moves])
+        if least < time:
+            time, best = least, moved
+    return best
+
+
+@functools.lru_cache(maxsize=16)
+def _permutations(count: int) -> np.ndarray:
+    """All orders of `count` micro-batches in lexicographic order, int64 [count!, count]."""
+    return np.array(list(itertools.permutations(range(count))), np.int64)
+
+
+@functools.lru_cache(maxsize=16)
+def _shapes(count: int) -> np.ndarray:
+    """Orders of micro-batches by rank in work that go up from small to large and down again, int64 [shapes, count].
+
+    They differ in how many go up or down, and whether these are the smallest or taken evenly from all. Counted without
+    floating point, which need not round alike on all machines of a pipeline.
+    """
+    rank = np.arange(count)
+    shapes, few = [], 0
+    while few <= count:
+        smallest, even = rank < few, np.zeros(count, bool)
+        even[rank[:few] * count // max(few, 1)] = True
+        shapes += [np.concatenate((rank[~down], rank[down][::-1])) for down in (smallest, ~smallest, even, ~even)]
+        few += max(1, few // 4)
+    return np.array(shapes)
+
+
+@functools.lru_cache(maxsize=16)
+def _moves(count: int) -> tuple[np.ndarray, ...]:
+    """`ROUNDS` sets of up to `TRIES` changes of an order, int64 [changes, count]: two swap places, or one moves."""
+    pairs = itertools.permutations(range(count), 2)
+    changes = [(i, j, swap) for i, j in pairs for swap in ((False, True) if i < j else (False,))]
+
+    def changed(i: int, j: int, swap: bool) -> list[int]:
+        order = list(range(count))
+        if swap:
+            order[i], order[j] = j, i
+        else:
+            order.insert(j, order.pop(i))
+        return order
+
+    # Spread over all of them, and on from there in the next round.
+    stride = -(-len(changes) // TRIES)
+    starts = [k * stride // ROUNDS % stride for k in range(ROUNDS)]
+    return tuple(np.array([changed(*change) for change in changes[start::stride]]) for start in starts)

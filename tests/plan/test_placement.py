@@ -1,0 +1,203 @@
+"""Micro-batches over data-parallel ranks and their order there: bounds, optima of small cases, both cores alike."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_wlb.pipeline.schedule import schedule_of
+from megatron_wlb.pipeline.timeline import makespans
+from megatron_wlb.plan import native
+from megatron_wlb.plan.packing.original import OriginalPacking
+from megatron_wlb.plan.placement import order, place, rank_cost
+from tests.jobs import job
+
+LARGEST = 2**63 - 1
+WORKS = {
+    "all equal": [7] * 8,
+    "zeros": [0] * 8,
+    "one giant": [1, 2, 3, 10**15, 4, 5, 6, 7],
+    "one other than zero": [0, 0, 0, 0, 0, 5, 0, 0],
+    "two kinds": [1, 9, 1, 9, 1, 9, 1, 9],
+    "descending": [80, 70, 60, 50, 40, 30, 20, 10],
+}
+
+
+def job_of(work, dp=1, pp=1, vpp=1, **changes):
+    return job(num_micro_batches=len(work), dp=dp, pp=pp, vpp=vpp, **changes)
+
+
+def works(count, largest):
+    """Work of `count` micro-batches, often with ties and far outliers."""
+    item = st.one_of(st.integers(0, 5), st.integers(0, 1000), st.integers(0, largest), st.just(largest))
+    return st.lists(item, min_size=count, max_size=count).map(lambda items: np.array(items, np.int64))
+
+
+def both(call, *arguments):
+    """What both cores give, which is the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        fast = call(*arguments)
+        patch.setattr(native, "core", None)
+        slow = call(*arguments)
+    assert fast.dtype == np.int64
+    np.testing.assert_array_equal(fast, slow, strict=True)
+    return fast
+
+
+def snake(work, dp):
+    """Descending work, dealt back and forth."""
+    rounds = np.argsort(-work, kind="stable").reshape(-1, dp)
+    return np.array([row[::-1] if k % 2 else row for k, row in enumerate(rounds)]).T
+
+
+def greatest_cost(work, ranks, pp, vpp=1):
+    """In Python's integers."""
+    return max(vpp * sum(rank) + (pp - 1) * max(rank) for rank in ([int(work[i]) for i in row] for row in ranks))
+
+
+def ending(work, orders, given):
+    return makespans(schedule_of(given, len(work)), work[np.atleast_2d(orders)])
+
+
+@given(dp=st.integers(1, 9), rounds=st.integers(1, 9), pp=st.integers(1, 9), vpp=st.integers(1, 4), data=st.data())
+def test_placement_is_a_partition_never_worse_than_dealing(dp, rounds, pp, vpp, data):
+    work = data.draw(works(dp * rounds, LARGEST // (vpp * dp * rounds + pp)))
+    given = job_of(work, dp, pp, vpp)
+    placement = both(place, work, given)
+    assert placement.shape == (dp, rounds)
+    assert sorted(placement.ravel()) == list(range(len(work)))
+    assert (np.diff(placement, axis=1) > 0).all()
+    cost = greatest_cost(work, placement, pp, vpp)
+    assert cost == rank_cost(work[placement], given).max()
+    assert cost <= greatest_cost(work, snake(work, dp), pp, vpp)
+
+
+@given(pp=st.integers(1, 4), rounds=st.integers(1, 3), data=st.data())
+def test_placement_is_the_best_for_two_ranks_of_up_to_three(pp, rounds, data):
+    work = data.draw(works(2 * rounds, 1000))
+    everything = set(range(len(work)))
+    best = min(
+        greatest_cost(work, (ours, everything - set(ours)), pp) for ours in itertools.combinations(everything, rounds)
+    )
+    assert greatest_cost(work, place(work, job_of(work, 2, pp)), pp) == best
+
+
+@pytest.mark.parametrize("name", WORKS)
+@pytest.mark.parametrize("dp", [1, 2, 4, 8])
+def test_placement_of_extremes(name, dp):
+    work = np.array(WORKS[name])
+    placement = both(place, work, job_of(work, dp, 4))
+    assert sorted(placement.ravel()) == list(range(8))
+    if name == "one giant" and dp > 1:
+        # Its rank has the least of the others, or what is as good: none costs more.
+        least = sum(sorted(WORKS[name])[: 8 // dp - 1])
+        assert greatest_cost(work, placement, 4) - 4 * 10**15 - least in range(4 * 10**15 >> 13)
+
+
+def test_placement_by_hand(core):
+    # Dealt to ranks 0 1 | 1 0 | 0 1 this is 100 40 30 and 60 50 20; the 40 for the 20 makes both 150.
+    work = np.array([100, 60, 50, 40, 30, 20])
+    assert place(work, job_of(work, 2)).tolist() == [[0, 4, 5], [1, 2, 3]]
+    # Sums are alike, largest are not: in a pipeline the 6 stands by the 1s.
+    work = np.array([6, 5, 4, 3, 1, 1])
+    assert place(work, job_of(work, 2, 8)).tolist() == [[0, 4, 5], [1, 2, 3]]
+
+
+@pytest.mark.parametrize("changes", [{"reorder": False}, {"packing": OriginalPacking()}])
+def test_a_job_that_keeps_its_order_is_placed_round_robin(changes):
+    work = np.array([9, 1, 8, 2, 7, 3])
+    given = job_of(work, 2, 4, **changes)
+    assert place(work, given).tolist() == [[0, 2, 4], [1, 3, 5]]
+    assert order(work[:3], given).tolist() == [0, 1, 2]
+
+
+@given(count=st.integers(1, 20), pp=st.integers(1, 9), vpp=st.integers(1, 4), data=st.data())
+def test_order_is_a_permutation_never_worse_than_the_given(count, pp, vpp, data):
+    vpp = 1 if pp == 1 or count < pp else vpp
+    limit = LARGEST // (3 * pp * vpp * count)
+    work = data.draw(works(count, data.draw(st.sampled_from([1000, 2**53 // (3 * pp * vpp * count), limit]))))
+    given = job_of(work, pp=pp, vpp=vpp)
+    best = both(order, work, given)
+    assert sorted(best) == list(range(count))
+    if pp == 1:
+        assert best.tolist() == list(range(count)), "all take equally long"
+        return
+    before, time = ending(work, [np.arange(count), best], given)
+    assert time <= before
+    if vpp == 1 and count > 1:
+        # The last stage waits for the first forward, computes everything, and the first waits for the last backward.
+        least, next_least = np.sort(work)[:2].tolist()
+        assert time >= 3 * sum(work.tolist()) + (pp - 1) * (next_least + 2 * least)
+
+
+@pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (4, 1), (8, 1), (2, 2), (4, 2)])
+def test_order_is_the_best_of_few_and_close_to_it_of_many(pp, vpp):
+    rng = np.random.default_rng(1)
+    for count, spread, within in ((1, 1.0, 1), (4, 1.0, 1), (6, 1.0, 1), (8, 0.5, 1.01)):
+        if vpp > 1 and count < pp:
+            continue
+        permutations = np.array(list(itertools.permutations(range(count))))
+        for work in rng.lognormal(5, spread, (3, count)).astype(np.int64):
+            given = job_of(work, pp=pp, vpp=vpp)
+            best = ending(work, permutations, given).min()
+            assert ending(work, order(work, given), given)[0] <= within * best
+
+
+@pytest.mark.parametrize("name", WORKS)
+@pytest.mark.parametrize("count", [4, 8])
+def test_order_of_extremes(name, count):
+    work = np.array(WORKS[name])[:count]
+    given = job_of(work, pp=4)
+    best = both(order, work, given)
+    assert sorted(best) == list(range(count))
+    if len(set(work.tolist())) == 1:
+        assert best.tolist() == list(range(count)), "nothing to gain: the given order"
+    if name == "descending":
+        before, time = ending(work, [np.arange(count), best], given)
+        assert time < before
+
+
+@pytest.mark.parametrize("spread", [0.05, 1.0, 3.0])
+@pytest.mark.parametrize(
+    ("total", "dp", "pp", "vpp"), [(64, 1, 4, 1), (64, 1, 8, 2), (66, 2, 5, 3), (200, 2, 3, 1), (2048, 64, 16, 4)]
+)
+def test_both_cores_are_alike_at_scale_and_at_the_largest_work(total, dp, pp, vpp, spread):
+    work = np.random.default_rng(4).lognormal(20, spread, total).astype(np.int64)
+    given = job_of(work, dp, pp, vpp)
+    both(order, work[both(place, work, given)[0]], given)
+    large = work * (LARGEST // (3 * pp * vpp * total) // work.max())
+    both(order, large[both(place, large, given)[-1]], given)
+
+
+def test_work_near_the_limit_does_not_overflow(core):
+    """What a job allows at most is placed and ordered as small work of the same shares."""
+    shares = np.array([8, 1, 4, 0, 2, 8])
+    given = job_of(shares, 3, 3, 2)
+    large = shares * (LARGEST // (3 * 3 * 2 * 6) // 8)
+    np.testing.assert_array_equal(place(large, given), place(shares, given))
+    np.testing.assert_array_equal(order(large, given), order(shares, given))
+
+
+def test_a_job_whose_times_overflow_is_refused():
+    sizes = {"context_length": 1 << 26, "max_tokens": 1 << 26, "pp": 16, "vpp": 4}
+    job(num_micro_batches=4, **sizes)
+    with pytest.raises(ValueError, match="the work of 16 micro-batches of 67108864 tokens .* overflows 64 bits"):
+        job(num_micro_batches=16, **sizes)
+
+
+def test_strided_work_is_read_as_it_is():
+    work = np.random.default_rng(5).integers(0, 100, (12, 2))[:, 1]
+    both(order, work, job_of(work, pp=4))
+    both(place, work, job_of(work, 3, 4))
+
+
+def test_micro_batches_that_ranks_cannot_share_are_refused(core):
+    with pytest.raises(ValueError, match="reshape|cannot be shared by 4 data-parallel ranks"):
+        place(np.ones(3, np.int64), job(dp=4))
+
+
+def test_more_chunks_than_upstream_runs_are_refused():
+    with pytest.raises(ValueError, match="groups of 4 micro-batches"):
+        order(np.ones(3, np.int64), job(pp=4, vpp=2))
