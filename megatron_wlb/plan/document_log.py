@@ -26,25 +26,20 @@ ENTRY = np.dtype(
         ("index", "<i8"),  # place in the stream
         ("dataset", "<i4"),
         ("document", "<i8"),
-        ("offset", "<i8"),  # first trained pair within the document
+        ("offset", "<i8"),  # first trained token within the document
         ("length", "<i4"),
     ]
 )
 
 BEGINS_ANEW = -1
-
-MAX_STEP_BYTES = 256 << 20
-"""Of a step unpacked, 6 million documents: far above any, so that a few hostile bytes do not fill the memory."""
-
-_MOST = 1 << 53
 _BEGIN = b"\x1f\x8b\x08" + bytes(5)
-"""Of a gzip member without a time."""
+"""The first bytes of a gzip member without a time."""
 
 
 def append(path: str | os.PathLike[str], step: int, packing: Packing, *, begins_anew: bool = False) -> None:
     """Append the micro-batches of a step, all or nothing; `begins_anew` where its data is the beginning of the stream.
 
-    Raises OSError, as `files.append`, and ValueError for a step that is too large to be read again.
+    Raises OSError, as `files.append`.
     """
     rows = np.empty(len(packing.documents), ENTRY)
     rows["step"] = step
@@ -57,118 +52,59 @@ def append(path: str | os.PathLike[str], step: int, packing: Packing, *, begins_
         rows = np.concatenate((mark, rows))
     buffer = io.BytesIO()
     np.save(buffer, rows)
-    if buffer.tell() > MAX_STEP_BYTES:
-        raise ValueError(
-            f"step {step} has {len(rows)} documents, {buffer.tell()} bytes where --wlb-document-log takes "
-            f"{MAX_STEP_BYTES}; train without it"
-        )
     files.append(path, gzip.compress(buffer.getvalue(), mtime=0), "--wlb-document-log")
 
 
 def mend(path: str | os.PathLike[str]) -> int:
     """Cut off what a crash left half written at the end; returns the number of bytes. A missing file is fine.
 
-    Reads no more than the last whole step and what follows it; `read` looks at the others. Raises ValueError for a file
-    that is not a document log, or has no whole step before what a crash may leave.
+    Reads no more than the last two steps. Raises ValueError for a file that is not a document log, or is damaged before
+    its last step.
     """
-    if not Path(path).exists():
+    if not Path(path).exists() or (Path(path).is_file() and not Path(path).stat().st_size):
         return 0
     if not Path(path).is_file():
         raise ValueError(f"{path} is not a document log but a folder, pipe or device; name another file")
     with open(path, "r+b") as file:
-        size = os.fstat(file.fileno()).st_size
-        if not size:
-            return 0
-        begin = _last_begin(file, size)
-        end = _end(file, begin)
-        if begin and not end:  # half written, so the one before it is the last whole step
+        begin = size = os.fstat(file.fileno()).st_size
+        for _ in range(2):
             begin = _last_begin(file, begin)
-            end = _end(file, begin)
-        if not begin and not end:
-            raise ValueError(f"{path} is not a document log: it does not begin with a whole step; name another file")
-        if not end or _last_begin(file, size) > end:
-            raise ValueError(
-                f"{path} is damaged at byte {end or begin}, before its last step; restore it, or name another file"
-            )
-        file.truncate(end)
-    return size - end
+            file.seek(begin)
+            for _, end in _steps(file):
+                file.truncate(end)
+                return size - end
+    raise ValueError(f"{path} is not a document log, or is damaged before its last step; name another file")
 
 
 def read(path: str | os.PathLike[str]) -> np.ndarray:
     """ENTRY [n] of the whole run, marks of a new beginning too, in order of steps; of a step that ran again, the last.
 
-    Raises ValueError for a file that is damaged before its last step, or larger than the memory.
+    Raises ValueError for a file that is not a document log, or is damaged before its last step.
     """
     steps: dict[int, np.ndarray] = {}
-    room = _memory_bytes() // 4  # what is made of the rows takes several times as much
+    end = 0
     with open(path, "rb") as file:
-        end = 0
-        for rows, member_end in _members(file):
-            end = member_end
-            room -= rows.nbytes
-            if room < 0:
-                raise ValueError(
-                    f"{path} unpacks to over a quarter of {_memory_bytes()} bytes of memory; audit it on a larger one"
-                )
-            if len(rows):
-                steps[int(rows["step"][0])] = rows
+        for rows, end in _steps(file):
+            steps[int(rows["step"][0])] = rows
         if not steps or _last_begin(file, os.fstat(file.fileno()).st_size) > end:  # more than one step is cut off
             raise ValueError(f"{path} is not a document log, or it is damaged at byte {end}; restore it")
     return np.concatenate([steps[step] for step in sorted(steps)])
 
 
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _members(file: BinaryIO) -> Iterator[tuple[np.ndarray, int]]:
-    """Every whole step of a log, and where it ends; up to the first that is none."""
+def _steps(file: BinaryIO) -> Iterator[tuple[np.ndarray, int]]:
+    """Every whole step from where the file is, and where it ends; up to the first that is none."""
     while True:
-        unpack = zlib.decompressobj(wbits=31)
-        data = bytearray()
+        unpack, data = zlib.decompressobj(wbits=31), b""
         try:
-            while not unpack.eof:
-                block = unpack.unconsumed_tail or file.read(1 << 20)
-                if not block:
-                    return
-                # Bounded, since a few bytes may stand for thousands.
-                data += unpack.decompress(block, MAX_STEP_BYTES + 1 - len(data))
-                if len(data) > MAX_STEP_BYTES:
-                    return
-        except zlib.error:
+            while not unpack.eof and (block := file.read(1 << 16)):
+                data += unpack.decompress(block)
+            rows = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+        except (zlib.error, ValueError):
             return
-        rows = _rows(data)
-        if rows is None:
+        if not unpack.eof or rows.dtype != ENTRY or not rows.size:
             return
         file.seek(-len(unpack.unused_data), os.SEEK_CUR)
         yield rows, file.tell()
-
-
-def _end(file: BinaryIO, begin: int) -> int:
-    """Where the whole steps from byte `begin` on end, 0 if there is none."""
-    file.seek(begin)
-    return max((end for _, end in _members(file)), default=0)
-
-
-def _rows(data: bytearray) -> np.ndarray | None:
-    """The array of a step, None for anything that `append` does not write. `numpy.load` would believe the header."""
-    start = 10 + int.from_bytes(data[8:10], "little")
-    count = max(0, len(data) - start) // ENTRY.itemsize
-    header = f"{{'descr': {ENTRY.descr!r}, 'fortran_order': False, 'shape': ({count},), }}"
-    # Versions of NumPy pad differently.
-    if data[:8] != b"\x93NUMPY\x01\x00" or bytes(data[10:start]).rstrip() != header.encode():
-        return None
-    if len(data) != start + count * ENTRY.itemsize:
-        return None
-    rows = np.frombuffer(data, ENTRY, count, start) if count else np.empty(0, ENTRY)
-    marks = rows["micro_batch"] == BEGINS_ANEW
-    if count and ((rows["step"] != rows["step"][0]).any() or marks[1:].any() or marks.all()):
-        return None
-    for name in ENTRY.names or ():
-        least = BEGINS_ANEW if name == "micro_batch" else 0
-        if count and not least <= rows[name].min() <= rows[name].max() <= _MOST:
-            return None
-    return rows
 
 
 def _last_begin(file: BinaryIO, stop: int) -> int:
@@ -196,9 +132,9 @@ class Audit:
     """Steps between the first and the last that are not in the log."""
     tokens: int
     documents: int
-    """Trained, wholly or in part."""
+    """Documents trained, wholly or in part."""
     doubled: int
-    """Trained pairs that had been trained before in the same pass over the data."""
+    """Tokens that had been trained before in the same pass over the data."""
     lost: int
     """Places at which something between the first and the last piece was neither trained nor waits."""
     out_of_turn: int
@@ -209,7 +145,9 @@ class Audit:
         return not (self.missing_steps or self.doubled or self.lost or self.out_of_turn)
 
 
-def audit(entries: np.ndarray, waiting: np.ndarray, position: int, pairs: Sequence[np.ndarray] | None = None) -> Audit:
+def audit(
+    entries: np.ndarray, waiting: np.ndarray, position: int, lengths: Sequence[np.ndarray] | None = None
+) -> Audit:
     """Check that what was trained and what waits make up the stream: every piece once, every document whole.
 
     Where the data began anew, the steps before belong to another stream, of which nobody knows what waited; so these
@@ -218,8 +156,8 @@ def audit(entries: np.ndarray, waiting: np.ndarray, position: int, pairs: Sequen
     Args:
         entries: ENTRY [n], what `read` gave of a log that begins with the run.
         waiting: DOCUMENT [m], what waits after the last step (of the packer state).
-        position: pairs that the stream had given by then (of the packer state).
-        pairs: trained pairs of every document, by dataset of the blend; without, the end of a document is not checked.
+        position: tokens that the stream had given by then (of the packer state).
+        lengths: of every document, by dataset of the blend; without, the end of a document is not checked.
     """
     marks = entries["micro_batch"] == BEGINS_ANEW
     first_step = int(entries["step"][marks][-1] if marks.any() else entries["step"].min())
@@ -231,15 +169,15 @@ def audit(entries: np.ndarray, waiting: np.ndarray, position: int, pairs: Sequen
     before, after = rows[:-1], rows[1:]
     same = (before["dataset"] == after["dataset"]) & (before["document"] == after["document"])
     same &= (after["offset"] > 0) | (before["index"] == after["index"])
-    step = np.where(same, after["offset"] - stops[:-1], after["offset"])  # past the pair that must come next
+    step = np.where(same, after["offset"] - stops[:-1], after["offset"])  # past the token that must come next
     jump = after["index"] - before["index"]
     lost = int(((jump > 1) | (step > 0)).sum()) + int(rows["index"][0] > 0 or rows["offset"][0] > 0)
     lost += int(rows["length"].sum() != position)
     begins = np.concatenate(([True], ~same))
-    if pairs is not None:
-        _check_datasets(rows, pairs)
+    if lengths is not None:
+        _check_datasets(rows, lengths)
         ends = rows[np.append(~same, False)]  # the last document may not have come to its end
-        for dataset, known in enumerate(pairs):
+        for dataset, known in enumerate(lengths):
             here = ends[ends["dataset"] == dataset]
             lost += int((here["offset"] + here["length"] < known[here["document"]]).sum())
     steps = np.unique(entries["step"])
@@ -256,15 +194,15 @@ def audit(entries: np.ndarray, waiting: np.ndarray, position: int, pairs: Sequen
     )
 
 
-def _check_datasets(rows: np.ndarray, pairs: Sequence[np.ndarray]) -> None:
+def _check_datasets(rows: np.ndarray, lengths: Sequence[np.ndarray]) -> None:
     """Raises ValueError for documents that the datasets have not."""
-    sizes = np.array([len(each) for each in pairs], np.int64)
-    unknown = rows["dataset"] >= len(pairs)
+    sizes = np.array([len(each) for each in lengths], np.int64)
+    unknown = rows["dataset"] >= len(lengths)
     unknown[~unknown] = rows["document"][~unknown] >= sizes[rows["dataset"][~unknown]]
     if unknown.any():
         row = rows[unknown.argmax()]
         raise ValueError(
-            f"document {row['document']} of dataset {row['dataset']} was trained or waits, and {len(pairs)} datasets"
+            f"document {row['document']} of dataset {row['dataset']} was trained or waits, and {len(lengths)} datasets"
             f" have {sizes.tolist()} documents; give --data-path the datasets of the run"
         )
 
