@@ -67,11 +67,11 @@ def mend(path: str | os.PathLike[str]) -> int:
         raise ValueError(f"{path} is not a document log but a folder, pipe or device; name another file")
     with open(path, "r+b") as file:
         begin = size = os.fstat(file.fileno()).st_size
-        for _ in range(2):
+        for _ in range(2):  # the last step, or the one before it, is whole
             begin = _last_begin(file, begin)
             file.seek(begin)
-            for _, end in _steps(file):
-                file.truncate(end)
+            if steps := list(_steps(file)):
+                file.truncate(end := steps[-1][1])
                 return size - end
     raise ValueError(f"{path} is not a document log, or is damaged before its last step; name another file")
 
@@ -81,13 +81,12 @@ def read(path: str | os.PathLike[str]) -> np.ndarray:
 
     Raises ValueError for a file that is not a document log, or is damaged before its last step.
     """
-    steps: dict[int, np.ndarray] = {}
-    end = 0
     with open(path, "rb") as file:
-        for rows, end in _steps(file):
-            steps[int(rows["step"][0])] = rows
-        if not steps or _last_begin(file, os.fstat(file.fileno()).st_size) > end:  # more than one step is cut off
+        found = list(_steps(file))
+        end = found[-1][1] if found else 0
+        if not found or _last_begin(file, os.fstat(file.fileno()).st_size) > end:  # more than one step is cut off
             raise ValueError(f"{path} is not a document log, or it is damaged at byte {end}; restore it")
+    steps = {int(rows["step"][0]): rows for rows, _ in found}
     return np.concatenate([steps[step] for step in sorted(steps)])
 
 

@@ -24,7 +24,7 @@ MAX_BYTES = 256 << 20
 def make(header: dict[str, Any], waiting: dict[str, np.ndarray]) -> dict[str, Any]:
     """The state that `header` and the documents that wait (DOCUMENT arrays by place) make up, as JSON types."""
     state = {"format": FORMAT, "version": VERSION, **header}
-    state["waiting"] = {place: rows.tolist() for place, rows in waiting.items()}
+    state["waiting"] = {place: [list(row) for row in rows.tolist()] for place, rows in waiting.items()}
     return state | {"digest": _digest(state)}
 
 

@@ -1,0 +1,98 @@
+"""The state of a packer in a file: whole or not at all, and refused where anything has happened to it."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_wlb.job import Job
+from megatron_wlb.plan import state
+from megatron_wlb.plan.packer import make_packer
+from megatron_wlb.plan.stream import DocumentStream, Source
+from tests.jobs import job
+
+JOB = job()
+
+
+def packer():
+    lengths = np.random.default_rng(0).integers(0, 150, 300)
+    return make_packer(DocumentStream([Source(lengths=lengths)], seed=1, context_length=64), JOB)
+
+
+RUNNING = packer()
+STATE = [RUNNING.next() for _ in range(5)][-1].state
+
+
+@pytest.fixture
+def path(tmp_path):
+    state.save(tmp_path / "folder" / "state.json", STATE, JOB)
+    return tmp_path / "folder" / "state.json"
+
+
+def test_what_is_saved_is_loaded(path):
+    loaded, described = state.load(path)
+    assert loaded == STATE
+    assert Job.from_json(described) == JOB
+    assert os.listdir(path.parent) == [path.name]
+
+
+@given(st.data())
+def test_a_state_that_was_changed_is_refused_and_changes_nothing(data):
+    changed = json.loads(json.dumps(STATE))
+    nodes = [changed, changed["stream"], changed["waiting"], *changed["waiting"].values()]
+    node = data.draw(st.sampled_from([n for n in nodes if n]))
+    key = data.draw(st.sampled_from(list(node) if isinstance(node, dict) else range(len(node))))
+    if data.draw(st.booleans()):
+        del node[key]
+    else:
+        node[key] = data.draw(st.sampled_from([1.5, "7", [[]], 1 << 70]))
+    running = packer()
+    before = running.state()
+    with pytest.raises(ValueError, match="resume|give the"):
+        running.load_state(changed)
+    assert running.state() == before
+
+
+@pytest.mark.parametrize("value", [None, 3, [], {}, {"format": "other"}])
+def test_what_is_no_state_is_refused(value):
+    with pytest.raises(ValueError, match="this is not a packer state"):
+        state.check(value)
+
+
+def test_a_state_of_another_version_names_it():
+    with pytest.raises(ValueError, match="packer state of version 1; this release reads version 2, resume with the"):
+        state.check(STATE | {"version": 1})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda data: b"", lambda data: data[:-9], lambda data: b"[" * 10**6, lambda data: b"3", lambda data: b"{}"],
+)
+def test_a_file_that_is_none_is_named(path, damage):
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=f"^{path} cannot be read as a packer state: .*; restore it$"):
+        state.load(path)
+
+
+def test_a_file_that_cannot_be_one_is_named(path, monkeypatch):
+    with pytest.raises(ValueError, match=r"there is no packer state .*other.json: .*; copy the file"):
+        state.load(path.with_name("other.json"))
+    monkeypatch.setattr(state, "MAX_BYTES", 100)
+    with pytest.raises(ValueError, match=f"{path} has .* bytes, no packer state has over 100; restore it"):
+        state.load(path)
+
+
+def test_a_crash_or_a_full_disk_leaves_the_old_file(path, monkeypatch):
+    old = path.read_bytes()
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"cannot save the packer state .*: No space left on device; earlier checkpoints"):
+        state.save(path, packer().state(), JOB)
+    assert path.read_bytes() == old
+    assert os.listdir(path.parent) == [path.name]
