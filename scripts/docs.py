@@ -1,11 +1,11 @@
 """Writes what pages take from the code and from the benchmarks' results: python -m scripts.docs"""
 
+import argparse
 import json
 import re
-from dataclasses import fields
 from pathlib import Path
 
-from megatron_wlb.config import WlbConfig
+from megatron_wlb.adapter.arguments import add_wlb_arguments
 
 ROOT = Path(__file__).parents[1]
 
@@ -17,13 +17,13 @@ def main() -> None:
 
 def pages() -> dict[Path, str]:
     """Pages with their generated parts as they should be."""
-    made = {ROOT / "docs" / "index.md": index()}
+    texts = {ROOT / "docs" / "index.md": index()}
     for page, name, part in (("flags", "flags", flags()), ("performance", "goals", goals())):
         path = ROOT / "docs" / f"{page}.md"
         begin, end = f"<!-- {name}: written by python -m scripts.docs -->\n", f"<!-- end of {name} -->\n"
         before, rest = path.read_text().split(begin)
-        made[path] = before + begin + part + end + rest.split(end)[1]
-    return made
+        texts[path] = before + begin + part + end + rest.split(end)[1]
+    return texts
 
 
 def index() -> str:
@@ -35,16 +35,21 @@ def index() -> str:
     return f"{head}\n\n{mark}\n{body}Next: [Concepts](concepts.md), [On a cluster](cluster.md), [Flags](flags.md).\n"
 
 
+def actions() -> list[argparse.Action]:
+    """The flags of training, all but `--wlb` itself."""
+    parser = add_wlb_arguments(argparse.ArgumentParser(add_help=False))
+    return [action for action in parser._actions if action.dest != "wlb"]
+
+
 def flags() -> str:
-    """A section for every field of WlbConfig, with its choices and its default."""
+    """A section for every flag: its help, which ends with the default, and its choices."""
     sections = []
-    for f in fields(WlbConfig):
-        choices, switch = f.metadata["choices"], isinstance(f.default, bool)
-        facts = ["Switch, off unless given."] if switch else []
+    for action in actions():
+        facts = ["Switch, off unless given."] if action.nargs == 0 else []
+        choices = re.findall(r"[\w-]+", str(action.metavar or ""))
         facts += [f"One of {', '.join(f'`{choice}`' for choice in choices)}."] if choices else []
-        facts += [f"Default: `{f.default}`."] if f.default is not None and not switch else []
-        text = " ".join([_escaped(f.metadata["help"]), *facts])
-        sections.append(f"### `--wlb-{f.name.replace('_', '-')}`\n\n{text}\n")
+        text = " ".join([_escaped((action.help or "").replace("%%", "%")), *facts])
+        sections.append(f"### `{action.option_strings[0]}`\n\n{text}\n")
     return "\n".join(["", *sections, ""])
 
 
@@ -52,14 +57,14 @@ def goals() -> str:
     """The results that set themselves goals, and every goal that they missed."""
     rows = ["| result | goals that hold | missed |", "|---|---|---|"]
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
-        found = json.loads(path.read_text())["goals"]
+        entries = json.loads(path.read_text())["goals"]
         missed = [
             f"{_escaped(goal['name'])}: **{goal['value']:.4g}**, goal {goal['direction']} {goal['goal']:g}"
-            for goal in found
+            for goal in entries
             if not goal["holds"]
         ]
-        if found:
-            rows.append(f"| `{path.name}` | {len(found) - len(missed)} of {len(found)} | {'<br>'.join(missed)} |")
+        if entries:
+            rows.append(f"| `{path.name}` | {len(entries) - len(missed)} of {len(entries)} | {'<br>'.join(missed)} |")
     return "\n".join(["", *rows, "", ""])
 
 

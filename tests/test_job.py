@@ -1,0 +1,142 @@
+"""Settings become the description of a job: defaults, S_max within memory, sizes that contradict each other, JSON."""
+
+import argparse
+import json
+from dataclasses import dataclass, replace
+
+import pytest
+from megatron_wlb.cost.memory import peak_bytes
+
+from megatron_wlb.describe import PlanSettings
+from megatron_wlb.job import MAX_TOKENS, Job, Recompute, differences
+from megatron_wlb.plan.packing import DEFAULT_POLICY, POLICIES
+from megatron_wlb.settings import Settings, flag_with_value, integers, setting
+from tests.jobs import job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example(Settings):
+    count: int | None = setting(None, "100 % of it.", parse=int, least=1, most=9)
+    kind: str = setting("a", "Which.", choices=("a", "b"))
+    sizes: tuple[int, ...] = setting((1,), "Some.", parse=integers)
+    fast: bool = setting(False, "Whether.")
+
+
+def parsed(*words):
+    parser = argparse.ArgumentParser()
+    Example.add_flags(parser)
+    parser.format_help()
+    return Example.from_args(parser.parse_args(words))
+
+
+def test_flags_are_generated_from_settings():
+    assert parsed() == Example()
+    given = Example(count=3, kind="b", sizes=(4, 5), fast=True)
+    words = [flag_with_value(name, getattr(given, name)) for name in ("count", "kind", "sizes", "fast")]
+    assert words == ["--wlb-count 3", "--wlb-kind b", "--wlb-sizes 4,5", "--wlb-fast"]
+    assert parsed(*" ".join(words).split()) == given
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"), [({"count": 10}, "--wlb-count is 10; .* 1 to 9"), ({"kind": "c"}, "a, b")]
+)
+def test_a_setting_is_checked_where_it_is_made(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        Example(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"memory_budget": 0}, {"memory_budget": 80 * 1024.0}, {"crossover": 0}, {"cp_sharding": "adaptive"}]
+)
+def test_settings_of_planning_have_ranges(wrong):
+    with pytest.raises(ValueError, match="--wlb-"):
+        PlanSettings(**wrong)
+
+
+def test_one_default_policy():
+    assert isinstance(job().packing, POLICIES[DEFAULT_POLICY])
+
+
+def test_s_max_without_a_limit_of_memory():
+    sizes = {"context_length": 1008, "cp": 8}
+    assert job(**sizes).max_tokens == 1264
+    assert job(**sizes, settings=PlanSettings(max_tokens=1600)).max_tokens == 1600
+    for wanted, message in (("auto", "give --wlb-memory-budget"), (992, "at least 1008"), (1601, "multiple of 16")):
+        with pytest.raises(ValueError, match=message):
+            job(**sizes, settings=PlanSettings(max_tokens=wanted))
+
+
+def test_s_max_that_memory_limits():
+    sizes = {"context_length": 1008, "cp": 8}
+    room = peak_bytes(job(**sizes), 0, 4000)
+
+    def limited(budget, **wanted):
+        return job(**sizes, budget_bytes=budget, settings=PlanSettings(**wanted)).max_tokens
+
+    assert limited(room, max_tokens="auto") == limited(room, max_tokens=4000) == 4000
+    assert limited(1e18, max_tokens="auto") == MAX_TOKENS
+    with pytest.raises(ValueError, match="of 4016 tokens .* give --wlb-max-tokens 4000 or auto"):
+        limited(room, max_tokens=4016)
+    for wanted in (None, "auto", 1008):
+        with pytest.raises(ValueError, match="at most 992 tokens fit into memory, less than --seq-length 1008"):
+            limited(room * 992 / 4000, max_tokens=wanted)
+    with pytest.raises(ValueError, match="fit into memory"):
+        job(**sizes, budget_bytes=room, settings=PlanSettings(memory_budget=2**-10))  # the user's counts before ours
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_micro_batches": 0}, "must be at least 1"),
+        ({"dp": 3}, "give a multiple of 3"),
+        ({"context_length": 60, "cp": 4}, "give a multiple of 8"),
+        ({"max_tokens": 63}, "must be from 64"),
+        ({"max_tokens": MAX_TOKENS + 1}, f"to {MAX_TOKENS}"),
+        ({"crossover_tokens": 1 << 60}, "overflows 64 bits"),
+        ({"cp_sharding": "paper"}, "choose one of"),
+        ({"cp_exchange": "none"}, "choose one of"),
+    ],
+)
+def test_contradictions_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        job(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("changes", "unit"),
+    [({}, 1), ({"tp": 4}, 4), ({"cp": 4}, 8), ({"cp": 4, "tp": 3}, 24), ({"cp": 2, "tp": 4, "row_multiple": 16}, 128)],
+)
+def test_ranks_share_a_unit_of_tokens(changes, unit):
+    described = job(context_length=3 * 128, **changes)
+    assert described.unit_tokens == unit
+    if "tp" in changes and "row_multiple" not in changes:
+        without = replace(described, parallel=replace(described.parallel, sequence_parallel=False))
+        assert without.unit_tokens == (2 * without.parallel.cp if without.parallel.cp > 1 else 1)
+
+
+def test_head_groups_divide_the_key_heads_of_a_rank():
+    assert [job(cp=2, cp_head_groups=n).head_groups for n in (1, 2, 3, 4, 9)] == [1, 2, 2, 4, 4]
+    assert job(cp=2, tp=4, cp_head_groups=4).head_groups == 1
+    assert job(cp_head_groups=4).head_groups == 1  # nothing is exchanged
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_job_goes_through_json(name):
+    described = job(packing=POLICIES[name](), cp=2, recompute=Recompute(granularity="selective", modules=("mlp",)))
+    saved = json.loads(json.dumps(described.to_json()))
+    assert Job.from_json(saved) == described
+    assert differences(saved, described.to_json()) == []
+
+
+def test_what_changed_is_named():
+    before = job(cp=2).to_json()
+    changed = differences(before, job(cp=4, packing=POLICIES["adaptive"]()).to_json())
+    assert "parallel.cp 2 -> 4" in changed and "packing.name wlb -> adaptive" in changed
+
+
+@pytest.mark.parametrize("wrong", [None, [], {}, {"model": 1}, "x"])
+def test_json_that_is_no_job_is_refused(wrong):
+    with pytest.raises(ValueError, match="not the description of a job"):
+        Job.from_json(wrong)
+    with pytest.raises(ValueError, match="not the description of a job"):
+        Job.from_json(job().to_json() | {"profile": wrong})
