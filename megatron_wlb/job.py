@@ -190,7 +190,7 @@ class Job:
                     "profile": Profile(**profile),
                 }
             )
-        except (AttributeError, KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not the description of a job: {error!r}; give what this release wrote") from error
 
 
