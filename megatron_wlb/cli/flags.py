@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-import numpy as np
-
 from megatron_wlb.adapter.arguments import add_wlb_arguments
 from megatron_wlb.cli import launch
 from megatron_wlb.cli.common import integer
@@ -107,10 +105,10 @@ def require(args: argparse.Namespace, *names: str) -> None:
 def settle(args: argparse.Namespace, known: Mapping[str, Any], source: str) -> None:
     """Give arguments the values that `source` states; raises ValueError where a flag says another."""
     for name, value in known.items():
-        given = getattr(args, name)
-        if given is not None and given != value:
+        present = getattr(args, name)
+        if present not in (None, value):
             raise ValueError(
-                f"{_flag(name)} is {given}, and {source} was made with {value}; leave it out, or change it"
+                f"{_flag(name)} is {present}, and {source} was made with {value}; leave it out, or change it"
             )
         setattr(args, name, value)
 
@@ -142,9 +140,9 @@ def job_of(args: argparse.Namespace, notes: list[str], **fixed: Any) -> Job:
 
 
 def packing_job(args: argparse.Namespace, notes: list[str]) -> Job:
-    """The job as far as packing depends on it: one rank of pipeline and data parallelism unless memory is judged.
+    """The job as far as packing depends on it: one pipeline stage and data-parallel rank, unless memory bounds S_max.
 
-    Without flags of a model it is the default one, for its crossover length. Raises ValueError as `job_of`.
+    Without a model it is `DEFAULT_MODEL`, for its crossover length. Raises ValueError as `job_of` does.
     """
     require(args, "seq_length", "global_batch_size")
     if args.wlb_memory_budget is not None:
@@ -177,12 +175,13 @@ def _make(
             "Assumed: an S_max of 1.25 windows; how much memory --wlb-max-tokens auto would find is known on the GPU, "
             "or by --wlb-memory-budget."
         )
+    rows = 1
+    if args.fp8_format:
+        rows = 32 if args.fp8_recipe == "mxfp8" else 16
+    elif args.fp4_format:
+        rows = 128
     known = {
-        "row_multiple": (32 if args.fp8_recipe == "mxfp8" else 16)
-        if args.fp8_format
-        else 128
-        if args.fp4_format
-        else 1,
+        "row_multiple": rows,
         "hidden_dropout": args.hidden_dropout > 0,
         "recompute": Recompute(
             granularity=args.recompute_granularity,
@@ -257,16 +256,16 @@ def _virtual_stages(args: argparse.Namespace, num_layers: int, pp: int) -> int:
 
 def model_of(args: argparse.Namespace, notes: list[str], tp: int = 1) -> ModelShape:
     """The model of `add_model_flags`, with Megatron's defaults for sizes that are missing."""
-    given = {f.name: getattr(args, f.name) for f in fields(ModelShape) if getattr(args, f.name, None) is not None}
+    sizes = {f.name: getattr(args, f.name) for f in fields(ModelShape) if getattr(args, f.name, None) is not None}
     vocabulary = args.vocab_size
     if args.model is None:
         if vocabulary is None:
             vocabulary = DEFAULT_VOCABULARY
             notes.append(f"Assumed: a vocabulary of {vocabulary} (no --vocab-size).")
-        given = _with_defaults(args, given, notes)
+        sizes = _with_defaults(args, sizes, notes)
     if vocabulary is not None:
-        given["padded_vocab_size"] = math.ceil(vocabulary / (128 * tp)) * 128 * tp
-    model = ModelShape(**given) if args.model is None else replace(MODELS[args.model], **given)
+        sizes["padded_vocab_size"] = math.ceil(vocabulary / (128 * tp)) * 128 * tp
+    model = ModelShape(**sizes) if args.model is None else replace(MODELS[args.model], **sizes)
     if model.num_attention_heads % model.num_query_groups:
         raise ValueError(
             f"--num-query-groups {model.num_query_groups} does not divide {model.num_attention_heads} attention heads; "
@@ -275,18 +274,18 @@ def model_of(args: argparse.Namespace, notes: list[str], tp: int = 1) -> ModelSh
     return model
 
 
-def _with_defaults(args: argparse.Namespace, given: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+def _with_defaults(args: argparse.Namespace, sizes: dict[str, Any], notes: list[str]) -> dict[str, Any]:
     """Sizes of a model that has no name, all but its vocabulary."""
-    missing = [_flag(name) for name in _SHAPE if name not in given]
+    missing = [_flag(name) for name in _SHAPE if name not in sizes]
     if missing:
         raise ValueError(f"no {', '.join(missing)}: give the sizes of the model, or --model")
     hidden, heads = args.hidden_size, args.num_attention_heads
-    if "kv_channels" not in given and hidden % heads:
+    if "kv_channels" not in sizes and hidden % heads:
         raise ValueError(
             f"--num-attention-heads {heads} does not divide --hidden-size {hidden}; change one, or give --kv-channels"
         )
     if args.num_query_groups is not None and not args.group_query_attention:
-        del given["num_query_groups"]
+        del sizes["num_query_groups"]
         notes.append("--num-query-groups counts with --group-query-attention only, in Megatron as well as here.")
     gated_ffn = max(64, hidden * 8 // 3 // 64 * 64)
     return {
@@ -294,17 +293,5 @@ def _with_defaults(args: argparse.Namespace, given: dict[str, Any], notes: list[
         "kv_channels": hidden // heads,
         "ffn_hidden_size": gated_ffn if args.swiglu else 4 * hidden,
         "gated_linear_unit": args.swiglu,
-        **given,
+        **sizes,
     }
-
-
-def checked_lengths(values: Any, what: str, longest: int) -> np.ndarray:
-    """Lengths of the documents of a micro-batch from JSON, int64 [n]. Raises ValueError beginning with `what`."""
-    if not isinstance(values, list):
-        raise ValueError(f"{what} is not a list but {str(values)[:40]}; give the lengths of its documents")
-    for value in values:
-        if type(value) is not int or not 1 <= value <= longest:  # bool is a subclass of int
-            raise ValueError(f"{what} has a document of length {str(value)[:40]}; it must be from 1 to {longest}")
-    if sum(values) > MAX_TOKENS:
-        raise ValueError(f"{what} holds {sum(values)} tokens; it must be at most {MAX_TOKENS}")
-    return np.array(values, np.int64)

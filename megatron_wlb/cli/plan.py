@@ -74,12 +74,12 @@ def run(args: argparse.Namespace) -> None:
         header |= {"micro_batches": job.num_micro_batches, "context_length": job.context_length}
         header |= {"max_tokens": job.max_tokens, "crossover": job.crossover_tokens}
         _write(file, header | {"documents": sum(len(source.lengths) for source in data.sources)})
-        for step, found in steps(packer, job, until):
+        for step, measures in steps(packer, job, until):
             micro_batches = [_references(step.packing.micro_batch(i)) for i in range(len(step.packing))]
             _write(file, {"step": step.step, "micro_batches": micro_batches})
-            measured.append(found)
+            measured.append(measures)
             last = step
-            advance(found.tokens)
+            advance(measures.tokens)
         if not measured:
             raise ValueError("every document waits, so --no-flush leaves no step; leave it out or give more documents")
         waiting = _waiting(stream, last, total)

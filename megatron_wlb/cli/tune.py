@@ -208,8 +208,8 @@ def run_half(lengths: np.ndarray, job: Job) -> metrics.Summary | None:
     packer = make_packer(stream, job, fingerprint="")
     total = int(lengths.sum())
     measured, waiting = [], 0
-    for step, found in plan.steps(packer, job, total - total % job.batch_tokens):
-        measured.append(found)
+    for step, measures in plan.steps(packer, job, total - total % job.batch_tokens):
+        measured.append(measures)
         waiting = step.num_waiting
     first = min(int(rows["arrival"].min(initial=packer.step)) for rows in packer.waiting().values())
     if not measured or 2 * (packer.step - first) > len(measured):

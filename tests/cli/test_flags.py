@@ -7,7 +7,7 @@ import struct
 import numpy as np
 import pytest
 
-from megatron_wlb.cli.flags import checked_lengths, settle
+from megatron_wlb.cli.flags import settle
 from tests.adapter.datasets import write_index
 from tests.cli.analyses import JOB, MODEL, C, N, described
 
@@ -133,21 +133,6 @@ def test_a_flag_that_a_file_contradicts_is_refused():
     assert args.seq_length == 64
     with pytest.raises(ValueError, match=r"--wlb-packing is original, and plan.jsonl was made with wlb; leave it out"):
         settle(args, {"wlb_packing": "wlb"}, "plan.jsonl")
-
-
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [
-        (3, "is not a list but 3"),
-        ([0], "has a document of length 0; it must be from 1 to 67108864"),
-        ([1, True], "has a document of length True"),
-        ([1 << 26, 1], "holds 67108865 tokens; it must be at most 67108864"),
-    ],
-)
-def test_lengths_of_a_micro_batch_are_checked(lengths, message):
-    assert checked_lengths([1, 5], "it", 5).tolist() == [1, 5]
-    with pytest.raises(ValueError, match=f"^micro-batch 0 {message}"):
-        checked_lengths(lengths, "micro-batch 0", 1 << 26)
 
 
 def test_blend_and_split(tmp_path, data, lengths):
