@@ -70,7 +70,7 @@ def data_of(args: argparse.Namespace, notes: list[str]) -> Data:
             notes.append(f"Assumed: --split {DEFAULT_SPLIT}, Megatron's default.")
     prefixes, weights = _blend(words)
     training, validation = _shares(split)
-    sources = []
+    sources: list[Source] = []
     for i, prefix in enumerate(prefixes):
         tokens = read_tokens(prefix)
         lengths = trained_tokens(tokens[: round(training * len(tokens))])

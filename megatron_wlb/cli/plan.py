@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from functools import cached_property
 from typing import Any, TextIO
 
 import numpy as np
@@ -59,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
     notes = list(args.remarks)
     job = packing_job(args, notes)
     data = documents_of(args, notes)
-    total = sum(int(source.lengths.sum()) for source in data.sources)
+    total = sum(int(source.lengths[:].sum()) for source in data.sources)
     until = math.inf if args.flush else total - total % job.batch_tokens
     if not until:
         raise ValueError(
@@ -112,19 +111,16 @@ class UnflushedStream(DocumentStream):
     The end may lie within the last full global batch; a policy that knew would flush in that step already.
     """
 
-    _asked_beyond = False
-
-    @cached_property
-    def _total(self) -> int:
-        return sum(int(source.lengths.sum()) for source in self.sources)
+    _ran_out = False
 
     @property
     def exhausted(self) -> bool:
-        return self._asked_beyond and super().exhausted
+        return self._ran_out
 
     def take(self, limit: int) -> np.ndarray:
-        self._asked_beyond = limit > self._total
-        return super().take(limit)
+        rows = super().take(limit)
+        self._ran_out = self.position < limit
+        return rows
 
 
 def steps(packer: Packer, job: Job, until: float) -> Iterator[tuple[PackedStep, metrics.StepMetrics]]:
