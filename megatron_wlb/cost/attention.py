@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_wlb.cost.network import Group, Network, load_network
+from megatron_wlb.cost.exchange import exchange_parts, exposed_exchange
+from megatron_wlb.cost.network import load_network
 from megatron_wlb.model import ModelShape
 
 if TYPE_CHECKING:
     from megatron_wlb.job import Job
 
-FP32 = 4
-"""Bytes."""
 ATTENTION_BACKWARD = 2.5
 """Backward time of attention per forward time where it was not measured: 5 matrix products against 2."""
 
@@ -157,42 +156,25 @@ FLOPS_PROFILE = Profile(
 """Counts attended pairs, once for both directions, and nothing else: no launch cost, no tile waste, no exchange."""
 
 
-def exchange_parts(job: "Job") -> int:
-    """Parts of K and V of which one computes while the next travels; each has launches of its own."""
-    return job.parallel.cp if job.cp_exchange == "ring" else job.head_groups
-
-
 def attention_kernels(job: "Job", backward_ratio: float = ATTENTION_BACKWARD) -> tuple[KernelModel, KernelModel]:
     """Attention of one layer on one rank, forward and backward, communication aside."""
     heads = job.model.heads_per_rank(job.parallel.tp)[0]
     return job.profile.kernels(heads=heads, parts=exchange_parts(job), backward_ratio=backward_ratio)
 
 
-def exchange_times(job: "Job", rows: Any, network: Network) -> tuple[Any, Any]:
-    """Collectives of one layer that exchange K and V of `rows` rows, forward and backward, in us, hidden or not.
-
-    K and V of all ranks arrive, in backward again unless they were kept, and their gradients leave in fp32.
-    """
-    values = rows * 2 * job.model.heads_per_rank(job.parallel.tp)[1] * job.model.kv_channels
-    groups, ranks = job.head_groups, Group(size=job.parallel.cp, stride=job.parallel.tp)
-    arrive = groups * network.collective("all_gather", values / groups * job.bytes_per_value, ranks)
-    leave = groups * network.collective("reduce_scatter", values / groups * FP32, ranks)
-    return arrive, leave if job.save_gathered_kv else arrive + leave
-
-
 @lru_cache(maxsize=16)
 def attention_kernel(job: "Job") -> KernelModel:
     """Attention of one layer on one rank, forward and backward, with the exchange: what sharding goes by.
 
-    All but the first group of heads are gathered behind attention, and the gradients of all but the last leave so.
+    The exchange of a full window, of which attention hides all that it can.
     """
     forward, backward = attention_kernels(job)
-    kernel = forward + backward
     # Where all rows travel, whatever the sharding, the exchange decides nothing.
-    if job.parallel.cp == 1 or job.profile.counts_pairs or job.cp_exchange != "shared":
-        return kernel
-    window = sum(exchange_times(job, job.context_length, load_network()))
-    return replace(kernel, exchange=float(window) / job.head_groups / job.context_length)
+    if job.profile.counts_pairs or job.cp_exchange != "shared":
+        return forward + backward
+    window, endless = np.array(float(job.context_length)), np.array(np.inf)
+    exposed = exposed_exchange(job, window, (endless, endless), load_network())
+    return replace(forward + backward, exchange=float(sum(exposed) / window))
 
 
 def shipped_profiles() -> list[str]:

@@ -6,12 +6,13 @@ from operator import attrgetter
 
 import numpy as np
 
+from megatron_wlb.cost.exchange import FP32
+from megatron_wlb.cost.network import Group
+from megatron_wlb.cost.passes import H100, Hardware, LayerTimes, Passes, layers_of, pass_times
+from megatron_wlb.job import Job
+from megatron_wlb.pipeline.schedule import schedule_of
+from megatron_wlb.pipeline.timeline import Timeline, run
 from megatron_wlb.plan.types import ShardPlan
-from megatron_wlb.simulate import engine
-from megatron_wlb.simulate.collectives import Group
-from megatron_wlb.simulate.costs import BF16, FP32, LayerTimes, Passes, pass_times
-from megatron_wlb.simulate.engine import Timeline
-from megatron_wlb.simulate.job import Job
 
 ADAM_BYTES = 30
 """Memory traffic of Adam per parameter: an fp32 gradient read, the fp32 weight and two moments read and written, the
@@ -23,7 +24,7 @@ class SimulatedStep:
     """Times in us. GPUs are [data-parallel rank, stage, context-parallel rank]; tensor-parallel ranks are alike."""
 
     job: Job
-    plan: tuple[tuple[ShardPlan, ...], ...]
+    shards: tuple[tuple[ShardPlan, ...], ...]
     """Micro-batches of every data-parallel rank, in pipeline order."""
     passes: tuple[Passes, ...]
     """Their times, per data-parallel rank."""
@@ -44,13 +45,13 @@ class SimulatedStep:
     def attention(self) -> np.ndarray:
         """Attention kernels of every GPU, float64 [dp, pp, cp] (figure 4 of the paper)."""
         each = [sum(layer.attention.sum(axis=0) for layer in p.layers) for p in self.passes]
-        return self.job.layers().sum(axis=1)[:, None] * np.stack(each)[:, None]
+        return layers_of(self.job).sum(axis=1)[:, None] * np.stack(each)[:, None]
 
     @property
     def computation(self) -> np.ndarray:
         """Attention and everything linear in tokens of every GPU, float64 [dp, pp, cp] (figure 1 of the paper)."""
         each = [sum(layer.linear.sum() for layer in p.layers) for p in self.passes]
-        return self.attention + self.job.layers().sum(axis=1)[:, None] * np.array(each)[:, None, None]
+        return self.attention + layers_of(self.job).sum(axis=1)[:, None] * np.array(each)[:, None, None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,30 +79,33 @@ class Breakdown:
     parameters: float
 
 
-def simulate_step(job: Job, plan: Sequence[Sequence[ShardPlan]]) -> SimulatedStep:
+def simulate_step(job: Job, shards: Sequence[Sequence[ShardPlan]], hardware: Hardware = H100) -> SimulatedStep:
     """Simulate a training step.
+
+    Optimizer states are sharded over data- and context-parallel ranks (distributed optimizer).
 
     Args:
         job: what runs where.
-        plan: micro-batches of every data-parallel rank in pipeline order, sharded over `job.cp` ranks, padding included
-            (`MicroBatchPlan.shards`).
+        shards: micro-batches of every data-parallel rank in pipeline order, padding included (`step.shard_step`).
+        hardware: what it runs on.
 
-    Raises ValueError if the plan is not of the job: ranks, equal numbers of micro-batches, shards.
+    Raises ValueError if the shards are not of the job: ranks, equal numbers of micro-batches, and what `pass_times`
+    and `Schedule` refuse.
     """
-    counts = {len(micro_batches) for micro_batches in plan}
-    if len(plan) != job.dp or len(counts) != 1:
+    counts = {len(micro_batches) for micro_batches in shards}
+    if len(shards) != job.parallel.dp or len(counts) != 1:
         raise ValueError(
-            f"the plan has {[len(m) for m in plan]} micro-batches by data-parallel rank; the job has {job.dp} ranks, "
-            "which run equally many; plan for them"
+            f"the plan has {[len(m) for m in shards]} micro-batches by data-parallel rank; the job has "
+            f"{job.parallel.dp} ranks, which run equally many; plan for them"
         )
-    schedule = job.schedule(counts.pop())
-    passes = tuple(pass_times(job, micro_batches) for micro_batches in plan)
-    timelines = tuple(engine.run(schedule, p.forward, p.backward, p.transfer) for p in passes)
-    reduce, optimizer, gather = _update(job)
+    schedule = schedule_of(job, counts.pop())
+    passes = tuple(pass_times(job, hardware, micro_batches) for micro_batches in shards)
+    timelines = tuple(run(schedule, p.forward, p.backward, p.transfer) for p in passes)
+    reduce, optimizer, gather = _update(job, hardware)
     ends = np.stack([t.end.max(axis=(0, 2, 3)) for t in timelines])  # [dp, stages]
     return SimulatedStep(
         job=job,
-        plan=tuple(map(tuple, plan)),
+        shards=tuple(map(tuple, shards)),
         passes=passes,
         timelines=timelines,
         gradients=float((ends.max(axis=0) + reduce).max() - ends.max()),
@@ -113,10 +117,10 @@ def simulate_step(job: Job, plan: Sequence[Sequence[ShardPlan]]) -> SimulatedSte
 def breakdown(step: SimulatedStep) -> Breakdown:
     """Where the time goes. Simulates the step once more with all micro-batches of a rank alike."""
     job = step.job
-    layers = job.model.num_layers / job.pp
+    layers = job.model.num_layers / job.parallel.pp
 
     def per_gpu(part: Callable[[LayerTimes], np.ndarray]) -> float:
-        return layers * sum(float(part(layer).sum()) for p in step.passes for layer in p.layers) / job.dp
+        return layers * sum(float(part(layer).sum()) for p in step.passes for layer in p.layers) / job.parallel.dp
 
     attention = per_gpu(lambda layer: layer.attention.mean(axis=1))
     in_layers = per_gpu(lambda layer: layer.total)
@@ -145,7 +149,7 @@ def balanced_time(step: SimulatedStep) -> float:
 
     The limit of what packing and sharding can gain: the same tokens and attention, nobody waits for a slower one.
     """
-    layers = step.job.layers()[:, :, None]
+    layers = layers_of(step.job)[:, :, None]
     forward, backward = (
         [
             getattr(p, name) - layers * (p.layers[d].attention.max(axis=1) - p.layers[d].attention.mean(axis=1))
@@ -162,16 +166,17 @@ def _alike(
 ) -> float:
     """Makespan of a pipeline in which every micro-batch takes the mean of those given."""
     times = (np.concatenate(part, axis=-1).mean(axis=-1, keepdims=True) for part in (forward, backward, transfer))
-    return engine.run(step.timelines[0].schedule, *times).makespan
+    return run(step.timelines[0].schedule, *times).makespan
 
 
-def _update(job: Job) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _update(job: Job, hardware: Hardware) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Exposed reduction of gradients, optimizer, and exposed gathering of parameters, in us, float64 [stages] each."""
-    weights = job.layers().sum(axis=1) * float(job.model.layer_weights)
+    weights = layers_of(job).sum(axis=1) * float(job.model.layer_weights)
     weights[0] += job.model.vocabulary_weights
     weights[-1] += job.model.vocabulary_weights
-    weights /= job.tp
-    group, network = Group(size=job.dp * job.cp, stride=job.tp), job.hardware.network
-    reduce = network.collective("reduce_scatter", weights * FP32, group) * (1 - job.dp_overlap)
-    gather = network.collective("all_gather", weights * BF16, group) * (1 - job.dp_overlap)
-    return reduce, weights / group.size * ADAM_BYTES / job.hardware.memory_gb_per_s / 1e3, gather
+    weights /= job.parallel.tp
+    group = Group(size=job.parallel.dp * job.parallel.cp, stride=job.parallel.tp)
+    collective, exposed = hardware.network.collective, 1 - hardware.dp_overlap
+    reduce = collective("reduce_scatter", weights * FP32, group) * exposed
+    gather = collective("all_gather", weights * job.bytes_per_value, group) * exposed
+    return reduce, weights / group.size * ADAM_BYTES / hardware.memory_gb_per_s / 1e3, gather

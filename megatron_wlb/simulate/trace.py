@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_wlb.plan.workload import document_work
+from megatron_wlb.cost.work import document_work
 from megatron_wlb.simulate.step import SimulatedStep
 
 
@@ -19,18 +19,17 @@ def write_trace(path: Path | str, step: SimulatedStep) -> None:
 def trace_events(step: SimulatedStep) -> Iterator[dict[str, Any]]:
     """One process per data-parallel rank, one thread per stage, one event per pass ("F c0 m3": chunk 0, micro-batch 3).
 
-    Arguments of an event are the micro-batch's tokens (with padding), its documents, the longest of them, its work
-    (with the model's crossover length by FLOPs) and how it is sharded. Times are in us.
+    Arguments of an event are the micro-batch's tokens (with padding), its documents, the longest of them, its work and
+    how it is sharded. Times are in us.
     """
-    crossover = step.job.model.crossover_tokens
-    for rank, (timeline, micro_batches) in enumerate(zip(step.timelines, step.plan, strict=True)):
+    for rank, (timeline, micro_batches) in enumerate(zip(step.timelines, step.shards, strict=True)):
         yield _named("process", f"data-parallel rank {rank}", pid=rank)
         described = [
             {
                 "tokens": int(plan.lengths.sum()),
                 "documents": len(plan.lengths),
                 "longest": int(plan.lengths.max()),
-                "work": int(document_work(plan.lengths, crossover).sum()),
+                "work": int(document_work(plan.lengths, step.job.crossover_tokens).sum()),
                 "sharding": plan.strategy,
             }
             for plan in micro_batches

@@ -1,0 +1,176 @@
+"""How long every pass of every micro-batch takes on assumed hardware, and what that time is made of."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+from megatron_wlb.cost.attention import ATTENTION_BACKWARD, attention_kernels
+from megatron_wlb.cost.exchange import FP32, Directions, exchange_parts, exposed_exchange
+from megatron_wlb.cost.network import Group, Network, load_network
+from megatron_wlb.job import Job
+from megatron_wlb.plan.sharding.exchange import num_sent
+from megatron_wlb.plan.types import ShardPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """What the GPUs and the network do, besides the profile of a job. Defaults: H100 SXM, with what they come from."""
+
+    linear_tflops: float = 600.0
+    """bf16 matrix products, achieved. Assumed: 61 % of the 989 TFLOP/s of the data sheet, for large matrices.
+    Where the profile states measured `linear_tflops`, those count."""
+    memory_gb_per_s: float = 2700.0
+    """What is bound by memory, achieved. Assumed: 80 % of the 3350 GB/s of the data sheet."""
+    attention_backward: float = ATTENTION_BACKWARD
+    """Backward time of attention per forward time, where the profile has only forward."""
+    tp_overlap: float = 0.0
+    """Share of tensor-parallel communication that hides behind matrix products."""
+    dp_overlap: float = 0.9
+    """Share of the exchange of gradients and parameters that hides behind passes. Assumed."""
+    network: Network = field(default_factory=load_network)
+
+
+H100 = Hardware()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTimes:
+    """Of one layer of one direction, in us, for M micro-batches of a data-parallel rank."""
+
+    linear: np.ndarray
+    """float64 [M]: matrix products and what is bound by memory."""
+    tensor: np.ndarray
+    """float64 [M]: tensor-parallel communication that nothing hides."""
+    attention: np.ndarray
+    """float64 [M, cp]: attention kernels of every context-parallel rank."""
+    exchange: np.ndarray
+    """float64 [M]: exchange of K, V and their gradients that nothing hides, on the slowest rank."""
+
+    @property
+    def total(self) -> np.ndarray:
+        """float64 [M]; context-parallel ranks wait for each other in every layer."""
+        return self.linear + self.tensor + self.attention.max(axis=1) + self.exchange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """Times of all passes of a data-parallel rank, in us, float64 [stages, chunks, M] unless stated otherwise."""
+
+    forward: np.ndarray
+    backward: np.ndarray
+    transfer: np.ndarray
+    """float64 [M]."""
+    layers: tuple[LayerTimes, LayerTimes]
+    """Forward and backward (with recomputation)."""
+
+
+def layers_of(job: Job) -> np.ndarray:
+    """Layers of every virtual stage, int64 [pp, vpp]. Raises ValueError where they do not divide."""
+    pp, vpp, edge = job.parallel.pp, job.parallel.vpp, job.parallel.edge_layers
+    each, rest = divmod(job.model.num_layers + 2 * edge, pp * vpp)
+    if rest:
+        counted = f" and {2 * edge} for the edges" if edge else ""
+        raise ValueError(
+            f"{job.model.num_layers} layers{counted} do not divide over {pp} stages of {vpp} chunks; change one of them"
+        )
+    layers = np.full((pp, vpp), each)
+    layers[0, 0] -= edge
+    layers[-1, -1] -= edge
+    return layers
+
+
+def pass_times(job: Job, hardware: Hardware, shards: Sequence[ShardPlan]) -> Passes:
+    """What the cost model says of M micro-batches of a data-parallel rank. Sequence parallelism is taken for granted.
+
+    Raises ValueError where the job cannot be timed, or the micro-batches are not sharded for it.
+    """
+    model, (tp, cp) = job.model, (job.parallel.tp, job.parallel.cp)
+    layers = layers_of(job)[:, :, None]
+    if job.profile.counts_pairs:
+        raise ValueError(
+            f"profile {job.profile.name} counts attended pairs; a simulation needs one in us, give h100-fa2 or one "
+            "that `megatron-wlb profile` wrote"
+        )
+    if model.num_attention_heads % tp:
+        raise ValueError(
+            f"{model.num_attention_heads} attention heads do not divide over {tp} ranks; change one of them"
+        )
+    for plan in shards:
+        if len(plan.shards) != cp:
+            raise ValueError(
+                f"a micro-batch is sharded over {len(plan.shards)} context-parallel ranks, not {cp}; plan it for the "
+                "job"
+            )
+    tokens = np.array([plan.lengths.sum() for plan in shards]) / cp
+    tensor = Group(size=tp, stride=1)
+    hidden_bytes = tokens * model.hidden_size * job.bytes_per_value
+    gather, scatter = (
+        hardware.network.collective(name, hidden_bytes, tensor) for name in ("all_gather", "reduce_scatter")
+    )
+    # Forward: gathered before and scattered after attention and feed-forward; backward mirrors that, and gathers the
+    # inputs again for the gradients of the weights.
+    moved = 2 * (gather + scatter), 4 * gather + 2 * scatter
+    exposed = 1 - hardware.tp_overlap
+    attention, exchange = _attention(job, hardware, shards)
+    linear = _linear(job, hardware, tokens)
+    forward, backward = (
+        LayerTimes(linear=linear[i], tensor=moved[i] * exposed, attention=attention[i], exchange=exchange[i])
+        for i in range(2)
+    )
+    if job.recompute.granularity == "full":
+        backward = LayerTimes(**{f.name: getattr(backward, f.name) + getattr(forward, f.name) for f in fields(forward)})
+    times = [layers * forward.total, layers * backward.total]
+    # The embedding scatters its rows; the output layer gathers them.
+    output = _output(job, hardware, tokens)
+    times[0][0, 0] += scatter * exposed
+    times[1][0, 0] += gather * exposed
+    times[0][-1, -1] += output[0] + gather * exposed
+    times[1][-1, -1] += output[1] + (gather + scatter) * exposed
+    between = Group(size=job.parallel.pp, stride=tp * cp * job.parallel.dp)
+    transfer = hardware.network.point_to_point(hidden_bytes / tp, between)
+    return Passes(forward=times[0], backward=times[1], transfer=transfer, layers=(forward, backward))
+
+
+def _attention(job: Job, hardware: Hardware, shards: Sequence[ShardPlan]) -> tuple[Directions, Directions]:
+    """Kernels of a layer, forward and backward, float64 [M, cp], and what the exchange adds to the slowest, [M]."""
+    kernels = attention_kernels(job, hardware.attention_backward)
+    counts = np.array([[kernels[0].count_shard(s.calls) for s in plan.shards] for plan in shards])  # [M, cp, 3]
+    launches, tiles, query_tiles = np.moveaxis(counts, 2, 0)
+    every_row = job.cp_exchange != "shared"
+    rows = np.array([float(p.lengths.sum() if every_row else num_sent(p) * job.parallel.cp) for p in shards])
+    launches = np.where(rows[:, None] > 0, launches, launches / exchange_parts(job))  # all heads at once
+    forward, backward = (kernel.time(launches, tiles, query_tiles) for kernel in kernels)
+    slowest = forward.max(axis=1), backward.max(axis=1)
+    return (forward, backward), exposed_exchange(job, rows, slowest, hardware.network)
+
+
+def _linear(job: Job, hardware: Hardware, tokens: np.ndarray) -> Directions:
+    """Matrix products of a layer and, unless rates were measured with it, what is bound by memory."""
+    model = job.model
+    forward, backward = _products(job, hardware, model.layer_weights, tokens)
+    if job.profile.linear_tflops:
+        return forward, backward
+    # Reads and writes of two norms and two residual sums, rotary embedding, and the activation.
+    values = 2 * 2 * model.hidden_size + 2 * 3 * model.hidden_size + 2 * (model.query_size + model.key_size)
+    values += model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
+    memory = _memory(job, hardware, values * job.bytes_per_value, tokens)
+    return forward + memory, backward + 2 * memory
+
+
+def _output(job: Job, hardware: Hardware, tokens: np.ndarray) -> Directions:
+    """The output layer and the loss: logits are written as activations are, and read and written in fp32."""
+    forward, backward = _products(job, hardware, job.model.vocabulary_weights, tokens)
+    logits = _memory(job, hardware, job.model.padded_vocab_size * (job.bytes_per_value + 2 * FP32), tokens)
+    return forward + logits, backward + 2 * logits
+
+
+def _products(job: Job, hardware: Hardware, weights: int, tokens: np.ndarray) -> Directions:
+    assumed = hardware.linear_tflops
+    forward, backward = job.profile.linear_tflops or (assumed, assumed)
+    flops = 2 * weights / job.parallel.tp * tokens
+    return flops / forward / 1e6, 2 * flops / backward / 1e6
+
+
+def _memory(job: Job, hardware: Hardware, bytes_per_token: float, tokens: np.ndarray) -> np.ndarray:
+    return bytes_per_token / job.parallel.tp * tokens / hardware.memory_gb_per_s / 1e3

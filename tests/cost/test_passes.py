@@ -1,0 +1,144 @@
+"""Times of passes: hand-made costs, closed forms, and what each kind of exchange adds."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_wlb.cost.attention import ATTENTION_BACKWARD, FLOPS_PROFILE, KernelTimes, attention_kernels, load_profile
+from megatron_wlb.cost.network import Group
+from megatron_wlb.cost.passes import H100, layers_of, pass_times
+from megatron_wlb.job import Recompute
+from megatron_wlb.model import MODELS
+from megatron_wlb.plan.sharding import rank_work
+from tests.simulate.shards import SMALL, job, shards_of
+
+
+def layer_times(given, shards, hardware=H100):
+    return pass_times(given, hardware, shards).layers
+
+
+def test_costs_by_hand():
+    """One layer, one GPU, 8192 tokens: products, memory traffic and attention of both directions."""
+    given = job(model=replace(SMALL, num_layers=1))
+    times = pass_times(given, H100, shards_of(given, [[5000, 3192]]))
+    tokens, hidden, ffn = 8192, 4096, 11008
+    products = 2 * tokens * (4 * hidden * hidden + 3 * hidden * ffn) / 600e6
+    memory = 2 * tokens * (10 * hidden + 4 * hidden + 3 * ffn) / 2700e3
+    kernel, _ = attention_kernels(given)
+    attention = kernel.launch + 32 * (kernel.tile * (40 * 41 / 2 + 25 * 26 / 2) + kernel.query_tile * (40 + 25))
+    assert times.forward == pytest.approx(products + memory + attention)
+    assert times.backward == pytest.approx(2 * (products + memory) + 2.5 * attention)
+    assert times.layers[0].exchange == times.layers[0].tensor == 0
+
+
+def test_attention_is_that_of_the_slowest_context_parallel_rank():
+    given = job(cp=4)
+    shards = shards_of(given, [[4096, 1024, 1024, 2048], [8192]])
+    forward, backward = layer_times(given, shards)
+    expected = np.array([rank_work(plan, attention_kernels(given)[0]) for plan in shards])
+    np.testing.assert_allclose(forward.attention, expected)
+    np.testing.assert_allclose(backward.attention, ATTENTION_BACKWARD * expected)
+    np.testing.assert_allclose(forward.total, forward.linear + forward.tensor + expected.max(axis=1) + forward.exchange)
+    assert (forward.exchange > 0).all()
+
+
+def test_a_measured_backward_and_measured_rates_are_used():
+    backward = KernelTimes(launch=1.0, tile=2.0, query_tile=3.0)
+    given = job(profile=replace(load_profile("h100-fa2"), backward=backward, linear_tflops=(500.0, 250.0)))
+    (plan,) = shards_of(given, [[1000]])
+    times = layer_times(given, [plan], replace(H100, attention_backward=9.0))[1]
+    assert times.attention == pytest.approx(1.0 + 32 * (2.0 * 36 + 3.0 * 8))
+    assert times.linear == pytest.approx(4 * 1000 * SMALL.layer_weights / 250e6)
+
+
+def test_head_groups_and_rings_hide_the_exchange():
+    given = job(tp=2, cp=8)
+    shards = shards_of(given, [[65536, 65536]])
+    exposed = layer_times(given, shards)[1].exchange
+    collective, ranks = H100.network.collective, Group(size=8, stride=2)
+    latency = collective("all_gather", 0, ranks) + collective("reduce_scatter", 0, ranks)
+    groups = layer_times(replace(given, cp_head_groups=4), shards)[1]
+    ring = layer_times(replace(given, cp_exchange="ring"), shards)[1]
+    assert groups.exchange == pytest.approx((exposed + 3 * latency) / 4)
+    assert groups.attention.max() < ring.attention.max()  # 4 launches and 8
+    assert ring.exchange == 0  # every hop is shorter than a part of the attention
+
+
+def test_kept_keys_and_values_are_not_gathered_again():
+    given = job(cp=2)
+    shards = shards_of(given, [[65536, 65536]])
+    forward, backward = layer_times(given, shards)
+    kept = layer_times(replace(given, save_gathered_kv=True), shards)
+    assert kept[0].exchange == forward.exchange
+    assert kept[1].exchange == pytest.approx(backward.exchange - forward.exchange)
+
+
+def test_recomputation_repeats_the_forward():
+    given = job(cp=2)
+    shards = shards_of(given, [[65536, 65536]])
+    plain = layer_times(given, shards)
+    again = layer_times(replace(given, recompute=Recompute(granularity="full")), shards)
+    assert again[0].total == plain[0].total
+    assert again[1].total == pytest.approx(plain[0].total + plain[1].total)
+
+
+@pytest.mark.parametrize("cp", [2, 8])
+def test_a_ring_waits_for_hops_that_are_longer_than_its_parts(cp):
+    """Nearly no attention: CP - 1 hops of K and V forward; backward as many, and of their gradients."""
+    given = job(tp=8, cp=cp, cp_exchange="ring")
+    hops = H100.network.collective("all_gather", 131072 * 2 * 4 * 128 * 2, Group(size=cp, stride=8))
+    forward, backward = layer_times(given, shards_of(given, [[128] * 1024]))
+    parts = [layer.attention.max() / cp for layer in (forward, backward)]
+    assert parts[1] < hops / (cp - 1)
+    assert forward.exchange == pytest.approx(hops - (cp - 1) * parts[0])
+    assert backward.exchange == pytest.approx(2 * hops - cp * parts[1])
+
+
+def test_all_rows_are_gathered_if_asked():
+    """Documents that are whole on a rank need no exchange, and are exchanged nevertheless."""
+    given = job(cp=2, cp_exchange="all")
+    shards = shards_of(given, [[8192], [2048, 4096, 2048]])
+    every = layer_times(given, shards)[1].exchange
+    chosen = layer_times(replace(given, cp_exchange="shared"), shards)[1].exchange
+    assert every[0] == every[1] == chosen[0]
+    assert chosen[1] == 0 < every[1]
+    alone = job(cp_exchange="all")
+    assert layer_times(alone, shards_of(alone, [[8192]]))[0].exchange == 0
+
+
+def test_overlaps_hide_their_share():
+    given = job(tp=4)
+    shards = shards_of(given, [[8192]])
+    plain, half = (layer_times(given, shards, replace(H100, tp_overlap=share))[0].tensor for share in (0, 0.5))
+    assert half == plain / 2 > 0
+
+
+def test_layers_of_the_edges():
+    layers = layers_of(job(model=MODELS["llama3-405b"], pp=16, vpp=4, edge_layers=1))
+    assert layers.shape == (16, 4)
+    assert layers.sum() == 126
+    assert layers[0, 0] == layers[-1, -1] == 1
+    assert np.count_nonzero(layers == 2) == 62
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": MODELS["llama3-405b"], "pp": 16}, "126 layers do not divide over 16 stages of 1 chunks"),
+        ({"tp": 5, "context_length": 1000}, "32 attention heads do not divide over 5 ranks"),
+        ({"profile": FLOPS_PROFILE}, "needs one in us"),
+        ({"cp": 2}, "sharded over 1 context-parallel ranks, not 2"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(changes, message):
+    shards = shards_of(job(), [[100]])
+    with pytest.raises(ValueError, match=message):
+        pass_times(job(**changes), H100, shards)
+
+
+def test_models_have_the_parameters_of_their_name():
+    billions = {name: (m.num_layers * m.layer_weights + 2 * m.vocabulary_weights) / 1e9 for name, m in MODELS.items()}
+    expected = {"550m": 0.55, "llama2-7b": 6.74, "30b": 30, "llama2-70b": 68.98, "llama3-405b": 405.8}
+    assert billions == pytest.approx(expected, rel=0.02)
+    assert MODELS["llama2-7b"].crossover_tokens == pytest.approx(50_000, rel=0.02)

@@ -1,0 +1,24 @@
+"""A small model on one layout, and micro-batches of it."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_wlb.cost.attention import attention_kernel, load_profile
+from megatron_wlb.model import MODELS
+from megatron_wlb.plan.sharding import divide
+from tests import jobs
+
+SMALL = replace(MODELS["llama2-7b"], num_layers=8, padded_vocab_size=0)
+
+
+def job(**changes):
+    """A job of `SMALL` that hides no exchange, with the shipped profile and a window of 128K tokens."""
+    sizes = {"model": SMALL, "context_length": 1 << 17, "num_micro_batches": 48, "cp_head_groups": 1}
+    return jobs.job(**sizes | {"profile": load_profile("h100-fa2")} | changes)
+
+
+def shards_of(given, lengths, strategy="per-sequence"):
+    """One data-parallel rank's micro-batches of documents of these lengths."""
+    kernel = attention_kernel(given)
+    return [divide(np.array(each), given.parallel.cp, strategy, kernel) for each in lengths]
