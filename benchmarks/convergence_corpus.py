@@ -1,7 +1,7 @@
 """The text of `benchmarks/convergence.py`: Python files of this interpreter's library and of the packages beside it.
 
 A document is a file; of files with the same content the first by name counts. Long files are thinned as in the demo
-(`scripts/demo/make_data.py`), which leaves lengths as of a real corpus over a long window: most documents far shorter,
+(`scripts/demo/make_data.py`), which leaves lengths as in a real corpus over a long window: most documents far shorter,
 and much of the tokens in a few long ones. Which documents are held out for validation depends on their names alone.
 """
 
@@ -17,8 +17,8 @@ import numpy as np
 
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
 THINNING = 1.5
-"""Of files over `pivot_bytes` the share (pivot_bytes / size) ** THINNING is kept."""
-_TOKENIZER_SAMPLE_BYTES = 4_000_000
+"""Of files over `pivot_bytes`, the share (pivot_bytes / size) ** THINNING is kept."""
+_TOKENIZER_SAMPLE_CHARACTERS = 4_000_000
 
 
 def load(path: Path, *, vocab_size: int, pivot_bytes: int, held_out_share: float) -> dict[str, Any]:
@@ -30,39 +30,32 @@ def load(path: Path, *, vocab_size: int, pivot_bytes: int, held_out_share: float
     settings = {"vocab_size": vocab_size, "pivot_bytes": pivot_bytes, "held_out_share": held_out_share}
     if path.exists():
         with np.load(path) as stored:
-            found = {name: stored[name] for name in ("tokens", "lengths", "held_out")}
             summary = json.loads(str(stored["summary"]))
-        if summary["settings"] == settings:
-            return {**found, "summary": summary}
-    made = _make(**settings)
-    summary = {**_summary(**made), "settings": settings}
+            if summary["settings"] == settings:
+                return {name: stored[name] for name in ("tokens", "lengths", "held_out")} | {"summary": summary}
+    corpus = _make(**settings)
+    summary = _summary(**corpus) | {"settings": settings}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}.tmp.npz")
-    np.savez(temporary, **made, summary=json.dumps(summary))
+    np.savez(temporary, **corpus, summary=json.dumps(summary))  # type: ignore[arg-type]
     temporary.rename(path)
-    return {**made, "summary": summary}
+    return corpus | {"summary": summary}
 
 
 def _make(*, vocab_size: int, pivot_bytes: int, held_out_share: float) -> dict[str, np.ndarray]:
     from scripts.demo.make_data import draw, train_tokenizer  # needs tokenizers, which reading the corpus does not
 
-    names, texts, seen = [], [], set()
+    texts: dict[str, str] = {}
+    """Content to name."""
     for name, path in _files():
         size_bytes = path.stat().st_size
-        if not size_bytes or draw("keep", name) >= (pivot_bytes / size_bytes) ** THINNING:
-            continue
-        text = path.read_text(encoding="utf-8", errors="replace")
-        if text not in seen:
-            seen.add(text)
-            names.append(name)
-            texts.append(text)
-    order = sorted(range(len(names)), key=lambda i: draw("order", names[i]))
-    names, texts = [names[i] for i in order], [texts[i] for i in order]
-    held_out = np.array([draw("held out", name) < held_out_share for name in names])
-    sample = _sample(text for text, held in zip(texts, held_out, strict=True) if not held)
-    tokenizer = train_tokenizer(sample, vocab_size)
+        if size_bytes and draw("keep", name) < (pivot_bytes / size_bytes) ** THINNING:
+            texts.setdefault(path.read_text(encoding="utf-8", errors="replace"), name)
+    order = sorted(texts, key=lambda text: draw("order", texts[text]))
+    held_out = np.array([draw("held out", texts[text]) < held_out_share for text in order])
+    tokenizer = train_tokenizer(_sample(t for t, held in zip(order, held_out, strict=True) if not held), vocab_size)
     end_of_document = tokenizer.get_vocab_size()
-    documents = [[*encoding.ids, end_of_document] for encoding in tokenizer.encode_batch(texts)]
+    documents = [[*encoding.ids, end_of_document] for encoding in tokenizer.encode_batch(order)]
     lengths = np.array([len(document) for document in documents], np.int64)
     return {"tokens": np.concatenate(documents).astype(np.uint16), "lengths": lengths, "held_out": held_out}
 
@@ -78,11 +71,12 @@ def _files() -> Iterator[tuple[str, Path]]:
 
 
 def _sample(texts: Iterator[str]) -> Iterator[str]:
+    """As many texts as the tokenizer learns from."""
     size = 0
     for text in texts:
         yield text
         size += len(text)
-        if size >= _TOKENIZER_SAMPLE_BYTES:
+        if size >= _TOKENIZER_SAMPLE_CHARACTERS:
             return
 
 
@@ -91,8 +85,8 @@ def _summary(*, tokens: np.ndarray, lengths: np.ndarray, held_out: np.ndarray) -
     for array in (tokens, lengths, held_out):
         digest.update(array.tobytes())
 
-    def of(chosen: np.ndarray) -> dict[str, Any]:
-        quantiles = {f"p{100 * q:g}": int(np.quantile(chosen, q)) for q in QUANTILES}
-        return {"documents": len(chosen), "tokens": int(chosen.sum()), "longest": int(chosen.max()), **quantiles}
+    def sizes(lengths: np.ndarray) -> dict[str, Any]:
+        quantiles = {f"p{100 * q:g}": int(np.quantile(lengths, q)) for q in QUANTILES}
+        return {"documents": len(lengths), "tokens": int(lengths.sum()), "longest": int(lengths.max()), **quantiles}
 
-    return {"train": of(lengths[~held_out]), "held_out": of(lengths[held_out]), "digest": digest.hexdigest()}
+    return {"train": sizes(lengths[~held_out]), "held_out": sizes(lengths[held_out]), "digest": digest.hexdigest()}

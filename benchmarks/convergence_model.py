@@ -26,7 +26,7 @@ LOSS_ROWS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Of a model."""
+    """Sizes of a model."""
 
     num_layers: int
     hidden_size: int
@@ -57,16 +57,16 @@ class Corpus:
     def __init__(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         self._tokens = tokens
         self._begins = np.cumsum(lengths) - lengths
-        self.pairs = np.maximum(lengths.astype(np.int64) - 1, 0)
+        self.lengths = trained_tokens(lengths)
         """What each document trains, int64 [documents]."""
 
     def micro_batch(self, documents: np.ndarray, device: torch.device) -> MicroBatch:
         """DOCUMENT rows [n], n >= 1, concatenated, on `device`."""
         lengths = documents["length"]
         begins = self._begins[documents["document"]] + documents["offset"]
-        # Of every pair the place of its input: within a document one after the other.
+        # Places of inputs, one after the other within a document.
         places = np.repeat(begins - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
-        plan = sharding.shard(lengths, 1, "per-sequence", FLOPS_PROFILE.kernel(heads=1), use_native=False)
+        _, plan = sharding.shard(lengths, JOB)
         return MicroBatch(
             tokens=torch.from_numpy(self._tokens[places].astype(np.int64)).to(device),
             labels=torch.from_numpy(self._tokens[places + 1].astype(np.int64)).to(device),
@@ -92,7 +92,7 @@ class Gpt(nn.Module):
                 nn.init.normal_(parameter, std=std, generator=generator)
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """Loss of every pair, fp32 [s]."""
+        """Loss of every token, fp32 [s]."""
         x = self.embedding(batch.tokens)
         cos, sin = self.rotary[:, batch.metadata.positions].unsqueeze(2)
         for layer in self.layers:
@@ -137,8 +137,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
 
 
-def accumulate(model: Gpt, corpus: Corpus, packing: Packing, device: torch.device, *, weight: float = 1.0) -> float:
-    """Add the gradient of the mean loss over all tokens of a step, times `weight`; returns that mean without it.
+def accumulate(model: Gpt, corpus: Corpus, packing: Packing, device: torch.device) -> float:
+    """Add the gradient of the mean loss over all tokens of a step; returns that mean.
 
     The micro-batches of all data-parallel ranks come one after the other: their sum is what any layout computes.
     """
@@ -149,6 +149,6 @@ def accumulate(model: Gpt, corpus: Corpus, packing: Packing, device: torch.devic
             continue  # a step may have fewer documents than micro-batches
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = model(corpus.micro_batch(packing.micro_batch(i), device)).sum()
-        (loss * (weight / tokens)).backward()
+        (loss / tokens).backward()
         total += loss.detach()
     return float(total) / tokens

@@ -1,5 +1,5 @@
-"""What benchmarks share: their command line, goals, pictures, and benchmarks/results/NAME.json, which says what was
-measured, on what, with which versions, and which goals hold.
+"""What benchmarks share: their command line, goals, tables, pictures, and benchmarks/results/NAME.json, which says what
+was measured, on what, with which versions, and which goals hold.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+Row = dict[str, Any]
 FOLDER = Path(__file__).parent / "results"
 DOCS = Path(__file__).parent.parent / "docs"
 PACKAGES = ("numpy", "scipy", "torch", "megatron-core", "transformer-engine", "flash-attn", "triton")
@@ -33,7 +34,7 @@ class Goal:
 
     @property
     def holds(self) -> bool:
-        # Of NumPy's numbers, too, whose truth JSON does not take.
+        # A Python bool also for NumPy's numbers, whose truth values JSON does not take.
         return bool(self.value <= self.goal if self.direction == "<=" else self.value >= self.goal)
 
 
@@ -46,12 +47,12 @@ def at_least(name: str, value: float, goal: float) -> Goal:
 
 
 def parser(doc: str | None, quick: str | None = None) -> argparse.ArgumentParser:
-    """Takes --check and, where it is said what that does, --quick."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """A parser that takes --check and, where `quick` says what it does, --quick."""
+    options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if quick is not None:
-        made.add_argument("--quick", action="store_true", help=quick)
-    made.add_argument("--check", action="store_true", help="exit with 1 if a goal is missed")
-    return made
+        options.add_argument("--quick", action="store_true", help=quick)
+    options.add_argument("--check", action="store_true", help="exit with 1 if a goal is missed")
+    return options
 
 
 def conclude(goals: Sequence[Goal], check: bool) -> None:
@@ -63,23 +64,39 @@ def conclude(goals: Sequence[Goal], check: bool) -> None:
 
 
 def spread(name: str, values: Collection[float]) -> dict[str, float]:
-    """Median under `name`, minimum and maximum."""
-    found = {name: statistics.median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
-    return {key: float(value) for key, value in found.items()}
+    """The median of `values` under `name`, with their minimum and maximum."""
+    row = {name: statistics.median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
+    return {key: float(value) for key, value in row.items()}
+
+
+def show(header: Sequence[str], lines: Sequence[Sequence[Any]], *, title: str | None = None, width: int = 150) -> None:
+    """Print a table; None is an empty cell, and floats have three decimals."""
+    from rich.console import Console  # which machines that only measure may lack
+    from rich.table import Table
+
+    table = Table(*header, title=title)
+    for line in lines:
+        table.add_row(*map(text, line))
+    Console(width=width).print(table)
+
+
+def text(value: Any) -> str:
+    """A value as a cell of a table."""
+    return "" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def figure(width: float, height: float) -> Any:
     """An empty matplotlib Figure, in inches."""
-    from matplotlib.figure import Figure  # which machines that only measure may lack
+    from matplotlib.figure import Figure
 
     return Figure((width, height), layout="constrained")
 
 
-def save(figure: Any, name: str, folder: Path = DOCS) -> Path:
-    """Write NAME.png, without upper and right borders of axes, and return its path."""
+def save(figure: Any, name: str, folder: Path | None = None) -> Path:
+    """Write docs/NAME.png, without upper and right borders of axes, and return its path."""
     for axis in figure.axes:
         axis.spines[["top", "right"]].set_visible(False)
-    path = folder / f"{name}.png"
+    path = (folder or DOCS) / f"{name}.png"
     figure.savefig(path, dpi=110)
     return path
 
@@ -88,8 +105,8 @@ def write(
     name: str,
     *,
     settings: dict[str, Any],
-    rows: list[dict[str, Any]],
-    goals: list[Goal] | None = None,
+    rows: list[Row],
+    goals: Sequence[Goal] = (),
     device: str | None = None,
     suffix: str = "",
 ) -> Path:
@@ -102,12 +119,16 @@ def write(
         "versions": {"python": platform.python_version(), **_versions()},
         "settings": settings,
         "rows": rows,
-        "goals": [asdict(g) | {"holds": g.holds} for g in goals or []],
+        "goals": [asdict(g) | {"holds": g.holds} for g in goals],
     }
     FOLDER.mkdir(parents=True, exist_ok=True)
-    path = FOLDER / f"{name}{suffix}.json"
+    return write_whole(FOLDER / f"{name}{suffix}.json", json.dumps(data, indent=1) + "\n")
+
+
+def write_whole(path: Path, content: str) -> Path:
+    """Write a file so that it is there whole or not at all, and return its path."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(data, indent=1) + "\n")
+    temporary.write_text(content)
     return temporary.replace(path)
 
 
@@ -121,17 +142,18 @@ def _commit() -> str:
 
 
 def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+    cpuinfo = Path("/proc/cpuinfo")
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.machine()
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
