@@ -32,7 +32,7 @@ def index() -> str:
     text = re.sub(r"\[([^]]*)\]\((?!https:|docs/)[^)]*\)", r"\1", text).replace("](docs/", "](")
     head, body = text.split("\n", 1)
     mark = "<!-- written by python -m scripts.docs, from README.md -->"
-    return f"{head}\n\n{mark}\n{body}Next: [Concepts](concepts.md), [On a cluster](cluster.md), [Flags](flags.md).\n"
+    return f"{head}\n\n{mark}\n{body}Next: [Concepts](concepts.md), [On a cluster](cluster.md), [Flags](flags.md), [Glossary](glossary.md).\n"
 
 
 def actions() -> list[argparse.Action]:

@@ -7,20 +7,70 @@ packing times are measured here. Writes benchmarks/results/paper.json and docs/p
 """
 
 import time
-from dataclasses import asdict
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from typing import Any
 
+import numpy as np
 from rich.console import Console
-from rich.table import Table
+from rich.progress import track
 
 from benchmarks import results
-from benchmarks.paper import report, speed
-from benchmarks.paper.figures import FULL, QUICK, run
-from benchmarks.paper.setups import CALIBRATION, REPORTED, SEVEN_128, check_calibration
+from benchmarks.paper import balance, report, speed
+from benchmarks.paper.setups import (
+    CALIBRATION,
+    CASES_OF_WINDOWS,
+    REPORTED,
+    SEVEN_128,
+    TABLE_1,
+    check_calibration,
+)
+from benchmarks.results import Row
 
 NEAR = 0.06
 """How near to the paper the averages of Figure 12 shall be."""
-Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """Steps that are simulated, and micro-batches of Figure 15."""
+
+    small_model: int
+    """Of 550M, whose steps differ most."""
+    other_models: int
+    packing: int
+    gpus: int
+    layer: int
+    sensitivity: int
+    everything: bool = True
+    """All cases and variations."""
+
+
+FULL = Scale(small_model=1600, other_models=350, packing=250, gpus=24, layer=800, sensitivity=40)
+QUICK = Scale(small_model=10, other_models=10, packing=10, gpus=2, layer=8, sensitivity=10, everything=False)
+QUICK_VARIATIONS = ("as calibrated", "linear_tflops 400", "VPP 1")
+
+
+def run(scale: Scale) -> tuple[list[Row], dict[str, np.ndarray]]:
+    """All rows, and the times of GPUs in a step of Figure 1 by scheme."""
+    cases = TABLE_1 if scale.everything else (SEVEN_128,)
+    windows = CASES_OF_WINDOWS if scale.everything else CASES_OF_WINDOWS[3:]
+    names = list(speed.variations(SEVEN_128)) if scale.everything else QUICK_VARIATIONS
+    steps = {True: scale.small_model, False: scale.other_models}
+    tasks: list[tuple[Any, tuple[Any, ...]]] = [
+        (balance.figures_1_and_4, (scale.gpus,)),
+        *((speed.figure_12, (case, steps[case.name.startswith("550M")])) for case in cases),
+        (speed.figure_13, (scale.other_models,)),
+        (speed.figure_14, (windows, scale.other_models)),
+        (balance.figure_15, (scale.layer,)),
+        (balance.table_2, (scale.packing,)),
+        *((speed.sensitivity, (cases, scale.sensitivity, name)) for name in names),
+    ]
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        futures = [pool.submit(function, *arguments) for function, arguments in tasks]
+        (first, gpus), *others = (f.result() for f in track(futures, "simulating", console=Console(stderr=True)))
+    return [{"label": "simulated", **row} for rows in (first, *others) for row in rows], gpus
 
 
 def goals(rows: list[Row]) -> list[results.Goal]:
@@ -41,17 +91,13 @@ def goals(rows: list[Row]) -> list[results.Goal]:
 
 
 def show(rows: list[Row]) -> None:
-    console = Console(width=150)
-    table = Table("figure", "what", *report.COLUMNS, title="simulated; ms measured")
-    for line in report.compare(rows):
-        table.add_row(line["figure"], line["what"], *(report.text(line.get(c)) for c in report.COLUMNS))
-    console.print(table)
+    """Print the table of the figures and that of the sensitivity."""
+    lines = [[line.get(c) for c in ("figure", "what", *report.COLUMNS)] for line in report.compare(rows)]
+    results.show(["figure", "what", *report.COLUMNS], lines, title="simulated; ms measured")
     hangs = [r for r in rows if r["figure"] == "sensitivity"]
     columns = [c for c in hangs[0] if c not in ("figure", "label", "by_case")]
-    table = Table(*columns, title="what the averages of figure 12 hang on (WLB-LLM over Plain-4D, simulated)")
-    for r in hangs:
-        table.add_row(*(report.text(r[c]) for c in columns))
-    console.print(table)
+    title = "what the averages of figure 12 depend on (WLB-LLM over Plain-4D, simulated)"
+    results.show(columns, [[r[c] for c in columns] for r in hangs], title=title)
 
 
 def main() -> None:

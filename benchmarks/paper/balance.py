@@ -1,21 +1,31 @@
 """Figures 1 and 4 (imbalance over GPUs), Table 2 (packing), and Figure 15 (sharding of one layer)."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from benchmarks import results
-from benchmarks.paper.run import OURS, PLAIN, WLB, Outcome, Scheme, pack, shard, simulate, speedup, summary, tuned
+from benchmarks.paper.run import (
+    BALANCE,
+    FIXED,
+    OURS,
+    PLAIN,
+    WLB,
+    Outcome,
+    Scheme,
+    algorithm_1,
+    pack,
+    simulate,
+    speedup,
+    summary,
+    tuned,
+)
 from benchmarks.paper.setups import BIG, LAYER, SEVEN_128, SLOWER, Case, slower_attention
-from megatron_wlb.plan.packer import PackedStep
-from megatron_wlb.plan.types import ShardPlan
-from megatron_wlb.simulate import Job
-from megatron_wlb.simulate.costs import LayerTimes, pass_times
-
-Row = dict[str, Any]
+from benchmarks.results import Row
+from megatron_wlb.cost.passes import LayerTimes, layers_of, pass_times
+from megatron_wlb.plan.packing.fixed import FixedPacking
+from megatron_wlb.plan.sharding import shard
 
 
 def figures_1_and_4(steps: int) -> tuple[list[Row], dict[str, np.ndarray]]:
@@ -28,9 +38,9 @@ def figures_1_and_4(steps: int) -> tuple[list[Row], dict[str, np.ndarray]]:
     rows, first = [], {}
     for name, scheme in {"Plain-4D": PLAIN, "WLB-LLM": WLB, "ours": OURS}.items():
         found = []
-        for p in pack(case, scheme.packing, steps)[0]:
+        for p in pack(case, scheme, steps)[0]:
             step = simulate(case, scheme, p.packing)
-            layers = step.job.layers().sum(axis=1)[:, None]
+            layers = layers_of(step.job).sum(axis=1)[:, None]
             computation, attention = step.computation / layers, step.attention / layers
             first.setdefault(name, computation)
             found.append({**_spread("computation", computation), **_spread("attention", attention)})
@@ -59,11 +69,11 @@ def table_2(steps: int) -> list[Row]:
     documents.
     Latency has the sharding of the scheme that the packing belongs to: per-sequence, the paper's choice, or ours.
     """
-    case, kept = SEVEN_128, replace(SEVEN_128, cut=False)
-    rows = [_packing("original", case, PLAIN, *pack(case, "original", steps))]
+    case, whole = SEVEN_128, replace(SEVEN_128, cut=False)
+    rows = [_packing("original", case, PLAIN, steps)]
     for k in (1, 2, 4, 8):
-        label = f"fixed, {k} global batches"
-        rows.append(_packing(label, case, PLAIN, *pack(case, "fixed", steps, num_global_batches=k)))
+        scheme = replace(PLAIN, packing=FixedPacking(global_batches=k))
+        rows.append(_packing(f"fixed, {k} global batches", case, scheme, steps))
     for r in json.loads((results.FOLDER / "packing.json").read_text())["rows"]:
         if r["policy"].startswith("solver"):
             label = ", ".join(r["policy"].split(", ")[:2])
@@ -71,18 +81,17 @@ def table_2(steps: int) -> list[Row]:
             rows.append({"figure": "table 2", "packing": label, **measures, "from": "packing.json"})
     for queues in (1, 2, 3):
         shares = tuned(case, queues)
-        limits = [round(s * case.window) for s in shares]
-        packed = pack(case, "wlb", steps, outlier_thresholds=limits)
-        rows.append(_packing(f"WLB-LLM, {queues} queues", case, WLB, *packed) | {"L_i": shares})
-    for mode in ("constant-tokens", "low-displacement"):
-        rows.append(_packing(f"ours, {mode}", case, OURS, *pack(case, "adaptive", steps, mode=mode)))
-    rows.append(_packing("WLB-LLM, 2 queues, documents whole", kept, WLB, *pack(kept, "wlb", steps)))
-    rows.append(_packing("ours, constant-tokens, documents whole", kept, OURS, *pack(kept, "adaptive", steps)))
+        scheme = replace(WLB, packing=algorithm_1(case, shares))
+        rows.append(_packing(f"WLB-LLM, {queues} queues", case, scheme, steps) | {"L_i": shares})
+    rows.append(_packing("ours", case, OURS, steps))
+    rows.append(_packing("WLB-LLM, 2 queues, documents whole", whole, WLB, steps))
+    rows.append(_packing("ours, documents whole", whole, OURS, steps))
     return rows
 
 
-def _packing(label: str, case: Case, scheme: Scheme, packed: Sequence[PackedStep], ms: Sequence[float]) -> Row:
-    found = summary(case, packed, ms)
+def _packing(label: str, case: Case, scheme: Scheme, steps: int) -> Row:
+    packed, ms = pack(case, scheme, steps)
+    balance = summary(case, packed)
     latency = []
     for p in packed:
         forward = simulate(case, scheme, p.packing).passes[0].forward.sum(axis=(0, 1))
@@ -92,10 +101,10 @@ def _packing(label: str, case: Case, scheme: Scheme, packed: Sequence[PackedStep
         "packing": label,
         "imbalance": float(np.mean(latency)),
         "standard_error": float(np.std(latency, ddof=1) / np.sqrt(len(latency))),
-        "imbalance_by_work": found.imbalance_mean,
-        "late_steps": found.late_steps,
-        "max_delay_steps": found.max_delay_steps,
-        "token_cv": found.token_cv,
+        "imbalance_by_work": balance.imbalance_mean,
+        "late_steps": balance.late_steps,
+        "max_delay_steps": balance.max_delay_steps,
+        "token_cv": balance.token_cv,
         "measured_ms": float(np.mean(ms)),
         "steps": len(packed),
     }
@@ -109,28 +118,26 @@ def figure_15(micro_batches: int) -> list[Row]:
     """
     rows = []
     for kilo_tokens in (64, 128):
-        case = replace(LAYER, window=kilo_tokens << 10)
+        case = LAYER.changed(context_length=kilo_tokens << 10, max_tokens=kilo_tokens * 1280)
         slower = {factor: slower_attention(case, factor) for factor in SLOWER}
-        packed, _ = pack(case, "original", -(-micro_batches // case.num_micro_batches))
-        documents = [p.packing.micro_batch(i) for p in packed for i in range(len(p.packing))]
+        packed, _ = pack(case, PLAIN, -(-micro_batches // case.job.num_micro_batches))
+        micro_batch_lengths = [p.packing.micro_batch(i)["length"] for p in packed for i in range(len(p.packing))]
         times: dict[str, list[float]] = {}
-        for one in documents:
-            plans = {s: shard(case, replace(PLAIN, sharding=s), one) for s in ("per-sequence", "per-document", "paper")}
-            taken = {name: _layer(case.job, plan) for name, plan in plans.items()}
-            took = {name: sum(float(t.total[0]) for t in layers) for name, layers in taken.items()}
-            took["WLB-LLM"] = took.pop("paper")
+        for lengths in micro_batch_lengths:
+            taken = {s: _layer(case, replace(PLAIN, sharding=s), lengths) for s in (*FIXED, "wlb")}
+            took = {name: _time(layers) for name, layers in taken.items()}
+            took["WLB-LLM"] = took.pop("wlb")
             took["optimal of the two"] = min(took["per-sequence"], took["per-document"])
-            balance = replace(OURS, our_exchange=False)
             for factor in SLOWER:
-                slow = sum(float(t.total[0]) for t in _layer(slower[factor].job, plans["per-document"]))
+                slow = _time(_layer(slower[factor], FIXED["per-document"], lengths))
                 were = f"per-document attention x {factor:g}"
                 took |= {f"per-document, {were}": slow, f"optimal, {were}": min(took["per-sequence"], slow)}
-            took["ours, balance alone"] = sum(float(t.total[0]) for t in _layer(case.job, shard(case, balance, one)))
-            took["ours"] = sum(float(t.total[0]) for t in _layer(case.our_job, shard(case, OURS, one)))
+            took["ours, balance alone"] = _time(_layer(case, BALANCE, lengths))
+            took["ours"] = _time(_layer(case, OURS, lengths))
             took["limit of balance"] = sum(_alike(t) for t in taken["per-sequence"])
             for name, us in took.items():
                 times.setdefault(name, []).append(us)
-        work = np.ones(len(documents))
+        work = np.ones(len(micro_batch_lengths))
         found = {name: Outcome(work=work, times=np.array(us)) for name, us in times.items()}
         for name, one in found.items():
             ratio, error = speedup(one, found["per-sequence"])
@@ -139,8 +146,14 @@ def figure_15(micro_batches: int) -> list[Row]:
     return rows
 
 
-def _layer(job: Job, plan: ShardPlan) -> tuple[LayerTimes, LayerTimes]:
-    return pass_times(job, [plan]).layers
+def _layer(case: Case, scheme: Scheme, lengths: np.ndarray) -> tuple[LayerTimes, LayerTimes]:
+    """Forward and backward of a layer over one micro-batch, sharded as a scheme does."""
+    job = scheme.job(case)
+    return pass_times(job, case.hardware, [shard(lengths, job)[1]]).layers
+
+
+def _time(layers: tuple[LayerTimes, LayerTimes]) -> float:
+    return sum(float(t.total[0]) for t in layers)
 
 
 def _alike(times: LayerTimes) -> float:

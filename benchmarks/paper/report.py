@@ -8,14 +8,10 @@ import numpy as np
 from benchmarks import results
 from benchmarks.paper import speed
 from benchmarks.paper.setups import REPORTED, SEVEN_128
+from benchmarks.results import Row
 
 COLUMNS = ("paper", "reproduced", "ours, balance alone", "limit of balance", "ours", "limit")
 COLOURS = {"Fixed-4D": "#8c8c8c", "WLB-LLM": "#d55e00", "ours, balance alone": "#56b4e9", "ours": "#0072b2"}
-Row = dict[str, Any]
-
-
-def text(value: Any) -> str:
-    return "" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def compare(rows: list[Row]) -> list[Row]:
@@ -54,14 +50,8 @@ def _packings(rows: list[Row]) -> list[Row]:
     for r in of(rows, "table 2"):
         paper, ms = REPORTED["table 2"].get(r["packing"], (None, None))
         column = "ours" if r["packing"].startswith("ours") else "reproduced"
-        line = {"figure": "table 2", "what": f"imbalance, {r['packing']}", "paper": paper, column: r["imbalance"]}
-        cost = {
-            "figure": "table 2",
-            "what": f"ms (measured), {r['packing']}",
-            "paper": ms,
-            column: r.get("measured_ms"),
-        }
-        lines += [line, cost]
+        for what, stated, value in (("imbalance", paper, r["imbalance"]), ("ms (measured)", ms, r.get("measured_ms"))):
+            lines.append({"figure": "table 2", "what": f"{what}, {r['packing']}", "paper": stated, column: value})
     return lines
 
 
@@ -120,7 +110,7 @@ def _layer(rows: list[Row]) -> list[Row]:
     return lines
 
 
-def draw(rows: list[Row], gpus: dict[str, np.ndarray], folder: Path = results.DOCS) -> Path:
+def draw(rows: list[Row], gpus: dict[str, np.ndarray], folder: Path | None = None) -> Path:
     """All figures on one page; `gpus` has times of GPUs by scheme, of one step."""
     figure = results.figure(12, 11)
     axes = figure.subplots(3, 2)
@@ -132,7 +122,6 @@ def draw(rows: list[Row], gpus: dict[str, np.ndarray], folder: Path = results.DO
     _draw_layer(of(rows, "15"), axes[2, 1])
     for axis in axes.flat:
         axis.legend(frameon=False, fontsize=8)
-    axes[2, 1].legend(frameon=False, fontsize=8, loc="upper left")
     figure.suptitle("Simulated under one calibration; crosses: the paper's numbers", x=0.01, ha="left", fontsize=11)
     return results.save(figure, "paper", folder)
 
@@ -147,16 +136,31 @@ def _draw_gpus(gpus: dict[str, np.ndarray], axis: Any) -> None:
 
 
 def _draw_packings(rows: list[Row], axis: Any) -> None:
-    for i, r in enumerate(rows):
-        family = r["packing"].split(",")[0].replace("original", "Fixed-4D").replace("fixed", "Fixed-4D")
-        axis.barh(i, r["imbalance"] - 1, color=COLOURS.get(family, "#bbbbbb"))
-        paper = REPORTED["table 2"].get(r["packing"])
-        if paper:
-            axis.plot(paper[0] - 1, i, "kx", label="_" * (i > 0) + "paper")
-    axis.set_yticks(range(len(rows)), [r["packing"] for r in rows], fontsize=7)
-    axis.invert_yaxis()
-    axis.set(xlabel="imbalance of forward latency - 1")
+    families = [r["packing"].split(",")[0].replace("original", "Fixed-4D").replace("fixed", "Fixed-4D") for r in rows]
+    bars = [(r["packing"], r["imbalance"], COLOURS.get(f, "#bbbbbb")) for r, f in zip(rows, families, strict=True)]
+    _draw_bars(axis, bars, {name: imbalance for name, (imbalance, _) in REPORTED["table 2"].items()})
+    axis.set(xlabel="imbalance of forward latency")
     axis.set_title("Table 2: 7B-128K", loc="left", fontsize=10)
+
+
+def _draw_breakdown(rows: list[Row], axis: Any) -> None:
+    colours = {r["scheme"]: COLOURS["ours" if r["scheme"].startswith("ours") else "WLB-LLM"] for r in rows}
+    colours |= {name: "#e8b48a" for name in colours if " x " in name}
+    left_out = ("Plain-4D", "limit", "limit of balance")
+    bars = [(r["scheme"], r["speedup"], colours[r["scheme"]]) for r in rows if r["scheme"] not in left_out]
+    _draw_bars(axis, bars, REPORTED["figure 13"])
+    axis.set(xlabel="speed-up over Plain-4D")
+    axis.set_title("Figure 13: 7B-128K", loc="left", fontsize=10)
+
+
+def _draw_bars(axis: Any, bars: list[tuple[str, float, str]], paper: dict[str, float]) -> None:
+    """(name, value, colour) from 1 on, with crosses at what the paper reports."""
+    for i, (name, value, colour) in enumerate(bars):
+        axis.barh(i, value - 1, left=1, color=colour)
+        if name in paper:
+            axis.plot(paper[name], i, "kx", label="_" * (i > 0) + "paper")
+    axis.set_yticks(range(len(bars)), [name for name, *_ in bars], fontsize=7)
+    axis.invert_yaxis()
 
 
 def _draw_cases(rows: list[Row], axis: Any) -> None:
@@ -173,20 +177,6 @@ def _draw_cases(rows: list[Row], axis: Any) -> None:
     axis.set_xticks(np.arange(len(cases)) + 0.3, [c.replace("-", "\n") for c in cases], fontsize=8)
     axis.set(ylabel="speed-up over Plain-4D")
     axis.set_title("Figure 12", loc="left", fontsize=10)
-
-
-def _draw_breakdown(rows: list[Row], axis: Any) -> None:
-    rows = [r for r in rows if r["scheme"] not in ("Plain-4D", "limit", "limit of balance")]
-    for i, r in enumerate(rows):
-        colour = COLOURS["ours" if r["scheme"].startswith("ours") else "WLB-LLM"]
-        colour = "#e8b48a" if " x " in r["scheme"] else colour
-        axis.barh(i, r["speedup"] - 1, left=1, color=colour)
-        if r["scheme"] in REPORTED["figure 13"]:
-            axis.plot(REPORTED["figure 13"][r["scheme"]], i, "kx", label="_" * (i > 0) + "paper")
-    axis.set_yticks(range(len(rows)), [r["scheme"] for r in rows], fontsize=7)
-    axis.invert_yaxis()
-    axis.set(xlabel="speed-up over Plain-4D")
-    axis.set_title("Figure 13: 7B-128K", loc="left", fontsize=10)
 
 
 def _draw_windows(rows: list[Row], axis: Any) -> None:

@@ -1,6 +1,7 @@
 """Runs schemes on a case: packs, places, shards and simulates step after step."""
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -9,21 +10,24 @@ from itertools import combinations
 import numpy as np
 
 from benchmarks.lengths import stream
-from benchmarks.packing import Timed
-from benchmarks.paper.setups import MEAN_DELAY, Case
-from megatron_wlb.cli.job import layout_of
+from benchmarks.paper.setups import HEAD_GROUPS, MEAN_DELAY, Case
+from megatron_wlb.cost.work import document_work
+from megatron_wlb.job import Job
 from megatron_wlb.plan import metrics
-from megatron_wlb.plan.packer import PackedStep, Packer
-from megatron_wlb.plan.packing import make_policy
-from megatron_wlb.plan.step import Layout, shard_micro_batch, shard_step
-from megatron_wlb.plan.types import Packing, ShardPlan
-from megatron_wlb.plan.workload import document_work
+from megatron_wlb.plan.packer import PackedStep, make_packer
+from megatron_wlb.plan.packing.adaptive import AdaptivePacking
+from megatron_wlb.plan.packing.base import Packing as Policy
+from megatron_wlb.plan.packing.fixed import FixedPacking
+from megatron_wlb.plan.packing.original import OriginalPacking
+from megatron_wlb.plan.packing.wlb import WlbPacking
+from megatron_wlb.plan.step import shard_step
+from megatron_wlb.plan.types import Packing
 from megatron_wlb.simulate import SimulatedStep, balanced_time, simulate_step
 
 SKIPPED = 0.1
-"""Of the steps, at the beginning, where queues fill."""
+"""Share of the steps that is left out at the beginning, where queues fill."""
 BLOCKS = 16
-"""Of consecutive steps, whose spread gives standard errors."""
+"""Blocks of consecutive steps, whose spread gives standard errors."""
 TUNING_STEPS = 150
 
 
@@ -31,31 +35,38 @@ TUNING_STEPS = 150
 class Scheme:
     """What decides how a step runs."""
 
-    packing: str
-    """A policy; fixed is over one global batch, as Fixed-4D's."""
+    packing: Policy | None
+    """None: Algorithm 1 with the thresholds of the case."""
     sharding: str
-    ordered: bool = False
+    reorder: bool = False
     """Micro-batches are placed and ordered by work."""
     our_exchange: bool = False
     """K and V of shared documents only, in head groups; the sharding is chosen with that in mind."""
 
+    def job(self, case: Case) -> Job:
+        """The case's job as this scheme runs it."""
+        exchange = {"cp_exchange": "shared", "cp_head_groups": HEAD_GROUPS} if self.our_exchange else {}
+        packing = algorithm_1(case, case.thresholds or tuned(case)) if self.packing is None else self.packing
+        return replace(case.job, packing=packing, cp_sharding=self.sharding, reorder=self.reorder, **exchange)
 
-PLAIN = Scheme(packing="original", sharding="per-sequence")
-FIXED = {s: Scheme(packing="fixed", sharding=s) for s in ("per-sequence", "per-document")}
+
+PLAIN = Scheme(packing=OriginalPacking(), sharding="per-sequence")
+FIXED = {s: Scheme(packing=FixedPacking(global_batches=1), sharding=s) for s in ("per-sequence", "per-document")}
 """Fixed-4D takes the faster of the two in every case."""
-WLB = Scheme(packing="wlb", sharding="paper")
-OURS = Scheme(packing="adaptive", sharding="adaptive", ordered=True, our_exchange=True)
+WLB = Scheme(packing=None, sharding="wlb")
+OURS = Scheme(packing=AdaptivePacking(), sharding="auto", reorder=True, our_exchange=True)
 BALANCE = replace(OURS, our_exchange=False)
 """Ours with the paper's exchange: what balance alone gains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a scheme took for each step it ran; times in us."""
+    """What a scheme took for each step it ran."""
 
     work: np.ndarray
-    """Of the documents of a step, d * Lc + d * d each."""
+    """Work of the documents of every step, float64 [steps]."""
     times: np.ndarray
+    """In us, float64 [steps]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,91 +78,59 @@ class Limits:
     """And the exchange of K and V were hidden."""
 
 
-def pack(case: Case, policy: str, steps: int, *, seed: int = 0, **settings: object) -> tuple[list[PackedStep], list]:
-    """Steps of a packing policy after the first tenth, and ms that each took to pack (of the native core)."""
-    n, window = case.num_micro_batches, case.window
-    common = {
-        "num_micro_batches": n,
-        "context_length": window,
-        "max_tokens": round(case.s_max * window),
-        "crossover_tokens": case.crossover_tokens,
-        "use_native": True,
-    }
-    if policy == "wlb" and "outlier_thresholds" not in settings:
-        shares = case.thresholds or tuned(case)
-        settings["outlier_thresholds"] = [round(s * window) for s in shares]
-    timed = Timed(make_policy(policy, **common, **settings))  # type: ignore[arg-type]
-    source = stream(case.stream(seed), window)
-    packer = Packer(
-        source, timed, num_micro_batches=n, context_length=window, fingerprint="", policy_name="", use_native=True
-    )
+def algorithm_1(case: Case, shares: Sequence[float]) -> WlbPacking:
+    """Algorithm 1 with thresholds in shares of the window."""
+    return WlbPacking(outlier_thresholds=tuple(round(s * case.window) for s in shares))
+
+
+def pack(case: Case, scheme: Scheme, steps: int, seed: int = 0) -> tuple[list[PackedStep], list[float]]:
+    """Steps of a scheme's packing after the first tenth, and the ms that each took."""
+    packer = make_packer(stream(case.stream(seed), case.window), scheme.job(case), fingerprint="")
     packed, ms = [], []
     for _ in range(steps):
+        begin = time.perf_counter()
         packed.append(packer.next())
-        ms.append(timed.milliseconds)
+        ms.append((time.perf_counter() - begin) * 1e3)
     skipped = int(SKIPPED * steps)
     return packed[skipped:], ms[skipped:]
 
 
-def summary(case: Case, packed: Sequence[PackedStep], ms: Sequence[float]) -> metrics.Summary:
-    """Balance by work, delay, tokens and packing time."""
-    measured = [
-        metrics.measure(
-            p.packing, p.step, crossover_tokens=case.crossover_tokens, context_length=case.window, plan_ms=t
-        )
-        for p, t in zip(packed, ms, strict=True)
-    ]
+def summary(case: Case, packed: Sequence[PackedStep]) -> metrics.Summary:
+    """Balance by work, delay and tokens."""
+    measured = [metrics.measure(p.packing, p.step, case.job) for p in packed]
     return metrics.summarise(measured, num_waiting=packed[-1].num_waiting, skip=0)
 
 
 @lru_cache(maxsize=64)
 def tuned(case: Case, num_queues: int = 2) -> tuple[float, ...]:
     """Thresholds L_i of Algorithm 1 in eighths of the window: section 4.2, on a sample of its own."""
-    best = (math.inf, math.inf, (0.5,))
-    for eighths in combinations(range(1, 8), num_queues):
-        shares = tuple(e / 8 for e in eighths)
-        limits = [round(s * case.window) for s in shares]
-        found = summary(case, *pack(case, "wlb", TUNING_STEPS, seed=1, outlier_thresholds=limits))
-        best = min(best, (max(0.0, found.late_steps - MEAN_DELAY), found.imbalance_mean, shares))
-    return best[2]
 
+    def quality(shares: tuple[float, ...]) -> tuple[float, float]:
+        packed, _ = pack(case, replace(WLB, packing=algorithm_1(case, shares)), TUNING_STEPS, seed=1)
+        balance = summary(case, packed)
+        return max(0.0, balance.late_steps - MEAN_DELAY), balance.imbalance_mean
 
-def layout(case: Case, scheme: Scheme) -> Layout:
-    """How training would place and shard; the paper's schemes leave documents in the order of packing."""
-    job = case.our_job if scheme.our_exchange else case.job
-    made = layout_of(
-        job,
-        crossover_tokens=case.crossover_tokens,
-        cp_sharding=scheme.sharding,
-        balance=scheme.ordered,
-        unit_tokens=job.cp * math.lcm(2, job.tp),
-        free_order=scheme.sharding == "adaptive",
-    )
-    return made if scheme.our_exchange else replace(made, kernel=case.kernel)
+    return min((tuple(e / 8 for e in eighths) for eighths in combinations(range(1, 8), num_queues)), key=quality)
 
 
 def simulate(case: Case, scheme: Scheme, packing: Packing) -> SimulatedStep:
-    """One step."""
+    """One step, placed and sharded as training would."""
+    job = scheme.job(case)
     lengths = [packing.micro_batch(i)["length"] for i in range(len(packing))]
-    return simulate_step(case.our_job if scheme.our_exchange else case.job, shard_step(lengths, layout(case, scheme)))
-
-
-def shard(case: Case, scheme: Scheme, documents: np.ndarray) -> ShardPlan:
-    """A micro-batch (DOCUMENT rows) on its context-parallel ranks."""
-    return shard_micro_batch(0, documents, layout(case, scheme)).shards
+    return simulate_step(job, shard_step(job, lengths), case.hardware)
 
 
 def outcomes(case: Case, schemes: dict[str, Scheme], steps: int) -> tuple[dict[str, Outcome], Limits]:
     """What Plain-4D and each scheme make of the same documents, and what is the most that can be made of them."""
     found, limits = {}, []
-    packed: dict[str, list[PackedStep]] = {}
+    packed: dict[Policy | None, list[PackedStep]] = {}
     for name, scheme in {"Plain-4D": PLAIN, **schemes}.items():
         if scheme.packing not in packed:
-            packed[scheme.packing], _ = pack(case, scheme.packing, steps)
+            packed[scheme.packing], _ = pack(case, scheme, steps)
         work, times = [], []
         for p in packed[scheme.packing]:
             step = simulate(case, scheme, p.packing)
-            work.append(float(document_work(p.packing.documents["length"], case.crossover_tokens).sum()))
+            work.append(float(document_work(p.packing.documents["length"], case.job.crossover_tokens).sum()))
             times.append(step.time)
             if name == "Plain-4D":
                 limits.append((balanced_time(step), balanced_time(_without_exchange(step))))
@@ -188,5 +167,5 @@ def speedup(one: Outcome, plain: Outcome) -> tuple[float, float]:
 
 
 def gain_share(one: float, limit: float) -> float:
-    """Share of the attainable gain: of two speed-ups over Plain-4D."""
+    """Share of the attainable gain, of two speed-ups over Plain-4D."""
     return (one - 1) / (limit - 1)

@@ -1,16 +1,20 @@
 """What is simulated: Table 1 of the paper, one calibration for all figures, and what the paper reports."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from benchmarks.lengths import DATA, f2
-from megatron_wlb.plan import sharding
-from megatron_wlb.plan.workload import KernelModel, KernelTimes
-from megatron_wlb.simulate import MODELS, Hardware, Job
-from megatron_wlb.simulate.costs import pass_times
+from megatron_wlb.cost.attention import KernelTimes, load_profile
+from megatron_wlb.cost.passes import Hardware, pass_times
+from megatron_wlb.describe import make_job
+from megatron_wlb.job import Job, Parallel
+from megatron_wlb.model import MODELS
+from megatron_wlb.plan.packing.original import OriginalPacking
+from megatron_wlb.plan.sharding import shard
 
 DOCUMENTS = 400_000
 VPP = 2
@@ -26,8 +30,8 @@ CALIBRATION = (
     ("attention_backward", 2.5, "5 matrix products against 2"),
     ("link_gb_per_s", 45.0, "assumed: 400 Gbit/s a GPU, of which 90 % arrive"),
     ("hop_us", 10.0, "assumed"),
-    ("attention", "h100-fa2", "megatron_wlb/plan/profiles: fitted to FlashAttention-2 on an H100, measured by DistCA"),
-    ("network", "h100", "megatron_wlb/simulate/network-h100.json: fitted to NCCL on 2 to 8 H100, measured by DistCA"),
+    ("attention", "h100-fa2", "megatron_wlb/cost/profiles: fitted to FlashAttention-2 on an H100, measured by DistCA"),
+    ("network", "h100", "megatron_wlb/cost/network-h100.json: fitted to NCCL on 2 to 8 H100, measured by DistCA"),
     ("tp_overlap", 0.0, "assumed; the paper overlaps some, and does not say how much"),
     ("dp_overlap", 0.9, "assumed"),
     ("VPP", VPP, "assumed, the least that is interleaved as the paper's is; see step_seconds for a check"),
@@ -36,7 +40,7 @@ CALIBRATION = (
     ("crossover", "derived", "W_l / W_a of these constants for every job; WLB-LLM and ours plan by the same"),
     ("documents", "F2", "benchmarks/data/f2.json, its parameters fitted to Table 2; longer than the window: cut to it"),
     ("loader", "cut", "cuts documents at every window, as in f2.json; all schemes get the same pieces"),
-    ("models", "550m, 30b", "shapes that the paper does not give are assumed in megatron_wlb/simulate/job.py"),
+    ("models", "550m, 30b", "shapes that the paper does not give are assumed in megatron_wlb/model.py"),
     (
         "head groups",
         HEAD_GROUPS,
@@ -96,48 +100,41 @@ def pieces(lengths: Lengths, window: int, seed: int) -> np.ndarray:
     return np.diff(np.union1d(ends, np.arange(window, ends[-1], window)), prepend=0)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A training job of the paper. What is derived of it is kept; one is equal to itself alone."""
+    """A training job of the paper, on its hardware and its documents."""
 
     name: str
-    window: int
     job: Job
-    """As the paper runs it."""
+    """As Plain-4D runs it."""
+    hardware: Hardware = field(default_factory=Hardware, hash=False)
     lengths: Lengths = clipped
     cut: bool = True
     """The loader cuts documents at every window; False keeps them whole for policies that don't cut."""
-    s_max: float = S_MAX
     thresholds: tuple[float, ...] | None = None
-    """Of WLB-LLM in windows; None: tuned."""
+    """L_i of WLB-LLM in windows; None: tuned."""
 
     @property
-    def num_micro_batches(self) -> int:
-        """The paper's global batch: PP * DP."""
-        return self.job.pp * self.job.dp
-
-    @cached_property
-    def crossover_tokens(self) -> int:
-        """Length at which attention of a layer, forward and backward, takes as long as everything else in it."""
-        lengths = np.array([self.window])
-        plan = sharding.shard(lengths, self.job.cp, "per-document", self.kernel, use_native=True)
-        times = pass_times(self.job, [plan]).layers
-        linear = sum(float((t.linear + t.tensor + t.exchange)[0]) for t in times)
-        return round(self.window * linear / sum(float(t.attention.mean()) for t in times))
-
-    @property
-    def kernel(self) -> KernelModel:
-        """By which the paper's schemes choose a sharding: attention alone."""
-        return self.job.kernel(backward=False)
-
-    @property
-    def our_job(self) -> Job:
-        """The same with our exchange of K and V."""
-        return replace(self.job, gather_all=False, cp_head_groups=HEAD_GROUPS)
+    def window(self) -> int:
+        return self.job.context_length
 
     def stream(self, seed: int = 0) -> np.ndarray:
         """Lengths as they come, int64 [documents]."""
         return pieces(self.lengths, self.window, seed) if self.cut else self.lengths(self.window, seed)
+
+    def changed(self, hardware: Hardware | None = None, **job: Any) -> "Case":
+        """The same with other hardware or fields of the job, which change the crossover."""
+        hardware = hardware or self.hardware
+        changed = replace(self.job, **job)
+        return replace(self, hardware=hardware, job=replace(changed, crossover_tokens=crossover(changed, hardware)))
+
+
+def crossover(job: Job, hardware: Hardware) -> int:
+    """Length at which attention of a layer, forward and backward, takes as long as everything else in it."""
+    _, plan = shard(np.array([job.context_length]), replace(job, cp_sharding="per-document"))
+    times = pass_times(job, hardware, [plan]).layers
+    linear = sum(float((t.linear + t.tensor + t.exchange)[0]) for t in times)
+    return round(job.context_length * linear / sum(float(t.attention.mean()) for t in times))
 
 
 _TABLE_1 = (
@@ -154,8 +151,20 @@ _TABLE_1 = (
 
 def _case(name: str, model: str, kilo_tokens: int, layout: tuple[int, int, int, int], edge_layers: int = 0) -> Case:
     tp, cp, pp, dp = layout
-    job = Job(model=MODELS[model], tp=tp, cp=cp, pp=pp, dp=dp, vpp=VPP, edge_layers=edge_layers, gather_all=True)
-    return Case(name=f"{name}-{kilo_tokens}K", window=kilo_tokens << 10, job=job)
+    job = make_job(
+        model=MODELS[model],
+        parallel=Parallel(tp=tp, cp=cp, pp=pp, dp=dp, vpp=VPP, edge_layers=edge_layers),
+        context_length=kilo_tokens << 10,
+        num_micro_batches=pp * dp,  # the paper's global batch
+        max_tokens=round(S_MAX * (kilo_tokens << 10)),
+        packing=OriginalPacking(),
+        profile=load_profile("h100-fa2"),
+        reorder=False,
+        cp_sharding="per-sequence",
+        cp_exchange="all",
+        cp_head_groups=1,
+    )
+    return Case(name=f"{name}-{kilo_tokens}K", job=job).changed()
 
 
 TABLE_1 = tuple(_case(*row) for row in _TABLE_1)
@@ -164,32 +173,31 @@ CASES_OF_WINDOWS = tuple(_case("7B", "llama2-7b", k, (8, 2, 4, 1)) for k in (32,
 """Figure 14. The paper gives no layouts for it; that of 7B-128K is taken."""
 BIG = _case("405B", "llama3-405b", 128, (8, 16, 16, 4), edge_layers=1)
 """Figures 1 and 4."""
-LAYER = replace(SEVEN_128, job=replace(SEVEN_128.job, cp=4))
+LAYER = SEVEN_128.changed(parallel=replace(SEVEN_128.job.parallel, cp=4))
 """Figure 15: CP = 4; TP as in 7B-128K, which the paper does not say."""
 
 
 def slower_attention(case: Case, factor: float) -> Case:
     """The same with attention that takes longer."""
-    hardware = case.job.hardware
-    times = {k: factor * v for k, v in asdict(hardware.attention.forward).items()}
-    attention = replace(hardware.attention, forward=KernelTimes(**times))
-    return replace(case, job=replace(case.job, hardware=replace(hardware, attention=attention)))
+    profile = case.job.profile
+    times = {k: factor * v for k, v in asdict(profile.forward).items()}
+    return case.changed(profile=replace(profile, forward=KernelTimes(**times)))
 
 
 def check_calibration() -> None:
     """`CALIBRATION` is what the simulator runs with. Raises ValueError if its defaults have moved away from it."""
     hardware, stated = Hardware(), {name: value for name, value, _ in CALIBRATION}
-    network, job = hardware.network, SEVEN_128.job
+    network = hardware.network
     runs = {
         "linear_tflops": hardware.linear_tflops,
         "memory_gb_per_s": hardware.memory_gb_per_s,
         "attention_backward": hardware.attention_backward,
         "link_gb_per_s": network.link_gb_per_s,
         "hop_us": network.hop_us,
-        "attention": hardware.attention.name,
+        "attention": SEVEN_128.job.profile.name,
         "network": network.name,
-        "tp_overlap": job.tp_overlap,
-        "dp_overlap": job.dp_overlap,
+        "tp_overlap": hardware.tp_overlap,
+        "dp_overlap": hardware.dp_overlap,
     }
     for name, value in runs.items():
         if stated[name] != value:

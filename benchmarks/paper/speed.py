@@ -20,18 +20,18 @@ from benchmarks.paper.run import (
     tuned,
 )
 from benchmarks.paper.setups import BIG, SEVEN_128, SLOWER, Case, left_out, public_sample, slower_attention
-from megatron_wlb.plan import sharding
+from benchmarks.results import Row
+from megatron_wlb.plan.sharding import shard
 from megatron_wlb.simulate import simulate_step
 
-Row = dict[str, Any]
 MAIN = {"WLB-LLM": WLB, "ours, balance alone": BALANCE, "ours": OURS}
 STEPS_OF_FIGURE_13 = {
     "+ CP per-document": replace(PLAIN, sharding="per-document"),
-    "+ CP adaptive": replace(PLAIN, sharding="paper"),
+    "+ CP adaptive": replace(PLAIN, sharding="wlb"),
     "+ PP packing": replace(WLB, sharding="per-sequence"),
     "WLB-LLM": WLB,
-    "ours: + CP adaptive": replace(PLAIN, sharding="adaptive"),
-    "ours: + PP packing": replace(BALANCE, sharding="per-sequence", ordered=False),
+    "ours: + CP adaptive": replace(PLAIN, sharding="auto"),
+    "ours: + PP packing": replace(BALANCE, sharding="per-sequence", reorder=False),
     "ours: + PP packing, ordered": replace(BALANCE, sharding="per-sequence"),
     "ours, balance alone": BALANCE,
     "ours": OURS,
@@ -53,17 +53,15 @@ def with_fixed(found: dict[str, Row]) -> dict[str, Row]:
     return {"Plain-4D": found.pop("Plain-4D"), "Fixed-4D": both[best] | {"sharding": best}, **found}
 
 
-def figure_12(cases: Iterable[Case], steps: int) -> list[Row]:
+def figure_12(case: Case, steps: int) -> list[Row]:
     rows = []
     schemes = {f"Fixed-4D, {s}": scheme for s, scheme in FIXED.items()} | MAIN
-    for case in cases:
-        found, results = speeds(case, schemes, steps)
-        seconds = float(results["WLB-LLM"].times.mean() / 1e6)
-        for name, row in with_fixed(found).items():
-            rows.append({"figure": "12", "case": case.name, "scheme": name, **row, **_shares(name, found)})
-            if name == "WLB-LLM":
-                lengths = {"crossover_tokens": case.crossover_tokens, "L_i": tuned(case), "step_seconds": seconds}
-                rows[-1] |= lengths
+    found, results = speeds(case, schemes, steps)
+    for name, row in with_fixed(found).items():
+        rows.append({"figure": "12", "case": case.name, "scheme": name, **row, **_shares(name, found)})
+        if name == "WLB-LLM":
+            seconds = float(results[name].times.mean() / 1e6)
+            rows[-1] |= {"crossover_tokens": case.job.crossover_tokens, "L_i": tuned(case), "step_seconds": seconds}
     return rows
 
 
@@ -108,14 +106,14 @@ def figure_14(cases: Iterable[Case], steps: int) -> list[Row]:
 
 def variations(base: Case) -> dict[str, Case]:
     """One assumption changed at a time, all else alike: the documents, and thresholds but where they are changed."""
-    job, hardware = base.job, base.job.hardware
+    job, hardware, window = base.job, base.hardware, base.window
     network, model = hardware.network, job.model
 
     def hard(**changes: Any) -> Case:
-        return replace(base, job=replace(job, hardware=replace(hardware, **changes)))
+        return base.changed(replace(hardware, **changes))
 
-    def runs(**changes: Any) -> Case:
-        return replace(base, job=replace(job, **changes))
+    def parallel(**changes: Any) -> Case:
+        return base.changed(parallel=replace(job.parallel, **changes))
 
     small = {"num_layers": 16, "hidden_size": 1536, "ffn_hidden_size": 4096}
     small |= {"num_attention_heads": 12, "num_query_groups": 12}
@@ -128,46 +126,40 @@ def variations(base: Case) -> dict[str, Case]:
         "attention_backward 3": hard(attention_backward=3.0),
         "link 22.5 GB/s": hard(network=replace(network, link_gb_per_s=22.5)),
         "link 90 GB/s": hard(network=replace(network, link_gb_per_s=90.0)),
-        "tp_overlap 0.5": runs(tp_overlap=0.5),
-        "tp_overlap 1": runs(tp_overlap=1.0),
-        "dp_overlap 0": runs(dp_overlap=0.0),
-        "edge_layers 1, two layers fewer": runs(edge_layers=1, model=replace(model, num_layers=model.num_layers - 2)),
-        "VPP 1": runs(vpp=1),
-        "VPP 4 (550M: 3)": runs(vpp=3 if model.num_layers == 24 else 4),
-        "K and V of shared documents only": runs(gather_all=False),
-        "550M of 16 layers, width 1536": runs(model=other_shape),
+        "tp_overlap 0.5": hard(tp_overlap=0.5),
+        "tp_overlap 1": hard(tp_overlap=1.0),
+        "dp_overlap 0": hard(dp_overlap=0.0),
+        "edge_layers 1, two layers fewer": parallel(edge_layers=1).changed(
+            model=replace(model, num_layers=model.num_layers - 2)
+        ),
+        "VPP 1": parallel(vpp=1),
+        "VPP 4 (550M: 3)": parallel(vpp=3 if model.num_layers == 24 else 4),
+        "K and V of shared documents only": base.changed(cp_exchange="shared"),
+        "550M of 16 layers, width 1536": base.changed(model=other_shape),
         "documents whole": replace(base, cut=False),
         "documents over a window left out": replace(base, lengths=left_out),
         "documents of DistCA's sample": replace(base, lengths=public_sample),
-        "S_max 1.1": replace(base, s_max=1.1),
-        "S_max 2": replace(base, s_max=2.0),
+        "S_max 1.1": base.changed(max_tokens=round(1.1 * window / 1024) * 1024),
+        "S_max 2": base.changed(max_tokens=2 * window),
         "one queue, L_1 = 1/2": replace(base, thresholds=(0.5,)),
         "L_i = 1/2, 3/4": replace(base, thresholds=(0.5, 0.75)),
     }
 
 
-def sensitivity(cases: Iterable[Case], steps: int, names: Iterable[str] | None = None) -> list[Row]:
-    """Averages of Figure 12 under each variation, and 7B-128K; differences are to the same steps as calibrated."""
-    varied = [variations(replace(case, thresholds=tuned(case))) for case in cases]
-    rows: list[Row] = []
-    for name in names or varied[0]:
-        per_case = []
-        for cases_of in varied:
-            found, results = speeds(cases_of[name], {"WLB-LLM": WLB, "ours, balance alone": BALANCE}, steps)
-            seconds = float(results["WLB-LLM"].times.mean() / 1e6)
-            rates = {scheme: row["speedup"] for scheme, row in found.items()}
-            per_case.append({"case": cases_of[name].name, "step_seconds": seconds, **rates})
-        flat = [{"case": r["case"], "scheme": "WLB-LLM", "speedup": r["WLB-LLM"]} for r in per_case]
-        seven = next((r for r in per_case if r["case"] == SEVEN_128.name), per_case[0])
-        row = {
-            "figure": "sensitivity",
-            "variation": name,
-            **{f"WLB-LLM {k}": v for k, v in averages(flat)["WLB-LLM"].items()},
-        }
-        row |= {f"{seven['case']} {k}": v for k, v in seven.items() if k not in ("case", "Plain-4D")}
-        row["by_case"] = {r["case"]: r["WLB-LLM"] for r in per_case}
-        rows.append(row)
-    return rows
+def sensitivity(cases: Iterable[Case], steps: int, name: str) -> list[Row]:
+    """Averages of Figure 12 under one variation, and 7B-128K; differences are to the same steps as calibrated."""
+    per_case = []
+    for base in cases:
+        case = variations(replace(base, thresholds=tuned(base)))[name]
+        found, results = speeds(case, {"WLB-LLM": WLB, "ours, balance alone": BALANCE}, steps)
+        seconds = float(results["WLB-LLM"].times.mean() / 1e6)
+        per_case.append({"case": case.name, "step_seconds": seconds} | {s: row["speedup"] for s, row in found.items()})
+    flat = [{"case": r["case"], "scheme": "WLB-LLM", "speedup": r["WLB-LLM"]} for r in per_case]
+    seven = next((r for r in per_case if r["case"] == SEVEN_128.name), per_case[0])
+    row = {"figure": "sensitivity", "variation": name}
+    row |= {f"WLB-LLM {group}": value for group, value in averages(flat)["WLB-LLM"].items()}
+    row |= {f"{seven['case']} {k}": v for k, v in seven.items() if k not in ("case", "Plain-4D")}
+    return [row | {"by_case": {r["case"]: r["WLB-LLM"] for r in per_case}}]
 
 
 def llama3_tflops() -> dict[str, float]:
@@ -178,11 +170,13 @@ def llama3_tflops() -> dict[str, float]:
     """
     found = {}
     for dp, micro_batches in ((64, 32), (128, 16)):
-        job = replace(BIG.job, cp=1, dp=dp, vpp=8)
-        plan = sharding.shard(np.array([8192]), 1, "per-sequence", job.kernel(backward=False), use_native=True)
-        step = simulate_step(job, [[plan] * micro_batches] * dp)
+        parallel = replace(BIG.job.parallel, cp=1, dp=dp, vpp=8)
+        sizes = {"context_length": 8192, "max_tokens": 8192, "num_micro_batches": micro_batches * dp}
+        job = replace(BIG.job, parallel=parallel, **sizes)
+        _, plan = shard(np.array([8192]), job)
+        step = simulate_step(job, [[plan] * micro_batches] * dp, BIG.hardware)
         model, tokens = job.model, 8192 * micro_batches * dp
         weights = model.num_layers * model.layer_weights + model.vocabulary_weights
         flops = 6 * tokens * (weights + model.num_layers * model.query_size * 8192)
-        found[f"{job.num_gpus} GPUs"] = flops / step.time / 1e6 / job.num_gpus
+        found[f"{parallel.num_gpus} GPUs"] = flops / step.time / 1e6 / parallel.num_gpus
     return found

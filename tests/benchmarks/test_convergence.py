@@ -15,7 +15,7 @@ import torch
 from scipy import stats
 
 from benchmarks import convergence, convergence_corpus, convergence_report
-from benchmarks.convergence import SCALES, VARIANTS, Trainer, learning_rate, packer_of, validation_packing
+from benchmarks.convergence import SCALES, VARIANTS, Runs, Trainer, learning_rate, packer_of, validation_packing
 from benchmarks.convergence_model import Corpus, Shape, accumulate
 from megatron_wlb.plan.dataset import read_index
 from tests.adapter.conftest import dataset  # noqa: F401  # also makes this process the warm parent of forked worlds
@@ -48,11 +48,7 @@ def full(*values):
         ("original", f"{CP2_PP2} --wlb-packing original"),
         ("wlb", f"{CP2_PP2} --wlb-packing wlb"),
         full("fixed-8", f"{CP2_PP2} --wlb-packing fixed --wlb-global-batches 8"),
-        full("adaptive-constant-tokens", f"{CP2_PP2} --wlb-packing adaptive"),
-        (
-            "adaptive-low-displacement-weighted",
-            f"{DP2_PP2} --wlb-packing adaptive --wlb-packing-mode low-displacement --wlb-weight-gradients",
-        ),
+        ("adaptive-constant-tokens", f"{DP2_PP2} --wlb-packing adaptive"),
     ],
 )
 def test_equals_megatron_on_four_processes(variant, flags, dataset, tmp_path):  # noqa: F811
@@ -64,21 +60,18 @@ def test_equals_megatron_on_four_processes(variant, flags, dataset, tmp_path):  
     corpus = Corpus(np.fromfile(f"{dataset}.bin", np.int32), index.tokens)
     model = Trainer(TINY, corpus, 0, CPU).model
     set_parameters(model)
-    packer = packer_of(VARIANTS[variant], TINY, corpus.pairs[: round(0.9 * len(index))], SEED)
+    packer = packer_of(variant, TINY, corpus.lengths[: round(0.9 * len(index))], SEED)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
-    weights = []
     for logged, gradients in zip(megatron["log"], megatron["grads"], strict=True):
         packing = packer.next().packing
         tokens = int(packing.documents["length"].sum())
-        weights.append(tokens / TINY.batch_tokens if VARIANTS[variant].weight_gradients else 1.0)
         optimizer.zero_grad()
-        loss = accumulate(model, corpus, packing, CPU, weight=weights[-1])
+        loss = accumulate(model, corpus, packing, CPU)
         assert tokens == logged["tokens"]
         assert loss == pytest.approx(logged["loss"], rel=1e-5)
         assert relative_error({name_of(n): p.grad for n, p in model.named_parameters()}, gradients) <= 1e-5
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # upstream's default
         optimizer.step()
-    assert (max(weights) == min(weights)) == (not VARIANTS[variant].weight_gradients)
 
 
 def name_of(name):
@@ -119,21 +112,19 @@ SHORT = replace(
 )
 
 
-def run(variant, seed, data, tell=lambda tokens: None):
-    started = convergence.start(seed, SHORT, data, CPU)
-    return convergence.run(variant, seed, SHORT, data, CPU, started, tell)
+def run(variant, seed, data):
+    return convergence.run(variant, seed, SHORT, data, CPU, convergence.start(seed, SHORT, data, CPU))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_run_trains_the_same_tokens_as_every_other(variant, data):
-    heard = []
-    log = run(variant, 1, data, heard.append)
-    assert heard == np.cumsum(log["steps"]["tokens"]).tolist()
-    assert heard[-2] < SHORT.tokens <= heard[-1]
+    log = run(variant, 1, data)
+    *_, before, tokens = np.cumsum(log["steps"]["tokens"])
+    assert before < SHORT.tokens <= tokens
     assert len(log["validation"]) == convergence.MEASUREMENTS + 1
-    assert log["validation"][-1]["tokens"] == heard[-1]
+    assert log["validation"][-1]["tokens"] == tokens
     assert log["validation"][-1]["all"] < log["validation"][0]["all"]
-    assert sum(log["tokens_by_delay"].values()) == heard[-1] == log["packing"]["tokens"]
+    assert sum(log["tokens_by_delay"].values()) == tokens == log["packing"]["tokens"]
     assert log == json.loads(json.dumps(log))
 
 
@@ -145,23 +136,23 @@ def test_a_seed_draws_weights_and_order(data):
 
 
 def test_held_out_documents_are_never_trained(data):
-    train, held_out = (convergence.split(data, held) for held in (False, True))
-    assert len(train.pairs) == 360 and len(held_out.pairs) == 40
+    train, held_out = (convergence.split(data, held_out=held) for held in (False, True))
+    assert len(train.lengths) == 360 and len(held_out.lengths) == 40
     rows = validation_packing(held_out, replace(SHORT, validation_tokens=1 << 20)).documents
-    assert rows["length"].sum() == held_out.pairs.sum()
+    assert rows["length"].sum() == held_out.lengths.sum()
     for corpus, held in ((train, False), (held_out, True)):
         begins = np.cumsum(data["lengths"]) - data["lengths"]
         for document, place in enumerate(np.flatnonzero(data["held_out"] == held)):
-            row = np.array([(0, 0, document, 0, corpus.pairs[document], 0)], rows.dtype)
+            row = np.array([(0, 0, document, 0, corpus.lengths[document], 0)], rows.dtype)
             batch = corpus.micro_batch(row, CPU)
             whole = data["tokens"][begins[place] :][: data["lengths"][place]].tolist()
             assert batch.tokens.tolist() == whole[:-1] and batch.labels.tolist() == whole[1:]
 
 
 def test_documents_of_a_micro_batch_do_not_see_each_other(data):
-    corpus = convergence.split(data, False)
+    corpus = convergence.split(data, held_out=False)
     model = Trainer(SHORT, corpus, 1, CPU).model
-    packing = packer_of(VARIANTS["wlb"], SHORT, corpus.pairs, 1).next().packing
+    packing = packer_of("wlb", SHORT, corpus.lengths, 1).next().packing
     rows = max((packing.micro_batch(i) for i in range(len(packing))), key=len)
     assert len(rows) > 2
     together = model(corpus.micro_batch(rows, CPU))
@@ -184,48 +175,36 @@ def test_all_variants_of_a_seed_go_on_from_the_same_model(data):
     began = [run(variant, 1, data)["validation"][0] for variant in ("original", "wlb")]
     assert began[0] == began[1]
     # The optimizer goes on, too: one step more of either trainer is the same.
-    corpus = convergence.split(data, False)
-    packer = packer_of(VARIANTS["original"], SHORT, corpus.pairs, 1)
+    corpus = convergence.split(data, held_out=False)
+    packer = packer_of("original", SHORT, corpus.lengths, 1)
     steps = [packer.next().packing for _ in range(SHORT.start_batches + 1)]
     whole, resumed = Trainer(SHORT, corpus, 1, CPU), Trainer(SHORT, corpus, 2, CPU)
     resumed.load(started)
     for packing in steps[:-1]:
-        whole.step(packing, weight_gradients=False)
-    assert whole.step(steps[-1], weight_gradients=False) == resumed.step(steps[-1], weight_gradients=False)
+        whole.step(packing)
+    assert whole.step(steps[-1]) == resumed.step(steps[-1])
     for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
-def test_finished_runs_are_kept_and_others_done(data, tmp_path):
-    corpus, output = tmp_path / "corpus.npz", tmp_path / "runs"
-    settings = {name: getattr(SHORT, name) for name in ("pivot_bytes", "held_out_share")}
-    summary = {"settings": {"vocab_size": 256, **settings}, "digest": "-"}
-    np.savez(corpus, **{k: v for k, v in data.items() if k != "summary"}, summary=json.dumps(summary))
-
-    def do(runs, scale=SHORT):
-        convergence.run_all(runs, scale, corpus, CPU, 2, output)
-        return {path.name: path.stat().st_mtime_ns for path in output.iterdir()}
-
-    first = do([("original", 1)])
-    (output / "wlb-1.tmp").write_text("{")  # of a run that was killed
-    second = do([("original", 1), ("wlb", 1)])
-    assert second.keys() == {"original-1.json", "wlb-1.json"}
-    assert second["original-1.json"] == first["original-1.json"]
+def test_finished_runs_are_kept_and_others_done(data, tmp_path, monkeypatch):
+    runs = Runs(scale=SHORT, corpus=tmp_path / "corpus.npz", device=CPU, output=tmp_path)
+    monkeypatch.setattr(Runs, "data", lambda runs: data)
+    wanted = convergence.common(SHORT, data, CPU)
+    runs.start_one(1)
+    begin = runs.start_path(1).stat().st_mtime_ns
+    runs.start_one(1)
+    assert runs.start_path(1).stat().st_mtime_ns == begin
+    assert not runs.is_finished("original", 1, wanted)
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(Trainer, "step", lambda trainer, packing: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            runs.run_one("original", 1)
+    assert not runs.is_finished("original", 1, wanted)
+    assert runs.run_one("original", 1).startswith("original, seed 1: validation loss")
+    assert runs.is_finished("original", 1, wanted)
     with pytest.raises(ValueError, match="original-1.json is of another scale"):
-        do([("original", 1)], replace(SHORT, learning_rate=1.0))
-
-
-def test_an_unfinished_run_leaves_no_log(data, tmp_path, monkeypatch):
-    class Interrupts:
-        def put(self, message):
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(convergence, "read_corpus", lambda path, scale: data)
-    (tmp_path / "output").mkdir()
-    convergence.start_one(1, SHORT, tmp_path / "corpus.npz", CPU)
-    with pytest.raises(KeyboardInterrupt):
-        convergence.run_one("original", 1, SHORT, tmp_path / "corpus.npz", CPU, tmp_path / "output", Interrupts())
-    assert not list((tmp_path / "output").iterdir())
+        runs.is_finished("original", 1, convergence.common(replace(SHORT, learning_rate=1.0), data, CPU))
 
 
 def test_corpus_is_made_once_and_split_by_name(tmp_path, monkeypatch):
@@ -269,7 +248,7 @@ def test_report_compares_by_seed(logs):
     mean, half = rows["wlb"]["difference_percent"], rows["wlb"]["difference_half_width"]
     assert (mean - half, mean + half) == pytest.approx((low, high))
     worse, unseen = convergence_report.verdicts([rows["wlb"], rows["fixed-8"]])
-    assert "is worse: +1.00 %" in worse and "no difference is seen" in unseen and "with +0.07 %" in unseen
+    assert "is worse: +1.00 %" in worse and "no difference is seen" in unseen and "+0.07 % on average" in unseen
     assert [goal.holds for goal in convergence_report.goals(list(rows.values()))] == [False]
 
 
@@ -283,26 +262,16 @@ def test_report_of_the_runs_so_far(logs):
     convergence_report.show(rows)
 
 
-def test_report_is_written_and_written_again(logs, tmp_path, monkeypatch):
-    monkeypatch.setattr(convergence_report, "DOCS", tmp_path)
+def test_report_is_written(logs, tmp_path, monkeypatch):
+    monkeypatch.setattr(convergence_report.results, "DOCS", tmp_path)
     monkeypatch.setattr(convergence_report.results, "FOLDER", tmp_path)
+    size = {"documents": 1, "tokens": 1, "p50": 1, "p90": 1, "longest": 1}
     for log in logs:
-        size = {"documents": 1, "tokens": 1, "p50": 1, "p90": 1, "longest": 1}
         log["scale"] = log["scale"] | {"name": "cpu"}
         log["corpus"] = {"train": size, "held_out": size, "digest": "-"}
-    page = tmp_path / "convergence.md"
-    begin = "<!-- results: written by python -m benchmarks.convergence -->\n"
-    page.write_text(f"before\n{begin}stale\n<!-- end of results -->\nafter\n")
-    written = convergence_report.write(logs)
-    first = page.read_text()
-    assert "| `wlb` | 3 |" in first and "stale" not in first
-    assert first.startswith("before\n") and first.endswith("\nafter\n")
-    assert all(path.stat().st_size for path in written) and (tmp_path / "convergence.png") in written
-    convergence_report.write(logs)
-    assert page.read_text() == first
-    page.write_text("before\n")
-    with pytest.raises(ValueError, match="must have the lines"):
-        convergence_report.write(logs)
+    assert convergence_report.write(logs) == [tmp_path / "convergence.json", tmp_path / "convergence.png"]
+    assert (tmp_path / "convergence.png").stat().st_size
+    assert "| `wlb` | 3 |" in convergence_report.page(json.loads((tmp_path / "convergence.json").read_text()))
 
 
 def test_report_refuses_runs_of_other_settings(logs, tmp_path):
@@ -326,4 +295,4 @@ def test_quick_version(tmp_path):
     for log in logs:
         assert log["validation"][0]["all"] < np.log(SCALES["quick"].shape.vocab_size)
         assert log["validation"][-1]["all"] < 0.95 * log["validation"][0]["all"]
-    assert "adaptive-low-displacement-weighted" in done.stdout
+    assert "adaptive-constant-tokens" in done.stdout
