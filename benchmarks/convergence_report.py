@@ -109,11 +109,9 @@ def verdicts(rows: list[Row]) -> list[str]:
             seeds = len(row["difference_of_seeds"])
             sentences.append(f"`{name}`: {seeds} seed(s) to compare with `{BASELINE}`; no interval yet.")
             continue
+        verdict = "no difference is seen" if abs(mean) <= half else "worse" if mean > 0 else "better"
         bounds = f"{mean - half:+.2f} to {mean + half:+.2f} %"
-        if abs(mean) > half:
-            sentences.append(f"`{name}` is {'worse' if mean > 0 else 'better'}: {mean:+.2f} % of the loss, {bounds}.")
-        else:
-            sentences.append(f"`{name}`: no difference is seen; it lies within {bounds}, {mean:+.2f} % on average.")
+        sentences.append(f"`{name}`: {verdict}: {mean:+.2f} % of the loss, interval {bounds}.")
     return sentences
 
 

@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 
+from benchmarks.convergence_report import page
 from megatron_wlb.adapter.arguments import add_wlb_arguments
 
 ROOT = Path(__file__).parents[1]
@@ -18,8 +19,9 @@ def main() -> None:
 def pages() -> dict[Path, str]:
     """Pages with their generated parts as they should be."""
     texts = {ROOT / "docs" / "index.md": index()}
-    for page, name, part in (("flags", "flags", flags()), ("performance", "goals", goals())):
-        path = ROOT / "docs" / f"{page}.md"
+    parts = (("flags", "flags", flags()), ("performance", "goals", goals()), ("convergence", "results", convergence()))
+    for stem, name, part in parts:
+        path = ROOT / "docs" / f"{stem}.md"
         begin, end = f"<!-- {name}: written by python -m scripts.docs -->\n", f"<!-- end of {name} -->\n"
         before, rest = path.read_text().split(begin)
         texts[path] = before + begin + part + end + rest.split(end)[1]
@@ -32,7 +34,8 @@ def index() -> str:
     text = re.sub(r"\[([^]]*)\]\((?!https:|docs/)[^)]*\)", r"\1", text).replace("](docs/", "](")
     head, body = text.split("\n", 1)
     mark = "<!-- written by python -m scripts.docs, from README.md -->"
-    return f"{head}\n\n{mark}\n{body}Next: [Concepts](concepts.md), [On a cluster](cluster.md), [Flags](flags.md), [Glossary](glossary.md).\n"
+    links = "[Concepts](concepts.md), [On a cluster](cluster.md), [Flags](flags.md), [Glossary](glossary.md)"
+    return f"{head}\n\n{mark}\n{body}Next: {links}.\n"
 
 
 def actions() -> list[argparse.Action]:
@@ -66,6 +69,11 @@ def goals() -> str:
         if entries:
             rows.append(f"| `{path.name}` | {len(entries) - len(missed)} of {len(entries)} | {'<br>'.join(missed)} |")
     return "\n".join(["", *rows, "", ""])
+
+
+def convergence() -> str:
+    """The comparison of packing policies."""
+    return page(json.loads((ROOT / "benchmarks" / "results" / "convergence.json").read_text()))
 
 
 def _escaped(text: str) -> str:
