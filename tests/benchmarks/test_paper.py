@@ -21,11 +21,13 @@ from benchmarks.paper.run import (
     speedup,
 )
 from benchmarks.paper.setups import BIG, CALIBRATION, SEVEN_128, TABLE_1, check_calibration, clipped, pieces
-from megatron_wlb.simulate.job import Hardware
+from megatron_wlb.cost.attention import attention_kernels
+from megatron_wlb.cost.passes import pass_times
+from megatron_wlb.plan.sharding import shard
 
 
 def test_table_1_is_the_papers():
-    gpus = {case.name: case.job.num_gpus for case in TABLE_1}
+    gpus = {case.name: case.job.parallel.num_gpus for case in TABLE_1}
     assert gpus == {
         "550M-64K": 32,
         "550M-128K": 32,
@@ -36,9 +38,9 @@ def test_table_1_is_the_papers():
         "70B-64K": 256,
         "70B-128K": 256,
     }
-    assert [case.num_micro_batches for case in TABLE_1] == [8, 4, 4, 4, 4, 4, 4, 4]
-    assert BIG.job.num_gpus == 8192 and BIG.num_micro_batches == 64
-    assert all(case.job.vpp > 1 and case.window == (65536, 131072)[i % 2] for i, case in enumerate(TABLE_1))
+    assert [case.job.num_micro_batches for case in TABLE_1] == [8, 4, 4, 4, 4, 4, 4, 4]
+    assert BIG.job.parallel.num_gpus == 8192 and BIG.job.num_micro_batches == 64
+    assert all(case.job.parallel.vpp > 1 and case.window == (65536, 131072)[i % 2] for i, case in enumerate(TABLE_1))
 
 
 def test_the_loader_cuts_at_every_window():
@@ -60,12 +62,9 @@ def test_the_calibration_is_that_of_the_simulator(monkeypatch):
 
 
 def test_the_crossover_is_where_attention_takes_as_long_as_all_else():
-    from megatron_wlb.plan import sharding
-    from megatron_wlb.simulate.costs import pass_times
-
-    length = SEVEN_128.crossover_tokens // 16 * 16
-    plan = sharding.shard(np.array([length]), 2, "per-document", SEVEN_128.kernel, use_native=True)
-    times = pass_times(SEVEN_128.job, [plan]).layers
+    length = SEVEN_128.job.crossover_tokens // 32 * 32
+    _, plan = shard(np.array([length]), replace(SEVEN_128.job, cp_sharding="per-document"))
+    times = pass_times(SEVEN_128.job, SEVEN_128.hardware, [plan]).layers
     attention = sum(t.attention.mean() for t in times)
     assert attention == pytest.approx(sum((t.total - t.attention.max(axis=1))[0] for t in times), rel=0.03)
 
@@ -101,19 +100,22 @@ def test_schemes_run_the_same_documents_and_none_beats_its_limit(seven):
 
 def test_ours_differs_from_balance_alone_by_the_exchange(seven):
     case, _ = seven
-    packing = pack(case, "adaptive", 12)[0][0].packing
+    packing = pack(case, OURS, 12)[0][0].packing
     ours, alone = simulate(case, OURS, packing), simulate(case, BALANCE, packing)
     assert sum(p.layers[0].exchange.sum() for p in ours.passes) < sum(p.layers[0].exchange.sum() for p in alone.passes)
     assert simulate(case, PLAIN, packing).time > alone.time
 
 
 def test_variations_change_one_thing():
-    cases = speed.variations(SEVEN_128)
-    assert cases.pop("as calibrated") is SEVEN_128
-    stated = [f.name for f in fields(SEVEN_128)]
-    for name, case in cases.items():
-        changed = [f for f in stated if getattr(case, f) != getattr(SEVEN_128, f)]
-        assert len(changed) == (0 if name.startswith("550M of") else 1)  # which is another model
+    def assumptions(case):
+        values = {f.name: getattr(part, f.name) for part in (case, case.job, case.hardware) for f in fields(part)}
+        return {name: values[name] for name in values.keys() - {"job", "hardware", "crossover_tokens"}}  # that follow
+
+    base = assumptions(SEVEN_128)
+    for name, case in speed.variations(SEVEN_128).items():
+        changed = {key for key, value in assumptions(case).items() if value != base[key]}
+        none = name == "as calibrated" or name.startswith("550M of")  # which is another model
+        assert len(changed - {"model"} if name.startswith("edge_layers") else changed) == (not none), name
     small = speed.variations(TABLE_1[0])["550M of 16 layers, width 1536"].job.model
     weights = small.num_layers * small.layer_weights + 2 * small.vocabulary_weights
     assert weights / 1e9 == pytest.approx(0.55, rel=0.02)
@@ -121,9 +123,9 @@ def test_variations_change_one_thing():
 
 def test_slower_attention_takes_longer():
     slow = setups.slower_attention(SEVEN_128, 1.5)
-    fast, kernel = SEVEN_128.kernel, slow.kernel
-    assert (kernel.launch, kernel.tile) == pytest.approx((1.5 * fast.launch, 1.5 * fast.tile))
-    assert slow.job.hardware.linear_tflops == Hardware().linear_tflops
+    for fast, slower in zip(attention_kernels(SEVEN_128.job), attention_kernels(slow.job), strict=True):
+        assert (slower.launch, slower.tile) == pytest.approx((1.5 * fast.launch, 1.5 * fast.tile))
+    assert slow.hardware == SEVEN_128.hardware and slow.job.crossover_tokens < SEVEN_128.job.crossover_tokens
 
 
 def test_llama_3_is_near_what_was_published():
