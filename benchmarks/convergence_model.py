@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megatron_wlb.cost.attention import FLOPS_PROFILE
 from megatron_wlb.plan import sharding
+from megatron_wlb.plan.dataset import trained_tokens
 from megatron_wlb.plan.types import Packing
-from megatron_wlb.plan.workload import FLOPS_PROFILE
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.metadata import ShardMetadata
 
@@ -66,7 +67,7 @@ class Corpus:
         begins = self._begins[documents["document"]] + documents["offset"]
         # Places of inputs, one after the other within a document.
         places = np.repeat(begins - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
-        _, plan = sharding.shard(lengths, JOB)
+        plan = sharding.divide(lengths, 1, "per-sequence", FLOPS_PROFILE.kernels()[0])
         return MicroBatch(
             tokens=torch.from_numpy(self._tokens[places].astype(np.int64)).to(device),
             labels=torch.from_numpy(self._tokens[places + 1].astype(np.int64)).to(device),
