@@ -86,8 +86,7 @@ def accept(parser: argparse.ArgumentParser, script: argparse.ArgumentParser) -> 
         args, more = argparse.ArgumentParser.parse_known_args(parser, arguments, namespace)
         rest += [_END, *more]
         _judge(parser, args, rest)
-        if args.model is None and args.num_layers is None:
-            _check_words(parser, args, words, more)
+        _check_words(parser, args, words, more)
         launched = words or any(word.endswith(".py") for word in more)
         attention = _attention(rest) if launched and not args.wlb else []
         args.remarks = [*_unassigned(words, known), *attention, *args.remarks]
@@ -161,13 +160,14 @@ def _check_words(
 ) -> None:
     """Exit with an error if a file's name stands where flags are read, or no more than words that are no flags."""
     loose = list(takewhile(lambda word: not word.startswith("-"), more))
-    file = next(filter(os.path.isfile, loose), None)
+    file = next((word for word in loose if os.path.isfile(word) or os.path.isfile(f"{word}.idx")), None)
     if file is not None and not any(word.endswith(".py") for word in loose):
+        first = ", or put it first if it is LENGTHS" if hasattr(args, "lengths") else ""
         parser.error(
             f"{file} is a file, and flags are read here; give --launch {file} if it is a launch script, or --data-path "
-            "if it is a dataset"
+            f"if it is a dataset{first}"
         )
-    if args.seq_length is None and (words or loose):
+    if (args.model, args.num_layers, args.seq_length) == (None, None, None) and (words or loose):
         said = short(" ".join(word for word in (*words, *more) if word != _END))
         parser.error(
             f"no flags of pretrain_gpt.py such as --num-layers in {said}, and nothing else is read; give its launch "

@@ -31,40 +31,26 @@ def standard_input(monkeypatch, text):
     return "-"
 
 
-def test_json(tmp_path):
-    path = tmp_path / "x.json"
-    path.write_text(json.dumps(LENGTHS))
-    lengths = read_lengths(str(path))
-    assert lengths.tolist() == LENGTHS
-    assert lengths.dtype == np.int64
-
-
-@pytest.mark.parametrize("dtype", ["<i8", "<u2", ">i4"])
-def test_npy(tmp_path, dtype):
-    np.save(tmp_path / "x.npy", np.array(LENGTHS, dtype))
-    lengths = read_lengths(str(tmp_path / "x.npy"))
-    assert lengths.tolist() == LENGTHS
-    assert lengths.dtype == np.int64
-
-
-@pytest.mark.parametrize("kind", [pyarrow.int64(), pyarrow.uint16()])
-def test_parquet(tmp_path, kind):
-    path = write_parquet(tmp_path / "x.parquet", other=["a"] * 5, length=pyarrow.array(LENGTHS, kind))
-    assert read_lengths(path).tolist() == LENGTHS
-
-
-def test_standard_input(monkeypatch):
-    assert read_lengths(standard_input(monkeypatch, b" [5,0,\n300, 64,1]\n")).tolist() == LENGTHS
-
-
-@pytest.mark.parametrize("suffix", ["", ".idx"])
-def test_of_the_tokens_of_a_dataset_all_but_the_last_are_trained(tmp_path, suffix):
-    assert read_lengths(write_dataset(tmp_path, [6, 1, 301, 65, 0, 2]) + suffix).tolist() == [5, 0, 300, 64, 0, 1]
+def test_all_formats(tmp_path, monkeypatch):
+    """Of the tokens of a dataset all but the last are trained."""
+    (tmp_path / "x.json").write_text(json.dumps(LENGTHS))
+    sources = [tmp_path / "x.json", standard_input(monkeypatch, b" [5,0,\n300, 64,1]\n")]
+    for dtype in ("<i8", "<u2", ">i4"):
+        np.save(tmp_path / f"{dtype}.npy", np.array(LENGTHS, dtype))
+        sources.append(tmp_path / f"{dtype}.npy")
+    for kind in (pyarrow.int64(), pyarrow.uint16()):
+        columns = {"other": ["a"] * 5, "length": pyarrow.array(LENGTHS, kind)}
+        sources.append(write_parquet(tmp_path / f"{kind}.parquet", **columns))
+    dataset = write_dataset(tmp_path, [6, 1, 301, 65, 2])
+    (tmp_path / "data.bin").unlink()  # not needed
+    for source in [*sources, dataset, f"{dataset}.idx"]:
+        lengths = read_lengths(str(source))
+        assert (lengths.tolist(), lengths.dtype) == (LENGTHS, np.int64)
 
 
 def refused(source, message):
     with pytest.raises(ValueError, match=message):
-        read_lengths(source)
+        read_lengths(str(source))
 
 
 @pytest.mark.parametrize(
@@ -72,8 +58,7 @@ def refused(source, message):
     [
         ("", "line 1, column 1: not JSON: Expecting value"),
         ("[1, 2,\n 3, oops]", "line 2, column 5: not JSON: Expecting value"),
-        ("[1, 2", "line 1, column 6: not JSON: Expecting ',' delimiter"),
-        ("\udcff".encode("utf-8", "surrogateescape"), "not a JSON array of integers: .*utf-8"),
+        ("\udcff", "not a JSON array of integers: .*utf-8"),
         ("[" * 100_000, "not a JSON array of integers"),
         ("[" + "9" * 5000 + "]", "not a JSON array of integers: Exceeds the limit"),
         ('{"length": [1]}', r"holds a JSON dict; give an array of integers, such as \[512, 2048\]"),
@@ -82,19 +67,16 @@ def refused(source, message):
         ("[1, -2]", "index 1: -2 trained tokens; a length must be from 0 to 67108864"),
         ("[67108864, 67108865]", "index 1: 67108865 trained tokens; a length must be from 0 to 67108864"),
         ("[1, 2, " + "9" * 50 + "]", "index 2: 9{37}... trained tokens"),
-        ("[3.5]", "index 0: 3.5 is not an integer; give trained tokens"),
-        ("[1, 3.0]", "index 1: 3.0 is not an integer"),
+        ("[1, 3.0]", "index 1: 3.0 is not an integer; give trained tokens"),
         ("[1, true]", "index 1: true is not an integer"),
-        ("[1, null]", "index 1: null is not an integer"),
         ("[1, NaN]", "index 1: NaN is not an integer"),
-        ('[1, "2"]', 'index 1: "2" is not an integer'),
         ("[1, [2]]", r"index 1: \[2\] is not an integer"),
     ],
 )
 def test_broken_json(tmp_path, monkeypatch, text, message):
-    data = text if isinstance(text, bytes) else text.encode()
+    data = text.encode("utf-8", "surrogateescape")
     (tmp_path / "x.json").write_bytes(data)
-    refused(str(tmp_path / "x.json"), r"x\.json.*" + message)
+    refused(tmp_path / "x.json", r"x\.json.*" + message)
     refused(standard_input(monkeypatch, data), "^standard input.*" + message)
 
 
@@ -102,62 +84,53 @@ def test_broken_json(tmp_path, monkeypatch, text, message):
     ("array", "message"),
     [
         (np.array([1.0, 2.0]), r"holds float64 \[2\]; give one dimension of integers"),
-        (np.array([True]), r"holds bool \[1\]; give one dimension of integers"),
-        (np.array([[1, 2]]), r"holds int64 \[1, 2\]; give one dimension of integers"),
-        (np.array(3), r"holds int64 \[\]; give one dimension of integers"),
+        (np.array([True]), r"holds bool \[1\]"),
+        (np.array([[1, 2]]), r"holds int64 \[1, 2\]"),
+        (np.array(3), r"holds int64 \[\]"),
         (np.array([1, -1]), "index 1: -1 trained tokens"),
         (np.array([1, 2**64 - 1], np.uint64), "index 1: 18446744073709551615 trained tokens"),
         (np.array([], np.int64), "holds no document"),
+        (np.array([{}]), "Object arrays cannot be loaded"),
     ],
 )
 def test_broken_npy(tmp_path, array, message):
-    np.save(tmp_path / "x.npy", array)
-    refused(str(tmp_path / "x.npy"), r"x\.npy.*" + message)
+    np.save(tmp_path / "x.npy", array, allow_pickle=True)
+    refused(tmp_path / "x.npy", r"x\.npy.*" + message)
 
 
 def test_damaged_npy(tmp_path):
     path = tmp_path / "x.npy"
     np.save(path, np.arange(100))
     data = path.read_bytes()
-    for size in (0, 5, 60, 128, 500):
-        path.write_bytes(data[:size])
-        refused(str(path), "is not an .npy file of integers")
-    np.save(path, np.array([{}]), allow_pickle=True)
-    refused(str(path), "Object arrays cannot be loaded")
     huge = data.replace(b"(100,), }" + b" " * 16, b"(1152921504606846976,), }")
     assert len(huge) == len(data) and huge != data
-    path.write_bytes(huge)
-    refused(str(path), "is not an .npy file of integers")
+    for damaged in (huge, *(data[:size] for size in (0, 5, 60, 128, 500))):
+        path.write_bytes(damaged)
+        refused(path, "is not an .npy file of integers")
 
 
-def test_broken_parquet(tmp_path):
-    path = tmp_path / "x.parquet"
-    path.write_bytes(b"PAR1 no")
-    refused(str(path), "is not a Parquet file")
-    refused(write_parquet(path, tokens=[1]), "has no column 'length', only tokens; rename one")
-    refused(write_parquet(path, length=[1.5]), "has a column 'length' of double; give integers, such as int64")
-    refused(write_parquet(path, length=[True]), "has a column 'length' of bool")
-    refused(write_parquet(path, length=[1, None, 3]), "index 1: the length is null; give an integer")
-    refused(write_parquet(path, length=[1, 2, -7]), "index 2: -7 trained tokens")
-    refused(write_parquet(path, length=pyarrow.array([], pyarrow.int64())), "holds no document")
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"tokens": [1]}, "has no column 'length', only tokens; rename one"),
+        ({"length": [1.5]}, "has a column 'length' of double; give integers, such as int64"),
+        ({"length": [True]}, "has a column 'length' of bool"),
+        ({"length": [1, None, 3]}, "index 1: the length is null; give an integer"),
+        ({"length": [1, 2, -7]}, "index 2: -7 trained tokens"),
+        ({"length": pyarrow.array([], pyarrow.int64())}, "holds no document"),
+    ],
+)
+def test_broken_parquet(tmp_path, columns, message):
+    refused(write_parquet(tmp_path / "x.parquet", **columns), message)
 
 
-def test_parquet_without_pyarrow(tmp_path, monkeypatch):
-    path = write_parquet(tmp_path / "x.parquet", length=[1])
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ModuleNotFoundError, match="pyarrow"):
-        read_lengths(path)
-
-
-@pytest.mark.parametrize("name", ["x.json", "x.npy", "x.parquet"])
-def test_missing_file(tmp_path, name):
-    refused(str(tmp_path / name), f"{name} does not exist or is not a file; give as LENGTHS a Megatron dataset")
-
-
-def test_broken_dataset(tmp_path):
-    refused(str(tmp_path / "x.csv"), r"x\.csv\.idx does not exist; give as LENGTHS a Megatron dataset")
-    prefix = write_dataset(tmp_path, [3, 4])
-    (tmp_path / "data.bin").unlink()
-    assert read_lengths(prefix).tolist() == [2, 3]
+def test_what_is_no_file_of_its_format(tmp_path):
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
+    refused(tmp_path / "bad.parquet", "is not a Parquet file")
     (tmp_path / "data.idx").write_bytes(b"MMIDIDX\x00\x00")
-    refused(prefix, "the file is truncated")
+    refused(tmp_path / "data", "the file is truncated")
+    for name in ("x.json", "x.npy", "x.parquet"):
+        refused(tmp_path / name, f"{name} does not exist or is not a file; give as LENGTHS a Megatron dataset")
+    refused(tmp_path / "x.csv", r"x\.csv\.idx does not exist; give as LENGTHS a Megatron dataset")
+    (tmp_path / "x.csv").touch()
+    refused(tmp_path / "x.csv", r"x\.csv is of another format; give as LENGTHS")

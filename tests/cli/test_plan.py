@@ -296,6 +296,7 @@ def test_wrong_flags(source, tmp_path, capsys, flags, message):
         ("--seq-length 64 --global-batch-size 4", "^no --data-path; give the prefix of a .bin/.idx dataset"),
         ("LENGTHS --seq-length 64 --global-batch-size 4 --num-layers 2", "no --hidden-size, --num-attention-heads: "),
         ("no --seq-length 64 --global-batch-size 4", r"no\.idx does not exist; give as LENGTHS "),
+        (f"{' '.join(FLAGS)} --model llama2-7b LENGTHS", "lengths.json is a file, .*or put it first if it is LENGTHS"),
         (
             f"LENGTHS {' '.join(FLAGS)} --no-flush",
             "holds 248 tokens, under one global batch of 4 x 64, of which --no-f",
