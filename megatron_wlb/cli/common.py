@@ -26,7 +26,7 @@ def integer(least: int, most: int) -> Callable[[str], int]:
 
 @contextmanager
 def writer(output: str | None, flag: str = "--output") -> Iterator[Any]:
-    """A text file that appears under its name only when it is complete; - for standard output, None for none."""
+    """A text file that appears under its name only when it is complete; - is standard output, None no file."""
     if output is None:
         yield None
         return
@@ -51,7 +51,7 @@ def writer(output: str | None, flag: str = "--output") -> Iterator[Any]:
 
 
 def write_json(file: Any, entry: dict[str, Any]) -> None:
-    """What `writer` gave, None as well, gets an object over many lines."""
+    """Write an object over many lines to a file of `writer`, which may be None."""
     if file is not None:
         file.write(json.dumps(entry, indent=1) + "\n")
 
@@ -72,9 +72,9 @@ def progress(total: int, output: str | None, text: str = "planning") -> Iterator
 
 
 def console(*outputs: str | None, **options: Any) -> Any:
-    """Prints on standard output, or on standard error where one of `outputs` goes there.
+    """A rich console on standard output, or on standard error where one of `outputs` is standard output.
 
-    To be called before the work: rich is an extra, and `main` says which.
+    Call it before the work: rich is an extra, and `main` says which.
     """
     from rich.console import Console
 
@@ -115,7 +115,7 @@ def short(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Of a path or a name in it, control characters could write to the terminal."""
+    """Text without control characters, by which a file's name could write to the terminal."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 

@@ -20,7 +20,7 @@ DEFAULT_MODEL = "llama2-7b"
 DEFAULT_PROFILE = "h100-fa2"
 DEFAULT_VOCABULARY = 32000
 _SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
-"""What describes a model that has no name; the rest has defaults."""
+"""Sizes that describe a model without a name; the others have defaults."""
 _NEEDED = {
     "data_path": "the prefix of a .bin/.idx dataset, or a blend",
     "seq_length": "the context window in tokens",

@@ -147,7 +147,7 @@ def _overruled(words: Sequence[str], arguments: Sequence[str], flags: Mapping[st
 
 
 def _complete(words: Sequence[str], flags: Mapping[str, argparse.Action]) -> list[str]:
-    """Without flags that take a value and stand where a command ends: those a script reads itself, as in `case`."""
+    """The words without flags that a script reads itself, as in `case`: they take a value and end a command."""
     return [
         word
         for word, after in pairwise([*words, _END])

@@ -138,7 +138,7 @@ def steps(packer: Packer, job: Job, until: float) -> Iterator[tuple[PackedStep, 
 
 
 def _waiting(stream: DocumentStream, last: PackedStep, total: int) -> np.ndarray:
-    """What had not run after a step, DOCUMENT [n] in the order of the stream: in queues, or still to come."""
+    """Documents that had not run after a step, DOCUMENT [n] in the order of the stream: waiting, or still to come."""
     stream.load_state(last.snapshot.header["stream"])
     return np.sort(np.concatenate([*last.snapshot.waiting.values(), stream.take(total)]), order=["index", "offset"])
 

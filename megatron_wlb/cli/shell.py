@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from megatron_wlb.cli.common import short
 
 MOST_CHARACTERS = 1 << 20
-"""Of a text whose variables are put in."""
+"""Most characters of a text once its variables are put in."""
 OPERATOR = re.compile(r"[();|&]+|\d*[<>].*|&>.*|--")
 """Words that end a command, or what is its own."""
 _MOST_SHELLS = 4
-"""That are started within each other, by `sh -c`."""
+"""Most shells that `sh -c` starts within each other."""
 _SHELL = re.compile(r"(?:.*/)?(?:ba|da|k|z)?sh")
 _TOKEN = re.compile(
     r"""(?P<comment>(?<![^\s;&|()])\#[^\n]*)
@@ -33,10 +33,10 @@ _EXPANSION = re.compile(
     """,
     re.VERBOSE,
 )
-"""What is replaced between double quotes; but for a backslash also where there are none."""
+"""What a shell replaces between double quotes, and all but the backslash outside of quotes, too."""
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
 _RUN = re.compile(r"\$\(.*\)|`.*`|.*\$", re.DOTALL)
-"""What only running something would tell: $ is all that is seen of $(...) without quotes."""
+"""Values that only running something would tell; of $(...) without quotes only $ is seen."""
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv, "%": operator.mod}
 
 
@@ -62,9 +62,9 @@ class _Reader:
 
     def __init__(self, values: Mapping[str, str], later: Mapping[str, str]) -> None:
         self.values = dict(values)
-        """Of variables, as far as the text is read."""
+        """Values of variables as far as the text has been read."""
         self.later = later
-        """Of variables that have none yet."""
+        """Values of variables that are assigned further down."""
         self.size = 0
         """Characters that were read and put in."""
 
@@ -186,7 +186,7 @@ def _name(target: str) -> str:
 
 
 def _fields(word: str) -> list[str]:
-    """What a word is split into, where NUL is, and at blanks in an entry of an array such as "--split '99,1,0'"."""
+    """The parts of a word, split at NUL, and at blanks in an entry of an array such as "--split '99,1,0'"."""
     if word.startswith("--"):
         word = re.sub(r"\s+", "\0", word)
     return [field.strip("\"'") for field in word.split("\0") if field] if "\0" in word else [word]
@@ -205,7 +205,7 @@ def _calculated(text: str) -> str | None:
 
 
 def _operation(tokens: list[str], *levels: str) -> int:
-    """Takes an operation from the end of `tokens`; `levels` of operators, those that bind least first."""
+    """Evaluate an operation at the end of `tokens` and remove it; `levels` of operators, those that bind least first."""
     if not levels:
         token = tokens.pop()
         if token != "(":

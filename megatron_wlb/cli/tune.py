@@ -50,7 +50,7 @@ MAX_QUEUES = 3
 MAX_DELAYS = (2 * FORCED_STEPS, 20, 30)
 
 Result = tuple[Job, metrics.Summary]
-"""A tuning and what it comes to."""
+"""A tuning and its measures."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -175,7 +175,7 @@ def _settings(packing: Packing) -> dict[str, Any]:
 
 
 def _best(args: argparse.Namespace, tunings: Sequence[Job], lengths: np.ndarray, what: str) -> list[Result]:
-    """Those tunings that no other one beats on documents of `lengths`."""
+    """The tunings that no other one beats on documents of `lengths`."""
     with progress(len(tunings), args.json, what) as advance:
         results = sweep(lengths, tunings, advance)
     if not results:
@@ -190,7 +190,7 @@ def _best(args: argparse.Namespace, tunings: Sequence[Job], lengths: np.ndarray,
 
 
 def sweep(lengths: np.ndarray, tunings: Sequence[Job], advance: Callable[[int], None]) -> list[Result]:
-    """What `run_half` says of every tuning under which documents run. `advance` is told of every tuning."""
+    """`run_half` of every tuning that passes it; calls `advance(1)` after each."""
     results = []
     for tuning in tunings:
         summary = run_half(lengths, tuning)
@@ -218,7 +218,7 @@ def run_half(lengths: np.ndarray, job: Job) -> metrics.Summary | None:
 
 
 def front(results: Sequence[Result]) -> list[Result]:
-    """Those that no other one beats: as good in everything and better in something, or the same and earlier."""
+    """Results that no other one beats: as good in everything and better in something, or the same and earlier."""
     points = np.array([_objectives(result) for result in results])
     places = np.arange(len(points))
     kept = []
@@ -230,13 +230,13 @@ def front(results: Sequence[Result]) -> list[Result]:
 
 
 def _objectives(result: Result) -> tuple[float, ...]:
-    """What is to be small, as printed."""
+    """Measures that should be small, rounded as they are printed."""
     job, s = result
     return round(s.imbalance_mean, 4), round(s.late_steps, 3), round(s.token_cv, 3), job.max_tokens
 
 
 def point(job: Job, summary: metrics.Summary, *, best: bool) -> dict[str, Any]:
-    """What a picture of the front shows, as JSON types."""
+    """A tuning in a picture of the front, as JSON types."""
     names = ("imbalance_mean", "imbalance_p95", "late_steps", "max_delay_steps", "token_cv")
     return _entry(job) | {"best": best} | {name: getattr(summary, name) for name in names}
 
@@ -246,7 +246,7 @@ def _entry(job: Job) -> dict[str, Any]:
 
 
 def _entries(rows: Sequence[Result], fits: Sequence[Result]) -> list[dict[str, Any]]:
-    """What is recommended, as JSON types, with its measures on both halves."""
+    """The recommended tunings as JSON types, with their measures on both halves."""
     fitted = {job: plan.without_times(summary) for job, summary in fits}
     return [
         _entry(job) | _settings(job.packing) | {"held_out": plan.without_times(s), "fit": fitted[job]}
