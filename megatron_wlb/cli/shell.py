@@ -205,7 +205,7 @@ def _calculated(text: str) -> str | None:
 
 
 def _operation(tokens: list[str], *levels: str) -> int:
-    """Evaluate an operation at the end of `tokens` and remove it; `levels` of operators, those that bind least first."""
+    """Evaluate the operation that ends `tokens` and remove it; `levels` of operators, those that bind least first."""
     if not levels:
         token = tokens.pop()
         if token != "(":
