@@ -1,4 +1,4 @@
-"""Causal attention of packed documents over context-parallel ranks: gather K and V, run every colour, save only shards.
+"""Causal attention of packed documents over context-parallel ranks: gather K and V, run every call, save only shards.
 
 Shapes: s local rows, P keys that they see, e rows that every rank sends (`ShardMetadata`); Hq query heads, a multiple
 of the Hkv key heads; head size D. Heads are worked off in groups of h key heads with their query heads, so that K and V
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_wlb.runtime.backends import Backend, Call
-from megatron_wlb.runtime.metadata import Colour, ShardMetadata
+from megatron_wlb.runtime.backends import Backend, KernelArgs
+from megatron_wlb.runtime.metadata import Call, ShardMetadata
 
 # torch 2.13 renames these two and warns at every use of the old names.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -38,10 +38,10 @@ class AttentionOptions:
     save_gathered: bool = False
     """Keep the gathered K and V for backward instead of gathering them again: P rows of memory for every layer."""
 
-    def call(self, colour: Colour, q: Tensor) -> Call:
-        """What `backend` is given for queries q [rows, Hq, D] of a colour."""
-        scale = float(q.shape[-1] ** -0.5) if self.scale is None else self.scale
-        return Call(colour, scale, self.window)
+    def args(self, metadata: ShardMetadata, call: Call, head_size: int) -> KernelArgs:
+        """What `backend` is given for a call."""
+        scale = head_size**-0.5 if self.scale is None else self.scale
+        return KernelArgs(metadata.table(call), call.max_q, call.max_k, scale, self.window)
 
 
 def context_parallel_attention(
@@ -62,7 +62,7 @@ def context_parallel_attention(
     Raises ValueError where shapes, dtypes, devices or ranks do not fit each other. Source: WLB-LLM (OSDI'25),
     section 5; the all-gather of K and V follows LLaMA 3 (arXiv 2407.21783, section 3.3.2).
     """
-    _check_shapes(q, k, v, metadata)
+    _check_shapes(q, k, v, metadata, options)
     _check_placement(q, k, v, metadata, group, options.backend)
     if metadata.num_sent == 0:
         group = None
@@ -88,15 +88,16 @@ class _ContextParallelAttention(torch.autograd.Function):
             if options.save_gathered and group is not None:
                 kept.append((k_all, v_all))
         ctx.save_for_backward(q, k, v, out, *lse, *(x for pair in kept for x in pair))
-        ctx.call = metadata, group, options, groups
+        ctx.setup = metadata, group, options, groups
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        metadata, group, options, groups = ctx.call
+        metadata, group, options, groups = ctx.setup
         q, k, v, out, *rest = ctx.saved_tensors
-        lse, kept = rest[: len(groups) * len(metadata.colours)], rest[len(groups) * len(metadata.colours) :]
+        num_calls = len(metadata.calls)
+        lse, kept = rest[: len(groups) * num_calls], rest[len(groups) * num_calls :]
         dout = _dense_heads(dout)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         if group is None and metadata.keys_are_rows:
@@ -107,7 +108,7 @@ class _ContextParallelAttention(torch.autograd.Function):
         under_way: list[_Leaving] = []
         for i, (heads, (k_all, v_all)) in enumerate(zip(groups, gathered, strict=True)):
             local = dout[:, heads.q], q[:, heads.q], k_all, v_all, out[:, heads.q]
-            parts = lse[i * len(metadata.colours) : (i + 1) * len(metadata.colours)]
+            parts = lse[i * num_calls : (i + 1) * num_calls]
             under_way.append(
                 _Leaving(
                     # No variable: it would keep this through the next group's backward.
@@ -129,12 +130,12 @@ def attend(
 ) -> list[Tensor]:
     """Attention of local queries q [s, Hq, D] to all keys k, v [P, Hkv, D], into out [s, Hq, D].
 
-    Returns one log-sum-exp [Hq, rows] per colour.
+    Returns one log-sum-exp [Hq, rows] per call.
     """
     lse = []
-    for colour in metadata.colours:
-        rows = slice(colour.q_start, colour.q_stop)
-        out[rows], part = options.backend.forward(q[rows], k, v, options.call(colour, q))
+    for call in metadata.calls:
+        args = options.args(metadata, call, q.shape[-1])
+        out[call.rows], part = options.backend.forward(q[call.rows], k, v, args)
         lse.append(part)
     return lse
 
@@ -152,17 +153,17 @@ def attend_backward(
 ) -> Tensor:
     """Gradients of `attend`: into dq [s, Hq, D]; returns this rank's share of dK and dV, [P + 1, 2, Hkv, D].
 
-    In fp32 (fp64 for fp64), in which colours and ranks are summed, or in the dtype of k if there is one of both. The
+    In fp32 (fp64 for fp64), in which calls and ranks are summed, or in the dtype of k if there is one of both. The
     last row is 0: it stands for all rows of the exchange that this rank has no keys for.
     """
-    summed = len(metadata.colours) > 1 or metadata.num_sent > 0
+    summed = len(metadata.calls) > 1 or metadata.num_sent > 0
     dtype = torch.promote_types(k.dtype, torch.float32) if summed else k.dtype
     dkv = torch.empty((metadata.num_keys + 1, 2, *k.shape[1:]), dtype=dtype, device=k.device)
     dkv[-1].zero_()
-    for i, (colour, part) in enumerate(zip(metadata.colours, lse, strict=True)):
-        rows = slice(colour.q_start, colour.q_stop)
-        local = dout[rows], q[rows], k, v, out[rows], part
-        dq[rows] = options.backend.backward(*local, dkv[:-1], options.call(colour, q)._replace(adds_up=i > 0))
+    for i, (call, part) in enumerate(zip(metadata.calls, lse, strict=True)):
+        local = dout[call.rows], q[call.rows], k, v, out[call.rows], part
+        args = options.args(metadata, call, q.shape[-1])._replace(adds_up=i > 0)
+        dq[call.rows] = options.backend.backward(*local, dkv[:-1], args)
     return dkv
 
 
@@ -196,8 +197,8 @@ def _gathered(
 def _start_gather(
     k: Tensor, v: Tensor, metadata: ShardMetadata, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, dist.Work | None]:
-    """The pool [cp_size * e + s, 2, h, D]: what arrives from all ranks, then the local rows."""
-    arrived = metadata.cp_size * metadata.num_sent
+    """The pool [cp * e + s, 2, h, D]: what arrives from all ranks, then the local rows."""
+    arrived = metadata.cp * metadata.num_sent
     pool = k.new_empty((arrived + metadata.num_rows, 2, *k.shape[1:]))
     sent = torch.stack((k, v), dim=1, out=pool[arrived:])
     if group is None:
@@ -250,7 +251,7 @@ def _dense_heads(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, metadata: ShardMetadata) -> None:
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, metadata: ShardMetadata, options: AttentionOptions) -> None:
     if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[-1] != k.shape[-1]:
         raise ValueError(
             f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; they must be [s, Hq, D], "
@@ -260,6 +261,10 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, metadata: ShardMetadata) -> N
         raise ValueError(
             f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads; "
             "choose num_query_groups that divides num_attention_heads on every tensor-parallel rank"
+        )
+    if k.shape[1] % options.head_groups:
+        raise ValueError(
+            f"{k.shape[1]} key heads cannot be exchanged in {options.head_groups} equal groups; choose a divisor"
         )
     if not q.shape[0] == k.shape[0] == metadata.num_rows:
         raise ValueError(
@@ -282,8 +287,8 @@ def _check_placement(
             "move the metadata once per micro-batch with metadata.to(device, non_blocking=True)"
         )
     place = (0, 1) if group is None else (group.rank(), group.size())
-    if place != (metadata.cp_rank, metadata.cp_size):
+    if place != (metadata.cp_rank, metadata.cp):
         raise ValueError(
             f"this is rank {place[0]} of {place[1]} context-parallel ranks, but the metadata is for rank "
-            f"{metadata.cp_rank} of {metadata.cp_size}; build it with the rank and size of the group"
+            f"{metadata.cp_rank} of {metadata.cp}; build it with the rank and size of the group"
         )

@@ -1,4 +1,4 @@
-"""Every GPU backend against float64: hand-made colours with gap entries, and all shards of plans."""
+"""Every GPU backend against float64: hand-made calls with gap entries, and all shards of plans."""
 
 import numpy as np
 import pytest
@@ -6,11 +6,11 @@ import torch
 
 from megatron_wlb.plan.sharding import per_document
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
-from megatron_wlb.runtime.backends import BACKENDS, Call, choose_backend, get_backend
-from megatron_wlb.runtime.backends.trial import colour_of, try_backend
+from megatron_wlb.runtime.backends import BACKENDS, choose_backend, get_backend
+from megatron_wlb.runtime.backends.trial import kernel_args, try_backend
 from megatron_wlb.runtime.metadata import ShardMetadata
-from tests.runtime import colours
-from tests.runtime.oracle import SHARDINGS, all_ranks, assert_close, dense, inputs
+from tests.runtime.calls import CALLS, WINDOWS, check, expected, run, tensors
+from tests.runtime.oracle import SHARDINGS, TOLERANCE, all_ranks, assert_close, dense, inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -20,22 +20,17 @@ LENGTHS = {
     "giant among short": [1, 1000, 2, 5],
     "mixed": [261, 18, 533, 1, 142, 424, 5],
 }
-TOLERANCE = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2e-6}
 
 
 @pytest.fixture(params=[name for name, cls in BACKENDS.items() if cls.device_types == ("cuda",)])
 def backend(request):
-    """Skips, with the reason, where the package is not installed or has another interface."""
+    """Skips, with the reason, where the package is not installed, has another interface, or not this GPU's kernels."""
+    if request.param in ("flash_attn_3", "te") and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip(f"{request.param} needs compute capability 9.0, not {torch.cuda.get_device_capability()}")
     try:
         return get_backend(request.param, "cuda")
     except ValueError as error:
         pytest.skip(str(error))
-
-
-def skip_unless_it_runs(backend):
-    """What an installed package cannot do on this GPU is no failure of ours, but said."""
-    if backend.name in ("flash_attn_3", "te") and torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip(f"{backend.name} needs compute capability 9.0, not {torch.cuda.get_device_capability()}")
 
 
 def poison():
@@ -44,60 +39,52 @@ def poison():
     del blocks
 
 
-def single(lengths):
+def single(backend, lengths):
     """One shard: metadata on the GPU, and its q, k, v, dout in bf16, with gradients wanted."""
-    metadata = ShardMetadata.build(per_document(np.array(lengths, np.int64), 1), 0, "cuda")
+    metadata = ShardMetadata.build(per_document(np.array(lengths, np.int64), 1), 0, backend.encode).to("cuda")
     return metadata, [x.cuda().requires_grad_() for x in inputs(sum(lengths), (8, 2), 64, torch.bfloat16)]
 
 
-@pytest.mark.parametrize("window", colours.WINDOWS)
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("heads", [(8, 2), (4, 4)], ids=["GQA", "MHA"])
-@pytest.mark.parametrize("entries", colours.COLOURS.values(), ids=colours.COLOURS)
-def test_colours(backend, entries, heads, window):
-    skip_unless_it_runs(backend)
-    colour = colour_of(entries, "cuda")
+@pytest.mark.parametrize("entries", CALLS.values(), ids=CALLS)
+def test_calls(backend, entries, heads, window):
     for dtype in backend.dtypes:
-        given = (*colours.tensors(colour, heads, 64, dtype), Call(colour, 0.2, window))
         poison()
-        colours.assert_close(colours.run(backend, *given), colours.expected(*given), TOLERANCE[dtype])
+        check(backend, entries, heads, 64, dtype, scale=0.2, window=window, device="cuda")
 
 
 @pytest.mark.parametrize("head_size", [8, 24, 80, 96, 128, 192, 256])
 def test_head_sizes(backend, head_size):
-    skip_unless_it_runs(backend)
     if head_size > 128 and backend.name == "te" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("cuDNN has gradients for head sizes over 128 on compute capability 9.0")
-    colour = colour_of([(0, 70), (300, 500), (0, 1), (1, 1), (129, 129)], "cuda")
+    entries = [(0, 70), (300, 500), (0, 1), (1, 1), (129, 129)]
     for dtype in backend.dtypes:
-        given = (*colours.tensors(colour, (4, 2), head_size, dtype), Call(colour, head_size**-0.5))
-        colours.assert_close(colours.run(backend, *given), colours.expected(*given), TOLERANCE[dtype])
+        check(backend, entries, (4, 2), head_size, dtype, scale=head_size**-0.5, device="cuda")
 
 
 def test_rows_further_apart_than_32_bits_count(backend):
     """The last row of an entry lies 2 ** 31 numbers behind its first, as in long documents of many heads."""
-    skip_unless_it_runs(backend)
-    colour = colour_of([(3, 3)], "cuda")
-    dtype = torch.bfloat16
-    q, k, v, dout = colours.tensors(colour, (2, 2), 64, dtype)
+    entries, dtype = [(3, 3)], torch.bfloat16
+    q, k, v, dout = tensors(entries, (2, 2), 64, dtype, "cuda")
     far = torch.empty((1 << 31) + 2 * 64, dtype=dtype, device="cuda").as_strided((3, 2, 64), (1 << 30, 64, 1))
-    given = (q, far.copy_(k), v, dout, Call(colour, 0.2))
-    colours.assert_close(colours.run(backend, *given), colours.expected(*given), TOLERANCE[dtype])
+    given = q, far.copy_(k), v, dout
+    got = run(backend, *given, kernel_args(backend, entries, "cuda", 0.2))
+    assert_close(got, expected(entries, *given, 0.2), TOLERANCE[dtype])
 
 
 def test_random_numbers_are_left_alone(backend):
-    skip_unless_it_runs(backend)
     before = torch.cuda.get_rng_state()
     try_backend(backend, torch.device("cuda"))
     assert torch.equal(before, torch.cuda.get_rng_state())
 
 
 @pytest.mark.parametrize("heads", [(8, 2), (4, 4), (4, 1)], ids=["GQA", "MHA", "MQA"])
-@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_all_shards_of_a_plan(backend, lengths, sharding, cp_size, heads):
-    skip_unless_it_runs(backend)
-    plan = SHARDINGS[sharding](np.array(lengths, np.int64), cp_size)
+def test_all_shards_of_a_plan(backend, lengths, sharding, cp, heads):
+    plan = SHARDINGS[sharding](np.array(lengths, np.int64), cp)
     tensors = [x.cuda() for x in inputs(sum(lengths), heads, 64, torch.bfloat16)]
     for window in (None, 100):
         poison()
@@ -107,11 +94,10 @@ def test_all_shards_of_a_plan(backend, lengths, sharding, cp_size, heads):
 
 def test_no_synchronisation_with_the_host(backend):
     """From the second call on: the first may build plans or compile."""
-    skip_unless_it_runs(backend)
     lengths = LENGTHS["mixed"]
     options = AttentionOptions(backend=backend)
     for mode in ("default", "error"):
-        metadata, (q, k, v, dout) = single(lengths)
+        metadata, (q, k, v, dout) = single(backend, lengths)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode(mode)
         try:
@@ -121,8 +107,7 @@ def test_no_synchronisation_with_the_host(backend):
 
 
 def test_deterministic_on_request(backend):
-    skip_unless_it_runs(backend)
-    metadata, (q, k, v, dout) = single(LENGTHS["mixed"])
+    metadata, (q, k, v, dout) = single(backend, LENGTHS["mixed"])
     options = AttentionOptions(backend=backend)
     torch.use_deterministic_algorithms(True)
     try:
@@ -136,7 +121,6 @@ def test_deterministic_on_request(backend):
 
 
 def test_the_trial_of_auto(backend):
-    skip_unless_it_runs(backend)
     try_backend(backend, torch.device("cuda"))
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_wlb.cost.attention import FLOPS_PROFILE, KernelModel, attention_kernel, load_profile
+from megatron_wlb.cost.attention import KernelModel, attention_kernel, load_profile
 from megatron_wlb.job import CP_SHARDINGS
 from megatron_wlb.plan import native
 from megatron_wlb.plan.packing import POLICIES
@@ -28,8 +28,8 @@ from megatron_wlb.plan.sharding.segments import document_begins, positions, rang
 from megatron_wlb.plan.sharding.select import candidates
 from tests.jobs import job
 
-FLOPS = FLOPS_PROFILE.kernel(heads=2)
-H100 = load_profile("h100-fa2").kernel(heads=4, row_bytes=2048, head_groups=2)
+FLOPS = attention_kernel(job())
+H100 = attention_kernel(job(cp=8, profile=load_profile("h100-fa2")))
 COARSE = KernelModel(tile_rows=8, launch=3.0, tile=1.0, query_tile=0.5, exchange=0.25)
 KERNELS = [FLOPS, H100, COARSE]
 

@@ -9,19 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_wlb.plan.sharding import hybrid, per_document, per_sequence
+from megatron_wlb.cost.attention import KernelModel
+from megatron_wlb.plan.sharding import hybrid, per_document, per_sequence, segments
 from megatron_wlb.plan.types import ShardPlan
-from megatron_wlb.plan.workload import KernelModel
 from megatron_wlb.runtime.attention import AttentionOptions, attend, attend_backward
 from megatron_wlb.runtime.metadata import ShardMetadata
 
-NAMES = ("out", "dq", "dk", "dv")
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
-def _hybrid(lengths: np.ndarray, cp_size: int) -> ShardPlan:
+def _hybrid(lengths: np.ndarray, cp: int) -> ShardPlan:
     """The longest three per document in tiles of 4, the others whole; per-document where that cannot be."""
     kernel = KernelModel(tile_rows=4, launch=0.0, tile=1.0, query_tile=0.0)
-    return hybrid(lengths, cp_size, min(3, len(lengths)), kernel) or per_document(lengths, cp_size)
+    return hybrid(lengths, cp, min(3, len(lengths)), kernel) or per_document(lengths, cp)
 
 
 SHARDINGS: dict[str, Callable[[np.ndarray, int], ShardPlan]] = {
@@ -56,11 +56,7 @@ def dense(
 
 def local_rows(plan: ShardPlan, cp_rank: int) -> Tensor:
     """Packed rows that a rank holds, int64 [s]."""
-    begins = [0]
-    for length in plan.lengths.tolist():
-        begins.append(begins[-1] + length)
-    colours = plan.shards[cp_rank].colours
-    return torch.tensor([begins[d] + i for colour in colours for d, start, stop in colour for i in range(start, stop)])
+    return torch.from_numpy(segments.rows(plan.lengths, plan.shards[cp_rank]))
 
 
 def all_ranks(
@@ -68,7 +64,9 @@ def all_ranks(
 ) -> tuple[Tensor, ...]:
     """out, dq, dk, dv in packed order, computed shard by shard; collectives are replaced by cat and sum."""
     rows = [local_rows(plan, rank).to(q.device) for rank in range(len(plan.shards))]
-    metadata = [ShardMetadata.build(plan, rank, q.device) for rank in range(len(plan.shards))]
+    metadata = [
+        ShardMetadata.build(plan, rank, options.backend.encode).to(q.device) for rank in range(len(plan.shards))
+    ]
     kv = torch.stack((k, v), dim=1)
     sent = [_sent(kv[r], m) for r, m in zip(rows, metadata, strict=True)]
     out, dq, dkv = torch.empty_like(q), torch.empty_like(q), torch.empty_like(kv)
@@ -96,8 +94,13 @@ def _sent(kv: Tensor, metadata: ShardMetadata) -> Tensor:
     return sent
 
 
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Of norms; a zero counts as one of size 1."""
+    return ((got.double() - want).norm() / (want.norm() + want.numel() ** 0.5)).item()
+
+
 def assert_close(got: tuple[Tensor, ...], want: tuple[Tensor, ...], tolerance: float) -> None:
-    """Each of out, dq, dk, dv within `tolerance` of float64, as norms; a zero gradient counts as one of size 1."""
-    for name, x, y in zip(NAMES, got, want, strict=True):
-        error = (x.double() - y).norm() / (y.norm() + y.numel() ** 0.5)
-        assert error <= tolerance, f"{name}: relative error {error:.1e} > {tolerance:.1e}"
+    """Each of out, perhaps log-sum-exps, dq, dk, dv within `tolerance` of float64."""
+    assert [x.shape for x in got] == [y.shape for y in want]
+    errors = [relative_error(x, y) for x, y in zip(got, want, strict=True)]
+    assert all(error <= tolerance for error in errors), errors  # NaN is none

@@ -11,11 +11,11 @@ import types
 import pytest
 import torch
 
-from megatron_wlb.runtime.backends import Call, flash_attn, te
+from megatron_wlb.runtime.backends import flash_attn, te
 from megatron_wlb.runtime.backends.flash_attn import FlashAttn3Backend, FlashAttnBackend
 from megatron_wlb.runtime.backends.te import TeBackend
-from megatron_wlb.runtime.backends.trial import colour_of
-from tests.runtime.colours import COLOURS, WINDOWS, assert_close, expected, run, tensors
+from megatron_wlb.runtime.backends.trial import kernel_args
+from tests.runtime.calls import CALLS, WINDOWS, check, tensors
 
 # Interfaces of flash-attn 2.8.3, of FlashAttention-3 in 2026 (without paged and rotary arguments), and of
 # TransformerEngine 2.12 and 2.18, to which 2.20 is equal.
@@ -175,7 +175,7 @@ def te_module(version):
     module = types.ModuleType("fused_attn")
     module.FusedAttnBackend = {"F16_arbitrary_seqlen": "cuDNN"}
 
-    def check(a):
+    def checked(a):
         assert all(a[x].is_contiguous() for x in ("q", "k", "v"))
         assert (a["fused_attention_backend"], a["fake_dtype"], a["dropout"]) == ("cuDNN", a["q"].dtype, 0.0)
         assert (a["qkv_layout"], a["attn_mask_type"]) == ("thd_thd_thd", "padding_causal_bottom_right")
@@ -197,7 +197,7 @@ def te_module(version):
     def forward(a):
         assert a["is_training"] is True
         torch.rand(1, generator=a["rng_gen"])  # as the package does, dropout or not
-        out, lse = varlen_forward(a["q"], a["k"], a["v"], *check(a))
+        out, lse = varlen_forward(a["q"], a["k"], a["v"], *checked(a))
         stats = lse.T.contiguous()[:, :, None]
         if version == "2.12":
             stats = torch.nn.functional.pad(stats, (0, 0, 0, 0, 0, 5), value=float("nan"))
@@ -209,7 +209,7 @@ def te_module(version):
         assert a["o"].is_contiguous() and a["d_o"].is_contiguous()
         assert a.get("dqkv_dtype", "bf16") == "bf16"
         lse = stats[:, :, 0].T
-        return [*varlen_backward(a["d_o"], a["q"], a["k"], a["v"], a["o"], lse, *check(a)), None, None]
+        return [*varlen_backward(a["d_o"], a["q"], a["k"], a["v"], a["o"], lse, *checked(a)), None, None]
 
     for name, implementation, parameters in zip(
         ("fused_attn_fwd", "fused_attn_bwd"), (forward, backward), TE[version], strict=True
@@ -252,33 +252,30 @@ def backend(request, monkeypatch):
 
 @pytest.mark.parametrize("heads", [(4, 2), (2, 2)], ids=["GQA", "MHA"])
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("name", COLOURS)
+@pytest.mark.parametrize("name", CALLS)
 def test_calls_say_what_is_meant(backend, name, window, heads):
-    colour = colour_of(COLOURS[name], "cpu")
-    given = (*tensors(colour, heads, 16, torch.bfloat16), Call(colour, 0.3, window))
-    assert_close(run(backend, *given), expected(*given), 2**-7)
+    check(backend, CALLS[name], heads, dtype=torch.bfloat16, window=window)
 
 
-def test_head_sizes_that_no_kernel_has_are_refused(backend):
-    colour = colour_of(COLOURS["square"], "cpu")
-    for size in (12, 264):
-        q, k, v, _ = tensors(colour, (2, 2), size, torch.bfloat16)
-        with pytest.raises(ValueError, match=f"{backend.name!r} cannot run head size {size}: .* multiple of 8"):
-            backend.forward(q, k, v, Call(colour, 0.3))
+@pytest.mark.parametrize("head_size", [12, 264])
+def test_head_sizes_that_no_kernel_has_are_refused(backend, head_size):
+    with pytest.raises(ValueError, match=f"{backend.name!r} cannot run head size {head_size}: .* multiple of 8"):
+        check(backend, CALLS["square"], head_size=head_size, dtype=torch.bfloat16)
 
 
-def test_determinism_is_passed_on_or_refused(backend):
-    colour = colour_of(COLOURS["square"], "cpu")
-    given = (*tensors(colour, (2, 2), 200, torch.bfloat16), Call(colour, 0.3))
+@pytest.fixture
+def deterministic():
     torch.use_deterministic_algorithms(True)
-    try:
-        if backend.name == "flash_attn_3":
-            with pytest.raises(ValueError, match="no deterministic gradients for head size 200, only up to 192"):
-                run(backend, *given)
-        else:
-            assert_close(run(backend, *given), expected(*given), 2**-7)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_determinism_is_passed_on_or_refused(backend, deterministic):
+    if backend.name == "flash_attn_3":
+        with pytest.raises(ValueError, match="no deterministic gradients for head size 200, only up to 192"):
+            check(backend, CALLS["square"], head_size=200, dtype=torch.bfloat16)
+    else:
+        check(backend, CALLS["square"], head_size=200, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -327,29 +324,17 @@ def test_other_interfaces_are_refused(backend, monkeypatch):
 
 
 def test_random_numbers_are_left_alone(backend):
-    colour = colour_of(COLOURS["square"], "cpu")
     before = torch.get_rng_state()
-    run(backend, *tensors(colour, (2, 2), 16, torch.bfloat16), Call(colour, 0.3))
+    given = tensors(CALLS["square"], (2, 2), 16, torch.bfloat16)[:3]
+    backend.forward(*given, kernel_args(backend, CALLS["square"], "cpu", 0.3))
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_te_is_given_few_numbers_of_entries():
-    """Each is a plan that cuDNN builds."""
-    given = {n: te._entries(colour_of([(0, 3), *[(1, 2), (0, 1)] * n], "cpu")) for n in (1, 31, 32, 33, 64, 65, 700)}
-    assert all(len({len(x) for x in arrays}) == 1 for arrays in given.values())
-    assert [len(arrays[0]) - 1 for arrays in given.values()] == [32, 32, 32, 64, 64, 128, 1024]
-    cu_q, cu_k, begins = (x.tolist() for x in given[33])
-    assert cu_q == [*range(34), *[33] * 31] and cu_k == [*range(0, 67, 2), *[66] * 31]
-    assert begins == [*range(3, 102, 3), *[102] * 32]
 
 
 @pytest.mark.parametrize("backend", ["te 2.18"], indirect=True)
 def test_te_refuses_padded_log_sum_exps(backend, monkeypatch):
     monkeypatch.setattr(backend, "_forward", lambda q, **rest: (q, [torch.zeros(2, 4, 40, 1)]))
-    colour = colour_of(COLOURS["square"], "cpu")
-    q, k, v, _ = tensors(colour, (4, 2), 16, torch.bfloat16)
     with pytest.raises(ValueError, match="packed ones .rows, heads, 1. were expected: cuDNN is older than 9.6"):
-        backend.forward(q, k, v, Call(colour, 0.3))
+        check(backend, CALLS["square"], dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -363,24 +348,27 @@ def test_te_refuses_padded_log_sum_exps(backend, monkeypatch):
         (1 << 16, (9, 0), 80, True),
     ],
 )
-@pytest.mark.parametrize("backend", ["te 2.18"], indirect=True)
-def test_te_refuses_deterministic_gradients_that_do_not_fit(backend, keys, capability, gib, runs, monkeypatch):
+def test_te_refuses_deterministic_gradients_that_do_not_fit(keys, capability, gib, runs, monkeypatch):
     """One entry of 8192 queries counts as 32: 128 GiB for 2 heads and 2 ** 17 keys."""
     on_gpu(monkeypatch, capability, gib)
-    monkeypatch.setattr(backend, "_backward", lambda q, k, v, **other: (q, k, v))
-    colour = colour_of([(8192, 8192), (0, keys - 8192)], "cpu")
-    q, k, v, dout = tensors(colour, (2, 1), 8, torch.bfloat16)
-    given = dout, q, k, v, q, torch.zeros(2, 8192), torch.zeros((keys, 2, 1, 8)), Call(colour, 0.3)
-    backend.backward(*given)
-    torch.use_deterministic_algorithms(True)
-    try:
-        if runs:
-            backend.backward(*given)
-        else:
-            with pytest.raises(ValueError, match=f"8192 queries and {keys} keys with 2 heads, and the GPU has {gib};"):
-                backend.backward(*given)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    q, k = torch.empty(8192, 2, 8, device="meta"), torch.empty(keys, 1, 8, device="meta")
+    if runs:
+        te._check_workspace(q, k, 32)
+    else:
+        with pytest.raises(ValueError, match=f"8192 queries and {keys} keys with 2 heads, and the GPU has {gib};"):
+            te._check_workspace(q, k, 32)
+
+
+@pytest.mark.parametrize("backend", ["te 2.18"], indirect=True)
+def test_te_checks_the_workspace_of_deterministic_gradients_only(backend, deterministic, monkeypatch):
+    given = []
+    monkeypatch.setattr(te, "_check_workspace", lambda q, k, entries: given.append((len(q), len(k), entries)))
+    check(backend, CALLS["prefix"], dtype=torch.bfloat16)
+    assert set(given) == {(24, 90, 32)}
+    given.clear()
+    torch.use_deterministic_algorithms(False)
+    check(backend, CALLS["prefix"], dtype=torch.bfloat16)
+    assert not given
 
 
 @pytest.mark.parametrize("length", [1024, 4096, 32768])

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_wlb.runtime.backends import Call
-from megatron_wlb.runtime.backends.trial import colour_of
 from megatron_wlb.runtime.backends.triton import TritonBackend, _sizes
-from tests.runtime.colours import COLOURS, WINDOWS, tensors
+from tests.runtime.calls import CALLS, WINDOWS, check
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
@@ -40,7 +38,7 @@ def test_kernels_under_the_interpreter(tmp_path):
     tests = str(Path(__file__).with_name("interpreted_triton.py"))
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", tests]
     output = in_another_process(command, tmp_path, TRITON_INTERPRET="1")
-    assert int(re.search(r"(\d+) passed", output)[1]) >= 2 * len(COLOURS) + len(WINDOWS)
+    assert int(re.search(r"(\d+) passed", output)[1]) >= 2 * len(CALLS) + len(WINDOWS)
 
 
 @needs_triton
@@ -96,12 +94,10 @@ def test_blocks_of_every_head_size(head_size):
 
 
 @needs_triton
-def test_head_sizes_that_are_refused():
-    colour = colour_of(COLOURS["square"], "cpu")
-    for size in (12, 264):
-        q, k, v, _ = tensors(colour, (2, 2), size, torch.float16)
-        with pytest.raises(ValueError, match=f"'triton' cannot run head size {size}: it must be a multiple of 8"):
-            TritonBackend().forward(q, k, v, Call(colour, 0.3))
+@pytest.mark.parametrize("head_size", [12, 264])
+def test_head_sizes_that_are_refused(head_size):
+    with pytest.raises(ValueError, match=f"'triton' cannot run head size {head_size}: it must be a multiple of 8"):
+        check(TritonBackend(), CALLS["square"], head_size=head_size, dtype=torch.float16)
 
 
 def test_triton_is_named_where_it_is_missing(monkeypatch):

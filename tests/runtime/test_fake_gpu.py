@@ -6,6 +6,7 @@ that the host asks for.
 
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from tests.runtime.oracle import SHARDINGS
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = np.array([700, 33, 5, 1, 290, 3], np.int64)
-HEADS, HEAD_SIZE, CP_SIZE, CP_RANK = (8, 2), 128, 4, 1
+HEADS, HEAD_SIZE, CP, CP_RANK = (8, 2), 128, 4, 1
 
 
 def gpu(rows: int, heads: int) -> torch.Tensor:
@@ -36,14 +37,14 @@ def gpu(rows: int, heads: int) -> torch.Tensor:
 
 def forward_and_backward() -> None:
     for sharding, head_groups, save_gathered, window in product(SHARDINGS.values(), (1, 2), (False, True), (None, 64)):
-        metadata = ShardMetadata.build(sharding(LENGTHS, CP_SIZE), CP_RANK)
+        metadata = ShardMetadata.build(sharding(LENGTHS, CP), CP_RANK, AtenBackend.encode)
         options = AttentionOptions(
             backend=AtenBackend(), head_groups=head_groups, save_gathered=save_gathered, window=window
         )
         ctx = SimpleNamespace()
         ctx.save_for_backward = lambda *tensors, ctx=ctx: setattr(ctx, "saved_tensors", tensors)
         with FakeTensorMode() as mode:
-            metadata = metadata._over(mode.from_tensor(metadata.integers)).to("cuda")
+            metadata = replace(metadata, integers=mode.from_tensor(metadata.integers)).to("cuda")
             q, k, v = (gpu(metadata.num_rows, heads) for heads in (HEADS[0], HEADS[1], HEADS[1]))
             # By hand: autograd asks the driver for the device.
             out = _ContextParallelAttention.forward(ctx, q, k, v, metadata, dist.group.WORLD, options)
@@ -55,10 +56,10 @@ def forward_and_backward() -> None:
 
 def what_fake_tensors_refuse() -> None:
     """That the other one can fail: integers on the host, and a value that the host asks for."""
-    metadata = ShardMetadata.build(per_document(LENGTHS, CP_SIZE), CP_RANK)
+    metadata = ShardMetadata.build(per_document(LENGTHS, CP), CP_RANK, AtenBackend.encode)
     options = AttentionOptions(backend=AtenBackend())
     with FakeTensorMode() as mode:
-        on_host = metadata._over(mode.from_tensor(metadata.integers))
+        on_host = replace(metadata, integers=mode.from_tensor(metadata.integers))
         q, k = gpu(metadata.num_rows, HEADS[0]), gpu(metadata.num_rows, HEADS[1])
         with pytest.raises(RuntimeError, match="device"):
             _ContextParallelAttention.forward(SimpleNamespace(), q, k, k, on_host, dist.group.WORLD, options)
@@ -68,7 +69,7 @@ def what_fake_tensors_refuse() -> None:
 
 def run(check: str) -> None:
     """As a rank of four whose collectives return at once."""
-    dist.init_process_group("fake", rank=CP_RANK, world_size=CP_SIZE, store=FakeStore())
+    dist.init_process_group("fake", rank=CP_RANK, world_size=CP, store=FakeStore())
     globals()[check]()
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Attention backends: forward and backward of one colour, and the one place that chooses between them."""
+"""Attention backends: forward and backward of one call, and the one place that chooses between them."""
 
 import functools
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ import torch
 from megatron_wlb.runtime.backends.aten import AtenBackend
 from megatron_wlb.runtime.backends.cpu import CpuBackend
 from megatron_wlb.runtime.backends.flash_attn import FlashAttn3Backend, FlashAttnBackend
-from megatron_wlb.runtime.backends.protocol import Backend, Call
+from megatron_wlb.runtime.backends.protocol import Backend, KernelArgs
 from megatron_wlb.runtime.backends.reference import ReferenceBackend
 from megatron_wlb.runtime.backends.te import TeBackend
 from megatron_wlb.runtime.backends.trial import try_backend
 from megatron_wlb.runtime.backends.triton import TritonBackend
 
-__all__ = ["BACKENDS", "Backend", "Call", "Choice", "choose_backend", "get_backend"]
+__all__ = ["BACKENDS", "Backend", "Choice", "KernelArgs", "choose_backend", "get_backend"]
 
 BACKENDS: dict[str, type[Backend]] = {
     "aten": AtenBackend,
@@ -43,7 +43,7 @@ class Choice:
 
 @functools.cache
 def choose_backend(device_type: str) -> Choice:
-    """The backend of "auto": the first in order of preference that computes the right thing on a small colour here.
+    """The backend of "auto": the first in order of preference that computes the right thing on a small call here.
 
     Tried once per process, without a word between ranks: on the same machine image all come to the same. On cuda:
 

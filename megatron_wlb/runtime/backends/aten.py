@@ -1,4 +1,4 @@
-"""GPU backend: the varlen FlashAttention that torch ships (FA2, or FA3/FA4 once activated), one call per colour."""
+"""GPU backend: the varlen FlashAttention that torch ships (FA2, or FA3/FA4 once activated), one operator per call."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from megatron_wlb.runtime.backends.checks import check_head_size
-from megatron_wlb.runtime.backends.protocol import Call
-from megatron_wlb.runtime.metadata import Colour
+from megatron_wlb.runtime.backends.protocol import KernelArgs
+from megatron_wlb.runtime.encoding import varlen
 
 _QKV = ("query", "key", "value")
 _LENGTHS = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal")
@@ -34,48 +34,52 @@ class AtenBackend:
     name = "aten"
     device_types: tuple[str, ...] = ("cuda",)
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+    encode = staticmethod(varlen)
 
     def __init__(self) -> None:
         _check_schema(torch.ops.aten._flash_attention_forward.default._schema, _FORWARD_ARGUMENTS, num_returns=5)
         _check_schema(torch.ops.aten._flash_attention_backward.default._schema, _BACKWARD_ARGUMENTS, num_returns=3)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""
         check_head_size(self.name, q)
         out, lse, _, _, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *_lengths(call.colour), 0.0, True, False, scale=call.scale, **_window(call)
+            q, k, v, *_lengths(args), 0.0, True, False, scale=args.scale, **_window(args)
         )
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, call: Call
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, args: KernelArgs
     ) -> Tensor:
         """See `Backend.backward`."""
         # The random state of the forward pass, in its dtype; without dropout nobody reads it.
         rng_state = torch.empty(2, dtype=torch.uint64, device=q.device)
-        lengths = _lengths(call.colour)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            dout, q, k, v, out, lse, *lengths, 0.0, True, rng_state, rng_state[0], scale=call.scale, **_window(call)
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            *_lengths(args),
+            0.0,
+            True,
+            rng_state,
+            rng_state[0],
+            scale=args.scale,
+            **_window(args),
         )
-        call.give(dkv, dk, dv)
+        args.store(dkv, dk, dv)
         return dq
 
 
-def _lengths(colour: Colour) -> tuple[Tensor, Tensor, int, int]:
-    return colour.cu_q, colour.cu_k, max_queries(colour), colour.max_k
+def _lengths(args: KernelArgs) -> tuple[Tensor, Tensor, int, int]:
+    cu_q, cu_k = args.table
+    return cu_q, cu_k, args.max_q, args.max_k
 
 
-def max_queries(colour: Colour) -> int:
-    """The max_q that FlashAttention kernels are given.
-
-    With 1 they take every entry for a single query (decoding) and fail on the gap entries, which have none. It is an
-    upper bound, so 2 is as good.
-    """
-    return max(colour.max_q, 2)
-
-
-def _window(call: Call) -> dict[str, int]:
-    return {} if call.window is None else {"window_size_left": call.window, "window_size_right": 0}
+def _window(args: KernelArgs) -> dict[str, int]:
+    return {} if args.window is None else {"window_size_left": args.window, "window_size_right": 0}
 
 
 def _check_schema(schema: Any, positional: tuple[str, ...], num_returns: int) -> None:

@@ -1,7 +1,7 @@
 """CPU backend: torch's flash attention, one masked call for a short segment and two without a mask for a long one.
 
 Query rows [start, stop) of a document see all of its keys [0, start) and, causally, [start, stop). A short segment is
-one call under a mask, a view of the one that all segments of a colour share, and little is done around the kernel. In
+one call under a mask, a view of the one that all segments of a call share, and little is done around the kernel. In
 a long one the hidden half of the square would cost more than a second call: a causal square and a prefix of keys that
 all queries see are merged by their log-sum-exps. Given the merged output and log-sum-exp, backward returns each part's
 share of the exact gradients, since it recomputes P = exp(scores - lse) and needs nothing else of the softmax. Half
@@ -11,11 +11,14 @@ hides keys, queries are worked off in masked blocks, each with the keys that one
 Shapes: n query rows of a call; Hq = Hkv * g heads, head size D; g query heads share a key head.
 """
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_wlb.runtime.backends.protocol import Call
-from megatron_wlb.runtime.metadata import Colour, SegmentRows
+from megatron_wlb.runtime.backends.protocol import KernelArgs
+from megatron_wlb.runtime.encoding import Encoded, offsets
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -23,6 +26,20 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 _WINDOW_BLOCK = 256
 _LONG = 256
 """Rows of a segment from which on two calls are faster than one, as measured with 8 heads of size 64."""
+
+
+class SegmentRows(NamedTuple):
+    """Query rows [q_start, q_stop) of a call are the last rows of keys [k_start, k_stop)."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+
+    @property
+    def k_split(self) -> int:
+        """First key that is also a query: all queries see the keys before it, causally those from it on."""
+        return self.k_stop - (self.q_stop - self.q_start)
 
 
 class CpuBackend:
@@ -35,12 +52,19 @@ class CpuBackend:
     device_types: tuple[str, ...] = ("cpu",)
     dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    @staticmethod
+    def encode(key_begins: np.ndarray, segments: np.ndarray) -> Encoded:
+        """The table [n, 4] of `SegmentRows`."""
+        q, k_start = offsets(segments["stop"] - segments["start"]), key_begins[segments["document"]]
+        rows = np.stack((q[:-1], q[1:], k_start, k_start + segments["stop"]), axis=1)
+        return Encoded(rows.astype(np.int32))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""
-        (colour, scale, window, _), g = call, q.shape[1] // k.shape[1]
+        scale, window, g = args.scale, args.window, q.shape[1] // k.shape[1]
         out = q.new_empty(q.shape)
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
-        masked, long = _parts(colour, window)
+        masked, long = _parts(args)
         mask = _Mask(masked, window, g, lse.dtype)
         q = q.to(lse.dtype)
         (qs, os, ms), (ks, vs) = (_grouped(x, g) for x in (q, out, lse.T)), (_heads(x) for x in (k, v))
@@ -70,17 +94,17 @@ class CpuBackend:
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, call: Call
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, args: KernelArgs
     ) -> Tensor:
         """See `Backend.backward`."""
-        (colour, scale, window, _), g = call, q.shape[1] // k.shape[1]
+        scale, window, g = args.scale, args.window, q.shape[1] // k.shape[1]
         dq = q.new_empty(q.shape)
-        masked, long = _parts(colour, window)
+        masked, long = _parts(args)
         mask = _Mask(masked, window, g, lse.dtype)
         dout, q, out = (x.to(lse.dtype) for x in (dout, q, out))
         # Parts of a document are summed, too.
         given, dkv = dkv, dkv if dkv.dtype == lse.dtype else dkv.to(lse.dtype)
-        if not call.adds_up:
+        if not args.adds_up:
             dkv.zero_()
         grouped, dqs = [_grouped(x, g) for x in (dout, q, out, lse.T)], _grouped(dq, g)
         ks, vs, dks, dvs = (_heads(x) for x in (k, v, *dkv.unbind(1)))
@@ -115,13 +139,13 @@ class CpuBackend:
         return dq
 
 
-def _parts(colour: Colour, window: int | None) -> tuple[list[SegmentRows], list[SegmentRows]]:
+def _parts(args: KernelArgs) -> tuple[list[SegmentRows], list[SegmentRows]]:
     """What is one masked call, and long segments."""
     masked: list[SegmentRows] = []
     long: list[SegmentRows] = []
-    for rows in colour.segments:
-        if window is not None and window < rows.k_stop - rows.k_start - 1:
-            masked += _window_parts(rows, window)
+    for rows in map(SegmentRows._make, args.table.tolist()):
+        if args.window is not None and args.window < rows.k_stop - rows.k_start - 1:
+            masked += _window_parts(rows, args.window)
         else:
             (long if rows.q_stop - rows.q_start >= _LONG else masked).append(rows)
     return masked, long

@@ -1,4 +1,4 @@
-"""GPU backends on the packages flash-attn 2 and FlashAttention-3, one varlen call per colour."""
+"""GPU backends on the packages flash-attn 2 and FlashAttention-3, one operator per call."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from megatron_wlb.runtime.backends.aten import max_queries
 from megatron_wlb.runtime.backends.checks import check_arguments, check_head_size, import_for, schema_parameters
-from megatron_wlb.runtime.backends.protocol import Call
+from megatron_wlb.runtime.backends.protocol import KernelArgs
+from megatron_wlb.runtime.encoding import varlen
 
 # Passed to every operator, and to backward ones besides: checked against the operator before the first call.
 _COMMON = (
@@ -24,6 +24,7 @@ class _Operators:
     name: str
     device_types: tuple[str, ...] = ("cuda",)
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+    encode = staticmethod(varlen)
 
     def __init__(
         self, namespace: str, names: tuple[str, str], versions: str, always: dict[str, Any], in_forward: dict[str, Any]
@@ -32,22 +33,22 @@ class _Operators:
         self._forward = _operator(self.name, namespace, names[0], (*given, *in_forward), versions)
         self._backward = _operator(self.name, namespace, names[1], (*given, *_GRADIENTS), versions)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""
         check_head_size(self.name, q)
-        out, lse, *_ = self._forward(q=q, k=k, v=v, **_arguments(call), **self._always, **self._in_forward)
+        out, lse, *_ = self._forward(q=q, k=k, v=v, **_arguments(args), **self._always, **self._in_forward)
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, call: Call
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, args: KernelArgs
     ) -> Tensor:
         """See `Backend.backward`."""
         # Contiguous; the kernels write all of them, of keys without queries too, up to max_seqlen_k.
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
         given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse, "dq": dq, "dk": dk, "dv": dv}
         deterministic = torch.are_deterministic_algorithms_enabled()
-        self._backward(**given, **_arguments(call), **self._always, deterministic=deterministic)
-        call.give(dkv, dk, dv)
+        self._backward(**given, **_arguments(args), **self._always, deterministic=deterministic)
+        args.store(dkv, dk, dv)
         return dq
 
 
@@ -100,7 +101,7 @@ class FlashAttn3Backend(_Operators):
         )
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, call: Call
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, args: KernelArgs
     ) -> Tensor:
         """See `Backend.backward`."""
         if torch.are_deterministic_algorithms_enabled() and q.shape[-1] > 192:
@@ -108,7 +109,7 @@ class FlashAttn3Backend(_Operators):
                 f"attention backend 'flash_attn_3' has no deterministic gradients for head size {q.shape[-1]}, only up "
                 "to 192; switch torch.use_deterministic_algorithms off, or choose another backend"
             )
-        return super().backward(dout, q, k, v, out, lse, dkv, call)
+        return super().backward(dout, q, k, v, out, lse, dkv, args)
 
 
 def _operator(backend: str, namespace: str, name: str, given: tuple[str, ...], versions: str) -> Any:
@@ -122,14 +123,14 @@ def _operator(backend: str, namespace: str, name: str, given: tuple[str, ...], v
     return operator.default
 
 
-def _arguments(call: Call) -> dict[str, Any]:
-    colour, scale, window, _ = call
+def _arguments(args: KernelArgs) -> dict[str, Any]:
+    cu_q, cu_k = args.table
     return {
-        "cu_seqlens_q": colour.cu_q,
-        "cu_seqlens_k": colour.cu_k,
-        "max_seqlen_q": max_queries(colour),
-        "max_seqlen_k": colour.max_k,
-        "softmax_scale": scale,
-        "window_size_left": -1 if window is None else window,
+        "cu_seqlens_q": cu_q,
+        "cu_seqlens_k": cu_k,
+        "max_seqlen_q": args.max_q,
+        "max_seqlen_k": args.max_k,
+        "softmax_scale": args.scale,
+        "window_size_left": -1 if args.window is None else args.window,
         "window_size_right": 0,
     }

@@ -5,13 +5,16 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_wlb.runtime.metadata import Colour
+from megatron_wlb.runtime.encoding import Encoding
 
 
-class Call(NamedTuple):
-    """What a varlen call is given beside its tensors."""
+class KernelArgs(NamedTuple):
+    """What an attention call is given beside its q, k and v."""
 
-    colour: Colour
+    table: Tensor
+    """int32, as the backend's `encode` made it, on the device of q."""
+    max_q: int
+    max_k: int
     scale: float
     """Of the scores; positive."""
     window: int | None = None
@@ -19,8 +22,8 @@ class Call(NamedTuple):
     adds_up: bool = True
     """Backward adds dK and dV to what `dkv` holds; else it overwrites all of it."""
 
-    def give(self, dkv: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """dK and dV, [P, Hkv, D] each, to dkv [P, 2, Hkv, D]."""
+    def store(self, dkv: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """Write dK and dV, [P, Hkv, D] each, to dkv [P, 2, Hkv, D]."""
         for total, part in zip(dkv.unbind(1), (dk, dv), strict=True):
             if self.adds_up:
                 total.add_(part)
@@ -29,18 +32,23 @@ class Call(NamedTuple):
 
 
 class Backend(Protocol):
-    """Attention of the queries of one colour to the keys of the whole micro-batch, as plain functions.
+    """Attention of the queries of one call to all keys of the rank, as plain functions.
 
-    Shapes: sq query rows of the colour, P keys of the micro-batch in packed order, Hq query heads, a multiple of the
-    Hkv key heads, head size D. Query head h reads key head h // (Hq / Hkv); K and V are never expanded to Hq heads
-    over all P rows. Every tensor but `lse` has stride 1 in D and may be strided otherwise.
+    Shapes: sq query rows of the call, P keys, Hq query heads, a multiple of the Hkv key heads, head size D. Query head
+    h reads key head h // (Hq / Hkv); K and V are never expanded to Hq heads over all P rows. Every tensor but `lse`
+    has stride 1 in D and may be strided otherwise.
     """
 
     name: str
     device_types: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    @property
+    def encode(self) -> Encoding:
+        """Encodes a call of a shard for this backend: a function that can be pickled, see `encoding`."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
         """q [sq, Hq, D], k and v [P, Hkv, D] -> out [sq, Hq, D] and lse [Hq, sq], contiguous.
 
         lse is the natural logarithm of the sum of exp(scale * q k^T), fp32 (fp64 for fp64 inputs). Raises ValueError
@@ -49,10 +57,11 @@ class Backend(Protocol):
         ...
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, call: Call
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, args: KernelArgs
     ) -> Tensor:
-        """dq [sq, Hq, D] in the dtype of q; the colour's dK and dV go into dkv [P, 2, Hkv, D], see `Call.adds_up`.
+        """dq [sq, Hq, D] in the dtype of q; the call's dK and dV go into dkv [P, 2, Hkv, D].
 
-        dkv is fp32 (fp64 for fp64 inputs) where colours are summed in it, else it may have the dtype of k.
+        dkv is fp32 (fp64 for fp64 inputs) where calls are summed in it (`KernelArgs.adds_up`), else it may have
+        the dtype of k.
         """
         ...

@@ -6,8 +6,8 @@ Shapes: sq query rows, P keys, Hq = Hkv * g heads, head size D.
 import torch
 from torch import Tensor
 
-from megatron_wlb.runtime.backends.protocol import Call
-from megatron_wlb.runtime.metadata import Colour
+from megatron_wlb.runtime.backends.protocol import KernelArgs
+from megatron_wlb.runtime.encoding import varlen
 
 
 class ReferenceBackend:
@@ -16,25 +16,26 @@ class ReferenceBackend:
     name = "reference"
     device_types: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    encode = staticmethod(varlen)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""
-        scores = _scores(q, k, call)
+        scores = _scores(q, k, args)
         out = torch.einsum("hgqk,khd->qhgd", scores.softmax(-1), v.double())
         lse = scores.logsumexp(-1).flatten(0, 1)
         out, lse = out.flatten(1, 2).to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
         return out.contiguous(), lse.contiguous()
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, call: Call
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, args: KernelArgs
     ) -> Tensor:
         """See `Backend.backward`; out and lse, which are rounded, are not used."""
-        p = _scores(q, k, call).softmax(-1)
+        p = _scores(q, k, args).softmax(-1)
         do = _grouped(dout, k.shape[1])
         dp = torch.einsum("qhgd,khd->hgqk", do, v.double())
-        ds = call.scale * p * (dp - (p * dp).sum(-1, keepdim=True))
+        ds = args.scale * p * (dp - (p * dp).sum(-1, keepdim=True))
         dk, dv = torch.einsum("hgqk,qhgd->khd", ds, _grouped(q, k.shape[1])), torch.einsum("hgqk,qhgd->khd", p, do)
-        call.give(dkv, dk, dv)
+        args.store(dkv, dk, dv)
         return torch.einsum("hgqk,khd->qhgd", ds, k.double()).flatten(1, 2).to(q.dtype)
 
 
@@ -43,19 +44,17 @@ def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
     return x.double().unflatten(1, (num_kv_heads, -1))
 
 
-def _scores(q: Tensor, k: Tensor, call: Call) -> Tensor:
+def _scores(q: Tensor, k: Tensor, args: KernelArgs) -> Tensor:
     """float64 [Hkv, g, sq, P], -inf where a query does not see a key."""
-    scores = call.scale * torch.einsum("qhgd,khd->hgqk", _grouped(q, k.shape[1]), k.double())
-    return scores.masked_fill(~_visible(call.colour, q.shape[0], k.shape[0], call.window), float("-inf"))
+    scores = args.scale * torch.einsum("qhgd,khd->hgqk", _grouped(q, k.shape[1]), k.double())
+    return scores.masked_fill(~_visible(args, q.shape[0], k.shape[0]), float("-inf"))
 
 
-def _visible(colour: Colour, num_queries: int, num_keys: int, window: int | None) -> Tensor:
+def _visible(args: KernelArgs, num_queries: int, num_keys: int) -> Tensor:
     """bool [sq, P]: same entry, and counted from the entry's end the key is not after the query, nor too far before."""
-    (entry_q, to_end_q), (entry_k, to_end_k) = (
-        _locate(cu, rows) for cu, rows in ((colour.cu_q, num_queries), (colour.cu_k, num_keys))
-    )
+    (entry_q, to_end_q), (entry_k, to_end_k) = map(_locate, args.table, (num_queries, num_keys))
     back = to_end_k[None, :] - to_end_q[:, None]
-    near = back >= 0 if window is None else (back >= 0) & (back <= window)
+    near = back >= 0 if args.window is None else (back >= 0) & (back <= args.window)
     return (entry_q[:, None] == entry_k[None, :]) & near
 
 

@@ -1,17 +1,17 @@
-"""GPU backend on TransformerEngine: cuDNN's fused attention over packed rows, one call per colour."""
+"""GPU backend on TransformerEngine: cuDNN's fused attention over packed rows, one call of it per call of ours."""
 
 import functools
 import inspect
 import math
 from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_wlb.runtime.backends.checks import check_arguments, check_head_size, import_for
-from megatron_wlb.runtime.backends.protocol import Call
-from megatron_wlb.runtime.metadata import Colour
+from megatron_wlb.runtime.backends.protocol import KernelArgs
+from megatron_wlb.runtime.encoding import Encoded, offsets
 
 _MODULE, _PACKAGE = "transformer_engine.pytorch", "transformer-engine[pytorch]"
 _LAYOUT = {
@@ -49,6 +49,18 @@ class TeBackend:
     device_types: tuple[str, ...] = ("cuda",)
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 
+    @staticmethod
+    def encode(key_begins: np.ndarray, segments: np.ndarray) -> Encoded:
+        """The table [cu_q, cu_k, k_begins], [3, n + 1]: entries with queries only, and where the keys of each begin.
+
+        Empty entries at the end bring n to a power of two: from 2.18 on TransformerEngine does not round it itself.
+        """
+        empty = max(_LEAST_ENTRIES, 1 << (len(segments) - 1).bit_length()) - len(segments)
+        q, k = segments["stop"] - segments["start"], segments["stop"]
+        k_begins = np.append(key_begins[segments["document"]], np.full(empty + 1, key_begins[-1]))
+        cu_q, cu_k = offsets(np.pad((q, k), ((0, 0), (0, empty))))
+        return Encoded(np.stack((cu_q, cu_k, k_begins.astype(np.int32))), max_q=int(q.max()), max_k=int(k.max()))
+
     def __init__(self) -> None:
         te = import_for(self.name, f"{_MODULE}.cpp_extensions.fused_attn", _PACKAGE)
         self._engine = te.FusedAttnBackend["F16_arbitrary_seqlen"]
@@ -59,10 +71,10 @@ class TeBackend:
             constants = import_for(self.name, f"{_MODULE}.constants", _PACKAGE)
             self._dtypes = constants.TE_DType
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""
         check_head_size(self.name, q)
-        arguments = self._arguments(q, k, v, call)
+        arguments = self._arguments(q, k, v, args)
         out, aux, *_ = self._forward(is_training=True, rng_gen=_generator(q.device), **arguments)
         stats = aux[0]
         if stats.dim() != 3:
@@ -75,14 +87,14 @@ class TeBackend:
         return out.view(q.shape), stats[: q.shape[0], :, 0].T.contiguous()
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, call: Call
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, args: KernelArgs
     ) -> Tensor:
         """See `Backend.backward`."""
         dtype = {"dqkv_dtype": self._dtypes[q.dtype]} if self._dtypes else {}
-        arguments = self._arguments(q, k, v, call)
+        arguments = self._arguments(q, k, v, args)
         deterministic = torch.are_deterministic_algorithms_enabled()
         if deterministic:
-            _check_workspace(q, k, len(arguments["cu_seqlens_q"]) - 1)
+            _check_workspace(q, k, args.table.shape[1] - 1)
         # The random state of the forward pass; without dropout nobody reads it.
         aux = [lse.T.contiguous()[:, :, None], torch.zeros(2, dtype=torch.int64, device=q.device)]
         dq, dk, dv, *_ = self._backward(
@@ -94,15 +106,14 @@ class TeBackend:
             **dtype,
         )
         # Rows of K and V between the entries are 0: TransformerEngine clears gradients of packed rows first.
-        call.give(dkv, dk, dv)
+        args.store(dkv, dk, dv)
         return dq
 
-    def _arguments(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> dict[str, Any]:
-        colour, scale, window, _ = call
-        cu_q, cu_k, k_begins = _entries(colour)
+    def _arguments(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> dict[str, Any]:
+        cu_q, cu_k, k_begins = args.table
         return {
-            "max_seqlen_q": colour.max_q,
-            "max_seqlen_kv": colour.max_k,
+            "max_seqlen_q": args.max_q,
+            "max_seqlen_kv": args.max_k,
             "cu_seqlens_q": cu_q,
             "cu_seqlens_kv": cu_k,
             "cu_seqlens_q_padded": cu_q,
@@ -112,8 +123,8 @@ class TeBackend:
             "v": v.contiguous(),
             "fake_dtype": q.dtype,
             "fused_attention_backend": self._engine,
-            "attn_scale": scale,
-            "window_size": (-1 if window is None else window, 0),
+            "attn_scale": args.scale,
+            "window_size": (-1 if args.window is None else args.window, 0),
             **_LAYOUT,
         }
 
@@ -164,18 +175,3 @@ def _workspace_bytes(num_entries: int, num_heads: int, num_queries: int, num_key
 def _generator(device: torch.device) -> torch.Generator:
     """For the forward pass, which draws even without dropout, so that it leaves the random numbers of others alone."""
     return torch.Generator(device)
-
-
-def _entries(colour: Colour) -> tuple[Tensor, Tensor, Tensor]:
-    """cu_q and cu_k of the entries that have queries, and where their keys begin, int32 [n + 1] each, on the device.
-
-    Empty entries at the end bring n to a power of two: from 2.18 on TransformerEngine does not round it for forward.
-    """
-    q_lengths, k_lengths = colour.cu_q.diff(), colour.cu_k.diff()
-    # Entries with queries first, in order; how many they are is known on the host, so nobody waits for the device.
-    order = (q_lengths == 0).int().sort(stable=True).indices[: len(colour.segments)]
-    empty = max(_LEAST_ENTRIES, 1 << (len(order) - 1).bit_length()) - len(order)
-    cu_q, cu_k = (
-        F.pad(F.pad(x[order], (0, empty)).cumsum(0, dtype=torch.int32), (1, 0)) for x in (q_lengths, k_lengths)
-    )
-    return cu_q, cu_k, torch.cat((colour.cu_k[:-1][order], colour.cu_k[-1:].expand(empty + 1)))

@@ -1,10 +1,11 @@
-"""GPU backend that needs nothing but torch and triton: one kernel forward and two backward for a colour."""
+"""GPU backend that needs nothing but torch and triton: one kernel forward and two backward."""
 
 import torch
 from torch import Tensor
 
 from megatron_wlb.runtime.backends.checks import check_head_size, import_for
-from megatron_wlb.runtime.backends.protocol import Call
+from megatron_wlb.runtime.backends.protocol import KernelArgs
+from megatron_wlb.runtime.encoding import varlen
 
 # More keys than any entry has, so that kernels need not know of a case without a window.
 _NO_WINDOW = 1 << 30
@@ -20,45 +21,50 @@ class TritonBackend:
     name = "triton"
     device_types: tuple[str, ...] = ("cuda",)
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
+    encode = staticmethod(varlen)
 
     def __init__(self) -> None:
         self._kernels = import_for(self.name, "megatron_wlb.runtime.backends.triton_kernels", "triton")
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""
         check_head_size(self.name, q)
         out = q.new_empty(q.shape)
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
         sizes = _sizes(q, k)
-        self._kernels.forward_kernel[_grid(q, call, sizes["BLOCK_Q"])](
-            q, k, v, out, lse, *_arguments(q, call), *_strides(q, k, v, out), **sizes
+        self._kernels.forward_kernel[_grid(q, args, sizes["BLOCK_Q"])](
+            q, k, v, out, lse, *_arguments(q, args), *_strides(q, k, v, out), **sizes
         )
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, call: Call
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, args: KernelArgs
     ) -> Tensor:
         """See `Backend.backward`."""
         dq, delta, sizes = q.new_empty(q.shape), torch.empty_like(lse), _sizes(q, k)
-        arguments, (dk, dv) = _arguments(q, call), dkv.unbind(1)
-        if not call.adds_up:
+        arguments, (dk, dv) = _arguments(q, args), dkv.unbind(1)
+        if not args.adds_up:
             dkv.zero_()  # the kernels leave keys out that nobody reads
-        self._kernels.dq_kernel[_grid(q, call, sizes["BLOCK_Q"])](
+        self._kernels.dq_kernel[_grid(q, args, sizes["BLOCK_Q"])](
             dout, q, k, v, out, lse, dq, delta, *arguments, *_strides(dout, q, k, v, out, dq), **sizes
         )
-        self._kernels.dkv_kernel[_grid(k, call, sizes["BLOCK_K"])](
+        self._kernels.dkv_kernel[_grid(k, args, sizes["BLOCK_K"])](
             dout, q, k, v, lse, delta, dk, dv, *arguments, *_strides(dout, q, k, v, dk, dv), **sizes
         )
         return dq
 
 
-def _grid(x: Tensor, call: Call, block: int) -> tuple[int, int]:
-    return x.shape[0] // block + call.colour.entries, x.shape[1]
+def _grid(x: Tensor, args: KernelArgs, block: int) -> tuple[int, int]:
+    return x.shape[0] // block + _entries(args), x.shape[1]
 
 
-def _arguments(q: Tensor, call: Call) -> tuple[Tensor, Tensor, int, int, float, int]:
-    colour, scale, window, _ = call
-    return colour.cu_q, colour.cu_k, colour.entries, q.shape[0], scale, _NO_WINDOW if window is None else window
+def _arguments(q: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor, int, int, float, int]:
+    cu_q, cu_k = args.table
+    return cu_q, cu_k, _entries(args), q.shape[0], args.scale, _NO_WINDOW if args.window is None else args.window
+
+
+def _entries(args: KernelArgs) -> int:
+    return args.table.shape[1] - 1
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Triton kernels of the `triton` backend: forward, dQ and dK/dV of one colour, without atomics.
+"""Triton kernels of the `triton` backend: forward, dQ and dK/dV of one call, without atomics.
 
 Entry e attends query rows [cu_q[e], cu_q[e + 1]) to key rows [cu_k[e], cu_k[e + 1]), aligned to the bottom right: with
 `ahead` more keys than queries, query i sees keys i + ahead - window to i + ahead, counted from the begins of the entry.
@@ -135,7 +135,7 @@ def dkv_kernel(
 ):  # fmt: skip
     """One program for a block of keys and a key head: grid (P // BLOCK_K + entries, Hkv).
 
-    A key belongs to one entry of the colour, so nobody else adds to its dK and dV.
+    A key belongs to one entry of the call, so nobody else adds to its dK and dV.
     """
     entry, start = _block(cu_k, entries, tl.program_id(0), BLOCK_K)
     q_begin, k_begin = tl.load(cu_q + entry), tl.load(cu_k + entry)

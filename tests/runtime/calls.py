@@ -1,0 +1,99 @@
+"""Attention calls made by hand, and the attention of one in float64 from its entries alone.
+
+Shapes: sq query rows, P keys, Hq query heads, Hkv key heads, head size D.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_wlb.runtime.backends import Backend, KernelArgs
+from megatron_wlb.runtime.backends.trial import kernel_args
+from tests.runtime.oracle import TOLERANCE, assert_close
+
+# Entries (queries, keys) of a call; (0, n) is a gap of n keys.
+CALLS = {
+    "square": [(40, 40)],
+    "prefix": [(24, 90)],
+    "one row": [(1, 1)],
+    "one row, many keys": [(1, 77)],
+    "ones": [(1, 1)] * 9,
+    "gaps": [(0, 5), (7, 30), (0, 1), (33, 33), (0, 70)],
+    "many": [(3, 3), (0, 2), (1, 9), (17, 17), (64, 64), (0, 65), (65, 129), (2, 130)],
+    "giant": [(0, 3), (1, 1), (150, 260), (0, 4), (2, 2)],
+}
+WINDOWS = [None, 0, 1, 20, 64, 300]
+
+
+def check(
+    backend: Backend,
+    entries: list[tuple[int, int]],
+    heads: tuple[int, int] = (4, 2),
+    head_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    *,
+    scale: float = 0.3,
+    window: int | None = None,
+    device: str = "cpu",
+    tolerance: float | None = None,
+) -> tuple[Tensor, ...]:
+    """out, lse, dq, dk, dv of a backend on random numbers, which are as in float64."""
+    given = tensors(entries, heads, head_size, dtype, device)
+    got = run(backend, *given, kernel_args(backend, entries, device, scale, window))
+    assert_close(got, expected(entries, *given, scale, window), tolerance or TOLERANCE[dtype])
+    return got
+
+
+def tensors(
+    entries: list[tuple[int, int]], heads: tuple[int, int], head_size: int, dtype: torch.dtype, device: str = "cpu"
+) -> tuple[Tensor, ...]:
+    """Random q, k, v, dout for (Hq, Hkv) heads; k and v interleaved, q and dout as views of wider ones, as in use."""
+    generator = torch.Generator().manual_seed(head_size)
+    num_queries, num_keys = np.sum(entries, axis=0).tolist()
+    kv = torch.randn(num_keys, 2, heads[1], head_size, generator=generator).to(device, dtype)
+    wide = torch.randn(num_queries, 2 * heads[0] + 1, head_size, generator=generator).to(device, dtype)
+    return wide[:, : heads[0]], *kv.unbind(1), wide[:, heads[0] : -1]
+
+
+def run(backend: Backend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, args: KernelArgs) -> tuple[Tensor, ...]:
+    """out, lse, dq, dk, dv of a backend; dk and dv are added to ones, which are taken away again.
+
+    In place of NaN they are the same, and the same rounded where they are given in the dtype of k.
+    """
+    out, lse = backend.forward(q, k, v, args)
+    dtype = torch.promote_types(k.dtype, torch.float32)
+    dkv = torch.ones((k.shape[0], 2, *k.shape[1:]), dtype=dtype, device=k.device)
+    dq = backend.backward(dout, q, k, v, out, lse, dkv, args)
+    for dtype in (dkv.dtype, k.dtype):
+        alone = torch.full_like(dkv, float("nan"), dtype=dtype)
+        backend.backward(dout, q, k, v, out, lse, alone, args._replace(adds_up=False))
+        on_cpu = k.device.type == "cpu"
+        eps = torch.finfo(dtype if on_cpu else k.dtype).eps  # a GPU's kernels may sum in another order
+        torch.testing.assert_close(alone.double(), dkv.double() - 1, rtol=eps, atol=2e-6 if on_cpu else eps)
+    assert out.dtype == dq.dtype == q.dtype and out.is_contiguous() and lse.is_contiguous()
+    return out, lse, dq, *(dkv - 1).unbind(1)
+
+
+def expected(
+    entries: list[tuple[int, int]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    scale: float,
+    window: int | None = None,
+) -> tuple[Tensor, ...]:
+    """The same in float64, one entry after the other, gradients by autograd."""
+    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
+    outs, lses, (queries, keys) = [], [], np.transpose(entries).tolist()
+    for q_part, k_part, v_part in zip(q.split(queries), k.split(keys), v.split(keys), strict=True):
+        k_heads, v_heads = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k_part, v_part))
+        scores = scale * torch.einsum("qhd,khd->hqk", q_part, k_heads)
+        num_queries, num_keys = scores.shape[1:]
+        back = torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)[None, :]
+        hidden = (back < 0) | (back > (num_keys if window is None else window))
+        scores = scores.masked_fill(hidden.to(q.device), float("-inf"))
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v_heads))
+        lses.append(scores.logsumexp(-1))
+    out, lse = torch.cat(outs), torch.cat(lses, dim=1)
+    return out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), dout.double())
