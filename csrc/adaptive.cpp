@@ -21,7 +21,7 @@ constexpr double kImbalancePrice = 8.0, kTokenPrice = 3.0;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int kRefinements = 200;
 constexpr size_t kLightest = 4;
-constexpr int64_t kMaxSteps = int64_t{1} << 62;
+constexpr int64_t kMaxSteps = int64_t{1} << 62, kMaxWaitingWork = int64_t{1} << 62;
 
 struct Exchange {
   size_t light = 0, a = 0;
@@ -287,7 +287,12 @@ Packed choose_adaptive(const std::vector<Document>& waiting, int64_t step, int64
   check_range("max_delay_steps", sizes.max_delay_steps, 1, kMaxSteps);
   check_range("step", step, 0, kMaxSteps);
   check_documents(waiting, sizes.max_tokens);
-  for (const Document& d : waiting) check_range("arrival", d.arrival, 0, kMaxSteps);
+  int64_t left = kMaxWaitingWork;
+  for (const Document& d : waiting) {
+    check_range("arrival", d.arrival, 0, kMaxSteps);
+    check_range("the work of a document after those before it", d.work, 0, left);
+    left -= d.work;
+  }
   return Step(step, sizes).choose(waiting, credit);
 }
 

@@ -20,11 +20,9 @@ void check_sizes(int64_t num_micro_batches, int64_t max_tokens) {
 }
 
 void check_documents(const std::vector<Document>& documents, int64_t max_tokens) {
-  int64_t left = kMaxWork;
   for (const Document& document : documents) {
     check_range("a document's length", document.length, 1, max_tokens);
-    check_range("a document's work", document.work, 0, left);
-    left -= document.work;
+    check_range("a document's work", document.work, 0, document.length * kMaxWorkPerToken);
   }
 }
 

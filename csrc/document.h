@@ -7,9 +7,10 @@
 
 namespace wlb {
 
+// A micro-batch's work is at most kMaxTokens * kMaxWorkPerToken = 2^62.
 constexpr int64_t kMaxMicroBatches = int64_t{1} << 20;
 constexpr int64_t kMaxTokens = int64_t{1} << 26;
-constexpr int64_t kMaxWork = int64_t{1} << 62;
+constexpr int64_t kMaxWorkPerToken = int64_t{1} << 36;
 
 // `row` is its place among those that wait, in the order of the stream. `arrival` is the step in which it came; only
 // adaptive packing looks at it.
@@ -20,8 +21,8 @@ struct Document {
 // Positions in `documents`, which are ordered by row: longest first, ties by row. O(n).
 std::vector<size_t> longest_first(const std::vector<Document>& documents);
 
-// All throw std::invalid_argument; limits are inclusive. check_documents refuses documents of no tokens or of more than
-// `max_tokens`, and those whose work is negative or, in all, over kMaxWork.
+// All throw std::invalid_argument; limits are inclusive. Documents have 1 to `max_tokens` tokens, and of work at most
+// kMaxWorkPerToken for each.
 void check_range(const char* name, int64_t value, int64_t least, int64_t most);
 void check_sizes(int64_t num_micro_batches, int64_t max_tokens);
 void check_documents(const std::vector<Document>& documents, int64_t max_tokens);
