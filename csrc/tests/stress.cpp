@@ -3,10 +3,9 @@
 //   stress SEED ROUNDS [threads|bytes]    round r repeats alone as `stress SEED+r 1` (or `stress SEED+r 1 bytes`)
 //   stress files FILE...                  inputs of the fuzzer, one after the other
 //
-// With `threads`, four threads run cores of their own, as planner threads do. With `bytes`, choices come from random
+// With `threads`, four threads call them at once, as planner threads do. With `bytes`, choices come from random
 // bytes through the entry point of libFuzzer, which takes the place of main where this is built with -DWLB_FUZZ.
 #include <algorithm>
-#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -14,7 +13,6 @@
 #include <iterator>
 #include <limits>
 #include <map>
-#include <mutex>
 #include <numeric>
 #include <random>
 #include <stdexcept>
@@ -24,8 +22,6 @@
 #include <vector>
 
 #include "../adaptive.h"
-#include "../fixed.h"
-#include "../original.h"
 #include "../pipeline.h"
 #include "../sharding.h"
 #include "../wlb.h"
@@ -35,7 +31,6 @@ namespace {
 using wlb::Document;
 using wlb::kMaxTokens;
 using wlb::kMaxWorkPerToken;
-using Model = std::map<int64_t, Document>;  // what must wait, by index
 
 constexpr int64_t kLowest = std::numeric_limits<int64_t>::min(), kHighest = std::numeric_limits<int64_t>::max();
 constexpr int64_t kMaxWaitingWork = int64_t{1} << 62;
@@ -82,7 +77,7 @@ class Choices {
 };
 
 // Documents of one kind of length and one kind of work.
-std::vector<Document> documents(Choices& choose, int64_t count, int64_t longest, int64_t first, int64_t arrival) {
+std::vector<Document> documents(Choices& choose, int64_t count, int64_t longest, int64_t arrival) {
   const int64_t kind = choose.between(0, 5), work_kind = choose.between(0, 7);
   const int64_t same = choose.between(1, longest), crossover = choose.of<int64_t>({1, 7, 50'000, int64_t{1} << 35});
   std::vector<Document> rows;
@@ -98,7 +93,7 @@ std::vector<Document> documents(Choices& choose, int64_t count, int64_t longest,
     if (work_kind == 0) work = 0;
     if (work_kind == 1) work = length * kMaxWorkPerToken;
     if (work_kind == 2) work = choose.between(0, length * kMaxWorkPerToken);
-    rows.push_back({first + k, length, work, arrival});
+    rows.push_back({k, length, work, arrival});
   }
   return rows;
 }
@@ -122,157 +117,39 @@ bool refuses(const std::function<void()>& call) {
   return false;
 }
 
-int64_t tokens_of(const Model& model) {
-  int64_t sum = 0;
-  for (const auto& [index, d] : model) sum += d.length;
-  return sum;
-}
-
-std::vector<int64_t> indices(const std::vector<Document>& rows) {
-  std::vector<int64_t> values;
-  for (const Document& d : rows) values.push_back(d.index);
-  return values;
-}
-
-// Takes a step's documents out of the model.
-void check_packed(const wlb::Packed& packed, int64_t num_micro_batches, int64_t max_tokens, Model& model) {
-  require(packed.bounds.size() == static_cast<size_t>(num_micro_batches) + 1, "N + 1 bounds");
-  require(packed.bounds.front() == 0, "bounds begin at 0");
-  require(packed.bounds.back() == static_cast<int64_t>(packed.order.size()), "bounds end with the documents");
-  require(std::is_sorted(packed.bounds.begin(), packed.bounds.end()), "bounds are monotone");
-  for (size_t i = 0; i + 1 < packed.bounds.size(); ++i) {
-    int64_t sum = 0;
-    for (int64_t k = packed.bounds[i]; k < packed.bounds[i + 1]; ++k) {
-      const auto found = model.find(packed.order[static_cast<size_t>(k)]);
-      require(found != model.end(), "a packed document has waited and is packed once");
-      sum += found->second.length;
-      model.erase(found);
-    }
-    require(sum <= max_tokens, "a micro-batch holds at most S_max");
-  }
-}
-
-// What the core says is waiting is the model, every document once and unchanged.
-void check_waiting(const std::vector<Document>& rows, const Model& model) {
-  require(rows.size() == model.size(), "as many documents wait as should");
-  std::vector<int64_t> seen = indices(rows);
-  std::sort(seen.begin(), seen.end());
-  require(std::adjacent_find(seen.begin(), seen.end()) == seen.end(), "no document waits twice");
-  for (const Document& d : rows) {
-    const auto found = model.find(d.index);
-    require(found != model.end(), "no packed or unknown document waits");
-    const Document& known = found->second;
-    require(d.length == known.length && d.work == known.work && d.arrival == known.arrival, "documents don't change");
-  }
-}
-
-std::vector<Document> waiting_of(const wlb::WlbCore& core) {
-  std::vector<Document> rows = core.remained();
-  for (const auto& queue : core.queues()) rows.insert(rows.end(), queue.begin(), queue.end());
-  return rows;
-}
-
-void check_queues(const wlb::WlbCore& core, const std::vector<int64_t>& thresholds) {
-  for (size_t i = 0; i < core.queues().size(); ++i)
-    for (const Document& d : core.queues()[i])
-      require(d.length >= thresholds[i] && (i + 1 == thresholds.size() || d.length < thresholds[i + 1]),
-              "a document waits in the queue of its length");
-}
-
 void stress_wlb(Choices& choose) {
   const int64_t n = choose.of<int64_t>({1, 2, 3, 4, 9, 33});
   const int64_t max_tokens = choose.of<int64_t>({1, 2, 7, 64, 1000, int64_t{1} << 17, int64_t{1} << 26});
-  std::vector<int64_t> thresholds;
-  for (int64_t level = choose.between(0, 3); level > 0; --level) thresholds.push_back(choose.between(1, max_tokens));
-  std::sort(thresholds.begin(), thresholds.end());
   for (int64_t bad : {int64_t{0}, int64_t{-1}, kLowest, kHighest}) {
-    require(refuses([&] { wlb::WlbCore(bad, max_tokens, thresholds); }), "a bad N is refused");
-    require(refuses([&] { wlb::WlbCore(n, bad, thresholds); }), "a bad S_max is refused");
+    require(refuses([&] { wlb::place_wlb({}, bad, max_tokens); }), "a bad N is refused");
+    require(refuses([&] { wlb::place_wlb({}, n, bad); }), "a bad S_max is refused");
   }
-
-  wlb::WlbCore core(n, max_tokens, thresholds);
-  Model model;
-  bool overfilled = false;  // only `load` can put N documents into a queue
-  int64_t next = 0;
-  for (int64_t k = choose.between(1, 12); k > 0 && !choose.over(); --k) {
-    std::vector<Document> rows = documents(choose, choose.between(0, 60), max_tokens, next, 0);
-    next += static_cast<int64_t>(rows.size());
-    if (!rows.empty() && choose.one_in(3)) {
-      spoil(choose, rows, max_tokens);
-      const auto queues = core.queues();
-      const auto remained = indices(core.remained());
-      require(refuses([&] { core.step(rows); }), "step refuses a bad document");
-      require(refuses([&] { core.load(rows, std::vector<bool>(rows.size())); }), "load refuses a bad document");
-      for (size_t i = 0; i < queues.size(); ++i)
-        require(indices(queues[i]) == indices(core.queues()[i]), "a refused call changes no queue");
-      require(indices(core.remained()) == remained, "a refused call changes nothing");
-    } else if (choose.one_in(4)) {
-      std::vector<Document> all = waiting_of(core);
-      all.insert(all.end(), rows.begin(), rows.end());
-      model.clear();
-      std::vector<bool> ready;
-      for (const Document& d : all) {
-        model[d.index] = d;
-        ready.push_back(choose.one_in(3));
-      }
-      core.load(all, ready);
-      overfilled = true;
-    } else {
-      for (const Document& d : rows) model[d.index] = d;
-      check_packed(core.step(rows, choose.between(0, next)), n, max_tokens, model);
-      for (const auto& queue : core.queues())
-        require(overfilled || queue.size() < static_cast<size_t>(n), "fewer than N documents wait in a queue");
-    }
-    check_waiting(waiting_of(core), model);
-    check_queues(core, thresholds);
+  std::vector<Document> rows = documents(choose, choose.between(0, 200), max_tokens, 0);
+  const std::vector<int64_t> placed = wlb::place_wlb(rows, n, max_tokens);
+  require(placed.size() == rows.size(), "every document has its micro-batch");
+  std::vector<int64_t> tokens(static_cast<size_t>(n) + 1);
+  for (size_t k = 0; k < rows.size(); ++k) {
+    require(placed[k] >= 0 && placed[k] <= n, "there are N micro-batches");
+    int64_t& sum = tokens[static_cast<size_t>(placed[k])];
+    const auto shortest = std::min_element(tokens.begin(), tokens.end() - 1);
+    if (placed[k] == n) require(*shortest + rows[k].length > max_tokens, "what is left over fits nowhere");
+    else require((sum += rows[k].length) <= max_tokens, "a micro-batch holds at most S_max");
   }
-
-  core.load(waiting_of(core), std::vector<bool>(model.size(), true));
-  while (!model.empty()) {
-    const size_t before = model.size();
-    check_packed(core.step({}), n, max_tokens, model);
-    require(model.size() < before, "documents that run next do run");
-  }
-}
-
-wlb::AdaptiveSettings adaptive_settings(Choices& choose) {
-  const int64_t n = choose.of<int64_t>({1, 2, 3, 4, 9, 33});
-  const int64_t window = choose.of<int64_t>({1, 2, 8, 64, 200, 512, int64_t{1} << 25});
-  const int64_t max_tokens = window * choose.of<int64_t>({100, 110, 125, 200}) / 100;
-  const double room = static_cast<double>(max_tokens) / static_cast<double>(window) - 1;
-  const int64_t delay = choose.between(kForcedSteps + 1, 25);
-  if (choose.one_in(2)) return {n, max_tokens, window, true, delay, 0.008, 0.005, 1.05, 0.055, 0.0125, 12.0, 6.0};
-  return {n, max_tokens, window, false, delay, 0.015, 0.035, 1.2, room, 0.6, 8.0, 0.0};
-}
-
-void check_settings_refused(const wlb::AdaptiveSettings& good) {
-  const auto refused = [&](const std::function<void(wlb::AdaptiveSettings&)>& change) {
-    wlb::AdaptiveSettings settings = good;
-    change(settings);
-    require(refuses([&] { wlb::AdaptiveCore core(settings); }), "bad settings are refused");
-  };
-  for (int64_t bad : {int64_t{0}, int64_t{-1}, kLowest, kHighest}) {
-    refused([&](auto& s) { s.num_micro_batches = bad; });
-    refused([&](auto& s) { s.max_tokens = bad; });
-    refused([&](auto& s) { s.context_length = bad; });
-    refused([&](auto& s) { s.max_delay_steps = bad; });
-  }
-  using Ratio = double wlb::AdaptiveSettings::*;
-  for (double bad : {-1.0, 1e300, std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()})
-    for (Ratio ratio : {&wlb::AdaptiveSettings::tolerance, &wlb::AdaptiveSettings::age_tolerance,
-                        &wlb::AdaptiveSettings::ratio_limit, &wlb::AdaptiveSettings::token_band,
-                        &wlb::AdaptiveSettings::token_repay, &wlb::AdaptiveSettings::imbalance_price,
-                        &wlb::AdaptiveSettings::token_price})
-      refused([&](auto& s) { s.*ratio = bad; });
+  if (rows.empty()) return;
+  spoil(choose, rows, max_tokens);
+  require(refuses([&] { wlb::place_wlb(rows, n, max_tokens); }), "a bad document is refused");
 }
 
 class AdaptiveRound {
  public:
-  AdaptiveRound(Choices& choose, const wlb::AdaptiveSettings& settings)
-      : choose_(choose), s_(settings), core_(settings), wild_(choose.one_in(4)) {
+  explicit AdaptiveRound(Choices& choose) : choose_(choose), wild_(choose.one_in(4)) {
+    const int64_t window = choose.of<int64_t>({1, 2, 8, 64, 200, 512, int64_t{1} << 25});
+    const int64_t n = choose.of<int64_t>({1, 2, 3, 4, 9, 33});
+    sizes_ = {n, window * choose.of<int64_t>({100, 110, 125, 200}) / 100, window,
+              choose.between(kForcedSteps + 1, 25)};
     // From 12 steps on, what is forced while a forced document waits was known when that became forced: at most two
     // global batches and a window. Forced steps are half full at least, so seven of them run it all.
-    bounded_ = !wild_ && s_.max_delay_steps >= 2 * kForcedSteps;
+    bounded_ = !wild_ && sizes_.max_delay_steps >= 2 * kForcedSteps;
   }
 
   void run() {
@@ -282,8 +159,8 @@ class AdaptiveRound {
       if (choose_.one_in(6)) check_refused(step);
       take(step);
     }
-    for (int64_t k = 0; bounded_ && !model_.empty(); ++k, ++step) {
-      require(k <= s_.max_delay_steps, "at the end of the data all run within the bound");
+    for (int64_t k = 0; bounded_ && !pool_.empty(); ++k, ++step) {
+      require(k <= sizes_.max_delay_steps, "at the end of the data all run within the bound");
       take(step);
     }
   }
@@ -291,189 +168,84 @@ class AdaptiveRound {
  private:
   // Documents until two global batches wait, as the policy draws them, or some.
   void fill(int64_t step) {
-    const int64_t room = 2 * s_.num_micro_batches * s_.context_length - tokens_of(model_);
-    const int64_t count = choose_.between(0, 250);
-    auto rows = documents(choose_, count, wild_ ? s_.max_tokens : s_.context_length, next_, step);
-    int64_t sum = 0, work = 0, known = 0;
-    size_t kept = 0;
-    while (kept < rows.size() && (wild_ || sum < room)) sum += rows[kept++].length;
-    rows.resize(kept);
-    next_ += static_cast<int64_t>(kept);
-    for (Document& d : rows)
+    const auto sum = [&](int64_t Document::*member) {
+      return std::accumulate(pool_.begin(), pool_.end(), int64_t{0},
+                             [&](int64_t total, const Document& d) { return total + d.*member; });
+    };
+    int64_t room = 2 * sizes_.num_micro_batches * sizes_.context_length - sum(&Document::length);
+    int64_t work_left = kMaxWaitingWork - sum(&Document::work);
+    for (Document d : documents(choose_, choose_.between(0, 250), wild_ ? sizes_.max_tokens : sizes_.context_length,
+                                step)) {
+      if ((!wild_ && room <= 0) || d.work > work_left) break;
       if (wild_) d.arrival = choose_.between(0, int64_t{1} << 62);
-    for (const auto& [index, d] : model_) known += d.work;
-    bool fits = true;
-    for (const Document& d : rows) {
-      fits = fits && d.work <= kMaxWaitingWork - known - work;
-      if (fits) work += d.work;
+      room -= d.length;
+      work_left -= d.work;
+      pool_.push_back(d);
     }
-    require(refuses([&] { core_.add(rows); }) != fits, "documents are refused only if their work may not fit 64 bits");
-    if (fits)
-      for (const Document& d : rows) model_[d.index] = d;
-    check_waiting(core_.waiting(), model_);
+    number();
+  }
+
+  void number() {
+    for (size_t k = 0; k < pool_.size(); ++k) pool_[k].row = static_cast<int64_t>(k);
   }
 
   void check_refused(int64_t step) {
-    std::vector<Document> rows = documents(choose_, choose_.between(1, 20), s_.context_length, next_, step);
-    for (Document& d : rows) d.work = d.length;
-    std::vector<std::vector<Document>> bad(4, rows);
-    spoil(choose_, bad[0], s_.max_tokens);
-    bad[1].push_back(rows.front());
-    bad[2].back().arrival = choose_.of<int64_t>({-1, kLowest, kHighest});
-    if (!model_.empty()) bad[3].front().index = model_.rbegin()->first;
-    else bad[3].front().arrival = -1;
-    const auto before = indices(core_.waiting());
-    for (const auto& refused : bad) require(refuses([&] { core_.add(refused); }), "add refuses a bad document");
-    for (int64_t bad_step : {int64_t{-1}, kLowest, kHighest})
-      require(refuses([&] { core_.step(bad_step, 0); }), "a bad step is refused");
-    require(indices(core_.waiting()) == before, "a refused call changes nothing");
+    const auto refused = [&](const std::vector<Document>& pool, int64_t at, const wlb::Sizes& sizes) {
+      return refuses([&] { wlb::choose_adaptive(pool, at, 0, sizes); });
+    };
+    for (int64_t bad : {int64_t{-1}, kLowest, kHighest}) {
+      require(refused(pool_, bad, sizes_), "a bad step is refused");
+      for (int64_t wlb::Sizes::*size : {&wlb::Sizes::num_micro_batches, &wlb::Sizes::max_tokens,
+                                        &wlb::Sizes::context_length, &wlb::Sizes::max_delay_steps}) {
+        wlb::Sizes changed = sizes_;
+        changed.*size = bad;
+        require(refused(pool_, step, changed), "a bad size is refused");
+      }
+    }
+    if (pool_.empty()) return;
+    std::vector<Document> bad = pool_;
+    spoil(choose_, bad, sizes_.max_tokens);
+    require(refused(bad, step, sizes_), "a bad document is refused");
+    bad = pool_;
+    bad.back().arrival = choose_.of<int64_t>({-1, kLowest, kHighest});
+    require(refused(bad, step, sizes_), "a bad arrival is refused");
   }
 
   void take(int64_t step) {
-    const Model before = model_;
     const int64_t credit = choose_.one_in(3) ? choose_.of<int64_t>({0, 1, -1, kLowest, kHighest})
-                                             : choose_.between(-s_.context_length, s_.context_length);
-    const wlb::Packed packed = core_.step(step, credit);
-    check_packed(packed, s_.num_micro_batches, s_.max_tokens, model_);
-    check_waiting(core_.waiting(), model_);
-    const auto waiting = indices(core_.waiting());
-    require(std::is_sorted(waiting.begin(), waiting.end()), "documents wait in order");
-    for (size_t i = 0; i + 1 < packed.bounds.size(); ++i)
-      require(std::is_sorted(packed.order.begin() + packed.bounds[i], packed.order.begin() + packed.bounds[i + 1]),
-              "documents of a micro-batch are in order");
-    if (!bounded_) return;
-    for (const auto& [index, d] : model_)
-      require(step - d.arrival < s_.max_delay_steps, "no document waits beyond the bound on its delay");
+                                             : choose_.between(-sizes_.context_length, sizes_.context_length);
+    const wlb::Packed packed = wlb::choose_adaptive(pool_, step, credit, sizes_);
+    require(packed.bounds.size() == static_cast<size_t>(sizes_.num_micro_batches) + 1, "N + 1 bounds");
+    require(packed.bounds.front() == 0, "bounds begin at 0");
+    require(packed.bounds.back() == static_cast<int64_t>(packed.rows.size()), "bounds end with the documents");
+    std::vector<char> ran(pool_.size());
+    for (size_t i = 0; i + 1 < packed.bounds.size(); ++i) {
+      int64_t sum = 0, last = -1;
+      require(packed.bounds[i] <= packed.bounds[i + 1], "bounds are monotone");
+      for (int64_t k = packed.bounds[i]; k < packed.bounds[i + 1]; ++k) {
+        const int64_t row = packed.rows[static_cast<size_t>(k)];
+        require(row > last && row < static_cast<int64_t>(pool_.size()), "documents of a micro-batch are in order");
+        require(!std::exchange(ran[static_cast<size_t>(row)], true), "a document is packed once");
+        sum += pool_[static_cast<size_t>(last = row)].length;
+      }
+      require(sum <= sizes_.max_tokens, "a micro-batch holds at most S_max");
+    }
+    std::vector<Document> waiting;
+    for (const Document& d : pool_)
+      if (!ran[static_cast<size_t>(d.row)]) waiting.push_back(d);
+    pool_ = std::move(waiting);
+    number();
+    for (const Document& d : pool_)
+      require(!bounded_ || step - d.arrival < sizes_.max_delay_steps, "no document waits beyond the bound on its delay");
   }
 
   Choices& choose_;
-  wlb::AdaptiveSettings s_;
-  wlb::AdaptiveCore core_;
   bool wild_, bounded_;  // wild: any arrival, length and number of documents
-  Model model_;
-  int64_t next_ = 0;
+  wlb::Sizes sizes_;
+  std::vector<Document> pool_;
 };
 
-void stress_adaptive(Choices& choose) {
-  const wlb::AdaptiveSettings settings = adaptive_settings(choose);
-  check_settings_refused(settings);
-  AdaptiveRound(choose, settings).run();
-}
-
-void stress_original(Choices& choose) {
-  const int64_t n = choose.of<int64_t>({1, 2, 3, 9, 33}), window = choose.of<int64_t>({1, 2, 7, 1000, kMaxTokens});
-  for (int64_t bad : {int64_t{0}, int64_t{-1}, kLowest, kHighest}) {
-    require(refuses([&] { wlb::OriginalCore(bad, window); }), "a bad N is refused");
-    require(refuses([&] { wlb::OriginalCore(n, bad); }), "a bad window is refused");
-  }
-  const wlb::OriginalCore core(n, window);
-  const int64_t longest = choose.of<int64_t>({1, window, std::min(kMaxTokens, 5 * window), kMaxTokens});
-  std::vector<Document> rows = documents(choose, choose.between(0, 60), longest, 0, 0);
-  const wlb::Cut cut = core.cut(rows);
-  require(cut.bounds.size() == static_cast<size_t>(n) + 1 && cut.bounds.front() == 0, "N + 1 bounds from 0");
-  size_t k = 0, begun = 1;  // pieces, and windows that began
-  int64_t start = 0;
-  for (const Document& d : rows) {
-    for (int64_t offset = 0; offset < d.length; ++k) {
-      require(k < cut.row.size() && cut.row[k] == d.index && cut.offset[k] == offset, "pieces make up the documents");
-      for (; begun < cut.bounds.size() && cut.bounds[begun] == static_cast<int64_t>(k); ++begun)
-        require(start == static_cast<int64_t>(begun) * window, "micro-batches begin at windows");
-      require(cut.length[k] >= 1 && cut.length[k] <= d.length - offset, "pieces are parts of their documents");
-      require(begun == cut.bounds.size() || start + cut.length[k] <= static_cast<int64_t>(begun) * window,
-              "no piece leaves its window");
-      offset += cut.length[k];
-      start += cut.length[k];
-    }
-  }
-  require(k == cut.row.size() && k == cut.offset.size() && k == cut.length.size(), "nothing but the documents");
-  for (; begun < cut.bounds.size(); ++begun)
-    require(cut.bounds[begun] == static_cast<int64_t>(k) && start <= static_cast<int64_t>(begun) * window,
-            "what is not begun is empty");
-  if (rows.empty()) return;
-  spoil(choose, rows, kMaxTokens);
-  require(refuses([&] { core.cut(rows); }), "cut refuses a bad document");
-}
-
-void stress_fixed(Choices& choose) {
-  const int64_t windows = choose.of<int64_t>({1, 2, 3, 9, 33, 100});
-  const int64_t window = choose.of<int64_t>({1, 2, 7, 1000, kMaxTokens});
-  const int64_t crossover = choose.of<int64_t>({0, 1, 50'000, int64_t{1} << 35});
-  for (int64_t bad : {int64_t{-1}, kLowest, kHighest}) {
-    require(refuses([&] { wlb::FixedCore(bad, crossover); }), "a bad window is refused");
-    require(refuses([&] { wlb::FixedCore(window, bad); }), "a bad crossover is refused");
-    require(refuses([&] { wlb::FixedCore(window, crossover).place({}, bad); }), "a bad number of windows is refused");
-  }
-  const wlb::FixedCore core(window, crossover);
-  std::vector<Document> rows = documents(choose, choose.between(0, 250), std::min(kMaxTokens, 3 * window), 0, 0);
-  int64_t room = windows * window;
-  size_t kept = 0;
-  for (; kept < rows.size() && room > 0; ++kept) {
-    rows[kept].length = std::min(rows[kept].length, room);  // the last may fill the windows to the last token
-    rows[kept].work = 0;
-    room -= rows[kept].length;
-  }
-  rows.resize(kept);
-  const wlb::Pieces pieces = core.place(rows, windows);
-  require(pieces.row.size() == pieces.length.size() && pieces.row.size() == pieces.window.size(), "columns are alike");
-  std::vector<int64_t> left, used(static_cast<size_t>(windows)), work(used.size());
-  for (const Document& d : rows) left.push_back(d.length);
-  for (size_t k = 0; k < pieces.row.size(); ++k) {
-    const int64_t length = pieces.length[k];
-    require(length >= 1 && pieces.window[k] >= 0 && pieces.window[k] < windows, "pieces are in windows");
-    left.at(static_cast<size_t>(pieces.row[k])) -= length;
-    used[static_cast<size_t>(pieces.window[k])] += length;
-    work[static_cast<size_t>(pieces.window[k])] += length * (length + crossover);
-  }
-  require(std::all_of(left.begin(), left.end(), [](int64_t tokens) { return tokens == 0; }), "every token is placed");
-  require(std::all_of(used.begin(), used.end(), [&](int64_t tokens) { return tokens <= window; }), "windows hold C");
-  require(std::is_sorted(work.rbegin(), work.rend()), "the heaviest window is the first");
-  rows.push_back({static_cast<int64_t>(rows.size()), std::min(kMaxTokens, room + 1)});
-  require(room >= kMaxTokens || refuses([&] { core.place(rows, windows); }), "more than fits is refused");
-  spoil(choose, rows, kMaxTokens);
-  require(refuses([&] { core.place(rows, windows); }), "place refuses a bad document");
-}
-
-// As Planner in plan/step.py: a core is made here and stepped in another thread, a bounded number of steps ahead.
-void stress_planner(Choices& choose) {
-  constexpr int64_t kWindow = 64, kMicroBatches = 4;
-  wlb::WlbCore core(kMicroBatches, kWindow, {kWindow / 4, kWindow / 2});
-  std::vector<std::vector<Document>> arriving(static_cast<size_t>(choose.between(1, 20)));
-  Model model;
-  for (auto& rows : arriving) {
-    rows = documents(choose, choose.between(0, 30), kWindow, static_cast<int64_t>(model.size()), 0);
-    for (const Document& d : rows) model[d.index] = d;
-  }
-  const size_t ahead = static_cast<size_t>(choose.between(0, 3));
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::map<size_t, wlb::Packed> plans;
-  size_t next = 0, wanted = 0;
-  std::thread planner([&] {
-    for (const auto& rows : arriving) {
-      {
-        std::unique_lock lock(mutex);
-        changed.wait(lock, [&] { return next <= wanted + ahead; });
-      }
-      wlb::Packed packed = core.step(rows);
-      const std::lock_guard lock(mutex);
-      plans[next++] = std::move(packed);
-      changed.notify_all();
-    }
-  });
-  for (size_t step = 0; step < arriving.size(); ++step) {
-    std::unique_lock lock(mutex);
-    wanted = step;
-    changed.notify_all();
-    changed.wait(lock, [&] { return next > step; });
-    require(next <= step + ahead + 1, "the planner is ahead by so many steps at most");
-    const wlb::Packed packed = std::move(plans[step]);
-    plans.erase(step);
-    lock.unlock();
-    check_packed(packed, kMicroBatches, kWindow, model);
-  }
-  planner.join();
-  check_waiting(waiting_of(core), model);
-}
+void stress_adaptive(Choices& choose) { AdaptiveRound(choose).run(); }
 
 void stress_sharding(Choices& choose) {
   const int64_t cp_size = choose.of<int64_t>({1, 2, 3, 4, 16}), longest = choose.of<int64_t>({1, 40, 3000, 1 << 20});
@@ -556,8 +328,7 @@ void stress_pipeline(Choices& choose) {
 
 void stress(Choices& choose) {
   const auto policy = choose.of<void (*)(Choices&)>(
-      {stress_wlb, stress_wlb, stress_adaptive, stress_adaptive, stress_original, stress_fixed, stress_planner,
-       stress_sharding, stress_pipeline});
+      {stress_wlb, stress_adaptive, stress_adaptive, stress_sharding, stress_pipeline});
   policy(choose);
 }
 
