@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from megatron_wlb.plan.workload import load_profile
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -23,7 +24,6 @@ from benchmarks.lengths import CROSSOVER, packed, padded
 from benchmarks.packing import distributions
 from megatron_wlb.plan import sharding
 from megatron_wlb.plan.types import SEGMENT
-from megatron_wlb.plan.workload import load_profile
 
 KERNEL = load_profile("h100-fa2").kernel(heads=4)
 DATA = ("F2", "dist_wlbllm", "demo")

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from megatron_wlb.plan.workload import document_work
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -53,7 +54,6 @@ from megatron_wlb.config import WlbConfig
 from megatron_wlb.plan import pipeline
 from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.stream import DocumentStream, Source
-from megatron_wlb.plan.workload import document_work
 from tests.worlds import run_world
 
 WARM_STEPS = 100

@@ -30,7 +30,7 @@ def f2(count: int, seed: int, window: int | None = None) -> np.ndarray:
 
 def stream(lengths: np.ndarray, window: int, *, shuffle: bool = False) -> DocumentStream:
     """Documents of `lengths`, by default in order, again and again."""
-    return DocumentStream([Source(pairs=lengths)], seed=0, context_length=window, shuffle=shuffle)
+    return DocumentStream([Source(lengths=lengths)], seed=0, context_length=window, shuffle=shuffle)
 
 
 def packer(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from megatron_wlb.plan.workload import document_work
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -29,7 +30,6 @@ from megatron_wlb.plan.packer import Packer, make_packer
 from megatron_wlb.plan.packing import make_policy
 from megatron_wlb.plan.packing.adaptive import settings
 from megatron_wlb.plan.packing.adaptive_core import PythonAdaptiveCore
-from megatron_wlb.plan.workload import document_work
 
 ROOT = Path(__file__).parent
 # Thresholds of Algorithm 1 in shares of the window.

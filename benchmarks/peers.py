@@ -4,9 +4,9 @@ import heapq
 import itertools
 
 import numpy as np
+from megatron_wlb.plan.workload import document_work
 
 from megatron_wlb.plan.types import DOCUMENT, Draw, Packing
-from megatron_wlb.plan.workload import document_work
 
 
 class KarmarkarKarpPolicy:

@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 import numpy as np
+from megatron_wlb.plan.workload import document_work
 from rich.console import Console
 from rich.table import Table
 
@@ -22,7 +23,6 @@ from benchmarks.packing import policies, spread
 from benchmarks.results import at_most
 from megatron_wlb.plan import pipeline
 from megatron_wlb.plan.packer import Packer
-from megatron_wlb.plan.workload import document_work
 
 S_MAX = 1.25
 POLICIES = ("original", "fixed, 1 global batches", "Algorithm 1, 0.25/0.5", "adaptive, constant-tokens")

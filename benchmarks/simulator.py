@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron_wlb.simulate.schedule import Schedule
 from rich.console import Console
 from rich.table import Table
 from torch.nn import functional as F
 
 from benchmarks import pipelines, results
 from megatron_wlb.simulate import engine
-from megatron_wlb.simulate.schedule import Schedule
 from tests.worlds import run_world
 
 Row = dict[str, Any]

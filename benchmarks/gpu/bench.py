@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron_wlb.plan.workload import KernelModel, load_profile
 
 from benchmarks import results
 from benchmarks.gpu.cases import micro_batches, whole
@@ -21,7 +22,6 @@ from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.ranks import MakeMethod, Rows, both, random_rows, ranks
 from megatron_wlb.plan.sharding import rank_work
 from megatron_wlb.plan.types import ShardPlan
-from megatron_wlb.plan.workload import KernelModel, load_profile
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import get_backend
 

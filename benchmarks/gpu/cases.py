@@ -3,6 +3,7 @@
 from functools import cache
 
 import numpy as np
+from megatron_wlb.plan.workload import FLOPS_PROFILE, KernelModel
 
 from benchmarks.lengths import CROSSOVER, WINDOW, f2, packed, padded
 from megatron_wlb.plan import native
@@ -10,7 +11,6 @@ from megatron_wlb.plan.sharding import mirrored_order, shard
 from megatron_wlb.plan.sharding.select import STRATEGIES, candidates
 from megatron_wlb.plan.step import Layout, shard_micro_batch
 from megatron_wlb.plan.types import DOCUMENT, ShardPlan
-from megatron_wlb.plan.workload import FLOPS_PROFILE, KernelModel
 
 STATIC = ("per-sequence", "per-document")
 CHOSEN = ("paper", "hybrid")

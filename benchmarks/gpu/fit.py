@@ -5,7 +5,6 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
-
 from megatron_wlb.plan.workload import KernelModel, KernelTimes, Profile
 
 TILE_ROWS = 128

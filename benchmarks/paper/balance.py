@@ -105,7 +105,7 @@ def _packing(label: str, case: Case, scheme: Scheme, steps: int) -> Row:
         "late_steps": balance.late_steps,
         "max_delay_steps": balance.max_delay_steps,
         "token_cv": balance.token_cv,
-        "measured_ms": float(np.mean(ms)),
+        "measured_ms": float(np.median(ms)),
         "steps": len(packed),
     }
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from benchmarks.lengths import stream
 from benchmarks.paper.setups import HEAD_GROUPS, MEAN_DELAY, Case
+from megatron_wlb.cost.passes import layers_of
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job
 from megatron_wlb.plan import metrics
@@ -141,7 +142,7 @@ def outcomes(case: Case, schemes: dict[str, Scheme], steps: int) -> tuple[dict[s
 
 
 def _without_exchange(step: SimulatedStep) -> SimulatedStep:
-    layers = step.job.layers()[:, :, None]
+    layers = layers_of(step.job)[:, :, None]
     passes = tuple(
         replace(
             p,

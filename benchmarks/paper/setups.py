@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.lengths import DATA, f2
 from megatron_wlb.cost.attention import KernelTimes, load_profile
-from megatron_wlb.cost.passes import Hardware, pass_times
+from megatron_wlb.cost.passes import H100, Hardware, pass_times
 from megatron_wlb.describe import make_job
 from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import MODELS
@@ -107,7 +107,7 @@ class Case:
     name: str
     job: Job
     """As Plain-4D runs it."""
-    hardware: Hardware = field(default_factory=Hardware, hash=False)
+    hardware: Hardware = field(default=H100, hash=False)
     lengths: Lengths = clipped
     cut: bool = True
     """The loader cuts documents at every window; False keeps them whole for policies that don't cut."""
@@ -186,7 +186,7 @@ def slower_attention(case: Case, factor: float) -> Case:
 
 def check_calibration() -> None:
     """`CALIBRATION` is what the simulator runs with. Raises ValueError if its defaults have moved away from it."""
-    hardware, stated = Hardware(), {name: value for name, value, _ in CALIBRATION}
+    hardware, stated = H100, {name: value for name, value, _ in CALIBRATION}
     network = hardware.network
     runs = {
         "linear_tflops": hardware.linear_tflops,

@@ -21,6 +21,7 @@ from benchmarks.paper.run import (
 )
 from benchmarks.paper.setups import BIG, SEVEN_128, SLOWER, Case, left_out, public_sample, slower_attention
 from benchmarks.results import Row
+from megatron_wlb.model import ModelShape
 from megatron_wlb.plan.sharding import shard
 from megatron_wlb.simulate import simulate_step
 
@@ -112,8 +113,8 @@ def variations(base: Case) -> dict[str, Case]:
     def hard(**changes: Any) -> Case:
         return base.changed(replace(hardware, **changes))
 
-    def parallel(**changes: Any) -> Case:
-        return base.changed(parallel=replace(job.parallel, **changes))
+    def parallel(model: ModelShape = model, **changes: Any) -> Case:
+        return base.changed(model=model, parallel=replace(job.parallel, **changes))
 
     small = {"num_layers": 16, "hidden_size": 1536, "ffn_hidden_size": 4096}
     small |= {"num_attention_heads": 12, "num_query_groups": 12}
@@ -129,9 +130,7 @@ def variations(base: Case) -> dict[str, Case]:
         "tp_overlap 0.5": hard(tp_overlap=0.5),
         "tp_overlap 1": hard(tp_overlap=1.0),
         "dp_overlap 0": hard(dp_overlap=0.0),
-        "edge_layers 1, two layers fewer": parallel(edge_layers=1).changed(
-            model=replace(model, num_layers=model.num_layers - 2)
-        ),
+        "edge_layers 1, two layers fewer": parallel(replace(model, num_layers=model.num_layers - 2), edge_layers=1),
         "VPP 1": parallel(vpp=1),
         "VPP 4 (550M: 3)": parallel(vpp=3 if model.num_layers == 24 else 4),
         "K and V of shared documents only": base.changed(cp_exchange="shared"),
