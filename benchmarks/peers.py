@@ -1,25 +1,37 @@
-"""What others do with the same documents, written from their published descriptions."""
+"""What others do with the same documents, written from their published descriptions, as packing policies."""
 
 import heapq
 import itertools
+from dataclasses import dataclass
 
 import numpy as np
 from megatron_wlb.plan.workload import document_work
 
+from megatron_wlb.cost.work import document_work
+from megatron_wlb.job import Job
+from megatron_wlb.plan.packing import base
 from megatron_wlb.plan.types import DOCUMENT, Draw, Packing
 
 
-class KarmarkarKarpPolicy:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KarmarkarKarp(base.Packing):
     """The documents of a global batch in N sets of equal L^2 + c * L by largest differencing, as verl does.
 
     Knows no limit on the length of a micro-batch; no document waits.
     """
 
-    def __init__(self, *, num_micro_batches: int, crossover_tokens: int) -> None:
-        self._n, self._crossover_tokens = num_micro_batches, crossover_tokens
+    name = "Karmarkar-Karp"
+
+    def policy(self, job: Job) -> "_KarmarkarKarp":
+        return _KarmarkarKarp(job)
+
+
+class _KarmarkarKarp:
+    def __init__(self, job: Job) -> None:
+        self._n, self._crossover_tokens = job.num_micro_batches, job.crossover_tokens
 
     def pack(self, step: int, draw: Draw) -> Packing:
-        documents = draw(step + 1)
+        documents = draw.global_batch()
         work = document_work(documents["length"], self._crossover_tokens).tolist()
         count = itertools.count()  # breaks ties
         heap = []
@@ -37,15 +49,23 @@ class KarmarkarKarpPolicy:
         return {}
 
 
-class InOrderPolicy:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InOrder(base.Packing):
     """Whole documents in order, a micro-batch full at its share of the tokens, as token-count schedulers do."""
 
-    def __init__(self, *, num_micro_batches: int, max_tokens: int) -> None:
-        self._n, self._max_tokens = num_micro_batches, max_tokens
+    name = "in order"
+
+    def policy(self, job: Job) -> "_InOrder":
+        return _InOrder(job)
+
+
+class _InOrder:
+    def __init__(self, job: Job) -> None:
+        self._n, self._max_tokens = job.num_micro_batches, job.max_tokens
         self._waiting = np.empty(0, DOCUMENT)
 
     def pack(self, step: int, draw: Draw) -> Packing:
-        documents = np.concatenate((self._waiting, draw(step + 1)))
+        documents = np.concatenate((self._waiting, draw.global_batch()))
         micro_batches: list[list[int]] = [[] for _ in range(self._n)]
         at = tokens = i = 0
         share = -(-int(documents["length"].sum()) // self._n)

@@ -3,29 +3,45 @@
     python -m benchmarks.placement [--quick] [--check]
 
 Works are those that each policy packs of F2 at S_max = 1.25 windows; the first and last tenth of the steps are left
-out. Figures are predicted times of the slowest rank's 1F1B (`pipeline.makespan`), in shares of a step whose
+out. Figures are predicted times of the slowest rank's 1F1B (`timeline.makespans`), in shares of a step whose
 micro-batches are all alike; ends may be cheaper than that. Writes benchmarks/results/placement.json.
 """
 
 import itertools
 import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from megatron_wlb.plan.workload import document_work
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks import results
 from benchmarks.lengths import CROSSOVER, WINDOW, f2, stream
-from benchmarks.packing import policies, spread
 from benchmarks.results import at_most
-from megatron_wlb.plan import pipeline
-from megatron_wlb.plan.packer import Packer
+from megatron_wlb.cost.work import document_work
+from megatron_wlb.describe import make_job
+from megatron_wlb.job import Job, Parallel
+from megatron_wlb.model import MODELS
+from megatron_wlb.pipeline.schedule import schedule_of
+from megatron_wlb.pipeline.timeline import makespans
+from megatron_wlb.plan import native
+from megatron_wlb.plan.packer import make_packer
+from megatron_wlb.plan.packing.adaptive import AdaptivePacking
+from megatron_wlb.plan.packing.base import Packing
+from megatron_wlb.plan.packing.fixed import FixedPacking
+from megatron_wlb.plan.packing.original import OriginalPacking
+from megatron_wlb.plan.packing.wlb import WlbPacking
+from megatron_wlb.plan.placement import order, place, rank_cost
 
 S_MAX = 1.25
-POLICIES = ("original", "fixed, 1 global batches", "Algorithm 1, 0.25/0.5", "adaptive, constant-tokens")
+POLICIES = {
+    "original": OriginalPacking(),
+    "fixed, 1 global batches": FixedPacking(),
+    "Algorithm 1, 0.25/0.5": WlbPacking(outlier_thresholds=(WINDOW // 4, WINDOW // 2)),
+    "adaptive": AdaptivePacking(),
+}
 # Micro-batches, data-parallel ranks, stages, chunks: from 4 to 64 micro-batches a rank.
 LAYOUTS = ((16, 4, 4, 1), (64, 8, 4, 1), (64, 8, 8, 1), (64, 8, 4, 2), (64, 4, 4, 1), (64, 1, 4, 1))
 QUICK = ((16, 4, 4, 1), (64, 8, 4, 1))
@@ -33,55 +49,64 @@ TIMED = (*LAYOUTS, (64, 1, 4, 2), (64, 1, 8, 1), (64, 1, 8, 2), (2048, 64, 4, 1)
 Row = dict[str, Any]
 
 
-def works(policy: Any, n: int, steps: int) -> np.ndarray:
+def job_of(n: int, dp: int = 1, pp: int = 1, vpp: int = 1, **changes: Any) -> Job:
+    """A 7B model on that layout."""
+    return make_job(
+        model=MODELS["llama2-7b"],
+        parallel=Parallel(dp=dp, pp=pp, vpp=vpp),
+        context_length=WINDOW,
+        num_micro_batches=n,
+        max_tokens=round(S_MAX * WINDOW),
+        crossover_tokens=CROSSOVER,
+        **changes,
+    )
+
+
+def works(policy: Packing, n: int, steps: int) -> np.ndarray:
     """Work of each micro-batch, int64 [steps, N]."""
-    source = stream(f2(300_000, 0), WINDOW)
-    packer = Packer(source, policy, num_micro_batches=n, context_length=WINDOW, fingerprint="", policy_name="")
+    packer = make_packer(stream(f2(300_000, 0), WINDOW), job_of(n, packing=policy))
     packings = [packer.next().packing for _ in range(steps)]
-    found = [p.sums(document_work(p.documents["length"], CROSSOVER)) for p in packings]
-    return np.array(found[steps // 10 : steps - steps // 10])
+    every = [p.sums(document_work(p.documents["length"], CROSSOVER)) for p in packings]
+    return np.array(every[steps // 10 : steps - steps // 10])
 
 
-def snake(work: np.ndarray, dp_size: int) -> np.ndarray:
-    """Descending work, back and forth over the ranks: [dp_size, M], ascending."""
-    rounds = np.argsort(-work, kind="stable").reshape(-1, dp_size)
+def snake(work: np.ndarray, dp: int) -> np.ndarray:
+    """Descending work, back and forth over the ranks: [dp, M], ascending."""
+    rounds = np.argsort(-work, kind="stable").reshape(-1, dp)
     rounds[1::2] = rounds[1::2, ::-1]
     return np.sort(rounds.T, axis=1)
 
 
-def compare(work: np.ndarray, dp_size: int, stages: int, chunks: int, rng: np.random.Generator) -> dict[str, float]:
+def compare(work: np.ndarray, job: Job, rng: np.random.Generator) -> dict[str, float]:
     """Predicted time of one step, by how its micro-batches are placed and ordered; `random` orders what is placed."""
-    by_work = pipeline.place(work, dp_size, balance=True, num_stages=stages, num_chunks=chunks, use_native=True)
-    dealt = snake(work, dp_size)
+    placed, dealt = place(work, job), snake(work, job.parallel.dp)
 
     def ordered(rows: np.ndarray) -> np.ndarray:
-        return np.array([row[pipeline.order(work[row], stages, chunks, use_native=True)] for row in rows])
+        return np.array([row[order(work[row], job)] for row in rows])
 
     ways = {
-        "upstream": pipeline.place(work, dp_size, balance=False),
-        "random": rng.permuted(by_work, axis=1),
+        "upstream": place(work, replace(job, reorder=False)),
+        "random": rng.permuted(placed, axis=1),
         "snake, ascending index": dealt,
-        "placed, ascending index": by_work,
+        "placed, ascending index": placed,
         "snake, ordered": ordered(dealt),
-        "placed, ordered": ordered(by_work),
+        "placed, ordered": ordered(placed),
     }
-    alike = 3 * (chunks * work.sum() / dp_size + (stages - 1) * work.mean())
-    found = {way: pipeline.makespan(work[rows], stages, chunks).max() / alike for way, rows in ways.items()}
-    cost = {name: pipeline.rank_cost(work[rows], stages, chunks).max() for name, rows in (("s", dealt), ("p", by_work))}
-    return found | {"cost of placed / snake": cost["p"] / cost["s"]}
+    p = job.parallel
+    alike = 3 * (p.vpp * work.sum() / p.dp + (p.pp - 1) * work.mean())
+    times = {way: makespans(schedule_of(job), work[rows]).max() / alike for way, rows in ways.items()}
+    return times | {"cost of placed / snake": rank_cost(work[placed], job).max() / rank_cost(work[dealt], job).max()}
 
 
 def quality(quick: bool) -> list[Row]:
     rows, rng = [], np.random.default_rng(0)
-    for policy in POLICIES:
-        packed = {
-            n: works(policies(n, S_MAX, WINDOW)[policy](), n, 20 if quick else 100)
-            for n in {layout[0] for layout in (QUICK if quick else LAYOUTS)}
-        }
-        for n, dp_size, stages, chunks in QUICK if quick else LAYOUTS:
-            steps = [compare(work, dp_size, stages, chunks, rng) for work in packed[n]]
-            means = {name: statistics.mean(step[name] for step in steps) for name in steps[0]}
-            rows.append({"policy": policy, "N": n, "DP": dp_size, "PP": stages, "VPP": chunks, **means})
+    layouts = QUICK if quick else LAYOUTS
+    for name, policy in POLICIES.items():
+        packed = {n: works(policy, n, 20 if quick else 100) for n in {layout[0] for layout in layouts}}
+        for n, dp, pp, vpp in layouts:
+            steps = [compare(work, job_of(n, dp, pp, vpp), rng) for work in packed[n]]
+            means = {way: statistics.mean(step[way] for step in steps) for way in steps[0]}
+            rows.append({"policy": name, "N": n, "DP": dp, "PP": pp, "VPP": vpp, **means})
     return rows
 
 
@@ -100,17 +125,18 @@ def partitions(items: tuple[int, ...], size: int) -> list[list[tuple[int, ...]]]
 def optima(quick: bool) -> list[Row]:
     """`place` and `snake` over the best of all partitions, on log-normal works."""
     rows, rng = [], np.random.default_rng(0)
-    for n, dp_size in ((6, 2), (8, 2), (9, 3), (12, 2)):
-        every = np.array(partitions(tuple(range(n)), n // dp_size))
+    for n, dp in ((6, 2), (8, 2), (9, 3), (12, 2)):
+        every, job = np.array(partitions(tuple(range(n)), n // dp)), job_of(n, dp, 4)
         excess: dict[str, list[float]] = {"placed": [], "snake": []}
         for _ in range(10 if quick else 100):
             work = rng.lognormal(10, 1, n).astype(np.int64)
-            best = pipeline.rank_cost(work[every], 4, 1).max(axis=1).min()
-            placed = pipeline.place(work, dp_size, balance=True, num_stages=4)
-            for name, ranks in (("placed", placed), ("snake", snake(work, dp_size))):
-                excess[name].append(float(pipeline.rank_cost(work[ranks], 4, 1).max() / best))
-        found = {f"{name} {f.__name__}": f(v) for name, v in excess.items() for f in (statistics.mean, max)}
-        rows.append({"N": n, "DP": dp_size, "PP": 4, **found})
+            best = rank_cost(work[every], job).max(axis=1).min()
+            for name, ranks in (("placed", place(work, job)), ("snake", snake(work, dp))):
+                excess[name].append(float(rank_cost(work[ranks], job).max() / best))
+        rows.append(
+            {"N": n, "DP": dp, "PP": 4}
+            | {f"{name} {f.__name__}": f(v) for name, v in excess.items() for f in (statistics.mean, max)}
+        )
     return rows
 
 
@@ -119,29 +145,34 @@ def timings(quick: bool) -> list[Row]:
 
     Log-normal works, which leave the search most to do, and nearly equal ones.
     """
-    rng, rows = np.random.default_rng(0), []
-    for n, dp_size, stages, chunks in TIMED:
-        for name, draw in (
-            ("log-normal", lambda n=n: rng.lognormal(10, 1, n)),
-            ("5 % apart", lambda n=n: rng.normal(1e6, 5e4, n)),
-        ):
-            for core in ("native", "Python"):
-                times = []
-                for _ in range(1 + (5 if quick else 50)):
-                    work, how = draw().astype(np.int64), {"use_native": core == "native"}
-                    begin = time.thread_time()
-                    ranks = pipeline.place(work, dp_size, balance=True, num_stages=stages, num_chunks=chunks, **how)
-                    pipeline.order(work[ranks[0]], stages, chunks, **how)
-                    times.append(time.thread_time() - begin)
-                first, *warm = times
-                where = f"N={n} DP={dp_size} PP={stages} VPP={chunks}"
-                rows.append({"layout": where, "works": name, "core": core, "first_ms": first * 1e3, **spread(warm)})
+    rng, rows, fast = np.random.default_rng(0), [], native.core
+    draws = {"log-normal": lambda n: rng.lognormal(10, 1, n), "5 % apart": lambda n: rng.normal(1e6, 5e4, n)}
+    for layout, (name, draw), core in itertools.product(TIMED, draws.items(), ("native", "Python")):
+        n, dp, pp, vpp = layout
+        native.core, job, times = fast if core == "native" else None, job_of(*layout), []
+        for _ in range(1 + (5 if quick else 50)):
+            work = draw(n).astype(np.int64)
+            begin = time.thread_time()
+            order(work[place(work, job)[0]], job)
+            times.append(time.thread_time() - begin)
+        first, *warm = 1e3 * np.array(times)
+        where = f"N={n} DP={dp} PP={pp} VPP={vpp}"
+        rows.append(
+            {
+                "layout": where,
+                "works": name,
+                "core": core,
+                "first_ms": float(first),
+                **results.spread("median_ms", warm),
+            }
+        )
+    native.core = fast
     return rows
 
 
 def goals(rows: list[Row], best: list[Row], times: list[Row]) -> list[results.Goal]:
-    native = [t for t in times if t["core"] == "native"]
-    wanted = [at_most(f"{t['layout']}, {t['works']}: place + order, ms", t["median_ms"], 1.0) for t in native]
+    fast = [t for t in times if t["core"] == "native"]
+    wanted = [at_most(f"{t['layout']}, {t['works']}: place + order, ms", t["median_ms"], 1.0) for t in fast]
     wanted += [at_most(f"N={r['N']} DP={r['DP']}: placed over the optimum, mean", r["placed mean"], 1.01) for r in best]
     for r in rows:
         where = f"{r['policy']}, N={r['N']} DP={r['DP']} PP={r['PP']} VPP={r['VPP']}"

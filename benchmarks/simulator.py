@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron_wlb.simulate.schedule import Schedule
 from rich.console import Console
 from rich.table import Table
 from torch.nn import functional as F
 
 from benchmarks import pipelines, results
-from megatron_wlb.simulate import engine
+from megatron_wlb.pipeline.schedule import Schedule
+from megatron_wlb.pipeline.timeline import Timeline, run
 from tests.worlds import run_world
 
 Row = dict[str, Any]
@@ -71,21 +71,21 @@ class Recording:
 
     schedule: Schedule
     tokens: list[int]
-    """Of every micro-batch."""
+    """Tokens of every micro-batch."""
     start: np.ndarray
-    """[directions, stages, chunks, micro-batches], as `end`; see `engine.Timeline`."""
+    """[directions, stages, chunks, micro-batches], as `end`; see `Timeline`."""
     end: np.ndarray
     transfer: np.ndarray
     """[micro-batches]: of a message, when nothing else happens."""
 
-    def simulated(self) -> engine.Timeline:
+    def simulated(self) -> Timeline:
         """The simulator's account of the recorded passes and transfers."""
         forward, backward = self.end - self.start
-        return engine.run(self.schedule, forward, backward, self.transfer)
+        return run(self.schedule, forward, backward, self.transfer)
 
     @property
     def error(self) -> float:
-        """Of the simulated makespan, relative."""
+        """Relative error of the simulated makespan."""
         return self.simulated().makespan / float(self.end.max()) - 1
 
     @property
@@ -306,7 +306,7 @@ def _timed(function: Any, passes: list[tuple[float, float]]) -> Any:
 
 
 def _transfer_times(tokens: list[int], hidden: int, repeats: int = 9) -> np.ndarray:
-    """Of the messages of micro-batches in us, [micro-batches]: half a round trip between the first two stages."""
+    """Times of the messages of micro-batches in us, [micro-batches]: half a round trip of the first two stages."""
     rank, times = dist.get_rank(), np.zeros(len(tokens))
     dist.barrier()
     if rank < 2:

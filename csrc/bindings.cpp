@@ -78,16 +78,15 @@ py::tuple sharding(const wlb::Sharding& plan) {
   return py::make_tuple(plan.strategy, plan.time, segments, bounds);
 }
 
-// `times` is [count, width].
+// `work` is [count, width].
 template <typename Time>
 py::array_t<Time> makespans(const Int32s& first, const Int32s& second, const Int32s& end, const Int32s& time,
-                            size_t num_slots, const py::array_t<Time, py::array::c_style>& times) {
+                            size_t num_slots, const py::array_t<Time, py::array::c_style>& work) {
   const wlb::PassGraph graph{first.data(), second.data(), end.data(),
                              time.data(),  static_cast<size_t>(time.size()), num_slots};
   const auto ends = [&] {
     py::gil_scoped_release release;
-    return wlb::makespans(graph, times.data(), static_cast<size_t>(times.shape(0)),
-                          static_cast<size_t>(times.shape(1)));
+    return wlb::makespans(graph, work.data(), static_cast<size_t>(work.shape(0)), static_cast<size_t>(work.shape(1)));
   }();
   return py::array_t<Time>(static_cast<py::ssize_t>(ends.size()), ends.data());
 }
@@ -113,9 +112,9 @@ PYBIND11_MODULE(_native, module) {
       py::arg("length"), py::arg("work"), py::arg("arrival"), py::arg("step"), py::arg("credit"),
       py::arg("num_micro_batches"), py::arg("max_tokens"), py::arg("context_length"), py::arg("max_delay_steps"));
   module.def("makespans", &makespans<double>, py::arg("first"), py::arg("second"), py::arg("end"), py::arg("time"),
-             py::arg("num_slots"), py::arg("times").noconvert());
+             py::arg("num_slots"), py::arg("work").noconvert());
   module.def("makespans", &makespans<int64_t>, py::arg("first"), py::arg("second"), py::arg("end"), py::arg("time"),
-             py::arg("num_slots"), py::arg("times").noconvert());
+             py::arg("num_slots"), py::arg("work").noconvert());
   module.def(
       "place",
       [](const py::array& work, size_t dp, int64_t pp, int64_t vpp) {

@@ -16,16 +16,17 @@ struct PassGraph {
   size_t size, num_slots;
 };
 
-// When the last pass ends, for each of `count` rows of `width` times; 64-bit integers, or doubles where they are exact.
+// When the last pass ends, for each of `count` rows of work of `width` micro-batches, forward taking as much and backward
+// twice as much; in 64-bit integers, or doubles where they are exact.
 template <typename Time>
-std::vector<Time> makespans(const PassGraph& graph, const Time* times, size_t count, size_t width) {
+std::vector<Time> makespans(const PassGraph& graph, const Time* work, size_t count, size_t width) {
   constexpr size_t kLanes = 16;  // rows at once
-  std::vector<std::array<Time, kLanes>> needs(width), ends(graph.num_slots);
+  std::vector<std::array<Time, kLanes>> needs(2 * width), ends(graph.num_slots);
   std::vector<Time> last(count);
   for (size_t row = 0; row < count; row += kLanes) {
     const size_t lanes = std::min(kLanes, count - row);
     for (size_t k = 0; k < lanes; ++k)
-      for (size_t i = 0; i < width; ++i) needs[i][k] = times[(row + k) * width + i];
+      for (size_t m = 0; m < width; ++m) needs[2 * m + 1][k] = 2 * (needs[2 * m][k] = work[(row + k) * width + m]);
     for (size_t i = 0; i < graph.size; ++i) {
       const auto &first = ends[graph.first[i]], &second = ends[graph.second[i]], &need = needs[graph.time[i]];
       std::array<Time, kLanes> end;

@@ -22,7 +22,7 @@ def makespans[Time: (np.float64, np.int64)](
     end: NDArray[np.int32],
     time: NDArray[np.int32],
     num_slots: int,
-    times: NDArray[Time],
+    work: NDArray[Time],
 ) -> NDArray[Time]: ...
 def place(work: np.ndarray, dp: int, pp: int, vpp: int) -> NDArray[np.int64]: ...
 def shard(

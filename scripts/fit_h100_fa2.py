@@ -49,11 +49,11 @@ def main(folder: Path) -> None:
 
 
 def _count(documents: int, length: int, cp_size: int, heads: int) -> tuple[int, int, int]:
-    """Of the average shard: length / cp_size queries, which begin where queries of a shard do on average."""
+    """Counts of the average shard: length / cp_size queries, which begin where queries of a shard do on average."""
     start = length * (cp_size - 1) // (2 * cp_size)
-    colour = np.zeros(documents, SEGMENT)
-    colour["document"], colour["start"], colour["stop"] = range(documents), start, start + length // cp_size
-    return count(Shard(colours=(colour,)), heads, TILE_ROWS)
+    call = np.zeros(documents, SEGMENT)
+    call["document"], call["start"], call["stop"] = range(documents), start, start + length // cp_size
+    return count(Shard(calls=(call,)), heads, TILE_ROWS)
 
 
 if __name__ == "__main__":

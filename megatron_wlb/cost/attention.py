@@ -81,9 +81,9 @@ class Profile:
     backward: KernelTimes | None = None
     """None if not measured: `ATTENTION_BACKWARD` times forward."""
     linear_tflops: tuple[float, float] | None = None
-    """Of a layer without attention, forward and backward: TFLOP/s of its matrix multiplies over all of its time."""
+    """TFLOP/s of a layer without attention, forward and backward: its matrix products over all of its time."""
     crossover_tokens: int | None = None
-    """Of the model that was measured, without its output projection."""
+    """Crossover length of the model that was measured, without its output projection."""
     head_size: int | None = None
     dtype: str | None = None
     """bf16 or fp32."""
@@ -102,7 +102,7 @@ class Profile:
 
         Args:
             heads: query heads of a tensor-parallel rank.
-            parts: of K and V, each with launches of its own.
+            parts: in which K and V arrive, each with launches of its own.
             backward_ratio: backward time per forward time where backward was not measured.
         """
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from megatron_wlb.job import Job
 
 FP32 = 4
-"""Bytes."""
+"""Bytes of a value, such as a gradient."""
 Directions = tuple[np.ndarray, np.ndarray]
 """Forward and backward of one layer, in us, float64 [M] each."""
 

@@ -11,7 +11,7 @@ from megatron_wlb.pipeline.schedule import schedule_of
 
 
 def layer_input_bytes(job: Job) -> float:
-    """Of one layer, per token of a rank's part of the sequence."""
+    """The input of one layer, per token of a rank's part of the sequence."""
     return job.bytes_per_value * job.model.hidden_size / _sequence_ranks(job)
 
 

@@ -36,7 +36,7 @@ H100 = Hardware()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
-    """Of one layer of one direction, in us, for M micro-batches of a data-parallel rank."""
+    """One direction of one layer, in us, for M micro-batches of a data-parallel rank."""
 
     linear: np.ndarray
     """float64 [M]: matrix products and what is bound by memory."""

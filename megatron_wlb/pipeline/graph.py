@@ -111,9 +111,9 @@ class _Chains:
     ids: np.ndarray
     """int64 [directions, stages, chunks, micro-batches]: 0, 1, 2, ..."""
     turns: np.ndarray
-    """The same shape: rank on the stage, see `Schedule.turns`."""
+    """Shaped as `ids`: rank of the pass on its stage, see `Schedule.turns`."""
     keys: np.ndarray
-    """int64 [passes]: grows along both chains."""
+    """int64 [passes]: greater than that of every pass that comes before on the stage or for the micro-batch."""
     before: np.ndarray
     """int64 [passes]: the pass before on the same stage, or NONE."""
     senders: np.ndarray

@@ -52,9 +52,9 @@ def run(
             [micro-batches] or one for all.
     """
     if schedule.forward_only != (backward is None):
-        given = "missing" if backward is None else "given"
+        state = "missing" if backward is None else "there"
         raise ValueError(
-            f"forward_only is {schedule.forward_only} and backward times are {given}; give them to a schedule that is "
+            f"forward_only is {schedule.forward_only} and backward times are {state}; give them to a schedule that is "
             "not forward only, and only to such a one"
         )
     graph = graph_of(schedule)
@@ -83,16 +83,14 @@ def makespans(schedule: Schedule, work: np.ndarray) -> np.ndarray:
         work: of the micro-batches in K orders, int64 [K, M], not negative; all of it on all stages must fit 64 bits.
     """
     graph = passes_of(schedule)
-    times = np.stack((work, 2 * work), axis=2).reshape(len(work), -1)
     if native.core is not None:
         # Doubles, which processors compare two at a time, where they are as exact.
-        exact = int(times.max()) <= (1 << 53) // len(graph.time)
-        times = times.astype(np.float64 if exact else np.int64)
-        return native.core.makespans(graph.first, graph.second, graph.end, graph.time, graph.num_slots, times).astype(
-            np.int64
-        )
+        exact = int(work.max()) <= (1 << 53) // (2 * len(graph.time))
+        work = work.astype(np.float64 if exact else np.int64, order="C")
+        arrays = (graph.first, graph.second, graph.end, graph.time)
+        return native.core.makespans(*arrays, graph.num_slots, work).astype(np.int64)
+    times = np.stack((work.T, 2 * work.T), axis=1).reshape(-1, len(work))
     ends = np.zeros((graph.num_slots, len(work)), np.int64)
-    times = np.ascontiguousarray(times.T)
     for i, j in pairwise(graph.waves):
         waiting = np.maximum(ends[graph.first[i:j]], ends[graph.second[i:j]])
         ends[graph.end[i:j]] = waiting + times[graph.time[i:j]]

@@ -13,7 +13,7 @@ from megatron_wlb.plan import native
 EXHAUSTIVE = 6
 """Up to so many micro-batches, `order` tries all orders."""
 ROUNDS, TRIES = 4, 64
-"""Of local search in `order` beyond that, and orders per round."""
+"""Rounds of local search in `order` beyond that, and orders that each tries."""
 
 
 def place(work: np.ndarray, job: Job) -> np.ndarray:
@@ -80,12 +80,12 @@ def _swap(rows: np.ndarray, work: np.ndarray, job: Job) -> bool:
 
 
 def order(work: np.ndarray, job: Job) -> np.ndarray:
-    """The order of a rank's micro-batches with the shortest makespan that was found: int64 [M], a permutation.
+    """The order of a rank's micro-batches of about the shortest 1F1B: int64 [M], a permutation.
 
     A function of the arguments alone, in integers, so that all stages of a pipeline find the same. All orders are tried
     for up to `EXHAUSTIVE` micro-batches, and the first in lexicographic order wins. For more, the best of some shapes
     with the small ones at the ends (`_shapes`), improved by `ROUNDS` rounds of `TRIES` swaps and moves each. Never
-    worse than the given order, which a job of one stage keeps: there all take equally long.
+    worse than their own order, which a job of one stage keeps: there all take equally long.
 
     Args:
         work: of the rank's micro-batches, int64 [M].
@@ -133,7 +133,7 @@ def _shapes(count: int) -> np.ndarray:
         even[rank[:few] * count // max(few, 1)] = True
         shapes += [np.concatenate((rank[~down], rank[down][::-1])) for down in (smallest, ~smallest, even, ~even)]
         few += max(1, few // 4)
-    return np.array(shapes)
+    return np.array(list(dict.fromkeys(map(tuple, shapes))))
 
 
 @functools.lru_cache(maxsize=16)

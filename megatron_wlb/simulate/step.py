@@ -38,7 +38,7 @@ class SimulatedStep:
 
     @property
     def time(self) -> float:
-        """Of the step."""
+        """The time of the step."""
         return max(t.makespan for t in self.timelines) + self.gradients + self.optimizer + self.parameters
 
     @property
@@ -164,7 +164,7 @@ def balanced_time(step: SimulatedStep) -> float:
 def _alike(
     step: SimulatedStep, forward: list[np.ndarray], backward: list[np.ndarray], transfer: list[np.ndarray]
 ) -> float:
-    """Makespan of a pipeline in which every micro-batch takes the mean of those given."""
+    """Makespan of a pipeline in which every micro-batch takes the mean of these."""
     times = (np.concatenate(part, axis=-1).mean(axis=-1, keepdims=True) for part in (forward, backward, transfer))
     return run(step.timelines[0].schedule, *times).makespan
 

@@ -6,8 +6,8 @@ import torch
 
 from benchmarks import simulator
 from benchmarks.simulator import Layout, Recording, Size
-from megatron_wlb.simulate import engine
-from megatron_wlb.simulate.schedule import Schedule
+from megatron_wlb.pipeline.schedule import Schedule
+from megatron_wlb.pipeline.timeline import run
 
 TINY = Size(hidden=8, layers=2, max_tokens=16, steps=2)
 
@@ -15,7 +15,7 @@ TINY = Size(hidden=8, layers=2, max_tokens=16, steps=2)
 def recording(slower=1.0):
     """A simulated step, as if it had run with everything `slower` than its passes and transfers say."""
     schedule = Schedule(num_stages=2, num_micro_batches=3)
-    timeline = engine.run(schedule, np.array([30.0, 10.0, 20.0]), np.array([60.0, 20.0, 40.0]), 5.0)
+    timeline = run(schedule, np.array([30.0, 10.0, 20.0]), np.array([60.0, 20.0, 40.0]), 5.0)
     start = slower * timeline.start
     return Recording(
         schedule=schedule,
