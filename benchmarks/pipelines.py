@@ -41,7 +41,7 @@ def planned(config: Any, tokens: Sequence[int]) -> Any:
 
     from megatron_wlb.adapter.p2p import PlannedP2PCommunicator
 
-    return PlannedP2PCommunicator(mpu.get_pipeline_model_parallel_group(), config, tokens, 1, False)
+    return PlannedP2PCommunicator(mpu.get_pipeline_model_parallel_group(), config, tokens)
 
 
 class Chunk(torch.nn.Module):
