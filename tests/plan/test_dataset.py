@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_wlb.plan import dataset
-from megatron_wlb.plan.dataset import read_index, read_tokens
+from megatron_wlb.plan.dataset import TrainedTokens, read_index, read_tokens, trained_tokens
 
 HEADER = 34
 """Magic, version, dtype code, number of sequences, number of document boundaries."""
@@ -152,3 +152,8 @@ def test_huge_counts_in_the_header_are_not_believed(tmp_path):
     index[18:34] = b"\xff" * 16
     (tmp_path / "data.idx").write_bytes(index)
     refused(prefix, "the file is truncated, build it again$")
+
+
+def test_the_last_token_of_a_document_is_a_target_only():
+    assert trained_tokens(np.array([0, 1, 2, 9], np.int32)).tolist() == [0, 0, 1, 8]
+    assert TrainedTokens(np.array([0, 1, 2, 9]))[1:].tolist() == [0, 1, 8]

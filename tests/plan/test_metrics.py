@@ -5,8 +5,9 @@ import pytest
 
 from megatron_wlb.plan.metrics import StepMetrics, delays, measure, summarise
 from megatron_wlb.plan.types import DOCUMENT, Packing
+from tests.jobs import job
 
-CONTEXT_LENGTH, CROSSOVER = 64, 30
+JOB = job(context_length=64, crossover_tokens=30)
 
 
 def packing(*micro_batches):
@@ -19,13 +20,11 @@ def packing(*micro_batches):
 
 
 def work(length):
-    return length * (length + CROSSOVER)
+    return length * (length + JOB.crossover_tokens)
 
 
 def measured(step, *micro_batches, plan_ms=0.0):
-    return measure(
-        packing(*micro_batches), step, crossover_tokens=CROSSOVER, context_length=CONTEXT_LENGTH, plan_ms=plan_ms
-    )
+    return measure(packing(*micro_batches), step, JOB, plan_ms)
 
 
 def test_a_step():

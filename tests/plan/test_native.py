@@ -69,9 +69,7 @@ def test_cores_are_equal_at_scale():
     placed = both(place, lengths, work, 256, 163_840)
     assert (placed == 256).any()
     sizes = {"num_micro_batches": 64, "max_tokens": 163_840, "context_length": 131_072}
-    rows, bounds = both(
-        choose, lengths, work, np.arange(9_000) // 3000, step=2, credit=0, max_delay_steps=12, **sizes
-    )
+    rows, bounds = both(choose, lengths, work, np.arange(9_000) // 3000, step=2, credit=0, max_delay_steps=12, **sizes)
     assert 100 < len(rows) == bounds[-1]
 
 

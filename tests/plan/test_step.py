@@ -1,0 +1,146 @@
+"""The plan of a step, and the planner that makes plans ahead of training; the names of the library."""
+
+import gc
+import subprocess
+import sys
+import weakref
+
+import numpy as np
+import pytest
+
+import megatron_wlb.plan
+from megatron_wlb.cost.work import document_work
+from megatron_wlb.plan import DocumentStream, Planner, Source, make_packer, placement, plan_step, sharding
+from megatron_wlb.plan.metrics import delays
+from megatron_wlb.plan.packing import POLICIES
+from megatron_wlb.plan.step import PLAN_AHEAD, shard_step
+from tests.jobs import job
+
+LENGTHS = np.clip(np.random.default_rng(0).lognormal(3, 1, 400).astype(np.int64), 1, 350)
+
+
+def packer_of(described, num_epochs=None):
+    stream = DocumentStream(
+        [Source(lengths=LENGTHS)], seed=3, context_length=described.context_length, num_epochs=num_epochs
+    )
+    return make_packer(stream, described)
+
+
+def test_every_public_name_is_there():
+    assert sorted(megatron_wlb.plan.__all__) == megatron_wlb.plan.__all__
+    assert all(hasattr(megatron_wlb.plan, name) for name in megatron_wlb.plan.__all__)
+    assert not hasattr(megatron_wlb.plan, "another")
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_plan_is_packed_placed_and_sharded(name, core):
+    described = job(packing=POLICIES[name](), num_micro_batches=8, dp=2, cp=2, pp=2)
+    packers = [packer_of(described) for _ in range(3)]
+    for _ in range(6):
+        packed = packers[2].next()
+        plans = [plan_step(packers[rank], described, rank) for rank in range(2)]
+        work = packed.packing.sums(document_work(packed.packing.documents["length"], 32))
+        rows = placement.place(work, described)
+        assert {p.digest for p in plans} == {plans[0].digest}
+        for rank, plan in enumerate(plans):
+            np.testing.assert_array_equal(plan.packing.documents, packed.packing.documents)
+            np.testing.assert_array_equal(plan.work, work)
+            assert plan.cost == placement.rank_cost(work[rows], described).max()
+            assert (plan.step, plan.tokens) == (packed.step, packed.packing.documents["length"].sum())
+            assert plan.delays == delays(packed.packing, packed.step)
+            assert (plan.num_waiting, plan.state) == (packed.num_waiting, packed.state)
+            mine = rows[rank][placement.order(work[rows[rank]], described)]
+            for micro_batch, i in zip(plan.micro_batches, mine, strict=True):
+                documents = packed.packing.micro_batch(i)
+                order, shards = sharding.shard(documents["length"], described)
+                np.testing.assert_array_equal(micro_batch.documents, documents[order])
+                np.testing.assert_array_equal(micro_batch.shards.lengths, shards.lengths)
+                assert micro_batch.tokens == documents["length"].sum()
+                assert micro_batch.padded_tokens % described.unit_tokens == 0
+        lengths = [packed.packing.micro_batch(i)["length"] for i in range(8)]
+        for plan, row in zip(plans, shard_step(described, lengths), strict=True):
+            assert [m.shards.lengths.tolist() for m in plan.micro_batches] == [s.lengths.tolist() for s in row]
+
+
+def test_plans_by_other_settings_have_another_digest():
+    digests = {
+        plan_step(packer_of(described), described).digest
+        for described in (job(), job(cp_sharding="wlb"), job(crossover_tokens=33), job(pp=2), job(max_tokens=96))
+    }
+    assert len(digests) == 5
+
+
+def planner(num_epochs=None):
+    return Planner(packer_of(job(), num_epochs), job(), 0, first_step=0)
+
+
+def test_a_planner_plans_ahead_and_keeps_steps_until_they_are_released():
+    made, packer = planner(), packer_of(job())
+    expected = [plan_step(packer, job()).digest for _ in range(9)]
+    assert [made.get(step).digest for step in (0, 1, 2, 1, 0)] == [expected[step] for step in (0, 1, 2, 1, 0)]
+    made.get(8)
+    made.close()
+    assert made._next <= 8 + PLAN_AHEAD + 1
+    made.release(5)
+    assert made.get(5).digest == expected[5]
+    with pytest.raises(KeyError):
+        made.get(4)
+
+
+def test_a_planner_at_another_step_than_its_packer_says_so():
+    packer = packer_of(job())
+    packer.next()
+    made = Planner(packer, job(), 0, first_step=0)
+    with pytest.raises(RuntimeError, match="planning failed before step 0") as error:
+        made.get(0)
+    assert "the packer is at step 1, training at step 0; load the state of that step" in str(error.value.__cause__)
+
+
+def test_a_planner_says_that_the_data_is_at_its_end():
+    packer, count = packer_of(job(), num_epochs=1), 0
+    while not packer.finished:
+        count += packer.next().step >= 0
+    made = planner(num_epochs=1)
+    assert made.get(count - 1).step == count - 1
+    message = f"^the data ends before step {count}: after {count} steps every .* train fewer steps, or more epochs$"
+    with pytest.raises(RuntimeError, match=message) as error:
+        made.get(count)
+    assert isinstance(error.value.__cause__, StopIteration)
+
+
+@pytest.mark.parametrize("ending", ["", "raise RuntimeError('out of memory')"])
+def test_a_process_may_end_while_its_planner_is_in_cpp(ending):
+    """A thread that came back from C++ into an interpreter at its end would abort the process."""
+    code = f"""
+import numpy as np
+from megatron_wlb.plan import DocumentStream, Planner, Source, make_packer
+from megatron_wlb.plan.packing.adaptive import AdaptivePacking
+from tests.jobs import job
+lengths = np.random.default_rng(0).lognormal(6.7, 1.4, 300_000).astype(np.int64).clip(1, 8192)
+stream = DocumentStream([Source(lengths=lengths)], seed=1, context_length=8192)
+described = job(packing=AdaptivePacking(), num_micro_batches=512, context_length=8192, crossover_tokens=20_000)
+Planner(make_packer(stream, described), described, 0, first_step=0).get(0)
+{ending}
+"""
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == bool(ending), done.stderr
+        assert done.stderr.count("Error") == bool(ending)
+
+
+def test_a_closed_planner_leaves_nothing_behind():
+    """Its thread would hold the packer and the plans for as long as the process lives."""
+    made = planner()
+    made.get(0)
+    thread, packer = made._thread, weakref.ref(made._packer)
+    made.close()
+    made.close()
+    assert not thread.is_alive()
+    assert made.get(0).step == 0
+    with pytest.raises(RuntimeError, match="planning failed before step 90") as error:
+        made.get(90)
+    assert "the planner's thread has ended" in str(error.value.__cause__)
+    del made, error
+    gc.collect()
+    assert packer() is None
+    planner().close()  # which never began
