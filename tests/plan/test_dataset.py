@@ -103,6 +103,12 @@ def test_missing_file(tmp_path, missing):
     refused(prefix, rf"data\{missing} does not exist; give --data-path the prefix of a .bin/.idx pair$")
 
 
+def test_a_folder_is_no_file(tmp_path):
+    (tmp_path / "data.idx").mkdir()
+    with pytest.raises(ValueError, match="data.idx is a folder, pipe or device; give --data-path files on a disk$"):
+        read_tokens(str(tmp_path / "data"))
+
+
 def test_truncated_index(tmp_path):
     prefix = write(tmp_path, [3, 1, 4], [0, 1, 2, 3])
     whole = (tmp_path / "data.idx").read_bytes()

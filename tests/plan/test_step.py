@@ -96,6 +96,15 @@ def test_a_planner_at_another_step_than_its_packer_says_so():
     assert "the packer is at step 1, training at step 0; load the state of that step" in str(error.value.__cause__)
 
 
+def test_a_planner_whose_thread_has_ended_says_so(monkeypatch):
+    """A reader in a process that was forked since would wait for ever."""
+    monkeypatch.setattr(Planner, "_run", lambda self: None)
+    monkeypatch.setattr("megatron_wlb.plan.step._LOOK_SECONDS", 0.01)
+    with pytest.raises(RuntimeError, match="planning failed before step 0") as error:
+        planner().get(0)
+    assert "has ended at step 0, or this process was forked since" in str(error.value.__cause__)
+
+
 def test_a_planner_says_that_the_data_is_at_its_end():
     packer, count = packer_of(job(), num_epochs=1), 0
     while not packer.finished:
