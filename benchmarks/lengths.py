@@ -2,10 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from megatron_wlb.job import Job
 from megatron_wlb.plan.packer import Packer, make_packer
 from megatron_wlb.plan.stream import DocumentStream, Source
 
@@ -33,23 +33,14 @@ def stream(lengths: np.ndarray, window: int, *, shuffle: bool = False) -> Docume
     return DocumentStream([Source(lengths=lengths)], seed=0, context_length=window, shuffle=shuffle)
 
 
-def packer(
-    lengths: np.ndarray, window: int, policy: str, *, crossover_tokens: int = CROSSOVER, **settings: Any
-) -> Packer:
-    """Packs documents of `lengths` in order into 4 micro-batches a step; `settings` are those of `make_packer`."""
-    return make_packer(
-        stream(lengths, window),
-        num_micro_batches=4,
-        crossover_tokens=crossover_tokens,
-        policy=policy,
-        fingerprint="",
-        **settings,
-    )
+def packer(lengths: np.ndarray, job: Job) -> Packer:
+    """Packs documents of `lengths`, in order, for a job."""
+    return make_packer(stream(lengths, job.context_length), job, fingerprint="")
 
 
-def packed(lengths: np.ndarray, window: int, policy: str, count: int) -> list[np.ndarray]:
-    """Document lengths of `count` micro-batches, int64 [documents] each, in the order of the stream."""
-    packs = packer(lengths, window, policy)
+def packed(lengths: np.ndarray, job: Job, count: int) -> list[np.ndarray]:
+    """Document lengths of `count` micro-batches of a job, int64 [documents] each, in the order of the stream."""
+    packs = packer(lengths, job)
     made: list[np.ndarray] = []
     while len(made) < SKIPPED + count:
         packing = packs.next().packing
