@@ -5,7 +5,6 @@ import itertools
 from dataclasses import dataclass
 
 import numpy as np
-from megatron_wlb.plan.workload import document_work
 
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job

@@ -19,7 +19,7 @@ ALLOWED = {
     "model": ((), ()),
     "pipeline": (("job", "plan.native"), ()),
     "cost": (("model", "plan.types"), ()),
-    "cost.passes": ((*BOTTOM, "job", "plan.types", "plan.sharding"), ()),
+    "cost.passes": (("cost", "job", "plan.types", "plan.sharding"), ()),
     "cost.memory": (("job", "pipeline"), ()),
     "plan": (PLANNING, ()),
     "plan.packing": ((*BOTTOM, "cost", "plan.native", "plan.types"), ()),

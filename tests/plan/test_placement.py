@@ -10,8 +10,12 @@ from hypothesis import strategies as st
 from megatron_wlb.pipeline.schedule import schedule_of
 from megatron_wlb.pipeline.timeline import makespans
 from megatron_wlb.plan import native
+from megatron_wlb.plan.packer import make_packer
+from megatron_wlb.plan.packing.fixed import FixedPacking
 from megatron_wlb.plan.packing.original import OriginalPacking
 from megatron_wlb.plan.placement import order, place, rank_cost
+from megatron_wlb.plan.step import plan_step
+from megatron_wlb.plan.stream import DocumentStream, Source
 from tests.jobs import job
 
 LARGEST = 2**63 - 1
@@ -201,3 +205,23 @@ def test_micro_batches_that_ranks_cannot_share_are_refused(core):
 def test_more_chunks_than_upstream_runs_are_refused():
     with pytest.raises(ValueError, match="groups of 4 micro-batches"):
         order(np.ones(3, np.int64), job(pp=4, vpp=2))
+
+
+def test_a_step_runs_its_micro_batches_as_they_are_placed_and_ordered(core):
+    given = job(num_micro_batches=16, context_length=1000, dp=2, pp=4, packing=FixedPacking())
+    lengths = np.random.default_rng(3).integers(10, 900, 600)
+
+    def step_of(rank):
+        stream = DocumentStream([Source(lengths=lengths)], seed=0, context_length=1000)
+        return plan_step(make_packer(stream, given), given, rank)
+
+    steps = [step_of(0), step_of(1)]
+    assert steps[0].digest == steps[1].digest
+    moved = False
+    for step, row in zip(steps, place(steps[0].work, given), strict=True):
+        expected = row[order(step.work[row], given)]
+        moved |= (expected != row).any()
+        assert [m.documents.tolist() for m in step.micro_batches] == [
+            step.packing.micro_batch(i).tolist() for i in expected
+        ]
+    assert moved
