@@ -21,8 +21,8 @@ from benchmarks.paper import balance, report, speed
 from benchmarks.paper.setups import (
     CALIBRATION,
     CASES_OF_WINDOWS,
-    REPORTED,
     SEVEN_128,
+    SPEEDUPS,
     TABLE_1,
     check_calibration,
 )
@@ -62,10 +62,10 @@ def run(scale: Scale) -> tuple[list[Row], dict[str, np.ndarray]]:
         (balance.figures_1_and_4, (scale.gpus,)),
         *((speed.figure_12, (case, steps[case.name.startswith("550M")])) for case in cases),
         (speed.figure_13, (scale.other_models,)),
-        (speed.figure_14, (windows, scale.other_models)),
+        *((speed.figure_14, (case, scale.other_models)) for case in windows),
         (balance.figure_15, (scale.layer,)),
         (balance.table_2, (scale.packing,)),
-        *((speed.sensitivity, (cases, scale.sensitivity, name)) for name in names),
+        *((speed.sensitivity, (case, scale.sensitivity, names)) for case in cases),
     ]
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
         futures = [pool.submit(function, *arguments) for function, arguments in tasks]
@@ -75,14 +75,13 @@ def run(scale: Scale) -> tuple[list[Row], dict[str, np.ndarray]]:
 
 def goals(rows: list[Row]) -> list[results.Goal]:
     """What was set out for, and that the steps are enough to tell."""
-    twelve = [r for r in rows if r["figure"] == "12"]
-    averages, wanted = speed.averages(twelve), []
-    for group, paper in REPORTED["figure 12"]["WLB-LLM"].items():
-        found = averages["WLB-LLM"].get(group)
-        if found is not None:
+    speedups, wanted = report.speedups(rows), []
+    for group in ("all", "64K", "128K"):
+        if ("12", group) in speedups:
+            paper = SPEEDUPS["12", group, "WLB-LLM"]
             name = f"figure 12, WLB-LLM, {group}: away from the paper's {paper:.2f}"
-            wanted.append(results.at_most(name, abs(found - paper), NEAR))
-    for r in twelve:
+            wanted.append(results.at_most(name, abs(speedups["12", group]["WLB-LLM"] - paper), NEAR))
+    for r in report.of(rows, "12"):
         if (r["case"], r["scheme"]) == (SEVEN_128.name, "ours, balance alone"):
             name = "7B-128K, ours by balance alone: share of the gain of perfect balance"
             wanted.append(results.at_least(name, r["share_of_balance"], 0.93))
@@ -94,10 +93,8 @@ def show(rows: list[Row]) -> None:
     """Print the table of the figures and that of the sensitivity."""
     lines = [[line.get(c) for c in ("figure", "what", *report.COLUMNS)] for line in report.compare(rows)]
     results.show(["figure", "what", *report.COLUMNS], lines, title="simulated; ms measured")
-    hangs = [r for r in rows if r["figure"] == "sensitivity"]
-    columns = [c for c in hangs[0] if c not in ("figure", "label", "by_case")]
     title = "what the averages of figure 12 depend on (WLB-LLM over Plain-4D, simulated)"
-    results.show(columns, [[r[c] for c in columns] for r in hangs], title=title)
+    results.show(*report.sensitivity(rows), title=title)
 
 
 def main() -> None:

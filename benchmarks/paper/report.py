@@ -6,39 +6,53 @@ from typing import Any
 import numpy as np
 
 from benchmarks import results
-from benchmarks.paper import speed
-from benchmarks.paper.setups import REPORTED, SEVEN_128
+from benchmarks.paper.setups import PACKINGS, SEVEN_128, SLOWEST_GPU, SPEEDUPS
 from benchmarks.results import Row
 
 COLUMNS = ("paper", "reproduced", "ours, balance alone", "limit of balance", "ours", "limit")
 COLOURS = {"Fixed-4D": "#8c8c8c", "WLB-LLM": "#d55e00", "ours, balance alone": "#56b4e9", "ours": "#0072b2"}
+BASELINES = ("Plain-4D", "per-sequence")
+Speedups = dict[tuple[str, str], dict[str, float]]
+"""By figure and group (a case, a window, or the average over all of them): scheme -> speed-up."""
 
 
 def compare(rows: list[Row]) -> list[Row]:
     """Everything the paper states a number for, with ours and the limits beside it; absent where there is none."""
-    return [*_gpus(rows), *_packings(rows), *_averages(rows), *_breakdown(rows), *_windows(rows), *_layer(rows)]
-
-
-def step_seconds(rows: list[Row]) -> dict[str, float]:
-    """A check: 20 ms of packing are under 0.65 % of a step of 7B-128K, says the paper, so that it takes over 3.08 s."""
-    found = {r["case"]: r["step_seconds"] for r in of(rows, "12") if "step_seconds" in r}
-    return {"paper, at least": 0.020 / 0.0065, "reproduced": found[SEVEN_128.name]}
+    return [*_gpus(rows), *_packings(rows), *_speedups(rows)]
 
 
 def of(rows: list[Row], figure: str) -> list[Row]:
     return [r for r in rows if r["figure"] == figure]
 
 
-def _line(figure: str, what: str, paper: float | None, found: dict[str, float], reproduced: str = "WLB-LLM") -> Row:
-    columns = {c: found[c] for c in COLUMNS[2:] if c in found}
-    return {"figure": figure, "what": what, "paper": paper, "reproduced": found.get(reproduced), **columns}
+def step_seconds(rows: list[Row]) -> dict[str, float]:
+    """A check: 20 ms of packing are under 0.65 % of a step of 7B-128K, says the paper, so that it takes over 3.08 s."""
+    seconds = {r["case"]: r["step_seconds"] for r in of(rows, "12") if "step_seconds" in r}
+    return {"paper, at least": 0.020 / 0.0065, "reproduced": seconds[SEVEN_128.name]}
+
+
+def speedups(rows: list[Row]) -> Speedups:
+    """The speed-ups of Figures 12 to 15, and their averages over cases and windows."""
+    groups: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for r in rows:
+        if r["figure"] in ("12", "13", "14", "15"):
+            name = r.get("case") or f"{r['window'] >> 10}K"
+            averages = {"12": ("all", name.split("-")[-1]), "15": ("all",)}.get(r["figure"], ())
+            for group in (*averages, name):
+                groups.setdefault((r["figure"], group), {}).setdefault(r["scheme"], []).append(r["speedup"])
+    means = {key: {s: float(np.mean(values)) for s, values in by.items()} for key, by in groups.items()}
+    layers = groups["15", "all"]
+    ratios = np.divide(layers["WLB-LLM"], layers["per-document"])
+    return means | {
+        ("15", "all"): {"WLB-LLM": means["15", "all"]["WLB-LLM"], "WLB-LLM over per-document": ratios.mean()}
+    }
 
 
 def _gpus(rows: list[Row]) -> list[Row]:
     by_scheme = {r["scheme"]: r for r in of(rows, "1, 4")}
     lines = []
     for key in [k for k in by_scheme["Plain-4D"] if "," in k]:
-        paper = REPORTED["figure 1"]["slowest GPU"] if key == "attention, slowest / mean" else None
+        paper = SLOWEST_GPU if key == "attention, slowest / mean" else None
         plain, ours = by_scheme["Plain-4D"][key], by_scheme["ours"][key]
         what = f"8K GPUs, Plain-4D: {key}"
         lines.append({"figure": "1, 4", "what": what, "paper": paper, "reproduced": plain, "ours": ours, "limit": 1.0})
@@ -48,80 +62,51 @@ def _gpus(rows: list[Row]) -> list[Row]:
 def _packings(rows: list[Row]) -> list[Row]:
     lines = []
     for r in of(rows, "table 2"):
-        paper, ms = REPORTED["table 2"].get(r["packing"], (None, None))
+        paper, ms = PACKINGS.get(r["packing"], (None, None))
         column = "ours" if r["packing"].startswith("ours") else "reproduced"
         for what, stated, value in (("imbalance", paper, r["imbalance"]), ("ms (measured)", ms, r.get("measured_ms"))):
             lines.append({"figure": "table 2", "what": f"{what}, {r['packing']}", "paper": stated, column: value})
     return lines
 
 
-def _averages(rows: list[Row]) -> list[Row]:
-    twelve = of(rows, "12")
-    averages, lines = speed.averages(twelve), []
-    for scheme in ("Fixed-4D", "WLB-LLM"):
-        for group in ("all", "64K", "128K"):
-            if group in averages[scheme]:
-                found = {n: by[group] for n, by in averages.items() if scheme == "WLB-LLM" or n == scheme}
-                paper = REPORTED["figure 12"][scheme].get(group)
-                lines.append(_line("12", f"{scheme}, {group}", paper, found, scheme))
-    for case in dict.fromkeys(r["case"] for r in twelve):
-        found = {r["scheme"]: r["speedup"] for r in twelve if r["case"] == case}
-        lines.append(_line("12", f"WLB-LLM, {case}", REPORTED["figure 12"]["WLB-LLM"].get(case), found))
-    return lines
-
-
-def _breakdown(rows: list[Row]) -> list[Row]:
-    found = {r["scheme"]: r["speedup"] for r in of(rows, "13")}
-    left_out = ("Plain-4D", *COLUMNS[2:])
-    reported = REPORTED["figure 13"]
+def _speedups(rows: list[Row]) -> list[Row]:
+    """A line for every scheme of ours or the paper's; WLB-LLM's has ours and the limits beside it."""
     lines = []
-    for name, value in found.items():
-        if name.startswith("ours: "):
-            lines.append({"figure": "13", "what": name[6:], "ours": value})
-        elif name not in left_out:
-            more = found if name == "WLB-LLM" else {}
-            lines.append(_line("13", name, reported.get(name), more | {name: value}, name))
+    for (figure, group), by_scheme in speedups(rows).items():
+        for scheme, value in by_scheme.items():
+            if scheme in (*BASELINES, *COLUMNS):
+                continue
+            beside = {c: by_scheme[c] for c in COLUMNS if c in by_scheme} if scheme == "WLB-LLM" else {}
+            column = "ours" if scheme.startswith("ours") else "reproduced"
+            paper = SPEEDUPS.get((figure, group, scheme))
+            lines.append({"figure": figure, "what": f"{scheme}, {group}", "paper": paper, column: value} | beside)
     return lines
 
 
-def _windows(rows: list[Row]) -> list[Row]:
+def sensitivity(rows: list[Row]) -> tuple[list[str], list[list[Any]]]:
+    """Header and lines of a table: averages of Figure 12 by variation, and 7B-128K."""
+    cases: dict[str, dict[str, Row]] = {}
+    for r in of(rows, "sensitivity"):
+        cases.setdefault(r["variation"], {})[r["case"]] = r
+    windows = [w for w in ("64K", "128K") if any(r["case"].endswith(f"-{w}") for r in of(rows, "sensitivity"))]
     lines = []
-    for window in dict.fromkeys(r["window"] for r in of(rows, "14")):
-        found = {r["scheme"]: r["speedup"] for r in of(rows, "14") if r["window"] == window}
-        lines.append(_line("14", f"WLB-LLM, {window >> 10}K", REPORTED["figure 14"].get(window >> 10), found))
-    return lines
-
-
-def _layer(rows: list[Row]) -> list[Row]:
-    reported, lines = REPORTED["figure 15"], []
-    means: dict[str, list[float]] = {}
-    for window in dict.fromkeys(r["window"] for r in of(rows, "15")):
-        found = {r["scheme"]: r["speedup"] for r in of(rows, "15") if r["window"] == window}
-        left_out = ("per-sequence", *COLUMNS[2:])
-        for scheme in (s for s in found if s not in left_out):
-            more = found if scheme == "WLB-LLM" else {scheme: found[scheme]}
-            paper = reported.get((window >> 10, scheme))
-            lines.append(_line("15", f"{scheme} over per-sequence, {window >> 10}K", paper, more, scheme))
-        for name, over in (("WLB-LLM", 1.0), ("per-document", found["per-document"])):
-            means.setdefault(name, []).append(found["WLB-LLM"] / over)
-    for name, over in (("WLB-LLM", "per-sequence"), ("per-document", "per-document")):
-        found = {"WLB-LLM": float(np.mean(means[name]))}
-        lines.append(_line("15", f"WLB-LLM over {over}, both windows", reported[name], found))
-    return lines
+    for variation, by_case in cases.items():
+        means = [np.mean([r["WLB-LLM"] for case, r in by_case.items() if case.endswith(w)]) for w in ("", *windows)]
+        seven = by_case[SEVEN_128.name]
+        lines.append([variation, *map(float, means), seven["WLB-LLM"], seven["ours, balance alone"]])
+    return ["", "all", *windows, SEVEN_128.name, f"ours, balance alone, {SEVEN_128.name}"], lines
 
 
 def draw(rows: list[Row], gpus: dict[str, np.ndarray], folder: Path | None = None) -> Path:
-    """All figures on one page; `gpus` has times of GPUs by scheme, of one step."""
-    figure = results.figure(12, 11)
-    axes = figure.subplots(3, 2)
-    _draw_gpus(gpus, axes[0, 0])
-    _draw_packings(of(rows, "table 2"), axes[0, 1])
-    _draw_cases(of(rows, "12"), axes[1, 0])
-    _draw_breakdown(of(rows, "13"), axes[1, 1])
-    _draw_windows(of(rows, "14"), axes[2, 0])
-    _draw_layer(of(rows, "15"), axes[2, 1])
-    for axis in axes.flat:
+    """Figures 1, 12 and 13; `gpus` has times of GPUs by scheme, of one step."""
+    figure = results.figure(12, 8)
+    axes = figure.subplot_mosaic([["1", "13"], ["12", "12"]])
+    _draw_gpus(gpus, axes["1"])
+    _draw_parts(speedups(rows)["13", SEVEN_128.name], axes["13"])
+    _draw_cases({case: by for (number, case), by in speedups(rows).items() if number == "12"}, axes["12"])
+    for number, axis in axes.items():
         axis.legend(frameon=False, fontsize=8)
+        axis.set_title(f"Figure {number}", loc="left", fontsize=10)
     figure.suptitle("Simulated under one calibration; crosses: the paper's numbers", x=0.01, ha="left", fontsize=11)
     return results.save(figure, "paper", folder)
 
@@ -131,74 +116,32 @@ def _draw_gpus(gpus: dict[str, np.ndarray], axis: Any) -> None:
         each = np.sort(times.ravel())
         share = 100 * np.arange(len(each)) / len(each)
         axis.plot(share, each / each.mean(), color=COLOURS.get(name, "#333333"), label=name)
-    axis.set(xlabel="GPUs of a 405B step, in order, %", ylabel="computation per layer / mean")
-    axis.set_title("Figure 1: 8,192 GPUs", loc="left", fontsize=10)
+    axis.set(xlabel="the 8,192 GPUs of a 405B step, in order, %", ylabel="computation per layer / mean")
 
 
-def _draw_packings(rows: list[Row], axis: Any) -> None:
-    families = [r["packing"].split(",")[0].replace("original", "Fixed-4D").replace("fixed", "Fixed-4D") for r in rows]
-    bars = [(r["packing"], r["imbalance"], COLOURS.get(f, "#bbbbbb")) for r, f in zip(rows, families, strict=True)]
-    _draw_bars(axis, bars, {name: imbalance for name, (imbalance, _) in REPORTED["table 2"].items()})
-    axis.set(xlabel="imbalance of forward latency")
-    axis.set_title("Table 2: 7B-128K", loc="left", fontsize=10)
-
-
-def _draw_breakdown(rows: list[Row], axis: Any) -> None:
-    colours = {r["scheme"]: COLOURS["ours" if r["scheme"].startswith("ours") else "WLB-LLM"] for r in rows}
-    colours |= {name: "#e8b48a" for name in colours if " x " in name}
-    left_out = ("Plain-4D", "limit", "limit of balance")
-    bars = [(r["scheme"], r["speedup"], colours[r["scheme"]]) for r in rows if r["scheme"] not in left_out]
-    _draw_bars(axis, bars, REPORTED["figure 13"])
-    axis.set(xlabel="speed-up over Plain-4D")
-    axis.set_title("Figure 13: 7B-128K", loc="left", fontsize=10)
-
-
-def _draw_bars(axis: Any, bars: list[tuple[str, float, str]], paper: dict[str, float]) -> None:
-    """(name, value, colour) from 1 on, with crosses at what the paper reports."""
-    for i, (name, value, colour) in enumerate(bars):
-        axis.barh(i, value - 1, left=1, color=colour)
-        if name in paper:
-            axis.plot(paper[name], i, "kx", label="_" * (i > 0) + "paper")
-    axis.set_yticks(range(len(bars)), [name for name, *_ in bars], fontsize=7)
+def _draw_parts(by_scheme: dict[str, float], axis: Any) -> None:
+    names = [name for name in by_scheme if name not in ("Plain-4D", "limit", "limit of balance")]
+    for i, name in enumerate(names):
+        colour = "#e8b48a" if " x " in name else COLOURS["ours" if name.startswith("ours") else "WLB-LLM"]
+        axis.barh(i, by_scheme[name] - 1, left=1, color=colour)
+        if paper := SPEEDUPS.get(("13", SEVEN_128.name, name)):
+            axis.plot(paper, i, "kx", label="_" * (i > 0) + "paper")
+    axis.set_yticks(range(len(names)), names, fontsize=7)
     axis.invert_yaxis()
+    axis.set(xlabel=f"speed-up over Plain-4D, {SEVEN_128.name}")
 
 
-def _draw_cases(rows: list[Row], axis: Any) -> None:
-    cases = list(dict.fromkeys(r["case"] for r in rows))
-    value = {(r["case"], r["scheme"]): r["speedup"] for r in rows}
+def _draw_cases(by_case: dict[str, dict[str, float]], axis: Any) -> None:
+    places = np.arange(len(by_case))
     for i, (scheme, colour) in enumerate(COLOURS.items()):
-        heights = [value[case, scheme] - 1 for case in cases]
-        axis.bar(np.arange(len(cases)) + 0.2 * i, heights, 0.19, bottom=1, color=colour, label=scheme)
-    for limit, style in (("limit of balance", "_"), ("limit", "^")):
-        places = np.arange(len(cases)) + (0.4 if limit == "limit of balance" else 0.6)
-        axis.plot(places, [value[c, limit] for c in cases], style, color="k", ms=5, label=limit)
-    if SEVEN_128.name in cases:
-        axis.plot(cases.index(SEVEN_128.name) + 0.2, REPORTED["figure 12"]["WLB-LLM"]["7B-128K"], "kx")
-    axis.set_xticks(np.arange(len(cases)) + 0.3, [c.replace("-", "\n") for c in cases], fontsize=8)
+        heights = [by_scheme[scheme] - 1 for by_scheme in by_case.values()]
+        axis.bar(places + 0.2 * i, heights, 0.19, bottom=1, color=colour, label=scheme)
+    for limit, style, at in (("limit of balance", "_", 0.4), ("limit", "^", 0.6)):
+        axis.plot(
+            places + at, [by_scheme[limit] for by_scheme in by_case.values()], style, color="k", ms=5, label=limit
+        )
+    for i, scheme in enumerate(("Fixed-4D", "WLB-LLM")):
+        paper = [(at, SPEEDUPS.get(("12", case, scheme))) for at, case in zip(places + 0.2 * i, by_case, strict=True)]
+        axis.plot(*zip(*[point for point in paper if point[1]], strict=True), "kx")
+    axis.set_xticks(places + 0.3, [case.replace("-", "\n") for case in by_case], fontsize=8)
     axis.set(ylabel="speed-up over Plain-4D")
-    axis.set_title("Figure 12", loc="left", fontsize=10)
-
-
-def _draw_windows(rows: list[Row], axis: Any) -> None:
-    for scheme, colour in {**COLOURS, "limit of balance": "#999999", "limit": "#333333"}.items():
-        points = [(r["window"] >> 10, r["speedup"]) for r in rows if r["scheme"] == scheme]
-        if points:
-            axis.plot(*zip(*points, strict=True), marker=".", color=colour, label=scheme)
-    axis.plot(*zip(*REPORTED["figure 14"].items(), strict=True), "kx", label="paper")
-    axis.set(xlabel="context window (K tokens)", ylabel="speed-up over Plain-4D")
-    axis.set_title("Figure 14: 7B", loc="left", fontsize=10)
-
-
-def _draw_layer(rows: list[Row], axis: Any) -> None:
-    windows = list(dict.fromkeys(r["window"] for r in rows))
-    schemes = [s for s in dict.fromkeys(r["scheme"] for r in rows) if s != "per-sequence" and " x " not in s]
-    for i, scheme in enumerate(schemes):
-        for j, window in enumerate(windows):
-            (found,) = [r["speedup"] for r in rows if (r["window"], r["scheme"]) == (window, scheme)]
-            axis.bar(j + 0.14 * i, found - 1, 0.13, bottom=1, color=f"C{i}", label="_" * (j > 0) + scheme)
-            paper = REPORTED["figure 15"].get((window >> 10, scheme))
-            if paper:
-                axis.plot(j + 0.14 * i, paper, "kx")
-    axis.set_xticks(np.arange(len(windows)) + 0.35, [f"{w >> 10}K" for w in windows])
-    axis.set(ylabel="speed-up over per-sequence")
-    axis.set_title("Figure 15: a layer at CP = 4", loc="left", fontsize=10)

@@ -47,62 +47,37 @@ def speeds(case: Case, schemes: dict[str, Scheme], steps: int) -> tuple[dict[str
     return {name: {"speedup": ratio, "standard_error": error} for name, (ratio, error) in ratios.items()}, found
 
 
-def with_fixed(found: dict[str, Row]) -> dict[str, Row]:
-    """Fixed-4D in place of its two shardings."""
-    both = {s: found.pop(f"Fixed-4D, {s}") for s in FIXED}
-    best = max(both, key=lambda s: both[s]["speedup"])
-    return {"Plain-4D": found.pop("Plain-4D"), "Fixed-4D": both[best] | {"sharding": best}, **found}
+def seconds(outcome: Outcome) -> float:
+    return float(outcome.times.mean() / 1e6)
 
 
 def figure_12(case: Case, steps: int) -> list[Row]:
-    rows = []
-    schemes = {f"Fixed-4D, {s}": scheme for s, scheme in FIXED.items()} | MAIN
-    found, results = speeds(case, schemes, steps)
-    for name, row in with_fixed(found).items():
-        rows.append({"figure": "12", "case": case.name, "scheme": name, **row, **_shares(name, found)})
-        if name == "WLB-LLM":
-            seconds = float(results[name].times.mean() / 1e6)
-            rows[-1] |= {"crossover_tokens": case.job.crossover_tokens, "L_i": tuned(case), "step_seconds": seconds}
-    return rows
-
-
-def _shares(name: str, found: dict[str, Row]) -> Row:
-    one = found.get(name)
-    if name not in MAIN or one is None:
-        return {}
-    limits = {"limit of balance": "share_of_balance", "limit": "share_of_limit"}
-    return {key: gain_share(one["speedup"], found[limit]["speedup"]) for limit, key in limits.items()}
-
-
-def averages(rows: list[Row]) -> dict[str, dict[str, float]]:
-    """Of Figure 12 by scheme: over all cases, and over those of a window."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for r in rows:
-        for group in ("all", r["case"].split("-")[1]):
-            found.setdefault(r["scheme"], {}).setdefault(group, []).append(r["speedup"])
-    return {name: {group: float(np.mean(v)) for group, v in groups.items()} for name, groups in found.items()}
+    """Speed-ups of a case of Table 1; Fixed-4D stands for the faster of its two shardings."""
+    ratios, found = speeds(case, {f"Fixed-4D, {s}": scheme for s, scheme in FIXED.items()} | MAIN, steps)
+    fixed = {s: ratios.pop(f"Fixed-4D, {s}") for s in FIXED}
+    best = max(fixed, key=lambda s: fixed[s]["speedup"])
+    ratios = {"Plain-4D": ratios.pop("Plain-4D"), "Fixed-4D": fixed[best] | {"sharding": best}, **ratios}
+    for name in MAIN:
+        for limit, key in (("limit of balance", "share_of_balance"), ("limit", "share_of_limit")):
+            ratios[name][key] = gain_share(ratios[name]["speedup"], ratios[limit]["speedup"])
+    plan = {"crossover_tokens": case.job.crossover_tokens, "L_i": tuned(case)}
+    ratios["WLB-LLM"] |= plan | {"step_seconds": seconds(found["WLB-LLM"])}
+    return [{"figure": "12", "case": case.name, "scheme": name, **row} for name, row in ratios.items()]
 
 
 def figure_13(steps: int) -> list[Row]:
-    found, results = speeds(SEVEN_128, STEPS_OF_FIGURE_13, steps)
-    rows = [{"figure": "13", "case": SEVEN_128.name, "scheme": name, **row} for name, row in found.items()]
-    per_document = {"slow": STEPS_OF_FIGURE_13["+ CP per-document"]}
+    ratios, found = speeds(SEVEN_128, STEPS_OF_FIGURE_13, steps)
     for factor in SLOWER:
-        slow = outcomes(slower_attention(SEVEN_128, factor), per_document, steps)[0]["slow"]
-        slow = replace(slow, work=results["Plain-4D"].work)  # of the same steps; a slower kernel counts it otherwise
-        ratio, error = speedup(slow, results["Plain-4D"])
-        name = f"+ CP per-document, its attention x {factor:g}"
-        row = {"figure": "13", "case": SEVEN_128.name, "scheme": name, "speedup": ratio, "standard_error": error}
-        rows.append(row)
-    return rows
+        slow = outcomes(slower_attention(SEVEN_128, factor), {"slow": FIXED["per-document"]}, steps)[0]["slow"]
+        slow = replace(slow, work=found["Plain-4D"].work)  # of the same steps; a slower kernel counts it otherwise
+        ratio, error = speedup(slow, found["Plain-4D"])
+        ratios[f"+ CP per-document, its attention x {factor:g}"] = {"speedup": ratio, "standard_error": error}
+    return [{"figure": "13", "case": SEVEN_128.name, "scheme": name, **row} for name, row in ratios.items()]
 
 
-def figure_14(cases: Iterable[Case], steps: int) -> list[Row]:
-    rows = []
-    for case in cases:
-        found, _ = speeds(case, MAIN, steps)
-        rows += [{"figure": "14", "window": case.window, "scheme": name, **row} for name, row in found.items()]
-    return rows
+def figure_14(case: Case, steps: int) -> list[Row]:
+    ratios, _ = speeds(case, MAIN, steps)
+    return [{"figure": "14", "window": case.window, "scheme": name, **row} for name, row in ratios.items()]
 
 
 def variations(base: Case) -> dict[str, Case]:
@@ -145,20 +120,15 @@ def variations(base: Case) -> dict[str, Case]:
     }
 
 
-def sensitivity(cases: Iterable[Case], steps: int, name: str) -> list[Row]:
-    """Averages of Figure 12 under one variation, and 7B-128K; differences are to the same steps as calibrated."""
-    per_case = []
-    for base in cases:
-        case = variations(replace(base, thresholds=tuned(base)))[name]
-        found, results = speeds(case, {"WLB-LLM": WLB, "ours, balance alone": BALANCE}, steps)
-        seconds = float(results["WLB-LLM"].times.mean() / 1e6)
-        per_case.append({"case": case.name, "step_seconds": seconds} | {s: row["speedup"] for s, row in found.items()})
-    flat = [{"case": r["case"], "scheme": "WLB-LLM", "speedup": r["WLB-LLM"]} for r in per_case]
-    seven = next((r for r in per_case if r["case"] == SEVEN_128.name), per_case[0])
-    row = {"figure": "sensitivity", "variation": name}
-    row |= {f"WLB-LLM {group}": value for group, value in averages(flat)["WLB-LLM"].items()}
-    row |= {f"{seven['case']} {k}": v for k, v in seven.items() if k not in ("case", "Plain-4D")}
-    return [row | {"by_case": {r["case"]: r["WLB-LLM"] for r in per_case}}]
+def sensitivity(case: Case, steps: int, names: Iterable[str]) -> list[Row]:
+    """Speed-ups of a case under variations; differences are to the same steps as calibrated."""
+    cases = variations(replace(case, thresholds=tuned(case)))
+    rows = []
+    for name in names:
+        ratios, found = speeds(cases[name], {"WLB-LLM": WLB, "ours, balance alone": BALANCE}, steps)
+        row = {"figure": "sensitivity", "variation": name, "case": case.name, "step_seconds": seconds(found["WLB-LLM"])}
+        rows.append(row | {scheme: ratio["speedup"] for scheme, ratio in ratios.items()})
+    return rows
 
 
 def llama3_tflops() -> dict[str, float]:

@@ -140,7 +140,7 @@ def test_every_figure_has_its_rows_table_and_picture(tmp_path):
     lines = report.compare(found)
     stated = [line["paper"] for line in lines if line.get("paper") is not None]
     # Figure 1; all of Table 2, twice; three averages and a case of Figure 12; Figures 13, 14 and 15.
-    assert len(stated) == 1 + 2 * 11 + 4 + 4 + 2 + 4
+    assert len(stated) == 1 + 2 * 11 + 4 + 4 + 2 + 4, stated
     empty = {line["what"] for line in lines if line.get("reproduced") is None and line.get("ours") is None}
     assert empty == {f"ms (measured), solver, {k} global batches" for k in (1, 2, 4)}
     assert gpus.keys() == {"Plain-4D", "WLB-LLM", "ours"} and gpus["ours"].shape == (4, 16, 16)
