@@ -37,7 +37,7 @@ class Scale:
     """Steps that are simulated, and micro-batches of Figure 15."""
 
     small_model: int
-    """Of 550M, whose steps differ most."""
+    """For 550M, whose steps differ most."""
     other_models: int
     packing: int
     gpus: int
@@ -75,18 +75,18 @@ def run(scale: Scale) -> tuple[list[Row], dict[str, np.ndarray]]:
 
 def goals(rows: list[Row]) -> list[results.Goal]:
     """What was set out for, and that the steps are enough to tell."""
-    speedups, wanted = report.speedups(rows), []
+    speedups, targets = report.speedups(rows), []
     for group in ("all", "64K", "128K"):
         if ("12", group) in speedups:
             paper = SPEEDUPS["12", group, "WLB-LLM"]
             name = f"figure 12, WLB-LLM, {group}: away from the paper's {paper:.2f}"
-            wanted.append(results.at_most(name, abs(speedups["12", group]["WLB-LLM"] - paper), NEAR))
+            targets.append(results.at_most(name, abs(speedups["12", group]["WLB-LLM"] - paper), NEAR))
     for r in report.of(rows, "12"):
         if (r["case"], r["scheme"]) == (SEVEN_128.name, "ours, balance alone"):
             name = "7B-128K, ours by balance alone: share of the gain of perfect balance"
-            wanted.append(results.at_least(name, r["share_of_balance"], 0.93))
+            targets.append(results.at_least(name, r["share_of_balance"], 0.93))
     errors = [r["standard_error"] for r in rows if r["figure"] in ("12", "13", "14", "15")]
-    return [*wanted, results.at_most("largest standard error", max(errors), 0.01)]
+    return [*targets, results.at_most("largest standard error", max(errors), 0.01)]
 
 
 def show(rows: list[Row]) -> None:
@@ -102,15 +102,15 @@ def main() -> None:
     check_calibration()
     begin = time.perf_counter()
     rows, gpus = run(QUICK if args.quick else FULL)
-    wanted = goals(rows)
+    targets = goals(rows)
     show(rows)
     if not args.quick:
         calibration = [dict(zip(("name", "value", "from"), row, strict=True)) for row in CALIBRATION]
         checks = {"llama3_tflops": speed.llama3_tflops(), "step_seconds": report.step_seconds(rows)}
         setup = {"seconds": time.perf_counter() - begin, "scale": asdict(FULL), "calibration": calibration}
         setup |= {"checks": checks, "comparison": report.compare(rows)}
-        print(results.write("paper", settings=setup, rows=rows, goals=wanted), report.draw(rows, gpus))
-    results.conclude(wanted, args.check)
+        print(results.write("paper", settings=setup, rows=rows, goals=targets), report.draw(rows, gpus))
+    results.conclude(targets, args.check)
 
 
 if __name__ == "__main__":

@@ -37,15 +37,15 @@ def figures_1_and_4(steps: int) -> tuple[list[Row], dict[str, np.ndarray]]:
     case = replace(BIG, thresholds=tuned(SEVEN_128))
     rows, first = [], {}
     for name, scheme in {"Plain-4D": PLAIN, "WLB-LLM": WLB, "ours": OURS}.items():
-        found = []
+        spreads = []
         for p in pack(case, scheme, steps)[0]:
             step = simulate(case, scheme, p.packing)
             layers = layers_of(step.job).sum(axis=1)[:, None]
             computation, attention = step.computation / layers, step.attention / layers
             first.setdefault(name, computation)
-            found.append({**_spread("computation", computation), **_spread("attention", attention)})
-        means = {key: float(np.mean([f[key] for f in found])) for key in found[0]}
-        worst = [f["attention, slowest / mean"] for f in found]
+            spreads.append({**_spread("computation", computation), **_spread("attention", attention)})
+        means = {key: float(np.mean([s[key] for s in spreads])) for key in spreads[0]}
+        worst = [s["attention, slowest / mean"] for s in spreads]
         error = float(np.std(worst, ddof=1) / np.sqrt(len(worst)))
         rows.append({"figure": "1, 4", "case": case.name, "scheme": name, **means, "standard_error": error})
     return rows, first
@@ -124,25 +124,26 @@ def figure_15(micro_batches: int) -> list[Row]:
         micro_batch_lengths = [p.packing.micro_batch(i)["length"] for p in packed for i in range(len(p.packing))]
         times: dict[str, list[float]] = {}
         for lengths in micro_batch_lengths:
-            taken = {s: _layer(case, replace(PLAIN, sharding=s), lengths) for s in (*FIXED, "wlb")}
-            took = {name: _time(layers) for name, layers in taken.items()}
-            took["WLB-LLM"] = took.pop("wlb")
-            took["optimal of the two"] = min(took["per-sequence"], took["per-document"])
+            layers = {s: _layer(case, replace(PLAIN, sharding=s), lengths) for s in (*FIXED, "wlb")}
+            us = {name: _time(each) for name, each in layers.items()}
+            us["WLB-LLM"] = us.pop("wlb")
+            us["optimal of the two"] = min(us["per-sequence"], us["per-document"])
             for factor in SLOWER:
                 slow = _time(_layer(slower[factor], FIXED["per-document"], lengths))
-                were = f"per-document attention x {factor:g}"
-                took |= {f"per-document, {were}": slow, f"optimal, {were}": min(took["per-sequence"], slow)}
-            took["ours, balance alone"] = _time(_layer(case, BALANCE, lengths))
-            took["ours"] = _time(_layer(case, OURS, lengths))
-            took["limit of balance"] = sum(_alike(t) for t in taken["per-sequence"])
-            for name, us in took.items():
-                times.setdefault(name, []).append(us)
+                assumption = f"per-document attention x {factor:g}"
+                us[f"per-document, {assumption}"] = slow
+                us[f"optimal, {assumption}"] = min(us["per-sequence"], slow)
+            us["ours, balance alone"] = _time(_layer(case, BALANCE, lengths))
+            us["ours"] = _time(_layer(case, OURS, lengths))
+            us["limit of balance"] = sum(_alike(each) for each in layers["per-sequence"])
+            for name, time in us.items():
+                times.setdefault(name, []).append(time)
         work = np.ones(len(micro_batch_lengths))
-        found = {name: Outcome(work=work, times=np.array(us)) for name, us in times.items()}
-        for name, one in found.items():
-            ratio, error = speedup(one, found["per-sequence"])
+        by_scheme = {name: Outcome(work=work, times=np.array(each)) for name, each in times.items()}
+        for name, outcome in by_scheme.items():
+            ratio, error = speedup(outcome, by_scheme["per-sequence"])
             row = {"figure": "15", "window": case.window, "scheme": name, "speedup": ratio, "standard_error": error}
-            rows.append(row | {"layer_ms": float(one.times.mean() / 1e3)})
+            rows.append(row | {"layer_ms": float(outcome.times.mean() / 1e3)})
     return rows
 
 

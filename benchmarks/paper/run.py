@@ -123,7 +123,7 @@ def simulate(case: Case, scheme: Scheme, packing: Packing) -> SimulatedStep:
 
 def outcomes(case: Case, schemes: dict[str, Scheme], steps: int) -> tuple[dict[str, Outcome], Limits]:
     """What Plain-4D and each scheme make of the same documents, and what is the most that can be made of them."""
-    found, limits = {}, []
+    by_scheme, limits = {}, []
     packed: dict[Policy | None, list[PackedStep]] = {}
     for name, scheme in {"Plain-4D": PLAIN, **schemes}.items():
         if scheme.packing not in packed:
@@ -135,10 +135,10 @@ def outcomes(case: Case, schemes: dict[str, Scheme], steps: int) -> tuple[dict[s
             times.append(step.time)
             if name == "Plain-4D":
                 limits.append((balanced_time(step), balanced_time(_without_exchange(step))))
-        found[name] = Outcome(work=np.array(work), times=np.array(times))
-    plain = found["Plain-4D"].work
+        by_scheme[name] = Outcome(work=np.array(work), times=np.array(times))
+    plain = by_scheme["Plain-4D"].work
     balance, everything = (Outcome(work=plain, times=times) for times in np.array(limits).T)
-    return found, Limits(balance=balance, everything=everything)
+    return by_scheme, Limits(balance=balance, everything=everything)
 
 
 def _without_exchange(step: SimulatedStep) -> SimulatedStep:

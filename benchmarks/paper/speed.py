@@ -41,10 +41,10 @@ STEPS_OF_FIGURE_13 = {
 
 def speeds(case: Case, schemes: dict[str, Scheme], steps: int) -> tuple[dict[str, Row], dict[str, Outcome]]:
     """Speed-ups over Plain-4D of schemes and limits, with standard errors; and the outcomes."""
-    found, limits = outcomes(case, schemes, steps)
-    shown = {**found, "limit of balance": limits.balance, "limit": limits.everything}
-    ratios = {name: speedup(one, found["Plain-4D"]) for name, one in shown.items()}
-    return {name: {"speedup": ratio, "standard_error": error} for name, (ratio, error) in ratios.items()}, found
+    by_scheme, limits = outcomes(case, schemes, steps)
+    shown = {**by_scheme, "limit of balance": limits.balance, "limit": limits.everything}
+    ratios = {name: speedup(one, by_scheme["Plain-4D"]) for name, one in shown.items()}
+    return {name: {"speedup": ratio, "standard_error": error} for name, (ratio, error) in ratios.items()}, by_scheme
 
 
 def seconds(outcome: Outcome) -> float:
@@ -53,7 +53,7 @@ def seconds(outcome: Outcome) -> float:
 
 def figure_12(case: Case, steps: int) -> list[Row]:
     """Speed-ups of a case of Table 1; Fixed-4D stands for the faster of its two shardings."""
-    ratios, found = speeds(case, {f"Fixed-4D, {s}": scheme for s, scheme in FIXED.items()} | MAIN, steps)
+    ratios, by_scheme = speeds(case, {f"Fixed-4D, {s}": scheme for s, scheme in FIXED.items()} | MAIN, steps)
     fixed = {s: ratios.pop(f"Fixed-4D, {s}") for s in FIXED}
     best = max(fixed, key=lambda s: fixed[s]["speedup"])
     ratios = {"Plain-4D": ratios.pop("Plain-4D"), "Fixed-4D": fixed[best] | {"sharding": best}, **ratios}
@@ -61,16 +61,16 @@ def figure_12(case: Case, steps: int) -> list[Row]:
         for limit, key in (("limit of balance", "share_of_balance"), ("limit", "share_of_limit")):
             ratios[name][key] = gain_share(ratios[name]["speedup"], ratios[limit]["speedup"])
     plan = {"crossover_tokens": case.job.crossover_tokens, "L_i": tuned(case)}
-    ratios["WLB-LLM"] |= plan | {"step_seconds": seconds(found["WLB-LLM"])}
+    ratios["WLB-LLM"] |= plan | {"step_seconds": seconds(by_scheme["WLB-LLM"])}
     return [{"figure": "12", "case": case.name, "scheme": name, **row} for name, row in ratios.items()]
 
 
 def figure_13(steps: int) -> list[Row]:
-    ratios, found = speeds(SEVEN_128, STEPS_OF_FIGURE_13, steps)
+    ratios, by_scheme = speeds(SEVEN_128, STEPS_OF_FIGURE_13, steps)
     for factor in SLOWER:
         slow = outcomes(slower_attention(SEVEN_128, factor), {"slow": FIXED["per-document"]}, steps)[0]["slow"]
-        slow = replace(slow, work=found["Plain-4D"].work)  # of the same steps; a slower kernel counts it otherwise
-        ratio, error = speedup(slow, found["Plain-4D"])
+        slow = replace(slow, work=by_scheme["Plain-4D"].work)  # of the same steps; a slower kernel counts it otherwise
+        ratio, error = speedup(slow, by_scheme["Plain-4D"])
         ratios[f"+ CP per-document, its attention x {factor:g}"] = {"speedup": ratio, "standard_error": error}
     return [{"figure": "13", "case": SEVEN_128.name, "scheme": name, **row} for name, row in ratios.items()]
 
@@ -125,8 +125,13 @@ def sensitivity(case: Case, steps: int, names: Iterable[str]) -> list[Row]:
     cases = variations(replace(case, thresholds=tuned(case)))
     rows = []
     for name in names:
-        ratios, found = speeds(cases[name], {"WLB-LLM": WLB, "ours, balance alone": BALANCE}, steps)
-        row = {"figure": "sensitivity", "variation": name, "case": case.name, "step_seconds": seconds(found["WLB-LLM"])}
+        ratios, by_scheme = speeds(cases[name], {"WLB-LLM": WLB, "ours, balance alone": BALANCE}, steps)
+        row = {
+            "figure": "sensitivity",
+            "variation": name,
+            "case": case.name,
+            "step_seconds": seconds(by_scheme["WLB-LLM"]),
+        }
         rows.append(row | {scheme: ratio["speedup"] for scheme, ratio in ratios.items()})
     return rows
 
@@ -137,7 +142,7 @@ def llama3_tflops() -> dict[str, float]:
     The Llama 3 Herd of Models, table 4: 430 on 8,192 GPUs and 400 on 16,384 (TP 8, PP 16, 16 M tokens a step). Micro-
     batches of one window of one document; one layer per chunk, as its section 3.3.2 balances the ends.
     """
-    found = {}
+    tflops = {}
     for dp, micro_batches in ((64, 32), (128, 16)):
         parallel = replace(BIG.job.parallel, cp=1, dp=dp, vpp=8)
         sizes = {"context_length": 8192, "max_tokens": 8192, "num_micro_batches": micro_batches * dp}
@@ -147,5 +152,5 @@ def llama3_tflops() -> dict[str, float]:
         model, tokens = job.model, 8192 * micro_batches * dp
         weights = model.num_layers * model.layer_weights + model.vocabulary_weights
         flops = 6 * tokens * (weights + model.num_layers * model.query_size * 8192)
-        found[f"{parallel.num_gpus} GPUs"] = flops / step.time / 1e6 / parallel.num_gpus
-    return found
+        tflops[f"{parallel.num_gpus} GPUs"] = flops / step.time / 1e6 / parallel.num_gpus
+    return tflops

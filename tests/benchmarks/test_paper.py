@@ -87,12 +87,12 @@ def seven():
 
 
 def test_schemes_run_the_same_documents_and_none_beats_its_limit(seven):
-    _, (found, limits) = seven
-    work = {name: one.work.sum() for name, one in found.items()}
+    _, (by_scheme, limits) = seven
+    work = {name: one.work.sum() for name, one in by_scheme.items()}
     assert max(work.values()) < 1.15 * min(work.values())
-    plain = found["Plain-4D"]
+    plain = by_scheme["Plain-4D"]
     balance_limit, limit = (speedup(one, plain)[0] for one in (limits.balance, limits.everything))
-    ratios = {name: speedup(one, plain)[0] for name, one in found.items()}
+    ratios = {name: speedup(one, plain)[0] for name, one in by_scheme.items()}
     assert 1 < ratios["WLB-LLM"] < ratios["ours, balance alone"] < ratios["ours"] < limit
     assert 1 < balance_limit < limit
     assert (limits.balance.times < plain.times).all() and (limits.everything.times < limits.balance.times).all()
@@ -134,25 +134,25 @@ def test_llama_3_is_near_what_was_published():
 
 @pytest.mark.full
 def test_every_figure_has_its_rows_table_and_picture(tmp_path):
-    found, gpus = paper.run(replace(paper.QUICK, other_models=6, packing=12, gpus=2, layer=4, sensitivity=6))
-    assert {r["figure"] for r in found} == {"12", "13", "14", "1, 4", "15", "table 2", "sensitivity"}
-    assert {r["label"] for r in found} == {"simulated"}
-    lines = report.compare(found)
+    rows, gpus = paper.run(replace(paper.QUICK, other_models=6, packing=12, gpus=2, layer=4, sensitivity=6))
+    assert {r["figure"] for r in rows} == {"12", "13", "14", "1, 4", "15", "table 2", "sensitivity"}
+    assert {r["label"] for r in rows} == {"simulated"}
+    lines = report.compare(rows)
     stated = [line["paper"] for line in lines if line.get("paper") is not None]
     # Figure 1; all of Table 2, twice; three averages and a case of Figure 12; Figures 13, 14 and 15.
     assert len(stated) == 1 + 2 * 11 + 4 + 4 + 2 + 4, stated
     empty = {line["what"] for line in lines if line.get("reproduced") is None and line.get("ours") is None}
     assert empty == {f"ms (measured), solver, {k} global batches" for k in (1, 2, 4)}
     assert gpus.keys() == {"Plain-4D", "WLB-LLM", "ours"} and gpus["ours"].shape == (4, 16, 16)
-    assert report.draw(found, gpus, tmp_path).stat().st_size > 10_000
-    paper.show(found)
-    names = [goal.name.split(",")[0] for goal in paper.goals(found)]
+    assert report.draw(rows, gpus, tmp_path).stat().st_size > 10_000
+    paper.show(rows)
+    names = [goal.name.split(",")[0] for goal in paper.goals(rows)]
     assert names == ["figure 12"] * 2 + ["7B-128K", "largest standard error"]
 
 
 def test_a_layer_is_never_slower_by_the_better_sharding():
-    found = {(r["window"], r["scheme"]): r["layer_ms"] for r in balance.figure_15(8)}
+    layer_ms = {(r["window"], r["scheme"]): r["layer_ms"] for r in balance.figure_15(8)}
     for window in (65536, 131072):
-        best = min(found[window, "per-sequence"], found[window, "per-document"])
-        assert found[window, "optimal of the two"] <= best
-        assert found[window, "limit of balance"] <= found[window, "per-sequence"]
+        best = min(layer_ms[window, "per-sequence"], layer_ms[window, "per-document"])
+        assert layer_ms[window, "optimal of the two"] <= best
+        assert layer_ms[window, "limit of balance"] <= layer_ms[window, "per-sequence"]
