@@ -57,7 +57,8 @@ Int64s array(const std::vector<int64_t>& values) {
 wlb::Kernel kernel_model(const py::object& k) {
   const auto integer = [&](const char* name) { return k.attr(name).cast<int64_t>(); };
   const auto real = [&](const char* name) { return k.attr(name).cast<double>(); };
-  return {integer("tile_rows"), real("launch"), real("tile"), real("query_tile"), integer("heads"), real("exchange")};
+  return {integer("tile_rows"), real("launch"), real("tile"), real("query_tile"), integer("heads"), integer("parts"),
+          real("exchange")};
 }
 
 // (strategy, predicted time, SEGMENT columns, where each call begins)

@@ -238,26 +238,27 @@ class Tally {
     rows_ += segment.stop - segment.start;
     Rank& held = ranks_[rank];
     held.sent += segment.stop - segment.start;
-    held.launches |= c < ranks_.size() ? 1 : 2;
+    held.calls |= c < ranks_.size() ? 1 : 2;
     sharder_.count(segment, held.counts);
   }
 
   // Of the slowest rank, with the rows that all ranks exchange: as many as the one that sends most.
-  double predicted(double exchange) {
+  double predicted(const Kernel& kernel) {
     end_document();
     double slowest = 0;
     int64_t sent = 0;
+    for (const Rank& rank : ranks_) sent = std::max(sent, rank.sent);
     for (const Rank& rank : ranks_) {
-      slowest = std::max(slowest, sharder_.time(rank.launches % 2 + rank.launches / 2, rank.counts));
-      sent = std::max(sent, rank.sent);
+      const int64_t calls = rank.calls % 2 + rank.calls / 2;
+      slowest = std::max(slowest, sharder_.time(sent > 0 ? calls * kernel.parts : calls, rank.counts));
     }
-    return slowest + exchange * static_cast<double>(sent * static_cast<int64_t>(ranks_.size()));
+    return slowest + kernel.exchange * static_cast<double>(sent * static_cast<int64_t>(ranks_.size()));
   }
 
  private:
   struct Rank {
     Counts counts;
-    int64_t launches = 0, sent = 0;  // a bit for heads, one for tails; rows
+    int64_t calls = 0, sent = 0;  // a bit for heads, one for tails; rows
   };
 
   void end_document() {
@@ -331,7 +332,7 @@ Sharding shard(const std::vector<int64_t>& lengths, int64_t cp_size, const std::
       pieces.push_back({chunk, segment});
     };
     if (!run(way, best_time, emit)) return;
-    const double time = tally.predicted(kernel.exchange);
+    const double time = tally.predicted(kernel);
     if (!best || time < best_time || (time == best_time && &way < best)) {
       best = &way, best_time = time;
       pieces.swap(best_pieces);

@@ -15,7 +15,7 @@ struct Segment {
 struct Kernel {
   int64_t tile_rows;  // a power of two
   double launch, tile, query_tile;
-  int64_t heads;
+  int64_t heads, parts;
   double exchange;
 };
 

@@ -250,7 +250,7 @@ void stress_adaptive(Choices& choose) { AdaptiveRound(choose).run(); }
 void stress_sharding(Choices& choose) {
   const int64_t cp_size = choose.of<int64_t>({1, 2, 3, 4, 16}), longest = choose.of<int64_t>({1, 40, 3000, 1 << 20});
   const int64_t tile = choose.of<int64_t>({1, 2, 128, 1 << 16});
-  const wlb::Kernel kernel{tile, 3.0, choose.of<double>({0.0, 1.0}), 0.5, choose.between(1, 64), 0.25};
+  const wlb::Kernel kernel{tile, 3.0, choose.of<double>({0.0, 1.0}), 0.5, choose.between(1, 64), choose.between(1, 4), 0.25};
   std::vector<int64_t> lengths;
   int64_t tokens = 0;
   for (int64_t left = choose.between(1, 40); left > 0; --left) {

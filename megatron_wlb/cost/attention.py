@@ -35,6 +35,8 @@ class KernelModel:
     tile: float
     query_tile: float
     heads: int = 1
+    parts: int = 1
+    """Parts of K and V of which one is computed with while the next travels."""
     exchange: float = 0.0
 
     def count(self, segments: np.ndarray) -> tuple[int, int]:
@@ -48,9 +50,13 @@ class KernelModel:
         return int(tiles.sum()), int((-(-q // t)).sum())
 
     def count_shard(self, calls: Sequence[np.ndarray]) -> tuple[int, int, int]:
-        """Launches, one per call with rows, N_t and N_q of a shard."""
+        """Calls with rows, N_t and N_q of a shard."""
         counts = [self.count(call) for call in calls if len(call)]
         return len(counts), sum(tiles for tiles, _ in counts), sum(query_tiles for _, query_tiles in counts)
+
+    def launches(self, calls: Any, exchanged_rows: Any) -> Any:
+        """Launches of so many calls: each has one for every part, or one for all where nothing is exchanged."""
+        return calls * np.where(exchanged_rows > 0, self.parts, 1)
 
     def time(self, launches: Any, tiles: Any, query_tiles: Any) -> Any:
         """Predicted time of counts, which may be arrays; in the order of operations of csrc/sharding.cpp."""
@@ -102,17 +108,18 @@ class Profile:
 
         Args:
             heads: query heads of a tensor-parallel rank.
-            parts: in which K and V arrive, each with launches of its own.
+            parts: in which K and V arrive.
             backward_ratio: backward time per forward time where backward was not measured.
         """
 
         def kernel(times: KernelTimes, ratio: float) -> KernelModel:
             return KernelModel(
                 tile_rows=self.tile_rows,
-                launch=parts * times.launch * ratio,
+                launch=times.launch * ratio,
                 tile=times.tile * ratio,
                 query_tile=times.query_tile * ratio,
                 heads=heads,
+                parts=parts,
             )
 
         backward = kernel(self.backward, 1.0) if self.backward else kernel(self.forward, backward_ratio)

@@ -16,7 +16,7 @@ Directions = tuple[np.ndarray, np.ndarray]
 
 
 def exchange_parts(job: "Job") -> int:
-    """Parts of K and V of which one computes while the next travels; each has launches of its own."""
+    """Parts of K and V of which one is computed with while the next travels."""
     return job.parallel.cp if job.cp_exchange == "ring" else job.head_groups
 
 

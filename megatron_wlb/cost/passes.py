@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from megatron_wlb.cost.attention import ATTENTION_BACKWARD, attention_kernels
-from megatron_wlb.cost.exchange import FP32, Directions, exchange_parts, exposed_exchange
+from megatron_wlb.cost.exchange import FP32, Directions, exposed_exchange
 from megatron_wlb.cost.network import Group, Network, load_network
 from megatron_wlb.job import Job
 from megatron_wlb.plan.sharding.exchange import num_sent
@@ -136,10 +136,10 @@ def _attention(job: Job, hardware: Hardware, shards: Sequence[ShardPlan]) -> tup
     """Kernels of a layer, forward and backward, float64 [M, cp], and what the exchange adds to the slowest, [M]."""
     kernels = attention_kernels(job, hardware.attention_backward)
     counts = np.array([[kernels[0].count_shard(s.calls) for s in plan.shards] for plan in shards])  # [M, cp, 3]
-    launches, tiles, query_tiles = np.moveaxis(counts, 2, 0)
+    calls, tiles, query_tiles = np.moveaxis(counts, 2, 0)
     every_row = job.cp_exchange != "shared"
     rows = np.array([float(p.lengths.sum() if every_row else num_sent(p) * job.parallel.cp) for p in shards])
-    launches = np.where(rows[:, None] > 0, launches, launches / exchange_parts(job))  # all heads at once
+    launches = kernels[0].launches(calls, rows[:, None])
     forward, backward = (kernel.time(launches, tiles, query_tiles) for kernel in kernels)
     slowest = forward.max(axis=1), backward.max(axis=1)
     return (forward, backward), exposed_exchange(job, rows, slowest, hardware.network)

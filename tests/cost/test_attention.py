@@ -95,11 +95,11 @@ BOTH = Profile(
 
 def test_a_kernel_adds_up_both_directions_with_launches_for_every_head_group():
     kernel = attention_kernel(job(profile=BOTH, tp=2, cp=2, cp_head_groups=2))
-    assert (kernel.launch, kernel.tile, kernel.query_tile, kernel.heads) == (22.0, 22.0, 33.0, 2)
+    assert (kernel.launch, kernel.tile, kernel.query_tile, kernel.heads) == (11.0, 22.0, 33.0, 2)
+    assert kernel.launches(np.array([1, 2]), np.array([5, 0])).tolist() == [2, 2]
     alone = attention_kernel(job(profile=BOTH))
-    assert (alone.launch, alone.heads, alone.exchange) == (11.0, 4, 0.0)
-    forward, backward = attention_kernels(job(profile=BOTH, cp=4, cp_exchange="ring"))
-    assert (forward.launch, backward.launch) == (4.0, 40.0)
+    assert (alone.parts, alone.heads, alone.exchange) == (1, 4, 0.0)
+    assert attention_kernel(job(profile=BOTH, cp=4, cp_exchange="ring")).parts == 4
 
 
 def test_a_backward_that_was_not_measured_takes_as_much_longer_as_it_has_products():

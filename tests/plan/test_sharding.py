@@ -30,7 +30,7 @@ from tests.jobs import job
 
 FLOPS = attention_kernel(job())
 H100 = attention_kernel(job(cp=8, profile=load_profile("h100-fa2")))
-COARSE = KernelModel(tile_rows=8, launch=3.0, tile=1.0, query_tile=0.5, exchange=0.25)
+COARSE = KernelModel(tile_rows=8, launch=3.0, tile=1.0, query_tile=0.5, parts=2, exchange=0.25)
 KERNELS = [FLOPS, H100, COARSE]
 
 

@@ -95,11 +95,16 @@ def mirrored_order(lengths: np.ndarray) -> np.ndarray:
 
 
 def rank_work(plan: ShardPlan, kernel: KernelModel) -> np.ndarray:
-    """Predicted attention time of every rank, float64 [cp]: one launch per call; the unit is the kernel model's."""
-    return np.array([float(kernel.time(*kernel.count_shard(shard.calls))) for shard in plan.shards])
+    """Predicted attention time of every rank, float64 [cp]; the unit is the kernel model's."""
+    calls, tiles, query_tiles = np.array([kernel.count_shard(shard.calls) for shard in plan.shards]).T
+    work: np.ndarray = kernel.time(kernel.launches(calls, _exchanged_rows(plan)), tiles, query_tiles)
+    return work
 
 
 def predicted_time(plan: ShardPlan, kernel: KernelModel) -> float:
     """Predicted time of the slowest rank, with the exchange of K and V that nothing hides."""
-    exchanged = num_sent(plan) * len(plan.shards) if len(plan.shards) > 1 else 0
-    return float(rank_work(plan, kernel).max()) + kernel.exchange * exchanged
+    return float(rank_work(plan, kernel).max()) + kernel.exchange * _exchanged_rows(plan)
+
+
+def _exchanged_rows(plan: ShardPlan) -> int:
+    return num_sent(plan) * len(plan.shards) if len(plan.shards) > 1 else 0
