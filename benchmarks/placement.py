@@ -14,8 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks import results
 from benchmarks.lengths import CROSSOVER, WINDOW, f2, stream
@@ -28,19 +26,16 @@ from megatron_wlb.pipeline.schedule import schedule_of
 from megatron_wlb.pipeline.timeline import makespans
 from megatron_wlb.plan import native
 from megatron_wlb.plan.packer import make_packer
-from megatron_wlb.plan.packing.adaptive import AdaptivePacking
+from megatron_wlb.plan.packing import POLICIES
 from megatron_wlb.plan.packing.base import Packing
-from megatron_wlb.plan.packing.fixed import FixedPacking
-from megatron_wlb.plan.packing.original import OriginalPacking
-from megatron_wlb.plan.packing.wlb import WlbPacking
 from megatron_wlb.plan.placement import order, place, rank_cost
 
 S_MAX = 1.25
-POLICIES = {
-    "original": OriginalPacking(),
-    "fixed, 1 global batches": FixedPacking(),
-    "Algorithm 1, 0.25/0.5": WlbPacking(outlier_thresholds=(WINDOW // 4, WINDOW // 2)),
-    "adaptive": AdaptivePacking(),
+PACKINGS = {
+    "original": POLICIES["original"](),
+    "fixed, 1 global batches": POLICIES["fixed"](),
+    "Algorithm 1, 0.25/0.5": POLICIES["wlb"](outlier_thresholds=(WINDOW // 4, WINDOW // 2)),
+    "adaptive": POLICIES["adaptive"](),
 }
 # Micro-batches, data-parallel ranks, stages, chunks: from 4 to 64 micro-batches a rank.
 LAYOUTS = ((16, 4, 4, 1), (64, 8, 4, 1), (64, 8, 8, 1), (64, 8, 4, 2), (64, 4, 4, 1), (64, 1, 4, 1))
@@ -101,7 +96,7 @@ def compare(work: np.ndarray, job: Job, rng: np.random.Generator) -> dict[str, f
 def quality(quick: bool) -> list[Row]:
     rows, rng = [], np.random.default_rng(0)
     layouts = QUICK if quick else LAYOUTS
-    for name, policy in POLICIES.items():
+    for name, policy in PACKINGS.items():
         packed = {n: works(policy, n, 20 if quick else 100) for n in {layout[0] for layout in layouts}}
         for n, dp, pp, vpp in layouts:
             steps = [compare(work, job_of(n, dp, pp, vpp), rng) for work in packed[n]]
@@ -181,21 +176,12 @@ def goals(rows: list[Row], best: list[Row], times: list[Row]) -> list[results.Go
     return wanted
 
 
-def show(rows: list[Row], best: list[Row], times: list[Row]) -> None:
-    console = Console(width=170)
-    table = Table(*rows[0])
-    for r in rows:
-        table.add_row(*(f"{v:.4f}" if isinstance(v, float) else str(v) for v in r.values()))
-    console.print(table)
-    for r in best + times:
-        console.print(", ".join(f"{name} {v:.4f}" if isinstance(v, float) else f"{name} {v}" for name, v in r.items()))
-
-
 def main() -> None:
     args = results.parser(__doc__, "two layouts and fewer steps, nothing written").parse_args()
     rows, best, times = quality(args.quick), optima(args.quick), timings(args.quick)
     wanted = goals(rows, best, times)
-    show(rows, best, times)
+    for table in (rows, best, times):
+        results.show([*table[0]], [[*row.values()] for row in table], width=170)
     if not args.quick:
         setup = {"window": WINDOW, "crossover": CROSSOVER, "S_max": S_MAX, "steps": 100, "seed": 0}
         print(results.write("placement", settings=setup | {"optima": best, "timings": times}, rows=rows, goals=wanted))

@@ -20,8 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch.nn import functional as F
 
 from benchmarks import pipelines, results
@@ -117,7 +115,8 @@ def main() -> None:
     runs = [(layout, record(layout, size)) for layout in LAYOUTS]
     rows = [summary(layout, recordings) for layout, recordings in runs]
     wanted = [results.at_most(f"{row['layout']}: largest error of a step", row["error_max"], WITHIN) for row in rows]
-    _show(rows)
+    shown = ("layout", "measured_ms", "simulated_ms", "error_median", "error_max", "start_error_max", "idle_share")
+    results.show(shown, [[row[name] for name in shown] for row in rows], width=120)
     if args.record is not None:
         kept = {layout.name: recordings[0].to_json() for layout, recordings in runs}
         Path(args.record).write_text(json.dumps(kept, separators=(",", ":")).replace('},"PP', '},\n"PP') + "\n")
@@ -324,15 +323,6 @@ def _transfer_times(tokens: list[int], hidden: int, repeats: int = 9) -> np.ndar
 
 def _pin(core: int) -> None:
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[core]})
-
-
-def _show(rows: list[Row]) -> None:
-    console = Console(width=120)
-    table = Table("layout", "measured ms", "simulated ms", "error", "largest", "pass begins off by", "idle", box=None)
-    for r in rows:
-        shares = [f"{r[name]:.2%}" for name in ("error_median", "error_max", "start_error_max", "idle_share")]
-        table.add_row(r["layout"], f"{r['measured_ms']:.1f}", f"{r['simulated_ms']:.1f}", *shares)
-    console.print(table)
 
 
 if __name__ == "__main__":
