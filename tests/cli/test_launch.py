@@ -19,41 +19,29 @@ LINE = """torchrun --nproc_per_node=2 --nnodes 2 --rdzv-endpoint host:29500 pret
     --recompute-granularity selective --tokenizer-type GPTSentencePieceTokenizer --data-path PREFIX \\
     --split 99,1,0 2>&1 | tee "log $RANK.txt"
 """
-SCRIPT = """#!/bin/bash
-# Launches training; --num-layers 99 in a comment means nothing.
-GPUS_PER_NODE=2
-NUM_NODES=2
-export LAYERS="4"
-DATA_PATH=PREFIX
-WORLD_SIZE=$(($GPUS_PER_NODE*$NUM_NODES))
-DISTRIBUTED_ARGS=(
-    --nproc_per_node $GPUS_PER_NODE
-    --nnodes ${NUM_NODES}
-)
-GPT_MODEL_ARGS=(--num-layers $LAYERS --hidden-size 512 --num-attention-heads 4 --vocab-size 100 --swiglu)
-MODEL_PARALLEL_ARGS=( --tensor-model-parallel-size 2 )
-DATA_ARGS=(
-    --data-path $DATA_PATH
-)
-torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py ${GPT_MODEL_ARGS[@]} ${MODEL_PARALLEL_ARGS[@]} ${DATA_ARGS[@]} --bf16 \
-    --seq-length 4096 --global-batch-size 8 --split 99,1,0 --save "$CHECKPOINTS" && echo done
-"""
 
 
-def test_launch_lines(tmp_path, data, monkeypatch):
-    """As words, from a script of the form of Megatron's examples, and from standard input: the same job."""
-    line, script = (text.replace("PREFIX", data) for text in (LINE, SCRIPT))
-    (tmp_path / "train.sh").write_text(script)
-    found = [described("--launch", str(tmp_path / "train.sh"))]
+@pytest.fixture
+def script(tmp_path):
+    """Writes a launch script, and gives the flag that names it."""
+
+    def write(text):
+        (tmp_path / "train.sh").write_text(text)
+        return f"--launch {tmp_path / 'train.sh'}"
+
+    return write
+
+
+def test_a_launch_line(script, data, monkeypatch):
+    """As words, from a file, and from standard input: the same job."""
+    line = LINE.replace("PREFIX", data)
     monkeypatch.setattr("sys.stdin", io.StringIO(line))
-    found.append(described("--launch=-"))
-    found.append(described(line.replace("\\\n", " ").split(" 2>&1")[0]))
-    for _, job, blend, _ in found:
-        assert (job.model, job.parallel, blend.prefixes) == (found[0].job.model, found[0].job.parallel, [data])
-        assert (job.parallel.num_gpus, job.parallel.dp, job.parallel.tp, job.num_micro_batches) == (4, 2, 2, 8)
+    for words in (script(line), "--launch=-", line.replace("\\\n", " ").split(" 2>&1")[0]):
+        args, job, blend, _ = described(words)
+        assert (job.parallel, job.num_micro_batches, blend.prefixes) == (Parallel(tp=2, dp=2), 8, [data])
         assert (job.model.num_layers, job.model.padded_vocab_size) == (4, 256)
         assert job.model.ffn_hidden_size == 512 * 8 // 3 // 64 * 64
-    assert [each.args.ignored for each in found] == [["--bf16", "--save"], IGNORED, IGNORED]
+        assert args.ignored == IGNORED
 
 
 IGNORED = (
@@ -150,9 +138,8 @@ ACROSS = (
 )
 
 
-def test_a_script_of_the_shape_of_nvidias(tmp_path, data):
-    (tmp_path / "train.sh").write_text(H100)
-    args, job, blend, notes = described("--launch", str(tmp_path / "train.sh"), "--data-path", data)
+def test_a_script_of_the_shape_of_nvidias(script, data):
+    args, job, blend, notes = described(script(H100), "--data-path", data)
     assert (job.parallel, job.num_micro_batches) == (Parallel(cp=2, dp=8), 64)
     assert (job.context_length, blend.prefixes, len(blend.sources[0].lengths)) == (8192, [data], round(0.99 * 8000))
     assert (job.model.num_layers, job.model.num_query_groups, job.model.padded_vocab_size) == (32, 8, 128256)
@@ -166,18 +153,18 @@ def test_a_script_of_the_shape_of_nvidias(tmp_path, data):
     assert args.ignored == [*known.split(), "--profile-step-start", "--save"]
 
 
-def test_a_job_of_slurm_whose_flags_are_one_word(tmp_path, data):
+def test_a_job_of_slurm_whose_flags_are_one_word(script, data):
     """As upstream's sc21 scripts: no torchrun, GPUs by #SBATCH, training in `sh -c`."""
-    (tmp_path / "train.sbatch").write_text(
+    launch = script(
         "#!/bin/bash\n#SBATCH --nodes=2 --exclusive --ntasks-per-node=8\n"
         f'options=" \\\n --seq-length {C} {MODEL} \\\n --context-parallel-size 2 --data-path {data}"\n'
         'run="python -u pretrain_gpt.py ${options} --dataloader-type cyclic"\n'
         'srun -l --output=log sh -c "${run}"\n'
     )
-    args, job, blend, _ = described("--launch", str(tmp_path / "train.sbatch"))
+    args, job, blend, _ = described(launch)
     assert (job.parallel, blend.prefixes) == (Parallel(cp=2, dp=8), [data])
     assert args.refused == ["--dataloader-type"] and "--dataloader-type" not in args.ignored
-    assert described("--num-gpus 4 --launch", str(tmp_path / "train.sbatch")).job.parallel.num_gpus == 4
+    assert described("--num-gpus 4", launch).job.parallel.num_gpus == 4
 
 
 VALUES = {
@@ -231,8 +218,8 @@ def test_what_to_take_out_is_printed(tmp_path, lengths, capsys):
 def test_our_own_slurm_scripts(name, gpus, shape, tmp_path):
     """With the train.sh that they source, the nodes that they ask for, and 128K by default."""
     write_index(tmp_path / "corpus.idx", np.full(99, 9000))
-    script = str(ROOT / f"scripts/slurm/{name}.sbatch")
-    _, job, _, notes = described("--launch", script, "--data-path", str(tmp_path / "corpus"))
+    launch = f"--launch {ROOT / f'scripts/slurm/{name}.sbatch'}"
+    _, job, _, notes = described(launch, "--data-path", str(tmp_path / "corpus"))
     parallel = job.parallel
     assert (parallel.num_gpus, job.context_length, parallel.pp, parallel.vpp) == (gpus, 131072, 4, 2)
     assert (job.num_micro_batches, job.packing.name) == (4 * parallel.dp, "wlb")
@@ -273,11 +260,6 @@ def test_words_of_a_shell_end_however_odd(text):
     words_of(text)
 
 
-def test_a_script_with_an_open_quote(tmp_path, capsys):
-    (tmp_path / "train.sh").write_text("torchrun pretrain_gpt.py --data-path 'x")
-    refused(capsys, f"--launch {tmp_path / 'train.sh'}", "is not one of a shell: no closing quotation")
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -289,9 +271,13 @@ def test_a_script_with_an_open_quote(tmp_path, capsys):
         "#" + "x" * (1 << 20),
     ],
 )
-def test_a_script_that_grows_by_its_variables(text, tmp_path, capsys):
-    (tmp_path / "train.sh").write_text(text)
-    refused(capsys, f"--launch {tmp_path / 'train.sh'}", "characters with its variables put in, and may have 1048576")
+def test_a_script_that_grows_by_its_variables(text, script, capsys):
+    refused(capsys, script(text), "characters with its variables put in, and may have 1048576")
+
+
+def test_a_script_with_an_open_quote(script, capsys):
+    line = "torchrun pretrain_gpt.py --data-path 'x"
+    refused(capsys, script(line), "is not one of a shell: no closing quotation")
 
 
 VARIED = """TP=${TP:-half}
@@ -302,27 +288,26 @@ torchrun $PAR --nnodes 2 pretrain_gpt.py --recompute-modules mlp $A core_attn --
 """
 
 
-def test_flags_beside_launch_overrule_what_is_no_number(tmp_path, data, capsys):
+def test_flags_beside_launch_overrule_what_is_no_number(script, data, capsys):
     """By any of their names, and however many values they have."""
-    (tmp_path / "train.sh").write_text(VARIED)
-    refused(capsys, f"--launch {tmp_path / 'train.sh'}", "--tensor-model-parallel-size: 'half' must be an integer")
+    refused(capsys, script(VARIED), "--tensor-model-parallel-size: 'half' must be an integer")
     words = f"--tensor-model-parallel-size=2 --nproc-per-node 2 --recompute-modules --data-path {data}"
-    _, job, blend, _ = described(words, JOB, "--launch", str(tmp_path / "train.sh"))
+    _, job, blend, _ = described(words, JOB, script(VARIED))
     assert (job.parallel, blend.prefixes) == (Parallel(tp=2, dp=2), [data])
     assert (job.model.padded_vocab_size, job.model.hidden_size, job.recompute.modules) == (1024, 512, ())
 
 
-def test_options_that_the_script_itself_reads(tmp_path):
-    (tmp_path / "train.sh").write_text(
+def test_options_that_the_script_itself_reads(script):
+    launch = script(
         'while [ $# -gt 0 ]; do case $1 in --global-batch-size) GBS="$2"; shift 2 ;; --context-parallel-size) shift;; '
         "esac; done\ntorchrun --nproc-per-node 4 pretrain_gpt.py --context-parallel-size 2 --global-batch-size 16\n"
     )
-    job = described("--launch", str(tmp_path / "train.sh"), f"{MODEL} --seq-length {C}").job
+    job = described(launch, f"{MODEL} --seq-length {C}").job
     assert (job.parallel, job.num_micro_batches) == (Parallel(cp=2, dp=2), 16)
 
 
-def test_string_options_that_are_built_up(tmp_path, data):
-    (tmp_path / "train.sh").write_text(
+def test_string_options_that_are_built_up(script, data):
+    launch = script(
         f'DP=2 OPTIONS="{MODEL} --data-path {data}"\n'
         "SEQ=$((4*1024)) GBS=$((DP*8)) PAR='--tensor-model-parallel-size 2'\n"
         'if [ "$LONG" = 1 ]; then\n  PAR+=" --context-parallel-size 2"\nfi\n'
@@ -330,7 +315,7 @@ def test_string_options_that_are_built_up(tmp_path, data):
         "torchrun --nproc-per-node 8 --nnodes $((DP)) pretrain_gpt.py $OPTIONS $PAR --seq-length $SEQ "
         "--global-batch-size ${GBS}\necho done\n"
     )
-    _, job, blend, _ = described("--launch", str(tmp_path / "train.sh"))
+    _, job, blend, _ = described(launch)
     assert job.parallel == Parallel(tp=2, cp=2, pp=2, dp=2)
     assert (job.context_length, job.num_micro_batches, blend.prefixes) == (C, 16, [data])
 
@@ -348,9 +333,8 @@ def test_string_options_that_are_built_up(tmp_path, data):
         ("", "torchrun x.py --data-path 0.3 $A 0.7 $B --bf16 ${C[@]:1} ${D^^}", "${C[@]:1}, ${D^^}"),
     ],
 )
-def test_variables_that_the_file_does_not_assign(before, command, names, tmp_path, data):
-    (tmp_path / "train.sh").write_text(f"{before}\n{command}\n")
-    notes = described("--launch", str(tmp_path / "train.sh"), JOB, "--data-path", data).notes
+def test_variables_that_the_file_does_not_assign(before, command, names, script, data):
+    notes = described(script(f"{before}\n{command}\n"), JOB, "--data-path", data).notes
     said = f"Flags that {names} may hold are missing here: the file does not say what is in them."
     assert [note for note in notes if note.startswith("Flags that ")] == [said] * bool(names)
 
@@ -367,10 +351,9 @@ def test_variables_that_the_file_does_not_assign(before, command, names, tmp_pat
         ("", False),
     ],
 )
-def test_attention_across_documents_is_named(words, crosses, tmp_path):
+def test_attention_across_documents_is_named(words, crosses, script):
     """Of a launch line and of a script; flags alone are no run that exists."""
-    (tmp_path / "train.sh").write_text(words)
-    for line in (words, f"--launch {tmp_path / 'train.sh'}"):
+    for line in (words, script(words)):
         assert (ACROSS in described(line, JOB).notes) == crosses
 
 
@@ -406,8 +389,8 @@ def test_masks_are_no_matter():
         ("--launch no/such/file", r"No such file"),
     ],
 )
-def test_words_that_are_no_flags(words, message, tmp_path, capsys):
-    (tmp_path / "train.sh").write_text("python nemo.py model.x=1\n")
+def test_words_that_are_no_flags(words, message, tmp_path, script, capsys):
+    script("python nemo.py model.x=1\n")
     for name in ("f2.idx", "x.py"):
         (tmp_path / name).touch()
     refused(capsys, words.format(tmp_path), message)
