@@ -44,7 +44,7 @@ ENV PIP_CONSTRAINT="" CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONNOUSERSITE=1
 # Without their dependencies: torch and all that is built against it is the image's own.
 RUN --mount=type=bind,from=train-wheel,source=/wheels,target=/wheels \
     pip install --no-cache-dir --no-deps "megatron-core==${MEGATRON_CORE}" /wheels/*.whl \
-    && pip install --no-cache-dir jsonschema==4.26.0 psutil==7.2.2 tensorboard==2.21.0 \
+    && pip install --no-cache-dir psutil==7.2.2 tensorboard==2.21.0 \
         transformers==5.15.0 sentencepiece==0.2.2 "rich>=13" "scipy>=1.11" \
     && useradd --create-home --uid 10001 wlb
 COPY scripts/docker/healthcheck.py /etc/megatron_wlb/

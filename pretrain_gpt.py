@@ -1,6 +1,6 @@
-"""Pre-train a GPT with Megatron-LM: upstream's flags, and `--wlb` for workload-balanced training."""
+"""Pre-train a GPT by upstream's flags and `--wlb`, without a checkout of Megatron-LM."""
 
-from megatron_wlb.adapter.pretrain import main
+from megatron_wlb.adapter.script import main
 
 if __name__ == "__main__":
     main()

@@ -53,7 +53,9 @@ choose_layout() {
             layout=(--context-parallel-size 2 "${pipeline[@]}" --tensor-model-parallel-size 2 --sequence-parallel)
             ;;
     esac
-    if [[ $gpus != 0 ]]; then
+    if [[ $gpus == 0 ]]; then
+        layout+=(--distributed-backend gloo) # asks for the CPU
+    else
         # Otherwise atomics in backward add in another order every time, and no two runs are equal to the bit.
         layout+=(--bf16 --deterministic-mode)
         if ! "$python" -c 'import transformer_engine' 2>/dev/null; then
@@ -77,7 +79,7 @@ choose_model() {
         --lr 1e-3 --lr-decay-style constant --weight-decay 0.1 --clip-grad 1.0
         --tokenizer-type NullTokenizer --vocab-size "$vocab_size" --data-path "$data" --split '100,0,0'
         --eval-iters 0 --log-interval 1 --ckpt-format torch_dist --calculate-per-token-loss
-        --wlb --wlb-packing wlb --wlb-outlier-thresholds '768,1536' --wlb-max-tokens 3072 --wlb-cp-sharding adaptive
+        --wlb --wlb-packing wlb --wlb-outlier-thresholds '768,1536' --wlb-max-tokens 3072
     )
 }
 

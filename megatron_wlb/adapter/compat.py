@@ -65,23 +65,15 @@ def prebuilt_dataset_helpers() -> Iterator[None]:
         yield
 
 
-def known(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """Those of `options` that `function` takes; where it lacks one, this version lacks the flag behind it too."""
-    present = inspect.signature(function).parameters
-    return {name: value for name, value in options.items() if name in present}
+def thd_arguments(bounds: Any, longest: int) -> dict[str, Any]:
+    """Of PackedSeqParams, for documents without padding whose queries and keys are the same rows."""
+    from megatron.core.packed_seq_params import PackedSeqParams
 
-
-def thd_arguments(bounds: Any, padded: Any, longest: int) -> dict[str, Any]:
-    """Of PackedSeqParams, for documents whose queries and keys are the same rows."""
-    return {
-        "qkv_format": "thd",
-        "cu_seqlens_q": bounds,
-        "cu_seqlens_kv": bounds,
-        "cu_seqlens_q_padded": padded,
-        "cu_seqlens_kv_padded": padded,
-        "max_seqlen_q": longest,
-        "max_seqlen_kv": longest,
-    }
+    bounds_of = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"), bounds)
+    given = {"qkv_format": "thd", "max_seqlen_q": longest, "max_seqlen_kv": longest, **bounds_of}
+    if "pad_between_seqs" in inspect.signature(PackedSeqParams).parameters:
+        given["pad_between_seqs"] = False
+    return given
 
 
 def weight_and_optimizer_bytes(args: Namespace) -> float | None:
@@ -103,51 +95,21 @@ def weight_and_optimizer_bytes(args: Namespace) -> float | None:
 
 
 def check_flags(args: Namespace) -> None:
-    """Raises ValueError for flags that this version has and that we serve only from a later version on, or never."""
-    from megatron.core import __version__
-
-    needs: dict[str, int | None] = {"sft": 18, "hybrid_context_parallel": 18}
-    needs |= {"spec": 19, "yaml_cfg": 19, "heterogeneous_layers_config_path": 19, "experimental_attention_variant": 19}
-    needs |= {"use_torch_fsdp2": 19}
-    needs |= {"use_legacy_models": None, "inprocess_restart": None}  # upstream's second try has no arguments any more
-    for name, since in needs.items():
-        if getattr(args, name, None) and (since is None or minor() < since):
-            newer = f"install 0.{since} or later, " if since else ""
-            raise ValueError(
-                f"--{name.replace('_', '-')} is not supported with megatron-core {__version__}; leave it out, "
-                f"{newer}or train with upstream's own pretrain_gpt.py"
-            )
+    """Raise ValueError for a flag that this version has and that we serve only from a later version on."""
+    if minor() < 19 and getattr(args, "use_torch_fsdp2", False):
+        raise ValueError(
+            f"--use-torch-fsdp2 is not supported with megatron-core 0.{minor()}; leave it out, or install 0.19"
+        )
 
 
-def parse_and_validate(extra_args_provider: Any, args_defaults: dict[str, Any]) -> Namespace:
-    """Upstream's command line, validated and made global; where this version lacks a flag, as if it were not given."""
-    from megatron.training import arguments, checkpointing, initialize
-
-    if minor() >= 18:
-        args = arguments.parse_and_validate_args(extra_args_provider, args_defaults=args_defaults)
-    else:
-        args = arguments.parse_args(extra_args_provider)
-        if args.use_checkpoint_args:
-            checkpointing.load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
-            checkpointing.load_args_from_checkpoint(args)
-        args = arguments.validate_args(args, args_defaults)
-        initialize.set_global_variables(args)
-    return with_newer(args)
-
-
-def with_newer(args: Namespace) -> Namespace:
-    """Add the flags of 0.19 that we read and this version lacks, as if they were not given."""
-    newer = {"eval_global_batch_size": args.global_batch_size, "eval_micro_batch_size": args.micro_batch_size}
-    newer |= {"dataloader_inter_document_masking": False, "logits_load_dir": None}
-    for name, value in newer.items():
-        if not hasattr(args, name):
-            setattr(args, name, value)
-    return args
+def eval_global_batch_size(args: Namespace) -> int:
+    """Micro-batches of an evaluation step; before 0.18 as many as of training."""
+    return int(getattr(args, "eval_global_batch_size", args.global_batch_size))
 
 
 @contextlib.contextmanager
 def parsed(args: Namespace) -> Iterator[None]:
-    """Give `pretrain()` the arguments that `parse_and_validate` returned; 0.17 would parse once more."""
+    """Give `pretrain()` the arguments that `parsed_by_script` returned; 0.17 would parse once more."""
     from megatron.training import initialize
 
     with contextlib.ExitStack() as stack:
@@ -166,7 +128,7 @@ def parsed(args: Namespace) -> Iterator[None]:
 
 
 @dataclass(kw_only=True)
-class _ModelConfig:
+class GptConfig:
     """What we use of 0.19's GPTModelConfig, for versions that have the model built by a function."""
 
     args: Namespace
@@ -188,18 +150,12 @@ class _ModelConfig:
         pg_collection: Any = None,
     ) -> Any:
         """The `model_provider` of `pretrain()`: one chunk of the model."""
-        from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+        from megatron.core.models.gpt import GPTModel
 
         args, transformer = self.args, self.transformer
-        mtp = None
-        if transformer.mtp_num_layers is not None:
-            last = gpt_layer_specs.get_gpt_decoder_layer_specs(transformer, *self._spec_options())[-1]
-            use_te = transformer.transformer_impl == "transformer_engine"
-            mtp = gpt_layer_specs.get_gpt_mtp_block_spec(transformer, last, use_te, vp_stage=vp_stage)
         chunk = GPTModel(
             config=transformer,
             transformer_layer_spec=(self.transformer_layer_spec or default_layer_spec)(self, vp_stage=vp_stage),
-            mtp_block_spec=mtp,
             vocab_size=args.padded_vocab_size,
             max_sequence_length=args.max_position_embeddings,
             pre_process=pre_process,
@@ -217,70 +173,69 @@ class _ModelConfig:
             (chunk,) = hook([chunk])
         return chunk
 
-    def _spec_options(self) -> tuple[bool, str, bool]:
-        t = self.transformer
-        return t.transformer_impl == "transformer_engine", t.normalization, t.qk_l2_norm
-
-
-def model_config(args: Namespace) -> Any:
-    """The model that the flags describe: `transformer`, `transformer_layer_spec`, `pre_wrap_hooks`."""
-    if minor() >= 19:
-        return importlib.import_module("megatron.training.argument_utils").gpt_config_from_args(args)
-    from megatron.training.arguments import core_transformer_config_from_args
-
-    transformer = core_transformer_config_from_args(args)
-    if minor() < 18 and transformer.overlap_p2p_comm and not args.wlb:
-        # This interleaved schedule frees an output that is still being sent; with --wlb our communicator holds it.
-        transformer.deallocate_pipeline_outputs = False
-    return _ModelConfig(args=args, transformer=transformer)
-
 
 def default_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
-    """Upstream's layers for a `model_config`: the spec of one layer or of the block."""
+    """Upstream's layers for the model of a script: the spec of one layer or of the block."""
     if minor() >= 19:
         return importlib.import_module("megatron.training.models.gpt").default_layer_spec(config, vp_stage)
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    return get_gpt_decoder_block_spec(config.transformer, *config._spec_options(), vp_stage=vp_stage)
+    t = config.transformer
+    use_te = t.transformer_impl == "transformer_engine"
+    return get_gpt_decoder_block_spec(t, use_te, t.normalization, t.qk_l2_norm, vp_stage=vp_stage)
 
 
-def pretrain_arguments(args: Namespace, model: Any) -> dict[str, Any]:
-    """The arguments of `pretrain()` that say what to train: a container of all settings, a function, or both."""
-    built = {} if minor() >= 19 else {"model_provider": model.build}
+# A script that calls pretrain() --------------------------------------------------------------------------------------
+
+
+def run_script(defaults: dict[str, Any]) -> None:
+    """Parse the command line and call `pretrain()` as upstream's script does, with nothing of its own to train."""
+    from megatron.core.enums import ModelType
+    from megatron.training import argument_utils, arguments, pretrain
+
+    own: dict[str, Any] = {"model_type": ModelType.encoder_or_decoder}
+    own |= {"train_valid_test_dataset_provider": None, "forward_step_func": None}
     if minor() < 18:
-        return built
-    from megatron.training.argument_utils import pretrain_cfg_container_from_args
-
-    return {"cfg_container": pretrain_cfg_container_from_args(args, None if built else model), **built}
-
-
-# A script of upstream's that calls pretrain() itself -----------------------------------------------------------------
+        pretrain(**own, model_provider=None, args_defaults=defaults)
+        return
+    args = arguments.parse_and_validate_args(args_defaults=defaults)
+    model = argument_utils.gpt_config_from_args(args) if minor() >= 19 else None
+    pretrain(argument_utils.pretrain_cfg_container_from_args(args, model), model_provider=None, **own)
 
 
 def parsed_by_script(given: dict[str, Any]) -> Namespace:
     """The script's validated arguments; 0.17 parses them inside of `pretrain()`, which got the arguments `given`."""
-    if minor() < 18:
-        return parse_and_validate(given.get("extra_args_provider"), given.get("args_defaults", {}))
-    from megatron.training import get_args
+    from megatron.training import arguments, checkpointing, get_args, initialize
 
-    return with_newer(get_args())
+    if minor() >= 18:
+        return get_args()  # type: ignore[no-any-return]
+    args = arguments.parse_args(given.get("extra_args_provider"))
+    if args.use_checkpoint_args:
+        checkpointing.load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+        checkpointing.load_args_from_checkpoint(args)
+    args = arguments.validate_args(args, given.get("args_defaults", {}))
+    initialize.set_global_variables(args)
+    return args  # type: ignore[no-any-return]
 
 
 def model_of_script(args: Namespace, given: dict[str, Any]) -> Any:
-    """The `model_config` that the script's `pretrain(**given)` trains.
+    """The model that the script's `pretrain(**given)` trains; its `transformer_layer_spec` and `pre_wrap_hooks` count.
 
     Before 0.19 the script gives a function instead, for which ours is exchanged in `given`. Raises ValueError if it
     builds anything but upstream's GPT.
     """
     if minor() >= 19:
         return given["cfg_container"].model
-    builder = getattr(given["model_provider"], "args", (None,))[0]
-    if getattr(builder, "__name__", None) != "gpt_builder":
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    provider = given["model_provider"]
+    builder = getattr(provider, "args", (None,))[0]
+    if provider is not None and getattr(builder, "__name__", None) != "gpt_builder":
         raise ValueError(
-            f"--wlb: the script builds its model with {builder or given['model_provider']}; with megatron-core before "
-            "0.19 only gpt_builder of upstream's pretrain_gpt.py is supported, use that or install 0.19"
+            f"--wlb: the script builds its model with {builder or provider}; with megatron-core before 0.19 only "
+            "gpt_builder of upstream's pretrain_gpt.py is supported, use that or install 0.19"
         )
-    model = model_config(args)
+    model = GptConfig(args=args, transformer=core_transformer_config_from_args(args))
     given["model_provider"] = model.build
     return model
 
@@ -337,45 +292,3 @@ def whole_router_losses() -> Iterator[None]:
     scaler = importlib.import_module("megatron.core.transformer.moe.router").MoEAuxLossAutoScaler
     with replaced(scaler, "apply", whole, ()):
         yield
-
-
-# Batches without --wlb -----------------------------------------------------------------------------------------------
-
-
-def mtp_on_this_rank(config: Any, vp_stage: int | None) -> bool:
-    """Whether this chunk has layers of multi-token prediction."""
-    from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
-
-    if minor() < 18:
-        return bool(mtp_on_this_rank(config, ignore_virtual=False, vp_stage=vp_stage))
-    layout, layers = config.pipeline_model_parallel_layout, config.mtp_num_layers
-    return bool(mtp_on_this_rank(layout=layout, mtp_num_layers=layers, ignore_virtual=False, vp_stage=vp_stage))
-
-
-def batch_on_this_tp_rank(batch: dict[str, Any], *, has_cu_seqlens: bool, **options: Any) -> dict[str, Any]:
-    """Broadcast the batch that tensor-parallel rank 0 read; `options` are those of 0.19."""
-    if minor() < 18:  # here it reads, too
-        read = importlib.import_module("megatron.training.utils").get_batch_on_this_tp_rank
-        return dict(read(iter([batch]), mtp_on_this_rank=options["mtp_on_this_rank"]))
-    from megatron.core.utils import get_batch_on_this_tp_rank as broadcast
-
-    packed = known(broadcast, is_sft=has_cu_seqlens, has_cu_seqlens=has_cu_seqlens)
-    return dict(broadcast(batch, **packed, **options))
-
-
-def flattened(batch: dict[str, Any]) -> dict[str, Any]:
-    """Packed samples as one sequence; before 0.19 there is one sample."""
-    flatten = getattr(importlib.import_module("megatron.core.utils"), "flatten_batch_for_packed_sequences", dict)
-    return dict(flatten(batch))
-
-
-def batch_on_this_cp_rank(batch: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """The shard of this context-parallel rank; `options` are those of 0.19."""
-    from megatron.core.utils import get_batch_on_this_cp_rank as shard
-
-    return dict(shard(batch, **known(shard, **options)))
-
-
-def count_sequence_lengths(cu_seqlens: Any) -> None:
-    """Tell upstream's FLOPs accounting how long the packed sequences are; only from 0.18 on are there any."""
-    importlib.import_module("megatron.training.training").update_seqlen_stats_from_cu_seqlens(cu_seqlens)

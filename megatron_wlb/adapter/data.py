@@ -19,9 +19,10 @@ from megatron.training.dist_signal_handler import DistributedSignalHandler
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_wlb.adapter.thd import ThdShard
-from megatron_wlb.plan.dataset import DocumentIndex, read_index
+from megatron_wlb.plan.dataset import DocumentIndex, TrainedTokens, read_index
 from megatron_wlb.plan.step import MicroBatchPlan, Planner
-from megatron_wlb.plan.stream import Source, TokenPairs
+from megatron_wlb.plan.stream import Source
+from megatron_wlb.runtime.encoding import Encoding, varlen
 from megatron_wlb.runtime.metadata import ShardMetadata
 
 SPLITS = ("train", "valid", "test")
@@ -39,7 +40,7 @@ class SplitData:
         """Digest of everything that the order of documents depends on, besides the seed."""
         digest = hashlib.blake2b(digest_size=16)
         for source, index in zip(self.sources, self.indices, strict=True):
-            digest.update(repr((index.fingerprint, source.first, len(source.pairs), source.weight)).encode())
+            digest.update(repr((index.fingerprint, source.first, len(source.lengths), source.weight)).encode())
         return digest.hexdigest()
 
 
@@ -59,12 +60,12 @@ def load_splits(args: Namespace) -> dict[str, SplitData]:
         for i, prefix in enumerate(prefixes):
             index = read(prefix)
             first, stop = (round(bound * len(index)) for bound in bounds or ())
-            pairs = TokenPairs(index.tokens[first:stop])
-            total = pairs.sum()
+            tokens = index.tokens[first:stop]
+            total = int(tokens.sum()) - np.count_nonzero(tokens)  # all but the last of every document
             # Without weights, datasets count by their size, as upstream does.
             weight = float(weights[i]) if weights is not None else float(total)
             if total:
-                sources.append(Source(pairs=pairs, weight=weight, first=first))
+                sources.append(Source(lengths=TrainedTokens(tokens), weight=weight, first=first))
                 indices.append(index)
         return SplitData(sources=sources, indices=indices)
 
@@ -144,10 +145,18 @@ class DocumentDataset(torch.utils.data.Dataset[Batch]):
     """Maps a MicroBatchPlan to this rank's Batch. Reads only the tokens of its own shard, and only where needed."""
 
     def __init__(
-        self, split: str, data: SplitData, *, cp_rank: int, is_first: bool, is_last: bool, mmap: bool, thd: bool
+        self,
+        split: str,
+        data: SplitData,
+        *,
+        cp_rank: int,
+        is_first: bool,
+        is_last: bool,
+        mmap: bool,
+        encode: Encoding | None,
     ) -> None:
-        """`thd`: batches are for Megatron's own attention."""
-        self._split, self._cp_rank, self._thd = split, cp_rank, thd
+        """`encode` is that of the attention backend that batches are for; None: Megatron's own attention."""
+        self._split, self._cp_rank, self._encode = split, cp_rank, encode
         self._is_first, self._is_last = is_first, is_last
         needed = is_first or is_last
         self._indices = data.indices
@@ -161,8 +170,8 @@ class DocumentDataset(torch.utils.data.Dataset[Batch]):
             split=self._split,
             step=plan.step,
             padded_tokens=plan.padded_tokens,
-            metadata=ShardMetadata.build(plan.shards, self._cp_rank, torch.device("cpu")),
-            thd=ThdShard.build(plan.shards, self._cp_rank) if self._thd else None,
+            metadata=ShardMetadata.build(plan.shards, self._cp_rank, self._encode or varlen),
+            thd=ThdShard.build(plan.shards, self._cp_rank) if self._encode is None else None,
             tokens=tokens if self._is_first else None,
             labels=labels if self._is_last else None,
             loss_mask=loss_mask if self._is_last else None,
@@ -173,14 +182,13 @@ class DocumentDataset(torch.utils.data.Dataset[Batch]):
         out = np.zeros((2, shard.tokens), np.int64)
         mask = np.zeros(shard.tokens, np.float32)
         at = 0
-        for colour in shard.colours:
-            for number, start, stop in colour.tolist():
-                size = stop - start
-                if number < len(plan.documents):  # else the tail padding: token 0, not trained
-                    read = self._tokens(plan.documents[number], start, size + 1)
-                    out[0, at : at + size], out[1, at : at + size] = read[:-1], read[1:]
-                    mask[at : at + size] = 1
-                at += size
+        for number, start, stop in np.concatenate(shard.calls).tolist():
+            size = stop - start
+            if number < len(plan.documents):  # else the tail padding: token 0, not trained
+                read = self._tokens(plan.documents[number], start, size + 1)
+                out[0, at : at + size], out[1, at : at + size] = read[:-1], read[1:]
+                mask[at : at + size] = 1
+            at += size
         tokens, labels = torch.from_numpy(out).unsqueeze(1)
         return tokens, labels, torch.from_numpy(mask).unsqueeze(0)
 

@@ -1,13 +1,13 @@
 """One line and one JSON object a step: loss, tokens, balance, delay."""
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
+from megatron_wlb.cost.attention import attention_kernel
+from megatron_wlb.job import Job
 from megatron_wlb.plan import files, metrics, sharding
-from megatron_wlb.plan.sharding.select import rank_work
+from megatron_wlb.plan.sharding import rank_work
 from megatron_wlb.plan.step import StepPlan
-from megatron_wlb.plan.workload import KernelModel
 
 
 def summary(plan: StepPlan, loss: float, step_seconds: float, wait_seconds: float) -> dict[str, Any]:
@@ -29,16 +29,15 @@ def summary(plan: StepPlan, loss: float, step_seconds: float, wait_seconds: floa
     }
 
 
-def details(plan: StepPlan, kernel: KernelModel, layout: Mapping[str, int | str]) -> dict[str, Any]:
-    """What the log keeps besides, as JSON types; work is in units of `workload.document_work`.
+def details(plan: StepPlan, job: Job) -> dict[str, Any]:
+    """What the log keeps besides, as JSON types; work is in units of `cost.work.document_work`.
 
-    `layout`, that of the run (`resume.run_layout`) and its packing, and `lengths`, those of the documents of all N
-    micro-batches, are what `megatron-wlb compare` predicts `step_ms` from.
+    The job, and `lengths`, those of the documents of all N micro-batches, are what `megatron-wlb compare` predicts
+    `step_ms` from.
     """
-    packing = plan.packing
-    cp_size = len(plan.micro_batches[0].shards.shards)
+    packing, kernel, cp = plan.packing, attention_kernel(job), job.parallel.cp
     return {
-        "layout": layout,
+        "job": job.to_json(),
         "original_work": plan.original_work.tolist(),
         "work": plan.work.tolist(),
         "micro_batches": [
@@ -46,7 +45,7 @@ def details(plan: StepPlan, kernel: KernelModel, layout: Mapping[str, int | str]
                 "tokens": m.tokens,
                 "strategy": m.shards.strategy,
                 "cp_work": rank_work(m.shards, kernel).tolist(),
-                "cp_work_per_sequence": rank_work(sharding.per_sequence(m.shards.lengths, cp_size), kernel).tolist(),
+                "cp_work_per_sequence": rank_work(sharding.per_sequence(m.shards.lengths, cp), kernel).tolist(),
             }
             for m in plan.micro_batches
         ],

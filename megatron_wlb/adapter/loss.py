@@ -12,43 +12,26 @@ _SPIKE = 10  # upstream calls a loss spiky at ten times the largest seen
 
 
 def token_loss(
-    args: Namespace, loss_mask: torch.Tensor | None, output: torch.Tensor, *, divisor: int | None = None
-) -> tuple[torch.Tensor, Any, Any]:
-    """Sum of the token losses, and their number: upstream divides gradients by its sum over the global batch.
+    args: Namespace, loss_mask: torch.Tensor | None, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum of the token losses, after upstream's checks of it, and their number.
 
-    `divisor` takes the place of the number there, not in the loss that is reported.
+    Upstream divides gradients by that number's sum over the global batch.
     """
     assert loss_mask is not None  # the stage with the loss has the mask
     loss = torch.sum(output.view(-1).float() * loss_mask.view(-1).float())
-    tokens = loss_mask.sum().to(torch.int)
-    return (
-        check_loss(args, loss),
-        tokens if divisor is None else torch.full_like(tokens, divisor),
-        {"lm loss": torch.cat([loss.detach().view(1), tokens.detach().view(1)])},
-    )
-
-
-def check_loss(args: Namespace, loss: torch.Tensor) -> torch.Tensor:
-    """Upstream's checks of a micro-batch's loss; returns it."""
+    machine = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
         for reject, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
-            get_rerun_state_machine().validate_result(
-                result=loss,
-                rejection_func=reject,
-                message=f"found {name} in local forward loss calculation",
-                tolerance=0.0,
-                fatal=True,
-            )
+            message = f"found {name} in local forward loss calculation"
+            machine.validate_result(result=loss, rejection_func=reject, message=message, tolerance=0.0, fatal=True)
     if args.check_for_spiky_loss:
-        machine = get_rerun_state_machine()
+        unexpected = partial(machine.is_unexpectedly_large, threshold=_SPIKE, context="loss")
         machine.validate_result(
-            result=loss,
-            rejection_func=partial(machine.is_unexpectedly_large, threshold=_SPIKE, context="loss"),
-            message="Spiky loss",
-            tolerance=0.0,
-            fatal=False,
+            result=loss, rejection_func=unexpected, message="Spiky loss", tolerance=0.0, fatal=False
         )
-    return loss
+    tokens = loss_mask.sum().to(torch.int)
+    return loss, tokens, {"lm loss": torch.cat([loss.detach().view(1), tokens.detach().view(1)])}
 
 
 def scale_sharded(original: Any) -> Any:

@@ -9,40 +9,31 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megatron_wlb.plan.pipeline import receive_order
+from megatron_wlb.pipeline.schedule import Schedule
 
 
 class PlannedP2PCommunicator(P2PCommunicator):
-    """Receives tensors of [tokens[m] / divisor, 1, hidden] for micro-batch m; one instance for one forward-backward.
+    """Receives tensors of [rows[m], 1, hidden] for micro-batch m; one instance for one forward-backward.
 
     Args:
         pp_group: process group of the pipeline.
         config: upstream's model config, `variable_seq_lengths` on.
-        tokens: padded length of each micro-batch of this data-parallel rank, in order.
-        divisor: ranks that share a sequence: CP * (TP if sequence parallel else 1).
-        check_shapes: also make upstream's exchange and raise RuntimeError where it differs from the plan.
+        rows: of each micro-batch of this data-parallel rank in order, what a rank holds of its sequence.
     """
 
-    def __init__(
-        self,
-        pp_group: torch.distributed.ProcessGroup,
-        config: Any,
-        tokens: Sequence[int],
-        divisor: int,
-        check_shapes: bool,
-    ) -> None:
+    def __init__(self, pp_group: torch.distributed.ProcessGroup, config: Any, rows: Sequence[int]) -> None:
         super().__init__(pp_group=pp_group, config=config)
-        chunks = config.virtual_pipeline_model_parallel_size
-        table = None
-        if chunks is not None:
-            table = schedules.get_schedule_table(len(tokens), chunks, config.microbatch_group_size_per_vp_stage)
-        forward, backward = receive_order(table, len(tokens), chunks or 1, pp_group.rank(), pp_group.size())
-        self._rows = [length // divisor for length in tokens]
+        schedule = Schedule(
+            num_stages=pp_group.size(),
+            num_micro_batches=len(rows),
+            num_chunks=config.virtual_pipeline_model_parallel_size or 1,
+            group_size=config.microbatch_group_size_per_vp_stage,
+        )
+        forward, backward = schedule.receive_order(pp_group.rank())
+        self._rows = rows
         self._forward, self._backward = iter(forward), iter(backward)
-        self._check_shapes = check_shapes
 
     def _communicate(self, *, tensor_send_next: torch.Tensor | None, **rest: Any) -> Any:
         # Up to 0.17, the interleaved schedule frees an output that is still being sent: it swaps the memory under the
@@ -54,15 +45,7 @@ class PlannedP2PCommunicator(P2PCommunicator):
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[list[int], list[int]]:
-        planned = (self._shape(self._forward, recv_prev), self._shape(self._backward, recv_next))
-        if self._check_shapes:
-            sent = super()._communicate_shapes(tensor_send_next, tensor_send_prev, recv_prev, recv_next)
-            if sent != planned:
-                raise RuntimeError(
-                    f"pipeline rank {self.pp_group.rank()}: the plan says shapes {planned}, its neighbours sent {sent};"
-                    " report it, with the flags"
-                )
-        return planned
+        return self._shape(self._forward, recv_prev), self._shape(self._backward, recv_next)
 
     def _shape(self, order: Any, receives: bool) -> list[int]:
         return [self._rows[next(order)], 1, self.config.hidden_size] if receives else [0, 0, 0]

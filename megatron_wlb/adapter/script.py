@@ -1,14 +1,35 @@
-"""`--wlb` for a script of upstream's, which parses its own command line and calls `pretrain()` itself."""
+"""The two ways in: a script of upstream's under `megatron_wlb.run`, and this repository's own `pretrain_gpt.py`.
 
+Both teach `--wlb` to upstream, which then parses the command line and trains as it does without us.
+"""
+
+import contextlib
 import functools
 import importlib
 import inspect
+import os
+import re
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from typing import Any
 
-from megatron_wlb.adapter.arguments import checked_with_checkpoint
-from megatron_wlb.adapter.pretrain import one_line, prepare
+_HELP = {"--help", "-h"}
+
+
+def main() -> None:
+    """Train as upstream's `pretrain_gpt.py` does with `--wlb`, without a checkout of upstream.
+
+    Bad input ends the process with one line and status 2.
+    """
+    if not ({"--wlb"} | _HELP) & set(sys.argv):
+        with one_line():
+            raise ValueError(
+                "this script trains with --wlb only; give it, or run upstream's script: python -m megatron_wlb.run "
+                "CHECKOUT/pretrain_gpt.py FLAGS"
+            )
+    install()
+    train()
 
 
 def install() -> None:
@@ -18,57 +39,129 @@ def install() -> None:
     own dataset provider and forward step do not run. Without `--wlb` both do what upstream's do.
     """
     with one_line():
-        prepare()
+        _prepare()
+    teach()
+
+
+def teach() -> None:
+    """`install` where megatron has been imported: replace three of upstream's functions."""
     package: Any = importlib.import_module("megatron.training")
     training: Any = importlib.import_module("megatron.training.training")
     arguments: Any = importlib.import_module("megatron.training.arguments")
     checkpointing: Any = importlib.import_module("megatron.training.checkpointing")
     arguments.parse_args = _parsing(arguments.parse_args)
-    checkpointing.load_args_from_checkpoint = checked_with_checkpoint(checkpointing.load_args_from_checkpoint, one_line)
+    checkpointing.load_args_from_checkpoint = _loading(checkpointing.load_args_from_checkpoint)
     package.pretrain = training.pretrain = _training(training.pretrain)
+
+
+def train() -> None:
+    """What upstream's script does after its imports; data, model and forward step are ours."""
+    from megatron_wlb.adapter import compat
+
+    # Upstream 0.19 divides by the evaluation interval even if nothing is evaluated, and has no default for it.
+    compat.run_script({"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000})
+
+
+@contextlib.contextmanager
+def one_line() -> Iterator[None]:
+    """End the process with status 2 and one line a node where bad input raises a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # files may be missing on one node alone
+            # Of a path in it, control characters could write to the terminal.
+            text = "".join(c if c.isprintable() else " " for c in str(error))
+            print(f"{os.path.basename(sys.argv[0])}: error: {text}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def _prepare() -> None:
+    """Check upstream's version, and that there is a GPU; where the CPU is asked for, it takes the GPU's place."""
+    import torch
+
+    from megatron_wlb.adapter import compat, cpu
+
+    without_gpu = not torch.cuda.is_available()
+    if without_gpu:
+        if not _HELP & set(sys.argv) and not re.search(r"--distributed-backend[ =]gloo\b", " ".join(sys.argv)):
+            raise ValueError(
+                "torch sees no GPU on this machine; look at its driver (nvidia-smi) and at torch.version.cuda, or give "
+                "--distributed-backend gloo to train on the CPU"
+            )
+        cpu.install()
+    import megatron.core
+
+    compat.check_version(megatron.core.__version__)  # of what runs: a checkout on PYTHONPATH has no metadata
+    if without_gpu:
+        sys.argv += cpu.FLAGS
+        cpu.install_megatron()
 
 
 def _parsing(original: Any) -> Any:
     @functools.wraps(original)
     def parse_args(extra_args_provider: Any = None, *args: Any, **kwargs: Any) -> Namespace:
-        from megatron_wlb.adapter import arguments, compat
+        from megatron_wlb.adapter import describe
+        from megatron_wlb.adapter.arguments import add_wlb_arguments
 
         def provider(parser: Any) -> Any:
-            return arguments.add_wlb_arguments(extra_args_provider(parser) if extra_args_provider else parser)
+            return add_wlb_arguments(extra_args_provider(parser) if extra_args_provider else parser)
 
         parsed: Namespace = original(provider, *args, **kwargs)
         if parsed.wlb:
-            with one_line():
-                compat.check_flags(parsed)
-                if not parsed.use_checkpoint_args:
-                    arguments.check(parsed, arguments.config_from_args(parsed))
+            if not parsed.use_checkpoint_args:
+                with one_line():
+                    describe.check(parsed)
             parsed.dataloader_type = "external"
         return parsed
 
     return parse_args
 
 
+def _loading(original: Any) -> Any:
+    """Upstream's flags of the checkpoint overwrite many, given or not; attention dropout stays as given."""
+
+    @functools.wraps(original)
+    def load_args_from_checkpoint(args: Namespace, load_arg: str = "load", **options: Any) -> Any:
+        from megatron_wlb.adapter import describe
+
+        given = args.attention_dropout
+        loaded = original(args, load_arg=load_arg, **options)
+        if args.wlb:
+            args.attention_dropout = given
+            if load_arg == "load":  # the last of two calls
+                with one_line():
+                    try:
+                        describe.check(args)
+                    except ValueError as error:
+                        raise ValueError(
+                            f"{error}; flags of the checkpoint count, too (--use-checkpoint-args)"
+                        ) from error
+        return loaded
+
+    return load_args_from_checkpoint
+
+
 def _training(original: Any) -> Any:
     @functools.wraps(original)
     def pretrain(*args: Any, **kwargs: Any) -> Any:
-        from megatron_wlb.adapter import arguments, compat
+        from megatron_wlb.adapter import compat
 
         if "--wlb" not in sys.argv:
             with compat.prebuilt_dataset_helpers():
                 return original(*args, **kwargs)
-        from megatron_wlb.adapter.job import WlbJob
         from megatron_wlb.adapter.model import configure
+        from megatron_wlb.adapter.training import Training
 
         call = inspect.signature(original).bind(*args, **kwargs)
         given = call.arguments
         with one_line():
             parsed = compat.parsed_by_script(given)
-            job = WlbJob(parsed, arguments.config_from_args(parsed))
+            training = Training(parsed)
             model = compat.model_of_script(parsed, given)
-        configure(model, options=job.attention_options, context_length=parsed.seq_length)
-        given["train_valid_test_dataset_provider"] = job.dataset_provider
-        given["forward_step_func"] = job.forward_step
-        with compat.prebuilt_dataset_helpers(), compat.parsed(parsed), job.installed():
+        configure(model, options=training.attention, context_length=parsed.seq_length)
+        given["train_valid_test_dataset_provider"] = training.dataset_provider
+        given["forward_step_func"] = training.forward_step
+        with compat.prebuilt_dataset_helpers(), compat.parsed(parsed), training.installed():
             return original(*call.args, **call.kwargs)
 
     return pretrain

@@ -32,7 +32,7 @@ class ThdShard:
 
     @classmethod
     def build(cls, plan: ShardPlan, cp_rank: int) -> Self:
-        """Of rank `cp_rank` of a per-document plan, on the host.
+        """The shard of rank `cp_rank` of a per-document plan, on the host.
 
         Raises ValueError for a document that TransformerEngine cannot cut.
         """
@@ -61,8 +61,7 @@ class ThdShard:
 
     def packed_seq_params(self) -> "ThdPackedSeqParams":
         """What upstream's module is given, the same in all layers."""
-        bounds, known = self.cu_seqlens, compat.known(PackedSeqParams, pad_between_seqs=False)
-        return ThdPackedSeqParams(shard=self, **compat.thd_arguments(bounds, bounds, self.max_length), **known)
+        return ThdPackedSeqParams(shard=self, **compat.thd_arguments(self.cu_seqlens, self.max_length))
 
     def _each(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         order, back, cu_seqlens = (move(x) for x in (self.order, self.back, self.cu_seqlens))

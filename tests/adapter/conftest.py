@@ -18,7 +18,7 @@ import megatron.core.tokenizers.text  # noqa: F401
 from megatron.training import argument_utils
 from megatron.training.arguments import add_megatron_arguments
 
-from megatron_wlb.adapter import gpt  # noqa: F401
+from megatron_wlb.adapter import training  # noqa: F401
 
 
 def _read_docstrings_once():

@@ -6,20 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_wlb.adapter.checkpoint import load_state
 from megatron_wlb.plan import document_log
-from megatron_wlb.plan.dataset import read_index
-from megatron_wlb.plan.types import DOCUMENT
+from tests.adapter.audit import audit
 from tests.adapter.training import train
 
 LAYOUTS = [(1, ""), (2, ""), (2, "--context-parallel-size 2"), (2, "--pipeline-model-parallel-size 2")]
-
-
-def audit(dataset, log, checkpoint, steps):
-    state, _ = load_state(checkpoint, steps)
-    waiting = np.array([tuple(row) for rows in state["waiting"].values() for row in rows], DOCUMENT)
-    pairs = [np.maximum(read_index(dataset).tokens - 1, 0)]
-    return document_log.audit(document_log.read(log), waiting, state["stream"]["position"], pairs)
 
 
 @pytest.mark.parametrize("batches", [(8,), (8, 4, 12)])
@@ -55,7 +46,7 @@ def test_killed_and_resumed_trains_the_same_documents(kills, steps, batches, dat
     attempt(400.0)
     assert len(saved) >= 2 * kills // 3
     assert len(set(saved)) > kills // 5 and len(layouts) > 1  # kills met runs that had come further
-    found = audit(dataset, log, checkpoint, steps)
+    found = audit(log, checkpoint, steps, [dataset])
     assert found.clean and found.steps == steps
     if len(batches) == 1:
         train(2, dataset, *flags, "--wlb-document-log", whole)

@@ -20,17 +20,20 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron_wlb.adapter import checkpoint, data, log
-from megatron_wlb.adapter.checkpoint import load_state, save_state
-from megatron_wlb.adapter.job import WlbJob
-from megatron_wlb.plan import document_log, step
-from megatron_wlb.plan.dataset import read_index, read_tokens
-from megatron_wlb.plan.step import Layout, Planner
+from megatron_wlb.adapter import data, log
+from megatron_wlb.adapter.plans import state_path
+from megatron_wlb.adapter.training import Training
+from megatron_wlb.plan import document_log, state, step
+from megatron_wlb.plan.packer import make_packer
+from megatron_wlb.plan.step import Planner
+from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.plan.types import DOCUMENT
+from tests.adapter.audit import audit
 from tests.adapter.training import train
-from tests.plan.test_document_log import packer
+from tests.jobs import job
 
-LARGE = {"step": 2, "waiting": {"pool": [[k, 0, k, 0, 64, 2] for k in range(10_000)]}}
+SMALL = state.make({"step": 1}, {})
+LARGE = state.make({"step": 2}, {"pool": np.zeros(10_000, DOCUMENT)})
 SAVE = "--optimizer adam --lr 1e-3 --save-interval 1".split()
 
 
@@ -75,66 +78,41 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
+def packer():
+    return make_packer(DocumentStream([Source(lengths=np.arange(1, 60))], seed=0, context_length=64), job())
+
+
 def test_a_full_disk_leaves_the_states_before(small_disk):
-    save_state(str(small_disk), 1, {"step": 1}, {})
+    first, second = (state_path(str(small_disk), iteration) for iteration in (1, 2))
+    state.save(first, SMALL, job())
     before = contents(small_disk)
-    for iteration in (1, 2):
-        with pytest.raises(OSError, match=rf"cannot save .*iter_000000{iteration}.wlb.json: No space left on device; "):
-            save_state(str(small_disk), iteration, LARGE, {})
+    for path in (first, second):
+        with pytest.raises(OSError, match=rf"cannot save .*{path.name}: No space left on device; "):
+            state.save(path, LARGE, job())
         assert contents(small_disk) == before
-    save_state(str(small_disk), 2, {"step": 2}, {})
-    assert load_state(str(small_disk), 2) == ({"step": 2}, {})
+    state.save(second, SMALL, job())
+    assert state.load(second)[0] == SMALL
 
 
 def test_a_folder_that_refuses_is_named():
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "ckpt"
-        save_state(str(folder), 1, {"step": 1}, {})
+        state.save(folder / "state", SMALL, job())
         before = contents(folder)
         for path in (folder, Path(name)):
             path.chmod(0o555)
         with not_root():
             for refusing in (folder, folder / "new"):
-                with pytest.raises(PermissionError, match=rf"cannot save .*{refusing}/iter_.*: Permission denied; "):
-                    save_state(str(refusing), 1, LARGE, {})
+                with pytest.raises(PermissionError, match=rf"cannot save .*{refusing}/state: Permission denied; "):
+                    state.save(refusing / "state", SMALL, job())
         assert contents(folder) == before
         for path in (Path(name), folder):
             path.chmod(0o755)
 
 
-def append_to_log(path, number, _):
-    log.append(str(path), {"step": number, "lengths": list(range(99))})
-
-
-def append_to_document_log(path, number, packing):
-    document_log.append(path, number, packing)
-
-
-def steps_of(path):
-    if path.read_bytes()[:2] == b"\x1f\x8b":
-        return np.unique(document_log.read(path)["step"]).tolist()
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
-
-
-@pytest.mark.parametrize("room", [0, 1, 100])
-@pytest.mark.parametrize("append", [append_to_log, append_to_document_log])
-def test_a_full_disk_leaves_whole_steps_in_a_log(append, room, tmp_path):
-    path, made = tmp_path / "log", packer("wlb", [np.arange(1, 90)])
-    packings = [made.next().packing for _ in range(3)]
-    append(path, 0, packings[0])
-    size = path.stat().st_size
-    with files_up_to(size + room), pytest.raises(OSError, match=f"cannot append .* {path}: File too large; free space"):
-        append(path, 1, packings[1])
-    assert path.stat().st_size == size
-    append(path, 2, packings[2])
-    assert steps_of(path) == [0, 2]
-
-
-def test_a_pipe_is_written_while_it_is_read_and_refused_while_not(tmp_path):
+def test_a_log_may_be_a_pipe(tmp_path):
     path, entry = tmp_path / "pipe", {"lengths": list(range(100_000))}
     os.mkfifo(path)
-    with pytest.raises(OSError, match=f"cannot append .* to --wlb-log {path}: No such device or address; "):
-        log.append(str(path), entry)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     os.set_blocking(reader, True)
     writer = threading.Thread(target=log.append, args=(str(path), entry))
@@ -147,27 +125,10 @@ def test_a_pipe_is_written_while_it_is_read_and_refused_while_not(tmp_path):
     assert json.loads(received) == entry
 
 
-@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
-def test_only_a_file_is_mended_as_a_document_log(kind, tmp_path):
-    path = Path("/dev/full") if kind == "device" else tmp_path / kind
-    if kind != "device":
-        (os.mkfifo if kind == "pipe" else os.mkdir)(path)
-    with pytest.raises(ValueError, match=f"{path} is not a document log but a folder, pipe or device; name"):
-        document_log.mend(path)
-
-
-@pytest.mark.parametrize("suffix", [".idx", ".bin"])
-def test_a_pipe_in_place_of_a_dataset_is_refused(suffix, dataset, tmp_path):
-    for name in (".idx", ".bin"):
-        shutil.copy(dataset + name, tmp_path / f"pipe{name}")
-    prefix, pipe = str(tmp_path / "pipe"), tmp_path / f"pipe{suffix}"
-    pipe.unlink()
-    os.mkfifo(pipe)
-    with pytest.raises(RuntimeError, match=f"dataset file {pipe} is a folder, pipe or device; give --data-path"):
-        train(1, prefix, timeout=60)
-    for read in (read_index, read_tokens) if suffix == ".idx" else (read_index,):
-        with pytest.raises(ValueError, match="is a folder, pipe or device"):
-            read(prefix)
+def steps_of(path):
+    if path.read_bytes()[:2] == b"\x1f\x8b":
+        return np.unique(document_log.read(path)["step"]).tolist()
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
 def test_a_log_on_a_full_disk_ends_the_run(dataset):
@@ -181,20 +142,20 @@ def test_a_run_goes_on_from_what_was_whole_when_the_disk_was_full(what, dataset,
     checkpoints, documents = tmp_path / "ckpt", tmp_path / "documents"
     flags = [*SAVE, "--save", str(checkpoints), "--load", str(checkpoints), "--wlb-document-log", str(documents)]
 
-    def full(original, number):
-        def limited(target, iteration, *rest, **options):
-            size = documents.stat().st_size if what == "documents" and number == iteration else 0
-            with files_up_to(size + 100) if iteration == number else contextlib.nullcontext():
-                original(target, iteration, *rest, **options)
+    def full(original, second):
+        def limited(*args, **options):
+            size = documents.stat().st_size if what == "documents" and documents.exists() else 0
+            with files_up_to(size + 100) if second(*args) else contextlib.nullcontext():
+                original(*args, **options)
 
         return limited
 
     with monkeypatch.context() as patch:
         if what == "state":
-            patch.setattr(checkpoint, "save_state", full(save_state, 2))
+            patch.setattr(state, "save", full(state.save, lambda path, *rest: path.name == "iter_0000002.wlb.json"))
             message = "cannot save the packer state .*iter_0000002.wlb.json: File too large; earlier checkpoints are as"
         else:
-            patch.setattr(document_log, "append", full(document_log.append, 1))
+            patch.setattr(document_log, "append", full(document_log.append, lambda path, number, *rest: number == 1))
             message = "cannot append .* to --wlb-document-log .*documents: File too large; free space there"
         with pytest.raises(RuntimeError, match=message):
             train(1, dataset, *flags)
@@ -203,9 +164,7 @@ def test_a_run_goes_on_from_what_was_whole_when_the_disk_was_full(what, dataset,
     assert steps_of(documents) == ([0, 1] if what == "state" else [0])
 
     train(1, dataset, *flags)
-    state, _ = load_state(str(checkpoints), 2)
-    waiting = np.array([tuple(row) for rows in state["waiting"].values() for row in rows], DOCUMENT)
-    found = document_log.audit(document_log.read(documents), waiting, state["stream"]["position"])
+    found = audit(documents, checkpoints, 2)
     assert found.clean and found.steps == 2
 
 
@@ -215,10 +174,10 @@ def test_what_ends_the_planner_reaches_the_training_loop(size, rank, error, data
     """At the step that has no plan, after those that have one."""
     plan_step, path = step.plan_step, tmp_path / "log.jsonl"
 
-    def failing(made, layout):
-        if made.step == 2 and dist.get_rank() == rank:
+    def failing(packer, *rest):
+        if packer.step == 2 and dist.get_rank() == rank:
             raise error
-        return plan_step(made, layout)
+        return plan_step(packer, *rest)
 
     monkeypatch.setattr(step, "plan_step", failing)
     with pytest.raises(RuntimeError, match=rf"(?s){type(error).__name__}: {error}.*planning failed before step 2"):
@@ -228,62 +187,51 @@ def test_what_ends_the_planner_reaches_the_training_loop(size, rank, error, data
 
 def test_a_signal_to_the_process_group_ends_the_run_with_a_checkpoint(dataset, tmp_path, monkeypatch):
     """As launchers and clusters send it; the processes that read ahead get it, too."""
-    forward, sent = WlbJob.forward_step, []
+    forward, sent = Training.forward_step, []
 
     def signalled(self, *args, **kwargs):
-        if self._last_step == 1 and not sent:
+        if self._plans.last_step == 1 and not sent:
             sent.append(os.killpg(os.getpgrp(), signal.SIGTERM))
             time.sleep(0.5)  # until who dies of it has
         return forward(self, *args, **kwargs)
 
-    monkeypatch.setattr(WlbJob, "forward_step", signalled)
+    monkeypatch.setattr(Training, "forward_step", signalled)
     flags = "--num-workers 1 --exit-signal-handler --train-iters 4 --save-interval 9 --ckpt-format torch".split()
     with pytest.raises(RuntimeError, match="SystemExit"):  # upstream's way to stop
         train(1, dataset, *flags, "--save", str(tmp_path))
-    assert load_state(str(tmp_path), 2)[0]["step"] == 2
+    assert state.load(state_path(str(tmp_path), 2))[0]["step"] == 2
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
 
 
-def planner():
-    return Planner(
-        packer("wlb", [np.arange(1, 90)]), Layout(dp_size=1, dp_rank=0, crossover_tokens=9), first_step=0, ahead=1
-    )
-
-
 def test_a_planner_that_was_killed_while_it_waited_is_missed():
-    made = planner()
-    made.get(0)
-    while 1 not in made._plans:  # what it may plan ahead
+    planner = Planner(packer(), job(), 0, first_step=0)
+    last = step.PLAN_AHEAD
+    planner.get(0)
+    while last not in planner._plans:
         time.sleep(0.01)
-    time.sleep(0.1)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(made._thread.ident), ctypes.py_object(KeyboardInterrupt))
-    assert made.get(1).step == 1
-    with pytest.raises(RuntimeError, match="planning failed before step 5") as failed:
-        made.get(5)
+    time.sleep(0.1)  # until it waits
+    thread = ctypes.c_ulong(planner._thread.ident)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(KeyboardInterrupt))
+    assert planner.get(last).step == last
+    with pytest.raises(RuntimeError, match="planning failed before step 99") as failed:
+        planner.get(99)
     assert isinstance(failed.value.__cause__, KeyboardInterrupt)
 
 
-def test_a_planner_without_a_thread_is_missed(monkeypatch):
-    """As in a process forked from the one that plans."""
-    monkeypatch.setattr(Planner, "_run", lambda self: None)
-    with pytest.raises(RuntimeError, match="planning failed before step 3") as failed:
-        planner().get(3)
-    assert "thread has ended at step 0, or this process was forked" in str(failed.value.__cause__)
-
-
 def test_a_slow_disk_and_a_slow_planner_take_longer_and_change_nothing(dataset, tmp_path, monkeypatch):
-    flags = "--pipeline-model-parallel-size 2 --num-workers 2 --train-iters 3 --wlb-plan-ahead 1".split()
+    flags = "--pipeline-model-parallel-size 2 --num-workers 2 --train-iters 3".split()
     plain = train(2, dataset, *flags, log=tmp_path / "plain.jsonl")
     plan_step, tokens = step.plan_step, data.DocumentDataset._tokens
 
-    def slow_plan(made, layout):
+    def slow_plan(*given):
         time.sleep(0.2)
-        return plan_step(made, layout)
+        return plan_step(*given)
 
     def slow_tokens(self, document, start, count):
         time.sleep(0.003)
         return tokens(self, document, start, count)
 
+    monkeypatch.setattr(step, "PLAN_AHEAD", 1)
     monkeypatch.setattr(step, "plan_step", slow_plan)
     monkeypatch.setattr(data.DocumentDataset, "_tokens", slow_tokens)
     slow = train(2, dataset, *flags, log=tmp_path / "slow.jsonl")

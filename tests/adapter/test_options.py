@@ -9,11 +9,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.training import training
 
-from megatron_wlb.adapter.checkpoint import load_state, state_path
-from megatron_wlb.adapter.job import WlbJob
-from megatron_wlb.plan import document_log
-from megatron_wlb.plan.dataset import read_index
-from megatron_wlb.plan.types import DOCUMENT
+from megatron_wlb.adapter.plans import state_path
+from megatron_wlb.adapter.training import Training
+from megatron_wlb.plan import document_log, state
+from megatron_wlb.plan.dataset import read_index, trained_tokens
+from tests.adapter.audit import audit
 from tests.adapter.datasets import write_dataset
 from tests.adapter.training import train
 
@@ -57,13 +57,12 @@ def test_exit_duration(dataset, whole, tmp_path, monkeypatch):
         patch.setattr(training, "_TRAIN_START_TIME", 0.0)
         with pytest.raises(RuntimeError, match="SystemExit"):
             train(1, dataset, *common, "--exit-duration-in-mins", "1", log=log)
-    assert load_state(checkpoint, 1)[0]["step"] == 1
+    assert state.load(state_path(checkpoint, 1))[0]["step"] == 1
     train(1, dataset, *common, "--load", checkpoint, log=log)
     assert losses(log) == whole[0]
 
 
-@pytest.mark.parametrize("wlb", [True, False])
-def test_stragglers_are_measured_as_upstream_does(wlb, dataset, tmp_path, monkeypatch):
+def test_stragglers_are_measured_as_upstream_does(dataset, tmp_path, monkeypatch):
     """`--log-straggler` times data and model of every forward step; without a GPU upstream itself stays out."""
     timed = tmp_path / "timed"
 
@@ -73,7 +72,7 @@ def test_stragglers_are_measured_as_upstream_does(wlb, dataset, tmp_path, monkey
         training.stimer.bdata = False  # as upstream's does
 
     monkeypatch.setattr(training.stimer, "start", start)
-    train(1, dataset, *ADAM, "--train-iters", "1", "--data-cache-path", str(tmp_path / "cache"), wlb=wlb)
+    train(1, dataset, *ADAM, "--train-iters", "1")
     assert timed.read_text() == "data model " * 8
 
 
@@ -83,14 +82,14 @@ def test_steps_are_replayed(size, layout, dataset, tmp_path, monkeypatch):
     plain, replayed, documents = tmp_path / "plain.jsonl", tmp_path / "replayed.jsonl", tmp_path / "documents"
     common = [*ADAM, *layout, "--train-iters", "3"]
     train(size, dataset, *common, log=plain)
-    forward = WlbJob.forward_step
+    forward = Training.forward_step
 
     def counted(self, *args, **kwargs):
         with (tmp_path / f"forward{dist.get_rank()}").open("a") as file:
             file.write(".")
         return forward(self, *args, **kwargs)
 
-    monkeypatch.setattr(WlbJob, "forward_step", counted)
+    monkeypatch.setattr(Training, "forward_step", counted)
     inject = "--rerun-mode validate_results --error-injection-rate 1 --error-injection-type transient_error".split()
     inject += ["--no-check-for-nan-in-loss-and-grad", "--check-for-spiky-loss"]  # the second does not end a run
     train(size, dataset, *common, *inject, "--wlb-document-log", str(documents), log=replayed)
@@ -109,7 +108,7 @@ def test_a_step_that_fails_validation_is_saved_as_still_to_come(dataset, whole, 
     with pytest.raises(RuntimeError, match="SystemExit: 16"):
         train(1, dataset, *common, *inject, log=log)
     assert losses(log) == whole[0][:1]
-    assert load_state(checkpoint, 1)[0]["step"] == 1
+    assert state.load(state_path(checkpoint, 1))[0]["step"] == 1
     with pytest.raises(RuntimeError, match="SystemExit: 16"):  # it ran once more, on the same machine
         train(1, dataset, *common, "--load", checkpoint, "--rerun-mode", "validate_results", log=log)
     train(1, dataset, *common, "--load", checkpoint, "--rerun-mode", "disabled", log=log)
@@ -156,29 +155,26 @@ def test_several_epochs_of_a_blend(packing, tmp_path):
     common += ["--override-opt-param-scheduler", "--load", checkpoint, "--save-interval", "9"]
     train(1, blend, *common, "--train-iters", "6")
     train(2, blend, *common, *CP2, "--train-iters", "12")
-    entries, (state, _) = document_log.read(log), load_state(checkpoint, 12)
-    waiting = np.array([tuple(row) for rows in state["waiting"].values() for row in rows], DOCUMENT)
-    pairs = [np.maximum(read_index(prefix).tokens - 1, 0) for prefix in prefixes]
-    found = document_log.audit(entries, waiting, state["stream"]["position"], pairs)
+    entries, found = document_log.read(log), audit(log, checkpoint, 12, prefixes)
     assert found.clean, found
     for dataset, share in enumerate((0.7, 0.3)):
         rows = entries[entries["dataset"] == dataset]
         assert rows["length"].sum() / entries["length"].sum() == pytest.approx(share, abs=0.05)
         times = np.unique(rows["document"][rows["offset"] == 0], return_counts=True)[1]
         assert times.min() >= 2
-        assert len(times) == (pairs[dataset] > 0).sum()
+        assert len(times) == (trained_tokens(read_index(prefixes[dataset]).tokens) > 0).sum()
 
 
 def test_a_rank_that_hangs_ends_in_the_timeout(dataset, monkeypatch):
     """A minute of --distributed-timeout-minutes takes four seconds here."""
-    forward = WlbJob.forward_step
+    forward = Training.forward_step
 
     def hang(self, *args, **kwargs):
-        if dist.get_rank() == 1 and self._last_step == 1:
+        if dist.get_rank() == 1 and self._plans.last_step == 1:
             dist.distributed_c10d.time.sleep(60)
         return forward(self, *args, **kwargs)
 
-    monkeypatch.setattr(WlbJob, "forward_step", hang)
+    monkeypatch.setattr(Training, "forward_step", hang)
     monkeypatch.setattr(parallel_state, "timedelta", lambda minutes: timedelta(seconds=4 * minutes))
     with pytest.raises(RuntimeError, match="[Tt]imed out"):
         train(2, dataset, *PP2, "--distributed-timeout-minutes", "1", timeout=50)

@@ -1,10 +1,11 @@
-"""Pipeline shapes come from the plan: nothing but tensors on the wire, and a debug flag that holds both together."""
+"""Pipeline shapes come from the plan: nothing but tensors on the wire, of the shapes that upstream would exchange."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
 
 from megatron_wlb.adapter import p2p
@@ -18,25 +19,42 @@ LAYOUTS = {
 }
 
 
+@pytest.fixture
+def exchange(monkeypatch):
+    """Upstream's exchange of shapes is made, too, and must agree."""
+    planned = p2p.PlannedP2PCommunicator._communicate_shapes
+
+    def both(self, *tensors):
+        shapes, sent = planned(self, *tensors), P2PCommunicator._communicate_shapes(self, *tensors)
+        assert sent == shapes, "the plan is wrong"
+        return shapes
+
+    monkeypatch.setattr(p2p.PlannedP2PCommunicator, "_communicate_shapes", both)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_shape_is_sent(layout, dataset):
-    """With the debug flag, upstream's exchange is made too: one int64 message for every tensor."""
     size, flags = LAYOUTS[layout]
-    planned = train(size, dataset, *flags.split(), "--train-iters", "1")
-    checked = train(size, dataset, *flags.split(), "--train-iters", "1", "--wlb-check-shapes")
-    for plain, both in zip(planned["sends"], checked["sends"], strict=True):
-        assert plain
-        assert set(plain) == {"torch.float32"}
-        assert both.count("torch.float32") == both.count("torch.int64") == len(plain)
+    run = train(size, dataset, *flags.split(), "--train-iters", "1")
+    assert all(sends and set(sends) == {"torch.float32"} for sends in run["sends"])
 
 
-def test_the_debug_flag_finds_a_wrong_plan(dataset, monkeypatch):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shapes_are_those_that_neighbours_send(layout, dataset, exchange):
+    """One int64 message for every tensor; in evaluation, too."""
+    size, flags = LAYOUTS[layout]
+    run = train(size, dataset, *flags.split(), *"--train-iters 2 --eval-iters 1 --eval-interval 1".split())
+    for sends in run["sends"]:
+        assert sends.count("torch.float32") == sends.count("torch.int64") == len(sends) / 2
+
+
+def test_a_wrong_plan_is_found(dataset, exchange, monkeypatch):
     def one_row_more(self, order, receives):
         return [self._rows[next(order)] + 1, 1, self.config.hidden_size] if receives else [0, 0, 0]
 
     monkeypatch.setattr(p2p.PlannedP2PCommunicator, "_shape", one_row_more)
-    with pytest.raises(RuntimeError, match=r"the plan says shapes .*, its neighbours sent"):
-        train(2, dataset, *LAYOUTS["pp2"][1].split(), "--wlb-check-shapes")
+    with pytest.raises(RuntimeError, match="the plan is wrong"):
+        train(2, dataset, *LAYOUTS["pp2"][1].split())
 
 
 def test_an_output_may_be_released_while_it_is_sent():
@@ -47,6 +65,7 @@ def test_an_output_may_be_released_while_it_is_sent():
 def _send_and_release():
     config = SimpleNamespace(
         virtual_pipeline_model_parallel_size=None,
+        microbatch_group_size_per_vp_stage=None,
         variable_seq_lengths=True,
         hidden_size=64,
         pipeline_dtype=torch.float32,
@@ -54,7 +73,7 @@ def _send_and_release():
         batch_p2p_comm=False,
         timers=None,
     )
-    communicator = p2p.PlannedP2PCommunicator(dist.new_group(), config, [256], 1, False)
+    communicator = p2p.PlannedP2PCommunicator(dist.new_group(), config, [256])
     store, first = dist.distributed_c10d._get_default_store(), dist.get_rank() == 0
     output = torch.ones(256, 1, 64) if first else None
     if not first:

@@ -2,9 +2,12 @@
 
 import functools
 
+import numpy as np
 import pytest
 
-from megatron_wlb.adapter import arguments, compat
+from megatron_wlb.adapter import compat
+from megatron_wlb.job import Job
+from tests.adapter.datasets import write_lengths
 from tests.adapter.training import relative_error, train
 
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -34,6 +37,8 @@ YARN = (
 UNTIE = "--untie-embeddings-and-output-weights"
 FSDP2 = "--use-torch-fsdp2"
 ADAM = "--optimizer adam --adam-eps 0.01 --lr 0.01 --train-iters 3"  # this epsilon keeps Adam smooth
+
+ONE_STEP = "--train-iters 1 --split 100,0,0".split()
 
 # Reached: pipelines are equal to the bit, everything else to 1e-6 (fp32 sums in another order).
 TOLERANCE = 1e-5
@@ -73,10 +78,10 @@ def compare(run, single, tolerance=TOLERANCE):
 def cases():
     for layout, (_, flags) in LAYOUTS.items():
         sharded = "--context-parallel-size" in flags
-        yield from ((layout, sharding) for sharding in (["per-sequence", "per-document"] if sharded else ["adaptive"]))
+        yield from ((layout, sharding) for sharding in (["per-sequence", "per-document"] if sharded else ["auto"]))
         if sharded:
             case = pytest.param if layout == "cp2" else full
-            yield from (case(layout, sharding) for sharding in ("hybrid", "adaptive"))
+            yield from (case(layout, sharding) for sharding in ("hybrid", "auto"))
 
 
 @pytest.mark.parametrize(("layout", "sharding"), list(cases()))
@@ -122,7 +127,7 @@ def test_model_equals_single_process(name, model, size, layout, dataset, alone, 
 @pytest.mark.parametrize("coefficient", ["--moe-aux-loss-coeff 0.1", full("--moe-z-loss-coeff 0.1")])
 def test_losses_of_the_router(coefficient, dataset, tmp_path, monkeypatch):
     """Upstream's count padding as tokens, so both runs are given the same."""
-    monkeypatch.setattr(arguments, "unit_tokens", lambda args: 4)
+    monkeypatch.setattr(Job, "unit_tokens", 4)
     flags = [*MOE.split(), *coefficient.split()]
     one = train(1, dataset, *flags, log=tmp_path / "one.jsonl")
     compare(train(2, dataset, *flags, *EP2.split(), *CP2.split(), log=tmp_path / "two.jsonl"), one)
@@ -139,22 +144,6 @@ def test_tied_embeddings(size, layout, dataset, alone, tmp_path):
 @pytest.mark.parametrize(("size", "layout"), [(2, ""), (2, CP2), full(4, TP2), full(2, FULL)])
 def test_torch_fsdp2(size, layout, dataset, single, tmp_path):
     compare(train(size, dataset, FSDP2, *layout.split(), log=tmp_path / "log.jsonl"), single)
-
-
-@pytest.mark.parametrize(
-    ("size", "layout"),
-    [
-        (4, f"{CP2} {PP2}"),
-        full(2, ""),
-        pytest.param(2, FSDP2, marks=pytest.mark.skipif(compat.minor() < 19, reason="upstream's own fails")),
-    ],
-)
-def test_weighted_gradients(size, layout, dataset, alone, single, tmp_path):
-    flags = "--wlb-weight-gradients"
-    one = alone(flags)
-    compare(train(size, dataset, flags, *layout.split(), log=tmp_path / "log.jsonl"), one)
-    assert one["log"][0]["loss"] == single["log"][0]["loss"]
-    assert relative_error(one["grads"][0], single["grads"][0]) > 0.01
 
 
 @pytest.mark.parametrize("layout", ["tp2-sp", "cp2", "pp2-vpp2", "tp2-cp2-pp2-vpp2"])
@@ -212,3 +201,24 @@ def test_original_packing(dataset, tmp_path):
     one = train(1, dataset, "--wlb-packing", "original", log=tmp_path / "one.jsonl")
     run = train(4, dataset, *CP2.split(), *PP2.split(), "--wlb-packing", "original", log=tmp_path / "four.jsonl")
     compare(run, one)
+
+
+@pytest.fixture(scope="module")
+def one_document(tmp_path_factory):
+    """A dataset of one document that fills the windows of one step, and its prefix."""
+    return write_lengths(tmp_path_factory.mktemp("one") / "corpus", np.array([8 * 256 + 1]))
+
+
+@pytest.fixture(scope="module")
+def upstream(one_document, tmp_path_factory):
+    """A step of upstream's own training: its data, its attention and its loss."""
+    flags = ["--data-cache-path", str(tmp_path_factory.mktemp("cache")), *ONE_STEP]
+    return train(1, one_document, *flags, wlb=False)
+
+
+@pytest.mark.parametrize(("size", "layout"), [(1, ""), (4, f"{CP2} {PP2}"), full(2, TP2), full(2, ""), full(2, VPP2)])
+def test_original_packing_trains_as_upstream_does(size, layout, one_document, upstream):
+    """Windows of the same tokens, in another order within the step."""
+    run = train(size, one_document, *layout.split(), *ONE_STEP, "--wlb-packing", "original")
+    assert relative_error(run["grads"][0], upstream["grads"][0]) <= TOLERANCE
+    assert relative_error(run["params"], upstream["params"]) <= TOLERANCE

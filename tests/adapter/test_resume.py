@@ -1,6 +1,5 @@
 """Interrupted and resumed equals uninterrupted: the same documents, losses and parameters, to the bit."""
 
-import hashlib
 import json
 import os
 import re
@@ -9,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_wlb.adapter import gpt
-from megatron_wlb.adapter.checkpoint import MAX_STATE_BYTES, load_state, save_state, state_path
-from megatron_wlb.plan import document_log
-from megatron_wlb.plan.dataset import read_index
-from megatron_wlb.plan.types import DOCUMENT
+from megatron_wlb.adapter import model
+from megatron_wlb.adapter.plans import state_path
+from megatron_wlb.plan import document_log, state
+from tests.adapter.audit import audit
+from tests.adapter.datasets import write_dataset
 from tests.adapter.training import train
 
 ADAM = "--optimizer adam --lr 1e-3".split()
@@ -37,7 +36,7 @@ def test_resumed_equals_uninterrupted(layout, packing, dataset, tmp_path):
     save = ["--save", str(tmp_path / "ckpt"), "--save-interval", "2", "--wlb-log", str(tmp_path / "parts.jsonl")]
     with pytest.raises(RuntimeError, match="SystemExit"):  # upstream's way to stop
         train(size, dataset, *common, *save, "--exit-interval", "2")
-    assert json.loads(state_path(str(tmp_path / "ckpt"), 2).read_text())["step"] == 2
+    assert state.load(state_path(str(tmp_path / "ckpt"), 2))[0]["step"] == 2
     resumed = train(size, dataset, *common, *save, "--load", str(tmp_path / "ckpt"))
 
     log = [json.loads(line) for line in (tmp_path / "parts.jsonl").read_text().splitlines()]
@@ -67,16 +66,14 @@ def test_no_document_is_lost_or_doubled_when_layout_and_batch_size_change(packin
         r"> wlb: resumed at iteration (\d+) with \d+ documents waiting; changed: (.*)", prints.read_text()
     )
     assert changes == [
-        ("3", "PP 1 -> 2, DP 1 -> 2, global batch size 4 -> 8"),
-        ("6", "CP 1 -> 2, PP 2 -> 1, DP 2 -> 1, global batch size 8 -> 6"),
-        ("9", "CP 2 -> 1, DP 1 -> 2, global batch size 6 -> 16"),
+        ("3", "parallel.pp 1 -> 2, parallel.dp 1 -> 2, num_micro_batches 4 -> 8"),
+        ("6", "parallel.cp 1 -> 2, parallel.pp 2 -> 1, parallel.dp 2 -> 1, num_micro_batches 8 -> 6"),
+        ("9", "parallel.cp 2 -> 1, parallel.dp 1 -> 2, num_micro_batches 6 -> 16"),
     ]
-    entries, state = document_log.read(log), load_state(checkpoint, 12)[0]
+    entries = document_log.read(log)
     micro_batches = [len(np.unique(entries["micro_batch"][entries["step"] == step])) for step in range(12)]
     assert micro_batches == [4] * 3 + [8] * 3 + [6] * 3 + [16] * 3
-    waiting = np.array([tuple(row) for rows in state["waiting"].values() for row in rows], DOCUMENT)
-    pairs = np.maximum(read_index(dataset).tokens - 1, 0)
-    found = document_log.audit(entries, waiting, state["stream"]["position"], [pairs])
+    found = audit(log, checkpoint, 12, [dataset])
     assert found.clean, found
     assert found.steps == 12
 
@@ -103,52 +100,6 @@ def test_the_latest_checkpoint_is_noted_at_once(dataset, tmp_path, monkeypatch):
     assert (checkpoint / "latest_checkpointed_iteration.txt").read_text() == "2"
 
 
-def test_state_is_written_atomically(tmp_path, monkeypatch):
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
-    save_state(str(tmp_path), 7, {"step": 7}, {"CP": 2})
-    with pytest.raises(TypeError):
-        save_state(str(tmp_path), 7, {"step": object()}, {})
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        save_state(str(tmp_path), 7, {"step": 8}, {})
-    assert load_state(str(tmp_path), 7) == ({"step": 7}, {"CP": 2})
-    assert [p.name for p in tmp_path.iterdir()] == ["iter_0000007.wlb.json"]
-
-
-def test_a_layout_is_optional_and_checked(tmp_path):
-    """Files of earlier releases have none."""
-    digest = hashlib.blake2b(b'{"step":7}', digest_size=16).hexdigest()
-    state_path(str(tmp_path), 7).write_text(json.dumps({"step": 7, "digest": digest}))
-    assert load_state(str(tmp_path), 7) == ({"step": 7}, {})
-    for layout in ({"CP": [2]}, {"CP": None}, {"CP": True}):
-        save_state(str(tmp_path), 7, {"step": 7}, layout)
-        with pytest.raises(ValueError, match="its layout does not map names to numbers and texts"):
-            load_state(str(tmp_path), 7)
-
-
-def test_missing_and_damaged_state(tmp_path):
-    with pytest.raises(ValueError, match=r"has no packer state iter_0000003.wlb.json"):
-        load_state(str(tmp_path), 3)
-    for damaged in (b'{"format": "megatron-wlb', b"", b"\xff\xfe\x00", b"[" * 100_000, b"[" + b"9" * 5000 + b"]"):
-        state_path(str(tmp_path), 3).write_bytes(damaged)
-        with pytest.raises(ValueError, match="is damaged .*; restore it or resume an older one$"):
-            load_state(str(tmp_path), 3)
-    save_state(
-        str(tmp_path), 3, {"step": 3, "waiting": {"pool": [[5, 0, 7, 0, 64, 2]]}}, {"CP": 2, "sharding": "hybrid"}
-    )
-    saved = state_path(str(tmp_path), 3).read_bytes()
-    for place in range(len(saved)):
-        state_path(str(tmp_path), 3).write_bytes(saved[:place] + bytes([saved[place] ^ 1]) + saved[place + 1 :])
-        with pytest.raises(ValueError, match="is damaged .*; restore it or resume an older one$"):
-            load_state(str(tmp_path), 3)
-    with state_path(str(tmp_path), 3).open("wb") as file:
-        file.truncate(MAX_STATE_BYTES + 1)
-    with pytest.raises(ValueError, match="has 268435457 bytes, where no state has over 268435456; restore it"):
-        load_state(str(tmp_path), 3)
-
-
 def test_on_and_off_within_a_run(dataset, tmp_path):
     """Model, optimizer and iteration go on from a run without `--wlb` and back, whatever the order of documents."""
     ckpt = str(tmp_path / "ckpt")
@@ -170,7 +121,7 @@ def test_on_and_off_within_a_run(dataset, tmp_path):
     assert [e["step"] for e in on["log"]] == [2]
     assert on["log"][0]["work"] == scratch["log"][0]["work"]  # the same documents
     assert on["log"][0]["loss"] < scratch["log"][0]["loss"]  # another model
-    assert load_state(ckpt, 2)[0]["step"] == 2
+    assert state.load(state_path(ckpt, 2))[0]["step"] == 2
     train(1, dataset, *common, "3", wlb=False)
     assert (tmp_path / "ckpt/latest_checkpointed_iteration.txt").read_text() == "3"
     assert not state_path(ckpt, 3).exists()
@@ -196,20 +147,18 @@ def test_flags_of_the_checkpoint_are_held_against_the_same_rules(dataset, tmp_pa
     with pytest.raises(RuntimeError, match=r"allgather needs .*; give alltoall; flags of the checkpoint count, too"):
         train(1, dataset, *load, str(tmp_path / "moe"))
 
-    configure = gpt.configure
+    configure = model.configure
 
-    def watched(model, **options):
-        assert model.transformer.attention_dropout == 0
-        configure(model, **options)
+    def watched(built, **options):
+        assert built.transformer.attention_dropout == 0
+        configure(built, **options)
 
-    monkeypatch.setattr(gpt, "configure", watched)
+    monkeypatch.setattr(model, "configure", watched)
     run = train(1, dataset, *load, str(tmp_path / "dense"), without="--seq-length", log=tmp_path / "log.jsonl")
     assert [e["step"] for e in run["log"]] == [2]
 
 
 def test_resume_without_state_and_from_another_dataset_are_refused(dataset, tmp_path):
-    from tests.adapter.datasets import write_dataset
-
     documents = str(tmp_path / "documents")
     save = ["--save", str(tmp_path / "ckpt"), "--save-interval", "1", "--wlb-document-log", documents]
     train(1, dataset, *ADAM, *save, "--train-iters", "1")
@@ -222,10 +171,11 @@ def test_resume_without_state_and_from_another_dataset_are_refused(dataset, tmp_
     fresh = train(1, other, *ADAM, "--train-iters", "1", log=tmp_path / "fresh.jsonl")
     assert [e["step"] for e in run["log"]] == [2]
     assert run["log"][0]["work"] == fresh["log"][0]["work"]
-    state = load_state(str(tmp_path / "again"), 2)[0]
-    waiting = np.array([tuple(row) for rows in state["waiting"].values() for row in rows], DOCUMENT)
-    found = document_log.audit(document_log.read(documents), waiting, state["stream"]["position"])
+    found = audit(documents, tmp_path / "again", 2)
     assert found.clean and (found.restarts, found.first_step, found.steps) == (1, 1, 1)
     state_path(str(tmp_path / "ckpt"), 1).unlink()
-    with pytest.raises(RuntimeError, match="has no packer state.*by --wlb-restart-packing"):
+    with pytest.raises(RuntimeError, match="there is no packer state .*by --wlb-restart-packing"):
+        train(1, dataset, *load)
+    (tmp_path / "again/iter_0000002.wlb.json").rename(state_path(str(tmp_path / "ckpt"), 1))
+    with pytest.raises(RuntimeError, match="is of step 2, not of iteration 1; copy that one's"):
         train(1, dataset, *load)

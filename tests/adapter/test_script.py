@@ -1,4 +1,4 @@
-"""A script that calls upstream itself, under `megatron_wlb.run`: --wlb takes over, and nothing changes without it."""
+"""The two ways in, as processes: a script that calls upstream itself, under `megatron_wlb.run`, and our own."""
 
 import os
 import re
@@ -12,24 +12,32 @@ from tests.adapter.training import MODEL, WLB, train
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("upstream_script.py"))
+OURS = str(ROOT / "pretrain_gpt.py")
+CPU = "--distributed-backend gloo".split()
+
+
+def run(*command):
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 def launch(*command, processes=2):
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *command]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    return subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+    return run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *command)
 
 
-def steps(finished):
+def steps(finished, pattern=r"wlb step.*? waiting \d+ documents"):
     assert finished.returncode == 0, finished.stderr[:6000]
-    return re.findall(r"wlb step.*? waiting \d+ documents", finished.stdout)  # both ranks print, into each other
+    return re.findall(pattern, finished.stdout)  # both ranks print, into each other
 
 
-def test_wlb_in_an_unmodified_script_trains_as_our_own(dataset):
-    flags = [*MODEL, *WLB, "--data-path", dataset, "--context-parallel-size", "2", "--eval-interval", "100"]
+def test_both_ways_train_the_same(dataset):
+    flags = [*MODEL, *WLB, *CPU, "--data-path", dataset, "--context-parallel-size", "2"]
     theirs = steps(launch("-m", "megatron_wlb.run", SCRIPT, *flags))
     assert len(theirs) == 2
-    assert theirs == steps(launch(str(ROOT / "pretrain_gpt.py"), *flags))
+    assert theirs == steps(launch(OURS, *flags))
 
 
 def test_flags_of_the_checkpoint_are_checked_in_a_script(dataset, tmp_path):
@@ -38,45 +46,53 @@ def test_flags_of_the_checkpoint_are_checked_in_a_script(dataset, tmp_path):
     save = ["--save", str(tmp_path), "--save-interval", "9", "--train-iters", "1", "--attention-dropout", "0.1"]
     train(1, dataset, *common, *save, wlb=False)
     first = MODEL.index("--seq-length")
-    flags = [*MODEL[:first], *MODEL[first + 2 :], *common, "--data-path", dataset, "--eval-interval", "100"]
+    flags = [*MODEL[:first], *MODEL[first + 2 :], *common, *CPU, "--data-path", dataset]
     flags += ["--load", str(tmp_path), "--use-checkpoint-args", "--override-opt-param-scheduler"]
     flags += ["--wlb", "--wlb-restart-packing"]
     finished = launch("-m", "megatron_wlb.run", SCRIPT, *flags, processes=1)
     assert len(steps(finished)) == 1
     assert re.search(r" attention_dropout \.+ 0\.0\n", finished.stdout)
-    finished = launch("-m", "megatron_wlb.run", SCRIPT, *flags, "--wlb-max-tokens", "128", processes=1)
-    assert re.search(
-        "error: --wlb-max-tokens 128 is under --seq-length 256.*; flags of the checkpoint", finished.stderr
-    )
+    finished = run("-m", "megatron_wlb.run", SCRIPT, *flags, "--wlb-max-tokens", "128")
+    message = "error: --wlb: --wlb-max-tokens 128 is under --seq-length 256.*; flags of the checkpoint"
+    assert re.search(message, finished.stderr)
 
 
-def test_without_wlb_the_script_is_on_its_own(dataset):
-    flags = [*MODEL, "--data-path", dataset, "--eval-interval", "100"]
+def test_without_wlb_the_script_trains_by_itself(dataset, tmp_path):
+    flags = [*MODEL, *CPU, "--data-path", dataset, "--data-cache-path", str(tmp_path)]
     finished = launch("-m", "megatron_wlb.run", SCRIPT, *flags, processes=1)
-    assert finished.returncode != 0
-    assert "RuntimeError: the script's own" in finished.stderr
+    assert len(steps(finished, "lm loss: ")) == 2
+    assert "wlb" not in finished.stdout.split("training ...")[1]
+
+
+def test_help_needs_no_gpu():
+    finished = run(OURS, "--help")
+    assert finished.returncode == 0, finished.stderr
+    assert "--wlb-packing" in finished.stdout and "--tensor-model-parallel-size" in finished.stdout
+
+
+RUN = ["-m", "megatron_wlb.run"]
 
 
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ([], "no script given; give the path of pretrain_gpt.py in a Megatron-LM checkout"),
-        (["nowhere/pretrain_gpt.py"], "nowhere/pretrain_gpt.py is not a file; give the path"),
-        ([SCRIPT, "--wlb", *MODEL, "--micro-batch-size", "2"], "--micro-batch-size is 2; a micro-batch is one packed"),
+        (RUN, "no script given; give the path of pretrain_gpt.py in a Megatron-LM checkout"),
+        ([*RUN, "nowhere/pretrain_gpt.py"], "nowhere/pretrain_gpt.py is not a file; give the path"),
+        ([*RUN, SCRIPT, *CPU, "--wlb", *MODEL, "--micro-batch-size", "2"], "--micro-batch-size is 2; a micro-batch is"),
+        ([OURS, *MODEL, *CPU], "with --wlb only; give it, or run upstream's script: python -m megatron_wlb.run"),
+        ([OURS, "--wlb", *MODEL], "torch sees no GPU on this machine; .*give --distributed-backend gloo to train on"),
+        ([*RUN, SCRIPT, *MODEL], "torch sees no GPU on this machine"),
+        (
+            [OURS, "--wlb", *MODEL, *CPU, "--data-path", "no\n\x1b[31mwhere"],
+            r"dataset file no  \[31mwhere.idx does not",
+        ),
+        ([OURS, "--wlb", *MODEL, *CPU, "--wlb-packing", "best"], "--wlb-packing is 'best'; choose one of original,"),
     ],
 )
-def test_bad_input_is_one_line(command, message):
-    finished = subprocess.run(
-        [sys.executable, "-m", "megatron_wlb.run", *command],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def test_bad_input_is_one_line_and_status_2(command, message):
+    finished = run(*command)
     assert finished.returncode == 2
     errors = [line for line in finished.stderr.splitlines() if "error: " in line]
     assert len(errors) == 1
-    assert message in errors[0]
+    assert re.search(message, errors[0])
     assert "Traceback" not in finished.stderr

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_wlb.adapter import arguments, compat
+from megatron_wlb.adapter import compat, describe
+from megatron_wlb.job import Job
 from tests.adapter.datasets import write_lengths
 from tests.adapter.test_parity import CP2, FULL, PP2, compare
 from tests.adapter.training import train
@@ -103,9 +104,9 @@ def stand_in(monkeypatch):
         return spec
 
     monkeypatch.setattr(compat, "default_layer_spec", default_layer_spec)
-    monkeypatch.setattr(arguments, "_check_upstream_attention", lambda args, config: None)
+    monkeypatch.setattr(describe, "_check_upstream_attention", lambda args: None)
     # One unit in all layouts, so that all have the same padding.
-    monkeypatch.setattr(arguments, "unit_tokens", lambda args: UNIT)
+    monkeypatch.setattr(Job, "unit_tokens", UNIT)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Runs upstream's real `pretrain()` with `--wlb` inside a forked world and brings losses and gradients home.
+"""Runs upstream's real `pretrain()`, with `--wlb` or without, in a forked world; brings losses and gradients home.
 
 Parameters are set from their global name, so that every layout starts from the same model, and gradients are put
 together again from the shards of tensor-parallel ranks.
@@ -44,7 +44,7 @@ def train(
 ) -> dict[str, Any]:
     """Train on `size` processes, with the flags of MODEL less `without`, a flag and its value, and with `flags`.
 
-    What rank 0 and the last print goes to the file `prints`.
+    Without `wlb`, upstream trains by itself (`upstream_script`). What the ranks print goes to the file `prints`.
 
     Returns {"grads": per optimizer step {global name: gradient of the whole parameter}, "params": the same after
     training, "log": the step log, "evaluations": validation losses, "sends": by rank, dtypes of all point-to-point
@@ -76,13 +76,13 @@ def _train(argv: list[str], flags_of_rank: dict[int, list[str]], prints: str) ->
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training import get_args, training
 
-    from megatron_wlb.adapter import cpu, gpt
+    from megatron_wlb.adapter import cpu, script
 
     os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()), LOCAL_RANK="0")
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8" if "--use-torch-fsdp2" in argv else "1"  # as upstream demands
     # Upstream prints hundreds of lines; they matter only when a test fails, and then pytest shows the exception.
     sys.stdout = open(prints, "a", buffering=1)  # noqa: SIM115
-    sys.argv = [*argv, *flags_of_rank.get(dist.get_rank(), []), *cpu.FLAGS]
+    sys.argv = [*argv, *flags_of_rank.get(dist.get_rank(), []), "--distributed-backend", "gloo", *cpu.FLAGS]
     out: dict[str, Any] = {"grads": [], "evaluations": [], "sends": []}
     setup, evaluate, isend = training.setup_model_and_optimizer, training.evaluate, dist.isend
 
@@ -117,7 +117,13 @@ def _train(argv: list[str], flags_of_rank: dict[int, list[str]], prints: str) ->
     training.setup_model_and_optimizer = setup_and_watch
     # Upstream's checkpoint writer starts this server by spawning, that is, by importing torch anew in every rank.
     filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
-    gpt.train(*gpt.parse())
+    script.teach()
+    if "--wlb" in argv:
+        script.train()
+    else:
+        from tests.adapter import upstream_script
+
+        upstream_script.main()
     out["params"] = _shards(out.pop("chunks"), lambda p: p.data)
     return out
 

@@ -1,47 +1,75 @@
-"""Calls upstream as its pretrain_gpt.py does in every version, with data and a forward step that --wlb must replace."""
+"""Trains a GPT as upstream's pretrain_gpt.py does, which no wheel ships: its own data, forward step and model."""
 
 import functools
 
+import torch
 from megatron.core import package_info
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.enums import ModelType
-from megatron.training import arguments, pretrain
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.training import argument_utils, arguments, get_args, pretrain
+from megatron.training.utils import get_blend_and_blend_per_split
 
 MINOR = int(package_info.__version__.split(".")[1])
-DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
+DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000}
 
 
-def own_provider(*args, **kwargs):
-    raise RuntimeError("the script's own data")
+def datasets(num_samples, vp_stage=None):
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        path_to_cache=args.data_cache_path,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+    )
+    return BlendedMegatronDatasetBuilder(GPTDataset, num_samples, lambda: True, config).build()
 
 
-def own_step(*args, **kwargs):
-    raise RuntimeError("the script's own forward step")
+datasets.is_distributed = True
 
 
-def gpt_builder(*args, **kwargs):
-    raise RuntimeError("the script's own model")
+def forward_step(data_iterator, model):
+    batch = {name: tensor.cuda() for name, tensor in next(data_iterator).items()}
+    inputs = (batch["tokens"], batch["position_ids"], batch["attention_mask"])
+    return model(*inputs, labels=batch["labels"]), functools.partial(loss, batch["loss_mask"])
 
 
-def model_provider(builder, *args, **kwargs):
-    return builder(*args, **kwargs)
+def loss(loss_mask, output):
+    total, tokens = torch.sum(output.view(-1).float() * loss_mask.view(-1)), loss_mask.sum().to(torch.int)
+    return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
+
+
+def gpt_builder(args, pre_process, post_process, vp_stage=None, config=None, pg_collection=None):
+    from megatron_wlb.adapter.compat import GptConfig
+
+    config = GptConfig(args=args, transformer=config or arguments.core_transformer_config_from_args(args))
+    return config.build(pre_process, post_process, vp_stage, pg_collection=pg_collection)
+
+
+def model_provider(builder, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
+    return builder(get_args(), pre_process, post_process, vp_stage, config, pg_collection)
 
 
 def main():
     model = functools.partial(model_provider, gpt_builder)
     if MINOR < 18:
-        pretrain(own_provider, model, ModelType.encoder_or_decoder, own_step, args_defaults=DEFAULTS)
+        pretrain(datasets, model, ModelType.encoder_or_decoder, forward_step, args_defaults=DEFAULTS)
         return
-    from megatron.training.argument_utils import pretrain_cfg_container_from_args
-
     args = arguments.parse_and_validate_args(args_defaults=DEFAULTS)
     if MINOR < 19:
-        config = pretrain_cfg_container_from_args(args)
-        pretrain(config, own_provider, model, ModelType.encoder_or_decoder, own_step)
+        config = argument_utils.pretrain_cfg_container_from_args(args)
+        pretrain(config, datasets, model, ModelType.encoder_or_decoder, forward_step)
         return
-    from megatron.training.argument_utils import gpt_config_from_args
-
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    pretrain(config, own_provider, ModelType.encoder_or_decoder, own_step)
+    config = argument_utils.pretrain_cfg_container_from_args(args, argument_utils.gpt_config_from_args(args))
+    pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
 
 
 if __name__ == "__main__":

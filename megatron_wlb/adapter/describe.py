@@ -1,0 +1,153 @@
+"""From Megatron's arguments to the job: what is trained, on which ranks, in which micro-batches, in how much memory."""
+
+from argparse import Namespace
+from dataclasses import replace
+
+import torch
+
+from megatron_wlb import describe
+from megatron_wlb.adapter import arguments, compat
+from megatron_wlb.adapter.settings import RunSettings
+from megatron_wlb.describe import PlanSettings
+from megatron_wlb.job import Job, Parallel, Recompute
+from megatron_wlb.model import MODELS, ModelShape
+from megatron_wlb.plan import packing
+
+DEVICE_SHARE = 0.9
+"""Of a GPU's memory; the rest is for the context, buffers of NCCL and kernels, and fragmentation."""
+
+
+def check(args: Namespace) -> None:
+    """Raise ValueError for flags, upstream's or ours, that training with `--wlb` cannot serve.
+
+    To be called before upstream validates its flags, with assertions that name no remedy.
+    """
+    compat.check_flags(args)
+    arguments.check(args)
+    policy, run = packing.from_args(args), RunSettings.from_args(args)
+    if not policy.trains:
+        raise ValueError(f"--wlb-packing {policy.name} is a baseline for plans and benchmarks; train with another")
+    if run.attention_backend == "megatron":
+        _check_upstream_attention(args)
+    settings = PlanSettings.from_args(args)
+    model_ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    dp = max(1, args.world_size // model_ranks)
+    try:
+        describe.make_job(
+            model=MODELS["550m"],  # stands in for sizes that only validation settles
+            context_length=args.seq_length,
+            num_micro_batches=args.global_batch_size or dp,
+            parallel=Parallel(
+                tp=args.tensor_model_parallel_size,
+                cp=args.context_parallel_size,
+                dp=dp,
+                sequence_parallel=args.sequence_parallel,
+            ),
+            packing=policy,
+            settings=replace(
+                settings, memory_budget=None, max_tokens=None if settings.max_tokens == "auto" else settings.max_tokens
+            ),
+            row_multiple=_row_multiple(args),
+        )
+    except ValueError as error:
+        raise ValueError(f"--wlb: {error}") from error
+
+
+def make_job(args: Namespace) -> Job:
+    """The job that validated arguments describe.
+
+    Raises ValueError for settings that contradict each other, and where weights or activations do not fit the GPU.
+    """
+    settings = PlanSettings.from_args(args)
+    edges = args.account_for_embedding_in_pipeline_split and args.account_for_loss_in_pipeline_split
+    modules = set(args.recompute_modules or ()) - ({"mlp"} if args.num_experts else set())  # only dense layers have one
+    return describe.make_job(
+        model=_model_shape(args),
+        context_length=args.seq_length,
+        num_micro_batches=args.global_batch_size,
+        parallel=Parallel(
+            tp=args.tensor_model_parallel_size,
+            cp=args.context_parallel_size,
+            pp=args.pipeline_model_parallel_size,
+            vpp=args.virtual_pipeline_model_parallel_size or 1,
+            dp=args.data_parallel_size,
+            ep=args.expert_model_parallel_size,
+            sequence_parallel=args.sequence_parallel,
+            group_size=args.microbatch_group_size_per_vp_stage,
+            edge_layers=int(edges),
+        ),
+        packing=packing.from_args(args),
+        settings=settings,
+        default_profile="h100-fa2" if torch.cuda.is_available() else "flops",
+        budget_bytes=_budget_bytes(args) if settings.memory_budget is None else None,
+        bytes_per_value=args.params_dtype.itemsize,
+        row_multiple=_row_multiple(args),
+        hidden_dropout=args.hidden_dropout > 0,
+        recompute=Recompute(
+            granularity=args.recompute_granularity,
+            method=args.recompute_method,
+            num_layers=args.recompute_num_layers,
+            modules=tuple(sorted(modules)),
+        ),
+    )
+
+
+def _model_shape(args: Namespace) -> ModelShape:
+    """What costs and memory of a layer depend on; a token runs through `moe_router_topk` experts at once."""
+    expert = args.moe_ffn_hidden_size or args.ffn_hidden_size
+    return ModelShape(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.moe_router_topk * expert if args.num_experts else args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        padded_vocab_size=args.padded_vocab_size or 0,
+        kv_channels=args.kv_channels,
+        gated_linear_unit=args.swiglu,
+    )
+
+
+def _row_multiple(args: Namespace) -> int:
+    """What FP8 and FP4 kernels align rows to."""
+    if args.fp8:
+        from megatron.core.fp8_utils import get_fp8_align_size
+
+        return int(get_fp8_align_size(args.fp8_recipe))
+    if getattr(args, "fp4", None):
+        from megatron.core.fp4_utils import get_fp4_align_size
+
+        return int(get_fp4_align_size(args.fp4_recipe))
+    return 1
+
+
+def _budget_bytes(args: Namespace) -> float | None:
+    """What activations may take of this rank's GPU; None without one, and where upstream's formula of weights fails.
+
+    Raises ValueError where weights and optimizer alone are too large for the GPU.
+    """
+    if not torch.cuda.is_available():
+        return None
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    held = compat.weight_and_optimizer_bytes(args)
+    if held is None:
+        return None
+    if held >= DEVICE_SHARE * total:
+        raise ValueError(
+            f"weights and optimizer take {held / 2**30:.1f} GiB by upstream's formula, more than {DEVICE_SHARE:.0%} of "
+            f"this GPU's {total / 2**30:.1f}; use more tensor or pipeline parallelism or --use-distributed-optimizer, "
+            "or give --wlb-memory-budget if you know better"
+        )
+    return DEVICE_SHARE * total - held
+
+
+def _check_upstream_attention(args: Namespace) -> None:
+    if args.transformer_impl == "local":
+        raise ValueError(
+            "--wlb-attention-backend megatron with --transformer-impl local, whose attention knows no packed "
+            "documents; leave --transformer-impl out"
+        )
+    if args.context_parallel_size > 1 and args.wlb_cp_sharding != "per-document":
+        raise ValueError(
+            f"--wlb-attention-backend megatron cuts every document over {args.context_parallel_size} context-parallel "
+            f"ranks, and --wlb-cp-sharding is {args.wlb_cp_sharding}; give per-document"
+        )

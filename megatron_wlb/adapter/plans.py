@@ -1,0 +1,137 @@
+"""The plans that a run trains by: a planner for every split, the packer's state beside checkpoints, and resuming."""
+
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.training import print_rank_0
+
+from megatron_wlb.adapter.data import SPLITS, SplitData
+from megatron_wlb.adapter.settings import RunSettings
+from megatron_wlb.job import Job, differences
+from megatron_wlb.plan import document_log, state
+from megatron_wlb.plan.packer import Packer, make_packer
+from megatron_wlb.plan.packing.original import OriginalPacking
+from megatron_wlb.plan.step import Planner, StepPlan
+from megatron_wlb.plan.stream import DocumentStream
+
+DIGEST_INTERVAL = 16
+"""Steps between two comparisons of what all ranks have planned; the first step of a run is always compared."""
+
+
+def state_path(folder: str, iteration: int) -> Path:
+    """`FOLDER/iter_0000010.wlb.json`, beside upstream's `FOLDER/iter_0000010/`."""
+    return Path(folder) / f"iter_{iteration:07d}.wlb.json"
+
+
+class Plans:
+    """Plans of training and evaluation steps, by split and step; every rank makes the same ones."""
+
+    def __init__(self, args: Namespace, job: Job, run: RunSettings) -> None:
+        self._args, self._job, self._run = args, job, run
+        self._planners: dict[str, Planner] = {}
+        self._first_state: Any = None
+        self.first_step = 0
+        """Of training in this process."""
+        self.last_step: int | None = None
+        """The training step that runs, or ran last."""
+        self.begins_anew = False
+        """The first step is trained from the beginning of the data, although training has come further."""
+
+    def planner(self, split: str, data: SplitData, first_step: int, num_micro_batches: int) -> Planner:
+        """The planner of a split from `first_step` on, made when it is first asked for.
+
+        Raises ValueError for a packer state that is missing or does not fit.
+        """
+        if split not in self._planners:
+            job = replace(self._job, num_micro_batches=num_micro_batches)
+            if split != "train":
+                job = replace(job, packing=OriginalPacking())
+            stream = DocumentStream(
+                data.sources, seed=self._args.seed + SPLITS.index(split), context_length=job.context_length
+            )
+            packer = make_packer(stream, job, fingerprint=data.fingerprint)
+            if split == "train":
+                self._resume(packer, first_step)
+            else:
+                for _ in range(first_step):
+                    packer.next()
+            dp_rank = mpu.get_data_parallel_rank()
+            self._planners[split] = Planner(packer, job, dp_rank, first_step=first_step)
+        return self._planners[split]
+
+    def begin(self, split: str, step: int, device: torch.device) -> StepPlan:
+        """The plan of a step that is about to run; steps before the last one are forgotten.
+
+        Raises RuntimeError on every rank if any two planned a training step differently.
+        """
+        planner = self._planners[split]
+        planner.release(step - 1)  # upstream may save in the middle of a step
+        plan = planner.get(step)
+        if split == "train":
+            self.last_step = step
+            if step == self.first_step or step % DIGEST_INTERVAL == 0:
+                _compare(plan, device)
+        return plan
+
+    def trained(self, iteration: int) -> StepPlan:
+        """The plan of the step that training counts as `iteration`, from 1 on."""
+        return self._planners["train"].get(iteration - 1)
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long training has waited for plans."""
+        return self._planners["train"].wait_seconds
+
+    def save(self, iteration: int) -> None:
+        """Write the packer's state after `iteration` beside upstream's checkpoint. Raises OSError where the disk fails.
+
+        By the iteration, not by what ran last: a step that failed validation is saved as one still to come.
+        """
+        packed = self.trained(iteration).state if iteration > self.first_step else self._first_state
+        state.save(state_path(self._args.save, iteration), packed, self._job)
+
+    def _resume(self, packer: Packer, first_step: int) -> None:
+        """Bring a new packer to `first_step`, and print what is different from the run before."""
+        self.first_step = first_step
+        if self._run.document_log and torch.distributed.get_rank() == 0:
+            document_log.mend(self._run.document_log)
+        try:
+            if first_step:
+                before = _load(packer, self._args.load, first_step)
+                changes = ", ".join(differences(before, self._job.to_json()))
+                print_rank_0(
+                    f"> wlb: resumed at iteration {first_step} with {sum(map(len, packer.waiting().values()))} "
+                    f"documents waiting; {f'changed: {changes}' if changes else 'nothing changed'}"
+                )
+        except ValueError as error:
+            if not self._run.restart_packing:
+                raise ValueError(f"{error}; or begin with the data anew by --wlb-restart-packing") from error
+            packer.begin_at(first_step)
+            self.begins_anew = True
+            print_rank_0(f"> wlb: WARNING: the data begins anew at iteration {first_step}: {error}")
+        self._first_state = packer.state()
+
+
+def _load(packer: Packer, folder: str, step: int) -> Any:
+    """Load the state of a checkpoint into a packer; returns the description of the job that saved it."""
+    path = state_path(folder, step)
+    saved, job = state.load(path)
+    if saved["step"] != step:
+        raise ValueError(f"packer state {path} is of step {saved['step']}, not of iteration {step}; copy that one's")
+    packer.load_state(saved)
+    return job
+
+
+def _compare(plan: StepPlan, device: torch.device) -> None:
+    extremes = torch.tensor([plan.digest, -plan.digest], dtype=torch.int64, device=device)
+    torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MAX)
+    highest, lowest = int(extremes[0]), -int(extremes[1])
+    if highest != lowest:
+        raise RuntimeError(
+            f"ranks planned step {plan.step} differently (this rank {plan.digest:016x}; lowest {lowest:016x}, highest "
+            f"{highest:016x}): check that all nodes have the same dataset files, flags and megatron_wlb version"
+        )

@@ -1,0 +1,121 @@
+"""What a run says of itself: what it begins with, a line a step after upstream's, the logs, TensorBoard and W&B."""
+
+import contextlib
+import functools
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import torch
+from megatron.training import print_rank_0, training
+
+from megatron_wlb.adapter import compat, log
+from megatron_wlb.adapter.data import SplitData
+from megatron_wlb.adapter.plans import Plans
+from megatron_wlb.adapter.settings import RunSettings
+from megatron_wlb.adapter.telemetry import Telemetry
+from megatron_wlb.adapter.throughput import Throughput
+from megatron_wlb.cost import memory
+from megatron_wlb.job import Job
+from megatron_wlb.plan import document_log, native
+from megatron_wlb.runtime.attention import AttentionOptions
+from megatron_wlb.runtime.backends import choose_backend
+from megatron_wlb.settings import flag_with_value
+
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+class Report:
+    """Stands in for upstream's log of a step (`installed`), and adds what `--wlb` has to say."""
+
+    def __init__(self, args: Namespace, job: Job, run: RunSettings, plans: Plans) -> None:
+        self._args, self._job, self._run, self._plans = args, job, run, plans
+        self._waited = 0.0  # for the planner, up to the last line of the log
+        self._began = 0.0  # the last step, by `time.perf_counter`
+        self.telemetry = Telemetry(args)
+
+    def start(self, data: SplitData, attention: AttentionOptions | None) -> None:
+        """Say what is trained, and how it is planned."""
+        job = self._job
+        documents, short = (
+            sum(len(s.lengths) for s in data.sources),
+            sum(s.too_short for s in data.sources),
+        )
+        core = "native" if native.core is not None else f"python: the native core {native.WHY_NOT}"
+        policy = [f"--wlb-packing {job.packing.name}"]
+        values = ((f.name, getattr(job.packing, f.name)) for f in fields(job.packing))  # type: ignore[arg-type]
+        policy += [flag_with_value(name, value) for name, value in values if value is not None]
+        print_rank_0(
+            f"> wlb: {documents} documents ({short} under 2 tokens are left out), {' '.join(policy)} ({core}) into "
+            f"{job.num_micro_batches} micro-batches a step, window {job.context_length}, S_max {job.max_tokens}, "
+            f"crossover {job.crossover_tokens} tokens, CP sharding {job.cp_sharding}"
+        )
+        peaks = [memory.peak_bytes(job, stage) / 2**30 for stage in range(job.parallel.pp)]
+        print_rank_0(
+            "> wlb: activations by stage, predicted peak if every micro-batch had S_max tokens: "
+            f"{', '.join(f'{peak:.2f}' for peak in peaks)} GiB"
+        )
+        backend = attention.backend.name if attention else "megatron"
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        chosen = str(choose_backend(device)) if self._run.attention_backend == "auto" else backend
+        other = job.profile.differences(
+            head_size=job.model.kv_channels, dtype=_DTYPES[self._args.params_dtype], backend=backend
+        )
+        measured = f" (measured with {other})" if other else ""
+        print_rank_0(f"> wlb: attention backend {chosen}, profile {job.profile.name}{measured}")
+
+    def begin_step(self) -> None:
+        """A forward-backward pass begins."""
+        self._began = time.perf_counter()
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Within, upstream logs a step and counts its operations by us."""
+        throughput = Throughput(self._trained_lengths)
+        logged = functools.partial(self._logged, throughput)
+        with (
+            compat.replaced(training, "training_log", logged, ("loss_dict", "total_loss_dict", "iteration")),
+            compat.replaced(training, "num_floating_point_operations", throughput.counted, ("args", "batch_size")),
+        ):
+            yield
+
+    def _trained_lengths(self) -> Any:
+        assert self._plans.last_step is not None
+        return self._plans.trained(self._plans.last_step + 1).packing.documents["length"]
+
+    def _logged(self, throughput: Throughput, original: Any) -> Any:
+        """Upstream's log line, then ours; only the last rank has the loss."""
+
+        @functools.wraps(original)
+        def training_log(loss_dict: Any, total_loss_dict: Any, learning_rate: Any, iteration: int, *args, **kwargs):  # type: ignore[no-untyped-def]
+            # Upstream adds up and clears the losses that it is given, so read ours first.
+            last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+            line = iteration % self._args.log_interval == 0
+            wanted = line or self._run.log or self.telemetry.wants(iteration)
+            loss = float(loss_dict["lm loss"]) if last and wanted else None
+            took = time.perf_counter() - self._began  # on a GPU, too: to read the loss waits for all of the step
+            with throughput.line(total_loss_dict):
+                result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
+            self._log_documents(iteration)
+            imbalance = self.telemetry.imbalance(iteration)
+            if loss is not None:
+                plan = self._plans.trained(iteration)
+                waited, self._waited = self._plans.wait_seconds - self._waited, self._plans.wait_seconds
+                entry = log.summary(plan, loss, took, waited)
+                if line:
+                    print(log.line(entry), flush=True)
+                if self._run.log:
+                    log.append(self._run.log, entry | log.details(plan, self._job))
+                self.telemetry.write(iteration, plan, entry, imbalance)
+            return result
+
+        return training_log
+
+    def _log_documents(self, iteration: int) -> None:
+        path = self._run.document_log
+        if path and torch.distributed.get_rank() == 0:
+            begins_anew = self._plans.begins_anew and iteration - 1 == self._plans.first_step
+            packing = self._plans.trained(iteration).packing
+            document_log.append(path, iteration - 1, packing, begins_anew=begins_anew)

@@ -1,0 +1,174 @@
+"""A training run with `--wlb`: what upstream's `pretrain()` is given, and where we step in (`installed`)."""
+
+import contextlib
+import functools
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.distributed import TorchFullyShardedDataParallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+from megatron.training import checkpointing, training
+
+from megatron_wlb.adapter import compat, data, describe
+from megatron_wlb.adapter.data import Batch, DocumentDataset
+from megatron_wlb.adapter.loss import scale_sharded, token_loss
+from megatron_wlb.adapter.model import WlbPackedSeqParams
+from megatron_wlb.adapter.p2p import PlannedP2PCommunicator
+from megatron_wlb.adapter.plans import Plans
+from megatron_wlb.adapter.report import Report
+from megatron_wlb.adapter.settings import RunSettings
+from megatron_wlb.runtime.attention import AttentionOptions
+from megatron_wlb.runtime.backends import get_backend
+
+
+class Training:
+    """Made from validated arguments before any process group exists; raises ValueError on bad input."""
+
+    def __init__(self, args: Namespace) -> None:
+        self._args, run = args, RunSettings.from_args(args)
+        gpu = torch.cuda.is_available()
+        if gpu:
+            torch.cuda.set_device(args.local_rank)  # upstream does so later, and backends are tried before
+        self._device = torch.device("cuda" if gpu else "cpu")
+        self._job = job = describe.make_job(args)
+        self._splits = data.load_splits(args)
+        self.attention: AttentionOptions | None = None
+        """None for Megatron's own."""
+        if run.attention_backend != "megatron":
+            self.attention = AttentionOptions(
+                backend=get_backend(run.attention_backend, self._device),
+                head_groups=job.head_groups,
+                save_gathered=job.save_gathered_kv,
+            )
+        self._plans = Plans(args, job, run)
+        self._report = Report(args, job, run, self._plans)
+
+    # What pretrain() is given -----------------------------------------------------------------------------------------
+
+    def dataset_provider(self, num_samples: list[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+        """Endless batches of this rank for training, validation and test (`--dataloader-type external`)."""
+        args, evaluated = self._args, compat.eval_global_batch_size(self._args)
+        first_steps = {"train": args.iteration, "valid": args.consumed_valid_samples // evaluated, "test": 0}
+        stage = vp_stage or 0
+        is_first = mpu.is_pipeline_first_stage(ignore_virtual=True) and stage == 0
+        is_last = mpu.is_pipeline_last_stage(ignore_virtual=True) and stage == self._job.parallel.vpp - 1
+        loaders: list[Iterator[Batch] | None] = []
+        for split, split_data in self._splits.items():
+            if not split_data.sources or not (split == "train" or args.eval_iters > 0):
+                loaders.append(None)
+                continue
+            num_micro_batches = self._job.num_micro_batches if split == "train" else evaluated
+            planner = self._plans.planner(split, split_data, first_steps[split], num_micro_batches)
+            dataset = DocumentDataset(
+                split,
+                split_data,
+                cp_rank=mpu.get_context_parallel_rank(),
+                is_first=is_first,
+                is_last=is_last,
+                mmap=args.mmap_bin_files,
+                encode=self.attention.backend.encode if self.attention else None,
+            )
+            workers = args.num_workers if is_first or is_last else 0  # others read nothing
+            exit_signal = args.exit_signal if args.exit_signal_handler else None
+            loaders.append(data.loader(dataset, planner, first_steps[split], workers, exit_signal))
+        if not vp_stage:
+            self._report.start(self._splits["train"], self.attention)
+        train, valid, test = loaders
+        return train, valid, test
+
+    dataset_provider.is_distributed = True  # type: ignore[attr-defined]  # every rank gets iterators
+
+    def forward_step(self, data_iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
+        """Forward one micro-batch."""
+        with training.stimer(bdata=True):  # --log-straggler
+            batch = next(data_iterator).to(self._device)
+        positions = batch.metadata.positions
+        name = f"wlb {batch.split} step {batch.step}: {positions.numel()} of {batch.padded_tokens} tokens"
+        thd = batch.thd.packed_seq_params() if batch.thd is not None else None
+        with training.stimer, torch.profiler.record_function(name), self._report.telemetry.forward(batch, model):
+            output = model(
+                batch.tokens,
+                positions.unsqueeze(0),
+                None,
+                labels=batch.labels,
+                packed_seq_params=WlbPackedSeqParams(wlb=batch.metadata, thd=thd),
+            )
+        return output, functools.partial(token_loss, self._args, batch.loss_mask)
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """The scoped replacements in upstream that training needs."""
+        with (
+            compat.replaced(training, "get_forward_backward_func", self._planned_forward_backward, ()),
+            compat.replaced(checkpointing, "maybe_save_dataloader_state", self._saved, ("train_iterator", "iteration")),
+            compat.replaced(TorchFullyShardedDataParallel, "scale_gradients", scale_sharded, ("scaling_factor",)),
+            compat.whole_router_losses(),
+            compat.whole_tracker(),
+            self._report.installed(),
+        ):
+            yield
+
+    # Where we step in -------------------------------------------------------------------------------------------------
+
+    def _planned_forward_backward(self, original: Any) -> Any:
+        """Schedules of upstream, each call with a communicator that knows the lengths of its micro-batches."""
+
+        def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+            return functools.partial(self._forward_backward, original(*args, **kwargs))
+
+        return get_forward_backward_func
+
+    def _forward_backward(self, schedule: Any, *, data_iterator: Any, model: Any, num_microbatches: int, **rest: Any):  # type: ignore[no-untyped-def]
+        self._report.begin_step()
+        # The first batch says which step it is; a replay (rerun state machine) hands out the same batches again.
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        batches = [next(iterator) for iterator in iterators]
+        first = batches[0]
+        feeds = [
+            _of_step(first, batch, iterator, num_microbatches)
+            for batch, iterator in zip(batches, iterators, strict=True)
+        ]
+        plan = self._plans.begin(first.split, first.step, self._device)
+        parallel = self._job.parallel
+        if parallel.pp > 1:
+            # Every stage knows all lengths before its first receive.
+            ranks = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
+            rest["p2p_communicator"] = PlannedP2PCommunicator(
+                mpu.get_pipeline_model_parallel_group(),
+                get_model_config(model[0] if isinstance(model, list) else model),
+                [m.padded_tokens // ranks for m in plan.micro_batches],
+            )
+            rest["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
+        return schedule(
+            data_iterator=feeds if isinstance(data_iterator, list) else feeds[0],
+            model=model,
+            num_microbatches=num_microbatches,
+            **rest,
+        )
+
+    def _saved(self, original: Any) -> Any:
+        """Save the packer with the model; upstream marks the checkpoint complete only after this."""
+
+        @functools.wraps(original)
+        def maybe_save_dataloader_state(train_iterator: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
+            if torch.distributed.get_rank() == 0:
+                self._plans.save(iteration)
+
+        return maybe_save_dataloader_state
+
+
+def _of_step(first: Batch, batch: Batch, others: Iterator[Batch], count: int) -> Iterator[Batch]:
+    """`batch` and `count` - 1 `others`; all must be of the step of `first`."""
+    for i in range(count):
+        if i:
+            batch = next(others)
+        if (batch.step, batch.split) != (first.step, first.split):
+            raise RuntimeError(
+                f"micro-batches of {batch.split} step {batch.step} in {first.split} step {first.step}: the data "
+                "iterators are apart; report it, with the flags"
+            )
+        yield batch
