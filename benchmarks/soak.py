@@ -26,14 +26,17 @@ from typing import Any
 import numpy as np
 
 from benchmarks import results
-from benchmarks.lengths import f2
+from benchmarks.lengths import CROSSOVER, WINDOW, f2
+from megatron_wlb.describe import make_job
+from megatron_wlb.job import Job, Parallel
+from megatron_wlb.model import MODELS
 from megatron_wlb.plan import native
 from megatron_wlb.plan.packer import Packer, Snapshot, make_packer
-from megatron_wlb.plan.step import Layout, Planner, StepPlan, plan_step
+from megatron_wlb.plan.packing.adaptive import AdaptivePacking
+from megatron_wlb.plan.step import Planner, StepPlan, plan_step
 from megatron_wlb.plan.stream import DocumentStream, Source
 
-WINDOW, CROSSOVER, DOCUMENTS = 131_072, 51_200, 1_000_000
-CP_SIZE, PP_SIZE = 8, 4
+DOCUMENTS = 1_000_000
 WARM_UP_STEPS = 100
 """After which the memory must be flat: several epochs at N = 2048, whose queues have had their longest."""
 FOLLOWED_STEPS, MOST_COMPARED = 2, 30
@@ -42,25 +45,22 @@ ALLOCATED = ("malloc_mib", "python_blocks")
 Row = dict[str, Any]
 
 
-def packer(num_micro_batches: int, use_native: bool) -> Packer:
-    """Before its first step."""
-    stream = DocumentStream([Source(pairs=f2(DOCUMENTS, 0))], seed=1, context_length=WINDOW)
-    return make_packer(
-        stream, num_micro_batches=num_micro_batches, crossover_tokens=CROSSOVER, fingerprint="", use_native=use_native
-    )
-
-
-def layout(num_micro_batches: int, use_native: bool) -> Layout:
-    """Of the first of so many data-parallel ranks that each has up to 8 micro-batches."""
-    return Layout(
-        dp_size=max(1, num_micro_batches // 8),
-        dp_rank=0,
-        cp_size=CP_SIZE,
-        pp_size=PP_SIZE,
-        unit_tokens=2 * CP_SIZE,
+def job_of(num_micro_batches: int) -> Job:
+    """Of as many data-parallel ranks that each has up to 8 micro-batches."""
+    return make_job(
+        model=MODELS["llama2-7b"],
+        packing=AdaptivePacking(),
+        parallel=Parallel(dp=max(1, num_micro_batches // 8), cp=8, pp=4),
+        context_length=WINDOW,
+        num_micro_batches=num_micro_batches,
         crossover_tokens=CROSSOVER,
-        use_native=use_native,
     )
+
+
+def packer(num_micro_batches: int) -> Packer:
+    """Before its first step."""
+    stream = DocumentStream([Source(lengths=f2(DOCUMENTS, 0))], seed=1, context_length=WINDOW)
+    return make_packer(stream, job_of(num_micro_batches), fingerprint="")
 
 
 def digest(plan: StepPlan) -> str:
@@ -70,9 +70,9 @@ def digest(plan: StepPlan) -> str:
     for micro_batch in plan.micro_batches:
         found.update(micro_batch.shards.strategy.encode())
         for shard in micro_batch.shards.shards:
-            for colour in shard.colours:
-                found.update(np.ascontiguousarray(colour))
-    for place, rows in (*snapshot.waiting.items(), *snapshot.original.items()):
+            for call in shard.calls:
+                found.update(np.ascontiguousarray(call))
+    for place, rows in snapshot.waiting.items():
         found.update(place.encode())
         found.update(np.ascontiguousarray(rows))
     return found.hexdigest()
@@ -80,9 +80,10 @@ def digest(plan: StepPlan) -> str:
 
 def reference(num_micro_batches: int, snapshot: Snapshot) -> list[str]:
     """Digests of the steps after `snapshot`, planned in Python."""
-    made = packer(num_micro_batches, use_native=False)
+    native.core = None
+    made, job = packer(num_micro_batches), job_of(num_micro_batches)
     made.load_state(json.loads(json.dumps(snapshot.state())))
-    return [digest(plan_step(made, layout(num_micro_batches, use_native=False))) for _ in range(FOLLOWED_STEPS)]
+    return [digest(plan_step(made, job)) for _ in range(FOLLOWED_STEPS)]
 
 
 class _MallocInfo(ctypes.Structure):
@@ -150,7 +151,7 @@ class Follower:
 
 def soak(minutes: float, num_micro_batches: int) -> tuple[list[Row], Follower]:
     """Plan until the time is over; what was noted when, and what the reference said."""
-    planner = Planner(packer(num_micro_batches, True), layout(num_micro_batches, True), first_step=0, ahead=4)
+    planner = Planner(packer(num_micro_batches), job_of(num_micro_batches), 0, first_step=0)
     follower = Follower(num_micro_batches, 60 * minutes / MOST_COMPARED)
     begin, noted = time.monotonic(), 0.0
     every = min(30.0, 6.0 * minutes)
@@ -198,7 +199,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--micro-batches", type=int, default=2048, help="N; default: %(default)s")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a goal is missed")
     args = parser.parse_args(argv)
-    if not native.AVAILABLE:
+    if native.core is None:
         raise SystemExit(f"soak: error: the native core {native.WHY_NOT}")
     rows, follower = soak(args.minutes, args.micro_batches)
     last = rows[-1]

@@ -13,8 +13,8 @@ LENGTHS = {
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-@pytest.mark.parametrize("policy", packing.policies(4, 1.25, WINDOW).values(), ids=packing.policies(4, 1.25, WINDOW))
+@pytest.mark.parametrize("policy", packing.policies(WINDOW).values(), ids=packing.policies(WINDOW))
 def test_every_policy_is_measured(policy, lengths):
-    summary = packing.measure(policy(), lengths, 4, WINDOW, 60)
+    summary = packing.measure(packing.job_of(policy, 4, window=WINDOW), lengths, 60)
     assert summary.steps == 60
     assert summary.imbalance_mean >= 1

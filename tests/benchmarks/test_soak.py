@@ -24,10 +24,10 @@ def test_a_short_soak(monkeypatch, tmp_path):
 
 def test_a_difference_is_seen():
     """Of a reference that packs other numbers of micro-batches."""
-    made = soak.packer(8, use_native=True)
+    made, job = soak.packer(8), soak.job_of(8)
     follower = soak.Follower(16)
     for _ in range(1 + soak.FOLLOWED_STEPS):
-        follower.see(soak.plan_step(made, soak.layout(8, use_native=True)))
+        follower.see(soak.plan_step(made, job))
     follower.close()
     assert follower.differ == [0] and follower.compared == []
 
