@@ -24,12 +24,32 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from megatron_wlb.plan import DocumentStream, Layout, MicroBatchPlan, Packer, Source, make_packer, plan_step
+from megatron_wlb.plan import (
+    DocumentStream,
+    Job,
+    MicroBatchPlan,
+    ModelShape,
+    Packer,
+    Parallel,
+    Source,
+    make_job,
+    make_packer,
+    plan_step,
+    trained_tokens,
+)
 
 CONTEXT_LENGTH = 2048
 NUM_MICRO_BATCHES = 8
-CROSSOVER_TOKENS = 1024
-"""Document length at which attention costs as much as everything else; of a 7B model about 50,000."""
+MODEL = ModelShape(
+    num_layers=2,
+    hidden_size=128,
+    ffn_hidden_size=512,
+    num_attention_heads=4,
+    num_query_groups=4,
+    kv_channels=32,
+    gated_linear_unit=False,
+    padded_vocab_size=256,
+)
 IGNORED = -100
 FULL_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -46,13 +66,13 @@ class MicroBatch(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Of one rank."""
+    """A step of one rank."""
 
     micro_batches: list[MicroBatch]
     num_tokens: int
-    """Of all ranks."""
+    """Trained tokens of all ranks."""
     state: dict[str, Any]
-    """Of the packer after this step."""
+    """The state of the packer after this step."""
 
 
 class PackedDocuments(IterableDataset[Step]):
@@ -61,11 +81,12 @@ class PackedDocuments(IterableDataset[Step]):
     Args:
         documents: tokens of each, integers [length].
         packer: of their lengths; the same on every rank.
-        layout: which rank this is.
+        job: what is trained, and on how many ranks.
+        rank: the data-parallel rank that this is.
     """
 
-    def __init__(self, documents: Sequence[np.ndarray], packer: Packer, layout: Layout) -> None:
-        self._documents, self.packer, self._layout = documents, packer, layout
+    def __init__(self, documents: Sequence[np.ndarray], packer: Packer, job: Job, rank: int) -> None:
+        self._documents, self.packer, self._job, self._rank = documents, packer, job, rank
 
     def __iter__(self) -> Iterator[Step]:
         """Of W loader workers, each plans every step, since that is cheap, and reads every W-th."""
@@ -74,7 +95,7 @@ class PackedDocuments(IterableDataset[Step]):
         for i in itertools.count():
             if self.packer.finished:
                 return
-            plan = plan_step(self.packer, self._layout)
+            plan = plan_step(self.packer, self._job, self._rank)
             if i % workers == number:
                 yield Step([self._read(micro_batch) for micro_batch in plan.micro_batches], plan.tokens, plan.state)
 
@@ -113,13 +134,13 @@ class StepLoader(DataLoader[Step]):
 
 
 class Gpt(nn.Module):
-    def __init__(self, hidden_size: int = 128, num_layers: int = 2, num_heads: int = 4, vocab_size: int = 256) -> None:
+    def __init__(self, shape: ModelShape = MODEL) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocab_size, hidden_size)
-        self.positions = nn.Embedding(CONTEXT_LENGTH, hidden_size)
-        self.layers = nn.ModuleList(Layer(hidden_size, num_heads) for _ in range(num_layers))
-        self.norm = nn.LayerNorm(hidden_size)
-        self.output = nn.Linear(hidden_size, vocab_size, bias=False)
+        self.embedding = nn.Embedding(shape.padded_vocab_size, shape.hidden_size)
+        self.positions = nn.Embedding(CONTEXT_LENGTH, shape.hidden_size)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
+        self.norm = nn.LayerNorm(shape.hidden_size)
+        self.output = nn.Linear(shape.hidden_size, shape.padded_vocab_size, bias=False)
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Sum of the losses of all tokens."""
@@ -131,13 +152,13 @@ class Gpt(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, hidden_size: int, num_heads: int) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self._num_heads = num_heads
+        hidden_size, self._num_heads = shape.hidden_size, shape.num_attention_heads
         self.norm, self.mlp_norm = nn.LayerNorm(hidden_size), nn.LayerNorm(hidden_size)
         self.qkv, self.proj = nn.Linear(hidden_size, 3 * hidden_size), nn.Linear(hidden_size, hidden_size)
         self.mlp = nn.Sequential(
-            nn.Linear(hidden_size, 4 * hidden_size), nn.GELU(), nn.Linear(4 * hidden_size, hidden_size)
+            nn.Linear(hidden_size, shape.ffn_hidden_size), nn.GELU(), nn.Linear(shape.ffn_hidden_size, hidden_size)
         )
 
     def forward(self, x: Tensor, lengths: list[int]) -> Tensor:
@@ -146,6 +167,16 @@ class Layer(nn.Module):
         documents = (F.scaled_dot_product_attention(*d, is_causal=True) for d in qkv.split(lengths, dim=2))
         x = x + self.proj(torch.cat(list(documents), dim=1).transpose(0, 1).flatten(1))
         return x + self.mlp(self.mlp_norm(x))
+
+
+def job_of(num_ranks: int) -> Job:
+    """The job on so many data-parallel ranks."""
+    return make_job(
+        model=MODEL,
+        parallel=Parallel(dp=num_ranks),
+        context_length=CONTEXT_LENGTH,
+        num_micro_batches=NUM_MICRO_BATCHES,
+    )
 
 
 def train(
@@ -160,11 +191,11 @@ def train(
     exists, and are saved there."""
     rank, size = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    pairs = np.array([max(0, len(document) - 1) for document in documents])
-    stream = DocumentStream([Source(pairs=pairs)], seed=0, context_length=CONTEXT_LENGTH)
-    packer = make_packer(stream, num_micro_batches=NUM_MICRO_BATCHES, crossover_tokens=CROSSOVER_TOKENS)
-    layout = Layout(dp_size=size, dp_rank=rank, crossover_tokens=CROSSOVER_TOKENS)
-    loader = StepLoader(PackedDocuments(documents, packer, layout), num_workers=num_workers)
+    lengths = trained_tokens(np.array([len(document) for document in documents]))
+    stream = DocumentStream([Source(lengths=lengths)], seed=0, context_length=CONTEXT_LENGTH)
+    job = job_of(size)
+    packed = PackedDocuments(documents, make_packer(stream, job), job, rank)
+    loader = StepLoader(packed, num_workers=num_workers)
 
     torch.manual_seed(0)
     model: nn.Module = Gpt().to(device)

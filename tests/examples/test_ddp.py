@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from examples import ddp
-from megatron_wlb.plan import DocumentStream, Layout, Source, make_packer, plan_step
+from megatron_wlb.plan import MODELS, DocumentStream, Parallel, Source, make_job, make_packer, plan_step, trained_tokens
 from tests.adapter.datasets import write_index
 from tests.worlds import run_world
 
@@ -41,6 +41,7 @@ def expected(documents):
     """Losses and gradients of one process that knows no micro-batches: a document after the other, alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ddp, "CONTEXT_LENGTH", 64)
+        patch.setattr(ddp, "NUM_MICRO_BATCHES", 4)
         packer = make(documents)
         torch.manual_seed(0)
         model = ddp.Gpt()
@@ -67,15 +68,15 @@ def expected(documents):
     return steps
 
 
-def make(documents, seed=0):
-    pairs = np.array([max(0, len(document) - 1) for document in documents])
-    stream = DocumentStream([Source(pairs=pairs)], seed=seed, context_length=64)
-    return make_packer(stream, num_micro_batches=4, crossover_tokens=ddp.CROSSOVER_TOKENS)
+def make(documents, seed=0, num_epochs=None, size=1):
+    lengths = trained_tokens(np.array([len(document) for document in documents]))
+    stream = DocumentStream([Source(lengths=lengths)], seed=seed, context_length=64, num_epochs=num_epochs)
+    return make_packer(stream, ddp.job_of(size))
 
 
-def loader(documents, rank, size, num_workers, seed=0):
-    layout = Layout(dp_size=size, dp_rank=rank, crossover_tokens=ddp.CROSSOVER_TOKENS)
-    return ddp.StepLoader(ddp.PackedDocuments(documents, make(documents, seed), layout), num_workers=num_workers)
+def loader(documents, rank, size, num_workers, **how):
+    packed = ddp.PackedDocuments(documents, make(documents, size=size, **how), ddp.job_of(size), rank)
+    return ddp.StepLoader(packed, num_workers=num_workers)
 
 
 def as_lists(step):
@@ -164,20 +165,14 @@ def test_the_state_is_of_what_was_handed_out_not_of_what_was_read_ahead(document
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_data_with_an_end(documents, num_workers):
-    pairs = np.array([max(0, len(document) - 1) for document in documents])
-    stream = DocumentStream([Source(pairs=pairs)], seed=0, context_length=64, num_epochs=1)
-    packer = make_packer(stream, num_micro_batches=4, crossover_tokens=64)
-    dataset = ddp.PackedDocuments(documents, packer, Layout(dp_size=1, dp_rank=0, crossover_tokens=64))
-    assert sum(step.num_tokens for step in ddp.StepLoader(dataset, num_workers=num_workers)) == pairs.sum()
+    steps = loader(documents, 0, 1, num_workers, num_epochs=1)
+    assert sum(step.num_tokens for step in steps) == sum(max(0, len(document) - 1) for document in documents)
 
 
 def test_a_micro_batch_without_documents_trains_nothing():
     """A step may have fewer documents than micro-batches."""
-    stream = DocumentStream([Source(pairs=np.array([29]))], seed=0, context_length=64, num_epochs=1)
-    packer = make_packer(stream, num_micro_batches=2, crossover_tokens=64)
-    layout = Layout(dp_size=1, dp_rank=0, crossover_tokens=64)
-    (step,) = ddp.PackedDocuments([np.arange(30, dtype=np.uint8)], packer, layout)
-    full, empty = sorted(step.micro_batches, key=lambda batch: -len(batch.tokens))
+    (step,) = loader([np.arange(30, dtype=np.uint8)], 0, 1, 0, num_epochs=1)
+    full, empty, *_ = sorted(step.micro_batches, key=lambda batch: -len(batch.tokens))
     assert full.labels.tolist() == list(range(1, 30))
     assert (empty.labels == ddp.IGNORED).all()
     model = ddp.Gpt()
@@ -204,9 +199,9 @@ def test_the_ten_lines_of_the_readme_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trained = []
     exec(code, {"rank": 3, "world_size": 8, "num_steps": 2, "train_on": lambda *row: trained.append(row)})
-    stream = DocumentStream([Source(pairs=np.maximum(lengths - 1, 0))], seed=0, context_length=131072)
-    packer = make_packer(stream, num_micro_batches=64, crossover_tokens=51200)
-    layout = Layout(dp_size=8, dp_rank=3, crossover_tokens=51200)
-    plans = [plan_step(packer, layout) for _ in range(2)]
+    job = make_job(model=MODELS["llama2-7b"], parallel=Parallel(dp=8), context_length=131072, num_micro_batches=64)
+    stream = DocumentStream([Source(lengths=trained_tokens(lengths))], seed=0, context_length=131072)
+    packer = make_packer(stream, job)
+    plans = [plan_step(packer, job, 3) for _ in range(2)]
     rows = [row for plan in plans for m in plan.micro_batches for row in m.documents]
     assert trained == [(0, row["document"], row["offset"], row["length"]) for row in rows]
