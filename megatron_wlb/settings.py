@@ -1,4 +1,4 @@
-"""Settings: each is defined, defaulted and checked once, beside what it acts on; command-line flags follow from that."""
+"""Settings: each is defined, defaulted and checked once, beside what it acts on; flags follow from that."""
 
 import argparse
 from collections.abc import Callable
@@ -35,7 +35,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         for f in fields(self):  # type: ignore[arg-type]
-            value, choices, least, most = getattr(self, f.name), *map(f.metadata.get, ("choices", "least", "most"))
+            value = getattr(self, f.name)
+            choices, least, most = (f.metadata[key] for key in ("choices", "least", "most"))
             if choices and value not in choices:
                 raise ValueError(f"{flag(f.name)} is {value!r}; choose one of {', '.join(choices)}")
             if least is not None and isinstance(value, int | float) and not least <= value <= most:
