@@ -5,23 +5,20 @@
 The ranks of a micro-batch run one after the other, all of K and V at hand. Torch alone is what one would write without
 our backend: scaled_dot_product_attention segment by segment, causal where a segment begins its document and with a mask
 aligned to the bottom right where it does not; or once under one mask for all queries and keys of a rank. Masks are made
-before. Results are compared with float64 first. Writes benchmarks/results/cp_attention_cpu.json and
-docs/cp_attention_cpu.png, in about 12 minutes; threads that have to share cores with others wait for each other.
+before. Results are compared with float64 first. Writes benchmarks/results/cp_attention_cpu.json in about 12 minutes;
+threads that have to share cores with others wait for each other.
 """
 
 import os
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
 from benchmarks import results
@@ -29,11 +26,11 @@ from benchmarks.gpu.ranks import CopyFree, Rank, Rows, both, random_rows, ranks
 from megatron_wlb.plan.sharding import per_document
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import get_backend
-from megatron_wlb.runtime.metadata import SegmentRows
+from megatron_wlb.runtime.backends.cpu import SegmentRows
+from tests.runtime.oracle import TOLERANCE, relative_error
 
 TOKENS, HEAD_SIZE = 4096, 64
 CPU = torch.device("cpu")
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 GOAL = 1.3
 LEAST_ROUNDS = 5
 OURS = "ours"
@@ -45,7 +42,7 @@ Call = Callable[[], Gradients]
 class Case(NamedTuple):
     name: str
     lengths: np.ndarray
-    cp_size: int
+    cp: int
     heads: tuple[int, int] = (8, 8)
     dtype: torch.dtype = torch.float32
 
@@ -60,7 +57,7 @@ def documents(count: int) -> np.ndarray:
 MAIN = "20 documents, CP=4"
 CASES = (
     Case(MAIN, documents(20), 4),
-    *(Case(f"20 documents, CP={cp_size}", documents(20), cp_size) for cp_size in (1, 2, 8)),
+    *(Case(f"20 documents, CP={cp}", documents(20), cp) for cp in (1, 2, 8)),
     Case("3 long documents, CP=4", np.array([2500, 1500, 96], np.int64), 4),
     Case(f"{MAIN}, GQA", documents(20), 4, heads=(8, 2)),
     Case(f"{MAIN}, bf16", documents(20), 4, dtype=torch.bfloat16),
@@ -79,7 +76,7 @@ def ours(rank: Rank, local: Rows, backend: str = "cpu") -> Call:
 
 def by_segment(rank: Rank, local: Rows) -> Call:
     """One call for each segment. Keys are split by document, so that autograd adds up no more than a document."""
-    found = [segment for colour in rank.metadata.colours for segment in colour.segments]
+    found = rank.segments
     ends: dict[int, int] = {}
     for s in found:
         ends[s.k_start] = max(s.k_stop, ends.get(s.k_start, 0))
@@ -102,9 +99,8 @@ def by_segment(rank: Rank, local: Rows) -> Call:
 def by_mask(rank: Rank, local: Rows) -> Call:
     """One call for everything."""
     mask = torch.full((rank.metadata.num_rows, rank.metadata.num_keys), -torch.inf, dtype=local.q.dtype)
-    for colour in rank.metadata.colours:
-        for s in colour.segments:
-            mask[colour.q_start :][s.q_start : s.q_stop, s.k_start : s.k_stop] = _hidden(s, mask.dtype)
+    for s in rank.segments:
+        mask[s.q_start : s.q_stop, s.k_start : s.k_stop] = _hidden(s, mask.dtype)
     return partial(_by_autograd, lambda q, k, v: _sdpa(q, k, v, attn_mask=mask), local)
 
 
@@ -139,7 +135,7 @@ def check(case: Case, rank: Rank, local: Rows, calls: dict[str, Call]) -> None:
         want = ours(rank, part, "reference")()
         for method, tensors in found.items():
             for x, y, heads in zip(tensors, want, (queries, queries, keys, keys), strict=True):
-                error = float((x[:, heads].double() - y).norm() / (y.norm() + y.numel() ** 0.5))
+                error = relative_error(x[:, heads], y)
                 if not error <= TOLERANCE[case.dtype]:
                     raise ValueError(f"{case.name}, rank {rank.metadata.cp_rank}: {method} is off by {error:.1e}")
 
@@ -147,11 +143,12 @@ def check(case: Case, rank: Rank, local: Rows, calls: dict[str, Call]) -> None:
 def prepare(case: Case) -> list[dict[str, Call]]:
     """What is measured, for every rank; checked."""
     micro_batch = random_rows(int(case.lengths.sum()), case.heads, HEAD_SIZE, case.dtype, CPU)
+    plan = per_document(case.lengths, case.cp)
     calls = []
-    for rank in ranks(per_document(case.lengths, case.cp_size), CPU):
+    for rank, exact in zip(*(ranks(plan, get_backend(name, CPU), CPU) for name in ("cpu", "reference")), strict=True):
         local = rank.local(micro_batch)
         calls.append({method: make(rank, local) for method, make in METHODS.items()})
-        check(case, rank, local, calls[-1])
+        check(case, exact, local, calls[-1])
     return calls
 
 
@@ -192,46 +189,16 @@ def goals(rows: list[Row]) -> list[results.Goal]:
     ]
 
 
-def draw(rows: list[Row]) -> Path:
-    """Time over ours of all cases, with the range over rounds."""
-    threads = sorted({row["threads"] for row in rows})
-    figure = results.figure(11, 4)
-    axes = figure.subplots(1, len(threads), sharey=True, squeeze=False)
-    for axis, count in zip(axes[0], threads, strict=True):
-        for i, (method, colour) in enumerate((("by segment", "#d55e00"), ("one mask", "#8c8c8c"))):
-            here = [r for r in rows if (r["threads"], r["method"]) == (count, method)]
-            value, least, most = ([r[f"total_over_ours{end}"] for r in here] for end in ("", "_min", "_max"))
-            ends = [
-                [v - x for v, x in zip(value, least, strict=True)],
-                [x - v for v, x in zip(value, most, strict=True)],
-            ]
-            places = [j + 0.4 * i for j in range(len(here))]
-            axis.barh(places, value, 0.38, xerr=ends, color=colour, label=f"torch, {method}", error_kw={"lw": 0.8})
-        axis.set_yticks([j + 0.2 for j in range(len(here))], [r["case"] for r in here], fontsize=8)
-        axis.axvline(1, color="black", lw=0.8)
-        axis.set_xlabel("time of all ranks over ours")
-        axis.set_title(f"{count} thread{'s' * (count > 1)}", loc="left", fontsize=10)
-    axes[0][0].invert_yaxis()
-    axes[0][0].legend(frameon=False, fontsize=8)
-    return results.save(figure, "cp_attention_cpu")
-
-
 def show(rows: list[Row]) -> None:
-    console = Console(width=140)
-    table = Table(
-        "case", "threads", "method", "all ranks, ms", "min", "max", "slowest, ms", "all / ours", "slowest / ours"
-    )
-    for r in rows:
-        numbers = (r[k] for k in ("total_ms", "total_ms_min", "total_ms_max", "slowest_ms"))
-        ratios = (f"{r[k]:.2f}" for k in ("total_over_ours", "slowest_over_ours"))
-        table.add_row(r["case"], str(r["threads"]), r["method"], *(f"{v:.1f}" for v in numbers), *ratios)
-    console.print(table)
+    columns = ("case", "threads", "method", "total_ms", "total_ms_min", "total_ms_max", "slowest_ms")
+    columns += ("total_over_ours", "slowest_over_ours")
+    results.show(columns, [[row[name] for name in columns] for row in rows])
 
 
 def main() -> None:
     args = results.parser(__doc__, "seconds: one case, one thread, nothing written").parse_args()
     rows = []
-    for case in track(CASES[:1] if args.quick else CASES, "attending", console=Console(stderr=True)):
+    for case in track(CASES[:1] if args.quick else CASES, "attending"):
         calls = prepare(case)
         for threads in (1,) if args.quick else sorted({1, os.cpu_count() or 1}):
             rows += measure(case, calls, threads, 5 if args.quick else 25)
@@ -240,7 +207,7 @@ def main() -> None:
     if not args.quick:
         setup = {"tokens": TOKENS, "head_size": HEAD_SIZE, "sharding": "per-document"}
         setup["cases"] = [c._asdict() | {"lengths": c.lengths.tolist(), "dtype": str(c.dtype)} for c in CASES]
-        print(results.write("cp_attention_cpu", settings=setup, rows=rows, goals=wanted), draw(rows))
+        print(results.write("cp_attention_cpu", settings=setup, rows=rows, goals=wanted))
     results.conclude(wanted, args.check)
 
 

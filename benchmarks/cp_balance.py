@@ -3,7 +3,7 @@
     python -m benchmarks.cp_balance [--quick] [--check]
 
 Micro-batches of N = 4 by `original` and `adaptive` packing, documents in the order of the stream; a LLaMA2-7B layer at
-TP = 8 (4 query heads per rank), the shipped H100 model of one forward launch per colour, no communication. The limit is
+TP = 8 (4 query heads per rank), the shipped H100 model of one forward launch per call, no communication. The limit is
 the attention of whole documents, without a wasted tile, divided by the ranks. Writes benchmarks/results/cp_balance.json
 and docs/cp_balance.png.
 """
@@ -12,41 +12,41 @@ import statistics
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
-from megatron_wlb.plan.workload import load_profile
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from benchmarks import results
+from benchmarks.gpu.cases import attention_job
 from benchmarks.lengths import CROSSOVER, packed, padded
 from benchmarks.packing import distributions
-from megatron_wlb.plan import sharding
+from megatron_wlb.cost.attention import load_profile
+from megatron_wlb.plan import native
+from megatron_wlb.plan.sharding import STRATEGIES, divide, mirrored_order
 from megatron_wlb.plan.types import SEGMENT
 
-KERNEL = load_profile("h100-fa2").kernel(heads=4)
+KERNEL, _ = load_profile("h100-fa2").kernels(heads=4)
 DATA = ("F2", "dist_wlbllm", "demo")
 PACKINGS = ("original", "adaptive")
-STRATEGIES = ("per-sequence", "per-document", "paper", "hybrid", "adaptive")
 LIMIT = "limit"
 Row = dict[str, Any]
 
 
-def predicted(lengths: np.ndarray, cp_size: int) -> dict[str, float]:
+def predicted(lengths: np.ndarray, cp: int) -> dict[str, float]:
     """Time of the slowest rank, us, by strategy; ours also tries the mirrored order of documents."""
 
     def slowest(lengths: np.ndarray, strategy: str) -> float:
-        return sharding.shard(padded(lengths, 2 * cp_size), cp_size, strategy, KERNEL, use_native=True).time
+        return divide(padded(lengths, 2 * cp), cp, strategy, KERNEL).time
 
     times = {strategy: slowest(lengths, strategy) for strategy in STRATEGIES}
-    mirrored = slowest(lengths[sharding.mirrored_order(lengths)], "per-sequence")
+    mirrored = slowest(lengths[mirrored_order(lengths)], "per-sequence")
     times["per-sequence, mirrored order"] = min(times["per-sequence"], mirrored)
-    times["adaptive"] = min(times["adaptive"], mirrored)
+    times["auto"] = min(times["auto"], mirrored)
     whole = np.zeros(len(lengths), SEGMENT)
     whole["stop"] = lengths
     tiles, query_tiles = KERNEL.count(whole)
-    times[LIMIT] = float(KERNEL.time(1, tiles / cp_size, query_tiles / cp_size))
+    times[LIMIT] = float(KERNEL.time(1, tiles / cp, query_tiles / cp))
     return times
 
 
@@ -54,31 +54,23 @@ def balance(quick: bool) -> list[Row]:
     data = distributions(200_000)
     names = [name for name in DATA if name in data]
     cases = [
-        (name, window, packing, cp_size)
+        (name, window, packing, cp)
         for name in (names[:1] if quick else names)
         for window in ((1 << 17,) if quick else (1 << 16, 1 << 17))
         for packing in PACKINGS
-        for cp_size in ((4,) if quick else (2, 4, 8, 16))
+        for cp in ((4,) if quick else (2, 4, 8, 16))
     ]
     rows = []
-    for name, window, packing, cp_size in track(cases, "sharding", console=Console(stderr=True)):
-        made = packed(np.minimum(data[name][0], window), window, packing, 20 if quick else 100)
-        times = [predicted(lengths, cp_size) for lengths in made]
+    for name, window, packing, cp in track(cases, "sharding"):
+        job = attention_job(window, (4, 4), packing=packing)
+        made = packed(np.minimum(data[name][0], window), job, 20 if quick else 100)
+        times = [predicted(lengths, cp) for lengths in made]
         total = {strategy: sum(t[strategy] for t in times) for strategy in times[0]}
         gain = total["per-sequence"] - total[LIMIT]
         for strategy, us in total.items():
-            rows.append(
-                {
-                    "data": name,
-                    "window": window,
-                    "packing": packing,
-                    "cp_size": cp_size,
-                    "strategy": strategy,
-                    "predicted_us": us / len(times),
-                    "speedup": total["per-sequence"] / us,
-                    "share_of_gain": (total["per-sequence"] - us) / gain if gain else 1.0,
-                }
-            )
+            row = {"data": name, "window": window, "packing": packing, "cp": cp, "strategy": strategy}
+            row |= {"predicted_us": us / len(times), "speedup": total["per-sequence"] / us}
+            rows.append(row | {"share_of_gain": (total["per-sequence"] - us) / gain if gain else 1.0})
     return rows
 
 
@@ -87,24 +79,21 @@ def selection(quick: bool) -> Row:
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(4.3, 1.2, 1000), 1, 60_000).astype(np.int64)
     lengths[0] += -int(lengths.sum()) % 32
-    times: dict[bool, list[float]] = {True: [], False: []}
-    for use_native, count in ((True, 300), (False, 2 if quick else 5)):
-        for _ in range(count):
-            begin = time.perf_counter()
-            sharding.shard(lengths, 16, "adaptive", KERNEL, use_native=use_native)
-            times[use_native].append((time.perf_counter() - begin) * 1e3)
-    return {
-        "documents": 1000,
-        "cp_size": 16,
-        **results.spread("native_ms", times[True]),
-        "python_ms": statistics.median(times[False]),
-    }
+    times: dict[str, list[float]] = {"native": [], "python": []}
+    for core, count in ((native.core, 300), (None, 2 if quick else 5)):
+        with patch.object(native, "core", core):
+            for _ in range(count):
+                begin = time.perf_counter()
+                divide(lengths, 16, "auto", KERNEL)
+                times["native" if core else "python"].append((time.perf_counter() - begin) * 1e3)
+    python_ms = statistics.median(times["python"])
+    return {"documents": 1000, "cp": 16, **results.spread("native_ms", times["native"]), "python_ms": python_ms}
 
 
 def goals(rows: list[Row], selected: Row) -> list[results.Goal]:
     wanted = []
     for row in rows:
-        if (row["window"], row["cp_size"], row["strategy"]) == (1 << 17, 4, "adaptive"):
+        if (row["window"], row["cp"], row["strategy"]) == (1 << 17, 4, "auto"):
             name = f"{row['data']}, {row['packing']} packing, 128K, CP=4: share of the gain of the limit"
             wanted.append(results.at_least(name, row["share_of_gain"], 0.85))
     return [*wanted, results.at_most("choosing for 1,000 documents on 16 ranks, ms", selected["native_ms"], 0.3)]
@@ -116,13 +105,13 @@ def draw(rows: list[Row]) -> Path:
     axes = figure.subplots(1, 2, sharey=True)
     styles = {
         "per-sequence, mirrored order": ("#8c8c8c", "^"),
-        "paper": ("#d55e00", "o"),
-        "adaptive": ("#0072b2", "s"),
+        "wlb": ("#d55e00", "o"),
+        "auto": ("#0072b2", "s"),
     }
     for axis, packing in zip(axes, PACKINGS, strict=True):
         for strategy, (colour, marker) in styles.items():
             here = [r for r in rows if (r["data"], r["window"], r["packing"]) == ("F2", 1 << 17, packing)]
-            points = [(r["cp_size"], 100 * r["share_of_gain"]) for r in here if r["strategy"] == strategy]
+            points = [(r["cp"], 100 * r["share_of_gain"]) for r in here if r["strategy"] == strategy]
             axis.plot(*zip(*points, strict=True), color=colour, marker=marker, label=strategy)
         axis.set_xscale("log", base=2)
         axis.set(
@@ -134,21 +123,13 @@ def draw(rows: list[Row]) -> Path:
     return results.save(figure, "cp_balance")
 
 
-def show(rows: list[Row], selected: Row) -> None:
-    console = Console(width=140)
-    table = Table("data", "window", "packing", "CP", "strategy", "predicted us", "speed-up", "share of gain")
-    for r in rows:
-        names = (r["data"], str(r["window"]), r["packing"], str(r["cp_size"]), r["strategy"])
-        table.add_row(*names, f"{r['predicted_us']:.0f}", f"{r['speedup']:.4f}", f"{r['share_of_gain']:.3f}")
-    console.print(table)
-    console.print(selected)
-
-
 def main() -> None:
     args = results.parser(__doc__, "seconds: F2, 128K, CP=4, nothing written").parse_args()
     rows, selected = balance(args.quick), selection(args.quick)
     wanted = goals(rows, selected)
-    show(rows, selected)
+    columns = ("data", "window", "packing", "cp", "strategy", "predicted_us", "speedup", "share_of_gain")
+    results.show(columns, [[row[name] for name in columns] for row in rows])
+    print(selected)
     if not args.quick:
         setup = {"heads": 4, "profile": "h100-fa2", "crossover": CROSSOVER, "S_max": 1.25, "selection": selected}
         print(results.write("cp_balance", settings=setup, rows=rows, goals=wanted), draw(rows))

@@ -1,20 +1,86 @@
-"""What is measured: micro-batches, and the ways to shard them."""
+"""What is measured: sizes, micro-batches, and the ways to shard them."""
 
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
-from megatron_wlb.plan.workload import FLOPS_PROFILE, KernelModel
 
 from benchmarks.lengths import CROSSOVER, WINDOW, f2, packed, padded
-from megatron_wlb.plan import native
-from megatron_wlb.plan.sharding import mirrored_order, shard
-from megatron_wlb.plan.sharding.select import STRATEGIES, candidates
-from megatron_wlb.plan.step import Layout, shard_micro_batch
-from megatron_wlb.plan.types import DOCUMENT, ShardPlan
+from megatron_wlb.cost.attention import FLOPS_PROFILE, Profile, attention_kernel
+from megatron_wlb.describe import make_job
+from megatron_wlb.job import Job, Parallel
+from megatron_wlb.model import ModelShape
+from megatron_wlb.plan.packing import POLICIES
+from megatron_wlb.plan.sharding import STRATEGIES, divide, mirrored_order, shard
+from megatron_wlb.plan.sharding.select import candidates
+from megatron_wlb.plan.types import ShardPlan
 
-STATIC = ("per-sequence", "per-document")
-CHOSEN = ("paper", "hybrid")
-PACKINGS = ("adaptive", "wlb", "original")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """Sizes."""
+
+    models: dict[str, tuple[int, int]]
+    """Query and key heads of a tensor-parallel rank."""
+    head_size: int
+    windows: tuple[int, ...]
+    """Ascending; context windows in tokens."""
+    cps: tuple[int, ...]
+    """Context-parallel ranks."""
+    micro_batches: int
+    kernel_tokens: tuple[int, ...]
+    """That section a packs into equal documents: many, and fewer, for the launch time of the profile."""
+    short_queries: tuple[int, int]
+    """Of section a: keys that they see, and entries of a call times query heads."""
+    case_seconds: float
+    """Of section b, after which a case of CP=4, the paper's, begins no micro-batch; a third of that for others."""
+
+
+FULL = Scale(
+    models={"7B TP8": (4, 4), "70B TP8": (8, 1), "7B": (32, 32), "70B": (64, 8)},
+    head_size=128,
+    windows=(65_536, 131_072),
+    cps=(2, 4, 8),
+    micro_batches=30,
+    kernel_tokens=(131_072, 8_192),
+    short_queries=(8_192, 512),
+    case_seconds=30,
+)
+QUICK = Scale(
+    models={"MHA": (2, 2), "GQA": (4, 2)},
+    head_size=64,
+    windows=(256, 512),
+    cps=(2, 4),
+    micro_batches=2,
+    kernel_tokens=(512, 64),
+    short_queries=(512, 8),
+    case_seconds=60,
+)
+
+
+def attention_job(
+    window: int, heads: tuple[int, int], cp: int = 1, *, packing: str = "wlb", profile: Profile = FLOPS_PROFILE
+) -> Job:
+    """A job of which only attention counts, for (Hq, Hkv) heads of a rank. Without communication: none is measured."""
+    model = ModelShape(
+        num_layers=1,
+        hidden_size=1,
+        ffn_hidden_size=1,
+        num_attention_heads=heads[0],
+        num_query_groups=heads[1],
+        padded_vocab_size=0,
+    )
+    return make_job(
+        model=model,
+        context_length=window,
+        num_micro_batches=4,
+        parallel=Parallel(cp=cp),
+        packing=POLICIES[packing](),
+        crossover_tokens=CROSSOVER,
+        cp_exchange="all",
+        cp_head_groups=1,
+        profile=profile,
+    )
 
 
 @cache
@@ -23,56 +89,39 @@ def micro_batches(window: int, packing: str, count: int) -> tuple[np.ndarray, ..
     lengths = f2(20_000, 0)
     if window < WINDOW // 2:
         lengths = np.maximum(1, lengths * window // WINDOW)
-    return tuple(packed(lengths, window, packing, count))
+    return tuple(packed(lengths, attention_job(window, (1, 1), packing=packing), count))
 
 
 def whole(lengths: np.ndarray) -> ShardPlan:
     """On one rank in one piece."""
-    return shard(lengths, 1, "adaptive", FLOPS_PROFILE.kernel(heads=1), use_native=False)
-
-
-def ours(lengths: np.ndarray, cp_size: int, kernel: KernelModel) -> ShardPlan:
-    """What training chooses with --wlb-cp-sharding adaptive."""
-    documents = np.zeros(len(lengths), DOCUMENT)
-    documents["length"] = lengths
-    layout = Layout(
-        dp_size=1, dp_rank=0, cp_size=cp_size, unit_tokens=2 * cp_size, kernel=kernel, crossover_tokens=CROSSOVER
-    )
-    return shard_micro_batch(0, documents, layout).shards
+    return divide(lengths, 1, "auto", FLOPS_PROFILE.kernels()[0])
 
 
 class Choices:
     """What every strategy makes of a micro-batch, equal plans once."""
 
-    def __init__(self, lengths: np.ndarray, cp_size: int) -> None:
-        self._lengths, self._cp_size = lengths, cp_size
+    def __init__(self, lengths: np.ndarray) -> None:
+        self._lengths = lengths
         self.by_strategy: dict[str, bytes] = {}
         self.plans: dict[bytes, ShardPlan] = {}
         """By a key that is equal where plans are."""
 
-    def choose(self, strategies: tuple[str, ...], kernel: KernelModel, suffix: str = "") -> None:
-        """Plan by strategies of `plan.sharding`, and ours under the name of "adaptive"."""
-        tokens = padded(self._lengths, 2 * self._cp_size)
+    def choose(self, job: Job, strategies: tuple[str, ...], suffix: str = "") -> None:
+        """Plan as training does by values of `--wlb-cp-sharding`; documents change places for `auto` alone."""
         for strategy in strategies:
-            plan = shard(tokens, self._cp_size, strategy, kernel, use_native=native.AVAILABLE)
+            _, plan = shard(self._lengths, replace(job, cp_sharding=strategy, reorder=strategy == "auto"))
             self.by_strategy[strategy + suffix] = self._add(plan)
-        self.by_strategy[f"adaptive{suffix}"] = self._add(ours(self._lengths, self._cp_size, kernel))
 
-    def add_candidates(self, kernel: KernelModel) -> None:
-        """Everything that ours chooses from."""
-        tokens = padded(self._lengths, 2 * self._cp_size)
-        for plan in candidates(tokens, self._cp_size, STRATEGIES["adaptive"], kernel):
+    def add_candidates(self, job: Job) -> None:
+        """Everything that `auto` chooses from."""
+        kernel, cp = attention_kernel(job), job.parallel.cp
+        for plan in candidates(padded(self._lengths, job.unit_tokens), cp, STRATEGIES["auto"], kernel):
             self._add(plan)
-        self._add(_mirrored(self._lengths, self._cp_size, kernel))
+        mirrored = self._lengths[mirrored_order(self._lengths)]
+        self._add(divide(padded(mirrored, job.unit_tokens), cp, "per-sequence", kernel))
 
     def _add(self, plan: ShardPlan) -> bytes:
-        arrays = (plan.lengths, *(colour for shard in plan.shards for colour in shard.colours))
+        arrays = (plan.lengths, *(call for shard in plan.shards for call in shard.calls))
         key = b"|".join(array.tobytes() for array in arrays)
         self.plans.setdefault(key, plan)
         return key
-
-
-def _mirrored(lengths: np.ndarray, cp_size: int, kernel: KernelModel) -> ShardPlan:
-    """Per-sequence sharding of the documents in another order."""
-    tokens = padded(lengths[mirrored_order(lengths)], 2 * cp_size)
-    return shard(tokens, cp_size, "per-sequence", kernel, use_native=native.AVAILABLE)

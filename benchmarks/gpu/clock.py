@@ -1,4 +1,4 @@
-"""Time, memory and launches of calls, on a GPU or, for trying benchmarks out, on the CPU."""
+"""Time and memory of calls, on a GPU or, for trying benchmarks out, on the CPU."""
 
 import time
 from collections.abc import Callable
@@ -72,12 +72,3 @@ class Clock:
             peak = torch.cuda.max_memory_allocated() - before
             del saved
         return {"kept_mib": kept / 2**20, "peak_mib": peak / 2**20, "host_ms": 1e3 * float(np.median(seconds))}
-
-    def launches(self, call: Call) -> int | None:
-        """Kernels, copies and fills that a call starts; None where the profiler sees none."""
-        if not self._on_gpu:
-            return None
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            call()
-            torch.cuda.synchronize()
-        return sum(e.device_type == torch.autograd.DeviceType.CUDA for e in profile.events()) or None

@@ -14,10 +14,10 @@ caches, medians of samples. Packing is timed on the host. A case that fails is a
 every few steps; the exit status is then 1. Build the native core before, or packing takes seconds.
 """
 
-import argparse
 import time
+from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -30,57 +30,33 @@ from benchmarks.gpu.bench import Bench, Row, command_line
 from benchmarks.gpu.cases import whole
 from benchmarks.gpu.ranks import CopyFree, Rank, Rows, random_rows, ranks
 from benchmarks.lengths import CROSSOVER, WINDOW, f2, packer, padded
-from benchmarks.paper.setups import S_MAX, pieces
+from benchmarks.paper.setups import pieces
 from benchmarks.results import spread
+from megatron_wlb.describe import make_job
+from megatron_wlb.job import Job, Parallel
+from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.plan.metrics import imbalance
-from megatron_wlb.plan.packer import Packer
+from megatron_wlb.plan.packing.adaptive import AdaptivePacking
+from megatron_wlb.plan.packing.base import Packing
+from megatron_wlb.plan.packing.fixed import FixedPacking
+from megatron_wlb.plan.packing.original import OriginalPacking
+from megatron_wlb.plan.packing.wlb import WlbPacking
 from megatron_wlb.plan.types import ShardPlan
 from megatron_wlb.runtime.attention import AttentionOptions
 
 SKIPPED = 10
 """Steps before queues are filled."""
-UNIT = 8
-"""Micro-batches are padded to a multiple of it, for the matrix products."""
 QUEUES = ((1 / 2,), (1 / 4, 1 / 2), (1 / 8, 1 / 4, 1 / 2))
 """Thresholds of Algorithm 1 in windows, for 1, 2 and 3 queues."""
 PAPER = {"original": 1.44, "WLB-LLM, 2 queues": 1.05}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """Of the layer and of what is measured."""
-
-    hidden_size: int
-    ffn_hidden_size: int
-    num_heads: int
-    head_size: int
-    window: int
-    shortest: int
-    """Document of section 7."""
-    samples: int
-    steps: int
-    """Of section 2, if there is time."""
-
-
-FULL = Sizes(
-    hidden_size=4096,
-    ffn_hidden_size=11008,
-    num_heads=32,
-    head_size=128,
-    window=WINDOW,
-    shortest=1024,
-    samples=5,
-    steps=100,
-)
-QUICK = Sizes(
+SMALL = ModelShape(
+    num_layers=1,
     hidden_size=64,
     ffn_hidden_size=96,
-    num_heads=8,
-    head_size=16,
-    window=512,
-    shortest=64,
-    samples=1,
-    steps=2,
+    num_attention_heads=8,
+    num_query_groups=8,
+    padded_vocab_size=0,
+    kv_channels=16,
 )
 
 
@@ -91,11 +67,11 @@ class Layer:
     here: matrix products, norms, rotary embedding, activation, sums.
     """
 
-    def __init__(self, sizes: Sizes, tp_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        if sizes.num_heads % tp_size or sizes.ffn_hidden_size % tp_size:
-            raise ValueError(f"{sizes.num_heads} heads do not divide over {tp_size} ranks; give a divisor")
-        self.heads, self.head_size = sizes.num_heads // tp_size, sizes.head_size
-        hidden, width, ffn = sizes.hidden_size, self.heads * self.head_size, sizes.ffn_hidden_size // tp_size
+    def __init__(self, model: ModelShape, tp: int, dtype: torch.dtype, device: torch.device) -> None:
+        if model.num_attention_heads % tp or model.ffn_hidden_size % tp:
+            raise ValueError(f"{model.num_attention_heads} heads do not divide over {tp} ranks; give a divisor")
+        self.heads, self.head_size = model.num_attention_heads // tp, model.kv_channels
+        hidden, width, ffn = model.hidden_size, self.heads * self.head_size, model.ffn_hidden_size // tp
         generator = torch.Generator(device).manual_seed(0)
 
         def weight(*shape: int) -> Tensor:
@@ -146,43 +122,41 @@ def rotated(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 class LayerBench(Bench):
-    """One run. The arguments are those of this benchmark, and what `Bench` asks for beyond."""
+    """One run of this benchmark."""
 
-    name = "layer"
+    def __init__(self, args: Namespace) -> None:
+        super().__init__("layer", args)
+        quick, tp = args.quick, args.tensor_parallel
+        self.job: Job = make_job(
+            model=SMALL if quick else replace(MODELS["llama2-7b"], num_layers=1),
+            context_length=512 if quick else WINDOW,
+            num_micro_batches=4,
+            parallel=Parallel(tp=tp),
+            crossover_tokens=CROSSOVER,  # until section 7 has measured it
+        )
+        self.shortest, self.samples, self.steps = (64, 1, 2) if quick else (1024, 5, 100)
+        """The shortest document of section 7; samples of a measurement; steps of section 2, if there is time."""
+        self.layer = Layer(self.job.model, tp, self.dtype, self.device)
+        self.settings |= {"tensor_parallel": tp, "model": asdict(self.job.model), "window": self.job.context_length}
+        self.settings |= {"samples": self.samples, "paper": PAPER}
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args)
-        self.sizes = QUICK if args.quick else FULL
-        self.layer = Layer(self.sizes, args.tensor_parallel, self.dtype, self.device)
-        self.crossover_tokens = CROSSOVER
-        """Until section 7 has measured it."""
-        self.settings = {
-            "command": self.settings["command"],
-            "backend": self.backend.name,
-            "cuda": torch.version.cuda,
-            "tensor_parallel": args.tensor_parallel,
-            "sizes": asdict(self.sizes),
-            "paper": PAPER,
-        }
-
-    def inputs(self, plan: ShardPlan) -> tuple[Tensor, Tensor, Rank]:  # type: ignore[override]
+    def inputs(self, plan: ShardPlan) -> tuple[Tensor, Tensor, Rank]:
         """x, rotation and the only rank of a micro-batch in one piece."""
-        tokens = int(plan.lengths.sum())
+        tokens, hidden = int(plan.lengths.sum()), self.job.model.hidden_size
         generator = torch.Generator(self.device).manual_seed(tokens)
-        x = torch.randn(tokens, self.sizes.hidden_size, generator=generator, device=self.device, dtype=self.dtype)
-        rotation = rotation_of(plan.lengths, self.sizes.head_size, self.dtype, self.device)
-        return x, rotation, ranks(plan, self.device)[0]
+        x = torch.randn(tokens, hidden, generator=generator, device=self.device, dtype=self.dtype)
+        rotation = rotation_of(plan.lengths, self.layer.head_size, self.dtype, self.device)
+        return x, rotation, ranks(plan, self.backend, self.device)[0]
 
     def median_ms(self, call: Callable[[], Any]) -> Row:
         """Device time after a first call that does not count: median, least and largest."""
         call()
-        return spread("ms", [self.clock.ms(call) for _ in range(self.sizes.samples)])
+        return spread("ms", [self.clock.ms(call) for _ in range(self.samples)])
 
 
 def main() -> None:
     parser = command_line(__doc__, "72", last="section 2 begins no step that would end later")
     parser.add_argument("--tensor-parallel", type=int, default=8, help="ranks that share the layer; 8 as in 7B-128K")
-    parser.set_defaults(models=[], profile="h100-fa2", packing=None)  # of `Bench`, for sections that are not here
     bench = LayerBench(parser.parse_args())
     for section, run in {"7": figure_7, "2": table_2}.items():
         if section in bench.args.sections:
@@ -194,10 +168,8 @@ def main() -> None:
 
 def figure_7(bench: LayerBench) -> None:
     """Section 7."""
-    sizes = bench.sizes
-    lengths, both = [], []
-    length = sizes.shortest
-    while length <= sizes.window:
+    lengths, both, length = [], [], bench.shortest
+    while length <= bench.job.context_length:
         row: Row = {"section": "7", "document_length": length}
         with bench.case(**row):
             for name, call in layer_calls(bench, whole(np.array([length]))).items():
@@ -206,8 +178,9 @@ def figure_7(bench: LayerBench) -> None:
             lengths.append(length)
             both.append([sum(row[f"{p}_{d}_ms"] for d in ("forward", "backward")) for p in ("attention", "linear")])
         length *= 2
-    bench.crossover_tokens = bench.settings["crossover_tokens"] = crossover(np.array(lengths), np.array(both))
-    bench.say(f"attention takes as long as all else at {bench.crossover_tokens} tokens")
+    tokens = bench.settings["crossover_tokens"] = crossover(np.array(lengths), np.array(both))
+    bench.job = replace(bench.job, crossover_tokens=tokens)
+    bench.say(f"attention takes as long as all else at {tokens} tokens")
 
 
 def layer_calls(bench: LayerBench, plan: ShardPlan) -> dict[str, Callable[[], Any]]:
@@ -248,14 +221,14 @@ def crossover(lengths: np.ndarray, ms: np.ndarray) -> int:
 
 def table_2(bench: LayerBench) -> None:
     """Section 2."""
-    sizes = bench.sizes
-    packers = packers_of(bench, pieces(scaled, sizes.window, 0))
+    documents = pieces(scaled, bench.job.context_length, 0)
+    packers = {name: packer(documents, replace(bench.job, packing=p)) for name, p in policies(bench.job).items()}
     for by_policy in packers.values():
         for _ in range(SKIPPED):
             by_policy.next()
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in packers}
     longest, before = 0.0, list(bench.rows)
-    for step in range(1, sizes.steps + 1):
+    for step in range(1, bench.steps + 1):
         begin = bench.seconds
         for name, by_policy in packers.items():
             packing_begin = time.perf_counter()
@@ -267,12 +240,11 @@ def table_2(bench: LayerBench) -> None:
         if step % 10 == 0:
             bench.write()
         longest = max(longest, bench.seconds - begin)
-        if bench.seconds + longest > 60 * bench.args.minutes:
+        if longest > bench.seconds_left:
             break
-    bench.rows = before
-    for name, steps in found.items():
-        bench.add(row := policy_row(name, steps))
-        if name == "ours":
+    for row in bench.rows[len(before) :]:
+        bench.say(f"{row['policy']}: imbalance {row['imbalance']:.4g} in {row['steps']} steps")
+        if row["policy"] == "ours":
             bench.goal("2: imbalance of forward latency, ours", row["imbalance"], "<=", PAPER["WLB-LLM, 2 queues"])
 
 
@@ -298,25 +270,20 @@ def scaled(window: int, seed: int) -> np.ndarray:
     return np.maximum(1, f2(100_000, seed) * window // WINDOW)
 
 
-def packers_of(bench: LayerBench, documents: np.ndarray) -> dict[str, Packer]:
-    """By the policies of Table 2 but the solver, and ours, by name."""
-    window = bench.sizes.window
-
-    by = partial(packer, documents, window, crossover_tokens=bench.crossover_tokens, max_tokens=round(S_MAX * window))
+def policies(job: Job) -> dict[str, Packing]:
+    """Those of Table 2 but the solver, and ours, by name."""
+    queues = [tuple(round(share * job.context_length) for share in shares) for shares in QUEUES]
     return {
-        "original": by("original"),
-        **{f"fixed, {k} global batches": by("fixed", num_global_batches=k) for k in (1, 2, 4, 8)},
-        **{
-            f"WLB-LLM, {len(shares)} queues": by("wlb", outlier_thresholds=[round(s * window) for s in shares])
-            for shares in QUEUES
-        },
-        "ours": by("adaptive"),
+        "original": OriginalPacking(),
+        **{f"fixed, {k} global batches": FixedPacking(global_batches=k) for k in (1, 2, 4, 8)},
+        **{f"WLB-LLM, {len(each)} queues": WlbPacking(outlier_thresholds=each) for each in queues},
+        "ours": AdaptivePacking(),
     }
 
 
 def forward_ms(bench: LayerBench, lengths: np.ndarray) -> float:
     """Of a micro-batch of documents."""
-    x, rotation, rank = bench.inputs(whole(padded(lengths, UNIT)))
+    x, rotation, rank = bench.inputs(whole(padded(lengths, bench.job.unit_tokens)))
     call = partial(bench.layer.forward, x, rotation, rank, bench.options)
     return float(bench.median_ms(call)["ms"])
 

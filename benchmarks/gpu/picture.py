@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks import results
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#8c8c8c")
-STRATEGIES = ("per-sequence", "per-document", "paper", "hybrid", "adaptive", "oracle")
+STRATEGIES = ("per-sequence", "per-document", "wlb", "hybrid", "auto", "oracle")
 Row = dict[str, Any]
 
 
@@ -18,7 +18,7 @@ def draw(files: list[Path], folder: Path = results.DOCS) -> Path:
     figure = results.figure(11, 7)
     axes = figure.subplots(2, 2)
     _kernels([r for r in rows if "entries" in r and r["query_length"] < r["keys"]], *axes[0])
-    _shardings([r for r in rows if "strategy" in r and r["cp_size"] == 4], axes[1, 0])
+    _shardings([r for r in rows if "strategy" in r and r["cp"] == 4], axes[1, 0])
     _copies([r for r in rows if "method" in r], axes[1, 1])
     for axis in axes.flat:
         if axis.get_legend_handles_labels()[0]:

@@ -8,15 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_wlb.plan.sharding import segments
+from megatron_wlb.plan.sharding.exchange import exchange
 from megatron_wlb.plan.types import ShardPlan
 from megatron_wlb.runtime.attention import AttentionOptions, attend, attend_backward
-from megatron_wlb.runtime.backends import Backend, Call
-from megatron_wlb.runtime.backends.trial import colour_of
+from megatron_wlb.runtime.backends import Backend, KernelArgs
+from megatron_wlb.runtime.backends.cpu import CpuBackend, SegmentRows
+from megatron_wlb.runtime.backends.trial import kernel_args
 from megatron_wlb.runtime.metadata import ShardMetadata
 
 
@@ -36,6 +39,8 @@ class Rank:
     """What a rank is given; integers on the device."""
 
     metadata: ShardMetadata
+    segments: list[SegmentRows]
+    """Local rows and keys of its segments, in the order of the local rows."""
     rows: Tensor
     """Rows of the micro-batch that it holds, int64 [s]."""
     keys: Tensor
@@ -47,14 +52,23 @@ class Rank:
         return Rows(q.index_select(0, self.rows), kv.index_select(0, self.keys), dout.index_select(0, self.rows))
 
 
-def ranks(plan: ShardPlan, device: torch.device) -> list[Rank]:
+def ranks(plan: ShardPlan, backend: Backend, device: torch.device) -> list[Rank]:
     """All ranks of a plan. Keys are looked up as in training: in the pool of what arrives and the local rows."""
-    metadata = [ShardMetadata.build(plan, rank, device) for rank in range(len(plan.shards))]
+    metadata = [ShardMetadata.build(plan, rank, backend.encode).to(device) for rank in range(len(plan.shards))]
     rows = [torch.from_numpy(segments.rows(plan.lengths, shard)).to(device) for shard in plan.shards]
     sent = [F.pad(r[m.sent_rows], (0, m.num_sent - len(m.sent_rows))) for r, m in zip(rows, metadata, strict=True)]
+    tables = [
+        CpuBackend.encode(exchange(plan, rank).key_begins, np.concatenate(shard.calls)).table
+        for rank, shard in enumerate(plan.shards)
+    ]
     return [
-        Rank(metadata=m, rows=r, keys=torch.cat((*sent, r))[m.gather_index])
-        for r, m in zip(rows, metadata, strict=True)
+        Rank(
+            metadata=m,
+            segments=[SegmentRows(*row) for row in table.tolist()],
+            rows=r,
+            keys=torch.cat((*sent, r))[m.gather_index],
+        )
+        for r, m, table in zip(rows, metadata, tables, strict=True)
     ]
 
 
@@ -84,7 +98,7 @@ def both(method: Method, local: Rows) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class CopyFree:
-    """Ours: one call per colour over all keys, dK and dV of the colours summed in fp32."""
+    """Ours: calls over all keys of the rank, their dK and dV summed in fp32."""
 
     def __init__(self, rank: Rank, options: AttentionOptions) -> None:
         self._metadata, self._options = rank.metadata, options
@@ -109,39 +123,40 @@ class PrefixCopies:
     """
 
     def __init__(self, rank: Rank, options: AttentionOptions, dtype: torch.dtype | None = None) -> None:
-        self._options, self._dtype = options, dtype
-        found = [segment for colour in rank.metadata.colours for segment in colour.segments]
-        self._prefixes = [slice(s.k_start, s.k_stop) for s in found]
-        self._key_counts = [s.k_stop - s.k_start for s in found]
-        queries = [s.q_stop - s.q_start for s in found]
-        self._colour = colour_of(list(zip(queries, self._key_counts, strict=True)), rank.keys.device)
+        self._backend, self._scale, self._dtype = options.backend, options.scale, dtype
+        self._prefixes = [slice(s.k_start, s.k_stop) for s in rank.segments]
+        self._entries = [(s.q_stop - s.q_start, s.k_stop - s.k_start) for s in rank.segments]
+        self._args = kernel_args(self._backend, self._entries, rank.keys.device, 1.0)
 
     def forward(self, local: Rows) -> tuple[Tensor, ...]:
         kv = torch.cat([local.kv[prefix] for prefix in self._prefixes])
-        call = self._options.call(self._colour, local.q)
-        return *self._options.backend.forward(local.q, *kv.unbind(1), call), kv
+        return *self._backend.forward(local.q, *kv.unbind(1), self._scaled(local)), kv
 
     def backward(self, local: Rows, saved: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         out, lse, kv = saved
-        call = self._options.call(self._colour, local.q)
-        dq, *gradients = gradients_of(self._options.backend, local.dout, local.q, *kv.unbind(1), out, lse, call)
+        given = local.dout, local.q, *kv.unbind(1), out, lse, self._scaled(local)
+        dq, *gradients = gradients_of(self._backend, *given)
         rows, _, *head = local.kv.shape
         dkv = local.kv.new_zeros((2, rows, *head), dtype=self._dtype)  # dK and dV contiguous, as there
         for total, gradient in zip(dkv, gradients, strict=True):
-            for prefix, part in zip(self._prefixes, gradient.split(self._key_counts), strict=True):
+            parts = gradient.split([keys for _, keys in self._entries])
+            for prefix, part in zip(self._prefixes, parts, strict=True):
                 total[prefix].add_(part)
         return dq, dkv.transpose(0, 1)
 
+    def _scaled(self, local: Rows) -> KernelArgs:
+        return self._args._replace(scale=self._scale or local.q.shape[-1] ** -0.5)
+
 
 def gradients_of(
-    backend: Backend, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+    backend: Backend, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: KernelArgs
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv of a call; straight from the operator where our backend would bring dk and dv to fp32."""
     if backend.name == "aten":
-        lengths = call.colour.cu_q, call.colour.cu_k, call.colour.max_q, call.colour.max_k
         state = torch.empty(2, dtype=torch.uint64, device=q.device)
+        lengths = *args.table, args.max_q, args.max_k
         return torch.ops.aten._flash_attention_backward(
-            dout, q, k, v, out, lse, *lengths, 0.0, True, state, state[0], scale=call.scale
+            dout, q, k, v, out, lse, *lengths, 0.0, True, state, state[0], scale=args.scale
         )
     dkv = k.new_empty((len(k), 2, *k.shape[1:]), dtype=torch.promote_types(k.dtype, torch.float32))
-    return backend.backward(dout, q, k, v, out, lse, dkv, call._replace(adds_up=False)), *dkv.unbind(1)
+    return backend.backward(dout, q, k, v, out, lse, dkv, args._replace(adds_up=False)), *dkv.unbind(1)

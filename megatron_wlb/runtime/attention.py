@@ -286,6 +286,11 @@ def _check_placement(
             f"q, k, v are on {q.device}, {k.device}, {v.device}, and the metadata on {metadata.integers.device}; "
             "move the metadata once per micro-batch with metadata.to(device, non_blocking=True)"
         )
+    if metadata.encode is not backend.encode:
+        raise ValueError(
+            f"the metadata is encoded for another attention backend than {backend.name!r}; build it with the backend's "
+            "encode"
+        )
     place = (0, 1) if group is None else (group.rank(), group.size())
     if place != (metadata.cp_rank, metadata.cp):
         raise ValueError(

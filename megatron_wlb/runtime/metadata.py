@@ -53,6 +53,8 @@ class ShardMetadata:
     """The keys are the local rows, in their order."""
     sends_rows: bool
     """What is sent are the local rows, in their order."""
+    encode: Encoding
+    """Of the backend that the tables are for."""
     calls: tuple[Call, ...]
     """Attention calls, one after the other in the local rows; each has some."""
     sizes: tuple[int, ...]
@@ -91,6 +93,7 @@ class ShardMetadata:
             max_length=int(plan.lengths.max()),
             keys_are_rows=moved.num_sent == 0 and np.array_equal(moved.gather, rows),
             sends_rows=moved.num_sent == row and np.array_equal(moved.sent_rows, rows),
+            encode=encode,
             calls=tuple(calls),
             sizes=tuple(map(len, arrays)),
             integers=torch.from_numpy(np.concatenate((*arrays, packed))),

@@ -14,22 +14,23 @@ import torch
 
 from benchmarks import results
 from benchmarks.gpu import cp_attention
-from benchmarks.gpu.bench import FULL, Bench, total_ms
+from benchmarks.gpu.cases import FULL
 from benchmarks.gpu.clock import Clock
-from benchmarks.gpu.fit import fit
+from benchmarks.gpu.cp_attention import AttentionBench, total_ms
 from benchmarks.gpu.ranks import CopyFree, PrefixCopies, Rows, both, ranks
-from megatron_wlb.plan.sharding import per_document
+from megatron_wlb.plan.sharding import STRATEGIES, per_document
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import get_backend
 
 ROOT = Path(__file__).parent.parent.parent
+BLOCKED = "rich matplotlib jsonschema megatron pyarrow".split()
 PLAN = per_document(np.array([261, 18, 533, 1, 142, 424, 5], np.int64), 4)
-COMMON = {"model", "window", "cp_size", "total_ms", "min_ms", "max_ms", "ms"}
+COMMON = {"model", "window", "cp", "total_ms", "min_ms", "max_ms", "ms"}
 KEYS = {
     "0": {"wrong", "error_out", "error_dq", "error_dk", "error_dv"},
     "a": {"model", "heads", "query_length", "keys", "entries"}
     | {f"{direction}_{unit}" for direction in ("forward", "backward") for unit in ("ms", "tflops")},
-    "b": COMMON | {"strategy", "micro_batches", "rounds", "speedup", "plans"},
+    "b": COMMON | {"strategy", "micro_batches", "speedup", "plans"},
     "c": COMMON | {"data", "method", "kept_mib", "peak_mib", "host_ms"},
     "d": COMMON | {"over_limit"},
 }
@@ -69,29 +70,30 @@ def result(tmp_path_factory) -> Path:
 def test_every_section_writes_its_rows(result):
     data = json.loads(result.read_text())
     assert (data["benchmark"], data["commit"]) == ("cp_attention", "here")
-    assert data["settings"]["fitted_profile"]["kernel"].keys() == {"tile_rows", "forward", "backward"}
+    assert data["settings"]["fitted_profile"].keys() == {"forward", "backward"}
     assert {row["section"] for row in data["rows"]} == KEYS.keys()
-    launches = [row for row in data["rows"] if "launches" in row]
-    assert len(launches) == 8 and all(len(row["launches"]) == 4 for row in launches)
     for row in data["rows"]:
-        assert row in launches or row.keys() >= KEYS[row["section"]]
+        assert row.keys() >= KEYS[row["section"]]
         assert all(value > 0 for name, value in row.items() if name.endswith("_ms") and value is not None)
     assert [row["wrong"] for row in data["rows"] if row["section"] == "0"] == [0]
+    assert {goal["name"][0] for goal in data["goals"]} == set("bcd")
+    assert all(np.isfinite(goal["value"]) for goal in data["goals"])
+    assert all(goal["holds"] for goal in data["goals"] if "difference" in goal["name"])
 
 
 def test_shardings_are_compared_on_the_same_micro_batches(result):
-    rows = [row for row in json.loads(result.read_text())["rows"] if row["section"] == "b" and row["cp_size"] == 4]
+    rows = [row for row in json.loads(result.read_text())["rows"] if row["section"] == "b" and row["cp"] == 4]
     by_case = {(row["model"], row["window"]): {} for row in rows}
     for row in rows:
         by_case[row["model"], row["window"]][row["strategy"]] = row
     for case in by_case.values():
-        assert case.keys() >= {"per-sequence", "per-document", "paper", "hybrid", "adaptive", "oracle"}
+        assert case.keys() >= {*STRATEGIES, "oracle", "auto, fitted profile"}
         assert case["per-sequence"]["speedup"] == 1
         assert min(row["total_ms"] for row in case.values()) == case["oracle"]["total_ms"]
         for row in case.values():
             assert sum(row["plans"].values()) == row["micro_batches"] == len(row["ms"])
             assert sum(map(max, row["ms"])) == pytest.approx(row["total_ms"], abs=1e-3)
-            assert row["rounds"] == 3 and np.isfinite(row["regret"])
+            assert np.isfinite(row["regret"])
 
 
 def test_short_queries_meet_long_keys(result):
@@ -105,14 +107,14 @@ def test_short_queries_meet_long_keys(result):
 
 
 def test_a_case_that_fails_is_a_row_and_all_else_runs(monkeypatch, tmp_path, capsys):
-    play = Bench.play
+    play = AttentionBench.play
 
     def full(self, cases, rows, *rest):
         if rows.q.shape[1] == 4:
             raise torch.OutOfMemoryError("out of memory, just now")
         return play(self, cases, rows, *rest)
 
-    monkeypatch.setattr(Bench, "play", full)
+    monkeypatch.setattr(AttentionBench, "play", full)
     found = run(tmp_path, "--sections", "dc")
     failed = [row for row in found["rows"] if "failed" in row]
     assert found["status"] == "5 cases have failed" and found["file"] == "cp_attention_dc.cpu.json"
@@ -127,16 +129,23 @@ def test_an_interrupted_run_keeps_what_it_has(monkeypatch, tmp_path):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Bench, "goal", interrupted)  # of the first case, after its rows
+    monkeypatch.setattr(AttentionBench, "goal", interrupted)  # of the first case, after its rows
     found = run(tmp_path, "--sections", "c", "--models", "MHA")
     assert found["status"] == "interrupted" and len(found["rows"]) == 4
 
 
-def test_cases_without_time_for_enough_rounds_are_left_out(tmp_path):
+def test_what_there_is_no_time_for_is_left_out(tmp_path):
     found = run(tmp_path, "--sections", "b", "--minutes", "0")
     assert found["status"] == 0 and not found["goals"]
-    assert [row["cp_size"] for row in found["rows"]] == 4 * [4] + 4 * [2]
-    assert all("would take" in row["left_out"] for row in found["rows"])
+    assert [(row["cp"], row["left_out"]) for row in found["rows"]] == 4 * [(4, "no time is left")] + 4 * [
+        (2, "no time is left")
+    ]
+
+
+def test_a_case_ends_with_its_time(monkeypatch, tmp_path):
+    monkeypatch.setattr(cp_attention, "QUICK", replace(cp_attention.QUICK, case_seconds=1e-9))
+    found = run(tmp_path, "--sections", "b", "--models", "MHA")
+    assert {row["micro_batches"] for row in found["rows"]} == {1}
 
 
 def test_plans_take_turns_and_the_first_call_does_not_count():
@@ -147,16 +156,17 @@ def test_plans_take_turns_and_the_first_call_does_not_count():
             forward=lambda _: called.append(which) or (which,), backward=lambda *_: (which, which)
         )
 
-    bench = SimpleNamespace(options=None, device=torch.device("cpu"), clock=Clock(torch.device("cpu")))
+    cpu = torch.device("cpu")
+    bench = SimpleNamespace(options=None, backend=get_backend("cpu", cpu), device=cpu, clock=Clock(cpu))
     rows = Rows(*(torch.zeros(1384, *shape, 4) for shape in ((2,), (2, 1), (2,))))
     whole = per_document(PLAN.lengths, 1)
     cases = [(whole, make(i)) for i in range(3)]
-    ms = Bench.play(bench, cases, rows, 2, 0)
-    assert called == [0, 1, 2, *(0, 1, 2), *(1, 2, 0)]
-    assert [of_plan.shape for of_plan in ms] == 3 * [(2, 1)]
+    ms = AttentionBench.play(bench, cases, rows, 0)
+    assert called == [0, 1, 2, *(0, 1, 2), *(1, 2, 0), *(2, 0, 1)]
+    assert [of_plan.shape for of_plan in ms] == 3 * [(3, 1)]
     called.clear()
-    Bench.play(bench, cases, rows, 2, 2)
-    assert called == [0, *(2, 0, 1), *(0, 1, 2)]
+    AttentionBench.play(bench, cases, rows, 2)
+    assert called == [0, *(2, 0, 1), *(0, 1, 2), *(1, 2, 0)]
 
 
 def test_an_oracle_is_not_chosen_by_what_measures_it():
@@ -184,13 +194,6 @@ def test_a_measurement_that_waits_for_the_host_is_repeated(monkeypatch, late, le
     clock._end = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     assert clock.ms(lambda: None) == len(leads)
     assert slept == [lead * 1_000_000 for lead in leads] and clock.behind == behind
-
-
-def test_every_goal_has_a_value(result):
-    goals = json.loads(result.read_text())["goals"]
-    assert {goal["name"][0] for goal in goals} == set("bcd")
-    assert all(np.isfinite(goal["value"]) for goal in goals)
-    assert all(goal["holds"] for goal in goals if "difference" in goal["name"])
 
 
 def test_a_result_can_be_drawn(result):
@@ -228,22 +231,22 @@ def test_a_machine_without_git_writes_results(monkeypatch, tmp_path):
     assert json.loads(results.write("here", settings={}, rows=[]).read_text())["commit"] == "unknown"
 
 
-def test_torch_and_numpy_suffice():
-    blocked = "rich matplotlib scipy jsonschema megatron pyarrow pytest".split()
-    code = f"import sys\nfor name in {blocked}: sys.modules[name] = None\nimport benchmarks.gpu.cp_attention"
+@pytest.mark.parametrize("module", ["cp_attention", "layer"])
+def test_torch_numpy_and_scipy_suffice(module):
+    code = f"import sys\nfor name in {BLOCKED}: sys.modules[name] = None\nimport benchmarks.gpu.{module}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def test_ranks_see_the_keys_of_their_documents():
     begins = np.concatenate(([0], np.cumsum(PLAN.lengths)))
-    for rank, shard in zip(ranks(PLAN, torch.device("cpu")), PLAN.shards, strict=True):
-        held = [range(begins[d] + start, begins[d] + stop) for c in shard.colours for d, start, stop in c]
-        assert rank.rows.tolist() == [row for rows in held for row in rows]
-        ends: dict[int, int] = {}
-        for document, _, stop in np.concatenate(shard.colours).tolist():
-            ends[document] = max(stop, ends.get(document, 0))
-        assert rank.keys.tolist() == [begins[d] + i for d in sorted(ends) for i in range(ends[d])]
+    for rank, shard in zip(ranks(PLAN, get_backend("cpu", "cpu"), torch.device("cpu")), PLAN.shards, strict=True):
+        held = np.concatenate(shard.calls).tolist()
+        assert rank.rows.tolist() == [begins[d] + i for d, start, stop in held for i in range(start, stop)]
+        for segment, (document, start, stop) in zip(rank.segments, held, strict=True):
+            packed = begins[document] + np.arange(stop)
+            assert rank.rows[segment.q_start : segment.q_stop].tolist() == packed[start:].tolist()
+            assert rank.keys[segment.k_start : segment.k_stop].tolist() == packed.tolist()
 
 
 @pytest.mark.parametrize("make", [CopyFree, PrefixCopies, partial(PrefixCopies, dtype=torch.float32)])
@@ -252,18 +255,8 @@ def test_gpu_operators_take_the_arguments(make):
     options = AttentionOptions(backend=get_backend("aten", "cuda"))
     shapes = ((1384, 8, 64), (1384, 2, 2, 64), (1384, 8, 64))
     rows = Rows(*(torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes))
-    for rank in ranks(PLAN, torch.device("cpu")):
+    for rank in ranks(PLAN, options.backend, torch.device("cpu")):
         there = replace(rank, metadata=rank.metadata.to("meta"), rows=rank.rows.to("meta"), keys=rank.keys.to("meta"))
         out, dq, dkv = both(make(there, options), there.local(rows))
         assert out.shape == dq.shape == (346, 8, 64)
         assert dkv.shape == (len(rank.keys), 2, 2, 64)
-
-
-def test_a_profile_is_found_again():
-    rng = np.random.default_rng(0)
-    counts = rng.random((40, 3)) * (2, 1e4, 1e3)
-    true = np.array([[20.0, 0.03, 0.1], [50.0, 0.08, 0.0]])
-    profile, entries = fit(counts, counts @ true.T)
-    for times, constants in zip((profile.forward, profile.backward), true, strict=True):
-        np.testing.assert_allclose((times.launch, times.tile, times.query_tile), constants, rtol=1e-9, atol=1e-9)
-    assert max(entries["median_error_of_fit"].values()) < 1e-9

@@ -17,7 +17,7 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_all_methods_are_float64_and_measured(case):
     calls = prepare(case)  # raises where one is not
-    assert [of_rank.keys() for of_rank in calls] == [METHODS.keys()] * case.cp_size
+    assert [of_rank.keys() for of_rank in calls] == [METHODS.keys()] * case.cp
     rows = measure(case, calls, 1, 0)
     assert [row["method"] for row in rows] == list(METHODS)
     assert rows[0]["total_over_ours"] == rows[0]["slowest_over_ours"] == 1

@@ -15,6 +15,7 @@ from megatron_wlb.runtime import attention
 from megatron_wlb.runtime.attention import AttentionOptions, attend, attend_backward, context_parallel_attention
 from megatron_wlb.runtime.backends import Backend, get_backend
 from megatron_wlb.runtime.backends.aten import AtenBackend
+from megatron_wlb.runtime.backends.te import TeBackend
 from megatron_wlb.runtime.metadata import ShardMetadata
 from tests.runtime.oracle import SHARDINGS, TOLERANCE, all_ranks, assert_close, dense, inputs, local_rows
 
@@ -182,6 +183,7 @@ def test_a_group_s_gradients_are_let_go_before_the_next_group(monkeypatch):
         ("for all three", lambda q, k, v, m: (q, k, v.bfloat16(), m)),
         ("1 key heads cannot be exchanged in 2 equal groups", lambda q, k, v, m: (q, k[:, :1], v[:, :1], m)),
         ("metadata.to", lambda q, k, v, m: (q, k, v, m.to("meta"))),
+        ("another attention backend than", lambda q, k, v, m: (q, k, v, replace(m, encode=TeBackend.encode))),
         ("rank 0 of 1 .* rank 1 of 2", lambda q, k, v, m: (q, k, v, replace(m, cp_rank=1, cp=2))),
     ],
 )
