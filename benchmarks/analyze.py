@@ -1,4 +1,4 @@
-"""What `megatron-wlb analyze` predicts for the jobs of scripts/slurm, on documents of F2; nothing is measured on a GPU.
+"""What `megatron-wlb analyze` predicts for the jobs of scripts/slurm, on documents of F2; nothing runs on a GPU.
 
     python -m benchmarks.analyze [--check]
 
@@ -22,7 +22,7 @@ from tests.adapter.datasets import write_index
 
 DOCUMENTS, STEPS = 10_000_000, 100
 SECONDS = 10
-"""Of CPU time, which a report with pictures may take."""
+"""CPU time that a report with pictures may take."""
 SEVEN = (
     f"--model llama2-7b --seq-length {WINDOW} --tensor-model-parallel-size 8 --context-parallel-size 2 "
     "--pipeline-model-parallel-size 4"
@@ -31,12 +31,12 @@ JOBS = {"7B, one virtual stage": SEVEN} | {
     name: f"--launch scripts/slurm/{name.lower()}.sbatch --vocab-size 32000 --steps {STEPS}"
     for name in ("550M", "7B", "30B", "70B")
 }
-"""Of 131,072 tokens all, the last four with two virtual stages."""
+"""All have a window of 131,072 tokens; the last four have two virtual stages."""
 Row = dict[str, Any]
 
 
 def analysed(job: str, folder: Path) -> tuple[dict[str, Any], float]:
-    """The report and the CPU seconds that it took."""
+    """The report, and the CPU seconds that it took."""
     words = [*job.split(), "--data-path", str(folder / "f2")]
     outputs = ["--json", str(folder / "report.json"), "--html", str(folder / "report.html")]
     begin = time.process_time()
@@ -55,11 +55,10 @@ def main() -> None:
         for name, job in JOBS.items():
             report, took = analysed(job, Path(folder))
             seconds.append(took)
-            layout = {
-                key: report["job"][key] for key in ("num_gpus", "tp", "cp", "pp", "vpp", "dp", "global_batch_size")
-            }
-            shared = {"job": name, **layout, "limit": report["limit"]["speedup"], "flags": report["flags"]}
-            rows += [{**shared, "scheme": scheme, **numbers} for scheme, numbers in report["schemes"].items()]
+            layout = {key: report["job"]["parallel"][key] for key in ("tp", "cp", "pp", "vpp", "dp")}
+            shared = {"job": name, **layout, "num_micro_batches": report["job"]["num_micro_batches"]}
+            shared |= {"limit": report["limit"]["speedup"], "flags": report["flags"]}
+            rows += [shared | {"scheme": scheme} | numbers for scheme, numbers in report["schemes"].items()]
             print(name, *(f"{row['scheme']} {row['speedup']:.3f}" for row in rows[-3:]), f"limit {shared['limit']:.3f}")
     goals = [results.at_most(f"report on {DOCUMENTS} documents, CPU seconds", seconds[0], SECONDS)]
     settings = {"lengths": "F2", "documents": DOCUMENTS, "window": WINDOW, "jobs": JOBS}

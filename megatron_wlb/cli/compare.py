@@ -1,36 +1,39 @@
-"""`megatron-wlb compare`: step times that a run logged against predicted ones, and a profile that predicts better."""
+"""`megatron-wlb compare`: compare predicted step times with a run's log.
+
+    megatron-wlb compare run.jsonl
+    megatron-wlb compare run.jsonl --output mine.json
+
+The log of a run (--wlb-log) describes its job. Its steps are placed and sharded as they were, and simulated as
+`megatron-wlb simulate` does it, with the run's profile or --wlb-profile. With --output, two scales, of the times of
+attention and of everything linear in tokens, are fitted to every other step, and errors are those on the steps between.
+The profile that is written serves --wlb-profile and all commands.
+"""
 
 import argparse
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_wlb.cli import common, profile
+from megatron_wlb.cli import common
+from megatron_wlb.cli.calibration import entries, relative_error
 from megatron_wlb.cli.common import integer, progress, provenance, remark, write_json, writer
-from megatron_wlb.cli.job import (
-    StepShards,
-    add_job_arguments,
-    checked_lengths,
-    model_of,
-    prepare,
-    settle,
-    shards_of,
-)
-from megatron_wlb.cli.launch import world_size
-from megatron_wlb.config import CP_SHARDINGS, MAX_TOKENS, PACKINGS
-from megatron_wlb.plan.step import Layout
-from megatron_wlb.plan.workload import KernelTimes, Profile
-from megatron_wlb.simulate import Job, simulate_step
-from megatron_wlb.simulate.costs import pass_times
+from megatron_wlb.cli.flags import DEFAULT_PROFILE
+from megatron_wlb.cli.steps import lengths_of, parsed_lines
+from megatron_wlb.cost.attention import ATTENTION_BACKWARD, KernelTimes, Profile, load_profile
+from megatron_wlb.cost.passes import H100, pass_times
+from megatron_wlb.job import MAX_TOKENS, Job, Recompute, differences
+from megatron_wlb.plan.step import shard_step
+from megatron_wlb.plan.types import ShardPlan
+from megatron_wlb.simulate import simulate_step
 
 FORMAT = "megatron-wlb-comparison"
-VERSION = 1
+VERSION = 2
+USAGE = "RUN.jsonl [--wlb-profile PROFILE] [--skip K] [--output FILE.json] [--json FILE]"
 LEAST_STEPS = 8
 """Half of them fitted, half held out."""
 MOST_STEPS = 500
@@ -39,38 +42,21 @@ MOST_FITTED = 64
 """Each is simulated some dozens of times."""
 OUTLIER = 0.05
 """Relative errors beyond it count linearly: a step that was disturbed says little."""
-LAYOUT: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("TP", "CP", "PP", "VPP", "DP", "crossover"), ()),
-    "CP sharding": CP_SHARDINGS,
-    "packing": PACKINGS,
-}
-"""What the log of a run says of its layout, and of what that may be; numbers if nothing."""
 MOST_UNCERTAIN = 0.2
 """Standard error of the logarithm of a scale, beyond which attention and the rest cannot be told apart."""
 
-_DESCRIPTION = """\
-Compare predicted step times with those of a run (--wlb-log).
-
-    megatron-wlb compare run.jsonl --launch train.sh
-    megatron-wlb compare run.jsonl --model llama2-7b --output mine.json
-
-The log states layout, packing, crossover and sharding of the run; flags say the rest (the model, recomputation), and
-may repeat that. Logged steps are placed, sharded and simulated as `megatron-wlb simulate` does it. With --output, two
-scales, of the times of attention and of everything linear in tokens, are fitted to every other step, and errors are
-those on the steps between. The profile that is written serves --wlb-profile and all commands.
-"""
+StepShards = list[list[ShardPlan]]
+"""Micro-batches of every data-parallel rank, in pipeline order."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoggedStep:
+class LoggedStep(NamedTuple):
     """What a run logged of a step."""
 
     number: int
     measured_us: float
     lengths: list[np.ndarray]
-    """Of the documents of every micro-batch."""
-    layout: Mapping[str, Any]
-    """Of the run; see `LAYOUT`."""
+    """Lengths of the documents of every micro-batch."""
+    job: Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,17 +68,18 @@ class Scales:
     uncertainty: tuple[float, float]
     is_common: bool
     """One scale, since the steps cannot tell two apart."""
+    steps_fitted: int
 
 
-def register(commands: Any) -> None:
-    """Add the command to the subparsers `commands`."""
-    parser = commands.add_parser(
-        "compare",
-        help="compare predicted step times with a run's log",
-        description=_DESCRIPTION,
-        usage="%(prog)s RUN.jsonl [--output FILE.json] [--json FILE] [FLAGS | LAUNCH LINE | --launch FILE]",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument("log", metavar="RUN.jsonl", help="the file that --wlb-log named")
+    parser.add_argument(
+        "--wlb-profile",
+        metavar="PROFILE",
+        help="predict by this profile, a shipped one or a JSON file; default: that of the run, and of one that counts "
+        f"attended pairs (flops) {DEFAULT_PROFILE}",
+    )
     parser.add_argument(
         "--skip",
         type=integer(0, 1 << 20),
@@ -102,8 +89,6 @@ def register(commands: Any) -> None:
     )
     parser.add_argument("--output", metavar="FILE.json", help="recalibrated profile to write; - for standard output")
     parser.add_argument("--json", metavar="FILE", help="both times of every step; - for standard output")
-    add_job_arguments(parser, wlb_packing=None, wlb_cp_sharding=None)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -113,37 +98,44 @@ def run(args: argparse.Namespace) -> None:
         import scipy.optimize  # noqa: F401  # likewise an extra
     if args.output == args.json == "-":
         raise ValueError("--output and --json both go to standard output; name a file for one of them")
-    notes = list(args.remarks)
+    notes: list[str] = []
     steps = _steps(args, notes)
-    job, layout, found = _prepared(args, steps[0].layout, notes)
+    ran = steps[0].job
+    job = replace(ran, profile=_profile_of(args, ran, notes))
     measured = np.array([step.measured_us for step in steps])
     with (
         progress(len(steps), args.output or args.json, "simulating") as advance,
         writer(args.json, "--json") as out,
         writer(args.output) as written,
     ):
-        predicted, shards = _simulated(job, layout, steps, keep=written is not None, advance=advance)
+        shards, times = [], []
+        for step in steps:
+            shards.append(shard_step(ran, step.lengths))
+            times.append(simulate_step(job, shards[-1]).time)
+            advance(1)
+        predicted = np.array(times)
         rows = {"all steps": errors(predicted, measured)}
-        result: dict[str, Any] = {"format": FORMAT, "version": VERSION, **found}
+        result: dict[str, Any] = {"format": FORMAT, "version": VERSION, "job": job.to_json()}
         if written is not None:
-            fit = recalibrate(job, shards, measured)
+            better, scales = recalibrate(job, shards, measured)
+            again = np.array([simulate_step(better, each).time for each in shards[1::2]])
             rows["held-out steps"] = errors(predicted[1::2], measured[1::2])
-            rows["held-out steps, recalibrated"] = errors(fit.predicted, measured[1::2])
-            result["scales"] = asdict(fit.scales)
-            write_json(written, _profile(args, found, fit, rows))
-        times = [
+            rows["held-out steps, recalibrated"] = errors(again, measured[1::2])
+            result["scales"] = asdict(scales)
+            write_json(written, _recalibrated(args, job, better, result["scales"], list(rows.values())[1:]))
+        both = [
             {"step": step.number, "measured_us": step.measured_us, "predicted_us": us}
-            for step, us in zip(steps, predicted.tolist(), strict=True)
+            for step, us in zip(steps, times, strict=True)
         ]
-        write_json(out, result | {"errors": rows, "steps": times})
-    console.print(_table(rows, found["profile"]))
+        write_json(out, result | {"errors": rows, "steps": both})
+    console.print(_table(rows, job.profile.name))
     if written is not None:
-        console.print(_sentence(fit.scales), soft_wrap=True)
+        console.print(_sentence(scales), soft_wrap=True)
     remark(notes)
 
 
 def _steps(args: argparse.Namespace, notes: list[str]) -> list[LoggedStep]:
-    """Those of the log that are simulated; raises ValueError if they are too few."""
+    """The steps of the log that are simulated; raises ValueError if they are too few."""
     steps = warm(read_log(args.log), args.skip)
     least = LEAST_STEPS if args.output is not None else 2
     if len(steps) < least:
@@ -153,129 +145,44 @@ def _steps(args: argparse.Namespace, notes: list[str]) -> list[LoggedStep]:
     if len(steps) <= MOST_STEPS:
         return steps
     notes.append(f"{MOST_STEPS} of the {len(steps)} steps are simulated, in pairs of neighbours.")
-    return spread(steps)
-
-
-def _simulated(
-    job: Job, layout: Layout, steps: Sequence[LoggedStep], *, keep: bool, advance: Callable[[int], None]
-) -> tuple[np.ndarray, list[StepShards]]:
-    """Predicted times, float64 [steps] us, and what was simulated, if that is to be kept."""
-    predicted, shards = np.empty(len(steps)), []
-    for i, step in enumerate(steps):
-        planned = shards_of(job, layout, step.lengths)
-        predicted[i] = simulate_step(job, planned).time
-        if keep:
-            shards.append(planned)
-        advance(1)
-    return predicted, shards
-
-
-def _prepared(
-    args: argparse.Namespace, layout: Mapping[str, Any], notes: list[str]
-) -> tuple[Job, Layout, dict[str, Any]]:
-    """How the steps of the run ran, and that as JSON types; raises ValueError for flags of another run."""
-    tp, cp, pp, vpp = (layout[name] for name in ("TP", "CP", "PP", "VPP"))
-    args.num_gpus = world_size(args)
-    stated = {"tensor_model_parallel_size": tp, "context_parallel_size": cp, "pipeline_model_parallel_size": pp}
-    stated["num_gpus"] = tp * cp * pp * layout["DP"]
-    if args.num_layers_per_virtual_pipeline_stage is None or args.num_virtual_stages_per_pipeline_rank is not None:
-        stated["num_virtual_stages_per_pipeline_rank"] = vpp
-    else:
-        layers = model_of(args, []).num_layers + 2 * args.account_for_loss_in_pipeline_split
-        stated["num_layers_per_virtual_pipeline_stage"] = layers // (pp * vpp)
-    stated |= {
-        f"wlb_{name.lower().replace(' ', '_')}": layout[name] for name in ("packing", "crossover", "CP sharding")
-    }
-    settle(args, stated, args.log)
-    return prepare(args, notes)
-
-
-def spread(steps: Sequence[LoggedStep]) -> list[LoggedStep]:
-    """`MOST_STEPS` of the steps: pairs of neighbours, of which one is fitted and one held out, evenly spread."""
+    # Of each pair one is fitted and one held out.
     pairs = np.linspace(0, len(steps) // 2 - 1, MOST_STEPS // 2).astype(int)
     return [steps[2 * i + k] for i in pairs.tolist() for k in (0, 1)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """A job whose profile predicts better."""
-
-    job: Job
-    scales: Scales
-    steps: int
-    """That were fitted."""
-    predicted: np.ndarray
-    """Times of the held-out steps, float64 [n] us."""
-
-
-def recalibrate(job: Job, shards: Sequence[StepShards], measured: np.ndarray) -> Fit:
-    """Fit scales to every other step, at most `MOST_FITTED`; the steps between are held out."""
-    base = replace(job, hardware=replace(job.hardware, attention=explicit(job, shards[0])))
-    fitted = range(0, len(shards), 2 * math.ceil(len(shards[::2]) / MOST_FITTED))
-    scales = fit_scales(base, [shards[i] for i in fitted], measured[list(fitted)])
-    better = scaled(base, scales)
-    again = np.array([simulate_step(better, each).time for each in shards[1::2]])
-    return Fit(job=better, scales=scales, steps=len(fitted), predicted=again)
+def _profile_of(args: argparse.Namespace, ran: Job, notes: list[str]) -> Profile:
+    """What the steps of a run are predicted by."""
+    if args.wlb_profile is None and ran.profile.counts_pairs:
+        notes.append(f"The run's profile counts attended pairs; times are predicted by profile {DEFAULT_PROFILE}.")
+        return load_profile(DEFAULT_PROFILE)
+    return load_profile(args.wlb_profile) if args.wlb_profile is not None else ran.profile
 
 
 def read_log(path: str) -> list[LoggedStep]:
     """The steps of a `--wlb-log` file in the order they ran. Raises ValueError, naming the line, for anything else."""
     steps: list[LoggedStep] = []
-    for where, entry in _entries(path):
-        step = _logged_step(entry, where)
-        if steps and step.layout != steps[0].layout:
-            before, layout = steps[0].layout, step.layout
-            changed = ", ".join(f"{n} {before[n]} to {layout[n]}" for n in LAYOUT if before[n] != layout[n])
-            raise ValueError(
-                f"{where}: the run goes on in another layout ({changed}); give the lines before it, or those from it "
-                "on, as a file of their own"
-            )
-        steps.append(step)
+    with Path(path).open("rb") as file:
+        for step in parsed_lines(file, path, "give the file that --wlb-log named", _logged_step):
+            if steps and step.job != steps[0].job:
+                changed = ", ".join(differences(steps[0].job.to_json(), step.job.to_json()))
+                raise ValueError(
+                    f"{path}, line {len(steps) + 1}: the run goes on as another job ({changed}); give the lines before "
+                    "it, or those from it on, as a file of their own"
+                )
+            steps.append(step)
     return steps
 
 
-def _entries(path: str) -> Iterator[tuple[str, Any]]:
-    """What the lines of a log hold, and where."""
-    where = path
-    with Path(path).open(encoding="utf-8") as file:
-        try:
-            for number, line in enumerate(file, start=1):
-                entry = json.loads(line)
-                yield f"{path}, line {number}", entry
-                # The number of a line is not known where it is not UTF-8.
-                where = f"{path}, after step {entry['step']}"
-        except (ValueError, RecursionError) as error:
-            why = str(error).split(": line")[0]
-            raise ValueError(f"{where}: not JSON ({why}); give the file that --wlb-log named") from error
-
-
-def _logged_step(entry: Any, where: str) -> LoggedStep:
-    if not isinstance(entry, dict) or type(entry.get("step")) is not int:
-        raise ValueError(f"{where} is no step of a run; give the file that --wlb-log named")
-    if not entry.keys() >= {"step_ms", "lengths", "layout"}:
-        raise ValueError(f"{where} states no step_ms, lengths or layout; log the run anew")
-    measured, lengths = entry["step_ms"], entry["lengths"]
-    if type(measured) not in (int, float) or not 0 < measured < math.inf:
-        raise ValueError(f"{where}: step_ms is {str(measured)[:40]}; it must be a time over 0")
+def _logged_step(entry: dict[str, Any]) -> LoggedStep:
+    if type(entry.get("step")) is not int or not entry.keys() >= {"step_ms", "lengths", "job"}:
+        raise ValueError("no step of a run with its step_ms, lengths and job")
+    number, measured, lengths = entry["step"], entry["step_ms"], entry["lengths"]
+    if type(measured) not in (int, float) or not 0 < measured < 1e12:  # nor inf, nor hundreds of digits
+        raise ValueError(f"step_ms is {str(measured)[:40]}; it must be a time over 0")
     if not isinstance(lengths, list):
-        given = str(lengths)[:40]
-        raise ValueError(f"{where}: lengths is not a list of micro-batches but {given}; log the run anew")
-    return LoggedStep(
-        number=entry["step"],
-        measured_us=1e3 * measured,
-        lengths=[checked_lengths(each, f"{where}: micro-batch {i}", MAX_TOKENS) for i, each in enumerate(lengths)],
-        layout=_layout(entry["layout"], where),
-    )
-
-
-def _layout(layout: Any, where: str) -> dict[str, Any]:
-    found = {name: layout.get(name) if isinstance(layout, dict) else None for name in LAYOUT}
-    for name, known in LAYOUT.items():
-        value = found[name]
-        if not (value in known if known else type(value) is int and 1 <= value <= 1 << 35):
-            limit = f"one of {', '.join(known)}" if known else "an integer over 0"
-            raise ValueError(f"{where}: layout states {name} {str(value)[:40]}; it must be {limit}")
-    return found
+        raise ValueError(f"lengths is not a list of micro-batches but {str(lengths)[:40]}")
+    micro_batches = [lengths_of(each, i, MAX_TOKENS) for i, each in enumerate(lengths)]
+    return LoggedStep(number, 1e3 * measured, micro_batches, Job.from_json(entry["job"]))
 
 
 def warm(steps: Sequence[LoggedStep], skip: int) -> list[LoggedStep]:
@@ -289,8 +196,8 @@ def warm(steps: Sequence[LoggedStep], skip: int) -> list[LoggedStep]:
 
 
 def errors(predicted: np.ndarray, measured: np.ndarray) -> dict[str, Any]:
-    """Of predicted step times in us, float64 [n]; the correlation is None where either side does not vary."""
-    median, p90 = profile.relative_error(predicted, measured)
+    """How far predicted step times in us, float64 [n], are off; the correlation is None where either side is even."""
+    median, p90 = relative_error(predicted, measured)
     varies = min(np.ptp(predicted), np.ptp(measured)) > 0
     return {
         "steps": len(measured),
@@ -302,24 +209,36 @@ def errors(predicted: np.ndarray, measured: np.ndarray) -> dict[str, Any]:
     }
 
 
+def recalibrate(job: Job, shards: Sequence[StepShards], measured: np.ndarray) -> tuple[Job, Scales]:
+    """The job with a profile that is fitted to every other step, at most `MOST_FITTED`; the rest are held out."""
+    base = replace(job, profile=explicit(job, shards[0]))
+    fitted = range(0, len(shards), 2 * math.ceil(len(shards[::2]) / MOST_FITTED))
+    scales = fit_scales(base, [shards[i] for i in fitted], measured[list(fitted)])
+    return scaled(base, scales), scales
+
+
 def explicit(job: Job, shards: StepShards) -> Profile:
     """The profile of a job, with what the simulator takes from elsewhere: the backward pass, and linear rates.
 
     Those are of layers; the output layer then runs at them, too.
     """
-    known = job.hardware.attention
-    backward = known.backward or _times(known.forward, job.hardware.attention_backward)
-    rates = known.linear_tflops
+    known, rates = job.profile, job.profile.linear_tflops
     if rates is None:
-        layers = pass_times(replace(job, recompute=False), shards[0][:1]).layers
-        flops = 2e-6 * job.model.layer_weights / job.tp * float(shards[0][0].lengths.sum()) / job.cp
-        rates = flops / float(layers[0].linear[0]), 2 * flops / float(layers[1].linear[0])
-    return replace(known, backward=backward, linear_tflops=rates, head_size=job.model.kv_channels)
+        forward, backward = pass_times(replace(job, recompute=Recompute()), H100, shards[0][:1]).layers
+        tokens = int(shards[0][0].lengths.sum()) / job.parallel.cp
+        flops = 2e-6 * job.model.layer_weights / job.parallel.tp * tokens
+        rates = flops / float(forward.linear[0]), 2 * flops / float(backward.linear[0])
+    return replace(
+        known,
+        backward=known.backward or _times(known.forward, ATTENTION_BACKWARD),
+        linear_tflops=rates,
+        head_size=job.model.kv_channels,
+    )
 
 
 def scaled(job: Job, scales: Scales) -> Job:
     """A job whose profile, an explicit one, has times multiplied by `scales`."""
-    known = job.hardware.attention
+    known = job.profile
     assert known.backward is not None and known.linear_tflops is not None
     forward, backward = known.linear_tflops
     changed = replace(
@@ -328,10 +247,10 @@ def scaled(job: Job, scales: Scales) -> Job:
         backward=_times(known.backward, scales.attention),
         linear_tflops=(forward / scales.linear, backward / scales.linear),
     )
-    return replace(job, hardware=replace(job.hardware, attention=changed))
+    return replace(job, profile=changed)
 
 
-def fit_scales(job: Job, plans: Sequence[StepShards], measured: np.ndarray) -> Scales:
+def fit_scales(job: Job, steps: Sequence[StepShards], measured: np.ndarray) -> Scales:
     """Scales of an explicit profile under which the steps take what was measured, float64 [n] us; least squares.
 
     Errors are relative. If steps are too alike to tell attention from the rest, both get one scale.
@@ -340,64 +259,55 @@ def fit_scales(job: Job, plans: Sequence[StepShards], measured: np.ndarray) -> S
 
     def at(logs: np.ndarray) -> Scales:
         attention, linear = np.exp(np.broadcast_to(logs, 2)).tolist()
-        return Scales(attention=attention, linear=linear, uncertainty=(math.inf, math.inf), is_common=len(logs) == 1)
+        unknown = (math.inf, math.inf)
+        return Scales(
+            attention=attention, linear=linear, uncertainty=unknown, is_common=len(logs) == 1, steps_fitted=len(steps)
+        )
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         changed = scaled(job, at(logs))
-        return np.array([simulate_step(changed, plan).time for plan in plans]) / measured - 1
+        return np.array([simulate_step(changed, step).time for step in steps]) / measured - 1
 
     begin = -np.median(np.log(residuals(np.zeros(2)) + 1))
     for count in (2, 1):
         fit = least_squares(residuals, np.full(count, begin), loss="soft_l1", f_scale=OUTLIER)
-        variance = 2 * fit.cost / max(1, len(plans) - count)
+        variance = 2 * fit.cost / max(1, len(steps) - count)
         hessian = fit.jac.T @ fit.jac
         if np.linalg.cond(hessian) < 1e12:
-            uncertain = np.broadcast_to(np.sqrt(variance * np.diag(np.linalg.inv(hessian))), 2).tolist()
-            found = replace(at(fit.x), uncertainty=(uncertain[0], uncertain[1]))
-            if count == 1 or max(uncertain) <= MOST_UNCERTAIN:
-                return found
-    raise ValueError(
-        f"the times of {len(plans)} steps do not depend on what is scaled; give the log of this job, and its flags"
-    )
+            first, last = np.broadcast_to(np.sqrt(variance * np.diag(np.linalg.inv(hessian))), 2).tolist()
+            if count == 1 or max(first, last) <= MOST_UNCERTAIN:
+                return replace(at(fit.x), uncertainty=(first, last))
+    raise ValueError(f"the times of {len(steps)} steps do not depend on what is scaled; give the log of more steps")
 
 
-def _times(known: KernelTimes, scale: float, rounded: Callable[[float], float] = float) -> KernelTimes:
-    return KernelTimes(**{name: rounded(us * scale) for name, us in asdict(known).items()})
+def _times(known: KernelTimes, scale: float) -> KernelTimes:
+    return KernelTimes(**{name: us * scale for name, us in asdict(known).items()})
 
 
-def _profile(
-    args: argparse.Namespace, found: Mapping[str, Any], fit: Fit, rows: Mapping[str, dict[str, Any]]
+def _recalibrated(
+    args: argparse.Namespace, job: Job, better: Job, scales: dict[str, Any], held_out: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """What `megatron-wlb profile` writes, and where it comes from."""
-    known = fit.job.hardware.attention
-    assert known.backward is not None and known.linear_tflops is not None
-    forward, backward = known.linear_tflops
-    known = replace(
-        known,
-        name=Path(args.output).stem if args.output != "-" else f"{known.name}-recalibrated",
-        forward=_times(known.forward, 1.0, profile.rounded),
-        backward=_times(known.backward, 1.0, profile.rounded),
-        linear_tflops=(profile.rounded(forward), profile.rounded(backward)),
-    )
-    before, after = list(rows.values())[-2:]
-    data = profile.entries(known, known.crossover_for(fit.job.model), {"step_time": after})
-    if known.gather_us_per_mib or known.scatter_us_per_mib:
-        data["us_per_mib"] = {"gather": known.gather_us_per_mib, "scatter": known.scatter_us_per_mib}
-    fitted = {"log": Path(args.log).name, "steps_fitted": fit.steps, "scales": asdict(fit.scales)}
-    data["recalibrated"] = {**fitted, "error_before": before, **found}
-    return data | provenance(args.argv, scipy=version("scipy"))
+    name = Path(args.output).stem if args.output != "-" else f"{job.profile.name}-recalibrated"
+    before, after = held_out
+    fitted = {"log": Path(args.log).name, "scales": scales, "error_before": before, "job": job.to_json()}
+    return {
+        **entries(replace(better.profile, name=name), job.model, {"step_time": after}),
+        "recalibrated": fitted,
+        **provenance(args.argv, scipy=version("scipy")),
+    }
 
 
 def _table(rows: dict[str, dict[str, Any]], profile_name: str) -> Any:
-    text = f"profile {Path(profile_name).name}"
-    titles = ("steps", "measured ms", "predicted ms", "error median", "p90", "correlation")
-    table = common.table([text, *titles], text=text)
+    text = f"profile {profile_name}"
+    titles = (text, "steps", "measured ms", "predicted ms", "error median", "p90", "correlation")
+    cells = []
     for title, row in rows.items():
         correlation = "-" if row["correlation"] is None else f"{row['correlation']:.3f}"
         times = [f"{row[name] / 1e3:.2f}" for name in ("measured_us_median", "predicted_us_median")]
         shares = [f"{row[name]:.1%}" for name in ("error_median", "error_p90")]
-        table.add_row(title, str(row["steps"]), *times, *shares, correlation)
-    return table
+        cells.append((title, str(row["steps"]), *times, *shares, correlation))
+    return common.table(titles, cells, text)
 
 
 def _sentence(scales: Scales) -> str:

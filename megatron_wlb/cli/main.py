@@ -15,8 +15,8 @@ from megatron_wlb.cli import analyze, audit, compare, plan, profile, simulate, t
 from megatron_wlb.cli.common import printable
 
 COMMANDS = (analyze, plan, tune, simulate, profile, compare, audit)
-EXTRAS = ("matplotlib", "pyarrow", "rich", "scipy")
-"""Packages of the extra `analysis` that only some commands, inputs and policies need."""
+EXTRAS = dict.fromkeys(("matplotlib", "pyarrow", "rich", "scipy"), "analysis") | {"torch": "train"}
+"""Packages that only some commands, inputs and policies need, and the extra that each comes with."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS:
             raise
-        return _refuse(args.command, f"{error.name} is not installed; pip install 'megatron-wlb[analysis]'")
+        return _refuse(args.command, f"{error.name} is not installed; pip install 'megatron-wlb[{EXTRAS[error.name]}]'")
     except (ValueError, OSError) as error:
         return _refuse(args.command, str(error))
 

@@ -5,38 +5,35 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from megatron_wlb.cli.job import layout_of
-from megatron_wlb.plan.workload import load_profile
 
-from megatron_wlb.adapter import log
 from megatron_wlb.cli import compare
 from megatron_wlb.cli.compare import LoggedStep, Scales, explicit, fit_scales, read_log, scaled, warm
 from megatron_wlb.cli.main import main
-from megatron_wlb.plan.packer import Packer
-from megatron_wlb.plan.packing import make_policy
-from megatron_wlb.plan.step import Layout, plan_step, shard_step
+from megatron_wlb.cost.attention import FLOPS_PROFILE, load_profile
+from megatron_wlb.describe import make_job
+from megatron_wlb.job import Parallel
+from megatron_wlb.model import MODELS
+from megatron_wlb.plan.packer import make_packer
+from megatron_wlb.plan.packing.original import OriginalPacking
+from megatron_wlb.plan.packing.wlb import WlbPacking
+from megatron_wlb.plan.step import plan_step, shard_step
 from megatron_wlb.plan.stream import DocumentStream, Source
-from megatron_wlb.simulate import MODELS, Job, simulate_step
+from megatron_wlb.simulate import simulate_step
+from tests.cli.commands import refusal
 
-FLAGS = "--model llama2-7b --num-layers 4".split()
-LAYOUT = {
-    "TP": 1,
-    "CP": 2,
-    "PP": 2,
-    "VPP": 1,
-    "DP": 1,
-    "crossover": 50_000,
-    "CP sharding": "adaptive",
-    "packing": "wlb",
-}
-JOB = Job(model=replace(MODELS["llama2-7b"], num_layers=4), cp=2, pp=2, cp_head_groups=2)
-PLANNED = {"unit_tokens": 4, "crossover_tokens": LAYOUT["crossover"], "cp_sharding": "adaptive", "balance": True}
-PLACED = layout_of(JOB, **PLANNED)
-KNOWN = Scales(attention=1.6, linear=0.7, uncertainty=(0.0, 0.0), is_common=False)
+JOB = make_job(
+    model=replace(MODELS["llama2-7b"], num_layers=4),
+    parallel=Parallel(cp=2, pp=2),
+    context_length=65536,
+    num_micro_batches=4,
+    crossover_tokens=50_000,
+    default_profile="h100-fa2",
+)
+KNOWN = Scales(attention=1.6, linear=0.7, uncertainty=(0.0, 0.0), is_common=False, steps_fitted=0)
 
 
 def micro_batches(rng):
-    """Of steps that differ in how much of their work is attention."""
+    """Micro-batches of a step; steps differ in how much of their work is attention."""
     longest = int(rng.integers(200, 60_000))
     return [rng.integers(1, longest, int(rng.integers(1, 4))).astype(np.int64) for _ in range(4)]
 
@@ -50,46 +47,45 @@ def steps():
 @pytest.fixture(scope="module")
 def base(steps):
     """The job with everything in its profile."""
-    profile = explicit(JOB, shard_step(steps[0], PLACED))
-    return replace(JOB, hardware=replace(JOB.hardware, attention=profile))
+    return replace(JOB, profile=explicit(JOB, shard_step(JOB, steps[0])))
 
 
-def times(job, steps):
-    return np.array([simulate_step(job, shard_step(lengths, PLACED)).time for i, lengths in enumerate(steps)])
+def times(job, steps, ran=JOB):
+    return np.array([simulate_step(job, shard_step(ran, lengths)).time for lengths in steps])
 
 
-def write(path, steps, us, first=1, layout=LAYOUT):
-    """A log as a run writes it, as far as it is read."""
-    lines = (
-        json.dumps(
-            {"step": first + i, "step_ms": float(t) / 1e3, "lengths": [m.tolist() for m in lengths], "layout": layout}
-        )
-        for i, (lengths, t) in enumerate(zip(steps, us, strict=True))
-    )
-    path.write_text("".join(line + "\n" for line in lines))
+def entry(job=JOB, number=1, us=5000.0, lengths=((3, 4), (5,))):
+    """A line as a run writes it, as far as it is read."""
+    lengths = [[int(n) for n in each] for each in lengths]
+    return {"step": number, "step_ms": float(us) / 1e3, "lengths": lengths, "job": job.to_json()}
+
+
+def write(path, steps, us, job=JOB):
+    entries = (entry(job, 1 + i, t, lengths) for i, (lengths, t) in enumerate(zip(steps, us, strict=True)))
+    path.write_text("".join(json.dumps(each) + "\n" for each in entries))
     return path
 
 
 def compared(path, *flags):
     out = path.with_suffix(".compared.json")
-    assert main(["compare", str(path), *FLAGS, *flags, "--json", str(out)]) == 0
+    assert main(["compare", str(path), *flags, "--json", str(out)]) == 0
     return json.loads(out.read_text())
 
 
 def test_the_explicit_profile_says_the_same(steps, base):
     """But for the output layer, which runs at the rate of layers with their norms, and weighs much in a short model."""
-    layers, same = (simulate_step(job, shard_step(steps[1], PLACED)).passes[0].layers for job in (JOB, base))
+    layers, same = (simulate_step(job, shard_step(JOB, steps[1])).passes[0].layers for job in (JOB, base))
     for direction in range(2):
         np.testing.assert_allclose(same[direction].total, layers[direction].total)
     assert times(base, steps) == pytest.approx(times(JOB, steps), rel=0.02)
-    assert base.hardware.attention.backward is not None
-    assert base.hardware.attention.linear_tflops is not None
+    assert base.profile.backward is not None
+    assert base.profile.linear_tflops is not None
 
 
 def test_scales_are_those_of_attention_and_of_the_rest(steps, base):
     one, other = (scaled(base, replace(KNOWN, attention=2.0, linear=1.0)), scaled(base, replace(KNOWN, linear=3.0)))
-    plan = [shard_step(steps[0], PLACED)]
-    layers, slower, longer = (simulate_step(job, plan[0]).passes[0].layers for job in (base, one, other))
+    shards = shard_step(JOB, steps[0])
+    layers, slower, longer = (simulate_step(job, shards).passes[0].layers for job in (base, one, other))
     for direction in range(2):
         np.testing.assert_allclose(slower[direction].attention, 2 * layers[direction].attention)
         np.testing.assert_allclose(slower[direction].linear, layers[direction].linear)
@@ -100,6 +96,7 @@ def test_scales_are_those_of_attention_and_of_the_rest(steps, base):
 def test_predictions_are_those_of_the_simulator(steps, tmp_path):
     measured = 1.25 * times(JOB, steps)
     result = compared(write(tmp_path / "run.jsonl", steps, measured))
+    assert result["job"] == json.loads(json.dumps(JOB.to_json()))
     assert [s["step"] for s in result["steps"]] == list(range(2, 25))  # the first one warms up
     assert [s["predicted_us"] for s in result["steps"]] == pytest.approx(measured[1:] / 1.25)
     row = result["errors"]["all steps"]
@@ -107,6 +104,21 @@ def test_predictions_are_those_of_the_simulator(steps, tmp_path):
     assert (row["error_median"], row["error_p90"]) == pytest.approx((0.2, 0.2))
     assert row["correlation"] == pytest.approx(1)
     assert row["measured_us_median"] == pytest.approx(np.median(measured[1:]))
+
+
+def test_the_job_is_that_of_the_log(steps, tmp_path, capsys):
+    """Steps are placed and sharded as the run did it; times are of the profile that is asked for, or has a unit."""
+    packing = {"packing": OriginalPacking(), "cp_sharding": "per-document"}
+    ran = replace(JOB, **packing, parallel=replace(JOB.parallel, dp=2), profile=FLOPS_PROFILE)
+    us = times(replace(ran, profile=JOB.profile), steps, ran)
+    path = write(tmp_path / "run.jsonl", steps, us, ran)
+    result = compared(path)
+    assert result["errors"]["all steps"]["error_p90"] == 0
+    assert result["job"]["parallel"]["dp"] == 2
+    assert "counts attended pairs; times are predicted by profile h100-fa2." in capsys.readouterr().err
+    assert compared(path, "--wlb-profile", "h100-fa2") == result
+    assert "counts attended pairs" not in capsys.readouterr().err
+    assert "one in us" in refusal(capsys, "compare", str(path), "--wlb-profile", "flops")
 
 
 def test_recalibration_finds_the_scales_again(steps, base, tmp_path, capsys):
@@ -129,23 +141,22 @@ def test_recalibration_finds_the_scales_again(steps, base, tmp_path, capsys):
     assert profile.name == "better"
     assert profile.forward.tile == pytest.approx(1.6 * old.forward.tile, rel=0.06)
     assert profile.backward.tile == pytest.approx(2.5 * profile.forward.tile, rel=1e-3)
-    assert profile.crossover_tokens == pytest.approx(profile.crossover_for(JOB.model), rel=1e-3)
-    assert profile.crossover_tokens < base.hardware.attention.crossover_for(JOB.model) / 2  # about 0.7 / 1.6
-    assert profile.gather_us_per_mib == old.gather_us_per_mib
-    assert data["recalibrated"]["profile"] == "h100-fa2"
-    assert data["recalibrated"]["steps_fitted"] == 12
+    assert profile.crossover_tokens == profile.crossover_for(JOB.model)
+    assert profile.crossover_tokens < base.profile.crossover_for(JOB.model) / 2  # about 0.7 / 1.6
+    assert data["recalibrated"]["job"]["profile"]["name"] == "h100-fa2"
+    assert data["recalibrated"]["scales"]["steps_fitted"] == 12
     assert data["recalibrated"]["error_before"] == before
     assert data["error"]["step_time"] == after
-    assert data["command"].startswith(f"megatron-wlb compare {path} --model llama2-7b")
+    assert data["command"].startswith(f"megatron-wlb compare {path} --skip 0")
     # Used on the same log, it predicts what it was fitted to.
     again = compared(path, "--wlb-profile", str(out))["errors"]["all steps"]
     assert again["error_median"] < 0.02
 
 
 def test_steps_that_are_alike_get_one_scale(steps, base):
-    plans = [shard_step(steps[3], PLACED)] * 12
-    measured = np.full(12, 1.3 * simulate_step(base, plans[0]).time) * (1 + 0.01 * (np.arange(12) % 3))
-    scales = fit_scales(base, plans, measured)
+    shards = [shard_step(JOB, steps[3])] * 12
+    measured = np.full(12, 1.3 * simulate_step(base, shards[0]).time) * (1 + 0.01 * (np.arange(12) % 3))
+    scales = fit_scales(base, shards, measured)
     assert scales.is_common
     assert scales.attention == scales.linear == pytest.approx(1.3, rel=0.05)
     assert "too alike" in compare._sentence(scales)
@@ -153,80 +164,30 @@ def test_steps_that_are_alike_get_one_scale(steps, base):
 
 def test_the_first_steps_of_every_start_are_left_out():
     numbers = [1, 2, 3, 4, 3, 4, 5, 9, 10]
-    steps = [LoggedStep(number=n, measured_us=1.0, lengths=[], layout=LAYOUT) for n in numbers]
+    steps = [LoggedStep(n, 1.0, [], JOB) for n in numbers]
     assert [s.number for s in warm(steps, 0)] == numbers
     assert [s.number for s in warm(steps, 1)] == [2, 3, 4, 4, 5, 10]
     assert [s.number for s in warm(steps, 2)] == [3, 4, 5]
 
 
-@pytest.mark.parametrize("packing", ["original", "wlb"])
+@pytest.mark.parametrize("packing", [OriginalPacking(), WlbPacking(outlier_thresholds=(300,))])
 def test_what_a_run_logs_is_what_is_read(packing, tmp_path):
     """The log of planned steps gives back their micro-batches, and so the plan of every data-parallel rank."""
+    log = pytest.importorskip("megatron_wlb.adapter.log")
     lengths = np.random.default_rng(1).integers(1, 500, 60)
-    stream = DocumentStream([Source(pairs=lengths)], seed=0, context_length=512, shuffle=False, num_epochs=1)
-    data = {"num_micro_batches": 4, "context_length": 512, "max_tokens": 640, "crossover_tokens": 900}
-    policy = make_policy(packing, **data, outlier_thresholds=(300,), use_native=False)
-    packer = Packer(stream, policy, num_micro_batches=4, context_length=512, fingerprint="", policy_name=packing)
-    job = replace(JOB, dp=2)
-    kernel = job.hardware.attention.kernel(heads=32, row_bytes=2 * 32 * 128 * 2, head_groups=2)
-    layout = Layout(
-        dp_size=2, dp_rank=1, cp_size=2, pp_size=2, vp_size=1, unit_tokens=4, cp_sharding="adaptive", kernel=kernel,
-        crossover_tokens=900, balance=packing != "original", use_native=False,
+    job = replace(
+        JOB, packing=packing, parallel=replace(JOB.parallel, dp=2), context_length=512, max_tokens=640,
+        crossover_tokens=900,
     )  # fmt: skip
-    plans = [plan_step(packer, layout) for _ in range(3)]
-    layout_of_run = LAYOUT | {"DP": 2, "crossover": 900, "packing": packing, "S_max": 640}
+    stream = DocumentStream([Source(lengths=lengths)], seed=0, context_length=512, shuffle=False, num_epochs=1)
+    packer = make_packer(stream, job, fingerprint="")
+    plans = [plan_step(packer, job, dp_rank=1) for _ in range(3)]
     for plan in plans:
-        log.append(str(tmp_path / "log"), log.summary(plan, 1.0, 0.25, 0.0) | log.details(plan, kernel, layout_of_run))
-    read = read_log(str(tmp_path / "log"))
-    planned = layout_of(job, **PLANNED | {"crossover_tokens": 900, "balance": packing != "original"})
-    for plan, step in zip(plans, read, strict=True):
-        assert (step.number, step.measured_us) == (plan.step + 1, 250_000)
-        assert step.layout == {name: layout_of_run[name] for name in LAYOUT}
-        again = shard_step(step.lengths, planned)[1]
+        log.append(str(tmp_path / "log"), log.summary(plan, 1.0, 0.25, 0.0) | log.details(plan, job))
+    for plan, step in zip(plans, read_log(str(tmp_path / "log")), strict=True):
+        assert (step.number, step.measured_us, step.job) == (plan.step + 1, 250_000, job)
+        again = shard_step(step.job, step.lengths)[1]
         assert [s.lengths.tolist() for s in again] == [m.shards.lengths.tolist() for m in plan.micro_batches]
-
-
-def test_the_layout_is_that_of_the_log(steps, tmp_path, capsys):
-    """Data-parallel ranks, crossover and sharding too, which no flag says here; flags may repeat it."""
-    job = replace(JOB, dp=2)
-    planned = layout_of(job, **PLANNED | {"crossover_tokens": 900, "cp_sharding": "per-document", "balance": False})
-    us = [simulate_step(job, shard_step(lengths, planned)).time for lengths in steps]
-    layout = LAYOUT | {"DP": 2, "crossover": 900, "CP sharding": "per-document", "packing": "original"}
-    path = write(tmp_path / "run.jsonl", steps, us, layout=layout)
-    result = compared(path)
-    assert result["errors"]["all steps"]["error_p90"] == 0
-    assert (result["layout"]["dp"], result["cp_sharding"]) == (2, "per-document")
-    line = (
-        "torchrun --nproc-per-node 8 pretrain_gpt.py --context-parallel-size 2 --pipeline-model-parallel-size 2 --wlb "
-    )
-    line += "--wlb-packing original --wlb-cp-sharding per-document --lr 3e-4 --micro-batch-size 1"
-    assert compared(path, *line.split()) == result
-    assert "Assumed" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size is 2, and LOG was made with 1; leave it out"),
-        ("--num-gpus 8", "--num-gpus is 8, and LOG was made with 4"),
-        ("--nproc-per-node 8", "--num-gpus is 8, and LOG was made with 4"),
-        ("--wlb-packing adaptive", "--wlb-packing is adaptive, and LOG was made with wlb"),
-        ("--wlb-crossover 7", "--wlb-crossover is 7, and LOG was made with 50000"),
-        ("--wlb-cp-sharding hybrid", "--wlb-cp-sharding is hybrid, and LOG was made with adaptive"),
-        (
-            "--num-virtual-stages-per-pipeline-rank 2",
-            "--num-virtual-stages-per-pipeline-rank is 2, and LOG was made with 1",
-        ),
-        (
-            "--num-layers-per-virtual-pipeline-stage 1",
-            "--num-layers-per-virtual-pipeline-stage is 1, and LOG was made with 2",
-        ),
-    ],
-)
-def test_flags_of_another_run_are_refused(flags, message, steps, tmp_path, capsys):
-    path = str(write(tmp_path / "run.jsonl", steps[:3], np.full(3, 1e6)))
-    assert main(["compare", path, *FLAGS, *flags.split()]) == 2
-    assert message.replace("LOG", path) in capsys.readouterr().err
 
 
 def test_a_long_log_is_sampled_in_pairs(steps, tmp_path, capsys, monkeypatch):
@@ -238,51 +199,56 @@ def test_a_long_log_is_sampled_in_pairs(steps, tmp_path, capsys, monkeypatch):
     assert "8 of the 24 steps are simulated, in pairs of neighbours" in capsys.readouterr().err
 
 
-GOOD = {"step": 1, "step_ms": 5.0, "lengths": [[3, 4], [5]], "layout": LAYOUT}
-BROKEN = {
-    "empty": ("", "has 0 steps after --skip 1; at least 2 are needed"),
-    "one step": (json.dumps(GOOD), "has 0 steps after --skip 1"),
-    "text": ("hello", "not JSON (Expecting value)"),
-    "half a line": (json.dumps(GOOD) + "\n" + json.dumps(GOOD)[:20], "after step 1: not JSON"),
-    "nested": ("[" * 100_000, "not JSON"),
-    "list": ("[1]", "line 1 is no step of a run; give the file that --wlb-log named"),
-    "plan": (json.dumps({"format": "megatron-wlb-plan"}), "line 1 is no step of a run"),
-    "older": (json.dumps({"step": 1, "work": [3]}), "states no step_ms, lengths or layout; log the run anew"),
-    "time": (json.dumps(GOOD | {"step_ms": -1}), "step_ms is -1; it must be a time over 0"),
-    "endless": (json.dumps(GOOD | {"step_ms": float("inf")}), "step_ms is inf"),
-    "word": (json.dumps(GOOD | {"step_ms": "5"}), "step_ms is 5"),
-    "flat": (json.dumps(GOOD | {"lengths": [3]}), "line 1: micro-batch 0 is not a list"),
-    "number": (json.dumps(GOOD | {"lengths": 3}), "line 1: lengths is not a list of micro-batches"),
-    "zero": (json.dumps(GOOD | {"lengths": [[0]]}), "line 1: micro-batch 0 has a document of length 0"),
-    "no layout": (json.dumps({**GOOD, "layout": 3}), "line 1: layout states TP None; it must be an integer over 0"),
-    "half a layout": (json.dumps({**GOOD, "layout": LAYOUT | {"DP": 0}}), "layout states DP 0; it must be an integer"),
-    "packing": (json.dumps({**GOOD, "layout": LAYOUT | {"packing": "best"}}), "packing best; it must be one of origin"),
-    "two layouts": (
-        json.dumps(GOOD) + "\n" + json.dumps({**GOOD, "step": 2, "layout": LAYOUT | {"DP": 2, "TP": 4}}),
-        "line 2: the run goes on in another layout (TP 1 to 4, DP 1 to 2); give the lines before it, or those from",
-    ),
-    "huge": (json.dumps(GOOD | {"lengths": [[1 << 26, 1]]}), "line 1: micro-batch 0 holds 67108865 tokens"),
-}
+GOOD = entry()
+OTHER = entry(replace(JOB, parallel=replace(JOB.parallel, dp=2, tp=4)), number=2)
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_broken_logs_are_refused(name, tmp_path, capsys):
-    text, message = BROKEN[name]
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "LOG has 0 steps after --skip 1; at least 2 are needed, log more steps"),
+        ([GOOD], "LOG has 0 steps after --skip 1"),
+        (["hello"], "LOG, line 1: not JSON (Expecting value); give the file that --wlb-log named"),
+        ([GOOD, json.dumps(GOOD)[:20]], "LOG, line 2: not JSON"),
+        (["[" * 100_000], "line 1: not JSON"),
+        (["[1]"], "line 1: a JSON list, where an object should be"),
+        ([{"format": "megatron-wlb-plan"}], "line 1: no step of a run with its step_ms, lengths and job"),
+        ([{"step": 1, "work": [3]}], "line 1: no step of a run with its step_ms"),
+        ([GOOD | {"step_ms": -1}], "line 1: step_ms is -1; it must be a time over 0"),
+        ([GOOD | {"step_ms": float("inf")}], "step_ms is inf"),
+        ([GOOD | {"step_ms": 10**400}], "step_ms is 1000"),
+        ([GOOD | {"step_ms": "5"}], "step_ms is 5"),
+        ([GOOD | {"lengths": 3}], "line 1: lengths is not a list of micro-batches but 3"),
+        ([GOOD | {"lengths": [3]}], "line 1: micro-batch 0 is not a list of lengths but 3"),
+        (
+            [GOOD | {"lengths": [[0]]}],
+            "line 1: micro-batch 0 has a document of length 0; it must be from 1 to 67108864",
+        ),
+        ([GOOD | {"lengths": [[True]]}], "micro-batch 0 has a document of length true"),
+        ([GOOD | {"lengths": [[1 << 26, 1]]}], "micro-batch 0 holds 67108865 tokens; it must be at most 67108864"),
+        ([GOOD | {"job": 3}], "line 1: not the description of a job"),
+        ([GOOD | {"job": GOOD["job"] | {"crossover_tokens": 0}}], "line 1: not the description of a job: ValueError"),
+        (
+            [GOOD, OTHER],
+            "LOG, line 2: the run goes on as another job (parallel.tp 1 -> 4, parallel.dp 1 -> 2); give the lines "
+            "before it, or those from it on, as a file of their own",
+        ),
+    ],
+)
+def test_broken_logs_are_refused(lines, message, tmp_path, capsys):
     path = tmp_path / "run.jsonl"
-    path.write_text(text)
-    out = tmp_path / "profile.json"
-    assert main(["compare", str(path), *FLAGS, "--json", str(out)]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-    assert not out.exists()
+    path.write_text("".join((e if isinstance(e, str) else json.dumps(e)) + "\n" for e in lines))
+    error = refusal(capsys, "compare", str(path), "--json", str(tmp_path / "times.json"))
+    assert message.replace("LOG", str(path)) in error
+    assert list(tmp_path.iterdir()) == [path]
 
 
-def test_other_refusals(steps, tmp_path, capsys):
+def test_other_refusals(steps, base, tmp_path, capsys, monkeypatch):
     path = str(write(tmp_path / "run.jsonl", steps[:6], np.full(6, 1e6)))
-    assert main(["compare", path, *FLAGS, "--output", str(tmp_path / "profile.json")]) == 2
-    assert "has 5 steps after --skip 1; at least 8 are needed" in capsys.readouterr().err
-    assert main(["compare", path, *FLAGS, "--output", "-", "--json", "-"]) == 2
-    assert "both go to standard output" in capsys.readouterr().err
-    assert main(["compare", str(tmp_path), *FLAGS]) == 2
-    assert "Is a directory" in capsys.readouterr().err
+    message = refusal(capsys, "compare", path, "--output", str(tmp_path / "profile.json"))
+    assert "has 5 steps after --skip 1; at least 8 are needed" in message
+    assert "both go to standard output" in refusal(capsys, "compare", path, "--output", "-", "--json", "-")
+    assert "Is a directory" in refusal(capsys, "compare", str(tmp_path))
+    monkeypatch.setattr(compare, "scaled", lambda job, scales: job)
+    with pytest.raises(ValueError, match="the times of 2 steps do not depend on what is scaled"):
+        fit_scales(base, [shard_step(JOB, lengths) for lengths in steps[:2]], np.ones(2))

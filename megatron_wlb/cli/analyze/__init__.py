@@ -1,15 +1,6 @@
-"""`megatron-wlb analyze`: data and launch flags in, what `--wlb` would bring to the run out, as a prediction."""
+"""`megatron-wlb analyze`: predict what --wlb would bring to a run.
 
-import argparse
-from typing import Any
-
-from megatron_wlb.cli.analyze import crossover, report, table
-from megatron_wlb.cli.analyze.setup import setup_of
-from megatron_wlb.cli.common import console, integer, progress, write_json, writer
-from megatron_wlb.cli.job import add_job_arguments
-
-_DESCRIPTION = """\
-Predict what --wlb would bring to a run, from the lengths of its documents and its launch flags alone; needs neither a
+Predicts what --wlb would bring to a run, from the lengths of its documents and its launch flags alone; needs neither a
 GPU, nor Megatron, nor torch, and of the dataset only the .idx file.
 
     megatron-wlb analyze --html report.html torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
@@ -21,15 +12,18 @@ Flags of Megatron that don't matter, are not simulated, or are refused by traini
 same data, shuffled as in training; steps are packed, sharded and simulated as they would be trained.
 """
 
+import argparse
 
-def register(commands: Any) -> None:
-    """Add the command to the subparsers `commands`."""
-    parser = commands.add_parser(
-        "analyze",
-        help="predict what --wlb would bring to a run",
-        usage="%(prog)s [--html FILE] [--json FILE] [LAUNCH LINE | --launch FILE | FLAGS]",
-        description=_DESCRIPTION,
-    )
+from megatron_wlb.cli.analyze import report, table
+from megatron_wlb.cli.analyze.setup import setup_of
+from megatron_wlb.cli.common import console, integer, progress, write_json, writer
+from megatron_wlb.cli.flags import add_job_flags
+
+USAGE = "[--html FILE] [--json FILE] [LAUNCH LINE | --launch FILE | FLAGS]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument("--html", metavar="FILE", help="report with pictures to write, in one file")
     parser.add_argument(
         "--json", metavar="FILE", help="numbers to write; - for standard output, the table on the other"
@@ -37,8 +31,7 @@ def register(commands: Any) -> None:
     parser.add_argument(
         "--steps", type=integer(1, 1 << 14), metavar="K", help="steps to simulate; default: by the size of the job"
     )
-    add_job_arguments(parser)
-    parser.set_defaults(run=run)
+    add_job_flags(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -48,20 +41,20 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("--html - and --json - would be mixed on standard output; name a file for one")
     if args.html is not None:
         import matplotlib  # noqa: F401  # missed now rather than after the work
-    setup = crossover.settle(setup_of(args))
-    packed, simulated = report.steps_of(setup)
+    setup = setup_of(args)
+    packed, simulated = report.steps_of(setup.job)
     if args.steps is not None:
         packed, simulated = max(args.steps, packed // args.steps * args.steps), args.steps
-    total = 3 * packed + len(report.tunings(setup))
+    total = 3 * packed + len(report.tunings(setup.job))
     with (
         writer(args.json, "--json") as file,
-        writer(args.html, "--html") as page,
+        writer(args.html, "--html") as html,
         progress(total, args.json, "analysing") as advance,
     ):
-        found = report.analyse(setup, packed, simulated, advance)
-        write_json(file, found.entries)
-        if page is not None:
-            from megatron_wlb.cli.analyze import html
+        results = report.analyse(setup, packed, simulated, advance)
+        write_json(file, results.entries)
+        if html is not None:
+            from megatron_wlb.cli.analyze import page
 
-            page.write(html.page(found))
-    table.show(found, terminal)
+            html.write(page.page(results))
+    table.show(results, terminal)
