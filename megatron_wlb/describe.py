@@ -71,9 +71,9 @@ def make_job(
     model: ModelShape,
     context_length: int,
     num_micro_batches: int,
-    parallel: Parallel = Parallel(),
+    parallel: Parallel | None = None,
     packing: Packing | None = None,
-    settings: PlanSettings = PlanSettings(),
+    settings: PlanSettings | None = None,
     default_profile: str = "flops",
     budget_bytes: float | None = None,
     **rest: Any,
@@ -84,15 +84,16 @@ def make_job(
         model: what is trained.
         context_length: the context window C in tokens.
         num_micro_batches: N, of a global batch over all data-parallel ranks.
-        parallel: the parallel layout.
+        parallel: the parallel layout; default: one rank.
         packing: the packing policy with its settings; default: `DEFAULT_POLICY`.
-        settings: what planning goes by.
+        settings: what planning goes by; default: the defaults.
         default_profile: where the settings name none.
         budget_bytes: memory for activations where the settings name none; None: no limit.
         rest: other fields of `Job`, which count before what the settings say.
 
     Raises ValueError for settings that contradict each other, and for an S_max that memory has no room for.
     """
+    settings = settings or PlanSettings()
     profile = load_profile(settings.profile or default_profile)
     settled: dict[str, Any] = {
         "crossover_tokens": settings.crossover or profile.crossover_for(model),
@@ -105,7 +106,7 @@ def make_job(
     }
     job = Job(
         model=model,
-        parallel=parallel,
+        parallel=parallel or Parallel(),
         context_length=context_length,
         num_micro_batches=num_micro_batches,
         **settled | rest,

@@ -12,7 +12,6 @@ from megatron_wlb.model import ModelShape
 from megatron_wlb.plan.packing import POLICIES
 from megatron_wlb.plan.packing.base import Packing
 
-
 MAX_TOKENS = 1 << 26
 """Longest micro-batch for which work stays exact in 64 bits, with room for sums over a global batch."""
 CP_SHARDINGS = ("per-sequence", "per-document", "hybrid", "wlb", "auto")

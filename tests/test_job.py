@@ -5,8 +5,8 @@ import json
 from dataclasses import dataclass, replace
 
 import pytest
-from megatron_wlb.cost.memory import peak_bytes
 
+from megatron_wlb.cost.memory import peak_bytes
 from megatron_wlb.describe import PlanSettings
 from megatron_wlb.job import MAX_TOKENS, Job, Recompute, differences
 from megatron_wlb.plan.packing import DEFAULT_POLICY, POLICIES
