@@ -1,7 +1,7 @@
 """Compares the runs of `benchmarks/convergence.py` with the baseline, seed by seed: a table, a picture and a page."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,12 @@ GOAL_PERCENT = 0.5
 """The paper saw 1.6 % for packing over 8 global batches, and none for its own."""
 JUDGED = ("wlb", "adaptive")
 """Beginnings of the names of variants that may lose no more than GOAL_PERCENT."""
+MEASURES = {
+    "optimizer_steps": "steps",
+    "imbalance": "imbalance_mean",
+    **{name: name for name in ("late_steps", "spread_steps", "token_cv", "long_share_mean", "long_share_std")},
+}
+"""Columns that are means over seeds of what `metrics.Summary` has."""
 COLOURS = {
     "original": "#000000",
     "fixed-1": "#8c8c8c",
@@ -48,27 +54,23 @@ def compare(logs: list[Row]) -> list[Row]:
 
 
 def _row(name: str, runs: dict[int, Row], baseline: dict[int, Row]) -> Row:
-    def mean(key: str) -> float:
-        return float(np.mean([log["packing"][key] for log in runs.values()]))
+    def mean(values: Iterable[float]) -> float:
+        return float(np.mean(list(values)))
 
-    norms = [_late_norms(log) for log in runs.values()]
+    packings = [log["packing"] for log in runs.values()]
+    # In the second half of the steps gradients hardly become smaller any more.
+    norms = [np.array(n[len(n) // 2 :]) for n in (log["steps"]["gradient_norm"] for log in runs.values())]
     losses = [_final(runs[seed], "all") for seed in sorted(runs)]
     row = {
         "variant": name,
         "seeds": sorted(runs),
-        "loss": float(np.mean(losses)),
+        "loss": mean(losses),
         "loss_of_seeds": losses,
-        "loss_long": float(np.mean([_final(log, "long") for log in runs.values()])),
-        "optimizer_steps": mean("steps"),
-        "imbalance": mean("imbalance_mean"),
-        "late_steps": mean("late_steps"),
-        "spread_steps": mean("spread_steps"),
-        "max_delay_steps": max(log["packing"]["max_delay_steps"] for log in runs.values()),
-        "token_cv": mean("token_cv"),
-        "long_share_mean": mean("long_share_mean"),
-        "long_share_std": mean("long_share_std"),
-        "gradient_norm_mean": float(np.mean([n.mean() for n in norms])),
-        "gradient_norm_variance": float(np.mean([n.var(ddof=1) for n in norms])),
+        "loss_long": mean(_final(log, "long") for log in runs.values()),
+        **{key: mean(p[measure] for p in packings) for key, measure in MEASURES.items()},
+        "max_delay_steps": max(p["max_delay_steps"] for p in packings),
+        "gradient_norm_mean": mean(n.mean() for n in norms),
+        "gradient_norm_variance": mean(n.var(ddof=1) for n in norms),
     }
     paired = sorted(runs.keys() & baseline.keys()) if name != BASELINE else []
     for key, measure in (("difference", "all"), ("difference_long", "long")):
@@ -90,12 +92,6 @@ def interval(values: list[float]) -> tuple[float | None, float | None]:
 
 def _final(log: Row, measure: str) -> float:
     return float(log["validation"][-1][measure])
-
-
-def _late_norms(log: Row) -> np.ndarray:
-    """Gradient norms in the second half of the steps, where they hardly fall any more."""
-    norms = np.array(log["steps"]["gradient_norm"])
-    return norms[len(norms) // 2 :]
 
 
 def verdicts(rows: list[Row]) -> list[str]:
