@@ -18,6 +18,7 @@ from megatron_wlb.plan import sharding
 from megatron_wlb.plan.dataset import trained_tokens
 from megatron_wlb.plan.types import Packing
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
+from megatron_wlb.runtime.backends import get_backend
 from megatron_wlb.runtime.metadata import ShardMetadata
 
 ROTARY_BASE = 10_000.0
@@ -71,7 +72,7 @@ class Corpus:
         return MicroBatch(
             tokens=torch.from_numpy(self._tokens[places].astype(np.int64)).to(device),
             labels=torch.from_numpy(self._tokens[places + 1].astype(np.int64)).to(device),
-            metadata=ShardMetadata.build(plan, 0, device),
+            metadata=ShardMetadata.build(plan, 0, get_backend("auto", device).encode).to(device),
         )
 
 

@@ -45,7 +45,7 @@ def full(*values):
 @pytest.mark.parametrize(
     ("variant", "flags"),
     [
-        ("original", f"{CP2_PP2} --wlb-packing original"),
+        full("original", f"{CP2_PP2} --wlb-packing original"),
         ("wlb", f"{CP2_PP2} --wlb-packing wlb"),
         full("fixed-8", f"{CP2_PP2} --wlb-packing fixed --wlb-global-batches 8"),
         ("adaptive-constant-tokens", f"{DP2_PP2} --wlb-packing adaptive"),
