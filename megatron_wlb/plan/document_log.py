@@ -97,10 +97,10 @@ def _steps(file: BinaryIO) -> Iterator[tuple[np.ndarray, int]]:
         try:
             while not unpack.eof and (block := file.read(1 << 16)):
                 data += unpack.decompress(block)
-            rows = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+            rows = np.lib.format.read_array(io.BytesIO(data)) if unpack.eof else None
         except (zlib.error, ValueError):
             return
-        if not unpack.eof or rows.dtype != ENTRY or not rows.size:
+        if rows is None or rows.dtype != ENTRY or not rows.size:
             return
         file.seek(-len(unpack.unused_data), os.SEEK_CUR)
         yield rows, file.tell()
@@ -196,7 +196,7 @@ def audit(
 def _check_datasets(rows: np.ndarray, lengths: Sequence[np.ndarray]) -> None:
     """Raises ValueError for documents that the datasets have not."""
     sizes = np.array([len(each) for each in lengths], np.int64)
-    unknown = rows["dataset"] >= len(lengths)
+    unknown = (rows["dataset"] < 0) | (rows["dataset"] >= len(lengths)) | (rows["document"] < 0)
     unknown[~unknown] = rows["document"][~unknown] >= sizes[rows["dataset"][~unknown]]
     if unknown.any():
         row = rows[unknown.argmax()]

@@ -3,11 +3,11 @@
 A reader refuses by ValueError or OSError; every other exception is a finding, `Broken` too.
 """
 
+import functools
 import gzip
 import io
 import json
 import struct
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,26 +16,24 @@ from typing import Any
 
 import numpy as np
 
-from megatron_wlb.adapter import checkpoint
 from megatron_wlb.cli.compare import read_log
 from megatron_wlb.cli.launch import words_of
 from megatron_wlb.cli.lengths import read_lengths
 from megatron_wlb.cli.simulate import PlanFile
-from megatron_wlb.config import MAX_TOKENS
+from megatron_wlb.cost import attention
+from megatron_wlb.job import MAX_TOKENS
 from megatron_wlb.plan import document_log, state
 from megatron_wlb.plan.dataset import read_index, read_tokens
 from megatron_wlb.plan.packer import Packer, make_packer
+from megatron_wlb.plan.packing import POLICIES
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.plan.types import DOCUMENT
-from megatron_wlb.plan.workload import load_profile
-from tests.cli.test_compare import LAYOUT
 from tests.fuzz import mutate
+from tests.jobs import job
 
 BIN_BYTES = 4096
-WINDOW, N = 64, 4
-POLICIES = ("wlb", "adaptive", "fixed", "original")
-PAIRS = (np.arange(60) * 37 % 200, np.arange(40) * 11 % 30 + 1)
-"""Trained pairs of the documents of two datasets; a few have nothing to train, some are longer than the window."""
+LENGTHS = (np.arange(60) * 37 % 200, np.arange(40) * 11 % 30 + 1)
+"""Of the documents of two datasets; a few have nothing to train, some are longer than the window."""
 
 
 class Broken(Exception):
@@ -88,67 +86,35 @@ def _index_seeds() -> list[bytes]:
 
 
 def packer(policy: str) -> Packer:
-    """Over `PAIRS`, before its first step."""
-    stream = DocumentStream([Source(pairs=pairs) for pairs in PAIRS], seed=3, context_length=WINDOW)
-    return make_packer(
-        stream,
-        num_micro_batches=N,
-        crossover_tokens=32,
-        policy=policy,
-        fingerprint="",
-        use_native=True,
-        outlier_thresholds=(32,),
-    )
+    """Over `LENGTHS`, before its first step."""
+    described = job(packing=POLICIES[policy]())
+    data = [Source(lengths=lengths) for lengths in LENGTHS]
+    return make_packer(DocumentStream(data, seed=3, context_length=described.context_length), described)
 
 
 def _state(data: bytes, folder: Path) -> None:
-    checkpoint.state_path(str(folder), 3).write_bytes(data)
-    found, _ = checkpoint.load_state(str(folder), 3)
-    policy = found.get("policy")
-    made = packer(policy if policy in POLICIES else "wlb")
-    before = made.state()
+    """What has not been refused is what was saved."""
+    (folder / "state.json").write_bytes(data)
     try:
-        made.load_state(found)
-    except ValueError:
-        require(made.state() == before, "a refused state changes nothing")
-        raise
-    state.waiting(found)
-    first = made.step
-    for step in range(first, first + 2):
-        packed = made.next()
-        require(packed.step == step and len(packed.packing) == N, "the next steps are planned")
-        made.load_state(json.loads(json.dumps(packed.state)))
+        loaded, _ = state.load(folder / "state.json")
+    except ValueError as error:
+        raise error.__cause__ or error from None  # which says what it is, without the path
+    require(loaded in [json.loads(seed)["packer"] for seed in _state_seeds()], "a state was changed")
+    running = packer(loaded["policy"])
+    running.load_state(loaded)
+    require(running.next().step == loaded["step"], "the next step is planned")
 
 
+@functools.cache
 def _state_seeds() -> list[bytes]:
     seeds = []
-    for policy in POLICIES:
-        made = packer(policy)
+    for policy in ("wlb", "adaptive", "fixed", "original"):
+        running = packer(policy)
         for step in range(9):
             if step in (0, 3, 8):
-                seeds.append(signed(made.state() | {"layout": {"CP": 2, "packing": policy}}))
-            made.next()
+                seeds.append(json.dumps({"packer": running.state(), "job": job().to_json()}).encode())
+            running.next()
     return seeds
-
-
-def signed(value: dict[str, Any]) -> bytes:
-    """As `save_state` writes it."""
-    value = json.loads(json.dumps(value))  # lists for tuples
-    return json.dumps(value | {"digest": checkpoint._digest(value)}, separators=(",", ":")).encode()
-
-
-def _mutate_state(random: Random, data: bytes, others: Sequence[bytes]) -> bytes:
-    """Mostly a change that its digest knows of."""
-    if random.randrange(8) == 0:
-        return mutate.of_text(random, data, others)
-    try:
-        value = json.loads(data)
-        value.pop("digest", None)
-        for _ in range(random.choice((1, 1, 1, 2, 4))):
-            value = mutate.of_json(random, value)
-        return signed(value)
-    except (ValueError, AttributeError, TypeError, RecursionError):
-        return mutate.of_text(random, data, others)
 
 
 def _plan(data: bytes, folder: Path) -> None:
@@ -195,8 +161,8 @@ def _documents(data: bytes, folder: Path) -> None:
     rows, refusal = None, None
     try:
         rows = document_log.read(path)
-        for pairs in (None, PAIRS):
-            document_log.audit(rows, np.empty(0, DOCUMENT), 0, pairs)
+        for lengths in (None, LENGTHS):
+            document_log.audit(rows, np.empty(0, DOCUMENT), 0, lengths)
     except ValueError as error:
         refusal = error
     cut = document_log.mend(path)
@@ -210,13 +176,13 @@ def _documents(data: bytes, folder: Path) -> None:
 
 def _documents_seeds() -> list[bytes]:
     seeds = []
-    for policy in POLICIES[:2]:
+    for policy in ("wlb", "adaptive"):
         made, log = packer(policy), io.BytesIO()
         for _ in range(3):
             packed = made.next()
             rows = np.empty(len(packed.packing.documents), document_log.ENTRY)
             rows["step"] = packed.step
-            rows["micro_batch"] = np.repeat(np.arange(N), np.diff(packed.packing.bounds))
+            rows["micro_batch"] = np.repeat(np.arange(len(packed.packing)), np.diff(packed.packing.bounds))
             for name in ("index", "dataset", "document", "offset", "length"):
                 rows[name] = packed.packing.documents[name]
             log.write(member(rows))
@@ -231,33 +197,6 @@ def member(rows: np.ndarray) -> bytes:
     buffer = io.BytesIO()
     np.save(buffer, rows)
     return gzip.compress(buffer.getvalue(), mtime=0)
-
-
-def _mutate_documents(random: Random, data: bytes, others: Sequence[bytes]) -> bytes:
-    """Mostly a change within a step, packed again."""
-    members = [document_log._BEGIN + part for part in data.split(document_log._BEGIN)[1:]]
-    if not members or random.randrange(4) == 0:
-        return mutate.of_bytes(random, data, others)
-    at = random.randrange(len(members))
-    try:
-        plain = gzip.decompress(members[at])
-        if random.randrange(2):
-            head, rows = plain[:-1], bytearray()
-            if len(plain) > 300:  # leave the header of NumPy as it is
-                head, rows = plain[:256], bytearray(plain[256:])
-                for _ in range(random.choice((1, 1, 2, 8))):
-                    begin = random.randrange(len(rows) - 8)
-                    number = random.choice((*mutate.NUMBERS, random.randrange(100))) % (1 << 64)
-                    rows[begin : begin + 8] = number.to_bytes(8, "little")
-            plain = head + bytes(rows)
-        else:
-            plain = mutate.of_bytes(random, plain, others)
-        members[at] = gzip.compress(plain, 1, mtime=0)
-    except (OSError, EOFError, ValueError, zlib.error):
-        members[at] = mutate.of_bytes(random, members[at], others)
-    if random.randrange(10) == 0:
-        members.insert(random.randrange(len(members)), random.choice(members))
-    return b"".join(members)[: mutate.MOST_BYTES]
 
 
 def _lengths(data: bytes, folder: Path) -> None:
@@ -284,18 +223,18 @@ def _step_log(data: bytes, folder: Path) -> None:
 
 
 def _step_log_seeds() -> list[bytes]:
-    entry = {"step": 1, "loss": 2.5, "step_ms": 31.5, "lengths": [[64, 7], [33]], "layout": LAYOUT}
+    entry = {"step": 1, "loss": 2.5, "step_ms": 31.5, "lengths": [[64, 7], [33]], "job": job().to_json()}
     return ["\n".join(json.dumps(entry | {"step": k}) for k in range(1, 4)).encode()]
 
 
 def _profile(data: bytes, folder: Path) -> None:
     (folder / "profile.json").write_bytes(data)
-    profile = load_profile(str(folder / "profile.json"))
-    require(np.isfinite(profile.kernel(heads=8).time(1, 3, 2)), "times are finite")
+    profile = attention.load_profile(str(folder / "profile.json"))
+    require(all(np.isfinite(kernel.time(1, 3, 2)) for kernel in profile.kernels(heads=8)), "times are finite")
 
 
 def _profile_seeds() -> list[bytes]:
-    folder = Path(document_log.__file__).parent / "profiles"
+    folder = Path(attention.__file__).parent / "profiles"
     return [path.read_bytes() for path in sorted(folder.glob("*.json"))]
 
 
@@ -315,9 +254,9 @@ TARGETS = {
     target.name: target
     for target in (
         Target(name="index", read=_index, seeds=_index_seeds, mutate=mutate.of_bytes),
-        Target(name="state", read=_state, seeds=_state_seeds, mutate=_mutate_state),
+        Target(name="state", read=_state, seeds=_state_seeds, mutate=_mutate_lines),
         Target(name="plan", read=_plan, seeds=_plan_seeds, mutate=_mutate_lines),
-        Target(name="documents", read=_documents, seeds=_documents_seeds, mutate=_mutate_documents),
+        Target(name="documents", read=_documents, seeds=_documents_seeds, mutate=mutate.of_bytes),
         Target(name="lengths", read=_lengths, seeds=_lengths_seeds, mutate=mutate.of_text),
         Target(name="step_log", read=_step_log, seeds=_step_log_seeds, mutate=_mutate_lines),
         Target(name="profile", read=_profile, seeds=_profile_seeds, mutate=_mutate_lines),
