@@ -100,8 +100,7 @@ class Native:
         for process, output in zip(processes, outputs, strict=True):
             if process.returncode:
                 print(output[-6000:], file=sys.stderr)
-        found = [path.read_bytes() for path in self._folder.glob("finding-*")]
-        for data in found:
+        for data in (path.read_bytes() for path in self._folder.glob("finding-*")):
             print(f"{NATIVE}: {keep(NATIVE, data, 'finding-')}", file=sys.stderr)
         failed = sum(process.returncode != 0 for process in processes)
         return {
@@ -137,7 +136,7 @@ class Record:
             before = json.loads(path.read_text())
             self._rows, self._parts = before["rows"], before["settings"]["parts"]
         self.seed = max((part["seed"] for part in self._parts), default=0) + 1
-        """Of the next part."""
+        """Seed of the next part."""
 
     @property
     def executions(self) -> int:
@@ -145,10 +144,10 @@ class Record:
 
     @property
     def goals(self) -> list[results.Goal]:
-        found = sum(row["findings"] for row in self._rows)
+        findings = sum(row["findings"] for row in self._rows)
         return [
             results.Goal(name="executions", value=self.executions, goal=self._goal, direction=">="),
-            results.Goal(name="crashes, hangs, strays", value=found, goal=0, direction="<="),
+            results.Goal(name="crashes, hangs, strays", value=findings, goal=0, direction="<="),
         ]
 
     def add(self, part: Row) -> None:

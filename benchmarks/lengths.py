@@ -41,12 +41,12 @@ def packer(lengths: np.ndarray, job: Job) -> Packer:
 def packed(lengths: np.ndarray, job: Job, count: int) -> list[np.ndarray]:
     """Document lengths of `count` micro-batches of a job, int64 [documents] each, in the order of the stream."""
     packs = packer(lengths, job)
-    made: list[np.ndarray] = []
-    while len(made) < SKIPPED + count:
+    every: list[np.ndarray] = []
+    while len(every) < SKIPPED + count:
         packing = packs.next().packing
         documents = [packing.micro_batch(i) for i in range(len(packing))]
-        made += [d["length"][np.argsort(d["index"])] for d in documents if len(d)]
-    return made[SKIPPED : SKIPPED + count]
+        every += [d["length"][np.argsort(d["index"])] for d in documents if len(d)]
+    return every[SKIPPED : SKIPPED + count]
 
 
 def padded(lengths: np.ndarray, unit: int) -> np.ndarray:

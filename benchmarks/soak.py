@@ -46,7 +46,7 @@ Row = dict[str, Any]
 
 
 def job_of(num_micro_batches: int) -> Job:
-    """Of as many data-parallel ranks that each has up to 8 micro-batches."""
+    """A job on as many data-parallel ranks that each has up to 8 micro-batches."""
     return make_job(
         model=MODELS["llama2-7b"],
         packing=AdaptivePacking(),
@@ -64,26 +64,26 @@ def packer(num_micro_batches: int) -> Packer:
 
 
 def digest(plan: StepPlan) -> str:
-    """Of the plan, the shards of this rank, and the state after the step."""
+    """Digest of the plan, the shards of this rank, and the state after the step."""
     snapshot = plan.snapshot
-    found = hashlib.blake2b(json.dumps([plan.digest, snapshot.header]).encode(), digest_size=16)
+    digested = hashlib.blake2b(json.dumps([plan.digest, snapshot.header]).encode(), digest_size=16)
     for micro_batch in plan.micro_batches:
-        found.update(micro_batch.shards.strategy.encode())
+        digested.update(micro_batch.shards.strategy.encode())
         for shard in micro_batch.shards.shards:
             for call in shard.calls:
-                found.update(np.ascontiguousarray(call))
+                digested.update(np.ascontiguousarray(call))
     for place, rows in snapshot.waiting.items():
-        found.update(place.encode())
-        found.update(np.ascontiguousarray(rows))
-    return found.hexdigest()
+        digested.update(place.encode())
+        digested.update(np.ascontiguousarray(rows))
+    return digested.hexdigest()
 
 
 def reference(num_micro_batches: int, snapshot: Snapshot) -> list[str]:
     """Digests of the steps after `snapshot`, planned in Python."""
     native.core = None
-    made, job = packer(num_micro_batches), job_of(num_micro_batches)
-    made.load_state(json.loads(json.dumps(snapshot.state())))
-    return [digest(plan_step(made, job)) for _ in range(FOLLOWED_STEPS)]
+    packs, job = packer(num_micro_batches), job_of(num_micro_batches)
+    packs.load_state(json.loads(json.dumps(snapshot.state())))
+    return [digest(plan_step(packs, job)) for _ in range(FOLLOWED_STEPS)]
 
 
 class _MallocInfo(ctypes.Structure):
@@ -186,7 +186,7 @@ def soak(minutes: float, num_micro_batches: int) -> tuple[list[Row], Follower]:
 
 
 def growth(rows: Sequence[Row], name: str) -> float:
-    """Of a median, from the first to the last third after warming up or half of a short run."""
+    """Growth of a median, from the first to the last third after warming up or half of a short run."""
     warm = min(WARM_UP_STEPS, rows[-1]["steps"] // 2)
     memory = [row[name] for row in rows if row["steps"] >= warm]
     third = max(1, len(memory) // 3)

@@ -5,6 +5,7 @@
 #include <functional>
 #include <limits>
 #include <numeric>
+#include <optional>
 #include <utility>
 
 #include "ranking.h"
@@ -24,9 +25,8 @@ constexpr size_t kLightest = 4;
 constexpr int64_t kMaxSteps = int64_t{1} << 62, kMaxWaitingWork = int64_t{1} << 62;
 
 struct Exchange {
-  size_t light = 0, a = 0;
-  std::ptrdiff_t b = -1;
-  bool found = false;
+  size_t light, a;
+  std::ptrdiff_t b;
 };
 
 // N micro-batches under construction: work and tokens of each, the lightest first.
@@ -236,7 +236,7 @@ Packed Step::place(std::vector<Document> chosen) const {
     const size_t few = std::min(n_, kLightest);
     std::partial_sort(light.begin(), light.begin() + static_cast<std::ptrdiff_t>(few), light.end(),
                       [&](size_t a, size_t b) { return std::pair(work[a], a) < std::pair(work[b], b); });
-    Exchange exchange;
+    std::optional<Exchange> exchange;
     int64_t best = work[heavy];
     for (size_t z = 0; z < few; ++z) {
       const size_t l = light[z];
@@ -251,23 +251,23 @@ Packed Step::place(std::vector<Document> chosen) const {
               tokens[heavy] - more > sizes_.max_tokens)
             continue;
           const int64_t largest = std::max(work[heavy] - shifted, work[l] + shifted);
-          if (largest < best) best = largest, exchange = {l, a, b, true};
+          if (largest < best) best = largest, exchange = {l, a, b};
         }
       }
     }
-    if (!exchange.found) break;
-    auto &from = micro_batches[heavy], &to = micro_batches[exchange.light];
-    const Document down = from[exchange.a];
-    from.erase(from.begin() + static_cast<std::ptrdiff_t>(exchange.a));
+    if (!exchange) break;
+    auto &from = micro_batches[heavy], &to = micro_batches[exchange->light];
+    const Document down = from[exchange->a];
+    from.erase(from.begin() + static_cast<std::ptrdiff_t>(exchange->a));
     Document up{};
-    if (exchange.b >= 0) {
-      up = to[static_cast<size_t>(exchange.b)];
-      to.erase(to.begin() + exchange.b);
+    if (exchange->b >= 0) {
+      up = to[static_cast<size_t>(exchange->b)];
+      to.erase(to.begin() + exchange->b);
       from.push_back(up);
     }
     to.push_back(down);
     work.add(heavy, up.work - down.work), tokens.add(heavy, up.length - down.length);
-    work.add(exchange.light, down.work - up.work), tokens.add(exchange.light, down.length - up.length);
+    work.add(exchange->light, down.work - up.work), tokens.add(exchange->light, down.length - up.length);
   }
 
   Packed packed{{}, {0}};

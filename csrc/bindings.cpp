@@ -42,10 +42,10 @@ std::vector<wlb::Document> documents(const py::array& length, const py::array& w
   return rows;
 }
 
-std::vector<int64_t> int64s(const py::array& given, const char* name) {
-  const auto view = column<int64_t>(given, name, given);
-  std::vector<int64_t> values(static_cast<size_t>(given.size()));
-  for (py::ssize_t k = 0; k < given.size(); ++k) values[static_cast<size_t>(k)] = view(k);
+std::vector<int64_t> int64s(const py::array& source, const char* name) {
+  const auto view = column<int64_t>(source, name, source);
+  std::vector<int64_t> values(static_cast<size_t>(source.size()));
+  for (py::ssize_t k = 0; k < source.size(); ++k) values[static_cast<size_t>(k)] = view(k);
   return values;
 }
 

@@ -82,11 +82,11 @@ def read(path: str | os.PathLike[str]) -> np.ndarray:
     Raises ValueError for a file that is not a document log, or is damaged before its last step.
     """
     with open(path, "rb") as file:
-        found = list(_steps(file))
-        end = found[-1][1] if found else 0
-        if not found or _last_begin(file, os.fstat(file.fileno()).st_size) > end:  # more than one step is cut off
+        whole = list(_steps(file))
+        end = whole[-1][1] if whole else 0
+        if not whole or _last_begin(file, os.fstat(file.fileno()).st_size) > end:  # more than one step is cut off
             raise ValueError(f"{path} is not a document log, or it is damaged at byte {end}; restore it")
-    steps = {int(rows["step"][0]): rows for rows, _ in found}
+    steps = {int(rows["step"][0]): rows for rows, _ in whole}
     return np.concatenate([steps[step] for step in sorted(steps)])
 
 
@@ -111,9 +111,9 @@ def _last_begin(file: BinaryIO, stop: int) -> int:
     while stop > 0:
         start = max(0, stop - (1 << 20))
         file.seek(start)
-        found = file.read(stop - start + len(_BEGIN) - 1).rfind(_BEGIN)
-        if found >= 0:
-            return start + found
+        place = file.read(stop - start + len(_BEGIN) - 1).rfind(_BEGIN)
+        if place >= 0:
+            return start + place
         stop = start
     return 0
 

@@ -35,10 +35,10 @@ def waiting(state: dict[str, Any]) -> dict[str, np.ndarray]:
 
 def check(state: Any) -> None:
     """Raises ValueError unless this is a state of this version that nothing has happened to."""
-    found = state.get("format") if isinstance(state, dict) else None
-    if found != FORMAT:
+    kind = state.get("format") if isinstance(state, dict) else None
+    if kind != FORMAT:
         raise ValueError(
-            f"this is not a packer state: its format is {str(found)[:40]!r}, not {FORMAT!r}; give the "
+            f"this is not a packer state: its format is {str(kind)[:40]!r}, not {FORMAT!r}; give the "
             "iter_XXXXXXX.wlb.json of a checkpoint"
         )
     if state.get("version") != VERSION:

@@ -49,7 +49,7 @@ class _Order:
     def __init__(self, source: Source, key: tuple[int, int] | None, drawn: int) -> None:
         self._source, self._key = source, key
         self.drawn = drawn
-        """Documents drawn so far, up to the last that was given."""
+        """Documents drawn so far, up to the last that was taken."""
         self.at = 0
         """Place of the next document in the chunk."""
         self.lengths: list[int] = []
@@ -127,7 +127,7 @@ class DocumentStream:
         epochs = math.inf if num_epochs is None else num_epochs
         self._limits = [(len(s.lengths) - s.too_short) * epochs for s in sources]
         self._orders = self._begin_at([0] * len(sources))
-        self._given = [0] * len(sources)  # documents with something to train that were taken from each dataset
+        self._counts = [0] * len(sources)  # documents with something to train that were taken from each dataset
         self._tokens = [0] * len(sources)  # tokens taken from each dataset
         self._position = 0  # tokens taken in all
         self._index = 0  # pieces taken in all
@@ -145,7 +145,7 @@ class DocumentStream:
 
     def take(self, limit: int) -> np.ndarray:
         """Next pieces, all that begin before token `limit` of the stream: DOCUMENT [n], `arrival` left 0."""
-        dataset, document, offset, length = self._documents(limit - self._position)
+        dataset, document, offset, length = self._take_documents(limit - self._position)
         left = length - offset
         starts = self._position + np.cumsum(left) - left
         pieces = -(-np.minimum(left, limit - starts) // self.context_length)
@@ -169,7 +169,7 @@ class DocumentStream:
             "seed": self._seed,
             "shuffle": self._shuffle,
             "drawn": [order.drawn for order in self._orders],
-            "given": list(self._given),
+            "documents": list(self._counts),
             "tokens": list(self._tokens),
             "position": self._position,
             "index": self._index,
@@ -192,7 +192,7 @@ class DocumentStream:
                     f"the state was saved with {name} {state[name]}, this run has {value}; resume with the same"
                 )
         self._orders = self._begin_at(state["drawn"])
-        self._given, self._tokens = list(state["given"]), list(state["tokens"])
+        self._counts, self._tokens = list(state["documents"]), list(state["tokens"])
         self._position, self._index = state["position"], state["index"]
         self._head = tuple(state["head"]) if state["head"] else None
 
@@ -203,9 +203,9 @@ class DocumentStream:
 
     def _open(self) -> list[int]:
         """Datasets that have documents left."""
-        return [i for i, limit in enumerate(self._limits) if self._given[i] < limit]
+        return [i for i, limit in enumerate(self._limits) if self._counts[i] < limit]
 
-    def _documents(self, tokens: int) -> np.ndarray:
+    def _take_documents(self, tokens: int) -> np.ndarray:
         """Documents of which a piece begins within the next `tokens`: dataset, number, offset, length; int64 [4, n]."""
         runs = [np.empty((4, 0), np.int64)]
         if self._head and tokens > 0:
@@ -220,7 +220,7 @@ class DocumentStream:
             for i in datasets:
                 places = np.flatnonzero(chosen == i)
                 run[1, places], run[3, places] = self._orders[i].take(len(places))
-                self._given[i] += len(places)
+                self._counts[i] += len(places)
                 self._tokens[i] += int(run[3, places].sum())
             tokens -= int(run[3].sum())
             runs.append(run)

@@ -54,7 +54,7 @@ class Outcome:
     accepted: int = 0
     seconds: float = 0.0
     kinds: int = 0
-    """Of refusals, by their words, and of what was accepted."""
+    """Kinds of refusals, by their words, and of what was accepted."""
     new: list[bytes] = field(default_factory=list)
     """Mutations of which each was the first of its kind."""
     findings: list[tuple[bytes, str]] = field(default_factory=list)

@@ -43,10 +43,10 @@ def of_bytes(random: Random, data: bytes, others: Sequence[bytes]) -> bytes:
 
 def of_text(random: Random, data: bytes, others: Sequence[bytes]) -> bytes:
     """As `of_bytes`; half of the times a number becomes another one instead."""
-    found = list(re.finditer(rb"-?\d+(?:\.\d+)?", data)) if random.randrange(2) else []
-    if not found:
+    numbers = list(re.finditer(rb"-?\d+(?:\.\d+)?", data)) if random.randrange(2) else []
+    if not numbers:
         return of_bytes(random, data, others)
-    number = random.choice(found)
+    number = random.choice(numbers)
     text = random.choice((str(random.choice(NUMBERS)), str(random.randrange(300)), "1e400", "NaN", "9" * 5000, "0.5"))
     return (data[: number.start()] + text.encode() + data[number.end() :])[:MOST_BYTES]
 

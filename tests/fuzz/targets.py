@@ -33,7 +33,7 @@ from tests.jobs import job
 
 BIN_BYTES = 4096
 LENGTHS = (np.arange(60) * 37 % 200, np.arange(40) * 11 % 30 + 1)
-"""Of the documents of two datasets; a few have nothing to train, some are longer than the window."""
+"""Lengths of the documents of two datasets; a few have nothing to train, some are longer than the window."""
 
 
 class Broken(Exception):
@@ -177,9 +177,9 @@ def _documents(data: bytes, folder: Path) -> None:
 def _documents_seeds() -> list[bytes]:
     seeds = []
     for policy in ("wlb", "adaptive"):
-        made, log = packer(policy), io.BytesIO()
+        running, log = packer(policy), io.BytesIO()
         for _ in range(3):
-            packed = made.next()
+            packed = running.next()
             rows = np.empty(len(packed.packing.documents), document_log.ENTRY)
             rows["step"] = packed.step
             rows["micro_batch"] = np.repeat(np.arange(len(packed.packing)), np.diff(packed.packing.bounds))

@@ -25,11 +25,11 @@ from tests.fuzz.targets import TARGETS, Broken
 def test_a_reader_refuses_or_reads_whatever_it_gets(name):
     corpus = benchmark.corpus_of(name)
     assert corpus, "the corpus is kept"
-    found = fuzz(TARGETS[name], corpus, seed=1, executions=len(corpus) + 1500, seconds=20)
-    assert not found.findings, f"{found.findings[0][0]!r}: {found.findings[0][1]}"
-    assert found.executions > len(corpus)
-    assert 0 < found.accepted < found.executions
-    assert found.kinds >= 3
+    outcome = fuzz(TARGETS[name], corpus, seed=1, executions=len(corpus) + 1500, seconds=20)
+    assert not outcome.findings, f"{outcome.findings[0][0]!r}: {outcome.findings[0][1]}"
+    assert outcome.executions > len(corpus)
+    assert 0 < outcome.accepted < outcome.executions
+    assert outcome.kinds >= 3
 
 
 def crash(data, folder):
@@ -81,9 +81,9 @@ def test_what_is_wrong_is_found(read, what, monkeypatch):
             read(data, folder)
 
     target = replace(TARGETS["index"], read=late, seeds=lambda: [b"first", b"second"])
-    found = fuzz(target, [], seed=1, executions=2, seconds=10)
-    assert [data for data, _ in found.findings] == [b"second"]
-    assert what in found.findings[0][1]
+    outcome = fuzz(target, [], seed=1, executions=2, seconds=10)
+    assert [data for data, _ in outcome.findings] == [b"second"]
+    assert what in outcome.findings[0][1]
     assert not Path("/dev/shm/elsewhere").exists()
 
 
@@ -99,10 +99,10 @@ def test_a_count_goes_on_from_the_result_file(monkeypatch, tmp_path):
         benchmark.main(
             ["--targets", "launch", "--minutes", "0.005", "--executions", "1", *["--resume"] * (number == 2)]
         )
-        found = json.loads((tmp_path / "fuzz.json").read_text())
-        assert [part["seed"] for part in found["settings"]["parts"]] == list(range(1, number + 1))
-        assert found["rows"][0]["executions"] == sum(part["executions"] for part in found["settings"]["parts"])
-        assert all(goal["holds"] for goal in found["goals"])
+        outcome = json.loads((tmp_path / "fuzz.json").read_text())
+        assert [part["seed"] for part in outcome["settings"]["parts"]] == list(range(1, number + 1))
+        assert outcome["rows"][0]["executions"] == sum(part["executions"] for part in outcome["settings"]["parts"])
+        assert all(goal["holds"] for goal in outcome["goals"])
 
 
 @pytest.mark.full

@@ -56,10 +56,10 @@ def test_a_run_over_several_epochs_is_clean(tmp_path, policy):
     packer = packer_of(policy)
     run(tmp_path / "log", packer, 80)
     entries, (rows, position) = read(tmp_path / "log"), what_waits(packer)
-    found = audit(entries, rows, position, LENGTHS)
-    assert found.clean
-    assert (found.steps, found.tokens) == (80, entries["length"].sum())
-    assert found.documents > 200
+    report = audit(entries, rows, position, LENGTHS)
+    assert report.clean
+    assert (report.steps, report.tokens) == (80, entries["length"].sum())
+    assert report.documents > 200
     if len(rows):
         assert not audit(entries, rows[:0], position, LENGTHS).clean
 
@@ -90,10 +90,10 @@ def test_an_audit_begins_where_the_data_began_anew_for_the_last_time(tmp_path):
         packer.begin_at(begin)
         run(path, packer, stop, begins_anew=begin > 0)
     entries, state = read(path), what_waits(packer)
-    found = audit(entries, *state, LENGTHS)
-    assert found.clean
-    assert (found.restarts, found.first_step, found.steps) == (2, 8, 6)
-    assert found.tokens == entries["length"][entries["step"] >= 8].sum()
+    report = audit(entries, *state, LENGTHS)
+    assert report.clean
+    assert (report.restarts, report.first_step, report.steps) == (2, 8, 6)
+    assert report.tokens == entries["length"][entries["step"] >= 8].sum()
     assert not audit(entries[entries["micro_batch"] != BEGINS_ANEW], *state, LENGTHS).clean
 
 
@@ -207,6 +207,6 @@ def test_an_audit_finds(tmp_path, what):
         bad = bad[bad["index"] > 0]
     else:
         bad["length"][np.argmax(bad["length"])] -= 1
-    found = audit(bad, *state, LENGTHS)
-    assert getattr(found, what if what in ("doubled", "out_of_turn") else "lost") >= 1
-    assert not found.clean
+    report = audit(bad, *state, LENGTHS)
+    assert getattr(report, what if what in ("doubled", "out_of_turn") else "lost") >= 1
+    assert not report.clean

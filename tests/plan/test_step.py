@@ -75,24 +75,24 @@ def planner(num_epochs=None):
 
 
 def test_a_planner_plans_ahead_and_keeps_steps_until_they_are_released():
-    made, packer = planner(), packer_of(job())
+    running, packer = planner(), packer_of(job())
     expected = [plan_step(packer, job()).digest for _ in range(9)]
-    assert [made.get(step).digest for step in (0, 1, 2, 1, 0)] == [expected[step] for step in (0, 1, 2, 1, 0)]
-    made.get(8)
-    made.close()
-    assert made._next <= 8 + PLAN_AHEAD + 1
-    made.release(5)
-    assert made.get(5).digest == expected[5]
+    assert [running.get(step).digest for step in (0, 1, 2, 1, 0)] == [expected[step] for step in (0, 1, 2, 1, 0)]
+    running.get(8)
+    running.close()
+    assert running._next <= 8 + PLAN_AHEAD + 1
+    running.release(5)
+    assert running.get(5).digest == expected[5]
     with pytest.raises(KeyError):
-        made.get(4)
+        running.get(4)
 
 
 def test_a_planner_at_another_step_than_its_packer_says_so():
     packer = packer_of(job())
     packer.next()
-    made = Planner(packer, job(), 0, first_step=0)
+    running = Planner(packer, job(), 0, first_step=0)
     with pytest.raises(RuntimeError, match="planning failed before step 0") as error:
-        made.get(0)
+        running.get(0)
     assert "the packer is at step 1, training at step 0; load the state of that step" in str(error.value.__cause__)
 
 
@@ -109,11 +109,11 @@ def test_a_planner_says_that_the_data_is_at_its_end():
     packer, count = packer_of(job(), num_epochs=1), 0
     while not packer.finished:
         count += packer.next().step >= 0
-    made = planner(num_epochs=1)
-    assert made.get(count - 1).step == count - 1
+    running = planner(num_epochs=1)
+    assert running.get(count - 1).step == count - 1
     message = f"^the data ends before step {count}: after {count} steps every .* train fewer steps, or more epochs$"
     with pytest.raises(RuntimeError, match=message) as error:
-        made.get(count)
+        running.get(count)
     assert isinstance(error.value.__cause__, StopIteration)
 
 
@@ -139,17 +139,17 @@ Planner(make_packer(stream, described), described, 0, first_step=0).get(0)
 
 def test_a_closed_planner_leaves_nothing_behind():
     """Its thread would hold the packer and the plans for as long as the process lives."""
-    made = planner()
-    made.get(0)
-    thread, packer = made._thread, weakref.ref(made._packer)
-    made.close()
-    made.close()
+    running = planner()
+    running.get(0)
+    thread, packer = running._thread, weakref.ref(running._packer)
+    running.close()
+    running.close()
     assert not thread.is_alive()
-    assert made.get(0).step == 0
+    assert running.get(0).step == 0
     with pytest.raises(RuntimeError, match="planning failed before step 90") as error:
-        made.get(90)
+        running.get(90)
     assert "the planner's thread has ended" in str(error.value.__cause__)
-    del made, error
+    del running, error
     gc.collect()
     assert packer() is None
     planner().close()  # which never began

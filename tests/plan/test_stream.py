@@ -61,7 +61,7 @@ class PlainStream:
     def __init__(self, sources, *, seed, context_length, shuffle, num_epochs):
         self.sources, self.seed, self.context_length, self.shuffle = sources, seed, context_length, shuffle
         self.limits = [np.count_nonzero(s.lengths) * (num_epochs or 10**9) for s in sources]
-        self.drawn, self.given, self.tokens = ([0] * len(sources) for _ in range(3))
+        self.drawn, self.documents, self.tokens = ([0] * len(sources) for _ in range(3))
         self.position, self.index, self.head = 0, 0, None
 
     def take(self, limit):
@@ -75,7 +75,7 @@ class PlainStream:
         return pieces
 
     def open(self):
-        return [i for i, limit in enumerate(self.limits) if self.given[i] < limit]
+        return [i for i, limit in enumerate(self.limits) if self.documents[i] < limit]
 
     def next_document(self):
         total, shares = (
@@ -88,7 +88,7 @@ class PlainStream:
             document = epoch_order(size, (self.seed, i, epoch))[place] if self.shuffle else place
             self.drawn[i] += 1
             length = int(self.sources[i].lengths[document])
-        self.given[i] += 1
+        self.documents[i] += 1
         self.tokens[i] += length
         return i, self.sources[i].first + document, 0, length
 
@@ -96,7 +96,7 @@ class PlainStream:
         return {
             **{
                 name: getattr(self, name)
-                for name in ("seed", "shuffle", "drawn", "given", "tokens", "position", "index")
+                for name in ("seed", "shuffle", "drawn", "documents", "tokens", "position", "index")
             },
             "head": list(self.head[:3]) if self.head else None,
         }
@@ -300,9 +300,9 @@ def test_lengths_may_stay_mapped(tmp_path, monkeypatch):
 
     class Watched(TrainedTokens):
         def __getitem__(self, rows):
-            found = super().__getitem__(rows)
-            largest.append(found.size)
-            return found
+            lengths = super().__getitem__(rows)
+            largest.append(lengths.size)
+            return lengths
 
     lazy, plain = Source(lengths=Watched(mapped)), Source(lengths=trained_tokens(tokens))
     assert lazy.too_short == plain.too_short

@@ -275,10 +275,10 @@ class _Step:
             if float(work[heavy]) * self._n <= float(sum(work)) * 1.0002:
                 return
             lightest = sorted(range(self._n), key=lambda i: (work[i], i))[:4]
-            found = self._best_exchange(heavy, lightest, micro_batches, work, tokens)
-            if found is None:
+            exchange = self._best_exchange(heavy, lightest, micro_batches, work, tokens)
+            if exchange is None:
                 return
-            light, a, b = found
+            light, a, b = exchange
             down = micro_batches[heavy].pop(a)
             up = micro_batches[light].pop(b) if b >= 0 else None
             micro_batches[light].append(down)
@@ -292,7 +292,7 @@ class _Step:
         self, heavy: int, lightest: list[int], micro_batches: list[list[_Document]], work: list[int], tokens: list[int]
     ) -> tuple[int, int, int] | None:
         """(micro-batch, place in the heavy one, place in the other or -1) of the exchange with the lowest maximum."""
-        best, found = work[heavy], None
+        best, exchange = work[heavy], None
         for light in lightest:
             gap = work[heavy] - work[light]
             if light == heavy:
@@ -308,5 +308,5 @@ class _Step:
                         continue
                     largest = max(work[heavy] - shifted, work[light] + shifted)
                     if largest < best:
-                        best, found = largest, (light, a, b)
-        return found
+                        best, exchange = largest, (light, a, b)
+        return exchange

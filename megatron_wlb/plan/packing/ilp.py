@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from megatron_wlb.job import Job
 
 TIME_LIMIT_SECONDS = 60.0
-"""Of each program, that is, every k steps."""
+"""Time limit of each program, that is, every k steps."""
 _SLACK = 0.01
 
 
