@@ -3,17 +3,14 @@
 import argparse
 import json
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job
 from megatron_wlb.plan import native
-from megatron_wlb.plan.metrics import imbalance
 from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.packing import DEFAULT_POLICY, POLICIES, add_flags, base, from_args, ilp
 from megatron_wlb.plan.packing.adaptive import AdaptivePacking
@@ -124,14 +121,7 @@ def test_ties_go_to_the_earlier_document_and_the_first_micro_batch(core):
 
 
 def test_every_queue_keeps_its_own_lengths(core):
-    policy = wlb(
-        3,
-        40,
-        (
-            10,
-            20,
-        ),
-    )
+    policy = wlb(3, 40, (10, 20))
     pack(policy, documents([9, 10, 19, 20, 40]))
     assert waiting(policy) == {"queue0": [1, 2], "queue1": [3, 4], "remained": []}
     assert packed(pack(policy, documents([15], first=5))) == [[2], [5], [1]]
@@ -144,30 +134,6 @@ def test_a_queue_of_n_gives_every_micro_batch_one_outlier(core):
         assert packed(pack(policy, documents([90], first=first))) == [[], [], [], []]
     step = pack(policy, documents([90, 1, 1, 1, 1], first=3))
     assert packed(step) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-
-
-def test_a_document_of_s_max_is_placed(core):
-    policy = wlb(2, 10)
-    assert packed(pack(policy, documents([1, 10]))) == [[1], [0]]
-
-
-def test_one_giant_a_step(core):
-    """Each waits until there are N of them; meanwhile the micro-batches hold what is short."""
-    policy = wlb(4, 1000, (500,))
-    giants = []
-    for step in range(8):
-        packing = pack(policy, documents([1000, 3, 3, 3, 3], first=5 * step))
-        giants.append(sum(packing.documents["length"] == 1000))
-        assert len(packing) == 4
-    assert giants == [0, 0, 0, 4, 0, 0, 0, 4]
-
-
-def test_equal_documents_are_balanced_perfectly(core):
-    policy = wlb(4, 125)
-    packing = pack(policy, documents([10] * 40))
-    work = packing.sums(document_work(packing.documents["length"], 10))
-    assert packing.sums(packing.documents["length"]).tolist() == [100] * 4
-    assert imbalance(work) == 1
 
 
 @pytest.mark.parametrize("lengths", [(650, 900), (500, 1000), (300, 1000)])
@@ -268,41 +234,6 @@ def test_original_by_hand():
     assert len(policy.waiting()["carry"]) == 0
 
 
-@given(
-    batches=st.lists(st.lists(st.integers(1, 60), max_size=25), min_size=1, max_size=8),
-    num_micro_batches=st.integers(1, 6),
-    context_length=st.integers(1, 40),
-)
-def test_original_cuts_at_windows_only(batches, num_micro_batches, context_length):
-    policy = windows(OriginalPacking(), num_micro_batches, context_length)
-    number, drawn, ran = 0, 0, []
-    for lengths in batches:
-        packing = pack(policy, documents(lengths, first=number))
-        number, drawn = number + len(lengths), drawn + sum(lengths)
-        assert len(packing) == num_micro_batches
-        # Full micro-batches, then one that is cut short by the end of the documents, then empty ones.
-        sums = packing.sums(packing.documents["length"])
-        full = int((sums == context_length).sum())
-        assert (sums[:full] == context_length).all()
-        assert sums[full : full + 1].sum() < context_length
-        assert not sums[full + 1 :].any()
-        ran.extend(packing.documents)
-
-        everything = [*ran, *policy.waiting()["carry"]]
-        assert sum(int(d["length"]) for d in everything) == drawn
-        position = 0  # within the present micro-batch
-        for before, after in pairwise(everything):
-            position = (position + int(before["length"])) % context_length
-            if before["index"] == after["index"]:
-                assert after["offset"] == before["offset"] + before["length"]
-                assert position == 0
-            else:
-                assert after["index"] == before["index"] + 1
-                assert after["offset"] == 0
-        if full < num_micro_batches:
-            break  # the next step would begin a new window
-
-
 def fixed(num_micro_batches=2, context_length=10, global_batches=2):
     return windows(FixedPacking(global_batches=global_batches), num_micro_batches, context_length)
 
@@ -400,11 +331,10 @@ def test_ilp_is_never_worse_than_fixed_on_the_same_pieces(lengths, num_steps):
 
 
 def test_ilp_fills_full_windows():
-    rows = documents(np.random.default_rng(0).integers(1, 500, 40))
+    rows = documents(np.random.default_rng(0).integers(1, 500, 15))
     policy = solved(num_micro_batches=3, context_length=int(rows["length"].sum()) // 3)
     packing = pack(policy, rows)
     assert (packing.sums(packing.documents["length"]) == packing.documents["length"].sum() // 3).all()
-    assert imbalance(packing.sums(packing.documents["length"] ** 2)) < 1.01
 
 
 def test_ilp_says_when_its_time_is_over(monkeypatch):
@@ -444,6 +374,8 @@ def test_a_finite_stream_runs_once_and_to_its_end(
         assert len(step) == num_micro_batches
         assert len(step.documents)
         assert (step.sums(step.documents["length"]) <= longest).all()
+        if name == "original" and not packer.finished:
+            assert (step.sums(step.documents["length"]) == context_length).all()
         ran.append(step.documents)
         assert len(ran) <= sum(lengths)
 
@@ -460,15 +392,7 @@ def test_a_finite_stream_runs_once_and_to_its_end(
 
 
 def test_wlb_releases_its_outliers_at_the_end_the_longest_first(core):
-    policy = wlb(
-        2,
-        20,
-        (
-            5,
-            10,
-            15,
-        ),
-    )
+    policy = wlb(2, 20, (5, 10, 15))
     pack(policy, documents([6, 12, 15]))
     assert packed(pack(policy, documents([]), exhausted=True)) == [[2], [1]]
     assert packed(pack(policy, documents([]), exhausted=True)) == [[0], []]

@@ -167,13 +167,6 @@ def test_every_document_once_an_epoch(lengths, context_length, shuffle, data):
         assert shuffle or epoch == once
 
 
-def test_epochs_differ():
-    stream = DocumentStream([source(*[1] * 100)], seed=3, context_length=10)
-    first, second = (stream.take(limit)["document"].tolist() for limit in (100, 200))
-    assert sorted(first) == sorted(second)
-    assert first != second
-
-
 def test_pieces_are_as_long_as_they_can_be():
     stream = DocumentStream([source(25, 10, 3)], seed=0, context_length=10, shuffle=False)
     assert stream.take(38)[["document", "offset", "length"]].tolist() == [
@@ -214,41 +207,6 @@ def test_blends_shuffle_each_dataset_by_itself():
     orders = [[n for d, n, _ in documents if d == dataset][:50] for dataset in (0, 1)]
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(50))
     assert orders[0] != orders[1]
-
-
-@given(
-    blend=st.lists(
-        st.tuples(st.floats(0.01, 100), st.lists(st.integers(0, 40), min_size=1, max_size=15).filter(any)),
-        min_size=1,
-        max_size=4,
-    ),
-    num_epochs=st.integers(1, 3),
-    context_length=st.integers(1, 50),
-    limit=st.integers(0, 2000),
-)
-def test_a_finite_stream_gives_every_document_once_an_epoch_and_ends(blend, num_epochs, context_length, limit):
-    def new():
-        sources = [source(*lengths, weight=weight) for weight, lengths in blend]
-        return DocumentStream(sources, seed=4, context_length=context_length, num_epochs=num_epochs)
-
-    stream = new()
-    total = num_epochs * sum(sum(lengths) for _, lengths in blend)
-    first = stream.take(min(limit, total - 1))
-    assert stream.exhausted == (stream.position == total)
-    resumed = new()
-    resumed.load_state(json.loads(json.dumps(stream.state())))
-    rest = stream.take(10 * total)
-    np.testing.assert_array_equal(resumed.take(10 * total), rest)
-    for ended in (stream, resumed):
-        assert ended.exhausted
-        assert ended.position == total
-        assert len(ended.take(20 * total)) == 0
-
-    expected = Counter((d, i, n) for d, (_, lengths) in enumerate(blend) for i, n in enumerate(lengths) if n)
-    assert Counter(wholes(np.concatenate((first, rest)))) == dict.fromkeys(expected, num_epochs)
-    again = new()
-    again.load_state(json.loads(json.dumps(stream.state())))
-    assert again.exhausted
 
 
 def test_a_dataset_at_its_end_leaves_its_share_to_the_others():
