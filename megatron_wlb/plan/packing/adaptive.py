@@ -36,8 +36,7 @@ class AdaptivePacking(base.Packing):
 
     max_delay_steps: int = setting(
         30,
-        "Of adaptive packing: no document runs later than this many steps after it arrives; at least "
-        f"{2 * FORCED_STEPS}.",
+        f"Adaptive packing runs no document later than this many steps after it arrives; at least {2 * FORCED_STEPS}.",
         parse=int,
         least=2 * FORCED_STEPS,
         most=1 << 31,

@@ -28,7 +28,7 @@ class FixedPacking(base.Packing):
     fixed_length = True
 
     global_batches: int = setting(
-        1, "Of fixed packing: global batches that are packed together.", parse=int, least=1, most=1 << 10
+        1, "Global batches that fixed packing packs together.", parse=int, least=1, most=1 << 10
     )
 
     def policy(self, job: "Job") -> "WindowPolicy":

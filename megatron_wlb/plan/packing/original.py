@@ -57,7 +57,8 @@ def cut(documents: np.ndarray, context_length: int) -> tuple[np.ndarray, np.ndar
     Returns the pieces, DOCUMENT [n], and the window of each, int64 [n].
     """
     starts = np.concatenate(([0], np.cumsum(documents["length"])))
-    cuts = np.union1d(starts, np.arange(0, starts[-1], context_length))
+    cuts = np.sort(np.concatenate((starts, np.arange(0, starts[-1], context_length))), kind="stable")  # two runs: O(n)
+    cuts = cuts[np.diff(cuts, prepend=-1) > 0]
     row = np.searchsorted(starts, cuts[:-1], side="right") - 1
     pieces = documents[row]
     pieces["offset"] += cuts[:-1] - starts[row]
