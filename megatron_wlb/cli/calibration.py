@@ -54,7 +54,7 @@ def fit_directions(
     held_out = held_out_shapes(len(shards))
     sizes = {"shapes_fitted": int((~held_out).sum()), "shapes_held_out": int(held_out.sum())}
 
-    def fitted(rows: int) -> tuple[float, dict[str, Any], dict[str, Any]]:
+    def fit_with(rows: int) -> tuple[float, dict[str, Any], dict[str, Any]]:
         counts = np.array([count(s, heads, rows) for s in shards])
         kernel: dict[str, Any] = {"tile_rows": rows}
         error, misfit = {}, 0.0
@@ -66,7 +66,7 @@ def fit_directions(
             misfit += float(((predicted / measured - 1)[~held_out] ** 2).sum())
         return misfit, kernel, error
 
-    _, kernel, error = min(map(fitted, tile_rows), key=itemgetter(0))
+    _, kernel, error = min(map(fit_with, tile_rows), key=itemgetter(0))
     if not kernel["forward"].tile + kernel["backward"].tile:
         raise ValueError("attention took no longer for more tiles; run without --quick, or while nothing else runs")
     return kernel, error
@@ -120,7 +120,7 @@ def entries(profile: Profile, model: ModelShape, error: dict[str, Any]) -> dict[
     ]
     forward, backward = (KernelTimes(**constants) for constants in kernels)
     tflops = rounded(profile.linear_tflops[0]), rounded(profile.linear_tflops[1])
-    known = replace(profile, forward=forward, backward=backward, linear_tflops=tflops)
+    written = replace(profile, forward=forward, backward=backward, linear_tflops=tflops)
     directions, stated = ("forward", "backward"), ("head_size", "dtype", "backend")
     return {
         "name": profile.name,
@@ -129,6 +129,6 @@ def entries(profile: Profile, model: ModelShape, error: dict[str, Any]) -> dict[
         | {name: getattr(profile, name) for name in stated},
         "unit": "us; tile and query_tile per query head, launch once",
         "error": error,
-        "crossover_tokens": known.crossover_for(model),
+        "crossover_tokens": written.crossover_for(model),
         "linear_tflops": dict(zip(directions, tflops, strict=True)),
     }

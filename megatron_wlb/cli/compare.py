@@ -12,7 +12,7 @@ The profile that is written serves --wlb-profile and all commands.
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from megatron_wlb.cli import common
 from megatron_wlb.cli.calibration import entries, relative_error
 from megatron_wlb.cli.common import integer, progress, provenance, remark, write_json, writer
 from megatron_wlb.cli.flags import DEFAULT_PROFILE
-from megatron_wlb.cli.steps import lengths_of, parsed_lines
+from megatron_wlb.cli.steps import lengths_of, parse_lines
 from megatron_wlb.cost.attention import ATTENTION_BACKWARD, KernelTimes, Profile, load_profile
 from megatron_wlb.cost.passes import H100, pass_times
 from megatron_wlb.job import MAX_TOKENS, Job, Recompute, differences
@@ -59,13 +59,12 @@ class LoggedStep(NamedTuple):
     job: Job
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scales:
+class Scales(NamedTuple):
     """What the times of a profile are multiplied by, and the standard errors of the logarithms of that."""
 
     attention: float
     linear: float
-    uncertainty: tuple[float, float]
+    uncertainty: tuple[float, ...]
     is_common: bool
     """One scale, since the steps cannot tell two apart."""
     steps_fitted: int
@@ -121,8 +120,8 @@ def run(args: argparse.Namespace) -> None:
             again = np.array([simulate_step(better, each).time for each in shards[1::2]])
             rows["held-out steps"] = errors(predicted[1::2], measured[1::2])
             rows["held-out steps, recalibrated"] = errors(again, measured[1::2])
-            result["scales"] = asdict(scales)
-            write_json(written, _recalibrated(args, job, better, result["scales"], list(rows.values())[1:]))
+            result["scales"] = scales._asdict()
+            write_json(written, _file(args, job, better, result["scales"], list(rows.values())[1:]))
         both = [
             {"step": step.number, "measured_us": step.measured_us, "predicted_us": us}
             for step, us in zip(steps, times, strict=True)
@@ -162,7 +161,7 @@ def read_log(path: str) -> list[LoggedStep]:
     """The steps of a `--wlb-log` file in the order they ran. Raises ValueError, naming the line, for anything else."""
     steps: list[LoggedStep] = []
     with Path(path).open("rb") as file:
-        for step in parsed_lines(file, path, "give the file that --wlb-log named", _logged_step):
+        for step in parse_lines(file, path, "give the file that --wlb-log named", _logged_step):
             if steps and step.job != steps[0].job:
                 changed = ", ".join(differences(steps[0].job.to_json(), step.job.to_json()))
                 raise ValueError(
@@ -187,12 +186,12 @@ def _logged_step(entry: dict[str, Any]) -> LoggedStep:
 
 def warm(steps: Sequence[LoggedStep], skip: int) -> list[LoggedStep]:
     """Without the first `skip` steps of every start; a run that was resumed goes back in its steps, or has a gap."""
-    kept, age = [], 0
+    steady, age = [], 0
     for i, step in enumerate(steps):
         age = age + 1 if i and step.number == steps[i - 1].number + 1 else 0
         if age >= skip:
-            kept.append(step)
-    return kept
+            steady.append(step)
+    return steady
 
 
 def errors(predicted: np.ndarray, measured: np.ndarray) -> dict[str, Any]:
@@ -211,62 +210,55 @@ def errors(predicted: np.ndarray, measured: np.ndarray) -> dict[str, Any]:
 
 def recalibrate(job: Job, shards: Sequence[StepShards], measured: np.ndarray) -> tuple[Job, Scales]:
     """The job with a profile that is fitted to every other step, at most `MOST_FITTED`; the rest are held out."""
-    base = replace(job, profile=explicit(job, shards[0]))
-    fitted = range(0, len(shards), 2 * math.ceil(len(shards[::2]) / MOST_FITTED))
-    scales = fit_scales(base, [shards[i] for i in fitted], measured[list(fitted)])
-    return scaled(base, scales), scales
+    base = replace(job, profile=complete_profile(job, shards[0]))
+    sample = range(0, len(shards), 2 * math.ceil(len(shards[::2]) / MOST_FITTED))
+    scales = fit_scales(base, [shards[i] for i in sample], measured[list(sample)])
+    return scale(base, scales.attention, scales.linear), scales
 
 
-def explicit(job: Job, shards: StepShards) -> Profile:
+def complete_profile(job: Job, shards: StepShards) -> Profile:
     """The profile of a job, with what the simulator takes from elsewhere: the backward pass, and linear rates.
 
     Those are of layers; the output layer then runs at them, too.
     """
-    known, rates = job.profile, job.profile.linear_tflops
+    profile, rates = job.profile, job.profile.linear_tflops
     if rates is None:
         forward, backward = pass_times(replace(job, recompute=Recompute()), H100, shards[0][:1]).layers
         tokens = int(shards[0][0].lengths.sum()) / job.parallel.cp
         flops = 2e-6 * job.model.layer_weights / job.parallel.tp * tokens
         rates = flops / float(forward.linear[0]), 2 * flops / float(backward.linear[0])
-    return replace(
-        known,
-        backward=known.backward or _times(known.forward, ATTENTION_BACKWARD),
-        linear_tflops=rates,
-        head_size=job.model.kv_channels,
-    )
+    times = profile.backward or _times(profile.forward, ATTENTION_BACKWARD)
+    return replace(profile, backward=times, linear_tflops=rates, head_size=job.model.kv_channels)
 
 
-def scaled(job: Job, scales: Scales) -> Job:
-    """A job whose profile, an explicit one, has times multiplied by `scales`."""
-    known = job.profile
-    assert known.backward is not None and known.linear_tflops is not None
-    forward, backward = known.linear_tflops
-    changed = replace(
-        known,
-        forward=_times(known.forward, scales.attention),
-        backward=_times(known.backward, scales.attention),
-        linear_tflops=(forward / scales.linear, backward / scales.linear),
+def scale(job: Job, attention: float, linear: float) -> Job:
+    """A job with a complete profile, times of attention and of everything linear in tokens multiplied."""
+    profile = job.profile
+    assert profile.backward is not None and profile.linear_tflops is not None
+    forward, backward = profile.linear_tflops
+    scaled = replace(
+        profile,
+        forward=_times(profile.forward, attention),
+        backward=_times(profile.backward, attention),
+        linear_tflops=(forward / linear, backward / linear),
     )
-    return replace(job, profile=changed)
+    return replace(job, profile=scaled)
+
+
+def _times(times: KernelTimes, factor: float) -> KernelTimes:
+    return KernelTimes(**{name: us * factor for name, us in asdict(times).items()})
 
 
 def fit_scales(job: Job, steps: Sequence[StepShards], measured: np.ndarray) -> Scales:
-    """Scales of an explicit profile under which the steps take what was measured, float64 [n] us; least squares.
+    """Scales of a complete profile under which the steps take what was measured, float64 [n] us; least squares.
 
     Errors are relative. If steps are too alike to tell attention from the rest, both get one scale.
     """
     from scipy.optimize import least_squares
 
-    def at(logs: np.ndarray) -> Scales:
-        attention, linear = np.exp(np.broadcast_to(logs, 2)).tolist()
-        unknown = (math.inf, math.inf)
-        return Scales(
-            attention=attention, linear=linear, uncertainty=unknown, is_common=len(logs) == 1, steps_fitted=len(steps)
-        )
-
     def residuals(logs: np.ndarray) -> np.ndarray:
-        changed = scaled(job, at(logs))
-        return np.array([simulate_step(changed, step).time for step in steps]) / measured - 1
+        scaled = scale(job, *np.exp(np.broadcast_to(logs, 2)).tolist())
+        return np.array([simulate_step(scaled, step).time for step in steps]) / measured - 1
 
     begin = -np.median(np.log(residuals(np.zeros(2)) + 1))
     for count in (2, 1):
@@ -274,17 +266,14 @@ def fit_scales(job: Job, steps: Sequence[StepShards], measured: np.ndarray) -> S
         variance = 2 * fit.cost / max(1, len(steps) - count)
         hessian = fit.jac.T @ fit.jac
         if np.linalg.cond(hessian) < 1e12:
-            first, last = np.broadcast_to(np.sqrt(variance * np.diag(np.linalg.inv(hessian))), 2).tolist()
-            if count == 1 or max(first, last) <= MOST_UNCERTAIN:
-                return replace(at(fit.x), uncertainty=(first, last))
+            deviation = np.broadcast_to(np.sqrt(variance * np.diag(np.linalg.inv(hessian))), 2)
+            if count == 1 or deviation.max() <= MOST_UNCERTAIN:
+                attention, linear = np.exp(np.broadcast_to(fit.x, 2)).tolist()
+                return Scales(attention, linear, tuple(deviation.tolist()), count == 1, len(steps))
     raise ValueError(f"the times of {len(steps)} steps do not depend on what is scaled; give the log of more steps")
 
 
-def _times(known: KernelTimes, scale: float) -> KernelTimes:
-    return KernelTimes(**{name: us * scale for name, us in asdict(known).items()})
-
-
-def _recalibrated(
+def _file(
     args: argparse.Namespace, job: Job, better: Job, scales: dict[str, Any], held_out: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """What `megatron-wlb profile` writes, and where it comes from."""

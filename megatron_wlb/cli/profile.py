@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> None:
     target = _target(args)
     chosen = shapes(LONGEST_TOKENS[target.device][args.quick])
     with writer(args.output) as file:
-        linear_us, attention_us = _measured(args, target, chosen)
-        data = _fitted(args, target, chosen, linear_us, attention_us)
+        linear_us, attention_us = _measure(args, target, chosen)
+        data = _fit(args, target, chosen, linear_us, attention_us)
         cpu = f"one thread of an {platform.machine()} CPU"
         data["device"] = torch.cuda.get_device_name() if target.device == "cuda" else cpu
         data |= provenance(args.argv, torch=torch.__version__, cuda=torch.version.cuda)
@@ -100,7 +100,7 @@ def _target(args: argparse.Namespace) -> Target:
     return Target(model, device, backend, dtype, tensors)
 
 
-def _measured(args: argparse.Namespace, target: Target, chosen: list[Shape]) -> tuple[tuple[float, float], np.ndarray]:
+def _measure(args: argparse.Namespace, target: Target, chosen: list[Shape]) -> tuple[tuple[float, float], np.ndarray]:
     """Linear times in us per token, and attention times of the shapes, float64 [shapes, 2] us: forward, backward."""
     import torch
 
@@ -117,7 +117,7 @@ def _measured(args: argparse.Namespace, target: Target, chosen: list[Shape]) -> 
     return linear_us, np.array(times)
 
 
-def _fitted(
+def _fit(
     args: argparse.Namespace, target: Target, chosen: list[Shape], linear_us: tuple[float, float], us: np.ndarray
 ) -> dict[str, Any]:
     """The profile, its errors and the linear times, as JSON types."""
@@ -225,7 +225,7 @@ def _stopwatch(device: str, seconds: float) -> Callable[[Callable[[], Any]], flo
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """As torchrun has it on CPUs, where every rank gets one."""
+    """Run with one thread, as every rank does on CPUs under torchrun."""
     import torch
 
     threads = torch.get_num_threads()

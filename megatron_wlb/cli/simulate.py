@@ -27,7 +27,7 @@ from megatron_wlb.cli import common, plan
 from megatron_wlb.cli.balance import imbalances
 from megatron_wlb.cli.common import integer, progress, remark, short, write_json, writer
 from megatron_wlb.cli.flags import add_job_flags, job_of, settle
-from megatron_wlb.cli.steps import lengths_of, parsed_lines
+from megatron_wlb.cli.steps import lengths_of, parse_lines
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import MAX_TOKENS, Job
 from megatron_wlb.plan.metrics import imbalance
@@ -122,7 +122,7 @@ def read_plan(file: Iterable[bytes], name: str, most: int | None = None) -> tupl
             steps.append(_micro_batches(entry, len(steps), header))
         return len(steps) == most
 
-    if not any(parsed_lines(file, name, _REMEDY, parse)):
+    if not any(parse_lines(file, name, _REMEDY, parse)):
         raise ValueError(f"{name} ends without a summary, as if it were cut off; {_REMEDY}")
     if not steps:
         raise ValueError(f"{name} holds no step; plan more documents")

@@ -10,7 +10,7 @@ from megatron_wlb.cli.common import short
 from megatron_wlb.job import MAX_TOKENS
 
 
-def parsed_lines[T](file: Iterable[bytes], name: str, remedy: str, parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
+def parse_lines[T](file: Iterable[bytes], name: str, remedy: str, parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
     """What `parse` makes of every line of a file of JSON objects.
 
     Raises ValueError, naming the line, for anything else and for what `parse` refuses with a ValueError.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cli import compare
-from megatron_wlb.cli.compare import LoggedStep, Scales, explicit, fit_scales, read_log, scaled, warm
+from megatron_wlb.cli.compare import LoggedStep, complete_profile, fit_scales, read_log, scale, warm
 from megatron_wlb.cli.main import main
 from megatron_wlb.cost.attention import FLOPS_PROFILE, load_profile
 from megatron_wlb.describe import make_job
@@ -29,7 +29,6 @@ JOB = make_job(
     crossover_tokens=50_000,
     default_profile="h100-fa2",
 )
-KNOWN = Scales(attention=1.6, linear=0.7, uncertainty=(0.0, 0.0), is_common=False, steps_fitted=0)
 
 
 def micro_batches(rng):
@@ -47,7 +46,7 @@ def steps():
 @pytest.fixture(scope="module")
 def base(steps):
     """The job with everything in its profile."""
-    return replace(JOB, profile=explicit(JOB, shard_step(JOB, steps[0])))
+    return replace(JOB, profile=complete_profile(JOB, shard_step(JOB, steps[0])))
 
 
 def times(job, steps, ran=JOB):
@@ -83,7 +82,7 @@ def test_the_explicit_profile_says_the_same(steps, base):
 
 
 def test_scales_are_those_of_attention_and_of_the_rest(steps, base):
-    one, other = (scaled(base, replace(KNOWN, attention=2.0, linear=1.0)), scaled(base, replace(KNOWN, linear=3.0)))
+    one, other = scale(base, 2.0, 1.0), scale(base, 1.6, 3.0)
     shards = shard_step(JOB, steps[0])
     layers, slower, longer = (simulate_step(job, shards).passes[0].layers for job in (base, one, other))
     for direction in range(2):
@@ -124,7 +123,7 @@ def test_the_job_is_that_of_the_log(steps, tmp_path, capsys):
 def test_recalibration_finds_the_scales_again(steps, base, tmp_path, capsys):
     noise = np.random.default_rng(3).lognormal(0, 0.01, len(steps))
     noise[[4, 11]] = 3.0  # disturbed steps: one among the fitted, one held out
-    measured = times(scaled(base, KNOWN), steps) * noise
+    measured = times(scale(base, 1.6, 0.7), steps) * noise
     out = tmp_path / "better.json"
     path = write(tmp_path / "run.jsonl", steps, measured)
     result = compared(path, "--skip", "0", "--output", str(out))
@@ -249,6 +248,6 @@ def test_other_refusals(steps, base, tmp_path, capsys, monkeypatch):
     assert "has 5 steps after --skip 1; at least 8 are needed" in message
     assert "both go to standard output" in refusal(capsys, "compare", path, "--output", "-", "--json", "-")
     assert "Is a directory" in refusal(capsys, "compare", str(tmp_path))
-    monkeypatch.setattr(compare, "scaled", lambda job, scales: job)
+    monkeypatch.setattr(compare, "scale", lambda job, *scales: job)
     with pytest.raises(ValueError, match="the times of 2 steps do not depend on what is scaled"):
         fit_scales(base, [shard_step(JOB, lengths) for lengths in steps[:2]], np.ones(2))

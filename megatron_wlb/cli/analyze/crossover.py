@@ -14,7 +14,7 @@ MICRO_BATCHES = 200
 """About how many are fitted to."""
 
 
-def fitted(job: Job, steps: Iterable[Packing]) -> int | None:
+def fit(job: Job, steps: Iterable[Packing]) -> int | None:
     """Tokens over squares of lengths in the fitted time of a layer; None where the documents don't tell.
 
     Fitted, by relative errors, to micro-batches of `steps` and to the first half of the documents of each, as the job

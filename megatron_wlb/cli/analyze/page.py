@@ -44,7 +44,7 @@ def page(report: Report) -> str:
     facts = [f"<li>{escape(fact)}</li>" for fact in table.facts(report)]
     titles, *rows = table.rows(report)
     body = [
-        f"<h1>What <code>--wlb</code> would bring</h1><p>{escape(table.described(report))}</p>",
+        f"<h1>What <code>--wlb</code> would bring</h1><p>{escape(table.job_line(report))}</p>",
         f'<p class="lead">{escape(table.headline(report))}</p>',
         f"<table><thead>{_row(titles, 'th')}</thead><tbody>",
         *(_row(row, "td") for row in rows),

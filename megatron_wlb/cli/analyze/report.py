@@ -218,9 +218,9 @@ def provenance(name: str, profile: Profile) -> dict[str, Any]:
     shipped = cost / "profiles" / f"{name}.json"
     stated = json.loads((shipped if name in shipped_profiles() else Path(name)).read_text())
     network = json.loads((cost / "network-h100.json").read_text())
-    kept = ("name", "device", "source", "kernel_measured", "date", "error")
+    origin = ("name", "device", "source", "kernel_measured", "date", "error")
     return {
-        **{key: stated[key] for key in kept if key in stated},
+        **{key: stated[key] for key in origin if key in stated},
         "backward_measured": profile.backward is not None,
         "linear_measured": profile.linear_tflops is not None,
         "network": {key: network[key] for key in ("name", "device", "source", "error")},

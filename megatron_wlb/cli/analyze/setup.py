@@ -51,7 +51,7 @@ def setup_of(args: argparse.Namespace) -> Setup:
     if args.wlb_crossover or job.profile.crossover_tokens or job.profile.linear_tflops:
         return setup
     count = -(-crossover.MICRO_BATCHES // 2 // job.num_micro_batches)
-    by_times = crossover.fitted(job, (step.packing for step in setup.steps(schemes(job)["plain"], count)))
+    by_times = crossover.fit(job, (step.packing for step in setup.steps(schemes(job)["plain"], count)))
     if by_times in (None, job.crossover_tokens):
         return setup
     notes.append(

@@ -145,7 +145,7 @@ def errors_of(profile: dict[str, Any]) -> list[str]:
     return list(walk("", profile.get("error", {})))
 
 
-def described(report: Report) -> str:
+def job_line(report: Report) -> str:
     """The job in a line."""
     job, data = report.setup.job, report.entries["data"]
     parallel, quantiles = job.parallel, data["length_quantiles"]
@@ -164,7 +164,7 @@ def show(report: Report, console: Any) -> None:
     from rich.text import Text
 
     say = partial(console.print, soft_wrap=True)
-    say(Text(described(report)))
+    say(Text(job_line(report)))
     titles, *cells = rows(report)
     console.print(common.table(titles, cells, bold=(SPEEDUP,)))
     say(Text(headline(report), style="bold"))
