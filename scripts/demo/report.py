@@ -1,12 +1,9 @@
 """Turn the logs of the demo into one self-contained page, and optionally one picture for the README."""
 
 import argparse
-import base64
 import html
-import io
 import math
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
@@ -14,56 +11,41 @@ import numpy as np
 from check_resume import Comparison, Step, compare, read_log
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from megatron_wlb.cli.pictures import BLUE, GREY, ORANGE, STYLE
+from megatron_wlb.cli import pictures
+from megatron_wlb.cli.pictures import BLUE, GREY, ORANGE
 from megatron_wlb.plan.dataset import read_index
 
-PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>megatron_wlb demo</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 76rem; margin: 0 auto;
-       padding: 1rem }}
-h1 {{ font-size: 1.5rem; margin: .5rem 0 }}
-h2 {{ font-size: 1.05rem; margin: 0 0 .25rem }}
-p {{ margin: 0 0 .5rem }}
-dl {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .75rem; margin: 1rem 0 2rem }}
-dl div {{ border-top: 2px solid #0072b2; padding-top: .25rem }}
-dt {{ font-size: .85rem; color: #555 }}
-dd {{ margin: 0; font-size: 1.25rem; font-weight: 600 }}
-main {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(30rem, 100%), 1fr)); gap: 2rem }}
-section p {{ font-size: .9rem; color: #555 }}
-img {{ width: 100%; height: auto }}
-</style>
-<h1>WLB-LLM on Megatron-LM: the demo run</h1>
-<dl>{figures}</dl>
-<main>{sections}</main>
-</html>
+STYLE = """\
+dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .75rem; margin: 1rem 0 2rem }
+dl div { border-top: 2px solid #0072b2; padding-top: .25rem }
+dt { font-size: .85rem; color: #555 }
+dd { margin: 0; font-size: 1.25rem; font-weight: 600 }
 """
 
 
 def main() -> None:
     arguments = parse_arguments()
-    matplotlib.rcParams |= STYLE | {"font.size": 11}
     log, reference = read_log(arguments.log), read_log(arguments.reference_log)
     result = compare(log, reference)
     # A step that ran again after the resume must not count twice.
     steps = list({step["step"]: step for step in log}.values())
     lengths = read_index(arguments.data).tokens
     sections = [
-        section(*DOCUMENTS, lambda figure: draw_lengths(figure, lengths, arguments.context_length)),
-        section(*PACKING, lambda figure: draw_micro_batches(figure, steps)),
-        section(*SHARDING, lambda figure: draw_ranks(figure, steps)),
-        section(*DELAY, lambda figure: draw_delays(figure, steps)),
-        section(*RESUME, lambda figure: draw_loss(figure, log, reference, result)),
+        pictures.section(*DOCUMENTS, lambda figure: draw_lengths(figure, lengths, arguments.context_length), 3.4),
+        pictures.section(*PACKING, lambda figure: draw_micro_batches(figure, steps), 4.2),
+        pictures.section(*SHARDING, lambda figure: draw_ranks(figure, steps), 4.2),
+        pictures.section(*DELAY, lambda figure: draw_delays(figure, steps), 3.4),
+        pictures.section(*RESUME, lambda figure: draw_loss(figure, log, reference, result), 3.4),
     ]
     figures = "".join(f"<div><dt>{html.escape(k)}</dt><dd>{v}</dd></div>" for k, v in key_figures(steps, result))
-    arguments.output.write_text(PAGE.format(figures=figures, sections="".join(sections)))
+    title = "WLB-LLM on Megatron-LM: the demo run"
+    body = f"<h1>{title}</h1>\n<dl>{figures}</dl>\n<main>{''.join(sections)}</main>\n"
+    arguments.output.write_text(pictures.page(title, body, STYLE))
     if arguments.picture:
-        draw_picture(steps).savefig(arguments.picture, dpi=160)
+        with matplotlib.rc_context(pictures.STYLE | {"font.size": 11}):
+            draw_picture(steps).savefig(arguments.picture, dpi=160)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -104,64 +86,31 @@ DOCUMENTS = (
     "Documents",
     "Documents by length: how many there are, their share of the tokens, and their share of the attention work "
     "(quadratic in length, after cutting at the window).",
-    (5.5, 3.8),
 )
 PACKING = (
     "Work of the micro-batches",
     "Every bar is a micro-batch; both packings read the same stream of documents. Orange: what the slowest has over "
     "the mean of its step, and all others wait for.",
-    (5.5, 4.6),
 )
 SHARDING = (
     "Work of the context-parallel ranks",
     "Attention of every rank in the micro-batches of one step, the one with the median imbalance of per-sequence "
     "sharding. Orange: what the slowest rank has over the mean.",
-    (5.5, 4.6),
 )
-DELAY = ("Delay", "How long tokens wait until documents of their length are enough for all micro-batches.", (5.5, 3.8))
+DELAY = ("Delay", "How long tokens wait until documents of their length are enough for all micro-batches.")
 RESUME = (
     "Loss across the interruption",
     "The run was killed, resumed from its checkpoint and compared with a run that was left alone.",
-    (5.5, 3.8),
 )
 
 
-def section(title: str, text: str, size_inch: tuple[float, float], draw: Callable[[Figure], None]) -> str:
-    figure = Figure(size_inch, layout="constrained")
-    draw(figure)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    image = base64.b64encode(buffer.getvalue()).decode()
-    return (
-        f"<section><h2>{title}</h2><p>{text}</p>"
-        f'<img alt="{html.escape(title)}" src="data:image/svg+xml;base64,{image}"></section>'
-    )
-
-
 def draw_lengths(figure: Figure, lengths: np.ndarray, context_length: int) -> None:
-    axes = figure.subplots()
     edges = 2.0 ** np.arange(np.floor(np.log2(lengths.min())), np.ceil(np.log2(lengths.max())) + 1, 0.5)
     full, rest = np.divmod(lengths, context_length)
     attention = full * float(context_length) ** 2 + rest.astype(float) ** 2
-    shares = (
-        ("documents", np.ones(len(lengths)), GREY, "-"),
-        ("tokens", lengths, BLUE, "--"),
-        ("attention work", attention, ORANGE, "-."),
-    )
-    for name, weights, colour, style in shares:
-        share = np.histogram(lengths, edges, weights=weights)[0] / weights.sum()
-        axes.stairs(share, edges, color=colour, fill=True, alpha=0.12)
-        axes.stairs(share, edges, color=colour, linewidth=1.8, linestyle=style, label=name)
-    axes.axvline(context_length, color="black", linewidth=0.8)
-    axes.annotate("window", (context_length, 1), (4, -4), xycoords=("data", "axes fraction"), va="top",
-                  textcoords="offset points", fontsize=10)  # fmt: skip
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: f"{value / 1024:.0f}K" if value >= 1024 else f"{value:.0f}")
-    )
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    axes.set(xlabel="length of the document (tokens)", ylabel="share per half octave")
-    figure.legend(loc="outside upper center", ncols=3)
+    weights = {"documents": np.ones(len(lengths)), "tokens": lengths, "attention work": attention}
+    shares = {name: np.histogram(lengths, edges, weights=w)[0] / w.sum() for name, w in weights.items()}
+    pictures.shares(figure, edges, shares, context_length, "share per half octave")
 
 
 def draw_micro_batches(figure: Figure, steps: list[Step]) -> None:
