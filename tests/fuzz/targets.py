@@ -19,7 +19,7 @@ import numpy as np
 from megatron_wlb.cli.compare import read_log
 from megatron_wlb.cli.launch import words_of
 from megatron_wlb.cli.lengths import read_lengths
-from megatron_wlb.cli.simulate import PlanFile
+from megatron_wlb.cli.simulate import read_plan
 from megatron_wlb.cost import attention
 from megatron_wlb.job import MAX_TOKENS
 from megatron_wlb.plan import document_log, state
@@ -118,13 +118,12 @@ def _state_seeds() -> list[bytes]:
 
 
 def _plan(data: bytes, folder: Path) -> None:
-    source = PlanFile(io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"), "plan")
-    window, most = source.header["context_length"], source.header["max_tokens"]
-    for _, lengths in source.steps(None):
-        require(len(lengths) == source.header["micro_batches"], "N micro-batches a step")
+    header, steps = read_plan(io.BytesIO(data), "plan")
+    for lengths in steps:
+        require(len(lengths) == header["micro_batches"], "N micro-batches a step")
         for each in lengths:
-            require(not len(each) or 1 <= each.min() <= each.max() <= window, "lengths are within the window")
-            require(each.sum() <= most, "a micro-batch holds at most S_max")
+            require(not len(each) or 1 <= each.min() <= each.max() <= header["context_length"], "lengths are in range")
+            require(each.sum() <= header["max_tokens"], "a micro-batch holds at most S_max")
 
 
 def _plan_seeds() -> list[bytes]:
@@ -139,7 +138,7 @@ def _plan_seeds() -> list[bytes]:
     }
     steps = [{"step": k, "micro_batches": [[[k, 0, 64], [k + 9, 64, 7]], [[k + 1, 0, 33]]]} for k in range(3)]
     lines = [json.dumps(line) for line in (header, *steps, {"summary": {}})]
-    return ["\n".join(lines[:2]).encode(), "\n".join(lines).encode() + b"\n"]
+    return ["\n".join(each).encode() for each in (lines, [*lines[:2], *lines[-1:]])]
 
 
 def _mutate_lines(random: Random, data: bytes, others: Sequence[bytes]) -> bytes:
