@@ -43,6 +43,11 @@ class Parallel:
     """1: the embedding and the loss count as a layer each where layers are dealt over stages
     (`--account-for-embedding-in-pipeline-split` and `--account-for-loss-in-pipeline-split`)."""
 
+    def __post_init__(self) -> None:
+        for name in ("tp", "cp", "pp", "vpp", "dp", "ep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; a parallel size must be at least 1")
+
     @property
     def num_gpus(self) -> int:
         return self.tp * self.cp * self.pp * self.dp
@@ -99,7 +104,7 @@ class Job:
     recompute: Recompute = Recompute()
 
     def __post_init__(self) -> None:
-        for name in ("context_length", "num_micro_batches", "crossover_tokens", "cp_head_groups"):
+        for name in ("context_length", "num_micro_batches", "crossover_tokens", "cp_head_groups", "row_multiple"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         unit, dp, count = self.unit_tokens, self.parallel.dp, self.num_micro_batches
