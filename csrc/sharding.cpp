@@ -248,10 +248,9 @@ class Tally {
     double slowest = 0;
     int64_t sent = 0;
     for (const Rank& rank : ranks_) sent = std::max(sent, rank.sent);
-    for (const Rank& rank : ranks_) {
-      const int64_t calls = rank.calls % 2 + rank.calls / 2;
-      slowest = std::max(slowest, sharder_.time(sent > 0 ? calls * kernel.parts : calls, rank.counts));
-    }
+    const int64_t launches = sent > 0 ? kernel.parts : 1;  // of a call
+    for (const Rank& rank : ranks_)
+      slowest = std::max(slowest, sharder_.time((rank.calls % 2 + rank.calls / 2) * launches, rank.counts));
     return slowest + kernel.exchange * static_cast<double>(sent * static_cast<int64_t>(ranks_.size()));
   }
 

@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 
-from megatron_wlb.runtime.backends import flash_attn, te
+from megatron_wlb.runtime.backends import flash_attn
 from megatron_wlb.runtime.backends.flash_attn import FlashAttn3Backend, FlashAttnBackend
 from megatron_wlb.runtime.backends.te import TeBackend
 from megatron_wlb.runtime.backends.trial import kernel_args
@@ -70,16 +70,8 @@ TE = {
 }
 
 
-def weights(q, k, keys, queries, scale, left):
-    """softmax over the keys of one entry and its log-sum-exp: bottom right, at most `left` keys back (-1: all)."""
-    scores = scale * torch.einsum("qhd,khd->hqk", q[queries].double(), k[keys].double())
-    num_queries, num_keys = scores.shape[1:]
-    back = torch.arange(num_queries)[:, None] + num_keys - num_queries - torch.arange(num_keys)[None, :]
-    scores = scores.masked_fill((back < 0) | (back > (num_keys if left < 0 else left)), float("-inf"))
-    return scores.softmax(-1), scores.logsumexp(-1)
-
-
 def entries(cu_q, cu_k, k_begins=None):
+    """Queries and keys of every entry that has some."""
     k_begins = cu_k if k_begins is None else k_begins
     for i in range(len(cu_q) - 1):
         if cu_q[i + 1] > cu_q[i]:
@@ -87,31 +79,27 @@ def entries(cu_q, cu_k, k_begins=None):
             yield slice(int(cu_q[i]), int(cu_q[i + 1])), slice(begin, begin + int(cu_k[i + 1] - cu_k[i]))
 
 
-def varlen_forward(q, k, v, cu, scale, left):
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty((q.shape[1], q.shape[0]))
-    for queries, keys in entries(*cu):
-        p, lse[:, queries] = weights(q, k, keys, queries, scale, left)
-        out[queries] = torch.einsum("hqk,khd->qhd", p, v[keys].double()).to(q.dtype)
-    return out, lse
+def varlen(q, k, v, cu, scale, left, dout=None, out=None, lse=None):
+    """out and log-sum-exps of every entry in float64: bottom right, at most `left` keys back (-1: all).
 
-
-def varlen_backward(dout, q, k, v, out, lse, cu, scale, left):
-    """Uses lse, as kernels do. Gradients of keys that nobody reads are 0."""
-    group = q.shape[1] // k.shape[1]
-    k_wide, v_wide = (x.repeat_interleave(group, dim=1).double() for x in (k, v))
-    dq, dk, dv = torch.zeros(q.shape).double(), torch.zeros_like(k_wide), torch.zeros_like(v_wide)
+    With dout its gradients, for which kernels need out and log-sum-exps.
+    """
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    wide_k, wide_v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in leaves[1:])
+    outs, lses = [], []
     for queries, keys in entries(*cu):
-        p, exact = weights(q, k_wide, keys, queries, scale, left)
-        p = p * torch.exp(exact - lse[:, queries])[..., None]
-        do = dout[queries].double()
-        delta = (do * out[queries].double()).sum(-1).T[..., None]
-        ds = scale * p * (torch.einsum("qhd,khd->hqk", do, v_wide[keys]) - delta)
-        dq[queries] = torch.einsum("hqk,khd->qhd", ds, k_wide[keys])
-        dk[keys] = torch.einsum("hqk,qhd->khd", ds, q[queries].double())
-        dv[keys] = torch.einsum("hqk,qhd->khd", p, do)
-    dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
-    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+        scores = scale * torch.einsum("qhd,khd->hqk", leaves[0][queries], wide_k[keys])
+        num_queries, num_keys = scores.shape[1:]
+        back = torch.arange(num_queries)[:, None] + num_keys - num_queries - torch.arange(num_keys)[None, :]
+        scores = scores.masked_fill((back < 0) | (back > (num_keys if left < 0 else left)), float("-inf"))
+        lses.append(scores.logsumexp(-1))
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), wide_v[keys]))
+    exact = torch.cat(outs), torch.cat(lses, dim=1)
+    results = exact[0].detach().to(q.dtype), exact[1].detach().float()
+    if dout is None:
+        return results
+    assert torch.equal(out, results[0]) and torch.equal(lse, results[1])
+    return [x.to(q.dtype) for x in torch.autograd.grad(exact[0], leaves, dout.double())]
 
 
 def bound(operator, arguments, named):
@@ -141,13 +129,13 @@ def library(namespace, schemas, causal):
 
     def forward(*arguments, **named):
         a = bound(getattr(operators, forward_name).default, arguments, named)
-        out, lse = varlen_forward(a["q"], a["k"], a["v"], *check_varlen(a, causal))
+        out, lse = varlen(a["q"], a["k"], a["v"], *check_varlen(a, causal))
         return out, lse, torch.empty(0), torch.empty(0)
 
     def backward(*arguments, **named):
         a = bound(getattr(operators, backward_name).default, arguments, named)
-        state = a["dout"], a["q"], a["k"], a["v"], a["out"], a["softmax_lse"]
-        for name, x in zip(("dq", "dk", "dv"), varlen_backward(*state, *check_varlen(a, causal)), strict=True):
+        found = varlen(a["q"], a["k"], a["v"], *check_varlen(a, causal), a["dout"], a["out"], a["softmax_lse"])
+        for name, x in zip(("dq", "dk", "dv"), found, strict=True):
             assert a[name].is_contiguous()
             a[name].copy_(x)
         count = len(getattr(operators, backward_name).default._schema.returns)
@@ -163,11 +151,6 @@ def install_flash_attn(monkeypatch, version):
     package.__version__ = version
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", types.ModuleType("flash_attn_interface"))
-
-
-def on_gpu(monkeypatch, capability=(9, 0), gib=80):
-    gpu = types.SimpleNamespace(major=capability[0], minor=capability[1], total_memory=gib << 30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
 
 
 def te_module(version):
@@ -197,7 +180,7 @@ def te_module(version):
     def forward(a):
         assert a["is_training"] is True
         torch.rand(1, generator=a["rng_gen"])  # as the package does, dropout or not
-        out, lse = varlen_forward(a["q"], a["k"], a["v"], *checked(a))
+        out, lse = varlen(a["q"], a["k"], a["v"], *checked(a))
         stats = lse.T.contiguous()[:, :, None]
         if version == "2.12":
             stats = torch.nn.functional.pad(stats, (0, 0, 0, 0, 0, 5), value=float("nan"))
@@ -208,8 +191,7 @@ def te_module(version):
         assert stats.is_contiguous() and stats.shape == (*a["q"].shape[:2], 1) and rng_state.numel() == 2
         assert a["o"].is_contiguous() and a["d_o"].is_contiguous()
         assert a.get("dqkv_dtype", "bf16") == "bf16"
-        lse = stats[:, :, 0].T
-        return [*varlen_backward(a["d_o"], a["q"], a["k"], a["v"], a["o"], lse, *checked(a)), None, None]
+        return [*varlen(a["q"], a["k"], a["v"], *checked(a), a["d_o"], a["o"], stats[:, :, 0].T), None, None]
 
     for name, implementation, parameters in zip(
         ("fused_attn_fwd", "fused_attn_bwd"), (forward, backward), TE[version], strict=True
@@ -236,7 +218,6 @@ def backend(request, monkeypatch):
         for end in range(1, path.count(".") + 1):
             name = ".".join(path.split(".")[:end])
             monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-        on_gpu(monkeypatch)
         yield TeBackend()
         return
     install_flash_attn(monkeypatch, "2.8.3+cu13torch2.11")
@@ -335,45 +316,3 @@ def test_te_refuses_padded_log_sum_exps(backend, monkeypatch):
     monkeypatch.setattr(backend, "_forward", lambda q, **rest: (q, [torch.zeros(2, 4, 40, 1)]))
     with pytest.raises(ValueError, match="packed ones .rows, heads, 1. were expected: cuDNN is older than 9.6"):
         check(backend, CALLS["square"], dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("keys", "capability", "gib", "runs"),
-    [
-        (1 << 17, (9, 0), 80, False),
-        (1 << 17, (9, 0), 128, True),  # as much as there is
-        (1 << 17, (10, 0), 80, True),
-        ((1 << 17) + 1, (9, 0), 159, False),  # rounded up to 5 * 2 ** 15
-        ((1 << 17) + 1, (9, 0), 160, True),
-        (1 << 16, (9, 0), 80, True),
-    ],
-)
-def test_te_refuses_deterministic_gradients_that_do_not_fit(keys, capability, gib, runs, monkeypatch):
-    """One entry of 8192 queries counts as 32: 128 GiB for 2 heads and 2 ** 17 keys."""
-    on_gpu(monkeypatch, capability, gib)
-    q, k = torch.empty(8192, 2, 8, device="meta"), torch.empty(keys, 1, 8, device="meta")
-    if runs:
-        te._check_workspace(q, k, 32)
-    else:
-        with pytest.raises(ValueError, match=f"8192 queries and {keys} keys with 2 heads, and the GPU has {gib};"):
-            te._check_workspace(q, k, 32)
-
-
-@pytest.mark.parametrize("backend", ["te 2.18"], indirect=True)
-def test_te_checks_the_workspace_of_deterministic_gradients_only(backend, deterministic, monkeypatch):
-    given = []
-    monkeypatch.setattr(te, "_check_workspace", lambda q, k, entries: given.append((len(q), len(k), entries)))
-    check(backend, CALLS["prefix"], dtype=torch.bfloat16)
-    assert set(given) == {(24, 90, 32)}
-    given.clear()
-    torch.use_deterministic_algorithms(False)
-    check(backend, CALLS["prefix"], dtype=torch.bfloat16)
-    assert not given
-
-
-@pytest.mark.parametrize("length", [1024, 4096, 32768])
-def test_workspace_of_te_is_what_its_authors_observed(length):
-    """On compute capability 9.0: 128 B H S S bytes for B = 2 sequences, four times as many for B = 4."""
-    two, four = (te._workspace_bytes(32, 16, num * length, num * length) for num in (2, 4))
-    assert two == 128 * 2 * 16 * length**2 and four == 4 * two
-    assert te._workspace_bytes(32, 16, 2 * length - 1, 1) == 2 * 32 * 16 * 2 * length * 1024

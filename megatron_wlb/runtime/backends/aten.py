@@ -5,22 +5,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_wlb.runtime.backends.checks import check_head_size
+from megatron_wlb.runtime.backends.checks import check_arguments, check_head_size, schema_parameters
 from megatron_wlb.runtime.backends.protocol import KernelArgs
 from megatron_wlb.runtime.encoding import varlen
 
-_QKV = ("query", "key", "value")
-_LENGTHS = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal")
-_FORWARD_ARGUMENTS = (*_QKV, *_LENGTHS, "return_debug_mask")
-_BACKWARD_ARGUMENTS = ("grad_out", *_QKV, "out", "logsumexp", *_LENGTHS, "rng_state", "unused")
-_KEYWORDS = ("scale", "window_size_left", "window_size_right")
+_COMMON = (
+    *("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "scale"),
+    *("window_size_left", "window_size_right"),
+)
+_FORWARD = (*_COMMON, "return_debug_mask")
+_BACKWARD = (*_COMMON, "grad_out", "out", "logsumexp", "rng_state", "unused")
 
 
 class AtenBackend:
     """`aten::_flash_attention_forward` and `_backward`: causal, aligned to the bottom right of every entry.
 
     The operators are private to torch, so their schemas are compared with what is passed here: ValueError where a
-    version of torch has changed them. Bitwise reproducible under `torch.use_deterministic_algorithms(True)`.
+    version of torch takes other arguments. Bitwise reproducible under `torch.use_deterministic_algorithms(True)`.
 
     `torch.nn.attention.activate_flash_attention_impl("FA3")` (needs the package `flash_attn_interface`) or `"FA4"`
     (`flash_attn.cute`; 4.0.0b36 returns more than torch before 2.14.1 takes) puts other kernels under the same two
@@ -37,15 +38,16 @@ class AtenBackend:
     encode = staticmethod(varlen)
 
     def __init__(self) -> None:
-        _check_schema(torch.ops.aten._flash_attention_forward.default._schema, _FORWARD_ARGUMENTS, num_returns=5)
-        _check_schema(torch.ops.aten._flash_attention_backward.default._schema, _BACKWARD_ARGUMENTS, num_returns=3)
+        self._forward = torch.ops.aten._flash_attention_forward.default
+        self._backward = torch.ops.aten._flash_attention_backward.default
+        for operator, given in ((self._forward, _FORWARD), (self._backward, _BACKWARD)):
+            schema = operator._schema
+            check_arguments(self.name, schema.name, schema_parameters(schema), given, "torch 2.11 to 2.15")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""
         check_head_size(self.name, q)
-        out, lse, _, _, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *_lengths(args), 0.0, True, False, scale=args.scale, **_window(args)
-        )
+        out, lse, *_ = self._forward(query=q, key=k, value=v, return_debug_mask=False, **_arguments(args))
         return out, lse
 
     def backward(
@@ -54,42 +56,22 @@ class AtenBackend:
         """See `Backend.backward`."""
         # The random state of the forward pass, in its dtype; without dropout nobody reads it.
         rng_state = torch.empty(2, dtype=torch.uint64, device=q.device)
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            *_lengths(args),
-            0.0,
-            True,
-            rng_state,
-            rng_state[0],
-            scale=args.scale,
-            **_window(args),
-        )
+        state = {"grad_out": dout, "out": out, "logsumexp": lse, "rng_state": rng_state, "unused": rng_state[0]}
+        dq, dk, dv = self._backward(query=q, key=k, value=v, **state, **_arguments(args))
         args.store(dkv, dk, dv)
         return dq
 
 
-def _lengths(args: KernelArgs) -> tuple[Tensor, Tensor, int, int]:
+def _arguments(args: KernelArgs) -> dict[str, Any]:
     cu_q, cu_k = args.table
-    return cu_q, cu_k, args.max_q, args.max_k
-
-
-def _window(args: KernelArgs) -> dict[str, int]:
-    return {} if args.window is None else {"window_size_left": args.window, "window_size_right": 0}
-
-
-def _check_schema(schema: Any, positional: tuple[str, ...], num_returns: int) -> None:
-    """Raise ValueError unless the operator takes exactly these positional arguments, and `_KEYWORDS` by keyword."""
-    names = tuple(argument.name for argument in schema.arguments if not argument.kwarg_only)
-    keywords = {argument.name: argument.has_default_value() for argument in schema.arguments if argument.kwarg_only}
-    required = [name for name, has_default in keywords.items() if not has_default and name not in _KEYWORDS]
-    if names != positional or not keywords.keys() >= set(_KEYWORDS) or required or len(schema.returns) != num_returns:
-        raise ValueError(
-            f"attention backend 'aten' was written for torch 2.11 to 2.15, and torch {torch.__version__} has another "
-            f"{schema.name}({', '.join((*names, *keywords))}) with {len(schema.returns)} results, where "
-            f"({', '.join((*positional, *_KEYWORDS))}) with {num_returns} were expected; use a supported torch"
-        )
+    return {
+        "cum_seq_q": cu_q,
+        "cum_seq_k": cu_k,
+        "max_q": args.max_q,
+        "max_k": args.max_k,
+        "dropout_p": 0.0,
+        "is_causal": True,
+        "scale": args.scale,
+        "window_size_left": args.window,
+        "window_size_right": None if args.window is None else 0,
+    }

@@ -61,33 +61,29 @@ class CpuBackend:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""
-        scale, window, g = args.scale, args.window, q.shape[1] // k.shape[1]
+        g = q.shape[1] // k.shape[1]
         out = q.new_empty(q.shape)
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
         masked, long = _parts(args)
-        mask = _Mask(masked, window, g, lse.dtype)
+        mask = _Mask(masked, args.window, g, lse.dtype)
         q = q.to(lse.dtype)
         (qs, os, ms), (ks, vs) = (_grouped(x, g) for x in (q, out, lse.T)), (_heads(x) for x in (k, v))
+
+        def attend(part: SegmentRows, keys: slice, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            k_part, v_part = (x[:, :, keys].to(q.dtype) for x in (ks, vs))
+            return _forward(_rows(qs, part), k_part, v_part, attn_mask=hidden, scale=args.scale)
+
         for part in masked:
-            n, seen = part.q_stop - part.q_start, part.k_stop - part.k_start
-            o, m = _forward(
-                _rows(qs, part),
-                ks.narrow(2, part.k_start, seen).to(q.dtype),
-                vs.narrow(2, part.k_start, seen).to(q.dtype),
-                attn_mask=mask(n, seen),
-                scale=scale,
-            )
+            n, (o, m) = part.q_stop - part.q_start, attend(part, slice(part.k_start, part.k_stop), mask(part))
             os.narrow(2, part.q_start, n).copy_(o.unflatten(2, (n, g)))
             ms.narrow(2, part.q_start, n).copy_(m.unflatten(2, (n, g)))
         for part in long:
             queries, keys, prefix = _slices(part)
             k_part, v_part = (_per_group(x[keys].to(q.dtype), g) for x in (k, v))
-            o, m = _forward(_by_group(q[queries], g), k_part, v_part, 0.0, True, scale=scale)
+            o, m = _forward(_by_group(q[queries], g), k_part, v_part, 0.0, True, scale=args.scale)
             o, m = _from_group(o), _from_group(m)
             if prefix is not None:
-                k_part, v_part = (x[:, :, prefix].to(q.dtype) for x in (ks, vs))
-                o_prefix, m_prefix = _forward(_rows(qs, part), k_part, v_part, scale=scale)
-                o_prefix, m_prefix = _from_rows(o_prefix, g), _from_rows(m_prefix, g)
+                o_prefix, m_prefix = (_from_rows(x, g) for x in attend(part, prefix))
                 o = torch.lerp(o, o_prefix, torch.sigmoid(m_prefix - m)[..., None])
                 m = torch.logaddexp(m, m_prefix)
             out[queries], lse[:, queries] = o, m.T
@@ -97,10 +93,10 @@ class CpuBackend:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, args: KernelArgs
     ) -> Tensor:
         """See `Backend.backward`."""
-        scale, window, g = args.scale, args.window, q.shape[1] // k.shape[1]
+        g = q.shape[1] // k.shape[1]
         dq = q.new_empty(q.shape)
         masked, long = _parts(args)
-        mask = _Mask(masked, window, g, lse.dtype)
+        mask = _Mask(masked, args.window, g, lse.dtype)
         dout, q, out = (x.to(lse.dtype) for x in (dout, q, out))
         # Parts of a document are summed, too.
         given, dkv = dkv, dkv if dkv.dtype == lse.dtype else dkv.to(lse.dtype)
@@ -108,32 +104,28 @@ class CpuBackend:
             dkv.zero_()
         grouped, dqs = [_grouped(x, g) for x in (dout, q, out, lse.T)], _grouped(dq, g)
         ks, vs, dks, dvs = (_heads(x) for x in (k, v, *dkv.unbind(1)))
-        for part in masked:
-            n, seen = part.q_stop - part.q_start, part.k_stop - part.k_start
+
+        def gradients(part: SegmentRows, keys: slice, hidden: Tensor | None = None) -> Tensor:
+            """Those of K and V are added up."""
             do, qs, o, m = (_rows(x, part) for x in grouped)
-            k_part, v_part = (x.narrow(2, part.k_start, seen).to(q.dtype) for x in (ks, vs))
-            dq_part, dk_part, dv_part = _backward(
-                do, qs, k_part, v_part, o, m, 0.0, False, attn_mask=mask(n, seen), scale=scale
-            )
+            k_part, v_part = (x[:, :, keys].to(q.dtype) for x in (ks, vs))
+            dq_part, *dkv_part = _backward(do, qs, k_part, v_part, o, m, 0.0, False, attn_mask=hidden, scale=args.scale)
+            for total, gradient in zip((dks, dvs), dkv_part, strict=True):
+                total[:, :, keys].add_(gradient)
+            return dq_part
+
+        for part in masked:
+            n, dq_part = part.q_stop - part.q_start, gradients(part, slice(part.k_start, part.k_stop), mask(part))
             dqs.narrow(2, part.q_start, n).copy_(dq_part.unflatten(2, (n, g)))
-            dks.narrow(2, part.k_start, seen).add_(dk_part)
-            dvs.narrow(2, part.k_start, seen).add_(dv_part)
         for part in long:
             queries, keys, prefix = _slices(part)
             do, qs, o, m = (_by_group(x[queries], g) for x in (dout, q, out, lse.T))
             k_part, v_part = (_per_group(x[keys].to(q.dtype), g) for x in (k, v))
-            dq_part, dk_part, dv_part = _backward(do, qs, k_part, v_part, o, m, 0.0, True, scale=scale)
-            dq_rows = _from_group(dq_part)
+            dq_part, dk_part, dv_part = _backward(do, qs, k_part, v_part, o, m, 0.0, True, scale=args.scale)
             dks[0, :, keys] += dk_part.sum(0)
             dvs[0, :, keys] += dv_part.sum(0)
-            if prefix is not None:
-                do, qs, o, m = (_rows(x, part) for x in grouped)
-                k_part, v_part = (x[:, :, prefix].to(q.dtype) for x in (ks, vs))
-                dq_part, dk_part, dv_part = _backward(do, qs, k_part, v_part, o, m, 0.0, False, scale=scale)
-                dq_rows = dq_rows + _from_rows(dq_part, g)
-                dks[:, :, prefix] += dk_part
-                dvs[:, :, prefix] += dv_part
-            dq[queries] = dq_rows
+            dq_rows = _from_group(dq_part)
+            dq[queries] = dq_rows if prefix is None else dq_rows + _from_rows(gradients(part, prefix), g)
         if given is not dkv:
             given.copy_(dkv)
         return dq
@@ -170,7 +162,8 @@ class _Mask:
         hidden = back < 0 if window is None else (back < 0) | (back > window)
         self._all = torch.zeros(back.shape, dtype=dtype).masked_fill_(hidden, -torch.inf).repeat_interleave(g, 0)
 
-    def __call__(self, n: int, keys: int) -> Tensor:
+    def __call__(self, part: SegmentRows) -> Tensor:
+        n, keys = part.q_stop - part.q_start, part.k_stop - part.k_start
         return self._all.narrow(0, 0, n * self._g).narrow(1, self._prefix + n - keys, keys)
 
 
