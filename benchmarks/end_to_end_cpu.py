@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from megatron_wlb.plan.workload import document_work
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -50,9 +49,14 @@ from benchmarks.training_cpu import (
     warm,
     write_dataset,
 )
-from megatron_wlb.config import WlbConfig
-from megatron_wlb.plan import pipeline
+from megatron_wlb.cost.work import document_work
+from megatron_wlb.describe import make_job
+from megatron_wlb.model import MODELS
+from megatron_wlb.pipeline.schedule import Schedule
+from megatron_wlb.pipeline.timeline import makespans
+from megatron_wlb.plan.dataset import trained_tokens
 from megatron_wlb.plan.packer import make_packer
+from megatron_wlb.plan.packing import POLICIES
 from megatron_wlb.plan.stream import DocumentStream, Source
 from tests.worlds import run_world
 
@@ -110,7 +114,7 @@ LAYOUTS = (
         1,
         {
             "plain": PLAIN,
-            **{s: f"--wlb-packing original --wlb-cp-sharding {s}" for s in ("per-document", "hybrid", "adaptive")},
+            **{s: f"--wlb-packing original --wlb-cp-sharding {s}" for s in ("per-document", "hybrid", "auto")},
         },
         0.9,
     ),
@@ -220,15 +224,16 @@ def without_wlb(dataset: str) -> Row:
 
 def planned_work(lengths: np.ndarray, layout: Layout, flags: str, window: int, crossover: int) -> float:
     """Work per token that a method plans over PLANNED_STEPS."""
-    config = WlbConfig(packing=flags.split()[1])
-    packer = make_packer(
-        DocumentStream([Source(pairs=lengths - 1)], seed=SEED, context_length=window),
+    job = make_job(
+        model=MODELS["550m"],  # of no account, since the crossover is known
+        context_length=window,
         num_micro_batches=layout.micro_batches,
+        packing=POLICIES[flags.split()[1]](),
         crossover_tokens=crossover,
-        policy=config.packing,
         max_tokens=2 * window,
-        **config.policy_settings(window),
     )
+    stream = DocumentStream([Source(lengths=trained_tokens(lengths))], seed=SEED, context_length=window)
+    packer = make_packer(stream, job)
     documents = np.concatenate([packer.next().packing.documents["length"] for _ in range(PLANNED_STEPS)])
     return float(document_work(documents, crossover).sum() / documents.sum())
 
@@ -260,7 +265,8 @@ def critical_path(layout: str, busy: np.ndarray) -> float:
     # In whole numbers, a third of a pass forward and two backward.
     scale = 2**40 / busy.sum()
     work = np.rint(busy.mean(axis=0) * scale).astype(np.int64)
-    return float(pipeline.makespan(work[None], len(busy), 1)[0]) / 3 / scale
+    schedule = Schedule(num_stages=len(busy), num_micro_batches=len(work))
+    return float(makespans(schedule, work[None])[0]) / 3 / scale
 
 
 def even_path(layout: str, busy: np.ndarray) -> float:

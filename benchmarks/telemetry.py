@@ -17,8 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results
-from benchmarks.soak import layout, packer
+from benchmarks.lengths import CROSSOVER, f2, packer
+from benchmarks.lengths import WINDOW as LONG_WINDOW
 from benchmarks.training_cpu import arguments, document_lengths, train, warm, write_dataset
+from megatron_wlb.describe import make_job
+from megatron_wlb.job import Parallel
+from megatron_wlb.model import MODELS
 from megatron_wlb.plan.step import plan_step
 from tests.worlds import run_world
 
@@ -77,10 +81,17 @@ def writing(folder: Path) -> list[float]:
     writer = telemetry.Telemetry(
         argparse.Namespace(tensorboard_log_interval=1, tensorboard_dir=str(folder), wandb_project=None)
     )
-    planned, of_rank = packer(NUM_MICRO_BATCHES, use_native=True), layout(NUM_MICRO_BATCHES, use_native=True)
+    job = make_job(
+        model=MODELS["llama2-7b"],
+        context_length=LONG_WINDOW,
+        num_micro_batches=NUM_MICRO_BATCHES,
+        parallel=Parallel(cp=8, pp=4, dp=NUM_MICRO_BATCHES // 32),
+        crossover_tokens=CROSSOVER,
+    )
+    steps = packer(f2(100_000, 0), job)
     times = []
     for iteration in range(1, WRITTEN_STEPS + 1):
-        plan = plan_step(planned, of_rank)
+        plan = plan_step(steps, job)
         begin = time.thread_time()
         writer.write(iteration, plan, log.summary(plan, 1.0, 1.0, 0.0), 1.0)
         times.append(1e3 * (time.thread_time() - begin))

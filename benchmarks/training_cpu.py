@@ -17,7 +17,10 @@ import numpy as np
 import torch.distributed as dist
 
 from benchmarks.lengths import WINDOW, f2
+from megatron_wlb.cost.attention import attention_kernel
+from megatron_wlb.job import Job
 from megatron_wlb.plan.dataset import read_index
+from megatron_wlb.plan.sharding import rank_work
 from tests.adapter.datasets import write_index
 
 ROOT = Path(__file__).parent.parent
@@ -64,7 +67,7 @@ def warm() -> None:
         cpu.install_megatron()
     import megatron.core.tokenizers.text  # noqa: F401
 
-    import megatron_wlb.adapter.gpt  # noqa: F401
+    import megatron_wlb.adapter.training  # noqa: F401
 
 
 def arguments(dataset: str, window: int, micro_batches: int, last_step: int, flags: str) -> list[str]:
@@ -87,19 +90,15 @@ def train(argv: list[str], first: int) -> Steps:
     from megatron.core.pipeline_parallel import schedules
     from megatron.training import get_args, training
 
-    from megatron_wlb.adapter import cpu, gpt, job
+    from megatron_wlb.adapter import cpu, plans, script
     from megatron_wlb.plan import step
 
-    sys.argv = ["pretrain_gpt.py", *argv, *cpu.FLAGS]
+    sys.argv = ["pretrain_gpt.py", *argv, "--distributed-backend", "gloo", *cpu.FLAGS]
     steps: Steps = []
-    plans: dict[int, Row] = {}
+    costs: dict[int, Row] = {}
     passes: dict[str, list[float]] = {"forward": [], "backward": []}
-    setup, train_step, plan_step, last = (
-        training.setup_model_and_optimizer,
-        training.train_step,
-        step.plan_step,
-        [0.0, 0.0],
-    )
+    setup, train_step, plan_step = training.setup_model_and_optimizer, training.train_step, step.plan_step
+    last = [0.0, 0.0]
 
     def busy(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -115,10 +114,10 @@ def train(argv: list[str], first: int) -> Steps:
         get_args().iteration = first - 1
         return result
 
-    def resume_by_planning(packer: Any, args: Any, config: Any, first_step: int, layout: Any) -> bool:
+    def resume_by_planning(self: Any, packer: Any, first_step: int) -> None:
+        self.first_step = first_step
         for _ in range(first_step):
             packer.next()
-        return False
 
     def train_step_timed(*args: Any, **kwargs: Any) -> Any:
         passes["forward"], passes["backward"] = [], []
@@ -128,21 +127,27 @@ def train(argv: list[str], first: int) -> Steps:
         by_micro_batch = [sum(parts) for parts in zip(passes["forward"], passes["backward"], strict=True)]
         seconds, computing = (end - begin for begin, end in zip(last, now, strict=True))
         other = computing - sum(by_micro_batch)
-        steps.append({"seconds": seconds, "busy": by_micro_batch, "other": other, **plans.get(number, {})})
+        steps.append({"seconds": seconds, "busy": by_micro_batch, "other": other, **costs.get(number, {})})
         last[:] = now
         return result
 
-    def plan_step_kept(packer: Any, layout: Any) -> Any:
-        plan = plan_step(packer, layout)
-        plans[plan.step] = {"tokens": plan.tokens, **costs(plan.micro_batches, layout)}
+    def plan_step_kept(packer: Any, job: Any, dp_rank: int) -> Any:
+        plan = plan_step(packer, job, dp_rank)
+        costs[plan.step] = {"tokens": plan.tokens, **costs_of(plan.micro_batches, job)}
         return plan
 
     schedules.forward_step = busy(schedules.forward_step, "forward")
     schedules.backward_step = busy(schedules.backward_step, "backward")
     training.setup_model_and_optimizer, training.train_step = setup_for_later, train_step_timed
     step.plan_step = plan_step_kept
-    job.resume = resume_by_planning
-    gpt.train(*gpt.parse())
+    plans.Plans._resume = resume_by_planning  # type: ignore[method-assign]
+    script.teach()
+    if "--wlb" in argv:
+        script.train()
+    else:
+        from tests.adapter import upstream_script
+
+        upstream_script.main()
     return steps[1:]
 
 
@@ -153,15 +158,13 @@ def pin() -> None:
         os.sched_setaffinity(int(thread), {cores[dist.get_rank() % len(cores)]})
 
 
-def costs(micro_batches: Any, layout: Any) -> Row:
-    """Of this rank's micro-batches, what their times are predicted from."""
+def costs_of(micro_batches: Any, job: Job) -> Row:
+    """Rows, attended pairs and kernel times of this rank's micro-batches, from which their times are predicted."""
     from megatron.core import mpu
 
-    from megatron_wlb.plan.sharding.select import shard_work
-
-    shards = [m.shards.shards[mpu.get_context_parallel_rank()] for m in micro_batches]
+    rank, kernel = mpu.get_context_parallel_rank(), attention_kernel(job)
     return {
-        "rows": [shard.tokens for shard in shards],
+        "rows": [m.shards.shards[rank].tokens for m in micro_batches],
         "pairs": [int((m.documents["length"] ** 2).sum()) for m in micro_batches],
-        "kernel_us": [shard_work(shard, layout.kernel) for shard in shards],
+        "kernel_us": [float(rank_work(m.shards, kernel)[rank]) for m in micro_batches],
     }
