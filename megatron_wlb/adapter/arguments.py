@@ -7,53 +7,33 @@ from megatron_wlb.adapter.settings import RunSettings
 from megatron_wlb.describe import PlanSettings
 from megatron_wlb.plan import packing
 
-_LENGTHS_VARY = "needs fixed shapes, and micro-batches vary in length; leave it out"
-_NO_LOGIT = "needs the largest logit, which packed attention does not report; leave it out"
-_OTHER_ORDER = "goes by the order of documents of a run without --wlb; leave it out"
-REFUSED = {
-    **dict.fromkeys(
-        ("rampup_batch_size", "step_batch_size_schedule"),
-        "changes the global batch size, which must stay; give a fixed --global-batch-size",
+_FIXED_SHAPES = "needs fixed shapes, and micro-batches vary in length; leave it out"
+_REASONS = {
+    _FIXED_SHAPES: (
+        "cpu_offloading_retain_pinned_cpu_buffers enable_cuda_graph external_cuda_graph "
+        "fine_grained_activation_offloading moe_pad_expert_input_to_capacity tp_comm_overlap use_ring_exchange_p2p"
     ),
-    **dict.fromkeys(
-        (
-            "cpu_offloading_retain_pinned_cpu_buffers",
-            "enable_cuda_graph",
-            "external_cuda_graph",
-            "fine_grained_activation_offloading",
-            "moe_pad_expert_input_to_capacity",
-            "tp_comm_overlap",
-            "use_ring_exchange_p2p",
-        ),
-        _LENGTHS_VARY,
+    "changes the global batch size, which must stay; give a fixed --global-batch-size": (
+        "rampup_batch_size step_batch_size_schedule"
     ),
-    "overlap_moe_expert_parallel_comm": "replaces the pipeline schedule; leave it out",
-    "mtp_num_layers": "would predict across the boundaries of packed documents and CP shards; leave it out",
-    **dict.fromkeys(("qk_clip", "log_max_attention_logit"), _NO_LOGIT),
-    **dict.fromkeys(("logits_load_dir", "logits_save_dir"), _OTHER_ORDER),
-    "use_megatron_fsdp": "is not supported; use --use-torch-fsdp2 or --use-distributed-optimizer",
-    **dict.fromkeys(
-        ("multi_latent_attention", "experimental_attention_variant"), "is not supported; use plain attention"
+    "replaces the pipeline schedule; leave it out": "overlap_moe_expert_parallel_comm",
+    "would predict across the boundaries of packed documents and CP shards; leave it out": "mtp_num_layers",
+    "needs the largest logit, which packed attention does not report; leave it out": "qk_clip log_max_attention_logit",
+    "goes by the order of documents of a run without --wlb; leave it out": "logits_load_dir logits_save_dir",
+    "saves checkpoints without the packer state; use --save-interval": "non_persistent_save_interval",
+    "is not supported; use --use-torch-fsdp2 or --use-distributed-optimizer": "use_megatron_fsdp",
+    "is not supported; use plain attention": "multi_latent_attention experimental_attention_variant",
+    "is not supported; pre-train on .bin/.idx datasets (--data-path)": (
+        "sft mock_data fim_data perform_rl_step hybrid_context_parallel"
     ),
-    **dict.fromkeys(
-        ("sft", "mock_data", "fim_data", "perform_rl_step", "hybrid_context_parallel"),
-        "is not supported; pre-train on .bin/.idx datasets (--data-path)",
-    ),
-    **dict.fromkeys(("full_validation", "multiple_validation_sets"), "is not supported; give --eval-iters"),
-    "non_persistent_save_interval": "saves checkpoints without the packer state; use --save-interval",
-    **dict.fromkeys(("spec", "yaml_cfg"), "is not supported; give flags"),
-    **dict.fromkeys(
-        (
-            "heterogeneous_layers_config_path",
-            "heterogeneous_layers_config_encoded_json",
-            "inprocess_restart",
-            "iterations_to_skip",
-            "result_rejected_tracker_filename",
-            "use_legacy_models",
-        ),
-        "is not supported; leave it out",
+    "is not supported; give --eval-iters": "full_validation multiple_validation_sets",
+    "is not supported; give flags": "spec yaml_cfg",
+    "is not supported; leave it out": (
+        "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json inprocess_restart "
+        "iterations_to_skip result_rejected_tracker_filename use_legacy_models"
     ),
 }
+REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 """Arguments of upstream that training with --wlb cannot serve at all, each with the reason and the remedy."""
 
 
@@ -82,11 +62,11 @@ def check(args: argparse.Namespace) -> None:
 
 
 def _refusals(args: argparse.Namespace) -> Iterator[str]:
-    def given(name: str) -> bool:
+    def has(name: str) -> bool:
         return bool(getattr(args, name, None))
 
     for name, reason in REFUSED.items():
-        if given(name):
+        if has(name):
             yield f"--{name.replace('_', '-')} {reason}"
     if args.seq_length is None:
         yield "--seq-length is missing; give the context window"
@@ -101,18 +81,18 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
             "whatever its length"
         )
     if getattr(args, "cuda_graph_impl", "none") != "none":
-        yield f"--cuda-graph-impl {_LENGTHS_VARY}"
-    if given("defer_embedding_wgrad_compute") and args.sequence_parallel:
+        yield f"--cuda-graph-impl {_FIXED_SHAPES}"
+    if has("defer_embedding_wgrad_compute") and args.sequence_parallel:
         yield (
             "--defer-embedding-wgrad-compute with --sequence-parallel gathers all micro-batches by the length of the "
             "first; leave it out"
         )
-    if given("num_experts"):
+    if has("num_experts"):
         yield from _expert_refusals(args)
     if (
         args.pipeline_model_parallel_size == 2
         and not args.overlap_p2p_comm
-        and (given("num_virtual_stages_per_pipeline_rank") or given("num_layers_per_virtual_pipeline_stage"))
+        and (has("num_virtual_stages_per_pipeline_rank") or has("num_layers_per_virtual_pipeline_stage"))
     ):
         yield (
             "with two pipeline ranks and virtual stages the next rank is also the previous one, and messages of one "
@@ -120,17 +100,17 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
         )
     if "local" in str(getattr(args, "attention_backend", "auto")).rsplit(".", 1)[-1]:
         yield ("--attention-backend local would replace the attention of --wlb; choose with --wlb-attention-backend")
-    if given("use_torch_fsdp2") and (
+    if has("use_torch_fsdp2") and (
         args.pipeline_model_parallel_size > 1
         or args.expert_model_parallel_size > 1
-        or given("use_distributed_optimizer")
+        or has("use_distributed_optimizer")
         or not args.untie_embeddings_and_output_weights
     ):
         yield (
             "--use-torch-fsdp2 does not go with pipeline or expert parallelism, tied embeddings or the distributed "
             "optimizer; leave it out and use --use-distributed-optimizer"
         )
-    if given("use_torch_fsdp2") and (given("save") or given("load")):
+    if has("use_torch_fsdp2") and (has("save") or has("load")):
         yield (
             "--use-torch-fsdp2 with --save or --load: upstream does not bring back the optimizer state, in either "
             "--ckpt-format; use --use-distributed-optimizer"
@@ -150,7 +130,7 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
         )
     if getattr(args, "dataloader_type", None) not in (None, "external"):
         yield f"--dataloader-type {args.dataloader_type} would replace the sampler of --wlb; leave it out"
-    if getattr(args, "transformer_impl", None) == "local" and given("layernorm_zero_centered_gamma"):
+    if getattr(args, "transformer_impl", None) == "local" and has("layernorm_zero_centered_gamma"):
         yield "--apply-layernorm-1p is not supported with --transformer-impl local; leave one of them out"
     if getattr(args, "rerun_mode", None) == "report_stats":
         yield (

@@ -66,14 +66,14 @@ def prebuilt_dataset_helpers() -> Iterator[None]:
 
 
 def thd_arguments(bounds: Any, longest: int) -> dict[str, Any]:
-    """Of PackedSeqParams, for documents without padding whose queries and keys are the same rows."""
+    """Arguments of PackedSeqParams for documents without padding, whose queries and keys are the same rows."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     bounds_of = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"), bounds)
-    given = {"qkv_format": "thd", "max_seqlen_q": longest, "max_seqlen_kv": longest, **bounds_of}
+    arguments = {"qkv_format": "thd", "max_seqlen_q": longest, "max_seqlen_kv": longest, **bounds_of}
     if "pad_between_seqs" in inspect.signature(PackedSeqParams).parameters:
-        given["pad_between_seqs"] = False
-    return given
+        arguments["pad_between_seqs"] = False
+    return arguments
 
 
 def weight_and_optimizer_bytes(args: Namespace) -> float | None:
@@ -109,7 +109,7 @@ def eval_global_batch_size(args: Namespace) -> int:
 
 @contextlib.contextmanager
 def parsed(args: Namespace) -> Iterator[None]:
-    """Give `pretrain()` the arguments that `parsed_by_script` returned; 0.17 would parse once more."""
+    """Give `pretrain()` the arguments that `arguments_of_script` returned; 0.17 would parse once more."""
     from megatron.training import initialize
 
     with contextlib.ExitStack() as stack:
@@ -203,32 +203,32 @@ def run_script(defaults: dict[str, Any]) -> None:
     pretrain(argument_utils.pretrain_cfg_container_from_args(args, model), model_provider=None, **own)
 
 
-def parsed_by_script(given: dict[str, Any]) -> Namespace:
-    """The script's validated arguments; 0.17 parses them inside of `pretrain()`, which got the arguments `given`."""
+def arguments_of_script(call: dict[str, Any]) -> Namespace:
+    """The script's validated arguments; 0.17 parses them within `pretrain(**call)`."""
     from megatron.training import arguments, checkpointing, get_args, initialize
 
     if minor() >= 18:
         return get_args()  # type: ignore[no-any-return]
-    args = arguments.parse_args(given.get("extra_args_provider"))
+    args = arguments.parse_args(call.get("extra_args_provider"))
     if args.use_checkpoint_args:
         checkpointing.load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
         checkpointing.load_args_from_checkpoint(args)
-    args = arguments.validate_args(args, given.get("args_defaults", {}))
+    args = arguments.validate_args(args, call.get("args_defaults", {}))
     initialize.set_global_variables(args)
     return args  # type: ignore[no-any-return]
 
 
-def model_of_script(args: Namespace, given: dict[str, Any]) -> Any:
-    """The model that the script's `pretrain(**given)` trains; its `transformer_layer_spec` and `pre_wrap_hooks` count.
+def model_of_script(args: Namespace, call: dict[str, Any]) -> Any:
+    """The model that the script's `pretrain(**call)` trains; its `transformer_layer_spec` and `pre_wrap_hooks` count.
 
-    Before 0.19 the script gives a function instead, for which ours is exchanged in `given`. Raises ValueError if it
+    Before 0.19 the script gives a function instead, for which ours is exchanged in `call`. Raises ValueError if it
     builds anything but upstream's GPT.
     """
     if minor() >= 19:
-        return given["cfg_container"].model
+        return call["cfg_container"].model
     from megatron.training.arguments import core_transformer_config_from_args
 
-    provider = given["model_provider"]
+    provider = call["model_provider"]
     builder = getattr(provider, "args", (None,))[0]
     if provider is not None and getattr(builder, "__name__", None) != "gpt_builder":
         raise ValueError(
@@ -236,7 +236,7 @@ def model_of_script(args: Namespace, given: dict[str, Any]) -> Any:
             "gpt_builder of upstream's pretrain_gpt.py is supported, use that or install 0.19"
         )
     model = GptConfig(args=args, transformer=core_transformer_config_from_args(args))
-    given["model_provider"] = model.build
+    call["model_provider"] = model.build
     return model
 
 

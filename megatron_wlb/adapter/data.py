@@ -4,8 +4,8 @@ import functools
 import hashlib
 import itertools
 from argparse import Namespace
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -96,14 +96,14 @@ class WlbBatchSampler(torch.utils.data.Sampler[MicroBatchPlan]):
             yield from self._planner.get(step).micro_batches
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
     """One micro-batch as one pipeline stage of one context-parallel rank sees it; s = local tokens."""
 
     split: str
     step: int
     padded_tokens: int
-    """Of the whole micro-batch, over all context-parallel ranks."""
+    """Tokens of the whole micro-batch, over all context-parallel ranks."""
     metadata: ShardMetadata
     thd: ThdShard | None
     """For Megatron's own attention."""
@@ -115,30 +115,16 @@ class Batch:
     """float32 [1, s]; 0 on the tail padding."""
 
     def to(self, device: torch.device) -> "Batch":
-        """On `device`, without waiting for the copy."""
-
-        def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else tensor.to(device, non_blocking=True)
-
-        return Batch(
-            split=self.split,
-            step=self.step,
-            padded_tokens=self.padded_tokens,
-            metadata=self.metadata.to(device, non_blocking=True),
-            thd=self.thd.to(device) if self.thd is not None else None,
-            tokens=move(self.tokens),
-            labels=move(self.labels),
-            loss_mask=move(self.loss_mask),
-        )
+        """The batch on `device`, without waiting for the copy."""
+        return self._each(lambda part: part.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":
         """Called by torch's DataLoader."""
-        for name in ("tokens", "labels", "loss_mask"):
-            if (tensor := getattr(self, name)) is not None:
-                setattr(self, name, tensor.pin_memory())
-        self.metadata = self.metadata.pin_memory()
-        self.thd = self.thd.pin_memory() if self.thd is not None else None
-        return self
+        return self._each(lambda part: part.pin_memory())
+
+    def _each(self, move: Callable[[Any], Any]) -> "Batch":
+        parts = {name: getattr(self, name) for name in ("metadata", "thd", "tokens", "labels", "loss_mask")}
+        return replace(self, **{name: move(part) for name, part in parts.items() if part is not None})
 
 
 class DocumentDataset(torch.utils.data.Dataset[Batch]):

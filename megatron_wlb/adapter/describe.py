@@ -1,4 +1,4 @@
-"""From Megatron's arguments to the job: what is trained, on which ranks, in which micro-batches, in how much memory."""
+"""The job of a training run, made of Megatron's arguments: the only place that translates between the two."""
 
 from argparse import Namespace
 from dataclasses import replace
@@ -14,7 +14,7 @@ from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.plan import packing
 
 DEVICE_SHARE = 0.9
-"""Of a GPU's memory; the rest is for the context, buffers of NCCL and kernels, and fragmentation."""
+"""Share of a GPU's memory that is planned with; the rest is for the context, NCCL, kernels and fragmentation."""
 
 
 def check(args: Namespace) -> None:
@@ -22,8 +22,8 @@ def check(args: Namespace) -> None:
 
     To be called before upstream validates its flags, with assertions that name no remedy.
     """
-    compat.check_flags(args)
     arguments.check(args)
+    compat.check_flags(args)
     policy, run = packing.from_args(args), RunSettings.from_args(args)
     if not policy.trains:
         raise ValueError(f"--wlb-packing {policy.name} is a baseline for plans and benchmarks; train with another")
@@ -128,16 +128,16 @@ def _budget_bytes(args: Namespace) -> float | None:
     if not torch.cuda.is_available():
         return None
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    held = compat.weight_and_optimizer_bytes(args)
-    if held is None:
+    fixed = compat.weight_and_optimizer_bytes(args)
+    if fixed is None:
         return None
-    if held >= DEVICE_SHARE * total:
+    if fixed >= DEVICE_SHARE * total:
         raise ValueError(
-            f"weights and optimizer take {held / 2**30:.1f} GiB by upstream's formula, more than {DEVICE_SHARE:.0%} of "
+            f"weights and optimizer take {fixed / 2**30:.1f} GiB by upstream's formula, over {DEVICE_SHARE:.0%} of "
             f"this GPU's {total / 2**30:.1f}; use more tensor or pipeline parallelism or --use-distributed-optimizer, "
             "or give --wlb-memory-budget if you know better"
         )
-    return DEVICE_SHARE * total - held
+    return DEVICE_SHARE * total - fixed
 
 
 def _check_upstream_attention(args: Namespace) -> None:

@@ -35,7 +35,7 @@ class Plans:
         self._planners: dict[str, Planner] = {}
         self._first_state: Any = None
         self.first_step = 0
-        """Of training in this process."""
+        """The first training step of this process."""
         self.last_step: int | None = None
         """The training step that runs, or ran last."""
         self.begins_anew = False
@@ -91,8 +91,8 @@ class Plans:
 
         By the iteration, not by what ran last: a step that failed validation is saved as one still to come.
         """
-        packed = self.trained(iteration).state if iteration > self.first_step else self._first_state
-        state.save(state_path(self._args.save, iteration), packed, self._job)
+        packer = self.trained(iteration).state if iteration > self.first_step else self._first_state
+        state.save(state_path(self._args.save, iteration), packer, self._job)
 
     def _resume(self, packer: Packer, first_step: int) -> None:
         """Bring a new packer to `first_step`, and print what is different from the run before."""

@@ -39,10 +39,7 @@ class Report:
     def start(self, data: SplitData, attention: AttentionOptions | None) -> None:
         """Say what is trained, and how it is planned."""
         job = self._job
-        documents, short = (
-            sum(len(s.lengths) for s in data.sources),
-            sum(s.too_short for s in data.sources),
-        )
+        documents, short = sum(len(s.lengths) for s in data.sources), sum(s.too_short for s in data.sources)
         core = "native" if native.core is not None else f"python: the native core {native.WHY_NOT}"
         policy = [f"--wlb-packing {job.packing.name}"]
         values = ((f.name, getattr(job.packing, f.name)) for f in fields(job.packing))  # type: ignore[arg-type]

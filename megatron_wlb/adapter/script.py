@@ -124,10 +124,10 @@ def _loading(original: Any) -> Any:
     def load_args_from_checkpoint(args: Namespace, load_arg: str = "load", **options: Any) -> Any:
         from megatron_wlb.adapter import describe
 
-        given = args.attention_dropout
+        dropout = args.attention_dropout
         loaded = original(args, load_arg=load_arg, **options)
         if args.wlb:
-            args.attention_dropout = given
+            args.attention_dropout = dropout
             if load_arg == "load":  # the last of two calls
                 with one_line():
                     try:
@@ -152,16 +152,16 @@ def _training(original: Any) -> Any:
         from megatron_wlb.adapter.model import configure
         from megatron_wlb.adapter.training import Training
 
-        call = inspect.signature(original).bind(*args, **kwargs)
-        given = call.arguments
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        call = bound.arguments
         with one_line():
-            parsed = compat.parsed_by_script(given)
-            training = Training(parsed)
-            model = compat.model_of_script(parsed, given)
-        configure(model, options=training.attention, context_length=parsed.seq_length)
-        given["train_valid_test_dataset_provider"] = training.dataset_provider
-        given["forward_step_func"] = training.forward_step
-        with compat.prebuilt_dataset_helpers(), compat.parsed(parsed), training.installed():
-            return original(*call.args, **call.kwargs)
+            options = compat.arguments_of_script(call)
+            training = Training(options)
+            model = compat.model_of_script(options, call)
+        configure(model, options=training.attention, context_length=options.seq_length)
+        call["train_valid_test_dataset_provider"] = training.dataset_provider
+        call["forward_step_func"] = training.forward_step
+        with compat.prebuilt_dataset_helpers(), compat.parsed(options), training.installed():
+            return original(*bound.args, **bound.kwargs)
 
     return pretrain

@@ -19,7 +19,7 @@ _SMOOTHING = 0.9
 """Weight of the steps before in the speed by which the time of a step is predicted."""
 
 _MOST_BINS = 512
-"""Of a histogram of W&B."""
+"""Bins of a histogram of W&B."""
 
 
 class Telemetry:

@@ -25,7 +25,7 @@ class ThdShard:
     order: torch.Tensor
     """Local rows in packed order, int64 [s]."""
     back: torch.Tensor
-    """Its inverse, int64 [s]."""
+    """The inverse of `order`, int64 [s]."""
     cu_seqlens: torch.Tensor
     """Bounds of the documents of the whole micro-batch, int32 [documents + 1]."""
     max_length: int
@@ -51,9 +51,9 @@ class ThdShard:
             max_length=int(plan.lengths.max()),
         )
 
-    def to(self, device: torch.device) -> Self:
-        """On `device`, without waiting for the copies."""
-        return self._each(lambda x: x.to(device, non_blocking=True))
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        """The same on `device`."""
+        return self._each(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
         """The same in pinned host memory."""

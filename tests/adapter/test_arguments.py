@@ -214,8 +214,8 @@ def test_replacing_a_name_that_upstream_moved_fails():
     assert training.training_log is original
     with pytest.raises(RuntimeError, match="no_such_function does not exist"):
         replace("no_such_function", ())
-    with pytest.raises(RuntimeError, match="lacks colour"):
-        replace("training_log", ("colour",))
+    with pytest.raises(RuntimeError, match="lacks color_map"):
+        replace("training_log", ("color_map",))
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_activations_get_what_weights_and_optimizer_leave_of_a_gpu(monkeypatch):
         monkeypatch.setattr(compat, "weight_and_optimizer_bytes", lambda args, held=held: held)
         assert describe._budget_bytes(Namespace()) == budget
     monkeypatch.setattr(compat, "weight_and_optimizer_bytes", lambda args: 90 << 30)
-    with pytest.raises(ValueError, match="take 90.0 GiB by upstream's formula, more than 90% of this GPU's 80.0; use"):
+    with pytest.raises(ValueError, match="take 90.0 GiB by upstream's formula, over 90% of this GPU's 80.0; use"):
         describe._budget_bytes(Namespace())
 
 
