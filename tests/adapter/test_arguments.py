@@ -281,6 +281,8 @@ def test_activations_get_what_weights_and_optimizer_leave_of_a_gpu(monkeypatch):
         monkeypatch.setattr(compat, "weight_and_optimizer_bytes", lambda args, held=held: held)
         assert describe._budget_bytes(Namespace()) == budget
     monkeypatch.setattr(compat, "weight_and_optimizer_bytes", lambda args: 90 << 30)
+    with pytest.raises(RuntimeError, match="this machine has a GPU; run Megatron on it"):
+        cpu.install()
     with pytest.raises(ValueError, match="take 90.0 GiB by upstream's formula, over 90% of this GPU's 80.0; use"):
         describe._budget_bytes(Namespace())
 

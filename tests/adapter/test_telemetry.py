@@ -1,4 +1,4 @@
-"""What a run writes for TensorBoard and W&B, beside what upstream writes."""
+"""What a run writes beside what upstream writes: its log, TensorBoard, W&B, names in a trace."""
 
 import gzip
 import json
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_wlb.cli.main import main
 from tests.adapter.training import train
 
 PP2 = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2".split()
@@ -87,3 +88,18 @@ def test_a_trace_of_upstreams_profiler_names_the_micro_batches(dataset, tmp_path
     names = {e["name"] for e in events if e["name"].startswith("wlb")}
     padded = [-(-m["tokens"] // 4) * 4 for m in run["log"][1]["micro_batches"]]  # upstream counts from 1
     assert names == {f"wlb train step 1: {tokens // 2} of {tokens} tokens" for tokens in padded}
+
+
+@pytest.mark.parametrize(("size", "flags"), [(1, ""), (4, "--pipeline-model-parallel-size 2 --wlb-packing original")])
+def test_the_log_is_what_compare_reads(size, flags, dataset, tmp_path):
+    path, out = tmp_path / "log.jsonl", tmp_path / "compared.json"
+    entries = train(size, dataset, *flags.split(), "--train-iters", "3", log=path)["log"]
+    for entry in entries:
+        assert sum(map(sum, entry["lengths"])) == entry["tokens"]
+        assert len(entry["lengths"]) == len(entry["work"]) == 8
+    assert main(["compare", str(path), "--json", str(out)]) == 0
+    compared = json.loads(out.read_text())
+    assert compared["job"]["parallel"] == entries[0]["job"]["parallel"]
+    assert compared["job"]["parallel"]["dp"] == (2 if size > 1 else 1)
+    assert [s["step"] for s in compared["steps"]] == [2, 3]
+    assert [s["measured_us"] for s in compared["steps"]] == pytest.approx([1e3 * e["step_ms"] for e in entries[1:]])
