@@ -1,9 +1,8 @@
 """Context-parallel attention on one GPU: every rank of a micro-batch one after the other, all of K and V at hand.
 
     python -m benchmarks.gpu.cp_attention [--sections 0adcb] [--models "7B TP8,70B TP8"] [--quick] [--check]
-    python -m benchmarks.gpu.cp_attention --draw benchmarks/results/cp_attention_*.h100.json
 
-Needs torch, numpy and scipy, and matplotlib to draw. Sections, in the order they run:
+Needs torch, numpy and scipy. Sections, in the order they run:
 
 0  Entries without queries, and all else, against float64 on small micro-batches. If that is wrong, nothing else runs.
 a  Latency and TFLOP/s of the kernel over the length of equal documents and, Figure 10 of the paper, of a few queries
@@ -27,7 +26,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -38,7 +36,7 @@ from benchmarks.gpu.correctness import check
 from benchmarks.gpu.ranks import CopyFree, MakeMethod, PrefixCopies, Rows, both, gradients_of, random_rows, ranks
 from benchmarks.lengths import padded
 from benchmarks.results import spread
-from megatron_wlb.cli.profile import count, fit
+from megatron_wlb.cli.calibration import count, fit
 from megatron_wlb.cost.attention import Profile, load_profile
 from megatron_wlb.job import Job
 from megatron_wlb.plan.packing import DEFAULT_POLICY, POLICIES
@@ -122,13 +120,7 @@ def main() -> None:
     parser.add_argument("--models", type=lambda names: names.split(","), help="by name; default: all")
     parser.add_argument("--profile", default="h100-fa2", help="kernel profile that chooses shardings")
     parser.add_argument("--packing", choices=POLICIES, default=DEFAULT_POLICY)
-    parser.add_argument("--draw", metavar="FILE", nargs="+", type=Path, help="draw result files and measure nothing")
     args = parser.parse_args()
-    if args.draw:
-        from benchmarks.gpu.picture import draw
-
-        print(draw(args.draw))
-        return
     models = (QUICK if args.quick else FULL).models
     if unknown := set(args.models or ()) - models.keys():
         parser.error(f"--models {', '.join(sorted(unknown))}: choose from {', '.join(models)}")
@@ -152,9 +144,7 @@ def correctness(bench: AttentionBench) -> None:
     bench.add({"section": "0", "wrong": len(wrong), **{f"error_{name}": e for name, e in worst.items()}})
     if wrong:
         bench.settings["wrong"] = wrong
-        ours_alone = sum(line.startswith("ours") for line in wrong)
-        print(*wrong[:40], f"wrong: {ours_alone} cases of ours, {len(wrong) - ours_alone} others", sep="\n")
-        print("Where prefix copies are right and ours is not, entries without queries are to blame.")
+        print(*wrong[:40], f"wrong: {len(wrong)} cases", sep="\n")
         sys.exit(2)
 
 

@@ -196,16 +196,6 @@ def test_a_measurement_that_waits_for_the_host_is_repeated(monkeypatch, late, le
     assert slept == [lead * 1_000_000 for lead in leads] and clock.behind == behind
 
 
-def test_a_result_can_be_drawn(result):
-    from benchmarks.gpu.picture import draw
-
-    rest = result.with_name("rest.json")
-    data = json.loads(result.read_text())
-    rest.write_text(json.dumps(data | {"rows": [row for row in data["rows"] if row["section"] in "dc"]}))
-    both_files, without = (draw(files, result.parent).read_bytes() for files in ([rest, result], [rest]))
-    assert len(both_files) > len(without) > 10_000
-
-
 def test_models_that_are_not_there_are_refused(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["cp_attention", "--device", "cpu", "--models", "7B,8B"])
     with pytest.raises(SystemExit):

@@ -304,6 +304,11 @@ def test_other_interfaces_are_refused(backend, monkeypatch):
         type(backend)()
 
 
+def test_a_package_without_the_operator_is_refused():
+    with pytest.raises(ValueError, match="the installed one has no operator aten::no_such; install such a version"):
+        flash_attn._operator("flash_attn_3", "aten", "no_such", (), "FlashAttention-3")
+
+
 def test_random_numbers_are_left_alone(backend):
     before = torch.get_rng_state()
     given = tensors(CALLS["square"], (2, 2), 16, torch.bfloat16)[:3]
