@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from megatron_wlb.plan import (
+from megatron_wlb import (
     DocumentStream,
     Job,
     MicroBatchPlan,

@@ -1,3 +1,37 @@
-"""WLB-LLM (OSDI'25) for Megatron-LM: workload-balanced packing, pipelining and context parallelism."""
+"""WLB-LLM (OSDI'25) for Megatron-LM: workload-balanced packing, pipelining and context parallelism.
+
+What a training loop of one's own needs has its name here; `examples/` shows how it is used.
+"""
+
+from megatron_wlb.describe import PlanSettings, make_job
+from megatron_wlb.job import Job, Parallel
+from megatron_wlb.model import MODELS, ModelShape
+from megatron_wlb.plan.dataset import DocumentIndex, read_index, trained_tokens
+from megatron_wlb.plan.packer import PackedStep, Packer, make_packer
+from megatron_wlb.plan.packing import POLICIES
+from megatron_wlb.plan.step import MicroBatchPlan, Planner, StepPlan, plan_step
+from megatron_wlb.plan.stream import DocumentStream, Source
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "MODELS",
+    "POLICIES",
+    "DocumentIndex",
+    "DocumentStream",
+    "Job",
+    "MicroBatchPlan",
+    "ModelShape",
+    "PackedStep",
+    "Packer",
+    "Parallel",
+    "PlanSettings",
+    "Planner",
+    "Source",
+    "StepPlan",
+    "make_job",
+    "make_packer",
+    "plan_step",
+    "read_index",
+    "trained_tokens",
+]

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from operator import index
 from typing import Any, Literal
 
 from megatron_wlb.cost.attention import load_profile
@@ -107,8 +108,8 @@ def make_job(
     job = Job(
         model=model,
         parallel=parallel or Parallel(),
-        context_length=context_length,
-        num_micro_batches=num_micro_batches,
+        context_length=index(context_length),  # of NumPy's integers, too, which JSON does not take
+        num_micro_batches=index(num_micro_batches),
         **settled | rest,
     )
     if "max_tokens" in rest:

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from examples import ddp
-from megatron_wlb.plan import MODELS, DocumentStream, Parallel, Source, make_job, make_packer, plan_step, trained_tokens
+from megatron_wlb import MODELS, DocumentStream, Parallel, Source, make_job, make_packer, plan_step, trained_tokens
 from tests.adapter.datasets import write_index
 from tests.worlds import run_world
 
