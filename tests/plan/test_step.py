@@ -8,8 +8,9 @@ import weakref
 import numpy as np
 import pytest
 
-import megatron_wlb.plan
-from megatron_wlb import DocumentStream, Planner, Source, make_packer, placement, plan_step, sharding
+import megatron_wlb
+from megatron_wlb import DocumentStream, Planner, Source, make_packer, plan_step
+from megatron_wlb.plan import placement, sharding
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.plan.metrics import delays
 from megatron_wlb.plan.packing import POLICIES
