@@ -10,8 +10,8 @@ import pytest
 
 import megatron_wlb
 from megatron_wlb import DocumentStream, Planner, Source, make_packer, plan_step
-from megatron_wlb.plan import placement, sharding
 from megatron_wlb.cost.work import document_work
+from megatron_wlb.plan import placement, sharding
 from megatron_wlb.plan.metrics import delays
 from megatron_wlb.plan.packing import POLICIES
 from megatron_wlb.plan.step import PLAN_AHEAD, shard_step
