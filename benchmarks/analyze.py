@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks import results
 from benchmarks.lengths import WINDOW, f2
+from benchmarks.results import Row
 from megatron_wlb.cli.main import main as command
 from tests.adapter.datasets import write_index
 
@@ -32,7 +33,6 @@ JOBS = {"7B, one virtual stage": SEVEN} | {
     for name in ("550M", "7B", "30B", "70B")
 }
 """All have a window of 131,072 tokens; the last four have two virtual stages."""
-Row = dict[str, Any]
 
 
 def analysed(job: str, folder: Path) -> tuple[dict[str, Any], float]:
@@ -62,8 +62,7 @@ def main() -> None:
             print(name, *(f"{row['scheme']} {row['speedup']:.3f}" for row in rows[-3:]), f"limit {shared['limit']:.3f}")
     goals = [results.at_most(f"report on {DOCUMENTS} documents, CPU seconds", seconds[0], SECONDS)]
     settings = {"lengths": "F2", "documents": DOCUMENTS, "window": WINDOW, "jobs": JOBS}
-    print(results.write("analyze", settings=settings, rows=rows, goals=goals))
-    results.conclude(goals, args.check)
+    results.finish(args, "analyze", settings=settings, rows=rows, goals=goals)
 
 
 if __name__ == "__main__":

@@ -145,8 +145,8 @@ def _with_error(row: Row, key: str) -> str:
 
 
 def show(rows: list[Row]) -> None:
-    lines = [[row["variant"], *(column(row) for column in _COLUMNS.values())] for row in rows]
-    results.show(["policy", *_COLUMNS], lines, width=200)
+    cells = [{name: column(row) for name, column in _COLUMNS.items()} for row in rows]
+    results.show([{"policy": row["variant"]} | cell for row, cell in zip(rows, cells, strict=True)], width=200)
     print(*verdicts(rows), sep="\n")
 
 

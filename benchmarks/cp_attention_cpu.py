@@ -23,6 +23,7 @@ from torch import Tensor
 
 from benchmarks import results
 from benchmarks.gpu.ranks import CopyFree, Rank, Rows, both, random_rows, ranks
+from benchmarks.results import Row
 from megatron_wlb.plan.sharding import per_document
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import get_backend
@@ -34,7 +35,6 @@ CPU = torch.device("cpu")
 GOAL = 1.3
 LEAST_ROUNDS = 5
 OURS = "ours"
-Row = dict[str, Any]
 Gradients = tuple[Tensor, ...]  # out and dq [s, Hq, D], dk and dv [P, Hkv, D]
 Call = Callable[[], Gradients]
 
@@ -192,7 +192,7 @@ def goals(rows: list[Row]) -> list[results.Goal]:
 def show(rows: list[Row]) -> None:
     columns = ("case", "threads", "method", "total_ms", "total_ms_min", "total_ms_max", "slowest_ms")
     columns += ("total_over_ours", "slowest_over_ours")
-    results.show(columns, [[row[name] for name in columns] for row in rows])
+    results.show(rows, columns)
 
 
 def main() -> None:
@@ -202,13 +202,10 @@ def main() -> None:
         calls = prepare(case)
         for threads in (1,) if args.quick else sorted({1, os.cpu_count() or 1}):
             rows += measure(case, calls, threads, 5 if args.quick else 25)
-    wanted = goals(rows)
     show(rows)
-    if not args.quick:
-        setup = {"tokens": TOKENS, "head_size": HEAD_SIZE, "sharding": "per-document"}
-        setup["cases"] = [c._asdict() | {"lengths": c.lengths.tolist(), "dtype": str(c.dtype)} for c in CASES]
-        print(results.write("cp_attention_cpu", settings=setup, rows=rows, goals=wanted))
-    results.conclude(wanted, args.check)
+    settings: Row = {"tokens": TOKENS, "head_size": HEAD_SIZE, "sharding": "per-document"}
+    settings["cases"] = [c._asdict() | {"lengths": c.lengths.tolist(), "dtype": str(c.dtype)} for c in CASES]
+    results.finish(args, "cp_attention_cpu", settings=settings, rows=rows, goals=goals(rows))
 
 
 if __name__ == "__main__":

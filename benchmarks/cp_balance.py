@@ -10,8 +10,8 @@ and docs/cp_balance.png.
 
 import statistics
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -19,8 +19,9 @@ from rich.progress import track
 
 from benchmarks import results
 from benchmarks.gpu.cases import attention_job
-from benchmarks.lengths import CROSSOVER, packed, padded
+from benchmarks.lengths import CROSSOVER, S_MAX, packed, padded
 from benchmarks.packing import distributions
+from benchmarks.results import Row
 from megatron_wlb.cost.attention import load_profile
 from megatron_wlb.plan import native
 from megatron_wlb.plan.sharding import STRATEGIES, divide, mirrored_order
@@ -30,7 +31,6 @@ KERNEL, _ = load_profile("h100-fa2").kernels(heads=4)
 DATA = ("F2", "dist_wlbllm", "demo")
 PACKINGS = ("original", "adaptive")
 LIMIT = "limit"
-Row = dict[str, Any]
 
 
 def predicted(lengths: np.ndarray, cp: int) -> dict[str, float]:
@@ -126,14 +126,11 @@ def draw(rows: list[Row]) -> Path:
 def main() -> None:
     args = results.parser(__doc__, "seconds: F2, 128K, CP=4, nothing written").parse_args()
     rows, selected = balance(args.quick), selection(args.quick)
-    wanted = goals(rows, selected)
-    columns = ("data", "window", "packing", "cp", "strategy", "predicted_us", "speedup", "share_of_gain")
-    results.show(columns, [[row[name] for name in columns] for row in rows])
+    results.show(rows)
     print(selected)
-    if not args.quick:
-        setup = {"heads": 4, "profile": "h100-fa2", "crossover": CROSSOVER, "S_max": 1.25, "selection": selected}
-        print(results.write("cp_balance", settings=setup, rows=rows, goals=wanted), draw(rows))
-    results.conclude(wanted, args.check)
+    settings = {"heads": 4, "profile": "h100-fa2", "crossover": CROSSOVER, "S_max": S_MAX, "selection": selected}
+    draw_rows = partial(draw, rows)
+    results.finish(args, "cp_balance", settings=settings, rows=rows, goals=goals(rows, selected), draw=draw_rows)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ benchmarks/results/fuzz.json after every part, and --resume goes on from there. 
 is put into the corpus, so that the tests fail until it is mended; --keep adds inputs of new kinds.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -21,9 +20,9 @@ import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
 
 from benchmarks import results
+from benchmarks.results import Row
 from tests.fuzz.loop import fuzz
 from tests.fuzz.targets import TARGETS
 from tests.plan.test_sanitizers import CORES, FLAGS, MEMORY, STRESS
@@ -34,7 +33,6 @@ CHUNK = 50_000
 """Executions of the native cores between two writings of the results."""
 LONGEST = 1024
 """Bytes of an input of the native cores."""
-Row = dict[str, Any]
 
 
 def corpus_of(name: str) -> list[bytes]:
@@ -146,8 +144,8 @@ class Record:
     def goals(self) -> list[results.Goal]:
         findings = sum(row["findings"] for row in self._rows)
         return [
-            results.Goal(name="executions", value=self.executions, goal=self._goal, direction=">="),
-            results.Goal(name="crashes, hangs, strays", value=findings, goal=0, direction="<="),
+            results.at_least("executions", self.executions, self._goal),
+            results.at_most("crashes, hangs, strays", findings, 0),
         ]
 
     def add(self, part: Row) -> None:
@@ -171,14 +169,13 @@ class Record:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--minutes", type=float, default=5.0, help="of each reader in Python; default: %(default)g")
     parser.add_argument("--jobs", type=int, help="readers in Python at once; default: one a core")
     parser.add_argument("--executions", type=int, default=10_000_000, help="in all; default: %(default)s")
     parser.add_argument("--targets", nargs="+", choices=[*TARGETS, NATIVE], default=[*TARGETS, NATIVE])
     parser.add_argument("--resume", action="store_true", help="go on from the result file")
     parser.add_argument("--keep", action="store_true", help="add inputs of new kinds to the corpus")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a goal is missed")
     args = parser.parse_args(argv)
     record = Record(args.executions, args.resume)
     readers = [name for name in TARGETS if name in args.targets]
@@ -197,8 +194,7 @@ def main(argv: list[str] | None = None) -> None:
                 broken = part["findings"] > 0 or not part["executions"]
             if args.keep:
                 native.keep()
-    if args.check and not all(goal.holds for goal in record.goals):
-        sys.exit(1)
+    results.conclude(record.goals, args.check)
 
 
 if __name__ == "__main__":

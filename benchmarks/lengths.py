@@ -2,10 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from megatron_wlb.describe import make_job
 from megatron_wlb.job import Job
+from megatron_wlb.model import MODELS
 from megatron_wlb.plan.packer import Packer, make_packer
 from megatron_wlb.plan.stream import DocumentStream, Source
 
@@ -13,6 +16,8 @@ DATA = Path(__file__).parent / "data"
 WINDOW = 131_072
 """That F2 was made for."""
 CROSSOVER = 51_200
+S_MAX = 1.25
+"""In windows."""
 SKIPPED = 20
 """Micro-batches before a packer is in its stride."""
 
@@ -31,6 +36,13 @@ def f2(count: int, seed: int, window: int | None = None) -> np.ndarray:
 def stream(lengths: np.ndarray, window: int, *, shuffle: bool = False) -> DocumentStream:
     """Documents of `lengths`, by default in order, again and again."""
     return DocumentStream([Source(lengths=lengths)], seed=0, context_length=window, shuffle=shuffle)
+
+
+def job_7b(num_micro_batches: int = 4, window: int = WINDOW, **changes: Any) -> Job:
+    """LLaMA2-7B, whose crossover is scaled with the window; `changes` are arguments of `make_job`."""
+    sizes = {"num_micro_batches": num_micro_batches, "context_length": window, "max_tokens": round(S_MAX * window)}
+    crossover = CROSSOVER * window // WINDOW
+    return make_job(**{"model": MODELS["llama2-7b"], "crossover_tokens": crossover} | sizes | changes)
 
 
 def packer(lengths: np.ndarray, job: Job) -> Packer:

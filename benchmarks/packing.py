@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,16 +18,13 @@ from unittest.mock import patch
 import numpy as np
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from benchmarks import results
-from benchmarks.lengths import CROSSOVER, WINDOW, f2, packer, stream
+from benchmarks.lengths import CROSSOVER, DATA, WINDOW, f2, job_7b, packer, stream
 from benchmarks.peers import InOrder, KarmarkarKarp
-from benchmarks.results import at_most
+from benchmarks.results import Row, at_most
 from megatron_wlb.cost.work import document_work
-from megatron_wlb.describe import make_job
 from megatron_wlb.job import Job
-from megatron_wlb.model import MODELS
 from megatron_wlb.plan import metrics, native
 from megatron_wlb.plan.dataset import read_index, trained_tokens
 from megatron_wlb.plan.packer import make_packer
@@ -38,7 +36,6 @@ from megatron_wlb.plan.packing.ilp import IlpPacking
 from megatron_wlb.plan.packing.original import OriginalPacking
 from megatron_wlb.plan.packing.wlb import WlbPacking, place
 
-ROOT = Path(__file__).parent
 # Thresholds of Algorithm 1 in shares of the window.
 TUNINGS = (
     (1 / 2,),
@@ -49,19 +46,6 @@ TUNINGS = (
     (1 / 8, 1 / 4, 1 / 2),
     (0.5, 0.95),
 )
-Row = dict[str, Any]
-
-
-def job_of(packing: Packing, n: int, *, window: int = WINDOW, s_max: float = 1.25) -> Job:
-    """N micro-batches of one rank; the crossover is scaled with the window."""
-    return make_job(
-        model=MODELS["llama2-7b"],
-        packing=packing,
-        num_micro_batches=n,
-        context_length=window,
-        max_tokens=round(s_max * window),
-        crossover_tokens=CROSSOVER * window // WINDOW,
-    )
 
 
 def distributions(count: int) -> dict[str, tuple[np.ndarray, int]]:
@@ -69,7 +53,7 @@ def distributions(count: int) -> dict[str, tuple[np.ndarray, int]]:
     rng = np.random.default_rng(7)
     data = {
         "F2": (f2(count, 0), WINDOW),
-        "dist_wlbllm": (np.load(ROOT / "data/dist_wlbllm.npz")["lengths"].astype(np.int64), WINDOW),
+        "dist_wlbllm": (np.load(DATA / "dist_wlbllm.npz")["lengths"].astype(np.int64), WINDOW),
         "log-normal": (np.clip(rng.lognormal(8.5, 1.5, count), 16, WINDOW).astype(np.int64), WINDOW),
         "two humps": (
             np.clip(np.where(rng.random(count) < 0.02, rng.normal(90_000, 15_000, count), 3_000), 16, WINDOW).astype(
@@ -78,7 +62,7 @@ def distributions(count: int) -> dict[str, tuple[np.ndarray, int]]:
             WINDOW,
         ),
     }
-    demo = ROOT.parent / "demo/data/python"
+    demo = Path(__file__).parent.parent / "demo/data/python"
     if demo.with_suffix(".idx").exists():
         data["demo"] = (trained_tokens(read_index(str(demo)).tokens), 2048)
     return data
@@ -158,7 +142,7 @@ def quality(quick: bool) -> list[Row]:
         independent = not label.startswith(("Algorithm", "adaptive", "in order"))
         if (independent and s_max != 1.25) or (n == 64 and label.startswith("Karmarkar")):
             continue  # S_max changes nothing; and one step of differencing on 64 sets takes seconds in Python
-        summary = measure(job_of(packing, n, window=window, s_max=s_max), lengths, steps)
+        summary = measure(job_7b(n, window, packing=packing, max_tokens=round(s_max * window)), lengths, steps)
         rows.append({"data": name, "N": n, "S_max": s_max, "window": window, "policy": label, **asdict(summary)})
     return rows
 
@@ -169,7 +153,7 @@ def solver_rows(quick: bool) -> list[Row]:
     for k in (1, 2) if quick else (1, 2, 4):
         limit, steps = 10.0, 4 * k if quick else 12 * k
         with patch.object(ilp, "TIME_LIMIT_SECONDS", limit):
-            summary = measure(job_of(IlpPacking(global_batches=k), 4, s_max=1.0), f2(200_000, 0), steps)
+            summary = measure(job_7b(packing=IlpPacking(global_batches=k), max_tokens=WINDOW), f2(200_000, 0), steps)
         label = f"solver, {k} global batches, {limit:g} s limit, {steps} steps"
         rows.append({"data": "F2", "N": 4, "S_max": 1.0, "window": WINDOW, "policy": label, **asdict(summary)})
     return rows
@@ -197,7 +181,7 @@ def timings(quick: bool) -> list[Row]:
 
 def step_times(lengths: np.ndarray, n: int, steps: int) -> tuple[list[float], list[float]]:
     """Seconds of whole native steps, from the stream to the snapshot; and of the core alone: release, place, refine."""
-    packs = make_packer(stream(lengths, WINDOW, shuffle=True), job_of(AdaptivePacking(), n), fingerprint="")
+    packs = make_packer(stream(lengths, WINDOW, shuffle=True), job_7b(n, packing=AdaptivePacking()), fingerprint="")
     times, choose = [], adaptive.choose
 
     def stopped(*arguments: Any, **sizes: Any) -> Any:
@@ -212,7 +196,7 @@ def step_times(lengths: np.ndarray, n: int, steps: int) -> tuple[list[float], li
 
 def python_ratio(lengths: np.ndarray, steps: int) -> Row:
     """The same steps by both cores at N = 64, alternating."""
-    job = job_of(AdaptivePacking(max_delay_steps=25), 64)
+    job = job_7b(64, packing=AdaptivePacking(max_delay_steps=25))
     packers, times = [packer(lengths, job) for _ in range(2)], ([], [])
     for _ in range(steps):
         for core, packs, spent in zip((native.core, None), packers, times, strict=True):
@@ -247,8 +231,6 @@ def goals(rows: list[Row], times: list[Row]) -> list[results.Goal]:
     def row(n: int, s_max: float, policy: str) -> Row:
         return next(r for r in rows if (r["data"], r["N"], r["S_max"], r["policy"]) == ("F2", n, s_max, policy))
 
-    wanted = []
-
     limits = {
         (4, 1.25): {
             "imbalance_mean": 1.006,
@@ -263,6 +245,7 @@ def goals(rows: list[Row], times: list[Row]) -> list[results.Goal]:
         (16, 1.25): {"imbalance_mean": 1.013, "ratio_to_bound": 1.001},
         (64, 1.25): {"imbalance_mean": 1.025, "ratio_to_bound": 1.001},
     }
+    wanted = []
     for (n, s_max), measures in limits.items():
         if any((r["N"], r["S_max"]) == (n, s_max) for r in rows):
             for measure_name, goal in measures.items():
@@ -310,27 +293,19 @@ def draw(rows: list[Row]) -> Path:
 
 
 def show(rows: list[Row], times: list[Row]) -> None:
-    console = Console(width=150)
-    table = Table("data", "N", "S_max", "policy", "imbalance", "p95", "/ bound", "late", "spread", "max", "CV", "ms")
-    for r in rows:
-        numbers = (r[k] for k in ("imbalance_mean", "imbalance_p95", "ratio_to_bound", "late_steps", "spread_steps"))
-        rest = (str(r["max_delay_steps"]), f"{r['token_cv']:.3f}", f"{r['plan_ms_median']:.2f}")
-        table.add_row(r["data"], str(r["N"]), str(r["S_max"]), r["policy"], *(f"{v:.4f}" for v in numbers), *rest)
-    console.print(table)
-    for t in times:
-        console.print(t)
+    measures = ("imbalance_mean", "imbalance_p95", "ratio_to_bound", "late_steps", "spread_steps", "max_delay_steps")
+    results.show(rows, ("data", "N", "S_max", "policy", *measures, "token_cv", "plan_ms_median"))
+    for each in times:
+        print(each)
 
 
 def main() -> None:
     args = results.parser(__doc__, "a minute: N = 4, fewer steps, nothing written").parse_args()
     rows = quality(args.quick) + solver_rows(args.quick)
     times = timings(args.quick)
-    wanted = goals(rows, times)
     show(rows, times)
-    if not args.quick:
-        setup = {"window": WINDOW, "crossover": CROSSOVER, "steps": 300, "seed": 0, "timings": times}
-        print(results.write("packing", settings=setup, rows=rows, goals=wanted), draw(rows))
-    results.conclude(wanted, args.check)
+    settings = {"window": WINDOW, "crossover": CROSSOVER, "steps": 300, "seed": 0, "timings": times}
+    results.finish(args, "packing", settings=settings, rows=rows, goals=goals(rows, times), draw=partial(draw, rows))
 
 
 if __name__ == "__main__":

@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks import pipelines, results
+from benchmarks.results import Row
 from tests.worlds import run_world
 
-Row = dict[str, Any]
 LAYOUTS = {"PP=4": (4, 1), "PP=2 x VPP=2": (2, 2)}
 SIZES = ((64, 64), (1024, 256), (4096, 512))
 """Largest micro-batch in tokens, hidden size."""
@@ -42,11 +40,10 @@ def main() -> None:
         wanted.append(results.at_most(f"{name}: messages, ours / upstream's", halves, 0.5))
         ratio = row["handshake_ms"] / row["planned_ms"]
         wanted.append(results.at_least(f"{name}: time, upstream's / ours", ratio, 1.0))
-    _show(rows)
-    if not args.quick:
-        settings = {"micro_batches": MICRO_BATCHES, "steps": steps, "backend": "gloo, float32"}
-        print(results.write("pipeline_p2p", settings=settings, rows=rows, goals=wanted))
-    results.conclude(wanted, args.check)
+    columns = ("planned_messages", "handshake_messages", "planned_ms", "handshake_ms")
+    results.show(rows, ("layout", "max_tokens", "hidden", *columns))
+    settings = {"micro_batches": MICRO_BATCHES, "steps": steps, "backend": "gloo, float32"}
+    results.finish(args, "pipeline_p2p", settings=settings, rows=rows, goals=wanted)
 
 
 def _measure(num_chunks: int, max_tokens: int, hidden: int, steps: int) -> Row:
@@ -117,16 +114,6 @@ def _merge(measured: list[Row]) -> Row:
         row |= results.spread(f"{kind}_ms", slowest)
         row[f"{kind}_messages"] = sum(m["messages"][kind] for m in measured)
     return row
-
-
-def _show(rows: list[Row]) -> None:
-    console = Console(width=120)
-    table = Table("layout", "tokens", "hidden", "messages", "upstream's", "ms", "upstream's", "ratio")
-    for r in rows:
-        numbers = (r["max_tokens"], r["hidden"], r["planned_messages"], r["handshake_messages"])
-        times = (f"{r['planned_ms']:.2f}", f"{r['handshake_ms']:.2f}", f"{r['handshake_ms'] / r['planned_ms']:.2f}")
-        table.add_row(r["layout"], *map(str, numbers), *times)
-    console.print(table)
 
 
 if __name__ == "__main__":

@@ -16,21 +16,17 @@ from typing import Any
 import numpy as np
 
 from benchmarks import results
-from benchmarks.lengths import CROSSOVER, WINDOW, f2, stream
-from benchmarks.results import at_most
+from benchmarks.lengths import CROSSOVER, S_MAX, WINDOW, f2, job_7b, packer
+from benchmarks.results import Row, at_most
 from megatron_wlb.cost.work import document_work
-from megatron_wlb.describe import make_job
 from megatron_wlb.job import Job, Parallel
-from megatron_wlb.model import MODELS
 from megatron_wlb.pipeline.schedule import schedule_of
 from megatron_wlb.pipeline.timeline import makespans
 from megatron_wlb.plan import native
-from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.packing import POLICIES
 from megatron_wlb.plan.packing.base import Packing
 from megatron_wlb.plan.placement import order, place, rank_cost
 
-S_MAX = 1.25
 PACKINGS = {
     "original": POLICIES["original"](),
     "fixed, 1 global batches": POLICIES["fixed"](),
@@ -41,26 +37,17 @@ PACKINGS = {
 LAYOUTS = ((16, 4, 4, 1), (64, 8, 4, 1), (64, 8, 8, 1), (64, 8, 4, 2), (64, 4, 4, 1), (64, 1, 4, 1))
 QUICK = ((16, 4, 4, 1), (64, 8, 4, 1))
 TIMED = (*LAYOUTS, (64, 1, 4, 2), (64, 1, 8, 1), (64, 1, 8, 2), (2048, 64, 4, 1), (2048, 64, 16, 4))
-Row = dict[str, Any]
 
 
 def job_of(n: int, dp: int = 1, pp: int = 1, vpp: int = 1, **changes: Any) -> Job:
     """A 7B model on that layout."""
-    return make_job(
-        model=MODELS["llama2-7b"],
-        parallel=Parallel(dp=dp, pp=pp, vpp=vpp),
-        context_length=WINDOW,
-        num_micro_batches=n,
-        max_tokens=round(S_MAX * WINDOW),
-        crossover_tokens=CROSSOVER,
-        **changes,
-    )
+    return job_7b(n, parallel=Parallel(dp=dp, pp=pp, vpp=vpp), **changes)
 
 
 def works(policy: Packing, n: int, steps: int) -> np.ndarray:
     """Work of each micro-batch, int64 [steps, N]."""
-    packer = make_packer(stream(f2(300_000, 0), WINDOW), job_of(n, packing=policy))
-    packings = [packer.next().packing for _ in range(steps)]
+    packs = packer(f2(300_000, 0), job_of(n, packing=policy))
+    packings = [packs.next().packing for _ in range(steps)]
     every = [p.sums(document_work(p.documents["length"], CROSSOVER)) for p in packings]
     return np.array(every[steps // 10 : steps - steps // 10])
 
@@ -179,13 +166,11 @@ def goals(rows: list[Row], best: list[Row], times: list[Row]) -> list[results.Go
 def main() -> None:
     args = results.parser(__doc__, "two layouts and fewer steps, nothing written").parse_args()
     rows, best, times = quality(args.quick), optima(args.quick), timings(args.quick)
-    wanted = goals(rows, best, times)
     for table in (rows, best, times):
-        results.show([*table[0]], [[*row.values()] for row in table], width=170)
-    if not args.quick:
-        setup = {"window": WINDOW, "crossover": CROSSOVER, "S_max": S_MAX, "steps": 100, "seed": 0}
-        print(results.write("placement", settings=setup | {"optima": best, "timings": times}, rows=rows, goals=wanted))
-    results.conclude(wanted, args.check)
+        results.show(table, width=170)
+    settings = {"window": WINDOW, "crossover": CROSSOVER, "S_max": S_MAX, "steps": 100, "seed": 0}
+    settings |= {"optima": best, "timings": times}
+    results.finish(args, "placement", settings=settings, rows=rows, goals=goals(rows, best, times))
 
 
 if __name__ == "__main__":

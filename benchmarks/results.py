@@ -10,7 +10,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -55,6 +55,24 @@ def parser(doc: str | None, quick: str | None = None) -> argparse.ArgumentParser
     return options
 
 
+def finish(
+    args: argparse.Namespace,
+    name: str,
+    *,
+    settings: dict[str, Any],
+    rows: list[Row],
+    goals: Sequence[Goal],
+    draw: Callable[[], Path] | None = None,
+    suffix: str = "",
+) -> None:
+    """Write the result file, and the picture that `draw` makes, unless the run was quick; then `conclude`."""
+    if not getattr(args, "quick", False):
+        print(write(name, settings=settings, rows=rows, goals=goals, suffix=suffix))
+        if draw:
+            print(draw())
+    conclude(goals, args.check)
+
+
 def conclude(goals: Sequence[Goal], check: bool) -> None:
     """Print which goals hold; with `check`, exit with 1 if one is missed."""
     for g in goals:
@@ -69,20 +87,21 @@ def spread(name: str, values: Collection[float]) -> dict[str, float]:
     return {key: float(value) for key, value in row.items()}
 
 
-def show(header: Sequence[str], lines: Sequence[Sequence[Any]], *, title: str | None = None, width: int = 150) -> None:
-    """Print a table; None is an empty cell, and floats have three decimals."""
+def show(rows: list[Row], columns: Sequence[str] = (), *, title: str | None = None, width: int = 150) -> None:
+    """Print these columns of rows, or all, as a table."""
     from rich.console import Console  # which machines that only measure may lack
     from rich.table import Table
 
-    table = Table(*header, title=title)
-    for line in lines:
-        table.add_row(*map(text, line))
+    columns = columns or list(rows[0])
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*(text(row.get(column)) for column in columns))
     Console(width=width).print(table)
 
 
 def text(value: Any) -> str:
-    """A value as a cell of a table."""
-    return "" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+    """A value as a cell of a table: None is empty, and floats have four decimals."""
+    return "" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def figure(width: float, height: float) -> Any:

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from benchmarks import pipelines, results
+from benchmarks.results import Row
 from megatron_wlb.pipeline.schedule import Schedule
 from megatron_wlb.pipeline.timeline import Timeline, run
 from tests.worlds import run_world
 
-Row = dict[str, Any]
 HEADS = 4
 WITHIN = 0.05
 
@@ -116,15 +116,13 @@ def main() -> None:
     rows = [summary(layout, recordings) for layout, recordings in runs]
     wanted = [results.at_most(f"{row['layout']}: largest error of a step", row["error_max"], WITHIN) for row in rows]
     shown = ("layout", "measured_ms", "simulated_ms", "error_median", "error_max", "start_error_max", "idle_share")
-    results.show(shown, [[row[name] for name in shown] for row in rows], width=120)
+    results.show(rows, shown, width=120)
     if args.record is not None:
         kept = {layout.name: recordings[0].to_json() for layout, recordings in runs}
         Path(args.record).write_text(json.dumps(kept, separators=(",", ":")).replace('},"PP', '},\n"PP') + "\n")
-    if not args.quick:
-        settings = {"micro_batches": 8, "hidden": size.hidden, "layers_per_stage": size.layers, "heads": HEADS}
-        settings |= {"max_tokens": size.max_tokens, "steps": size.steps, "backend": "gloo, float32"}
-        print(results.write("simulator", settings=settings, rows=rows, goals=wanted))
-    results.conclude(wanted, args.check)
+    settings = {"micro_batches": 8, "hidden": size.hidden, "layers_per_stage": size.layers, "heads": HEADS}
+    settings |= {"max_tokens": size.max_tokens, "steps": size.steps, "backend": "gloo, float32"}
+    results.finish(args, "simulator", settings=settings, rows=rows, goals=wanted)
 
 
 def record(layout: Layout, size: Size) -> list[Recording]:

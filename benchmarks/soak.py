@@ -8,7 +8,6 @@ the next two; plans and states must be the same to the bit. What the planning pr
 every step and noted every 30 seconds, or ten times a run if that is more often. Writes benchmarks/results/soak.json.
 """
 
-import argparse
 import ctypes
 import hashlib
 import json
@@ -21,15 +20,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from benchmarks import results
-from benchmarks.lengths import CROSSOVER, WINDOW, f2
-from megatron_wlb.describe import make_job
+from benchmarks.lengths import CROSSOVER, WINDOW, f2, job_7b
+from benchmarks.results import Row
 from megatron_wlb.job import Job, Parallel
-from megatron_wlb.model import MODELS
 from megatron_wlb.plan import native
 from megatron_wlb.plan.packer import Packer, Snapshot, make_packer
 from megatron_wlb.plan.packing.adaptive import AdaptivePacking
@@ -42,19 +39,12 @@ WARM_UP_STEPS = 100
 FOLLOWED_STEPS, MOST_COMPARED = 2, 30
 ALLOCATED = ("malloc_mib", "python_blocks")
 """What malloc has given out, and the number of small objects that Python keeps apart from that; means over steps."""
-Row = dict[str, Any]
 
 
 def job_of(num_micro_batches: int) -> Job:
     """A job on as many data-parallel ranks that each has up to 8 micro-batches."""
-    return make_job(
-        model=MODELS["llama2-7b"],
-        packing=AdaptivePacking(),
-        parallel=Parallel(dp=max(1, num_micro_batches // 8), cp=8, pp=4),
-        context_length=WINDOW,
-        num_micro_batches=num_micro_batches,
-        crossover_tokens=CROSSOVER,
-    )
+    parallel = Parallel(dp=max(1, num_micro_batches // 8), cp=8, pp=4)
+    return job_7b(num_micro_batches, packing=AdaptivePacking(), parallel=parallel)
 
 
 def packer(num_micro_batches: int) -> Packer:
@@ -194,10 +184,9 @@ def growth(rows: Sequence[Row], name: str) -> float:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--minutes", type=float, default=60.0, help="default: %(default)g")
     parser.add_argument("--micro-batches", type=int, default=2048, help="N; default: %(default)s")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a goal is missed")
     args = parser.parse_args(argv)
     if native.core is None:
         raise SystemExit(f"soak: error: the native core {native.WHY_NOT}")
@@ -205,9 +194,9 @@ def main(argv: list[str] | None = None) -> None:
     last = rows[-1]
     goals = [
         *(results.at_most(f"growth of {name} after warm-up", growth(rows, name), 0.05) for name in ALLOCATED),
-        results.Goal(name="states Python went on from otherwise", value=len(follower.differ), goal=0, direction="<="),
-        results.Goal(name="states Python went on from alike", value=len(follower.compared), goal=1, direction=">="),
-        results.Goal(name="documents", value=last["documents"], goal=1e8, direction=">="),
+        results.at_most("states Python went on from otherwise", len(follower.differ), 0),
+        results.at_least("states Python went on from alike", len(follower.compared), 1),
+        results.at_least("documents", last["documents"], 1e8),
     ]
     settings = {
         "minutes": args.minutes,
@@ -221,12 +210,8 @@ def main(argv: list[str] | None = None) -> None:
         "documents_per_second": last["documents"] / last["seconds"],
         "steps_per_second": last["steps"] / last["seconds"],
     }
-    print(results.write("soak", settings=settings, rows=rows, goals=goals))
-    for goal in goals:
-        print(f"{'holds ' if goal.holds else 'MISSED'} {goal.name} = {goal.value:.6g} ({goal.direction} {goal.goal:g})")
     print(f"{settings['documents_per_second']:.0f} documents and {settings['steps_per_second']:.2f} steps a second")
-    if args.check and not all(goal.holds for goal in goals):
-        sys.exit(1)
+    results.finish(args, "soak", settings=settings, rows=rows, goals=goals)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,9 @@ import torch
 
 from benchmarks import results
 from benchmarks.gpu.clock import Clock
+from benchmarks.results import Row
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import get_backend
-
-Row = dict[str, Any]
 
 
 def command_line(doc: str | None, sections: str, last: str) -> ArgumentParser:

@@ -9,6 +9,7 @@ packing times are measured here. Writes benchmarks/results/paper.json and docs/p
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
@@ -91,10 +92,9 @@ def goals(rows: list[Row]) -> list[results.Goal]:
 
 def show(rows: list[Row]) -> None:
     """Print the table of the figures and that of the sensitivity."""
-    lines = [[line.get(c) for c in ("figure", "what", *report.COLUMNS)] for line in report.compare(rows)]
-    results.show(["figure", "what", *report.COLUMNS], lines, title="simulated; ms measured")
+    results.show(report.compare(rows), ("figure", "what", *report.COLUMNS), title="simulated; ms measured")
     title = "what the averages of figure 12 depend on (WLB-LLM over Plain-4D, simulated)"
-    results.show(*report.sensitivity(rows), title=title)
+    results.show(report.sensitivity(rows), title=title)
 
 
 def main() -> None:
@@ -102,15 +102,13 @@ def main() -> None:
     check_calibration()
     begin = time.perf_counter()
     rows, gpus = run(QUICK if args.quick else FULL)
-    targets = goals(rows)
     show(rows)
-    if not args.quick:
-        calibration = [dict(zip(("name", "value", "from"), row, strict=True)) for row in CALIBRATION]
-        checks = {"llama3_tflops": speed.llama3_tflops(), "step_seconds": report.step_seconds(rows)}
-        setup = {"seconds": time.perf_counter() - begin, "scale": asdict(FULL), "calibration": calibration}
-        setup |= {"checks": checks, "comparison": report.compare(rows)}
-        print(results.write("paper", settings=setup, rows=rows, goals=targets), report.draw(rows, gpus))
-    results.conclude(targets, args.check)
+    calibration = [dict(zip(("name", "value", "from"), row, strict=True)) for row in CALIBRATION]
+    checks = {"llama3_tflops": speed.llama3_tflops(), "step_seconds": report.step_seconds(rows)}
+    settings = {"seconds": time.perf_counter() - begin, "scale": asdict(FULL), "calibration": calibration}
+    settings |= {"checks": checks, "comparison": report.compare(rows)}
+    draw = partial(report.draw, rows, gpus)
+    results.finish(args, "paper", settings=settings, rows=rows, goals=goals(rows), draw=draw)
 
 
 if __name__ == "__main__":

@@ -83,18 +83,21 @@ def _speedups(rows: list[Row]) -> list[Row]:
     return lines
 
 
-def sensitivity(rows: list[Row]) -> tuple[list[str], list[list[Any]]]:
-    """Header and lines of a table: averages of Figure 12 by variation, and 7B-128K."""
+def sensitivity(rows: list[Row]) -> list[Row]:
+    """Averages of Figure 12 by variation, and 7B-128K."""
     cases: dict[str, dict[str, Row]] = {}
     for r in of(rows, "sensitivity"):
         cases.setdefault(r["variation"], {})[r["case"]] = r
-    windows = [w for w in ("64K", "128K") if any(r["case"].endswith(f"-{w}") for r in of(rows, "sensitivity"))]
     lines = []
     for variation, by_case in cases.items():
-        means = [np.mean([r["WLB-LLM"] for case, r in by_case.items() if case.endswith(w)]) for w in ("", *windows)]
+        line: Row = {"variation": variation}
+        for window in ("all", "64K", "128K"):
+            values = [r["WLB-LLM"] for case, r in by_case.items() if window in ("all", case.split("-")[1])]
+            line[window] = float(np.mean(values)) if values else None
         seven = by_case[SEVEN_128.name]
-        lines.append([variation, *map(float, means), seven["WLB-LLM"], seven["ours, balance alone"]])
-    return ["", "all", *windows, SEVEN_128.name, f"ours, balance alone, {SEVEN_128.name}"], lines
+        ours = f"ours, balance alone, {SEVEN_128.name}"
+        lines.append(line | {SEVEN_128.name: seven["WLB-LLM"], ours: seven["ours, balance alone"]})
+    return lines
 
 
 def draw(rows: list[Row], gpus: dict[str, np.ndarray], folder: Path | None = None) -> Path:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks import packing
+from benchmarks.lengths import job_7b
 
 WINDOW = 1000
 LENGTHS = {
@@ -15,6 +16,6 @@ LENGTHS = {
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("policy", packing.policies(WINDOW).values(), ids=packing.policies(WINDOW))
 def test_every_policy_is_measured(policy, lengths):
-    summary = packing.measure(packing.job_of(policy, 4, window=WINDOW), lengths, 60)
+    summary = packing.measure(job_7b(4, WINDOW, packing=policy), lengths, 60)
     assert summary.steps == 60
     assert summary.imbalance_mean >= 1

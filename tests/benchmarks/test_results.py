@@ -1,5 +1,7 @@
 """What benchmarks share: goals are told and checked, and a spread has its names."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,22 @@ def test_a_missed_goal_is_told_and_fails_only_a_check(capsys):
     with pytest.raises(SystemExit, match="1"):
         results.conclude(GOALS, check=True)
     assert capsys.readouterr().out.endswith(told)
+
+
+def test_a_quick_run_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    parser = results.parser("", "soon")
+    results.finish(parser.parse_args(["--quick"]), "name", settings={}, rows=[], goals=GOALS)
+    assert not list(tmp_path.iterdir())
+    results.finish(parser.parse_args([]), "name", settings={"steps": 1}, rows=[{"ms": 2.0}], goals=GOALS)
+    data = json.loads((tmp_path / "name.json").read_text())
+    assert (data["settings"], data["rows"]) == ({"steps": 1}, [{"ms": 2.0}])
+    assert [goal["holds"] for goal in data["goals"]] == [True, False]
+
+
+def test_a_table_shows_the_columns_of_rows(capsys):
+    results.show([{"a": 1, "b": 0.5}, {"a": None}], ("a", "b"))
+    assert "0.5000" in capsys.readouterr().out
 
 
 def test_quick_is_taken_where_there_is_one():
