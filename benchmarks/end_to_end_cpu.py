@@ -33,9 +33,9 @@ from typing import NamedTuple
 import numpy as np
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from benchmarks import results
+from benchmarks.lengths import job_7b
 from benchmarks.training_cpu import (
     ROOT,
     SEED,
@@ -50,8 +50,6 @@ from benchmarks.training_cpu import (
     write_dataset,
 )
 from megatron_wlb.cost.work import document_work
-from megatron_wlb.describe import make_job
-from megatron_wlb.model import MODELS
 from megatron_wlb.pipeline.schedule import Schedule
 from megatron_wlb.pipeline.timeline import makespans
 from megatron_wlb.plan.dataset import trained_tokens
@@ -64,6 +62,13 @@ WARM_STEPS = 100
 """Planned and not trained, so that documents that wait are as in the middle of a run."""
 PLANNED_STEPS = 2000
 """Whose work a token counts."""
+
+
+COLUMNS = (
+    *("layout", "method", "speedup_per_token", "speedup_per_work", "speedup_by_cpu_time", "attainable", "fraction"),
+    *("work_per_token", "imbalance", "imbalance by trained", "share_error_median", "other_computing", "no_computing"),
+)
+"""What is shown of rows."""
 
 
 class Layout(NamedTuple):
@@ -154,16 +159,14 @@ def main() -> None:
     for layout in layouts:
         work = {m: planned_work(lengths, layout, flags, size.window, crossover) for m, flags in layout.methods.items()}
         rows += summarise(layout, measured[layout.name], models, work)
-    wanted = goals(layouts, rows)
-    show(rows)
+    results.show(rows, COLUMNS, width=160)
     print(without)
-    if not args.quick:
-        suffix = "" if args.lengths == "f2" else f".{args.lengths}"
-        settings = {"model": [*SHAPE, *TRAINING], "profile": stated, **size._asdict()}
-        settings |= {"lengths": args.lengths, "costs": {name: costs._asdict() for name, costs in models.items()}}
-        settings |= {"layouts": [layout._asdict() for layout in layouts], "plain without --wlb": without}
-        print(results.write("end_to_end_cpu", settings=settings, rows=rows, goals=wanted, suffix=suffix))
-    results.conclude(wanted, args.check)
+    suffix = "" if args.lengths == "f2" else f".{args.lengths}"
+    settings = {"model": [*SHAPE, *TRAINING], "profile": stated, **size._asdict()}
+    settings |= {"lengths": args.lengths, "costs": {name: costs._asdict() for name, costs in models.items()}}
+    settings |= {"layouts": [layout._asdict() for layout in layouts], "plain without --wlb": without}
+    wanted = goals(layouts, rows)
+    results.finish(args, "end_to_end_cpu", settings=settings, rows=rows, goals=wanted, suffix=suffix)
 
 
 # What is run ----------------------------------------------------------------------------------------------------------
@@ -224,16 +227,10 @@ def without_wlb(dataset: str) -> Row:
 
 def planned_work(lengths: np.ndarray, layout: Layout, flags: str, window: int, crossover: int) -> float:
     """Work per token that a method plans over PLANNED_STEPS."""
-    job = make_job(
-        model=MODELS["550m"],  # of no account, since the crossover is known
-        context_length=window,
-        num_micro_batches=layout.micro_batches,
-        packing=POLICIES[flags.split()[1]](),
-        crossover_tokens=crossover,
-        max_tokens=2 * window,
-    )
+    packing = POLICIES[flags.split()[1]]()
+    changes = {"packing": packing, "crossover_tokens": crossover, "max_tokens": 2 * window}
     stream = DocumentStream([Source(lengths=trained_tokens(lengths))], seed=SEED, context_length=window)
-    packer = make_packer(stream, job)
+    packer = make_packer(stream, job_7b(layout.micro_batches, window, **changes))
     documents = np.concatenate([packer.next().packing.documents["length"] for _ in range(PLANNED_STEPS)])
     return float(document_work(documents, crossover).sum() / documents.sum())
 
@@ -365,30 +362,6 @@ def goals(layouts: list[Layout], rows: list[Row]) -> list[results.Goal]:
             error = abs(row["imbalance by trained"] / row["imbalance"] - 1)
             wanted.append(results.at_most(name, error, 0.05))
     return wanted
-
-
-def show(rows: list[Row]) -> None:
-    console = Console(width=160)
-    keys = {
-        "per token": "speedup_per_token",
-        "per work": "speedup_per_work",
-        "by CPU time": "speedup_by_cpu_time",
-        "attainable": "attainable",
-        "predicted": "attainable by trained",
-        "fraction": "fraction",
-        "by CPU time ": "fraction_by_cpu_time",
-        "work a token": "work_per_token",
-        "imbalance": "imbalance",
-        "as predicted": "imbalance by trained",
-        "by profile": "imbalance by profile",
-        "share error": "share_error_median",
-        "other": "other_computing",
-        "waiting": "no_computing",
-    }
-    table = Table("layout", "method", *keys)
-    for row in rows:
-        table.add_row(row["layout"], row["method"], *(f"{row[key]:.3f}" for key in keys.values()))
-    console.print(table)
 
 
 if __name__ == "__main__":

@@ -17,19 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results
-from benchmarks.lengths import CROSSOVER, f2, packer
-from benchmarks.lengths import WINDOW as LONG_WINDOW
+from benchmarks.lengths import f2, job_7b, packer
+from benchmarks.results import Row
 from benchmarks.training_cpu import arguments, document_lengths, train, warm, write_dataset
-from megatron_wlb.describe import make_job
 from megatron_wlb.job import Parallel
-from megatron_wlb.model import MODELS
 from megatron_wlb.plan.step import plan_step
 from tests.worlds import run_world
 
 WINDOW, FIRST = 8192, 20
 NUM_MICRO_BATCHES, WRITTEN_STEPS = 2048, 20
 GOAL = 0.001
-Row = dict[str, Any]
 
 
 def training(argv: list[str]) -> tuple[list[float], list[float]]:
@@ -81,13 +78,7 @@ def writing(folder: Path) -> list[float]:
     writer = telemetry.Telemetry(
         argparse.Namespace(tensorboard_log_interval=1, tensorboard_dir=str(folder), wandb_project=None)
     )
-    job = make_job(
-        model=MODELS["llama2-7b"],
-        context_length=LONG_WINDOW,
-        num_micro_batches=NUM_MICRO_BATCHES,
-        parallel=Parallel(cp=8, pp=4, dp=NUM_MICRO_BATCHES // 32),
-        crossover_tokens=CROSSOVER,
-    )
+    job = job_7b(NUM_MICRO_BATCHES, parallel=Parallel(cp=8, pp=4, dp=NUM_MICRO_BATCHES // 32))
     steps = packer(f2(100_000, 0), job)
     times = []
     for iteration in range(1, WRITTEN_STEPS + 1):
@@ -116,10 +107,9 @@ def main() -> None:
         {"what": f"writing a step, N={NUM_MICRO_BATCHES}", "telemetry_ms": statistics.median(written)},
     ]
     goals = [results.at_most("telemetry over the step", sum(telemetry) / sum(steps), GOAL)]
-    print(results.write("telemetry", settings={"steps": args.steps, "window": WINDOW}, rows=rows, goals=goals))
     for row in rows:
         print(row)
-    results.conclude(goals, args.check)
+    results.finish(args, "telemetry", settings={"steps": args.steps, "window": WINDOW}, rows=rows, goals=goals)
 
 
 if __name__ == "__main__":

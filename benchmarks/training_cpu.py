@@ -17,6 +17,7 @@ import numpy as np
 import torch.distributed as dist
 
 from benchmarks.lengths import WINDOW, f2
+from benchmarks.results import Row
 from megatron_wlb.cost.attention import attention_kernel
 from megatron_wlb.job import Job
 from megatron_wlb.plan.dataset import read_index
@@ -34,7 +35,6 @@ TRAINING = f"""
 """.split()
 VOCABULARY = 255
 """Of random tokens; 255 ends a document."""
-Row = dict[str, Any]
 Steps = list[Row]
 """Of one rank: "tokens" and "seconds" of the step, "other" CPU time (optimizer, planning, logging); and of each of its
 micro-batches, CPU time of its passes, "busy", and what planning knows: "rows", "pairs", "kernel_us"."""
