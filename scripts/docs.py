@@ -45,14 +45,13 @@ def actions() -> list[argparse.Action]:
 
 
 def flags() -> str:
-    """A section for every flag: its help, which ends with the default, and its choices."""
+    """A section for every flag: its help and its choices; the default comes last."""
     sections = []
     for action in actions():
-        facts = ["Switch, off unless given."] if action.nargs == 0 else []
-        choices = re.findall(r"[\w-]+", str(action.metavar or ""))
-        facts += [f"One of {', '.join(f'`{choice}`' for choice in choices)}."] if choices else []
-        text = " ".join([_escaped((action.help or "").replace("%%", "%")), *facts])
-        sections.append(f"### `{action.option_strings[0]}`\n\n{text}\n")
+        text, default, value = _escaped((action.help or "").replace("%%", "%")).partition(" Default: ")
+        choices = ", ".join(f"`{choice}`" for choice in re.findall(r"[\w-]+", str(action.metavar or "")))
+        text += " Switch, off unless given." if action.nargs == 0 else f" One of {choices}." if choices else ""
+        sections.append(f"### `{action.option_strings[0]}`\n\n{text}{default}{value}\n")
     return "\n".join(["", *sections, ""])
 
 

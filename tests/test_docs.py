@@ -1,4 +1,4 @@
-"""The site builds and loads nothing from elsewhere; what its pages name exists, and what they quote is said."""
+"""The site builds and loads nothing from elsewhere; what pages name exists, and what they quote is said."""
 
 import ast
 import json
@@ -10,60 +10,29 @@ from pathlib import Path
 
 import pytest
 
-from megatron_wlb.job import CP_SHARDINGS
-from megatron_wlb.plan.packing import POLICIES
+from megatron_wlb.adapter.arguments import REFUSED
 from scripts import docs
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted(ROOT.glob("docs/*.md"))
-PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "patches" / "README.md", *DOCS]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("*/README.md")), *DOCS]
 FLAGS = {action.option_strings[0] for action in docs.actions()}
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("site")
-    result = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+def test_the_site_has_every_page_and_loads_nothing_from_elsewhere(tmp_path):
+    subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
+        check=True,
     )
-    assert result.returncode == 0, result.stderr + result.stdout
-    return folder
-
-
-def test_every_page_is_built(site):
-    built = {path.parent.name for path in site.glob("*/index.html")}
-    assert built >= {page.stem for page in DOCS} - {"index"}
-
-
-def test_the_site_loads_nothing_from_elsewhere(site):
-    for page in site.rglob("*.html"):
-        text = page.read_text()
-        loaded = re.findall(r'<(?:script|img|iframe|source)\b[^>]*\bsrc="?([^"\s>]+)', text)
-        loaded += re.findall(r'<link\b(?![^>]*rel="?canonical)[^>]*\bhref="?([^"\s>]+)', text)
+    assert {path.parent.name for path in tmp_path.glob("*/index.html")} >= {page.stem for page in DOCS} - {"index"}
+    for page in tmp_path.rglob("*.html"):
+        loaded = re.findall(r'<(?:script|img|iframe|source)\b[^>]*\bsrc="?([^"\s>]+)', page.read_text())
+        loaded += re.findall(r'<link\b(?![^>]*rel="?canonical)[^>]*\bhref="?([^"\s>]+)', page.read_text())
         assert loaded
         assert not [url for url in loaded if re.match(r"(\w+:)?//", url)], page
-
-
-def test_every_flag_has_a_section(site):
-    page = (site / "flags" / "index.html").read_text()
-    assert set(re.findall(r"<h3[^>]*><code>(--wlb-[\w-]+)</code>", page)) == FLAGS
-    for choice in (*POLICIES, *CP_SHARDINGS):
-        assert f"<code>{choice}</code>" in page
-
-
-def test_every_missed_goal_is_on_the_performance_page(site):
-    page = (site / "performance" / "index.html").read_text()
-    goals = {path.name: json.loads(path.read_text())["goals"] for path in ROOT.glob("benchmarks/results/*.json")}
-    missed = [goal for found in goals.values() for goal in found if not goal["holds"]]
-    assert page.count("</strong>, goal ") == len(missed)
-    assert all(f"<strong>{goal['value']:.4g}</strong>" in page for goal in missed)
-    for name, found in goals.items():
-        holds = sum(goal["holds"] for goal in found)
-        assert not found or f"<td><code>{name}</code></td>\n<td>{holds} of {len(found)}</td>" in page
 
 
 def test_generated_parts_are_up_to_date():
@@ -72,138 +41,112 @@ def test_generated_parts_are_up_to_date():
         assert path.read_text() == text, path
 
 
-def test_every_refused_flag_is_named():
-    section = (ROOT / "docs" / "training.md").read_text().split("## What is refused")[1]
-    source = ast.parse((ROOT / "megatron_wlb" / "adapter" / "arguments.py").read_text())
-    (function,) = [n for n in source.body if isinstance(n, ast.FunctionDef) and n.name == "_refusals"]
-    (table,) = [n.value for n in ast.walk(function) if isinstance(n, ast.Return) and isinstance(n.value, ast.List)]
-    messages = [texts(row.elts[1]) for row in table.elts]
-    assert len(messages) > 20
-    for message in messages:
-        what = message.split(";")[0].split(", give")[0]  # the rest is the remedy
-        for flag in set(re.findall(r"--[a-z][\w-]+", what)) - {"--wlb", "--seq-length", "--data-path"}:
-            assert flag in section, message
-
-
 def test_text_of_the_code_is_shown_unchanged():
     assert docs._escaped("a_b* | <c> & `--d_e|f`") == r"a\_b\* \| &lt;c> &amp; `--d_e|f`"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        if not target.startswith(("http://", "https://", "#")):
-            assert (page.parent / target.split("#")[0]).exists(), target
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@each_page
 def test_what_is_named_exists(page):
-    text = page.read_text()
-    assert set(re.findall(r"--wlb-[a-z][a-z-]*[a-z]", text)) <= FLAGS
-    for path in re.findall(r"`(benchmarks/results/[^`\s*]+\.json)`", text):
-        assert re.search("[A-Z]{2}", path) or (ROOT / path).is_file(), path
-    for path in re.findall(r"`((?:tests|scripts|docs|patches|plan|adapter|cli)/[\w/.-]+\.(?:py|sh|md))`", text):
+    text = page.read_text().partition("### Removed")[0]
+    for target in re.findall(r"\]\(([^)\s#]+)[^)\s]*\)", text):
+        assert re.match("https?:", target) or (page.parent / target).exists(), target
+    folders = "adapter|benchmarks|cli|cost|docs|examples|patches|plan|runtime|scripts|tests"
+    for path in re.findall(rf"`((?:{folders})/[a-z\d_/.-]+\.\w+)`", text):
         assert (ROOT / path).is_file() or (ROOT / "megatron_wlb" / path).is_file(), path
+    for module in re.findall(r"python -m ((?:benchmarks|scripts)[.\w]*\w)", text):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), module
+    assert set(re.findall(r"--wlb-[a-z][a-z-]*[a-z]", text)) <= FLAGS
+
+
+def texts(source):
+    """Every text in a Python file, in order, with … for the parts that are filled in."""
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_quoted_messages_are_those_of_the_code():
+    said = "\n\n".join(text for source in (ROOT / "megatron_wlb").rglob("*.py") for text in texts(source))
+    rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    quoted = {quote for row in rows for quote in re.findall("`([^`]+)`", row)} - {"Timed out waiting"}  # torch's
+    assert len(quoted) > 50
+    for quote in quoted:
+        assert re.search("[^\n]*".join(map(re.escape, quote.split("…"))), said), quote
+
+
+def test_every_refused_flag_is_named():
+    section = (ROOT / "docs" / "training.md").read_text().split("## What is refused")[1]
+    named = {f"--{name.replace('_', '-')}" for name in REFUSED}
+    for text in texts(ROOT / "megatron_wlb" / "adapter" / "arguments.py"):
+        if text.startswith("--") and ";" in text:  # the remedy comes after it
+            named |= set(re.findall(r"--[a-z][\w-]+", text.split(";")[0]))
+    assert len(named) > 40
+    assert not {flag for flag in named - {"--seq-length"} if flag not in section}
 
 
 def result(name):
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
 
-def test_figures_are_those_of_the_results():
-    demo, packing, balance = (result(name)["settings"] for name in ("demo", "packing", "cp_balance"))
-    f2 = {r["policy"]: r for r in result("packing")["rows"] if (r["data"], r["N"], r["S_max"]) == ("F2", 4, 1.25)}
-    milliseconds = {timing["what"]: timing["median_ms"] for timing in packing["timings"]}
-    goals = {goal["name"]: goal["value"] for goal in result("cp_balance")["goals"]}
+def numbers(node):
+    if isinstance(node, dict | list):
+        return [number for value in (node.values() if isinstance(node, dict) else node) for number in numbers(value)]
+    return [node] if type(node) in (int, float) else []
+
+
+@each_page
+def test_figures_are_in_the_result_that_is_named_with_them(page):
+    for paragraph in re.split(r"\n\n|\n(?=\| |- )", page.read_text()):
+        named = set(re.findall(r"`benchmarks/results/(\w+)\.json`", paragraph))
+        known = numbers(result(named.pop())) if len(named) == 1 else []
+        for figure in re.findall(r"(?<![\w.±-])(?<!± )(\d[\d,]*\.\d+)", paragraph) if known else []:
+            digits = len(figure.partition(".")[2])
+            shown = {f"{value * scale:,.{digits}f}".lstrip("-") for value in known for scale in (1, 100, 1e-9)}
+            assert figure in shown, paragraph
+
+
+def test_the_table_of_performance_shows_the_results():
+    demo, balance = result("demo")["settings"], result("cp_balance")
+    f2 = [row for row in result("packing")["rows"] if (row["data"], row["N"], row["S_max"]) == ("F2", 4, 1.25)]
+    original, adaptive, algorithm_1 = (
+        next(f"{row['imbalance_mean']:.3f}" for row in f2 if row["policy"].startswith(policy))
+        for policy in ("original", "adaptive", "Algorithm 1, 0.5/0.75")
+    )
+    step_ms = {timing["what"]: timing["median_ms"] for timing in result("packing")["settings"]["timings"]}
+    goals = {goal["name"]: goal["value"] for goal in balance["goals"]}
+    predicted = {row["job"]: f"{row['speedup']:.2f}" for row in result("analyze")["rows"] if row["scheme"] == "ours"}
     messages = next(row for row in result("pipeline_p2p")["rows"] if row["layout"] == "PP=4")
-    error = max(row["error_max"] for row in result("simulator")["rows"])
     trained = {(row["layout"], row["method"]): row for row in result("end_to_end_cpu")["rows"]}
-    attention = {
+    dp, cp, pp = (trained[key] for key in (("DP=2", "wlb"), ("CP=2", "adaptive"), ("PP=2", "wlb")))
+    loops = {
         row["case"]: row["total_over_ours"]
         for row in result("cp_attention_cpu")["rows"]
         if (row["method"], row["threads"]) == ("by segment", 1)
     }
-    predicted = {row["job"]: row["speedup"] for row in result("analyze")["rows"] if row["scheme"] == "ours"}
-    unbalanced = f"{f2['original']['imbalance_mean']:.3f}"
     expected = [
-        ("demo", f"{demo['mean imbalance of micro-batches, original']:.2f}"),
-        ("demo", f"{demo['mean imbalance of micro-batches, wlb']:.2f}"),
-        ("demo", f"{demo['mean imbalance of CP ranks, per-sequence']:.2f}"),
-        ("demo", f"{demo['mean imbalance of CP ranks, chosen']:.2f}"),
-        ("packing", unbalanced),
-        ("packing", f"{f2['adaptive, constant-tokens']['imbalance_mean']:.3f}"),
-        ("packing", unbalanced),
-        ("packing", f"{f2['Algorithm 1, 0.5/0.75']['imbalance_mean']:.3f}"),
-        ("packing", f"{milliseconds['whole step, N=4']:.3f} ms"),
-        ("packing", f"{milliseconds['whole step, N=2048']:.0f} ms"),
-        ("cp_balance", f"{balance['selection']['native_ms']:.2f} ms"),
-        ("cp_balance", f"{goals['F2, original packing, 128K, CP=4: share of the gain of the limit']:.2f}"),
-        ("analyze", "1"),
-        ("analyze", f"{predicted['7B']:.2f}"),
-        ("pipeline_p2p", str(messages["handshake_messages"])),
-        ("pipeline_p2p", str(messages["planned_messages"])),
-        ("simulator", f"{error:.1%}".replace("%", " %")),
-        ("cp_attention_cpu", "1"),
-        ("cp_attention_cpu", f"{attention['20 documents, CP=4']:.2f}"),
-        ("cp_attention_cpu", "1"),
-        ("cp_attention_cpu", f"{attention['20 documents, CP=4, bf16']:.1f}"),
-        ("telemetry", f"{result('telemetry')['goals'][0]['value']:.2%}".replace("%", " %")),
-        ("end_to_end_cpu", "1"),
-        ("end_to_end_cpu", f"{trained['DP=2', 'wlb']['speedup_per_work']:.3f}"),
-        ("end_to_end_cpu", "1"),
-        ("end_to_end_cpu", f"{trained['DP=2', 'wlb']['speedup_per_token']:.3f}"),
-        ("end_to_end_cpu", "1"),
-        ("end_to_end_cpu", f"{trained['CP=2', 'adaptive']['speedup_per_token']:.3f}"),
-        ("end_to_end_cpu", "1"),
-        ("end_to_end_cpu", f"{trained['PP=2', 'wlb']['speedup_per_token']:.3f}"),
+        [f"{demo[f'mean imbalance of micro-batches, {packing}']:.2f}" for packing in ("original", "wlb")],
+        [f"{demo[f'mean imbalance of CP ranks, {sharding}']:.2f}" for sharding in ("per-sequence", "chosen")],
+        [original, adaptive],
+        [original, algorithm_1],
+        ["", f"{step_ms['whole step, N=4']:.3f} ms"],
+        ["", f"{step_ms['whole step, N=2048']:.0f} ms"],
+        ["", f"{balance['settings']['selection']['native_ms']:.2f} ms"],
+        ["", f"{goals['F2, original packing, 128K, CP=4: share of the gain of the limit']:.2f}"],
+        ["1", predicted["7B"]],
+        [str(messages["handshake_messages"]), str(messages["planned_messages"])],
+        ["", f"{max(row['error_max'] for row in result('simulator')['rows']) * 100:.1f} %"],
+        ["1", f"{loops['20 documents, CP=4']:.2f}"],
+        ["1", f"{loops['20 documents, CP=4, bf16']:.1f}"],
+        ["", f"{result('telemetry')['goals'][0]['value'] * 100:.2f} %"],
+        ["1", f"{dp['speedup_per_work']:.3f}"],
+        *(["1", f"{row['speedup_per_token']:.3f}"] for row in (dp, cp, pp)),
     ]
-    shown = []
-    for row in (ROOT / "docs" / "performance.md").read_text().splitlines():
-        if file := re.match(r"\| .* \| `benchmarks/results/(\w+)\.json` \|$", row):
-            figures = [cell.split(",")[0].strip() for cell in row.split("|")[2:4]]
-            shown += [(file[1], figure) for figure in figures if figure]
-    assert shown == expected
-    readme = (ROOT / "README.md").read_text()
-    gains = ", ".join(f"{predicted[job]:.2f}" for job in ("550M", "7B", "30B", "70B"))
-    assert f"| {gains} | | `benchmarks/results/analyze.json` |" in readme
-    for key in (("DP=2", "wlb"), ("CP=2", "adaptive"), ("PP=2", "wlb")):
-        row = trained[key]
-        said = f"| {row['speedup_per_token']:.2f} | {row['speedup_per_work']:.2f}, of {row['attainable']:.2f}"
-        assert said in readme
-    dp, cp = trained["DP=2", "wlb"], trained["CP=2", "adaptive"]
-    soak = result("soak")
-    of_soak = {goal["name"]: goal["value"] for goal in soak["goals"]}
-    page = " ".join((ROOT / "docs" / "performance.md").read_text().split())
-    for said in (
-        f"{dp['fraction']:.0%} (DP=2), {cp['fraction']:.0%} (CP=2; {cp['fraction_by_cpu_time']:.0%} by CPU time",
-        f"need {dp['work_per_token'] - 1:.0%} more work",
-        f"DP=2: {dp['speedup_in_tokens_min']:.2f} to {dp['speedup_in_tokens_max']:.2f} in rounds",
-        f"{of_soak['documents'] / 1e9:.1f} billion documents, {soak['settings']['documents_per_second']:,.0f} a second",
-        f"{-of_soak['growth of malloc_mib after warm-up']:.0%} less of what malloc",
-        f"{of_soak['growth of python_blocks after warm-up']:.1%} more Python objects",
-        f"{of_soak['states Python went on from alike']:.0f} times the Python reference",
-    ):
-        assert said.replace("%", " %") in page, said
-
-
-def texts(node):
-    """The parts of a text that are fixed, in order, with … for the others."""
-    if isinstance(node, ast.JoinedStr):
-        return "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
-    return node.value
-
-
-def test_quoted_messages_are_those_of_the_code():
-    sources = [path.read_text() for path in sorted((ROOT / "megatron_wlb").rglob("*.py"))]
-    said = [
-        texts(node)
-        for source in sources
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
-    ]
-    table = (ROOT / "docs" / "troubleshooting.md").read_text().splitlines()
-    quoted = [q for row in table if row.startswith("| ") for q in re.findall("`([^`]+)`", row.split(" | ")[0])]
-    assert len(quoted) > 50
-    for quote in set(quoted) - {"Timed out waiting"}:  # torch's
-        pattern = ".*".join(map(re.escape, quote.split("…")))
-        assert any(re.search(pattern, text, re.DOTALL) for text in said), quote
+    page, readme = ((ROOT / name).read_text() for name in ("docs/performance.md", "README.md"))
+    rows = [row.split("|")[2:4] for row in page.splitlines() if "| `benchmarks/results/" in row]
+    assert [[cell.split(",")[0].strip() for cell in row] for row in rows] == expected
+    assert f"| {', '.join(predicted[job] for job in ('550M', '7B', '30B', '70B'))} |" in readme
+    for row in (dp, cp, pp):
+        assert f"| {row['speedup_per_token']:.2f} | {row['speedup_per_work']:.2f}, of {row['attainable']:.2f}" in readme
