@@ -77,17 +77,6 @@ def test_a_window_costs_no_more_than_it_sees(monkeypatch):
     assert sum(pairs) <= 4000 * (100 + 256)
 
 
-@pytest.mark.parametrize("window", [None, 0, 7])
-def test_aten_takes_windows(window):
-    """The operators' shape functions run without a GPU; tests/gpu has the numbers."""
-    backend, entries = AtenBackend(), CALLS["many"]
-    q, k, v, dout = tensors(entries, (8, 2), 64, torch.bfloat16, "meta")
-    args = kernel_args(backend, entries, "meta", 0.3, window)
-    out, lse = backend.forward(q, k, v, args)
-    dq = backend.backward(dout, q, k, v, out, lse, torch.empty(k.shape[0], 2, 2, 64, device="meta"), args)
-    assert (out.shape, lse.shape, dq.shape) == (q.shape, (8, q.shape[0]), q.shape)
-
-
 def test_aten_notices_another_schema(monkeypatch):
     monkeypatch.setattr(aten, "_FORWARD", ("query", "renamed"))
     with pytest.raises(
