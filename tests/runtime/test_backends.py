@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_wlb.adapter.settings import ATTENTION_BACKENDS
 from megatron_wlb.runtime import backends
 from megatron_wlb.runtime.backends import BACKENDS, Choice, aten, choose_backend, cpu, get_backend
 from megatron_wlb.runtime.backends.aten import AtenBackend
@@ -83,6 +84,10 @@ def test_aten_notices_another_schema(monkeypatch):
         ValueError, match="installed aten::_flash_attention_forward.* does not take .'renamed'. or also"
     ):
         AtenBackend()
+
+
+def test_the_flag_offers_every_backend():
+    assert set(ATTENTION_BACKENDS) == {"auto", *BACKENDS, "megatron"}
 
 
 class _Wrong(CpuBackend):
