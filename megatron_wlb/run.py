@@ -7,22 +7,19 @@ import os
 import runpy
 import sys
 
+from megatron_wlb.adapter.script import install, one_line
+
 
 def main() -> None:
     """Run the script that the command line names as Python itself would, after `script.install`."""
-    if len(sys.argv) < 2 or not os.path.isfile(sys.argv[1]):
-        given = f"{sys.argv[1]} is not a file" if len(sys.argv) > 1 else "no script given"
-        print(
-            f"megatron_wlb.run: error: {given}; give the path of pretrain_gpt.py in a Megatron-LM checkout, then its "
-            "flags",
-            file=sys.stderr,
-        )
-        raise SystemExit(2)
+    sys.argv[0] = "megatron_wlb.run"
+    with one_line():
+        if len(sys.argv) < 2 or not os.path.isfile(sys.argv[1]):
+            what = f"{sys.argv[1]} is not a file" if len(sys.argv) > 1 else "there is no script"
+            raise ValueError(f"{what}; give the path of pretrain_gpt.py in a Megatron-LM checkout, then its flags")
     del sys.argv[0]
     # The checkout's own megatron comes first, as when the script is run without us.
     sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
-    from megatron_wlb.adapter.script import install
-
     install()
     runpy.run_path(sys.argv[0], run_name="__main__")
 
