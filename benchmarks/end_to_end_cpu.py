@@ -75,7 +75,7 @@ class Layout(NamedTuple):
     name: str
     flags: str
     micro_batches: int
-    """Of a step."""
+    """Micro-batches of a step."""
     methods: dict[str, str]
     """Name -> flags; the first is plain."""
     fraction: float | None = None
@@ -86,12 +86,12 @@ class Costs(NamedTuple):
     """How planning takes times to come about."""
 
     crossover: int
-    """Of whole micro-batches: rows * crossover + pairs."""
+    """A whole micro-batch costs rows * crossover + pairs."""
     row: float
-    """Of shards: rows * this + kernel_us."""
+    """A shard costs rows * this + kernel_us."""
 
     def work(self, layout: str, step: Row) -> list[float]:
-        """Of the micro-batches of a rank; any unit, the same on all ranks."""
+        """Cost of every micro-batch of a rank; any unit, the same on all ranks."""
         if layout.startswith("CP"):
             return [self.row * rows + us for rows, us in zip(step["rows"], step["kernel_us"], strict=True)]
         return [float(rows * self.crossover + pairs) for rows, pairs in zip(step["rows"], step["pairs"], strict=True)]
@@ -236,7 +236,7 @@ def planned_work(lengths: np.ndarray, layout: Layout, flags: str, window: int, c
 
 
 def fit(steps: Steps) -> Costs:
-    """Of micro-batches that one rank holds whole; least squares of relative errors."""
+    """Fit costs to micro-batches that one rank holds whole, by least squares of relative errors."""
     busy, rows, pairs, kernel = (np.concatenate([s[k] for s in steps]) for k in ("busy", "rows", "pairs", "kernel_us"))
 
     def ratio(other: np.ndarray) -> float:

@@ -34,10 +34,10 @@ TRAINING = f"""
 --calculate-per-token-loss --seed {SEED} --log-interval 1000000
 """.split()
 VOCABULARY = 255
-"""Of random tokens; 255 ends a document."""
+"""Tokens are drawn below it, and it ends a document."""
 Steps = list[Row]
-"""Of one rank: "tokens" and "seconds" of the step, "other" CPU time (optimizer, planning, logging); and of each of its
-micro-batches, CPU time of its passes, "busy", and what planning knows: "rows", "pairs", "kernel_us"."""
+"""The steps of one rank: "tokens", "seconds", "other" CPU time (optimizer, planning, logging); and for each of its
+micro-batches the CPU time of its passes, "busy", and what planning knows: "rows", "pairs", "kernel_us"."""
 
 
 def document_lengths(name: str, window: int) -> np.ndarray:
