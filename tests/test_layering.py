@@ -90,7 +90,11 @@ def test_nothing_is_imported_in_a_circle():
 
 
 def test_planning_runs_where_torch_and_megatron_are_blocked():
-    names = [name(p) for p in modules() if p.relative_to(PACKAGE).parts[0] not in ("runtime", "adapter", "run.py", "__main__.py")]
+    names = [
+        name(p)
+        for p in modules()
+        if p.relative_to(PACKAGE).parts[0] not in ("runtime", "adapter", "run.py", "__main__.py")
+    ]
     code = (
         "import importlib, sys\n"
         f"for name in {FRAMEWORKS!r}: sys.modules[name] = None\n"

@@ -7,11 +7,12 @@ that calls bind and say what is meant. That the packages themselves agree only t
 import importlib.util
 import sys
 import types
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_wlb.runtime.backends import flash_attn
+from megatron_wlb.runtime.backends import flash_attn, te
 from megatron_wlb.runtime.backends.flash_attn import FlashAttn3Backend, FlashAttnBackend
 from megatron_wlb.runtime.backends.te import TeBackend
 from megatron_wlb.runtime.backends.trial import kernel_args
@@ -251,12 +252,34 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-def test_determinism_is_passed_on_or_refused(backend, deterministic):
+def test_determinism_is_passed_on_or_refused(backend, deterministic, monkeypatch):
+    gpu = SimpleNamespace(major=9, minor=0, total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     if backend.name == "flash_attn_3":
         with pytest.raises(ValueError, match="no deterministic gradients for head size 200, only up to 192"):
             check(backend, CALLS["square"], head_size=200, dtype=torch.bfloat16)
     else:
         check(backend, CALLS["square"], head_size=200, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(("capability", "gib", "runs"), [((9, 0), 80, False), ((9, 0), 128, True), ((10, 0), 80, True)])
+def test_te_refuses_deterministic_gradients_that_do_not_fit(capability, gib, runs, monkeypatch):
+    """32 entries with 2 heads, 8192 queries and 2 ** 17 keys take 128 GiB on compute capability 9.0."""
+    gpu = SimpleNamespace(major=capability[0], minor=capability[1], total_memory=gib << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    rows = torch.empty(8192, 2, 8, device="meta"), torch.empty(1 << 17, 1, 8, device="meta")
+    if runs:
+        te._check_workspace(*rows, 32)
+    else:
+        with pytest.raises(ValueError, match=f"8192 queries and 131072 keys with 2 heads, and the GPU has {gib};"):
+            te._check_workspace(*rows, 32)
+
+
+@pytest.mark.parametrize("length", [1024, 4096, 32768])
+def test_workspace_of_te_is_what_its_authors_observed(length):
+    """On compute capability 9.0: 128 B H S S bytes for B = 2 sequences, four times as many for B = 4."""
+    two, four = (te._workspace_bytes(32, 16, num * length, num * length) for num in (2, 4))
+    assert two == 128 * 2 * 16 * length**2 and four == 4 * two
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 from typing import Any
 
 import numpy as np
@@ -37,11 +38,11 @@ class TeBackend:
     queries are given, and keys that nobody reads are skipped. It builds a plan for every number of entries, rows and
     keys, all rounded up: the first steps are slow. Needs compute capability 9.0; head sizes over 128 run on 9.0, and
     256 on the newest versions for 10.0. k and v are copied where they are not contiguous. Deterministic under
-    `torch.use_deterministic_algorithms(True)`: on 9.0 for few rows only, since cuDNN's workspace grows as entries times
-    queries times keys, on 10.0 with cuDNN 9.18.1 or newer. What cuDNN cannot run, it says itself, as a RuntimeError.
+    `torch.use_deterministic_algorithms(True)`: on 9.0 for few rows only, see `_check_workspace`, on 10.0 with cuDNN
+    9.18.1 or newer. What cuDNN cannot run, it says itself, as a RuntimeError.
 
-    Raises ValueError where the package is missing or takes other arguments, and at the first call where cuDNN is so
-    old that log-sum-exps are not packed.
+    Raises ValueError where the package is missing or takes other arguments, at the first call where cuDNN is so old
+    that log-sum-exps are not packed, and in backward where that workspace is more than the GPU's memory.
     """
 
     name = "te"
@@ -91,13 +92,16 @@ class TeBackend:
         """See `Backend.backward`."""
         dtype = {"dqkv_dtype": self._dtypes[q.dtype]} if self._dtypes else {}
         arguments = self._arguments(q, k, v, args)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        if deterministic:
+            _check_workspace(q, k, args.table.shape[1] - 1)
         # The random state of the forward pass; without dropout nobody reads it.
         aux = [lse.T.contiguous()[:, :, None], torch.zeros(2, dtype=torch.int64, device=q.device)]
         dq, dk, dv, *_ = self._backward(
             o=out.contiguous(),
             d_o=dout.contiguous(),
             aux_ctx_tensors=aux,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
+            deterministic=deterministic,
             **arguments,
             **dtype,
         )
@@ -135,6 +139,36 @@ def _function(function: Any, passed: tuple[str, ...]) -> Any:
     parameters.pop("dqkv_dtype", None)
     check_arguments("te", function.__name__, parameters, (*passed, *extra), "transformer-engine 2.2 to 2.20")
     return functools.partial(function, **extra)
+
+
+def _check_workspace(q: Tensor, k: Tensor, num_entries: int) -> None:
+    """Raise ValueError where cuDNN would take more workspace for deterministic gradients than the GPU has memory.
+
+    q [sq, Hq, D], k [P, Hkv, D]. Compute capability 9.0 only: nothing like it is known of others.
+    """
+    gpu = torch.cuda.get_device_properties(q.device)
+    needed = _workspace_bytes(num_entries, q.shape[1], q.shape[0], k.shape[0])
+    if (gpu.major, gpu.minor) == (9, 0) and needed > gpu.total_memory:
+        raise ValueError(
+            f"attention backend 'te' would take {needed / 2**30:.0f} GiB for deterministic gradients of {q.shape[0]} "
+            f"queries and {k.shape[0]} keys with {q.shape[1]} heads, and the GPU has {gpu.total_memory / 2**30:.0f}; "
+            "switch torch.use_deterministic_algorithms (--deterministic-mode) off, or choose another backend"
+        )
+
+
+def _workspace_bytes(num_entries: int, num_heads: int, num_queries: int, num_keys: int) -> int:
+    """2 bytes for every entry, head, query row and key row of cuDNN's plan: of every entry with all rows of the others.
+
+    TransformerEngine builds plans for 32 entries or more, and rounds rows up as below (`get_max_tokens`). So this is
+    what it observed, by SM90_DET_FUSED_THD_BWD_MAX_BHSS in dot_product_attention/utils.py of 2.20: 128 B H S S bytes
+    for B = 2 sequences of S = 2 ** n tokens, and four times those for B = 4. It refuses from B H S S = 2 ** 30 on, but
+    outside of `fused_attn_bwd`, and for many short documents that is far too late. No GPU has confirmed the formula.
+    """
+
+    def rounded(rows: int) -> int:
+        return max(1024, 1 << (rows - 1).bit_length()) if rows <= 1 << 15 else -(-rows >> 15) << 15
+
+    return 2 * math.prod((num_entries, num_heads, rounded(num_queries), rounded(num_keys)))
 
 
 @functools.cache
