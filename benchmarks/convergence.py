@@ -29,7 +29,7 @@ import torch
 
 from benchmarks import convergence_corpus, convergence_report, results
 from benchmarks.convergence_model import Corpus, Gpt, Shape, accumulate
-from benchmarks.convergence_report import BASELINE, COLOURS
+from benchmarks.convergence_report import BASELINE, COLORS
 from benchmarks.results import Row
 from megatron_wlb.describe import make_job
 from megatron_wlb.job import Job
@@ -46,7 +46,7 @@ from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import get_backend
 
 ROOT = Path(__file__).parent
-VARIANTS = tuple(COLOURS)
+VARIANTS = tuple(COLORS)
 MEASUREMENTS = 10
 """Validations over a run, evenly over its tokens, the last after its last step; one more before its first."""
 

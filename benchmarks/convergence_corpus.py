@@ -17,7 +17,7 @@ import numpy as np
 
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
 THINNING = 1.5
-"""Of files over `pivot_bytes`, the share (pivot_bytes / size) ** THINNING is kept."""
+"""The share (pivot_bytes / size) ** THINNING of the files over `pivot_bytes` is kept."""
 _TOKENIZER_SAMPLE_CHARACTERS = 4_000_000
 
 

@@ -22,7 +22,7 @@ MEASURES = {
     **{name: name for name in ("late_steps", "spread_steps", "token_cv", "long_share_mean", "long_share_std")},
 }
 """Columns that are means over seeds of what `metrics.Summary` has."""
-COLOURS = {
+COLORS = {
     "original": "#000000",
     "fixed-1": "#8c8c8c",
     "fixed-8": "#d55e00",
@@ -32,7 +32,7 @@ COLOURS = {
 
 
 def read(folder: Path) -> list[Row]:
-    """The logs of finished runs, in the order of COLOURS.
+    """The logs of finished runs, in the order of COLORS.
 
     Raises ValueError if there is none, or if they do not share their settings.
     """
@@ -42,7 +42,7 @@ def read(folder: Path) -> list[Row]:
     for key in ("scale", "corpus", "device"):
         if any(log[key] != logs[0][key] for log in logs):
             raise ValueError(f"the runs in {folder} differ in their {key}; keep those of one setting there")
-    return sorted(logs, key=lambda log: (list(COLOURS).index(log["variant"]), log["seed"]))
+    return sorted(logs, key=lambda log: (list(COLORS).index(log["variant"]), log["seed"]))
 
 
 def compare(logs: list[Row]) -> list[Row]:
@@ -199,20 +199,20 @@ def draw(logs: list[Row], rows: list[Row], name: str) -> Path:
     """Loss over tokens, and the final differences with their intervals."""
     figure: Any = results.figure(12, 4.2)
     left, right = figure.subplots(1, 2)
-    for variant, colour in COLOURS.items():
+    for variant, color in COLORS.items():
         runs = [log["validation"] for log in logs if log["variant"] == variant]
         if runs:
             tokens, losses = (np.mean([[v[key] for v in run] for run in runs], axis=0) for key in ("tokens", "all"))
-            left.plot(tokens / 1e6, losses, color=colour, label=variant, lw=1.2)
+            left.plot(tokens / 1e6, losses, color=color, label=variant, lw=1.2)
     left.set(xlabel="trained tokens (millions)", ylabel="validation loss (mean over seeds)", yscale="log")
     left.yaxis.set_minor_formatter(lambda value, _: f"{value:.1f}")
     left.legend(frameon=False, fontsize=8)
     compared = [row for row in reversed(rows) if row["difference_percent"] is not None]
     for place, row in enumerate(compared):
-        colour, seeds = COLOURS[row["variant"]], row["difference_of_seeds"]
-        right.scatter(seeds, [place] * len(seeds), color=colour, s=14, alpha=0.5)
+        color, seeds = COLORS[row["variant"]], row["difference_of_seeds"]
+        right.scatter(seeds, [place] * len(seeds), color=color, s=14, alpha=0.5)
         error = row["difference_half_width"]
-        right.errorbar(row["difference_percent"], place, xerr=error, color=colour, marker="s", capsize=4)
+        right.errorbar(row["difference_percent"], place, xerr=error, color=color, marker="s", capsize=4)
     right.axvline(0, color="black", lw=0.8)
     right.set_yticks(range(len(compared)), [row["variant"] for row in compared])
     right.set_xlabel(f"final loss to {BASELINE}, %: mean, 95 % interval, seeds")

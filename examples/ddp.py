@@ -89,7 +89,7 @@ class PackedDocuments(IterableDataset[Step]):
         self._documents, self.packer, self._job, self._rank = documents, packer, job, rank
 
     def __iter__(self) -> Iterator[Step]:
-        """Of W loader workers, each plans every step, since that is cheap, and reads every W-th."""
+        """Each of W loader workers plans every step, since that is cheap, and reads every W-th."""
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         for i in itertools.count():

@@ -96,7 +96,7 @@ def make_job(
     """
     settings = settings or PlanSettings()
     profile = load_profile(settings.profile or default_profile)
-    settled: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "crossover_tokens": settings.crossover or profile.crossover_for(model),
         "packing": POLICIES[DEFAULT_POLICY]() if packing is None else packing,
         "cp_sharding": settings.cp_sharding,
@@ -110,7 +110,7 @@ def make_job(
         parallel=parallel or Parallel(),
         context_length=index(context_length),  # of NumPy's integers, too, which JSON does not take
         num_micro_batches=index(num_micro_batches),
-        **settled | rest,
+        **fields | rest,
     )
     if "max_tokens" in rest:
         return job

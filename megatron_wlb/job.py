@@ -96,7 +96,7 @@ class Job:
     profile: Profile
     """Kernel times of the device."""
     bytes_per_value: int = 2
-    """Of activations."""
+    """Bytes of a value of the activations."""
     row_multiple: int = 1
     """What FP8 and FP4 kernels align the rows of a rank to."""
     hidden_dropout: bool = False
@@ -200,13 +200,13 @@ class Job:
 
 def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
     """What changed between two descriptions as JSON types, as "parallel.tp 2 -> 4"; the profile by its name alone."""
-    found = []
+    changes = []
     for name, value in now.items():
         old = before.get(name) if isinstance(before, dict) else None
         if name == "profile":
             old, value = (each.get("name") if isinstance(each, dict) else each for each in (old, value))
         if isinstance(value, dict):
-            found += differences(old if isinstance(old, dict) else {}, value, f"{prefix}{name}.")
+            changes += differences(old if isinstance(old, dict) else {}, value, f"{prefix}{name}.")
         elif old != value and not (isinstance(value, tuple) and list(value) == old):
-            found.append(f"{prefix}{name} {old} -> {value}")
-    return found
+            changes.append(f"{prefix}{name} {old} -> {value}")
+    return changes

@@ -10,7 +10,7 @@ class ModelShape:
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
-    """Of all experts that a token goes to, together."""
+    """The sizes of all experts that a token goes to, added up."""
     num_attention_heads: int
     num_query_groups: int
     padded_vocab_size: int

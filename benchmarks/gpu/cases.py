@@ -29,11 +29,11 @@ class Scale:
     """Context-parallel ranks."""
     micro_batches: int
     kernel_tokens: tuple[int, ...]
-    """That section a packs into equal documents: many, and fewer, for the launch time of the profile."""
+    """Section a packs so many into equal documents: many, and fewer, for the launch time of the profile."""
     short_queries: tuple[int, int]
-    """Of section a: keys that they see, and entries of a call times query heads."""
+    """Section a: keys that short queries see, and entries of a call times query heads."""
     case_seconds: float
-    """Of section b, after which a case of CP=4, the paper's, begins no micro-batch; a third of that for others."""
+    """Section b: time after which a case of CP=4, the paper's, begins no micro-batch; a third of that for others."""
 
 
 FULL = Scale(

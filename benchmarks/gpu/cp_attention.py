@@ -50,12 +50,12 @@ FEW_HEADS, MOST_HEADS = 8, 32
 SHORT_DOCUMENT = 1021
 PAPER_CP = 4
 COPIES_UNIT = 2 * PAPER_CP
-"""That section c pads micro-batches, or documents, to."""
+"""Section c pads micro-batches, or documents, to a multiple of this."""
 CHOSEN = ("wlb", "hybrid", "auto")
 """Strategies that go by a profile."""
 ROUNDS = 3
 HALVES = slice(0, None, 2), slice(1, None, 2)
-"""Of rounds."""
+"""Which rounds choose, and which measure."""
 TILE_ROWS = 128
 Case = tuple[ShardPlan, MakeMethod]
 
@@ -173,7 +173,7 @@ def kernels(bench: AttentionBench) -> None:
 
 
 def kernel_times(bench: AttentionBench, heads: tuple[int, int], queries: int, keys: int, entries: int) -> Row:
-    """Of a call for the last `queries` of each of so many documents of `keys` tokens."""
+    """Times of a call for the last `queries` of each of `entries` documents of `keys` tokens."""
     backend, head_size = bench.backend, bench.scale.head_size
     q, kv, dout = random_rows(entries * keys, heads, head_size, bench.dtype, bench.device)
     q, dout, (k, v) = q[: entries * queries], dout[: entries * queries], kv.unbind(1)
@@ -286,7 +286,7 @@ def cost(bench: AttentionBench, case: Case, rows: Rows) -> Row:
 
 
 def largest_difference(bench: AttentionBench, case: Case, other: Case, rows: Rows) -> float:
-    """Of out, dq, dK and dV of all ranks, relative, as norms."""
+    """The largest relative difference, by norms, of out, dq, dK and dV over all ranks."""
     found = [0.0]
     for rank in ranks(case[0], bench.backend, bench.device):
         local = rank.local(rows)

@@ -61,7 +61,7 @@ SMALL = ModelShape(
 
 
 class Layer:
-    """Of LLaMA: RMSNorm, Q K V, rotary embedding, attention, projection; RMSNorm, gated feed-forward. Random weights.
+    """A layer of LLaMA: RMSNorm, Q K V, rotary embedding, attention, projection; RMSNorm, gated feed-forward. Random weights.
 
     T tokens of width H; a rank has n heads of size D and f rows of the feed-forward. All else but attention is *linear*
     here: matrix products, norms, rotary embedding, activation, sums.
@@ -249,7 +249,7 @@ def table_2(bench: LayerBench) -> None:
 
 
 def policy_row(policy: str, steps: list[tuple[float, float, float]]) -> Row:
-    """Of (imbalance, forward ms, packing ms) of every step."""
+    """The row of a policy from (imbalance, forward ms, packing ms) of every step."""
     degree, total, packing_ms = np.array(steps).T
     return {
         "section": "2",
@@ -282,7 +282,7 @@ def policies(job: Job) -> dict[str, Packing]:
 
 
 def forward_ms(bench: LayerBench, lengths: np.ndarray) -> float:
-    """Of a micro-batch of documents."""
+    """Time of the layer's forward pass over a micro-batch of documents, in ms."""
     x, rotation, rank = bench.inputs(whole(padded(lengths, bench.job.unit_tokens)))
     call = partial(bench.layer.forward, x, rotation, rank, bench.options)
     return float(bench.median_ms(call)["ms"])

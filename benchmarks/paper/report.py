@@ -10,7 +10,7 @@ from benchmarks.paper.setups import PACKINGS, SEVEN_128, SLOWEST_GPU, SPEEDUPS
 from benchmarks.results import Row
 
 COLUMNS = ("paper", "reproduced", "ours, balance alone", "limit of balance", "ours", "limit")
-COLOURS = {"Fixed-4D": "#8c8c8c", "WLB-LLM": "#d55e00", "ours, balance alone": "#56b4e9", "ours": "#0072b2"}
+COLORS = {"Fixed-4D": "#8c8c8c", "WLB-LLM": "#d55e00", "ours, balance alone": "#56b4e9", "ours": "#0072b2"}
 BASELINES = ("Plain-4D", "per-sequence")
 Speedups = dict[tuple[str, str], dict[str, float]]
 """By figure and group (a case, a window, or the average over all of them): scheme -> speed-up."""
@@ -118,15 +118,15 @@ def _draw_gpus(gpus: dict[str, np.ndarray], axis: Any) -> None:
     for name, times in gpus.items():
         each = np.sort(times.ravel())
         share = 100 * np.arange(len(each)) / len(each)
-        axis.plot(share, each / each.mean(), color=COLOURS.get(name, "#333333"), label=name)
+        axis.plot(share, each / each.mean(), color=COLORS.get(name, "#333333"), label=name)
     axis.set(xlabel="the 8,192 GPUs of a 405B step, in order, %", ylabel="computation per layer / mean")
 
 
 def _draw_parts(by_scheme: dict[str, float], axis: Any) -> None:
     names = [name for name in by_scheme if name not in ("Plain-4D", "limit", "limit of balance")]
     for i, name in enumerate(names):
-        colour = "#e8b48a" if " x " in name else COLOURS["ours" if name.startswith("ours") else "WLB-LLM"]
-        axis.barh(i, by_scheme[name] - 1, left=1, color=colour)
+        color = "#e8b48a" if " x " in name else COLORS["ours" if name.startswith("ours") else "WLB-LLM"]
+        axis.barh(i, by_scheme[name] - 1, left=1, color=color)
         if paper := SPEEDUPS.get(("13", SEVEN_128.name, name)):
             axis.plot(paper, i, "kx", label="_" * (i > 0) + "paper")
     axis.set_yticks(range(len(names)), names, fontsize=7)
@@ -136,9 +136,9 @@ def _draw_parts(by_scheme: dict[str, float], axis: Any) -> None:
 
 def _draw_cases(by_case: dict[str, dict[str, float]], axis: Any) -> None:
     places = np.arange(len(by_case))
-    for i, (scheme, colour) in enumerate(COLOURS.items()):
+    for i, (scheme, color) in enumerate(COLORS.items()):
         heights = [by_scheme[scheme] - 1 for by_scheme in by_case.values()]
-        axis.bar(places + 0.2 * i, heights, 0.19, bottom=1, color=colour, label=scheme)
+        axis.bar(places + 0.2 * i, heights, 0.19, bottom=1, color=color, label=scheme)
     for limit, style, at in (("limit of balance", "_", 0.4), ("limit", "^", 0.6)):
         axis.plot(
             places + at, [by_scheme[limit] for by_scheme in by_case.values()], style, color="k", ms=5, label=limit

@@ -30,7 +30,7 @@ class AttentionOptions:
 
     backend: Backend
     scale: float | None = None
-    """Of the scores; head size ** -0.5 by default."""
+    """Factor of the scores; by default head size ** -0.5."""
     window: int | None = None
     """Keys that a query sees before its own; None: all of its document."""
     head_groups: int = 1

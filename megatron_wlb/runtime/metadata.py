@@ -54,11 +54,11 @@ class ShardMetadata:
     sends_rows: bool
     """What is sent are the local rows, in their order."""
     encode: Encoding
-    """Of the backend that the tables are for."""
+    """The encoding of the backend that the tables are for."""
     calls: tuple[Call, ...]
     """Attention calls, one after the other in the local rows; each has some."""
     sizes: tuple[int, ...]
-    """Of the arrays that make up `integers`, in the order of the properties below."""
+    """Sizes of the arrays that make up `integers`, in the order of the properties below."""
     integers: Tensor
     """int64: the arrays of the properties below, then the int32 tables of the calls."""
 

@@ -16,7 +16,7 @@ class KernelArgs(NamedTuple):
     max_q: int
     max_k: int
     scale: float
-    """Of the scores; positive."""
+    """Factor of the scores; positive."""
     window: int | None = None
     """Keys that a query sees before its own (window_size_left of FlashAttention); None: all of its document."""
     adds_up: bool = True
