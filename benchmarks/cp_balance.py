@@ -109,10 +109,10 @@ def draw(rows: list[Row]) -> Path:
         "auto": ("#0072b2", "s"),
     }
     for axis, packing in zip(axes, PACKINGS, strict=True):
-        for strategy, (colour, marker) in styles.items():
+        for strategy, (color, marker) in styles.items():
             here = [r for r in rows if (r["data"], r["window"], r["packing"]) == ("F2", 1 << 17, packing)]
             points = [(r["cp"], 100 * r["share_of_gain"]) for r in here if r["strategy"] == strategy]
-            axis.plot(*zip(*points, strict=True), color=colour, marker=marker, label=strategy)
+            axis.plot(*zip(*points, strict=True), color=color, marker=marker, label=strategy)
         axis.set_xscale("log", base=2)
         axis.set(
             xticks=[2, 4, 8, 16], xticklabels=["2", "4", "8", "16"], xlabel="context-parallel ranks", ylim=(0, 102)

@@ -282,9 +282,9 @@ def draw(rows: list[Row]) -> Path:
     for axis, (key, label) in zip(
         axes, (("late_steps", "mean delay (steps)"), ("token_cv", "tokens per step, CV")), strict=True
     ):
-        for family, (colour, marker) in styles.items():
+        for family, (color, marker) in styles.items():
             points = [(r[key], r["imbalance_mean"] - 1) for r in here if r["policy"].startswith(family)]
-            axis.scatter(*zip(*points, strict=True), color=colour, marker=marker, label=family, s=40)
+            axis.scatter(*zip(*points, strict=True), color=color, marker=marker, label=family, s=40)
         axis.set(xlabel=label, yscale="log")
     axes[0].set_ylabel("mean imbalance - 1")
     axes[0].legend(frameon=False)

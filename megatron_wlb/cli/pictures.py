@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
 
-# Okabe-Ito: told apart with every kind of colour vision.
+# Okabe-Ito: told apart with every kind of color vision.
 GREY, BLUE, ORANGE = "#8c8c8c", "#0072b2", "#d55e00"
 STYLE: Any = {
     "font.size": 10,
@@ -73,9 +73,9 @@ def save(file: Any, draw: Callable[[Figure], None], height: float, **options: An
 def shares(figure: Figure, edges: np.ndarray, shares: Mapping[str, np.ndarray], window: int, label: str) -> None:
     """Up to three shares over the length of documents, [bins] each between `edges` [bins + 1] in tokens."""
     axes = figure.subplots()
-    for (name, share), colour, style in zip(shares.items(), (GREY, BLUE, ORANGE), ("-", "--", "-."), strict=False):
-        axes.stairs(share, edges, color=colour, fill=True, alpha=0.12)
-        axes.stairs(share, edges, color=colour, linewidth=1.8, linestyle=style, label=name)
+    for (name, share), color, style in zip(shares.items(), (GREY, BLUE, ORANGE), ("-", "--", "-."), strict=False):
+        axes.stairs(share, edges, color=color, fill=True, alpha=0.12)
+        axes.stairs(share, edges, color=color, linewidth=1.8, linestyle=style, label=name)
     axes.axvline(window, color="black", linewidth=0.8)
     axes.annotate("window", (window, 1), (-4, -2), xycoords=("data", "axes fraction"), va="top", ha="right",
                   textcoords="offset points", fontsize=9)  # fmt: skip
@@ -93,19 +93,19 @@ def front(figure: Figure, rows: Sequence[dict[str, Any]], window: int, stars: Ma
     """Imbalance over delay and over the variation of tokens, of rows from `tune.point`, and of such by name."""
     named = list(zip((stars or {}).items(), STARS, strict=False))
     most = max([1.1, *(row["max_tokens"] / window for row in rows)])
-    colours = matplotlib.colormaps["viridis"].resampled(8)
-    shades = {s: colours((s / window - 1) / max(0.1, most - 1)) for s in sorted({row["max_tokens"] for row in rows})}
+    colors = matplotlib.colormaps["viridis"].resampled(8)
+    shades = {s: colors((s / window - 1) / max(0.1, most - 1)) for s in sorted({row["max_tokens"] for row in rows})}
     labels = {"late_steps": "mean delay (steps)", "token_cv": "tokens per step, CV"}
     for axes, (measure, label) in zip(figure.subplots(2, sharey=True), labels.items(), strict=True):
         for row in rows:
-            colour = shades[row["max_tokens"]]
+            color = shades[row["max_tokens"]]
             shape = {"marker": "o" if row["policy"] == "wlb" else "s", "markersize": 6}
-            filled = colour if row["best"] else "none"
+            filled = color if row["best"] else "none"
             at = row[measure], _over_one(row["imbalance_mean"])
-            axes.plot(*at, **shape, linestyle="none", color=colour, markerfacecolor=filled, alpha=0.9)
-        for (_, row), colour in named:
+            axes.plot(*at, **shape, linestyle="none", color=color, markerfacecolor=filled, alpha=0.9)
+        for (_, row), color in named:
             at = row[measure], _over_one(row["imbalance_mean"])
-            axes.plot(*at, marker="*", markersize=13, color=colour, markeredgecolor="white", linestyle="none")
+            axes.plot(*at, marker="*", markersize=13, color=color, markeredgecolor="white", linestyle="none")
         axes.set(xlabel=label, ylabel="mean imbalance", yscale="log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{1 + y:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
@@ -113,8 +113,8 @@ def front(figure: Figure, rows: Sequence[dict[str, Any]], window: int, stars: Ma
     handles = [
         mark(marker=m, color="black", markerfacecolor="none", label=n) for m, n in (("o", "wlb"), ("s", "adaptive"))
     ]
-    handles += [mark(marker="*", markersize=12, color=colour, label=name) for (name, _), colour in named]
-    windows = [Patch(color=colour, label=f"S_max {s / window:.3g} windows") for s, colour in shades.items()]
+    handles += [mark(marker="*", markersize=12, color=color, label=name) for (name, _), color in named]
+    windows = [Patch(color=color, label=f"S_max {s / window:.3g} windows") for s, color in shades.items()]
     figure.legend(handles=[*handles, *windows], loc="outside upper center", ncols=2, fontsize=9)
 
 

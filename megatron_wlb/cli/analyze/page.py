@@ -131,13 +131,13 @@ def timelines(report: Report, figure: Figure) -> None:
 
 def _timeline(axes: Axes, step: SimulatedStep) -> None:
     slowest = max(step.timelines, key=lambda timeline: timeline.makespan)
-    for direction, colour in ((0, BLUE), (1, ORANGE)):
+    for direction, color in ((0, BLUE), (1, ORANGE)):
         for stage in range(slowest.schedule.num_stages):
             start = slowest.start[direction, stage].ravel() / 1e3
             duration = slowest.end[direction, stage].ravel() / 1e3 - start
             bars = np.stack((start, duration), axis=1).tolist()
             # Thousands of passes are a picture of the order of 100 KB as pixels, and of megabytes as shapes.
-            axes.broken_barh(bars, (stage - 0.4, 0.8), color=colour, edgecolor="white", linewidth=0.3, rasterized=True)
+            axes.broken_barh(bars, (stage - 0.4, 0.8), color=color, edgecolor="white", linewidth=0.3, rasterized=True)
 
 
 def alternatives(report: Report, figure: Figure) -> None:
