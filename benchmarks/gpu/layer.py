@@ -61,7 +61,7 @@ SMALL = ModelShape(
 
 
 class Layer:
-    """A LLaMA layer: RMSNorm, Q K V, rotary embedding, attention, projection; RMSNorm, gated feed-forward. Random weights.
+    """A LLaMA layer: norm, Q K V, rotary embedding, attention, projection; norm, gated feed-forward. Random weights.
 
     T tokens of width H; a rank has n heads of size D and f rows of the feed-forward. All else but attention is *linear*
     here: matrix products, norms, rotary embedding, activation, sums.

@@ -24,11 +24,11 @@ def shapes(longest: int) -> list[Shape]:
     """
     rng = np.random.default_rng(0)
     kernel = KernelModel(tile_rows=128, launch=0.0, tile=1.0, query_tile=1.0)
-    chosen: list[Shape] = []
+    shards: list[Shape] = []
 
     def add(lengths: Any, cp: int = 1, strategy: str = "per-document") -> None:
         plan = divide(np.array(lengths, np.int64), cp, strategy, kernel)
-        chosen.extend((plan, rank) for rank in sorted({0, cp - 1}))
+        shards.extend((plan, rank) for rank in sorted({0, cp - 1}))
 
     for length in sorted({max(8, int(longest / 4 * 0.6**k)) for k in range(14)}):
         add([length])
@@ -41,7 +41,7 @@ def shapes(longest: int) -> list[Shape]:
         for strategy in ("per-sequence", "per-document", "hybrid"):
             ends = np.unique(rng.lognormal(np.log(total / 32), 1.2, 256).astype(np.int64).cumsum().clip(1, total))
             add(np.diff(ends, prepend=0), cp, strategy)
-    return chosen
+    return shards
 
 
 def fit_directions(

@@ -180,7 +180,7 @@ def _make(
         rows = 32 if args.fp8_recipe == "mxfp8" else 16
     elif args.fp4_format:
         rows = 128
-    known = {
+    details = {
         "row_multiple": rows,
         "hidden_dropout": args.hidden_dropout > 0,
         "recompute": Recompute(
@@ -198,7 +198,7 @@ def _make(
         packing=from_args(args),
         settings=settings,
         default_profile=DEFAULT_PROFILE,
-        **known | fixed,
+        **details | fixed,
     )
 
 

@@ -166,8 +166,8 @@ def variants(job: Job, max_tokens: Iterable[int], packings: Iterable[Packing]) -
 
 def flags_of(job: Job) -> str:
     """The packing of a job, to paste into a training command."""
-    chosen = {"packing": job.packing.name, **_settings(job.packing), "max_tokens": job.max_tokens}
-    return " ".join(flag_with_value(name, value) for name, value in chosen.items())
+    settings = {"packing": job.packing.name, **_settings(job.packing), "max_tokens": job.max_tokens}
+    return " ".join(flag_with_value(name, value) for name, value in settings.items())
 
 
 def _settings(packing: Packing) -> dict[str, Any]:

@@ -176,9 +176,9 @@ def audit(
     if lengths is not None:
         _check_datasets(rows, lengths)
         ends = rows[np.append(~same, False)]  # the last document may not have come to its end
-        for dataset, known in enumerate(lengths):
+        for dataset, totals in enumerate(lengths):
             here = ends[ends["dataset"] == dataset]
-            lost += int((here["offset"] + here["length"] < known[here["document"]]).sum())
+            lost += int((here["offset"] + here["length"] < totals[here["document"]]).sum())
     steps = np.unique(entries["step"])
     return Audit(
         restarts=int(marks.sum()),

@@ -105,23 +105,23 @@ def summarise(steps: Sequence[StepMetrics], *, num_waiting: int, skip: float = 0
     planning time: queues fill and drain there. Raises ValueError if no step is left.
     """
     edge = int(skip * len(steps))
-    kept = steps[edge : len(steps) - edge]
-    if not kept:
+    middle = steps[edge : len(steps) - edge]
+    if not middle:
         raise ValueError(
             f"nothing to summarise: {len(steps)} steps, of which {edge} at either end are left out; give more steps"
         )
-    imbalances = np.array([s.imbalance for s in kept])
-    tokens = np.array([s.tokens for s in kept])
-    shares = np.array([s.long_tokens / max(1, s.tokens) for s in kept])
-    late, spread = _displacement(kept)
+    imbalances = np.array([s.imbalance for s in middle])
+    tokens = np.array([s.tokens for s in middle])
+    shares = np.array([s.long_tokens / max(1, s.tokens) for s in middle])
+    late, spread = _displacement(middle)
     times = [s.plan_ms for s in steps]
     return Summary(
         steps=len(steps),
-        middle_steps=len(kept),
+        middle_steps=len(middle),
         tokens=sum(s.tokens for s in steps),
         imbalance_mean=float(imbalances.mean()),
         imbalance_p95=float(np.quantile(imbalances, 0.95)),
-        ratio_to_bound=float(np.mean([s.ratio_to_bound for s in kept])),
+        ratio_to_bound=float(np.mean([s.ratio_to_bound for s in middle])),
         late_steps=late,
         spread_steps=spread,
         max_delay_steps=max(max(s.delays, default=0) for s in steps),

@@ -214,11 +214,11 @@ class DocumentStream:
             runs.append(np.array([[dataset], [document], [offset], [whole]]))
             tokens -= whole - offset
         while tokens > 0 and (datasets := self._open()):
-            chosen = self._next_datasets(datasets, tokens)
-            run = np.zeros((4, len(chosen)), np.int64)
-            run[0] = chosen
+            choice = self._next_datasets(datasets, tokens)
+            run = np.zeros((4, len(choice)), np.int64)
+            run[0] = choice
             for i in datasets:
-                places = np.flatnonzero(chosen == i)
+                places = np.flatnonzero(choice == i)
                 run[1, places], run[3, places] = self._orders[i].take(len(places))
                 self._counts[i] += len(places)
                 self._tokens[i] += int(run[3, places].sum())
@@ -237,19 +237,19 @@ class DocumentStream:
         shares = np.array([self.sources[i].weight / weights for i in datasets])
         taken = np.array([self._tokens[i] for i in datasets], float)  # exact up to 2^53
         at = [order.at for order in orders]
-        total, chosen = sum(self._tokens[i] for i in datasets), []
+        total, choice = sum(self._tokens[i] for i in datasets), []
         # One by one, since each choice depends on the lengths of those before.
         while tokens > 0:
             k = int((shares * total - taken).argmax())  # the first of those furthest behind their share
             length = orders[k].lengths[at[k]]
-            chosen.append(datasets[k])
+            choice.append(datasets[k])
             taken[k] += length
             total += length
             tokens -= length
             at[k] += 1
             if at[k] == len(orders[k].lengths):
                 break
-        return np.array(chosen)
+        return np.array(choice)
 
 
 def shuffled(places: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:

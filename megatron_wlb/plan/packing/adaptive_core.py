@@ -60,10 +60,10 @@ def choose(
     """
     sizes = (num_micro_batches, max_tokens, context_length, max_delay_steps)
     if native.core is not None:
-        chosen: tuple[np.ndarray, np.ndarray] = native.core.choose_adaptive(
+        choice: tuple[np.ndarray, np.ndarray] = native.core.choose_adaptive(
             lengths, work, arrivals, step, credit, *sizes
         )
-        return chosen
+        return choice
     columns = (lengths.tolist(), work.tolist(), arrivals.tolist())
     pool = [_Document(*row) for row in zip(range(len(lengths)), *columns, strict=True)]
     return _Step(pool, step, *sizes).choose(credit)
@@ -149,7 +149,7 @@ class _Step:
                 bins.add_to_lightest(document)
         liquid = self._liquid(fluid, credit)
         released = self._release(solid, bins, liquid)
-        chosen = forced + [solid[r] for r in released]
+        documents = forced + [solid[r] for r in released]
         tokens = bins.total_tokens + sum(solid[r].length for r in released)
         target = tokens + liquid.poured(tokens)
         for document in fluid:
@@ -157,8 +157,8 @@ class _Step:
             if over > 0 and over > target - tokens:
                 break
             tokens += document.length
-            chosen.append(document)
-        return self._place(chosen)
+            documents.append(document)
+        return self._place(documents)
 
     def _is_forced(self, document: _Document) -> bool:
         return self._step - document.arrival >= self._max_delay_steps - FORCED_STEPS
@@ -200,7 +200,7 @@ class _Step:
         best: tuple[float, list[int]] | None = None
         fallback: tuple[tuple[float, float], list[int]] | None = None
         for start in [*range(0, len(solid), stride), len(solid)]:
-            bins, chosen, relief, oldest = forced.copy(), [], 0.0, 0
+            bins, rows, relief, oldest = forced.copy(), [], 0.0, 0
             cap = solid[start].work * (1 + TOLERANCE) if start < len(solid) and capped else math.inf
             for r in range(start, len(solid) + 1):
                 last = r == len(solid)
@@ -209,20 +209,20 @@ class _Step:
                     if not self._fits(document, bins, cap, fluid):
                         continue
                     bins.add_to_lightest(document)
-                    chosen.append(r)
+                    rows.append(r)
                     age = max(0, self._step - document.arrival)
                     oldest = max(oldest, age)
                     relief += document.length * (age + 1.0)
-                if not last and len(chosen) % every:
+                if not last and len(rows) % every:
                     continue
                 full, ratio = self._judge(bins, fluid)
                 if full == 1.0 and ratio <= min(1 + TOLERANCE + AGE_TOLERANCE * oldest, RATIO_LIMIT):
                     value = relief / self._batch_tokens - IMBALANCE_PRICE * (ratio - 1)
                     value -= TOKEN_PRICE * abs(max(bins.total_tokens, fluid.target) / self._batch_tokens - 1)
                     if best is None or value > best[0]:
-                        best = (value, list(chosen))
+                        best = (value, list(rows))
                 if fallback is None or (-full, ratio) < fallback[0]:
-                    fallback = ((-full, ratio), list(chosen))
+                    fallback = ((-full, ratio), list(rows))
         assert fallback is not None  # the empty set was judged
         return best and best[1], -fallback[0][0], fallback[1]
 
@@ -251,11 +251,11 @@ class _Step:
         level = mean + lacking / (self._n - short) if short < self._n else 2.0 * mean
         return full, max(float(bins.largest), level) / mean
 
-    def _place(self, chosen: list[_Document]) -> tuple[np.ndarray, np.ndarray]:
+    def _place(self, documents: list[_Document]) -> tuple[np.ndarray, np.ndarray]:
         """Longest first (forced ones before all) into the lightest micro-batch with room; then refine."""
         micro_batches: list[list[_Document]] = [[] for _ in range(self._n)]
         work, tokens = [0] * self._n, [0] * self._n
-        for document in sorted(chosen, key=lambda d: (not self._is_forced(d), -d.length, d.index)):
+        for document in sorted(documents, key=lambda d: (not self._is_forced(d), -d.length, d.index)):
             room = [i for i in range(self._n) if tokens[i] + document.length <= self._max_tokens]
             if not room:
                 continue

@@ -108,10 +108,10 @@ class IlpPolicy(WindowPolicy):
                 f"HiGHS found no packing of {counts.sum()} documents into {num_windows} windows within "
                 f"{TIME_LIMIT_SECONDS} s ({result.message}); raise the time limit or pack fewer global batches"
             )
-        placed = np.rint(result.x[x]).astype(np.int64).reshape(num_lengths, num_windows)
-        if (placed.sum(1) != counts).any() or (lengths @ placed > self._job.context_length).any():
+        numbers = np.rint(result.x[x]).astype(np.int64).reshape(num_lengths, num_windows)
+        if (numbers.sum(1) != counts).any() or (lengths @ numbers > self._job.context_length).any():
             raise RuntimeError(
                 f"HiGHS' packing of {counts.sum()} documents breaks a window of {self._job.context_length} tokens or "
                 "loses a document by its tolerance; choose another policy"
             )
-        return placed
+        return numbers

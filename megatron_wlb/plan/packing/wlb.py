@@ -135,14 +135,14 @@ def place(lengths: np.ndarray, work: np.ndarray, num_micro_batches: int, max_tok
         max_tokens: S_max.
     """
     if native.core is not None:
-        placed: np.ndarray = native.core.place_wlb(lengths, work, num_micro_batches, max_tokens)
-        return placed
-    tokens, load, chosen = [0] * num_micro_batches, [0] * num_micro_batches, []
+        micro_batch: np.ndarray = native.core.place_wlb(lengths, work, num_micro_batches, max_tokens)
+        return micro_batch
+    tokens, load, micro_batches = [0] * num_micro_batches, [0] * num_micro_batches, []
     for length, amount in zip(lengths.tolist(), work.tolist(), strict=True):
         lightest, shortest = load.index(min(load)), tokens.index(min(tokens))
         fitting = [i for i in (lightest, shortest) if tokens[i] + length <= max_tokens]
         if fitting:
             tokens[fitting[0]] += length
             load[fitting[0]] += amount
-        chosen.append(fitting[0] if fitting else num_micro_batches)
-    return np.array(chosen, np.int64)
+        micro_batches.append(fitting[0] if fitting else num_micro_batches)
+    return np.array(micro_batches, np.int64)

@@ -39,13 +39,13 @@ def shard(lengths: np.ndarray, job: "Job") -> tuple[np.ndarray, ShardPlan]:
     tokens, cp, kernel = int(lengths.sum()), job.parallel.cp, attention_kernel(job)
     padding = -tokens % job.unit_tokens if tokens else job.unit_tokens
 
-    def divided(order: np.ndarray, strategy: str) -> tuple[np.ndarray, ShardPlan]:
+    def pad_and_divide(order: np.ndarray, strategy: str) -> tuple[np.ndarray, ShardPlan]:
         padded = np.append(lengths[order], [padding] if padding else []).astype(np.int64)
         return order, divide(padded, cp, strategy, kernel)
 
-    choices = [divided(np.arange(len(lengths)), job.cp_sharding)]
+    choices = [pad_and_divide(np.arange(len(lengths)), job.cp_sharding)]
     if cp > 1 and job.reorders and "per-sequence" in STRATEGIES[job.cp_sharding]:
-        choices.append(divided(mirrored_order(lengths), "per-sequence"))
+        choices.append(pad_and_divide(mirrored_order(lengths), "per-sequence"))
     return min(choices, key=lambda choice: choice[1].time)
 
 
