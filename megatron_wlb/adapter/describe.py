@@ -30,19 +30,13 @@ def check(args: Namespace) -> None:
     if run.attention_backend == "megatron":
         _check_upstream_attention(args)
     settings = PlanSettings.from_args(args)
-    model_ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
-    dp = max(1, args.world_size // model_ranks)
+    parallel = _parallel(args)
     try:
         describe.make_job(
             model=MODELS["550m"],  # stands in for sizes that only validation settles
             context_length=args.seq_length,
-            num_micro_batches=args.global_batch_size or dp,
-            parallel=Parallel(
-                tp=args.tensor_model_parallel_size,
-                cp=args.context_parallel_size,
-                dp=dp,
-                sequence_parallel=args.sequence_parallel,
-            ),
+            num_micro_batches=args.global_batch_size or parallel.dp,
+            parallel=parallel,
             packing=policy,
             settings=replace(
                 settings, memory_budget=None, max_tokens=None if settings.max_tokens == "auto" else settings.max_tokens
@@ -59,22 +53,15 @@ def make_job(args: Namespace) -> Job:
     Raises ValueError for settings that contradict each other, and where weights or activations do not fit the GPU.
     """
     settings = PlanSettings.from_args(args)
-    edges = args.account_for_embedding_in_pipeline_split and args.account_for_loss_in_pipeline_split
     modules = set(args.recompute_modules or ()) - ({"mlp"} if args.num_experts else set())  # only dense layers have one
     return describe.make_job(
         model=_model_shape(args),
         context_length=args.seq_length,
         num_micro_batches=args.global_batch_size,
-        parallel=Parallel(
-            tp=args.tensor_model_parallel_size,
-            cp=args.context_parallel_size,
-            pp=args.pipeline_model_parallel_size,
+        parallel=replace(
+            _parallel(args),
             vpp=args.virtual_pipeline_model_parallel_size or 1,
-            dp=args.data_parallel_size,
-            ep=args.expert_model_parallel_size,
-            sequence_parallel=args.sequence_parallel,
             group_size=args.microbatch_group_size_per_vp_stage,
-            edge_layers=int(edges),
         ),
         packing=packing.from_args(args),
         settings=settings,
@@ -89,6 +76,21 @@ def make_job(args: Namespace) -> Job:
             num_layers=args.recompute_num_layers,
             modules=tuple(sorted(modules)),
         ),
+    )
+
+
+def _parallel(args: Namespace) -> Parallel:
+    """The layout, but for the virtual stages that only validation counts."""
+    tp, cp, pp = args.tensor_model_parallel_size, args.context_parallel_size, args.pipeline_model_parallel_size
+    edges = args.account_for_embedding_in_pipeline_split and args.account_for_loss_in_pipeline_split
+    return Parallel(
+        tp=tp,
+        cp=cp,
+        pp=pp,
+        dp=max(1, args.world_size // (tp * cp * pp)),
+        ep=args.expert_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+        edge_layers=int(edges),
     )
 
 
