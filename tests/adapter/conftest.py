@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_wlb.adapter import cpu
+from megatron_wlb.runtime.backends import choose_backend
 from tests.adapter.datasets import write_dataset
 
 if not torch.cuda.is_available():
@@ -30,6 +31,7 @@ def _read_docstrings_once():
 
 
 _read_docstrings_once()
+choose_backend("cpu")  # tries it, once
 
 
 @pytest.fixture(scope="session")
