@@ -3,7 +3,7 @@
     python -m benchmarks.telemetry [--steps S] [--check]
 
 Real training on two processes (DP=2), each pinned to a core, TensorBoard on in every step; of the rank that writes.
-And the writing of one step alone at N = 2048, of which every data-parallel rank has 32. CPU time of the thread that
+And the writing of one step alone at N = 2048, of which every data-parallel rank has 8. CPU time of the thread that
 trains is no wait for messages and little disturbed by what else runs. Writes benchmarks/results/telemetry.json.
 """
 
@@ -78,7 +78,7 @@ def writing(folder: Path) -> list[float]:
     writer = telemetry.Telemetry(
         argparse.Namespace(tensorboard_log_interval=1, tensorboard_dir=str(folder), wandb_project=None)
     )
-    job = job_7b(NUM_MICRO_BATCHES, parallel=Parallel(cp=8, pp=4, dp=NUM_MICRO_BATCHES // 32))
+    job = job_7b(NUM_MICRO_BATCHES, parallel=Parallel(cp=8, pp=4, dp=NUM_MICRO_BATCHES // 8))
     steps = packer(f2(100_000, 0), job)
     times = []
     for iteration in range(1, WRITTEN_STEPS + 1):

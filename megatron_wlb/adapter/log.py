@@ -12,15 +12,16 @@ from megatron_wlb.plan.step import StepPlan
 
 def summary(plan: StepPlan, loss: float, step_seconds: float, wait_seconds: float) -> dict[str, Any]:
     """What every line says of a step, as JSON types."""
+    tokens = plan.tokens
     return {
         "step": plan.step + 1,
         "digest": f"{plan.digest:016x}",
         "loss": loss,
-        "tokens": plan.tokens,
+        "tokens": tokens,
         "padded_tokens": sum(m.padded_tokens for m in plan.micro_batches),
         "imbalance_original": metrics.imbalance(plan.original_work),
         "imbalance": metrics.imbalance(plan.work),
-        "delay_mean_steps": sum(max(0, steps) * tokens for steps, tokens in plan.delays.items()) / plan.tokens,
+        "delay_mean_steps": sum(max(0, steps) * late for steps, late in plan.delays.items()) / tokens,
         "delay_max_steps": max(plan.delays),
         "waiting_documents": plan.num_waiting,
         "delays_tokens": plan.delays,

@@ -89,7 +89,7 @@ class Telemetry:
     def _scalars(self, plan: StepPlan, entry: dict[str, Any], imbalance: float | None) -> dict[str, float]:
         step_seconds = entry["step_ms"] / 1e3
         scalars = {
-            "tokens": plan.tokens,
+            "tokens": entry["tokens"],
             "imbalance": entry["imbalance"],
             "imbalance-original": entry["imbalance_original"],
             "delay-mean": entry["delay_mean_steps"],

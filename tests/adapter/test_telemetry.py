@@ -68,8 +68,8 @@ def test_wandb_gets_the_same(monkeypatch):
     monkeypatch.setattr(telemetry, "get_tensorboard_writer", lambda: None)
     args = SimpleNamespace(tensorboard_log_interval=1, tensorboard_dir=None, wandb_project="p")
     micro_batch = SimpleNamespace(shards=SimpleNamespace(strategy="hybrid"))
-    plan = SimpleNamespace(tokens=30, num_waiting=1, cost=10, delays={-1: 10, 2: 20}, micro_batches=[micro_batch])
-    names = "imbalance imbalance_original delay_mean_steps delay_max_steps plan_wait_ms step_ms".split()
+    plan = SimpleNamespace(num_waiting=1, cost=10, delays={-1: 10, 2: 20}, micro_batches=[micro_batch])
+    names = "tokens imbalance imbalance_original delay_mean_steps delay_max_steps plan_wait_ms step_ms".split()
     telemetry.Telemetry(args).write(7, plan, dict.fromkeys(names, 1.0), 1.25)
     ((values, step),) = logged
     assert step == 7
