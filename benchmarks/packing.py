@@ -34,7 +34,8 @@ from megatron_wlb.plan.packing.base import Packing
 from megatron_wlb.plan.packing.fixed import FixedPacking
 from megatron_wlb.plan.packing.ilp import IlpPacking
 from megatron_wlb.plan.packing.original import OriginalPacking
-from megatron_wlb.plan.packing.wlb import WlbPacking, place
+from megatron_wlb.plan.packing.wlb import WlbPacking, longest_first, place
+from megatron_wlb.plan.types import DOCUMENT
 
 # Thresholds of Algorithm 1 in shares of the window.
 TUNINGS = (
@@ -167,10 +168,11 @@ def timings(quick: bool) -> list[Row]:
         for what, times in zip(("whole step", "core"), step_times(lengths, n, steps), strict=True):
             rows.append({"what": f"{what}, N={n}", "documents": n * 30, **spread(times[len(times) // 10 :])})
     for n, documents in ((4, 1_000), (2048, 60_000)):
-        column, order = lengths[:documents], np.arange(documents)
+        column, late = np.zeros(documents, DOCUMENT), np.zeros(documents, bool)
+        column["index"], column["length"] = np.arange(documents), lengths[:documents]
 
-        def placement(n: int = n, column: np.ndarray = column, order: np.ndarray = order) -> None:
-            longest = column[np.lexsort((order, -column))]
+        def placement(n: int = n, column: np.ndarray = column, late: np.ndarray = late) -> None:
+            longest = column["length"][longest_first(column, late)]
             place(longest, document_work(longest, CROSSOVER), n, 1 << 26)
 
         times = [timed(placement) for _ in range(20 if n > 4 else 200)]

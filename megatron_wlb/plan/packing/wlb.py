@@ -80,10 +80,11 @@ class WlbPolicy:
         late = self._remained["arrival"] + LATE_STEPS < step
         documents = np.concatenate((self._remained, *self._released(arrived)))
         late = np.pad(late, (0, len(documents) - len(late)))
-        documents = documents[np.lexsort((documents["index"], -documents["length"], ~late))]
+        documents = documents[longest_first(documents, late)]
         work = document_work(documents["length"], self._job.crossover_tokens)
         micro_batch = place(documents["length"], work, n, max_tokens)
-        self._remained = np.sort(documents[micro_batch == n], order="index")
+        remained = documents[micro_batch == n]
+        self._remained = remained[np.argsort(remained["index"])]
         order = np.argsort(micro_batch, kind="stable")
         bounds = np.searchsorted(micro_batch[order], np.arange(n + 1))
         return Packing(documents=documents[order[: bounds[-1]]], bounds=bounds)
@@ -102,7 +103,7 @@ class WlbPolicy:
     def _release_longest(self) -> None:
         """The longest N outliers remain for this step, without waiting for others."""
         rows = np.concatenate((np.empty(0, DOCUMENT), *self._queues))
-        longest = np.lexsort((rows["index"], -rows["length"]))[: self._job.num_micro_batches]
+        longest = longest_first(rows, np.zeros(len(rows), bool))[: self._job.num_micro_batches]
         self._load(rows=np.delete(rows, longest), remained=np.concatenate((self._remained, rows[longest])))
 
     def waiting(self) -> dict[str, np.ndarray]:
@@ -119,6 +120,16 @@ class WlbPolicy:
         level = np.searchsorted(self._thresholds, rows["length"], side="right")
         self._queues = [rows[level == i + 1] for i in range(len(self._thresholds))]
         self._remained = np.sort(np.concatenate((remained, rows[level == 0])), order="index")
+
+
+def longest_first(documents: np.ndarray, late: np.ndarray) -> np.ndarray:
+    """The order of DOCUMENT [n]: those that are `late` (bool [n]) first, then by falling length, then by index.
+
+    By one key a document, which is several times as fast as by three. It holds as long as the indices of documents that
+    wait together differ by less than 2 ** 36.
+    """
+    index = documents["index"] - documents["index"].min(initial=1 << 62)
+    return np.argsort((~late).astype(np.int64) << 62 | (1 << 26) - documents["length"] << 36 | index)
 
 
 def place(lengths: np.ndarray, work: np.ndarray, num_micro_batches: int, max_tokens: int) -> np.ndarray:
