@@ -171,9 +171,11 @@ def timings(quick: bool) -> list[Row]:
         column, late = np.zeros(documents, DOCUMENT), np.zeros(documents, bool)
         column["index"], column["length"] = np.arange(documents), lengths[:documents]
 
-        def placement(n: int = n, column: np.ndarray = column, late: np.ndarray = late) -> None:
-            longest = column["length"][longest_first(column, late)]
-            place(longest, document_work(longest, CROSSOVER), n, 1 << 26)
+        work = document_work(column["length"], CROSSOVER)
+
+        def placement(n: int = n, rows: np.ndarray = column, late: np.ndarray = late, work: np.ndarray = work) -> None:
+            order = longest_first(rows, late)
+            place(rows["length"][order], work[order], n, 1 << 26)
 
         times = [timed(placement) for _ in range(20 if n > 4 else 200)]
         rows.append({"what": f"placement alone, {documents} documents on {n}", "documents": documents, **spread(times)})

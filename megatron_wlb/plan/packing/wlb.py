@@ -125,11 +125,9 @@ class WlbPolicy:
 def longest_first(documents: np.ndarray, late: np.ndarray) -> np.ndarray:
     """The order of DOCUMENT [n]: those that are `late` (bool [n]) first, then by falling length, then by index.
 
-    By one key a document, which is several times as fast as by three. It holds as long as the indices of documents that
-    wait together differ by less than 2 ** 36.
+    By one key a document, which for many is several times as fast as three; it holds for the first 2 ** 36 documents.
     """
-    index = documents["index"] - documents["index"].min(initial=1 << 62)
-    return np.argsort((~late).astype(np.int64) << 62 | (1 << 26) - documents["length"] << 36 | index)
+    return np.argsort((late * (1 << 26) + documents["length"]) * -(1 << 36) + documents["index"])
 
 
 def place(lengths: np.ndarray, work: np.ndarray, num_micro_batches: int, max_tokens: int) -> np.ndarray:
