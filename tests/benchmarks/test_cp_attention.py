@@ -23,7 +23,7 @@ from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import get_backend
 
 ROOT = Path(__file__).parent.parent.parent
-BLOCKED = "rich matplotlib jsonschema megatron pyarrow".split()
+BLOCKED = "rich matplotlib megatron pyarrow".split()
 PLAN = per_document(np.array([261, 18, 533, 1, 142, 424, 5], np.int64), 4)
 COMMON = {"model", "window", "cp", "total_ms", "min_ms", "max_ms", "ms"}
 KEYS = {
