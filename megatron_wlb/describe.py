@@ -1,5 +1,6 @@
-"""From settings to the description of a job: what they leave open is settled here, for training and for commands."""
+"""Makes a `Job` from settings and fills in what they leave open, for training and for commands."""
 
+import dataclasses
 import math
 from dataclasses import dataclass, replace
 from operator import index
@@ -7,15 +8,16 @@ from typing import Any, Literal
 
 from megatron_wlb.cost.attention import load_profile
 from megatron_wlb.cost.memory import largest_max_tokens
-from megatron_wlb.job import CP_SHARDINGS, MAX_TOKENS, Job, Parallel
+from megatron_wlb.job import MAX_TOKENS, Job, Parallel
 from megatron_wlb.model import ModelShape
 from megatron_wlb.plan.packing import DEFAULT_POLICY, POLICIES
 from megatron_wlb.plan.packing.base import Packing
-from megatron_wlb.settings import Settings, integer_or_auto, setting
+from megatron_wlb.plan.sharding.select import Sharding
+from megatron_wlb.settings import integer_or_auto, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanSettings(Settings):
+class PlanSettings(Sharding):
     """What planning goes by, besides the packing policy. Lengths are in trained tokens."""
 
     max_tokens: int | Literal["auto"] | None = setting(
@@ -23,6 +25,7 @@ class PlanSettings(Settings):
         "S_max: longest micro-batch in tokens, bounded by memory; at least --seq-length. auto: the largest whose "
         "activations fit --wlb-memory-budget. Default: 1.25 times --seq-length.",
         parse=integer_or_auto,
+        word="auto",
         least=1,
         most=MAX_TOKENS,
     )
@@ -46,24 +49,6 @@ class PlanSettings(Settings):
         None,
         "Kernel times of the device: a shipped profile or a JSON file. Default: h100-fa2 on GPUs, flops (counts "
         "attended pairs) without.",
-    )
-    cp_sharding: str = setting(
-        "auto",
-        "How a micro-batch is divided over context-parallel ranks. hybrid: long documents per document, in tiles of "
-        "the kernel, short ones whole. auto: whichever of the three has the fastest slowest rank for this "
-        "micro-batch, by the kernel times of --wlb-profile. wlb: as WLB-LLM has it, the same without hybrid.",
-        choices=CP_SHARDINGS,
-    )
-    cp_head_groups: int = setting(
-        2,
-        "Groups of key heads in which context-parallel attention gathers K and V, each while the one before computes; "
-        "1 hides no communication.",
-        parse=int,
-        least=1,
-        most=1 << 10,
-    )
-    save_gathered_kv: bool = setting(
-        False, "Keep gathered K and V for backward instead of gathering them again: faster, for memory in every layer."
     )
 
 
@@ -99,9 +84,7 @@ def make_job(
     fields: dict[str, Any] = {
         "crossover_tokens": settings.crossover or profile.crossover_for(model),
         "packing": POLICIES[DEFAULT_POLICY]() if packing is None else packing,
-        "cp_sharding": settings.cp_sharding,
-        "cp_head_groups": settings.cp_head_groups,
-        "save_gathered_kv": settings.save_gathered_kv,
+        **{f.name: getattr(settings, f.name) for f in dataclasses.fields(Sharding)},
         "profile": profile,
         "max_tokens": context_length,
     }

@@ -11,10 +11,10 @@ from megatron_wlb.cost.attention import KernelTimes, Profile
 from megatron_wlb.model import ModelShape
 from megatron_wlb.plan.packing import POLICIES
 from megatron_wlb.plan.packing.base import Packing
+from megatron_wlb.plan.sharding.select import Sharding
 
 MAX_TOKENS = 1 << 26
 """Longest micro-batch for which work stays exact in 64 bits, with room for sums over a global batch."""
-CP_SHARDINGS = ("per-sequence", "per-document", "hybrid", "wlb", "auto")
 CP_EXCHANGES = ("shared", "all", "ring")
 
 
@@ -49,6 +49,11 @@ class Parallel:
                 raise ValueError(f"{name} is {getattr(self, name)}; a parallel size must be at least 1")
 
     @property
+    def sequence_ranks(self) -> int:
+        """Tensor-parallel ranks that divide the sequence between attention and MLP."""
+        return self.tp if self.sequence_parallel else 1
+
+    @property
     def num_gpus(self) -> int:
         return self.tp * self.cp * self.pp * self.dp
 
@@ -66,8 +71,11 @@ class Recompute:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A training job. Lengths are in trained tokens. Raises ValueError for sizes that contradict each other."""
+class Job(Sharding):
+    """A training job, with the settings of context parallelism among its fields. Lengths are in trained tokens.
+
+    Raises ValueError for sizes that contradict each other.
+    """
 
     model: ModelShape
     parallel: Parallel = Parallel()
@@ -84,15 +92,9 @@ class Job:
     reorder: bool = True
     """Micro-batches are placed on data-parallel ranks and ordered there by work, and documents within a micro-batch
     may change places. False keeps them as they were packed, as Megatron and the paper do."""
-    cp_sharding: str = "auto"
-    """One of CP_SHARDINGS."""
-    cp_head_groups: int = 2
-    """Most groups of key heads in which K and V are exchanged, each while the one before computes."""
     cp_exchange: str = "shared"
     """Which K and V context-parallel ranks exchange. shared: of documents that live on several ranks; all: of all, by
     one all-gather, as in the paper; ring: of all, from rank to rank (`--cp-comm-type p2p`)."""
-    save_gathered_kv: bool = False
-    """Gathered K and V are kept for backward."""
     profile: Profile
     """Kernel times of the device."""
     bytes_per_value: int = 2
@@ -103,8 +105,9 @@ class Job:
     """Hidden dropout is over 0."""
     recompute: Recompute = Recompute()
 
-    def __post_init__(self) -> None:
-        for name in ("context_length", "num_micro_batches", "crossover_tokens", "cp_head_groups", "row_multiple"):
+    def check(self) -> None:
+        """Refuse sizes that contradict each other."""
+        for name in ("context_length", "num_micro_batches", "crossover_tokens", "row_multiple"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         unit, dp, count = self.unit_tokens, self.parallel.dp, self.num_micro_batches
@@ -130,8 +133,6 @@ class Job:
                 f"the work of {count} micro-batches of {self.max_tokens} tokens at a crossover of "
                 f"{self.crossover_tokens} overflows 64 bits; lower one of them"
             )
-        if self.cp_sharding not in CP_SHARDINGS:
-            raise ValueError(f"cp_sharding is {self.cp_sharding!r}; choose one of {', '.join(CP_SHARDINGS)}")
         if self.cp_exchange not in CP_EXCHANGES:
             raise ValueError(f"cp_exchange is {self.cp_exchange!r}; choose one of {', '.join(CP_EXCHANGES)}")
 
@@ -142,7 +143,7 @@ class Job:
         Context-parallel ranks hold two equal chunks each, and sequence-parallel ranks equal parts of what they hold.
         """
         p = self.parallel
-        rows = (p.tp if p.sequence_parallel else 1) * self.row_multiple
+        rows = p.sequence_ranks * self.row_multiple
         return p.cp * math.lcm(2, rows) if p.cp > 1 else rows
 
     @property

@@ -1,7 +1,7 @@
 """Settings: each is defined, defaulted and checked once, beside what it acts on; flags follow from that."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import field, fields
 from typing import Any, Self
 
@@ -14,6 +14,7 @@ def setting(
     choices: tuple[str, ...] = (),
     least: float | None = None,
     most: float | None = None,
+    word: str | None = None,
 ) -> Any:
     """A field of a `Settings` dataclass.
 
@@ -24,6 +25,7 @@ def setting(
         choices: the values that are allowed.
         least: smallest number that is allowed.
         most: largest number that is allowed.
+        word: what may stand instead of a number.
     """
     return field(default=default, metadata={k: v for k, v in locals().items() if k != "default"})
 
@@ -36,19 +38,27 @@ class Settings:
     def __post_init__(self) -> None:
         for f in fields(self):  # type: ignore[arg-type]
             value = getattr(self, f.name)
-            choices, least, most = (f.metadata[key] for key in ("choices", "least", "most"))
+            choices, least, most = (f.metadata.get(key) for key in ("choices", "least", "most"))
             if choices and value not in choices:
                 raise ValueError(f"{flag(f.name)} is {value!r}; choose one of {', '.join(choices)}")
-            if least is not None and isinstance(value, int | float) and not least <= value <= most:
-                raise ValueError(f"{flag(f.name)} is {value}; it must be from {least} to {most}")
+            if least is None or most is None or value is None or value == f.metadata["word"]:
+                continue
+            if not isinstance(value, int | float) or not least <= value <= most:
+                raise ValueError(f"{flag(f.name)} is {value!r}; it must be from {least} to {most}")
+        self.check()
+
+    def check(self) -> None:
+        """What ranges and choices cannot say; raises ValueError."""
 
     @classmethod
-    def add_flags(cls, group: Any) -> None:
-        """Add a flag for every setting to an argparse parser or argument group.
+    def add_flags(cls, group: Any, without: Collection[str] = ()) -> None:
+        """Add a flag for every setting, but those of the names `without`, to an argparse parser or argument group.
 
         Choices and ranges are checked when the settings are made, which serves those who come without flags as well.
         """
         for f in fields(cls):  # type: ignore[arg-type]
+            if f.name in without:
+                continue
             text = f.metadata["help"].replace("%", "%%")
             if f.default is False:
                 group.add_argument(flag(f.name), action="store_true", help=text)

@@ -38,7 +38,8 @@ def test_flags_are_generated_from_settings():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"), [({"count": 10}, "--wlb-count is 10; .* 1 to 9"), ({"kind": "c"}, "a, b")]
+    ("wrong", "message"),
+    [({"count": 10}, "--wlb-count is 10; .* 1 to 9"), ({"count": "many"}, "1 to 9"), ({"kind": "c"}, "a, b")],
 )
 def test_a_setting_is_checked_where_it_is_made(wrong, message):
     with pytest.raises(ValueError, match=message):

@@ -69,7 +69,7 @@ class Report:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Within, upstream logs a step and counts its operations by us."""
+        """Within, upstream's step log and its count of operations go through this class."""
         throughput = Throughput(self._trained_lengths)
         logged = functools.partial(self._logged, throughput)
         with (

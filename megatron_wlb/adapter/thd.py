@@ -70,7 +70,7 @@ class ThdShard:
 
 @dataclass
 class ThdPackedSeqParams(PackedSeqParams):
-    """With the order of its rows."""
+    """Upstream's parameters, and the order of the rows that they are for."""
 
     shard: ThdShard | None = None
 

@@ -136,7 +136,7 @@ class Training:
         parallel = self._job.parallel
         if parallel.pp > 1:
             # Every stage knows all lengths before its first receive.
-            ranks = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
+            ranks = parallel.cp * parallel.sequence_ranks
             rest["p2p_communicator"] = PlannedP2PCommunicator(
                 mpu.get_pipeline_model_parallel_group(),
                 get_model_config(model[0] if isinstance(model, list) else model),

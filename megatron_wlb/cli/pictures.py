@@ -119,5 +119,5 @@ def front(figure: Figure, rows: Sequence[dict[str, Any]], window: int, stars: Ma
 
 
 def _over_one(imbalance: float) -> float:
-    """For a logarithmic axis; nobody tells 1.0001 from 1."""
+    """The excess over 1, for a logarithmic axis; nobody tells 1.0001 from 1."""
     return max(imbalance - 1, 1e-4)

@@ -12,7 +12,7 @@ from megatron_wlb.pipeline.schedule import schedule_of
 
 def layer_input_bytes(job: Job) -> float:
     """The input of one layer, per token of a rank's part of the sequence."""
-    return job.bytes_per_value * job.model.hidden_size / _sequence_ranks(job)
+    return job.bytes_per_value * job.model.hidden_size / job.parallel.sequence_ranks
 
 
 def layer_bytes(job: Job) -> float:
@@ -26,7 +26,7 @@ def layer_bytes(job: Job) -> float:
     attention = w * (2 * model.query_size + 2 * copies * model.key_size) + 4 * model.num_attention_heads
     tensors = (3 if model.gated_linear_unit else 2) - ("moe_act" in dropped)
     mlp = 0 if dropped & {"mlp", "moe"} else w * model.ffn_hidden_size * tensors
-    return between / _sequence_ranks(job) + (attention + mlp) / job.parallel.tp
+    return between / job.parallel.sequence_ranks + (attention + mlp) / job.parallel.tp
 
 
 def peak_bytes(job: Job, stage: int, max_tokens: int | None = None) -> float:
@@ -55,8 +55,3 @@ def largest_max_tokens(job: Job, budget_bytes: float) -> int:
     """The largest S_max, a multiple of the job's unit, whose peak fits the budget on every stage; 0 if none does."""
     per_token = max(peak_bytes(job, stage, 1) for stage in range(job.parallel.pp))
     return int(budget_bytes / per_token) // job.unit_tokens * job.unit_tokens
-
-
-def _sequence_ranks(job: Job) -> int:
-    """Tensor-parallel ranks that divide the sequence between attention and MLP."""
-    return job.parallel.tp if job.parallel.sequence_parallel else 1

@@ -1,4 +1,4 @@
-"""Stream + policy + state: the micro-batches of step t, and nothing lost between steps."""
+"""Turns the document stream into micro-batches, step by step, and keeps the state in between."""
 
 import hashlib
 from dataclasses import dataclass

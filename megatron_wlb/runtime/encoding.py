@@ -22,7 +22,7 @@ class Encoded(NamedTuple):
     max_q: int = 0
     """Longest entry in queries, where kernels ask for it."""
     max_k: int = 0
-    """And in keys."""
+    """Longest entry in keys, likewise."""
 
 
 Encoding = Callable[[np.ndarray, np.ndarray], Encoded]

@@ -31,7 +31,7 @@ class SimulatedStep:
     timelines: tuple[Timeline, ...]
     """When they run, per data-parallel rank."""
     gradients: float
-    """From the end of the last pass until gradients are reduced on all stages."""
+    """Time from the end of the last pass until gradients are reduced on all stages."""
     optimizer: float
     parameters: float
     """Gathering of what the optimizer changed."""

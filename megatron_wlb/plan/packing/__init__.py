@@ -1,6 +1,7 @@
 """Packing policies: which documents run in a step, and in which micro-batch. A new one is a file, and its line here."""
 
 import argparse
+from dataclasses import fields
 from typing import Any
 
 from megatron_wlb.plan.packing.adaptive import AdaptivePacking
@@ -27,8 +28,10 @@ def add_flags(group: Any) -> None:
     names = ",".join(each.name for each in policies)
     text = f"{text} Default: {DEFAULT_POLICY}.".replace("%", "%%")
     group.add_argument("--wlb-packing", default=DEFAULT_POLICY, metavar=f"{{{names}}}", help=text)
+    known: set[str] = set()  # a policy may have the settings of another that it is derived from
     for each in policies:
-        each.add_flags(group)
+        each.add_flags(group, without=known)
+        known |= {f.name for f in fields(each)}  # type: ignore[arg-type]
 
 
 def from_args(args: argparse.Namespace) -> Packing:

@@ -27,4 +27,4 @@ class Packing(Settings):
 
     @abstractmethod
     def policy(self, job: "Job") -> Policy:
-        """The policy with nothing packed yet. Raises ValueError where the job is none that it can pack."""
+        """The policy with nothing packed yet. Raises ValueError if it cannot pack this job."""

@@ -36,7 +36,8 @@ class WlbPacking(base.Packing):
         parse=integers,
     )
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Refuse thresholds that are not lengths in increasing order."""
         thresholds = self.outlier_thresholds or (1,)
         if thresholds[0] < 1 or list(thresholds) != sorted(set(thresholds)):
             raise ValueError(

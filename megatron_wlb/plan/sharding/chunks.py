@@ -1,6 +1,6 @@
 """The paper's two shardings: 2 * CP chunks of the packed sequence, or of every document; rank r holds two of them.
 
-These are chunks r and 2 * CP - 1 - r, so that a rank has as many cheap tokens, early in a document, as dear ones.
+These are chunks r and 2 * CP - 1 - r, so that a rank has as many cheap tokens, early in a document, as expensive ones.
 """
 
 import numpy as np

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +13,7 @@ from megatron_wlb.plan.sharding.chunks import per_document, per_sequence
 from megatron_wlb.plan.sharding.exchange import num_sent
 from megatron_wlb.plan.sharding.hybrid import hybrid
 from megatron_wlb.plan.types import SEGMENT, Shard, ShardPlan
+from megatron_wlb.settings import Settings, setting
 
 if TYPE_CHECKING:
     from megatron_wlb.job import Job
@@ -26,7 +27,31 @@ STRATEGIES = {
     "wlb": ("per-sequence", "per-document"),
     "auto": ("per-sequence", "per-document", "hybrid"),
 }
-"""What every value of `Job.cp_sharding` compares."""
+"""What every value of `Sharding.cp_sharding` compares."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding(Settings):
+    """Settings of context parallelism."""
+
+    cp_sharding: str = setting(
+        "auto",
+        "How a micro-batch is divided over context-parallel ranks. hybrid: long documents per document, in tiles of "
+        "the kernel, short ones whole. auto: whichever of the three has the fastest slowest rank for this "
+        "micro-batch, by the kernel times of --wlb-profile. wlb: as WLB-LLM has it, the same without hybrid.",
+        choices=tuple(STRATEGIES),
+    )
+    cp_head_groups: int = setting(
+        2,
+        "Groups of key heads in which context-parallel attention gathers K and V, each while the one before computes; "
+        "1 hides no communication.",
+        parse=int,
+        least=1,
+        most=1 << 10,
+    )
+    save_gathered_kv: bool = setting(
+        False, "Keep gathered K and V for backward instead of gathering them again: faster, for memory in every layer."
+    )
 
 
 def shard(lengths: np.ndarray, job: "Job") -> tuple[np.ndarray, ShardPlan]:

@@ -30,7 +30,7 @@ _PREFERENCE = {"cuda": ("aten", "flash_attn_3", "flash_attn", "te", "triton"), "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What "auto" came to."""
+    """The backend that "auto" chose."""
 
     name: str
     refused: tuple[tuple[str, str], ...]
