@@ -9,6 +9,7 @@ import pytest
 from megatron_wlb.cost.memory import peak_bytes
 from megatron_wlb.describe import PlanSettings
 from megatron_wlb.job import MAX_TOKENS, Job, Recompute, differences
+from megatron_wlb.plan import packing
 from megatron_wlb.plan.packing import DEFAULT_POLICY, POLICIES
 from megatron_wlb.settings import Settings, flag_with_value, integers, setting
 from tests.jobs import job
@@ -141,3 +142,15 @@ def test_json_that_is_no_job_is_refused(wrong):
         Job.from_json(wrong)
     with pytest.raises(ValueError, match="not the description of a job"):
         Job.from_json(job().to_json() | {"profile": wrong})
+
+
+def test_a_policy_may_be_derived_from_another(monkeypatch):
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Derived(POLICIES["fixed"]):
+        name = "derived"
+
+    monkeypatch.setitem(POLICIES, "derived", Derived)
+    parser = argparse.ArgumentParser()
+    packing.add_flags(parser)
+    args = parser.parse_args(["--wlb-packing", "derived", "--wlb-global-batches", "3"])
+    assert packing.from_args(args) == Derived(global_batches=3)

@@ -57,7 +57,7 @@ def _digest(state: dict[str, Any]) -> str:
 
 
 def save(path: str | os.PathLike[str], state: dict[str, Any], job: "Job") -> None:
-    """Write a state and the job that it belongs to, atomically: a crash leaves the old file or the new one, never a part.
+    """Write a state and the job that it belongs to, atomically: a crash leaves the old file or the new, never a part.
 
     The job is there to be compared with that of the run that goes on; nothing depends on it. Raises OSError, naming the
     file, where the disk does not take it.
