@@ -17,8 +17,11 @@ import torch.distributed as dist
 
 _fork = mp.get_context("fork")
 
+HANGS_SECONDS = 600.0
+"""What takes longer hangs, on the slowest machine, too."""
 
-def run_world(fn: Callable[..., Any], size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+
+def run_world(fn: Callable[..., Any], size: int, *args: Any, timeout: float = HANGS_SECONDS) -> list[Any]:
     """`fn(*args)` in `size` forked processes with gloo initialised; the results by rank.
 
     Results are pickled. An exception in a process is raised here with its traceback (RuntimeError), and a world that

@@ -181,24 +181,34 @@ def test_what_ends_the_planner_reaches_the_training_loop(size, rank, error, data
 
     monkeypatch.setattr(step, "plan_step", failing)
     with pytest.raises(RuntimeError, match=rf"(?s){type(error).__name__}: {error}.*planning failed before step 2"):
-        train(size, dataset, "--train-iters", "4", log=path, timeout=60)
+        train(size, dataset, "--train-iters", "4", log=path)
     assert steps_of(path) == [1, 2]
 
 
 def test_a_signal_to_the_process_group_ends_the_run_with_a_checkpoint(dataset, tmp_path, monkeypatch):
-    """As launchers and clusters send it; the processes that read ahead get it, too."""
-    forward, sent = Training.forward_step, []
+    """As launchers and clusters send it; the process that reads ahead gets it, too, and reads the rest of the step."""
+    forward, tokens = Training.forward_step, data.DocumentDataset._tokens
+    sent, reads = tmp_path / "sent", tmp_path / "reads"
 
     def signalled(self, *args, **kwargs):
-        if self._plans.last_step == 1 and not sent:
-            sent.append(os.killpg(os.getpgrp(), signal.SIGTERM))
-            time.sleep(0.5)  # until who dies of it has
+        if self._plans.last_step == 1 and not sent.exists():
+            os.killpg(os.getpgrp(), signal.SIGTERM)
+            sent.write_text(str(os.getpid()))
         return forward(self, *args, **kwargs)
 
+    def noted(self, *args):
+        if sent.exists():
+            with reads.open("a") as file:
+                file.write(f"{os.getpid()}\n")
+        return tokens(self, *args)
+
     monkeypatch.setattr(Training, "forward_step", signalled)
+    monkeypatch.setattr(data.DocumentDataset, "_tokens", noted)
     flags = "--num-workers 1 --exit-signal-handler --train-iters 4 --save-interval 9 --ckpt-format torch".split()
     with pytest.raises(RuntimeError, match="SystemExit"):  # upstream's way to stop
         train(1, dataset, *flags, "--save", str(tmp_path))
+    (reader,) = set(reads.read_text().split())
+    assert reader != sent.read_text()
     assert state.load(state_path(str(tmp_path), 2))[0]["step"] == 2
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
 
@@ -207,9 +217,12 @@ def test_a_planner_that_was_killed_while_it_waited_is_missed():
     planner = Planner(packer(), job(), 0, first_step=0)
     last = step.PLAN_AHEAD
     planner.get(0)
-    while last not in planner._plans:
+    waits = False
+    while not waits:
+        assert planner._thread.is_alive()
+        with planner._changed:
+            waits = planner._next > last and bool(planner._changed._waiters)
         time.sleep(0.01)
-    time.sleep(0.1)  # until it waits
     thread = ctypes.c_ulong(planner._thread.ident)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(KeyboardInterrupt))
     assert planner.get(last).step == last

@@ -33,7 +33,7 @@ def test_blend_of_two_datasets(dataset, tmp_path):
 
 def test_ranks_that_plan_differently_stop_with_an_error(dataset):
     with pytest.raises(RuntimeError, match=r"ranks planned step 0 differently .*same dataset files, flags"):
-        train(2, dataset, *CP2, flags_of_rank={1: ["--wlb-outlier-thresholds", "40,160"]}, timeout=60)
+        train(2, dataset, *CP2, flags_of_rank={1: ["--wlb-outlier-thresholds", "40,160"]})
 
 
 def test_the_cores_give_the_same_run(dataset, tmp_path, monkeypatch):

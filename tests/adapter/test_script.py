@@ -20,7 +20,7 @@ def run(*command):
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False
     )
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tests.worlds import run_world
+from tests.worlds import HANGS_SECONDS, run_world
 
 MODEL = """
 --num-layers 4 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 8 --group-query-attention
@@ -38,7 +38,7 @@ def train(
     log: Path | None = None,
     wlb: bool = True,
     flags_of_rank: dict[int, list[str]] | None = None,
-    timeout: float = 120.0,
+    timeout: float = HANGS_SECONDS,
     without: str = "",
     prints: Path | None = None,
 ) -> dict[str, Any]:

@@ -131,7 +131,7 @@ Planner(make_packer(stream, described), described, 0, first_step=0).get(0)
 {ending}
 """
     for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == bool(ending), done.stderr
         assert done.stderr.count("Error") == bool(ending)
 

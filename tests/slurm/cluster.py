@@ -68,7 +68,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
         self._start("slurmctld", "-D")
         for name in nodes:
             self._start("slurmd", "-D", "-N", name)
-        self._wait(lambda: self.run("sinfo", "--noheader", "--format=%D %T") == "2 idle")
+        self._wait(self.idle)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -78,12 +78,12 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
         for daemon in reversed(self._daemons):
             daemon.terminate()
         for daemon in self._daemons:
-            daemon.wait(timeout=30)
+            daemon.wait(timeout=600)
 
     def run(self, *command: str, **environment: str) -> str:
         """Standard output of a command of Slurm's; its errors are raised, but for those of a controller that starts."""
         env = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), **environment}
-        finished = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+        finished = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
         if finished.returncode and command[0] != "sinfo":
             raise RuntimeError(f"{' '.join(command)}: {finished.stderr}")
         return finished.stdout.strip()
@@ -93,6 +93,10 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
         shown = self.run("scontrol", "show", "job", "--oneliner", job)
         return next(part.removeprefix("JobState=") for part in shown.split() if part.startswith("JobState="))
 
+    def idle(self) -> bool:
+        """Whether both nodes have nothing to do and nothing to clean up."""
+        return self.run("sinfo", "--noheader", "--format=%D %T") == "2 idle"
+
     def _start(self, name: str, *options: str) -> None:
         path = _find(name)
         assert path is not None
@@ -100,7 +104,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
         with (self.folder / f"{name}-{len(self._daemons)}.out").open("wb") as out:
             self._daemons.append(subprocess.Popen([path, *options], env=env, stdout=out, stderr=out))
 
-    def _wait(self, ready: object, seconds: float = 60.0) -> None:
+    def _wait(self, ready: object, seconds: float = 600.0) -> None:
         deadline = time.monotonic() + seconds
         while not ready():  # type: ignore[operator]
             died = [d.args for d in self._daemons if d.poll() is not None]
