@@ -29,9 +29,11 @@ class Data:
     shuffle: bool = True
     """Documents come in the order of training, not of the file."""
 
-    def stream(self, args: argparse.Namespace, kind: type[DocumentStream] = DocumentStream) -> DocumentStream:
-        """The documents of one pass."""
-        return kind(self.sources, seed=args.seed, context_length=args.seq_length, shuffle=self.shuffle, num_epochs=1)
+    def stream(
+        self, seed: int, context_length: int, num_epochs: int | None = None, kind: type[DocumentStream] = DocumentStream
+    ) -> DocumentStream:
+        """The documents from their beginning."""
+        return kind(self.sources, seed=seed, context_length=context_length, shuffle=self.shuffle, num_epochs=num_epochs)
 
 
 def add_lengths(parser: argparse.ArgumentParser) -> None:

@@ -134,8 +134,8 @@ def job_of(args: argparse.Namespace, notes: list[str], **fixed: Any) -> Job:
         what = "every layer" if args.recompute_method == "block" else "nothing"
         notes.append(f"Time is that of recomputing {what}; memory counts what --recompute flags say.")
     if args.global_batch_size is None:
-        args.global_batch_size = parallel.pp * parallel.dp
-        notes.append(f"Assumed: {args.global_batch_size} micro-batches a step, PP x DP (no --global-batch-size).")
+        fixed["num_micro_batches"] = count = parallel.pp * parallel.dp
+        notes.append(f"Assumed: {count} micro-batches a step, PP x DP (no --global-batch-size).")
     return _make(args, notes, model, parallel, fixed)
 
 
@@ -181,6 +181,7 @@ def _make(
     elif args.fp4_format:
         rows = 128
     details = {
+        "num_micro_batches": args.global_batch_size,
         "row_multiple": rows,
         "hidden_dropout": args.hidden_dropout > 0,
         "recompute": Recompute(
@@ -194,7 +195,6 @@ def _make(
         model=model,
         parallel=parallel,
         context_length=args.seq_length,
-        num_micro_batches=args.global_batch_size,
         packing=from_args(args),
         settings=settings,
         default_profile=DEFAULT_PROFILE,

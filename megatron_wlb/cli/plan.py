@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
             f"{', '.join(data.prefixes)} holds {total} tokens, under one global batch of {job.num_micro_batches} x "
             f"{job.context_length}, of which --no-flush makes no step; leave it out or give more documents"
         )
-    stream = data.stream(args, DocumentStream if args.flush else UnflushedStream)
+    stream = data.stream(args.seed, job.context_length, 1, DocumentStream if args.flush else UnflushedStream)
     packer = make_packer(stream, job, fingerprint="")
     measured: list[metrics.StepMetrics] = []
     with writer(args.output) as file, progress(total, args.output) as advance:

@@ -109,7 +109,7 @@ def _halves(args: argparse.Namespace, job: Job, notes: list[str]) -> tuple[np.nd
     data = documents_of(args, notes)
     if data.shuffle:
         most = args.steps * job.batch_tokens + 2 * job.context_length
-        lengths: np.ndarray = data.stream(args).take(most)["length"]
+        lengths: np.ndarray = data.stream(args.seed, job.context_length, num_epochs=1).take(most)["length"]
     else:
         lengths = np.asarray(data.sources[0].lengths)
     ends = np.cumsum(lengths)

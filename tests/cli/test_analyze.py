@@ -108,7 +108,12 @@ def test_the_crossover_of_the_simulated_times_by_hand(tmp_path, capsys):
     assert crossover == pytest.approx(by_times, rel=1e-3)
     assert f"--wlb-crossover {crossover}" in found["flags"]
     assert "by FLOPs alone, as training has it by default, it is 6656." in capsys.readouterr().out
-    assert setup_of(described(line, "--wlb-crossover 900").args).job.crossover_tokens == 900
+    given = described(line).args
+    before = vars(given).copy()
+    assert setup_of(given).job.crossover_tokens == crossover and vars(given) == before
+    for value in (900, 6656):
+        setup = setup_of(described(line, f"--wlb-crossover {value}").args)
+        assert setup.job.crossover_tokens == value and f"--wlb-crossover {value}" in flags_of(setup)
 
 
 @pytest.mark.parametrize(("words", "added"), [("--split 1", 1), ("--split 99,1,0", 0), ("--split 1 --eval-iters 9", 1)])
@@ -263,6 +268,7 @@ def test_without_torch(data):
         ("--data-path DATA --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 8 "
          "--num-gpus 8", r"groups of 2 micro-batches"),
         ("--data-path DATA --wlb-profile flops", r"profile flops counts attended pairs"),
+        ("--data-path DATA --wlb-attention-backend cuda", r"--wlb-attention-backend is 'cuda'; choose"),
         ("--data-path DATA --html - --json -", r"would be mixed on standard output"),
         ("--data-path DATA --html no/such/report.html", r"--html no/such/report.html: the folder .* does not exist"),
         ("--data-path DATA --json no/such/report.json", r"--json no/such/report.json: the folder .* does not exist"),

@@ -66,7 +66,7 @@ def steps_of(job: Job) -> tuple[int, int]:
 
 def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Report:
     """Simulate all schemes and sweep the front. `advance` is told of every step and every tuning."""
-    args, numbers, examples = setup.args, {}, {}
+    numbers, examples = {}, {}
     for name, job in schemes(setup.job).items():
         numbers[name], examples[name] = measure(setup, job, packed, simulated, advance)
     entries = {
@@ -74,17 +74,17 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
         "version": VERSION,
         "prediction": True,
         "job": setup.job.to_json(),
-        "model": args.model,
+        "model": setup.model,
         "data": data_entries(setup),
         "steps": {"warm_up": WARM_UP, "packed": packed, "simulated": simulated},
-        "profile": provenance(args.wlb_profile or DEFAULT_PROFILE, setup.job.profile),
+        "profile": profile_entries(setup.settings.profile or DEFAULT_PROFILE, setup.job.profile),
         "limit": _compare(numbers),
         "schemes": numbers,
         "front": front(setup, advance),
         "flags": flags_of(setup),
         "notes": setup.notes,
-        "ignored": args.ignored,
-        "refused": args.refused,
+        "ignored": setup.ignored,
+        "refused": setup.refused,
     }
     return Report(setup, entries, examples)
 
@@ -202,7 +202,7 @@ def data_entries(setup: Setup) -> dict[str, Any]:
     quantiles = np.quantile(lengths, (0.5, 0.9, 0.99, 1.0)).astype(int).tolist()
     return {
         "prefixes": setup.data.prefixes,
-        "seed": setup.args.seed,
+        "seed": setup.seed,
         "documents": len(lengths),
         "tokens": int(lengths.sum()),
         "length_quantiles": dict(zip(("p50", "p90", "p99", "max"), quantiles, strict=True)),
@@ -212,7 +212,7 @@ def data_entries(setup: Setup) -> dict[str, Any]:
     }
 
 
-def provenance(name: str, profile: Profile) -> dict[str, Any]:
+def profile_entries(name: str, profile: Profile) -> dict[str, Any]:
     """The profile of that name or path, what it says of its own errors, and the network."""
     cost = resources.files("megatron_wlb.cost")
     shipped = cost / "profiles" / f"{name}.json"
@@ -240,8 +240,8 @@ def tunings(job: Job) -> list[Job]:
 def front(setup: Setup, advance: Advance) -> list[dict[str, Any]]:
     """What `megatron-wlb tune` finds of some tunings that no other one beats, on documents in the order of training."""
     job = setup.job
-    steps = min(FRONT_STEPS, max(tune.LEAST_STEPS, FRONT_MICRO_BATCHES // job.num_micro_batches))
-    lengths = setup.stream().take(steps * job.batch_tokens)["length"].astype(np.int64)
+    tokens = job.batch_tokens * min(FRONT_STEPS, max(tune.LEAST_STEPS, FRONT_MICRO_BATCHES // job.num_micro_batches))
+    lengths = setup.data.stream(setup.seed, job.context_length).take(tokens)["length"].astype(np.int64)
     results = tune.sweep(lengths, tunings(job), advance)
     best = {tuning for tuning, _ in tune.front(results)}
     return [tune.point(tuning, summary, best=tuning in best) for tuning, summary in results]
