@@ -78,9 +78,9 @@ class WlbPolicy:
         arrived = draw.global_batch(BACKLOG_STEPS * n * max_tokens - int(self._remained["length"].sum()))
         if draw.exhausted:
             self._release_longest()
-        late = self._remained["arrival"] + LATE_STEPS < step
         documents = np.concatenate((self._remained, *self._released(arrived)))
-        late = np.pad(late, (0, len(documents) - len(late)))
+        late = np.zeros(len(documents), bool)
+        late[: len(self._remained)] = self._remained["arrival"] + LATE_STEPS < step
         documents = documents[longest_first(documents, late)]
         work = document_work(documents["length"], self._job.crossover_tokens)
         micro_batch = place(documents["length"], work, n, max_tokens)
