@@ -32,6 +32,11 @@ ENTRY = np.dtype(
 )
 
 BEGINS_ANEW = -1
+
+MAX_STEP_BYTES = 256 << 20
+"""Of a step unpacked, 6 million documents: far above any, so that a few hostile bytes do not fill the memory."""
+
+_MOST = 1 << 53
 _BEGIN = b"\x1f\x8b\x08" + bytes(5)
 """The first bytes of a gzip member without a time."""
 
@@ -39,7 +44,7 @@ _BEGIN = b"\x1f\x8b\x08" + bytes(5)
 def append(path: str | os.PathLike[str], step: int, packing: Packing, *, begins_anew: bool = False) -> None:
     """Append the micro-batches of a step, all or nothing; `begins_anew` where its data is the beginning of the stream.
 
-    Raises OSError, as `files.append`.
+    Raises OSError, as `files.append`, and ValueError for a step that is too large to be read again.
     """
     rows = np.empty(len(packing.documents), ENTRY)
     rows["step"] = step
@@ -52,58 +57,118 @@ def append(path: str | os.PathLike[str], step: int, packing: Packing, *, begins_
         rows = np.concatenate((mark, rows))
     buffer = io.BytesIO()
     np.save(buffer, rows)
+    if buffer.tell() > MAX_STEP_BYTES:
+        raise ValueError(
+            f"step {step} has {len(rows)} documents, {buffer.tell()} bytes where --wlb-document-log takes "
+            f"{MAX_STEP_BYTES}; train without it"
+        )
     files.append(path, gzip.compress(buffer.getvalue(), mtime=0), "--wlb-document-log")
 
 
 def mend(path: str | os.PathLike[str]) -> int:
     """Cut off what a crash left half written at the end; returns the number of bytes. A missing file is fine.
 
-    Reads no more than the last two steps. Raises ValueError for a file that is not a document log, or is damaged before
-    its last step.
+    Reads no more than the last whole step and what follows it; `read` looks at the others. Raises ValueError for a file
+    that is not a document log, or has no whole step before what a crash may leave.
     """
-    if not Path(path).exists() or (Path(path).is_file() and not Path(path).stat().st_size):
+    if not Path(path).exists():
         return 0
     if not Path(path).is_file():
         raise ValueError(f"{path} is not a document log but a folder, pipe or device; name another file")
     with open(path, "r+b") as file:
-        begin = size = os.fstat(file.fileno()).st_size
-        for _ in range(2):  # the last step, or the one before it, is whole
+        size = os.fstat(file.fileno()).st_size
+        if not size:
+            return 0
+        begin = _last_begin(file, size)
+        end = _end(file, begin)
+        if begin and not end:  # half written, so the one before it is the last whole step
             begin = _last_begin(file, begin)
-            file.seek(begin)
-            if steps := list(_steps(file)):
-                file.truncate(end := steps[-1][1])
-                return size - end
-    raise ValueError(f"{path} is not a document log, or is damaged before its last step; name another file")
+            end = _end(file, begin)
+        if not begin and not end:
+            raise ValueError(f"{path} is not a document log: it does not begin with a whole step; name another file")
+        if not end or _last_begin(file, size) > end:
+            raise ValueError(
+                f"{path} is damaged at byte {end or begin}, before its last step; restore it, or name another file"
+            )
+        file.truncate(end)
+    return size - end
 
 
 def read(path: str | os.PathLike[str]) -> np.ndarray:
     """ENTRY [n] of the whole run, marks of a new beginning too, in order of steps; of a step that ran again, the last.
 
-    Raises ValueError for a file that is not a document log, or is damaged before its last step.
+    Raises ValueError for a file that is damaged before its last step, or larger than the memory.
     """
+    steps: dict[int, np.ndarray] = {}
+    room = _memory_bytes() // 4  # what is made of the rows takes several times as much
     with open(path, "rb") as file:
-        whole = list(_steps(file))
-        end = whole[-1][1] if whole else 0
-        if not whole or _last_begin(file, os.fstat(file.fileno()).st_size) > end:  # more than one step is cut off
+        end = 0
+        for rows, member_end in _members(file):
+            end = member_end
+            room -= rows.nbytes
+            if room < 0:
+                raise ValueError(
+                    f"{path} unpacks to over a quarter of {_memory_bytes()} bytes of memory; audit it on a larger one"
+                )
+            if len(rows):
+                steps[int(rows["step"][0])] = rows
+        if not steps or _last_begin(file, os.fstat(file.fileno()).st_size) > end:  # more than one step is cut off
             raise ValueError(f"{path} is not a document log, or it is damaged at byte {end}; restore it")
-    steps = {int(rows["step"][0]): rows for rows, _ in whole}
     return np.concatenate([steps[step] for step in sorted(steps)])
 
 
-def _steps(file: BinaryIO) -> Iterator[tuple[np.ndarray, int]]:
-    """Every whole step from where the file is, and where it ends; up to the first that is none."""
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _members(file: BinaryIO) -> Iterator[tuple[np.ndarray, int]]:
+    """Every whole step of a log, and where it ends; up to the first that is none."""
     while True:
-        unpack, data = zlib.decompressobj(wbits=31), b""
+        unpack = zlib.decompressobj(wbits=31)
+        data = bytearray()
         try:
-            while not unpack.eof and (block := file.read(1 << 16)):
-                data += unpack.decompress(block)
-            rows = np.lib.format.read_array(io.BytesIO(data)) if unpack.eof else None
-        except (zlib.error, ValueError):
+            while not unpack.eof:
+                block = unpack.unconsumed_tail or file.read(1 << 20)
+                if not block:
+                    return
+                # Bounded, since a few bytes may stand for thousands.
+                data += unpack.decompress(block, MAX_STEP_BYTES + 1 - len(data))
+                if len(data) > MAX_STEP_BYTES:
+                    return
+        except zlib.error:
             return
-        if rows is None or rows.dtype != ENTRY or not rows.size:
+        rows = _rows(data)
+        if rows is None:
             return
         file.seek(-len(unpack.unused_data), os.SEEK_CUR)
         yield rows, file.tell()
+
+
+def _end(file: BinaryIO, begin: int) -> int:
+    """Where the whole steps from byte `begin` on end, 0 if there is none."""
+    file.seek(begin)
+    return max((end for _, end in _members(file)), default=0)
+
+
+def _rows(data: bytearray) -> np.ndarray | None:
+    """The array of a step, None for anything that `append` does not write. `numpy.load` would believe the header."""
+    start = 10 + int.from_bytes(data[8:10], "little")
+    count = max(0, len(data) - start) // ENTRY.itemsize
+    header = f"{{'descr': {ENTRY.descr!r}, 'fortran_order': False, 'shape': ({count},), }}"
+    # Versions of NumPy pad differently.
+    if data[:8] != b"\x93NUMPY\x01\x00" or bytes(data[10:start]).rstrip() != header.encode():
+        return None
+    if len(data) != start + count * ENTRY.itemsize:
+        return None
+    rows = np.frombuffer(data, ENTRY, count, start) if count else np.empty(0, ENTRY)
+    marks = rows["micro_batch"] == BEGINS_ANEW
+    if count and ((rows["step"] != rows["step"][0]).any() or marks[1:].any() or marks.all()):
+        return None
+    for name in ENTRY.names or ():
+        least = BEGINS_ANEW if name == "micro_batch" else 0
+        if count and not least <= rows[name].min() <= rows[name].max() <= _MOST:
+            return None
+    return rows
 
 
 def _last_begin(file: BinaryIO, stop: int) -> int:

@@ -1,6 +1,8 @@
 """The document log: what is written is read, whatever a crash leaves; and an audit that finds what it should."""
 
 import gzip
+import io
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -144,7 +146,7 @@ def test_what_is_no_log_is_left_alone(tmp_path):
 
 @pytest.mark.parametrize("damaged", [1, 4])
 def test_a_log_that_is_damaged_within_is_left_alone(damaged, logged):
-    """To cut it off there would lose the steps behind. To mend looks at the end only, however long the run."""
+    """To cut it off there would lose the steps behind."""
     path, *_ = logged
     data = bytearray(path.read_bytes())
     starts = begins(data)
@@ -155,10 +157,24 @@ def test_a_log_that_is_damaged_within_is_left_alone(damaged, logged):
         read(path)
     path.write_bytes(data[: starts[5] + 20])  # and the last step is half written
     if damaged == 4:
-        with pytest.raises(ValueError, match="is damaged before its last step"):
+        with pytest.raises(ValueError, match=f"is damaged at byte {starts[4]}, before its last step; restore it"):
             mend(path)
     else:
         assert mend(path) == 20
+    assert path.read_bytes() == data[: starts[5] + 20 * (damaged == 4)]
+
+
+@pytest.mark.parametrize("half_written", [0, 5, 40])
+def test_to_mend_is_to_look_at_the_end_only(half_written, logged, monkeypatch):
+    """A run of a billion documents begins no later than one of a thousand."""
+    path, entries, _ = logged
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:half_written])
+    looked_at, rows = [], document_log._rows
+    monkeypatch.setattr(document_log, "_rows", lambda data: looked_at.append(len(data)) or rows(data))
+    assert mend(path) == half_written
+    assert len(looked_at) == 1
+    assert np.array_equal(read(path), entries)
 
 
 def test_a_last_step_that_another_program_packed_is_left_alone(logged):
@@ -178,6 +194,67 @@ def test_the_last_step_is_found_across_the_blocks_that_are_read(tmp_path):
         with path.open("rb") as file:
             assert document_log._last_begin(file, path.stat().st_size) == place
             assert document_log._last_begin(file, place) == 0
+
+
+def changed(rows, name, place, value):
+    rows[name][place] = value
+    return rows
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows: changed(rows, "step", -1, 7),
+        lambda rows: changed(rows, "index", 0, -1),
+        lambda rows: changed(rows, "offset", 0, 1 << 62),
+        lambda rows: changed(rows, "micro_batch", 1, BEGINS_ANEW),
+        lambda rows: changed(rows, "micro_batch", slice(None), BEGINS_ANEW),
+        lambda rows: rows.astype([(name, "<i8") for name in rows.dtype.names]),
+        lambda rows: rows.reshape(1, -1),
+        lambda rows: np.array([{"pickled": 1}]),
+        lambda rows: b"\x93NUMPY\x01\x00\x76\x00" + b"{'descr': '<i8', 'shape': (1000000000000,), 'fortran_order': (",
+        lambda rows: b"",
+    ],
+)
+def test_what_no_run_writes_is_refused(change, logged):
+    path, entries, _ = logged
+    step = change(entries[entries["step"] == 1].copy())
+    if not isinstance(step, bytes):
+        buffer = io.BytesIO()
+        np.save(buffer, step)
+        step = buffer.getvalue()
+    step, whole = gzip.compress(step, mtime=0), path.read_bytes()
+    path.write_bytes(step)
+    with pytest.raises(ValueError, match="is not a document log, or it is damaged at byte 0"):
+        read(path)
+    path.write_bytes(whole + step + whole)
+    with pytest.raises(ValueError, match=f"damaged at byte {len(whole)}"):
+        read(path)
+
+
+def test_a_step_may_not_unpack_to_more_than_any_has(logged, monkeypatch):
+    path, *_ = logged
+    whole = path.read_bytes()
+    monkeypatch.setattr(document_log, "MAX_STEP_BYTES", 1 << 20)
+    path.write_bytes(whole + gzip.compress(bytes(64 << 20), mtime=0) + whole)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=f"damaged at byte {len(whole)}"):
+        read(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 << 20
+    monkeypatch.setattr(document_log, "MAX_STEP_BYTES", 100)
+    with pytest.raises(ValueError, match="step 0 has .* documents, .* bytes where --wlb-document-log takes 100"):
+        append(path, 0, packer_of("wlb").next().packing)
+
+
+def test_a_log_that_would_fill_the_memory_is_refused(logged, monkeypatch):
+    path, entries, _ = logged
+    monkeypatch.setattr(document_log, "_memory_bytes", lambda: 4 * entries.nbytes)
+    assert len(read(path)) == len(entries)
+    monkeypatch.setattr(document_log, "_memory_bytes", lambda: 4 * entries.nbytes - 4)
+    with pytest.raises(ValueError, match="unpacks to over a quarter of .* bytes of memory; audit it"):
+        read(path)
 
 
 def test_documents_that_the_datasets_have_not_are_named(logged):

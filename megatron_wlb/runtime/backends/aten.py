@@ -15,13 +15,14 @@ _COMMON = (
 )
 _FORWARD = (*_COMMON, "return_debug_mask")
 _BACKWARD = (*_COMMON, "grad_out", "out", "logsumexp", "rng_state", "unused")
+_WRITTEN_FOR = "torch 2.11 to 2.15"
 
 
 class AtenBackend:
     """`aten::_flash_attention_forward` and `_backward`: causal, aligned to the bottom right of every entry.
 
-    The operators are private to torch, so their schemas are compared with what is passed here: ValueError where a
-    version of torch takes other arguments. Bitwise reproducible under `torch.use_deterministic_algorithms(True)`.
+    The operators are private to torch, so their schemas are compared with what is passed and taken here: ValueError
+    where a version of torch has others. Bitwise reproducible under `torch.use_deterministic_algorithms(True)`.
 
     `torch.nn.attention.activate_flash_attention_impl("FA3")` (needs the package `flash_attn_interface`) or `"FA4"`
     (`flash_attn.cute`; 4.0.0b36 returns more than torch before 2.14.1 takes) puts other kernels under the same two
@@ -40,14 +41,19 @@ class AtenBackend:
     def __init__(self) -> None:
         self._forward = torch.ops.aten._flash_attention_forward.default
         self._backward = torch.ops.aten._flash_attention_backward.default
-        for operator, given in ((self._forward, _FORWARD), (self._backward, _BACKWARD)):
+        for operator, given, num_results in ((self._forward, _FORWARD, 5), (self._backward, _BACKWARD, 3)):
             schema = operator._schema
-            check_arguments(self.name, schema.name, schema_parameters(schema), given, "torch 2.11 to 2.15")
+            check_arguments(self.name, schema.name, schema_parameters(schema), given, _WRITTEN_FOR)
+            if len(schema.returns) != num_results:
+                raise ValueError(
+                    f"attention backend {self.name!r} was written for {_WRITTEN_FOR}, whose {schema.name} has "
+                    f"{num_results} results, where the installed one has {len(schema.returns)}; install such a version"
+                )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""
         check_head_size(self.name, q)
-        out, lse, *_ = self._forward(query=q, key=k, value=v, return_debug_mask=False, **_arguments(args))
+        out, lse, _, _, _ = self._forward(query=q, key=k, value=v, return_debug_mask=False, **_arguments(args))
         return out, lse
 
     def backward(
