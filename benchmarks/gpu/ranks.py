@@ -53,7 +53,7 @@ class Rank:
 
 
 def ranks(plan: ShardPlan, backend: Backend, device: torch.device) -> list[Rank]:
-    """All ranks of a plan. Keys are looked up as in training: in the pool of what arrives and the local rows."""
+    """All ranks of a plan. Keys are looked up as in training: in the pool of what arrives and the rank's own rows."""
     metadata = [ShardMetadata.build(plan, rank, backend.encode).to(device) for rank in range(len(plan.shards))]
     rows = [torch.from_numpy(segments.rows(plan.lengths, shard)).to(device) for shard in plan.shards]
     sent = [F.pad(r[m.sent_rows], (0, m.num_sent - len(m.sent_rows))) for r, m in zip(rows, metadata, strict=True)]
@@ -66,7 +66,7 @@ def ranks(plan: ShardPlan, backend: Backend, device: torch.device) -> list[Rank]
             metadata=m,
             segments=[SegmentRows(*row) for row in table.tolist()],
             rows=r,
-            keys=torch.cat((*sent, r))[m.gather_index],
+            keys=torch.cat((*sent, r[m.own_rows]))[m.gather_index],
         )
         for r, m, table in zip(rows, metadata, tables, strict=True)
     ]
@@ -105,13 +105,13 @@ class CopyFree:
 
     def forward(self, local: Rows) -> tuple[Tensor, ...]:
         out = torch.empty_like(local.q)
-        return out, *attend(local.q, *local.kv.unbind(1), out, self._metadata, self._options)
+        return out, *attend(local.q, local.kv, out, self._metadata, self._options)
 
     def backward(self, local: Rows, saved: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         out, *lse = saved
         q, kv, dout = local
         dq = torch.empty_like(q)
-        return dq, attend_backward(dout, q, *kv.unbind(1), out, lse, dq, self._metadata, self._options)[:-1]
+        return dq, attend_backward(dout, q, kv, out, lse, dq, self._metadata, self._options)[:-1]
 
 
 class PrefixCopies:

@@ -145,6 +145,12 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _expert_refusals(args: argparse.Namespace) -> Iterator[str]:
+    balancing = getattr(args, "moe_router_load_balancing_type", None) or ()
+    if "quantile_balancing" in ([balancing] if isinstance(balancing, str) else balancing):
+        yield (
+            "--moe-router-load-balancing-type quantile_balancing needs tokens * topk of every micro-batch to divide by "
+            "the experts, and micro-batches vary in length; choose another"
+        )
     dispatcher, backend = args.moe_token_dispatcher_type, getattr(args, "moe_flex_dispatcher_backend", None)
     if dispatcher == "allgather":
         yield "--moe-token-dispatcher-type allgather needs equal lengths on all ranks; give alltoall"

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -15,6 +16,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from megatron_wlb.adapter import compat
 from megatron_wlb.adapter.thd import ThdCoreAttention, ThdPackedSeqParams
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
+from megatron_wlb.runtime.backends import owned
 from megatron_wlb.runtime.metadata import ShardMetadata
 
 
@@ -77,6 +79,13 @@ class WlbCoreAttention(MegatronModule):
         return out.reshape(out.shape[0], 1, -1)
 
 
+class WlbSelfAttention(SelfAttention):  # type: ignore[misc]
+    """Upstream's. Where core attention is recomputed, K and V are kept without the QKV projection they are views of."""
+
+    def _checkpointed_attention_forward(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return super()._checkpointed_attention_forward(owned(query), owned(key), owned(value), *args, **kwargs)
+
+
 def configure(model: Any, *, options: AttentionOptions | None, context_length: int) -> Any:
     """Make upstream build WLB's attention and rotary positions into its model, a `compat.model_config`.
 
@@ -103,6 +112,7 @@ def _layer_spec(config: Any, vp_stage: int | None = None, *, options: AttentionO
             attention.core_attention = ThdCoreAttention.of(attention.core_attention)
         else:
             attention.core_attention = partial(WlbCoreAttention, options=options)
+            submodules.self_attention.module = WlbSelfAttention
         if config.transformer_impl == "local":
             submodules.input_layernorm = submodules.pre_mlp_layernorm = spec.layer_norm = _torch_norm
             if config.transformer.qk_layernorm:

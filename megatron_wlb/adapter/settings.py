@@ -13,10 +13,11 @@ class RunSettings(Settings):
 
     attention_backend: str = setting(
         "auto",
-        "Kernels under context-parallel attention. aten: torch's own FlashAttention. flash_attn, flash_attn_3, te: the "
-        "packages flash-attn 2, FlashAttention-3, TransformerEngine. triton: ours. auto: on GPUs the first of these "
-        "that passes a small test, in the order aten, flash_attn_3, flash_attn, te, triton; cpu without. megatron: "
-        "TransformerEngine's attention and context parallelism instead of ours, as without --wlb, for comparison.",
+        "Kernels under context-parallel attention. aten: torch's own FlashAttention-2. flash_attn, flash_attn_3, te: "
+        "the packages flash-attn 2, FlashAttention-3, TransformerEngine. triton: ours. auto: on GPUs the first that "
+        "passes a small test, on Hopper and later in the order flash_attn_3, te, aten, flash_attn, triton, before "
+        "aten, flash_attn, te, triton; cpu without. megatron: TransformerEngine's attention and context parallelism "
+        "instead of ours, as without --wlb, for comparison.",
         choices=ATTENTION_BACKENDS,
     )
     restart_packing: bool = setting(

@@ -43,6 +43,7 @@ class Training:
                 backend=get_backend(run.attention_backend, self._device),
                 head_groups=job.head_groups,
                 save_gathered=job.save_gathered_kv,
+                two_streams=job.profile.two_streams,
             )
         self._plans = Plans(args, job, run)
         self._report = Report(args, job, run, self._plans)

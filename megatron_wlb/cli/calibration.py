@@ -121,7 +121,7 @@ def entries(profile: Profile, model: ModelShape, error: dict[str, Any]) -> dict[
     forward, backward = (KernelTimes(**constants) for constants in kernels)
     tflops = rounded(profile.linear_tflops[0]), rounded(profile.linear_tflops[1])
     written = replace(profile, forward=forward, backward=backward, linear_tflops=tflops)
-    directions, stated = ("forward", "backward"), ("head_size", "dtype", "backend")
+    directions, stated = ("forward", "backward"), ("head_size", "dtype", "backend", "two_streams")
     return {
         "name": profile.name,
         "kernel": {"tile_rows": profile.tile_rows}

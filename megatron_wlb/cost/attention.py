@@ -95,6 +95,8 @@ class Profile:
     """bf16 or fp32."""
     backend: str | None = None
     """What the kernel times were measured for; None if not stated."""
+    two_streams: bool = False
+    """The two calls of a rank run beside each other, on two streams; the kernel times are of that."""
 
     @property
     def counts_pairs(self) -> bool:
@@ -217,6 +219,7 @@ def _profile(data: dict[str, Any]) -> Profile:
     kernel, linear = data["kernel"], data.get("linear_tflops")
     directions = {d: KernelTimes(**kernel[d]) for d in ("forward", "backward") if kernel.get(d)}
     stated: dict[str, Any] = {name: kernel.get(name) for name in ("head_size", "dtype", "backend")} | directions
+    stated["two_streams"] = bool(kernel.get("two_streams", False))
     if linear:
         stated["linear_tflops"] = linear["forward"], linear["backward"]
     profile = Profile(

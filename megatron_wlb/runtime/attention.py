@@ -2,11 +2,14 @@
 
 Shapes: s local rows, P keys that they see, e rows that every rank sends (`ShardMetadata`); Hq query heads, a multiple
 of the Hkv key heads; head size D. Heads are worked off in groups of h key heads with their query heads, so that K and V
-of the next group arrive, and dK and dV of the last one leave, while this one computes. `kv` holds K and V of a group
-side by side, [rows, 2, h, D], so that one collective and one index_select move both.
+of the next group arrive, and dK and dV of the last one leave, while this one computes. `kv` holds K and V side by side,
+[rows, 2, h, D]: they are copied together once, which frees the QKV projection that they are views of, and one
+collective and one index_select move both.
 """
 
+import functools
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -16,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_wlb.runtime.backends import Backend, KernelArgs
-from megatron_wlb.runtime.metadata import Call, ShardMetadata
+from megatron_wlb.runtime.backends import Backend, KernelArgs, owned
+from megatron_wlb.runtime.metadata import ShardMetadata
 
 # torch 2.13 renames these two and warns at every use of the old names.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -37,11 +40,14 @@ class AttentionOptions:
     """Groups of key heads in which K and V are exchanged, a divisor of their number; 1 hides no communication."""
     save_gathered: bool = False
     """Keep the gathered K and V for backward instead of gathering them again: P rows of memory for every layer."""
+    two_streams: bool = False
+    """Run the first of two calls on a CUDA stream of its own, beside the second."""
 
-    def args(self, metadata: ShardMetadata, call: Call, head_size: int) -> KernelArgs:
-        """What `backend` is given for a call."""
+    def args(self, metadata: ShardMetadata, head_size: int) -> list[KernelArgs]:
+        """What `backend` is given for each call."""
         scale = head_size**-0.5 if self.scale is None else self.scale
-        return KernelArgs(metadata.table(call), call.max_q, call.max_k, scale, self.window)
+        calls = zip(metadata.calls, metadata.tables, strict=True)
+        return [KernelArgs(table, call.max_q, call.max_k, scale, self.window) for call, table in calls]
 
 
 def context_parallel_attention(
@@ -57,7 +63,8 @@ def context_parallel_attention(
     q [s, Hq, D], k and v [s, Hkv, D] are the local rows in the order of `metadata`; returns out [s, Hq, D]. `group` has
     one rank per shard of the plan (None: a single shard), and all of them must call. Communication, per head group: an
     all-gather of K and V in forward and again in backward, and an fp32 reduce-scatter of dK and dV, all of documents
-    that live on more than one rank only. Saved for backward: q, k, v, out and the log-sum-exps.
+    that live on more than one rank only. Saved for backward: q, k, v, out and the log-sum-exps, none of them a view of
+    anything larger.
 
     Raises ValueError where shapes, dtypes, devices or ranks do not fit each other. Source: WLB-LLM (OSDI'25),
     section 5; the all-gather of K and V follows LLaMA 3 (arXiv 2407.21783, section 3.3.2).
@@ -66,7 +73,7 @@ def context_parallel_attention(
     _check_placement(q, k, v, metadata, group, options.backend)
     if metadata.num_sent == 0:
         group = None
-    return _ContextParallelAttention.apply(_dense_heads(q), _dense_heads(k), _dense_heads(v), metadata, group, options)
+    return _ContextParallelAttention.apply(q, k, v, metadata, group, options)
 
 
 class _ContextParallelAttention(torch.autograd.Function):
@@ -80,14 +87,18 @@ class _ContextParallelAttention(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         options: AttentionOptions,
     ) -> Tensor:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        q, kv = owned(q), torch.stack((k, v), dim=1)
+        out = torch.empty_like(q)
         groups = _head_groups(q, k, options.head_groups if group is not None else 1)
-        lse, kept = [], []
-        for heads, (k_all, v_all) in zip(groups, _gathered(k, v, groups, metadata, group), strict=True):
-            lse += attend(q[:, heads.q], k_all, v_all, out[:, heads.q], metadata, options)
-            if options.save_gathered and group is not None:
-                kept.append((k_all, v_all))
-        ctx.save_for_backward(q, k, v, out, *lse, *(x for pair in kept for x in pair))
+        gathered = _gathered(kv, groups, metadata, group)
+        lse: list[Tensor] = []
+        kept: list[Tensor] = []
+        for heads in groups:
+            kept.append(next(gathered))
+            lse += attend(q[:, heads.q], kept[-1], out[:, heads.q], metadata, options)
+            if not options.save_gathered or group is None:
+                kept.clear()
+        ctx.save_for_backward(q, kv, out, *lse, *kept)
         ctx.setup = metadata, group, options, groups
         return out
 
@@ -95,24 +106,25 @@ class _ContextParallelAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         metadata, group, options, groups = ctx.setup
-        q, k, v, out, *rest = ctx.saved_tensors
+        q, kv, out, *rest = ctx.saved_tensors
         num_calls = len(metadata.calls)
         lse, kept = rest[: len(groups) * num_calls], rest[len(groups) * num_calls :]
-        dout = _dense_heads(dout)
-        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+        # A gradient may have any strides, that of a plain sum 0.
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        dq = torch.empty_like(q)
         if group is None and metadata.keys_are_rows:
-            dkv = attend_backward(dout, q, k, v, out, lse, dq, metadata, options)
-            return dq, *dkv[:-1].to(k.dtype).unbind(1), None, None, None
-        dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-        gathered = zip(kept[::2], kept[1::2], strict=True) if kept else _gathered(k, v, groups, metadata, group)
+            dkv = attend_backward(dout, q, kv, out, lse, dq, metadata, options)
+            return dq, *dkv[:-1].to(kv.dtype).unbind(1), None, None, None
+        dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in kv.unbind(1))
+        gathered = iter(kept) if kept else _gathered(kv, groups, metadata, group)
         under_way: list[_Leaving] = []
-        for i, (heads, (k_all, v_all)) in enumerate(zip(groups, gathered, strict=True)):
-            local = dout[:, heads.q], q[:, heads.q], k_all, v_all, out[:, heads.q]
+        for i, heads in enumerate(groups):
             parts = lse[i * num_calls : (i + 1) * num_calls]
+            local = dout[:, heads.q], q[:, heads.q]
             under_way.append(
                 _Leaving(
-                    # No variable: it would keep this through the next group's backward.
-                    attend_backward(*local, parts, dq[:, heads.q], metadata, options),
+                    # No variables: they would keep these through the next group's.
+                    attend_backward(*local, next(gathered), out[:, heads.q], parts, dq[:, heads.q], metadata, options),
                     dk[:, heads.k],
                     dv[:, heads.k],
                     metadata,
@@ -125,26 +137,24 @@ class _ContextParallelAttention(torch.autograd.Function):
         return dq, dk, dv, None, None, None
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, metadata: ShardMetadata, options: AttentionOptions
-) -> list[Tensor]:
-    """Attention of local queries q [s, Hq, D] to all keys k, v [P, Hkv, D], into out [s, Hq, D].
+def attend(q: Tensor, kv: Tensor, out: Tensor, metadata: ShardMetadata, options: AttentionOptions) -> list[Tensor]:
+    """Attention of local queries q [s, Hq, D] to all keys kv [P, 2, Hkv, D], into out [s, Hq, D].
 
     Returns one log-sum-exp [Hq, rows] per call.
     """
-    lse = []
-    for call in metadata.calls:
-        args = options.args(metadata, call, q.shape[-1])
-        out[call.rows], part = options.backend.forward(q[call.rows], k, v, args)
+    streams, lse, (k, v) = _Streams(q, metadata, options), [], kv.unbind(1)
+    for i, (call, args) in enumerate(zip(metadata.calls, options.args(metadata, q.shape[-1]), strict=True)):
+        with streams.of(i):
+            out[call.rows], part = options.backend.forward(q[call.rows], k, v, args)
         lse.append(part)
+    streams.join()
     return lse
 
 
 def attend_backward(
     dout: Tensor,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    kv: Tensor,
     out: Tensor,
     lse: list[Tensor],
     dq: Tensor,
@@ -153,18 +163,50 @@ def attend_backward(
 ) -> Tensor:
     """Gradients of `attend`: into dq [s, Hq, D]; returns this rank's share of dK and dV, [P + 1, 2, Hkv, D].
 
-    In fp32 (fp64 for fp64), in which calls and ranks are summed, or in the dtype of k if there is one of both. The
+    In fp32 (fp64 for fp64), in which calls and ranks are summed, or in the dtype of kv if there is one of both. The
     last row is 0: it stands for all rows of the exchange that this rank has no keys for.
     """
     summed = len(metadata.calls) > 1 or metadata.num_sent > 0
-    dtype = torch.promote_types(k.dtype, torch.float32) if summed else k.dtype
-    dkv = torch.empty((metadata.num_keys + 1, 2, *k.shape[1:]), dtype=dtype, device=k.device)
+    dtype = torch.promote_types(kv.dtype, torch.float32) if summed else kv.dtype
+    dkv = torch.empty((metadata.num_keys + 1, *kv.shape[1:]), dtype=dtype, device=kv.device)
     dkv[-1].zero_()
-    for i, (call, part) in enumerate(zip(metadata.calls, lse, strict=True)):
+    streams, (k, v) = _Streams(q, metadata, options), kv.unbind(1)
+    all_args = options.args(metadata, q.shape[-1])
+    for i, (call, args, part) in enumerate(zip(metadata.calls, all_args, lse, strict=True)):
         local = dout[call.rows], q[call.rows], k, v, out[call.rows], part
-        args = options.args(metadata, call, q.shape[-1])._replace(adds_up=i > 0)
-        dq[call.rows] = options.backend.backward(*local, dkv[:-1], args)
+        args = args._replace(adds_up=i > 0, before_adding=streams.join if i > 0 else None)
+        with streams.of(i):
+            dq[call.rows] = options.backend.backward(*local, dkv[:-1], args)
+    streams.join()
     return dkv
+
+
+class _Streams:
+    """Where calls run: all on the current stream, or with `two_streams` the first of two on another one.
+
+    That begins when all that was queued before has ended, and ends before anything after `join`, so memory that is
+    freed on either stream is not written anew while the other reads it.
+    """
+
+    def __init__(self, q: Tensor, metadata: ShardMetadata, options: AttentionOptions) -> None:
+        self._beside: torch.cuda.Stream | None = None
+        if options.two_streams and q.is_cuda and len(metadata.calls) > 1:
+            self._beside = _side_stream(q.device)
+            self._beside.wait_stream(torch.cuda.current_stream(q.device))
+
+    def of(self, call: int) -> AbstractContextManager[Any]:
+        """Within, work is queued where call number `call` runs."""
+        return torch.cuda.stream(self._beside) if self._beside is not None and call == 0 else nullcontext()
+
+    def join(self) -> None:
+        """What is queued on the current stream from here on runs after the first call."""
+        if self._beside is not None:
+            torch.cuda.current_stream(self._beside.device).wait_stream(self._beside)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class _Heads(NamedTuple):
@@ -181,13 +223,13 @@ def _head_groups(q: Tensor, k: Tensor, count: int) -> list[_Heads]:
 
 
 def _gathered(
-    k: Tensor, v: Tensor, groups: list[_Heads], metadata: ShardMetadata, group: dist.ProcessGroup | None
-) -> Iterator[tuple[Tensor, ...]]:
-    """K and V [P, h, D] of one head group after the other; the next ones are on their way while these are used."""
+    kv: Tensor, groups: list[_Heads], metadata: ShardMetadata, group: dist.ProcessGroup | None
+) -> Iterator[Tensor]:
+    """K and V [P, 2, h, D] of one head group after the other; the next ones are on their way while these are used."""
     if group is None and metadata.keys_are_rows:
-        yield from ((k[:, heads.k], v[:, heads.k]) for heads in groups)
+        yield from (kv[:, :, heads.k] for heads in groups)
         return
-    gathers = (_start_gather(k[:, heads.k], v[:, heads.k], metadata, group) for heads in groups)
+    gathers = (_start_gather(kv[:, :, heads.k], metadata, group) for heads in groups)
     under_way = [next(gathers)]
     for _ in groups:
         under_way += islice(gathers, 1)
@@ -195,25 +237,27 @@ def _gathered(
 
 
 def _start_gather(
-    k: Tensor, v: Tensor, metadata: ShardMetadata, group: dist.ProcessGroup | None
+    kv: Tensor, metadata: ShardMetadata, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, dist.Work | None]:
-    """The pool [cp * e + s, 2, h, D]: what arrives from all ranks, then the local rows."""
-    arrived = metadata.cp * metadata.num_sent
-    pool = k.new_empty((arrived + metadata.num_rows, 2, *k.shape[1:]))
-    sent = torch.stack((k, v), dim=1, out=pool[arrived:])
+    """The pool [cp * e + own rows, 2, h, D]: what arrives from all ranks, then the local rows that nobody is sent."""
     if group is None:
-        return pool, None
-    if not metadata.sends_rows:
-        rows, sent = sent, sent.new_zeros((metadata.num_sent, *sent.shape[1:]))
-        torch.index_select(rows, 0, metadata.sent_rows, out=sent[: metadata.sent_rows.shape[0]])
+        return kv, None
+    arrived = metadata.cp * metadata.num_sent
+    pool = kv.new_empty((arrived + metadata.own_rows.shape[0], *kv.shape[1:]))
+    torch.index_select(kv, 0, metadata.own_rows, out=pool[arrived:])
+    if metadata.sends_rows:
+        sent = kv.contiguous()
+    else:
+        sent = kv.new_zeros((metadata.num_sent, *kv.shape[1:]))
+        torch.index_select(kv, 0, metadata.sent_rows, out=sent[: metadata.sent_rows.shape[0]])
     return pool, _all_gather(pool[:arrived], sent, group=group, async_op=True)
 
 
-def _arrived(pool: Tensor, work: dist.Work | None, metadata: ShardMetadata) -> tuple[Tensor, ...]:
-    """K and V [P, h, D] of a pool. A function, so that nothing holds the pool while they are used."""
+def _arrived(pool: Tensor, work: dist.Work | None, metadata: ShardMetadata) -> Tensor:
+    """K and V [P, 2, h, D] of a pool. A function, so that nothing holds the pool while they are used."""
     if work is not None:
         work.wait()
-    return pool.index_select(0, metadata.gather_index).unbind(1)
+    return pool.index_select(0, metadata.gather_index)
 
 
 class _Leaving:
@@ -244,11 +288,6 @@ class _Leaving:
                 local.copy_(values)
             else:
                 local[rows] = values
-
-
-def _dense_heads(x: Tensor) -> Tensor:
-    """x with stride 1 in the head size, which kernels take for granted; dout of a plain sum, say, has stride 0."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, metadata: ShardMetadata, options: AttentionOptions) -> None:

@@ -4,7 +4,9 @@ Shapes: s local rows; P keys, the rows of the micro-batch that the local queries
 all (`plan.sharding.exchange`).
 """
 
+import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -30,12 +32,13 @@ class Call(NamedTuple):
     max_k: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ShardMetadata:
     """Rows, positions and attention calls of one rank's shard.
 
     All integers lie in one buffer, so that one copy moves them, and pickling (a DataLoader worker may build this)
-    writes them once. `pin_memory` is what a DataLoader with pinned memory calls.
+    writes them once. The views of it that layers use are made once. `pin_memory` is what a DataLoader with pinned
+    memory calls.
     """
 
     cp_rank: int
@@ -99,40 +102,41 @@ class ShardMetadata:
             integers=torch.from_numpy(np.concatenate((*arrays, packed))),
         )
 
-    @property
+    @cached_property
     def positions(self) -> Tensor:
         """In-document position of every local row, int64 [s]."""
         return self._array(0)
 
-    @property
+    @cached_property
     def gather_index(self) -> Tensor:
-        """Keys from the pool of all rows that arrived and the local ones, int64 [P]: keys = pool[gather_index]."""
+        """Keys from the pool of all rows that arrived and `own_rows`, int64 [P]: keys = pool[gather_index]."""
         return self._array(1)
 
-    @property
+    @cached_property
     def scatter_index(self) -> Tensor:
         """Key of every row that arrived, int64 [cp * e]; P where it is none of ours."""
         return self._array(2)
 
-    @property
+    @cached_property
     def sent_rows(self) -> Tensor:
         """The local rows that are sent, int64 [at most e]."""
         return self._array(3)
 
-    @property
+    @cached_property
     def own_rows(self) -> Tensor:
         """The local rows that are not sent, int64 [the rest of s]."""
         return self._array(4)
 
-    @property
+    @cached_property
     def own_keys(self) -> Tensor:
         """Their keys, int64."""
         return self._array(5)
 
-    def table(self, call: Call) -> Tensor:
-        """The table of a call, int32: what its backend is told of its entries."""
-        stop = call.begin + int(np.prod(call.shape))
-        return self.integers.view(torch.int32)[call.begin : stop].view(call.shape)
+    @cached_property
+    def tables(self) -> tuple[Tensor, ...]:
+        """The table of every call, int32: what its backend is told of its entries."""
+        integers = self.integers.view(torch.int32)
+        return tuple(integers[c.begin : c.begin + math.prod(c.shape)].view(c.shape) for c in self.calls)
 
     def _array(self, i: int) -> Tensor:
         return self.integers.narrow(0, sum(self.sizes[:i]), self.sizes[i])

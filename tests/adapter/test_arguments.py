@@ -79,6 +79,7 @@ REFUSED = {
     "--load msc://bucket/run": "to object storage",
     f"{MOE} allgather": "give alltoall",
     f"{MOE} flex --moe-flex-dispatcher-backend hybridep": "give deepep",
+    f"{MOE} alltoall --moe-router-load-balancing-type quantile_balancing": "divide by the experts",
     f"{MOE} flex --moe-flex-dispatcher-backend ncclep": "first .*; give deepep",
     "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication": (
         "leave --no-overlap-p2p-communication out"

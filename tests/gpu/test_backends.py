@@ -128,16 +128,20 @@ def test_auto_finds_one():
     assert choose_backend("cuda").name in BACKENDS
 
 
-@pytest.mark.parametrize("implementation", ["FA3", "FA4"])
-def test_aten_with_activated_kernels(implementation):
-    attention = torch.nn.attention
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_two_streams_change_nothing(backend, deterministic):
+    plan = per_document(np.array([3000, 1500, 700, 40], np.int64), 2)
+    given = [x.cuda() for x in inputs(int(plan.lengths.sum()), (8, 2), 64, torch.bfloat16)]
+    want = dense(*given, plan.lengths.tolist(), 0.2)
+    torch.use_deterministic_algorithms(deterministic)
     try:
-        attention.activate_flash_attention_impl(implementation)
-    except (ImportError, RuntimeError) as error:
-        pytest.skip(f"{implementation} cannot be activated: {error}")
-    try:
-        if implementation == "FA4" and torch.__version__ < "2.14.1":
-            pytest.skip(f"torch {torch.__version__} takes two results of FA4, which returns five as of 4.0.0b36")
-        try_backend(get_backend("aten", "cuda"), torch.device("cuda"))
+        one, two = (
+            [all_ranks(*given, plan, AttentionOptions(backend=backend, scale=0.2, two_streams=way)) for _ in range(5)]
+            for way in (False, True)
+        )
     finally:
-        attention.restore_flash_attention_impl()
+        torch.use_deterministic_algorithms(False)
+    for got in two:
+        poison()
+        assert_close(got, want, TOLERANCE[torch.bfloat16])
+        assert not deterministic or all(torch.equal(x, y) for x, y in zip(got, one[0], strict=True))

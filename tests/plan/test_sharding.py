@@ -151,7 +151,7 @@ def test_the_exchange_brings_every_key_and_takes_every_gradient_home(sharding, c
         for document, _, stop in segments_of(held):
             seen[document] = max(seen.get(document, 0), stop)
         expected = [begins[d] + i for d in sorted(seen) for i in range(seen[d])]
-        keys = np.concatenate((pool, r))[m.gather]
+        keys = np.concatenate((pool, r[m.own_rows]))[m.gather]
         assert keys.tolist() == expected
         # What arrives goes back along the same way, and what nobody here has a key for counts as nothing.
         back = np.append(keys, nothing)[m.scatter]

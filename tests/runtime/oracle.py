@@ -72,10 +72,10 @@ def all_ranks(
     out, dq, dkv = torch.empty_like(q), torch.empty_like(q), torch.empty_like(kv)
     shares, own = [], []
     for r, m in zip(rows, metadata, strict=True):
-        keys = torch.cat((*sent, kv[r]))[m.gather_index].unbind(1)
+        keys = torch.cat((*sent, kv[r[m.own_rows]]))[m.gather_index]
         local_out, local_dq = torch.empty_like(q[r]), torch.empty_like(q[r])
-        lse = attend(q[r], *keys, local_out, m, options)
-        share = attend_backward(dout[r], q[r], *keys, local_out, lse, local_dq, m, options)
+        lse = attend(q[r], keys, local_out, m, options)
+        share = attend_backward(dout[r], q[r], keys, local_out, lse, local_dq, m, options)
         out[r], dq[r] = local_out, local_dq
         shares.append(share[m.scatter_index])
         own.append(share[m.own_keys])

@@ -37,6 +37,20 @@ def backend(request: pytest.FixtureRequest) -> Backend:
     return get_backend(request.param, "cpu")
 
 
+@pytest.fixture
+def silent_group(monkeypatch):
+    """The group of the first of two ranks, whose collectives move nothing."""
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2, wait=lambda: None)
+
+    def moves_nothing(out, given, *, group, async_op):
+        out.zero_()
+        return group  # as the handle of the collective
+
+    for name in ("_all_gather", "_reduce_scatter"):
+        monkeypatch.setattr(attention, name, moves_nothing)
+    return group
+
+
 def make_plan(sharding: str, lengths: list[int], cp: int) -> ShardPlan:
     return SHARDINGS[sharding](np.array(lengths, np.int64), cp)
 
@@ -108,16 +122,78 @@ def test_activation_recomputation_changes_nothing(backend, use_reentrant):
     assert all(torch.equal(x, y) for x, y in zip(plain, recomputed, strict=True))
 
 
-def test_only_local_tensors_are_saved_for_backward(backend):
-    metadata, _ = single(backend)
+@pytest.mark.parametrize("settings", [{}, {"save_gathered": True}, {"save_gathered": True, "head_groups": 2}])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_what_is_saved_for_backward(backend, cp, settings, silent_group):
+    """The local tensors, or besides them K and V of all keys; none of them keeps the memory of others."""
+    metadata = ShardMetadata.build(make_plan("per-document", LENGTHS["mixed"], cp), 0, backend.encode)
     q, k, v, _ = inputs(metadata.num_rows, (8, 2), HEAD_SIZE, torch.float32)
-    out = context_parallel_attention(q.requires_grad_(), k, v, metadata, None, AttentionOptions(backend=backend))
-    saved = sum(x.numel() for x in out.grad_fn.saved_tensors)
-    assert saved == 2 * q.numel() + 2 * k.numel() + q.shape[0] * q.shape[1]
+    fused = torch.cat((q, k, v), dim=1).requires_grad_()
+    group, options = silent_group if cp > 1 else None, AttentionOptions(backend=backend, **settings)
+    out = context_parallel_attention(*fused.split([8, 2, 2], dim=1), metadata, group, options)
+    saved = out.grad_fn.saved_tensors
+    gathered = 2 * metadata.num_keys * k[0].numel() if settings and cp > 1 else 0
+    assert sum(x.numel() for x in saved) == 2 * q.numel() + 2 * k.numel() + q.shape[0] * q.shape[1] + gathered
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in saved)
 
 
-def test_a_pool_is_let_go_before_its_keys_are_used(monkeypatch):
-    metadata, _ = single(get_backend("cpu", "cpu"))
+class _Allocations(TorchDispatchMode):
+    """Names of the operators that allocate or move memory, in order; views do not."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        views = any(a.alias_info is not None and not a.alias_info.is_write for a in function._schema.arguments)
+        if not views:
+            self.names.append(function._schema.name.removeprefix("aten::"))
+        return function(*args, **(kwargs or {}))
+
+
+class _Still(TeBackend):
+    """TransformerEngine's calls, answered from memory that is there already."""
+
+    def __init__(self, calls, num_keys, heads, head_size):
+        self._engine, self._dtypes = None, {}
+        self._out = {rows: torch.empty(rows, heads[0], head_size, dtype=torch.bfloat16) for rows in calls}
+        self._lse = {rows: torch.empty(rows, heads[0], 1) for rows in calls}
+        self._dkv = torch.empty(num_keys, 2, heads[1], head_size, dtype=torch.bfloat16).unbind(1)
+
+    def _forward(self, q, k, v, **rest):
+        assert k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+        return self._out[len(q)], [self._lse[len(q)]]
+
+    def _backward(self, q, k, v, **rest):
+        assert k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+        return self._out[len(q)], *self._dkv
+
+
+def test_a_layer_does_only_what_differs_between_layers(silent_group):
+    """Entries, offsets and indices follow from the micro-batch, and are in its metadata; K and V are copied once."""
+    heads, head_size = (8, 2), 64
+    metadata = ShardMetadata.build(make_plan("per-document", LENGTHS["mixed"], 2), 0, TeBackend.encode)
+    calls = [call.rows.stop - call.rows.start for call in metadata.calls]
+    options = AttentionOptions(backend=_Still(calls, metadata.num_keys, heads, head_size))
+    q, k, v, dout = inputs(metadata.num_rows, heads, head_size, torch.bfloat16)
+    for _ in range(2):  # views of the buffer are made once, in the first layer
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        with _Allocations() as forward:
+            out = context_parallel_attention(*leaves, metadata, silent_group, options)
+        with _Allocations() as backward:
+            torch.autograd.grad(out, leaves, dout)
+    gather = ["new_empty", "index_select", "zero_", "index_select"]  # a pool, own rows, the collective, the keys
+    assert forward.names == ["stack", "empty_like", *gather, "copy_", "copy_"]  # out of two calls
+    kernels = ["empty", "zero_", "copy_", "copy_", "copy_", "add_", "add_", "copy_"]  # dK, dV and dQ of two calls
+    leave = ["index_select", "index_select", "new_empty", "zero_"]
+    home = ["_to_copy", "index_put_", "index_put_", "_to_copy", "copy_", "copy_"]
+    local = ["empty_like"] * 3
+    assert [x for x in backward.names if x != "promote_types"] == [*local, *gather, *kernels, *leave, *home]
+
+
+def test_a_pool_is_let_go_before_its_keys_are_used(monkeypatch, silent_group):
+    plan = make_plan("per-document", LENGTHS["mixed"], 2)
+    metadata = ShardMetadata.build(plan, 0, get_backend("cpu", "cpu").encode)
     q, k, v, _ = inputs(metadata.num_rows, (8, 4), HEAD_SIZE, torch.float32)
     start, pools = attention._start_gather, []
 
@@ -129,37 +205,32 @@ def test_a_pool_is_let_go_before_its_keys_are_used(monkeypatch):
     monkeypatch.setattr(attention, "_start_gather", watched)
     alive = [
         [pool() is not None for pool in pools]
-        for _ in attention._gathered(k, v, attention._head_groups(q, k, 4), metadata, None)
+        for _ in attention._gathered(torch.stack((k, v), 1), attention._head_groups(q, k, 4), metadata, silent_group)
     ]
     assert alive == [[False, True], [False, False, True], [False, False, False, True], [False] * 4]
 
 
-def test_a_group_s_gradients_are_let_go_before_the_next_group(monkeypatch):
-    """On one of two ranks, with collectives that move nothing."""
+def test_a_group_s_tensors_are_let_go_before_the_next_group(monkeypatch, silent_group):
+    """Keys before the next ones are put together, and their gradients before the next backward."""
+    made, alive = [], []
 
-    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2, wait=lambda: None)
+    def watched(function):
+        def call(*arguments):
+            alive.append(sum(tensor() is not None for tensor in made))
+            tensor = function(*arguments)
+            made.append(weakref.ref(tensor))
+            return tensor
 
-    def moves_nothing(out, given, *, group, async_op):
-        out.zero_()
-        return group  # as the handle of the collective
+        return call
 
-    backward, gradients, alive = attention.attend_backward, [], []
-
-    def watched(*arguments):
-        alive.append(sum(dkv() is not None for dkv in gradients))
-        dkv = backward(*arguments)
-        gradients.append(weakref.ref(dkv))
-        return dkv
-
-    for name in ("_all_gather", "_reduce_scatter"):
-        monkeypatch.setattr(attention, name, moves_nothing)
-    monkeypatch.setattr(attention, "attend_backward", watched)
+    monkeypatch.setattr(attention, "attend_backward", watched(attention.attend_backward))
+    monkeypatch.setattr(attention, "_arrived", watched(attention._arrived))
     options = AttentionOptions(backend=get_backend("cpu", "cpu"), head_groups=4)
     metadata = ShardMetadata.build(make_plan("per-document", LENGTHS["mixed"], 2), 0, options.backend.encode)
     assert not metadata.keys_are_rows
     q, k, v, dout = inputs(metadata.num_rows, (8, 4), HEAD_SIZE, torch.float32)
-    context_parallel_attention(q.requires_grad_(), k, v, metadata, group, options).backward(dout)
-    assert alive == [0] * 4
+    context_parallel_attention(q.requires_grad_(), k, v, metadata, silent_group, options).backward(dout)
+    assert alive == [0] * 4 + [0, 1] * 4  # of backward, keys during it
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Every backend that runs without a GPU on hand-made calls, sliding windows, and the choice between backends."""
 
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from megatron_wlb.adapter.settings import ATTENTION_BACKENDS
-from megatron_wlb.runtime import backends
+from megatron_wlb.runtime import backends, encoding
 from megatron_wlb.runtime.backends import BACKENDS, Choice, aten, choose_backend, cpu, get_backend
 from megatron_wlb.runtime.backends.aten import AtenBackend
 from megatron_wlb.runtime.backends.cpu import CpuBackend
@@ -41,6 +42,20 @@ def test_cpu_in_one_call_or_two(monkeypatch, entries, long, heads, dtype):
     monkeypatch.setattr(cpu, "_LONG", long)
     first, second = (check(CpuBackend(), entries, heads, dtype=dtype) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("entries", CALLS.values(), ids=CALLS)
+def test_long_gaps_are_cut_into_pieces(monkeypatch, entries, window):
+    """A backward kernel starts max_k / 128 blocks for every entry, one without queries, too."""
+    monkeypatch.setattr(encoding, "_GAP_ROWS", 4)
+    args = kernel_args(ReferenceBackend(), entries, "cpu", 0.3, window)
+    queries, keys = args.table.diff()
+    longest = max(4, *(keys for queries, keys in entries if queries))
+    assert args.max_k == int(keys.max()) <= longest
+    assert queries[queries > 0].tolist() == [queries for queries, _ in entries if queries]
+    assert bool((keys > 0).all()) and int(keys.sum()) == sum(keys for _, keys in entries)
+    check(ReferenceBackend(), entries, dtype=torch.float64, window=window)
 
 
 @pytest.mark.parametrize("window", [0, 1, 255, 256, 300, 599, 600])
@@ -152,6 +167,26 @@ def test_auto_takes_the_first_that_works_and_says_why_not_the_others(choose):
     assert str(chosen).startswith("good (missing: not installed; broken: no kernel image; wrong: out with")
     with pytest.raises(ValueError, match="no attention backend works on device 'cpu' .missing: not installed."):
         choose(missing=_Missing)
+
+
+_ON_HOPPER = ["flash_attn_3", "te", "aten", "flash_attn", "triton"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "deterministic", "order"),
+    [
+        ((8, 0), False, ["aten", "flash_attn", "te", "triton"]),
+        ((9, 0), False, _ON_HOPPER),
+        ((10, 0), False, _ON_HOPPER),
+        ((9, 0), True, ["flash_attn_3", "aten", "flash_attn", "triton", "te"]),
+    ],
+)
+def test_auto_prefers_by_device(monkeypatch, capability, deterministic, order):
+    monkeypatch.setattr(backends, "BACKENDS", dict.fromkeys(BACKENDS, _Missing))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    with pytest.raises(ValueError, match=re.escape(f"({'; '.join(f'{name}: not installed' for name in order)});")):
+        choose_backend.__wrapped__("cuda")
 
 
 def test_auto_tries_once_per_process(choose, monkeypatch):

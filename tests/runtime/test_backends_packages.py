@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron_wlb.runtime.backends import flash_attn, te
+from megatron_wlb.runtime.backends.checks import check_sum_of_dq
 from megatron_wlb.runtime.backends.flash_attn import FlashAttn3Backend, FlashAttnBackend
 from megatron_wlb.runtime.backends.te import TeBackend
 from megatron_wlb.runtime.backends.trial import kernel_args
@@ -160,11 +161,14 @@ def te_module(version):
     module.FusedAttnBackend = {"F16_arbitrary_seqlen": "cuDNN"}
 
     def checked(a):
-        assert all(a[x].is_contiguous() for x in ("q", "k", "v"))
+        heads, size, storage = *a["k"].shape[1:], a["k"].untyped_storage().data_ptr()
+        assert a["q"].is_contiguous() and storage == a["v"].untyped_storage().data_ptr()
+        assert a["k"].stride() == a["v"].stride() == (2 * heads * size, size, 1)
+        assert a["v"].storage_offset() == a["k"].storage_offset() + heads * size
         assert (a["fused_attention_backend"], a["fake_dtype"], a["dropout"]) == ("cuDNN", a["q"].dtype, 0.0)
-        assert (a["qkv_layout"], a["attn_mask_type"]) == ("thd_thd_thd", "padding_causal_bottom_right")
-        for name in ("o_format", "do_format", "dqkv_layout"):
-            assert a.get(name, "thd").startswith("thd")
+        assert (a["qkv_layout"], a["attn_mask_type"]) == ("thd_t2hd", "padding_causal_bottom_right")
+        assert (a.get("o_format", "thd"), a.get("do_format", "thd")) == ("thd", "thd")
+        assert a.get("dqkv_layout", "thd_t2hd") in ("thd_t2hd", "sbh3d")  # forward has only the default
         assert a["window_size"][1] == 0
         lengths, used = a["cu_seqlens_q"].diff(), a["cu_seqlens_kv"].diff() > 0
         assert torch.equal(lengths > 0, used), "an entry without queries"
@@ -253,8 +257,7 @@ def deterministic():
 
 
 def test_determinism_is_passed_on_or_refused(backend, deterministic, monkeypatch):
-    gpu = SimpleNamespace(major=9, minor=0, total_memory=80 << 30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    on_gpu(monkeypatch, (9, 0), 80)
     if backend.name == "flash_attn_3":
         with pytest.raises(ValueError, match="no deterministic gradients for head size 200, only up to 192"):
             check(backend, CALLS["square"], head_size=200, dtype=torch.bfloat16)
@@ -262,17 +265,46 @@ def test_determinism_is_passed_on_or_refused(backend, deterministic, monkeypatch
         check(backend, CALLS["square"], head_size=200, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(("capability", "gib", "runs"), [((9, 0), 80, False), ((9, 0), 128, True), ((10, 0), 80, True)])
+def on_gpu(monkeypatch, capability, gib):
+    """As if the GPU were one of 132 multiprocessors."""
+    gpu = SimpleNamespace(multi_processor_count=132, total_memory=gib << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+
+@pytest.mark.parametrize(("capability", "gib", "runs"), [((9, 0), 1279, 0), ((9, 0), 1280, 1), ((10, 0), 80, 1)])
 def test_te_refuses_deterministic_gradients_that_do_not_fit(capability, gib, runs, monkeypatch):
     """32 entries with 2 heads, 8192 queries and 2 ** 17 keys take 128 GiB on compute capability 9.0."""
-    gpu = SimpleNamespace(major=capability[0], minor=capability[1], total_memory=gib << 30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    on_gpu(monkeypatch, capability, gib)
     rows = torch.empty(8192, 2, 8, device="meta"), torch.empty(1 << 17, 1, 8, device="meta")
     if runs:
         te._check_workspace(*rows, 32)
     else:
-        with pytest.raises(ValueError, match=f"8192 queries and 131072 keys with 2 heads, and the GPU has {gib};"):
+        with pytest.raises(ValueError, match="take 128.0 GiB .* of 8192 queries and 131072 keys with 2 heads"):
             te._check_workspace(*rows, 32)
+
+
+@pytest.mark.parametrize(("entries", "heads", "runs"), [(1, 4, False), (1, 132, False), (1, 8, False), (40, 4, True)])
+def test_flash_attention_2_refuses_deterministic_gradients_that_do_not_fit(entries, heads, runs, monkeypatch, request):
+    """Of 160K rows, 33 sums of dQ with 4 heads take 10.3 GiB, as one of 132 heads; with 40 entries it is one."""
+    on_gpu(monkeypatch, (9, 0), 80)
+    rows = torch.empty(160 << 10, heads, 128, device="meta"), torch.empty(160 << 10, 1, 128, device="meta")
+    check_sum_of_dq("aten", *rows, entries)  # nobody asked for deterministic gradients
+    request.getfixturevalue("deterministic")
+    if runs:
+        check_sum_of_dq("aten", *rows, entries)
+    else:
+        with pytest.raises(ValueError, match=r"'aten' would take 10\.[36] GiB .* over 10% of the GPU's memory, 8.0;"):
+            check_sum_of_dq("aten", *rows, entries)
+
+
+def test_deterministic_gradients_are_checked_before_they_are_computed(backend, deterministic, monkeypatch):
+    on_gpu(monkeypatch, (9, 0), 0)
+    if backend.name == "flash_attn_3":
+        check(backend, CALLS["square"], dtype=torch.bfloat16)
+    else:
+        with pytest.raises(ValueError, match=f"{backend.name!r} would take .* GiB for deterministic gradients"):
+            check(backend, CALLS["square"], dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("length", [1024, 4096, 32768])

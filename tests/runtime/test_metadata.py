@@ -41,8 +41,8 @@ def test_every_backend_is_told_the_segments_of_its_calls(name, sharding, cp):
     plan = sharding(LENGTHS, cp)
     for rank, held in enumerate(plan.shards):
         metadata, begins = ShardMetadata.build(plan, rank, BACKENDS[name].encode), exchange(plan, rank).key_begins
-        for call, segments in zip(metadata.calls, filter(len, held.calls), strict=True):
-            table = metadata.table(call)
+        tables = zip(metadata.calls, metadata.tables, filter(len, held.calls), strict=True)
+        for call, table, segments in tables:
             q_lengths, stops = segments["stop"] - segments["start"], segments["stop"]
             k_begins = begins[segments["document"]]
             assert table.dtype == torch.int32
@@ -94,9 +94,9 @@ def test_one_buffer_moves_and_pickles_everything():
     assert len(pickle.dumps(metadata)) < metadata.integers.nbytes + 4000
     copy = pickle.loads(pickle.dumps(metadata))
     assert torch.equal(copy.positions, metadata.positions)
-    assert torch.equal(copy.table(copy.calls[1]), metadata.table(metadata.calls[1]))
+    assert torch.equal(copy.tables[1], metadata.tables[1])
     moved = metadata.to("meta", non_blocking=True)
-    tensors = (moved.positions, moved.gather_index, moved.own_keys, *map(moved.table, moved.calls))
+    tensors = (moved.positions, moved.gather_index, moved.own_keys, *moved.tables)
     assert all(x.device.type == "meta" for x in tensors)
 
 

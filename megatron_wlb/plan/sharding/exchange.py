@@ -1,9 +1,9 @@
 """Which K and V a rank sends, and where it finds those that it needs.
 
 Only documents that live on more than one rank are exchanged. Every rank sends `num_sent` rows, the most that any has to
-send, so that one all-gather serves. What arrives, rank by rank, and then the rank's own s rows make up a *pool* of
-cp * num_sent + s rows; the *keys* of the rank are the rows of the pool that its queries see: of each of its
-documents, in packed order, the beginning up to the last query.
+send, so that one all-gather serves. What arrives, rank by rank, and then the rows of the rank that are not exchanged
+make up a *pool*; the *keys* of the rank are the rows of the pool that its queries see: of each of its documents, in
+packed order, the beginning up to the last query.
 """
 
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ def exchange(plan: ShardPlan, cp_rank: int) -> Exchange:
     from_pool, to_keys = ranges(places, places + counts), ranges(targets, targets + counts)
     gather[to_keys] = from_pool
     scatter[from_pool] = to_keys
-    gather[own_keys] = len(held) * sent + own_rows
+    gather[own_keys] = len(held) * sent + np.arange(len(own_rows))
     first, segments = rows[is_shared], mine[is_shared]
     return Exchange(
         num_sent=sent,

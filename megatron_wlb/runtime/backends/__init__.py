@@ -8,13 +8,13 @@ import torch
 from megatron_wlb.runtime.backends.aten import AtenBackend
 from megatron_wlb.runtime.backends.cpu import CpuBackend
 from megatron_wlb.runtime.backends.flash_attn import FlashAttn3Backend, FlashAttnBackend
-from megatron_wlb.runtime.backends.protocol import Backend, KernelArgs
+from megatron_wlb.runtime.backends.protocol import Backend, KernelArgs, owned
 from megatron_wlb.runtime.backends.reference import ReferenceBackend
 from megatron_wlb.runtime.backends.te import TeBackend
 from megatron_wlb.runtime.backends.trial import try_backend
 from megatron_wlb.runtime.backends.triton import TritonBackend
 
-__all__ = ["BACKENDS", "Backend", "Choice", "KernelArgs", "choose_backend", "get_backend"]
+__all__ = ["BACKENDS", "Backend", "Choice", "KernelArgs", "choose_backend", "get_backend", "owned"]
 
 BACKENDS: dict[str, type[Backend]] = {
     "aten": AtenBackend,
@@ -25,7 +25,9 @@ BACKENDS: dict[str, type[Backend]] = {
     "cpu": CpuBackend,
     "reference": ReferenceBackend,
 }
-_PREFERENCE = {"cuda": ("aten", "flash_attn_3", "flash_attn", "te", "triton"), "cpu": ("cpu",)}
+_HOPPER = (9, 0)
+_PREFERENCE = {"cuda": ("aten", "flash_attn", "te", "triton"), "cpu": ("cpu",)}
+_PREFERENCE_ON_HOPPER = ("flash_attn_3", "te", "aten", "flash_attn", "triton")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,17 +47,18 @@ class Choice:
 def choose_backend(device_type: str) -> Choice:
     """The backend of "auto": the first in order of preference that computes the right thing on a small call here.
 
-    Tried once per process, without a word between ranks: on the same machine image all come to the same. On cuda:
+    Tried once per process, without a word between ranks: on the same machine image all come to the same. On Hopper and
+    later (compute capability 9.0) the kernels written for it come first:
 
-    1. aten: comes with torch, and FA3 or FA4 once activated;
-    2. flash_attn_3, flash_attn: the same kernels, built apart from torch;
-    3. te: on Hopper and later perhaps the fastest, but plans are built anew as lengths change, and K and V copied;
-    4. triton: needs neither package, and nobody has tuned it.
+    1. flash_attn_3; te (cuDNN), but last where deterministic gradients are asked for, which take much memory there;
+    2. aten, flash_attn: FlashAttention-2, from torch and from its package;
+    3. triton: needs no package, and nobody has tuned it.
 
-    The order is reasoned, not measured: none of it has run on a GPU. Raises ValueError where nothing works.
+    Other GPUs have the same without FlashAttention-3, and te after 2. The order is reasoned, not measured: none of it
+    has run on a GPU. Raises ValueError where nothing works.
     """
     refused: list[tuple[str, str]] = []
-    for name in _PREFERENCE.get(device_type, ()):
+    for name in _preference(device_type):
         try:
             try_backend(BACKENDS[name](), torch.device(device_type))
         except Exception as error:  # what a broken installation raises is anyone's guess
@@ -67,6 +70,14 @@ def choose_backend(device_type: str) -> Choice:
         f"no attention backend works on device {device_type!r} ({reasons}); install what one of them needs, or use "
         "another device"
     )
+
+
+def _preference(device_type: str) -> tuple[str, ...]:
+    if device_type != "cuda" or torch.cuda.get_device_capability() < _HOPPER:
+        return _PREFERENCE.get(device_type, ())
+    if torch.are_deterministic_algorithms_enabled():
+        return (*(name for name in _PREFERENCE_ON_HOPPER if name != "te"), "te")
+    return _PREFERENCE_ON_HOPPER
 
 
 def get_backend(name: str, device: torch.device | str) -> Backend:

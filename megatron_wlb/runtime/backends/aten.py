@@ -1,11 +1,11 @@
-"""GPU backend: the varlen FlashAttention that torch ships (FA2, or FA3/FA4 once activated), one operator per call."""
+"""GPU backend: the varlen FlashAttention-2 that torch ships, one operator per call."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_wlb.runtime.backends.checks import check_arguments, check_head_size, schema_parameters
+from megatron_wlb.runtime.backends.checks import check_arguments, check_head_size, check_sum_of_dq, schema_parameters
 from megatron_wlb.runtime.backends.protocol import KernelArgs
 from megatron_wlb.runtime.encoding import varlen
 
@@ -22,15 +22,11 @@ class AtenBackend:
     """`aten::_flash_attention_forward` and `_backward`: causal, aligned to the bottom right of every entry.
 
     The operators are private to torch, so their schemas are compared with what is passed and taken here: ValueError
-    where a version of torch has others. Bitwise reproducible under `torch.use_deterministic_algorithms(True)`.
+    where a version of torch has others. Bitwise reproducible under `torch.use_deterministic_algorithms(True)`; in
+    backward ValueError where that takes too much memory, see `check_sum_of_dq`.
 
-    `torch.nn.attention.activate_flash_attention_impl("FA3")` (needs the package `flash_attn_interface`) or `"FA4"`
-    (`flash_attn.cute`; 4.0.0b36 returns more than torch before 2.14.1 takes) puts other kernels under the same two
-    operators for the whole process, so this backend then runs them without knowing. Whoever wants that activates before
-    the first step, on every rank. FA3 needs compute capability 9.0 and refuses deterministic gradients for head sizes
-    over 192; FA4 needs 9.0, or 10.0 and a head size up to 128 or of 256. Log-sum-exps have the same shape, windows
-    work, and torch calls both a prototype. Neither has been tried with entries without queries; `choose_backend` tries
-    what is active.
+    FlashAttention-2. Torch can put FA3 under the same operators for the whole process; that is not supported here,
+    `FlashAttn3Backend` runs the same kernels by themselves.
     """
 
     name = "aten"
@@ -63,6 +59,7 @@ class AtenBackend:
         # The random state of the forward pass, in its dtype; without dropout nobody reads it.
         rng_state = torch.empty(2, dtype=torch.uint64, device=q.device)
         state = {"grad_out": dout, "out": out, "logsumexp": lse, "rng_state": rng_state, "unused": rng_state[0]}
+        check_sum_of_dq(self.name, q, k, args.table.shape[1] - 1)
         dq, dk, dv = self._backward(query=q, key=k, value=v, **state, **_arguments(args))
         args.store(dkv, dk, dv)
         return dq

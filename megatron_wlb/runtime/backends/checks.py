@@ -4,9 +4,12 @@ import importlib
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _MAX_HEAD_SIZE = 256
+WORKSPACE_SHARE = 0.1
+"""Of a GPU's memory, what deterministic gradients may take: what `adapter.describe.DEVICE_SHARE` leaves free."""
 
 
 def import_for(backend: str, module: str, package: str) -> Any:
@@ -49,3 +52,32 @@ def check_head_size(backend: str, q: Tensor) -> None:
             f"attention backend {backend!r} cannot run head size {q.shape[-1]}: it must be a multiple of 8 and at most "
             f"{_MAX_HEAD_SIZE}; choose another kv_channels"
         )
+
+
+def check_workspace(backend: str, needed: int, q: Tensor, k: Tensor) -> None:
+    """Raise ValueError where deterministic gradients would take more than `WORKSPACE_SHARE` of the GPU's memory.
+
+    `needed` bytes for q [sq, Hq, D] and k [P, Hkv, D].
+    """
+    most = WORKSPACE_SHARE * torch.cuda.get_device_properties(q.device).total_memory
+    if needed > most:
+        raise ValueError(
+            f"attention backend {backend!r} would take {needed / 2**30:.1f} GiB for deterministic gradients of "
+            f"{q.shape[0]} queries and {k.shape[0]} keys with {q.shape[1]} heads, over {WORKSPACE_SHARE:.0%} of the "
+            f"GPU's memory, {most / 2**30:.1f}; switch torch.use_deterministic_algorithms (--deterministic-mode) off, "
+            "or choose another backend"
+        )
+
+
+def check_sum_of_dq(backend: str, q: Tensor, k: Tensor, num_entries: int) -> None:
+    """`check_workspace` for FlashAttention-2, where torch asks for deterministic gradients.
+
+    It then sums dQ once for every thread block of a head that works on the same entry: fp32 [ceil(multiprocessors /
+    (entries * heads)), rows + 128 * entries, heads, head size], the head size rounded up to a multiple of 32
+    (`mha_varlen_bwd` of flash-attn 2.8 and of torch).
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        return
+    rows, heads, size = q.shape
+    splits = -(-torch.cuda.get_device_properties(q.device).multi_processor_count // (num_entries * heads))
+    check_workspace(backend, 4 * splits * (rows + 128 * num_entries) * heads * (-(-size // 32) * 32), q, k)

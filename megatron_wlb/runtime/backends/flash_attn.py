@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from megatron_wlb.runtime.backends.checks import check_arguments, check_head_size, import_for, schema_parameters
+from megatron_wlb.runtime.backends.checks import (
+    check_arguments,
+    check_head_size,
+    check_sum_of_dq,
+    import_for,
+    schema_parameters,
+)
 from megatron_wlb.runtime.backends.protocol import KernelArgs
 from megatron_wlb.runtime.encoding import varlen
 
@@ -57,7 +63,8 @@ class FlashAttnBackend(_Operators):
 
     Causal, aligned to the bottom right of every entry. Bitwise reproducible under
     `torch.use_deterministic_algorithms(True)`. Raises ValueError where the package is missing, is older (backward of
-    2.7 addresses in 32 bits what it sums dQ in, which overflows with many entries), or takes other arguments.
+    2.7 addresses in 32 bits what it sums dQ in, which overflows with many entries), or takes other arguments, and in
+    backward where deterministic gradients take too much memory, see `check_sum_of_dq`.
     """
 
     name = "flash_attn"
@@ -79,13 +86,18 @@ class FlashAttnBackend(_Operators):
             in_forward={"return_softmax": False},
         )
 
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, args: KernelArgs
+    ) -> Tensor:
+        """See `Backend.backward`."""
+        check_sum_of_dq(self.name, q, k, args.table.shape[1] - 1)
+        return super().backward(dout, q, k, v, out, lse, dkv, args)
+
 
 class FlashAttn3Backend(_Operators):
     """FlashAttention-3, package `flash_attn_interface`: `torch.ops.flash_attn_3.fwd` and `bwd`. Compute capability 9.0.
 
-    As `FlashAttnBackend`, but deterministic gradients are refused for head sizes over 192. Torch runs the same kernels
-    in the `aten` backend after `torch.nn.attention.activate_flash_attention_impl("FA3")`; this one switches nothing for
-    the rest of the process.
+    As `FlashAttnBackend`, but deterministic gradients are refused for head sizes over 192, and take no more memory.
     """
 
     name = "flash_attn_3"

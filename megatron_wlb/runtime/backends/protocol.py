@@ -1,11 +1,18 @@
 """What an attention backend is."""
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_wlb.runtime.encoding import Encoding
+
+
+def owned(x: Tensor) -> Tensor:
+    """x, or a contiguous copy where it is a view: saved for backward, a view keeps all of what it looks at."""
+    whole = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
+    return x if whole else x.clone(memory_format=torch.contiguous_format)
 
 
 class KernelArgs(NamedTuple):
@@ -21,9 +28,17 @@ class KernelArgs(NamedTuple):
     """Keys that a query sees before its own (window_size_left of FlashAttention); None: all of its document."""
     adds_up: bool = True
     """Backward adds dK and dV to what `dkv` holds; else it overwrites all of it."""
+    before_adding: Callable[[], None] | None = None
+    """Called before that: `dkv` may be written on another stream until then."""
+
+    def wait_to_add(self) -> None:
+        """To be called before backward touches `dkv`."""
+        if self.before_adding is not None:
+            self.before_adding()
 
     def store(self, dkv: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Write dK and dV, [P, Hkv, D] each, to dkv [P, 2, Hkv, D]."""
+        self.wait_to_add()
         for total, part in zip(dkv.unbind(1), (dk, dv), strict=True):
             if self.adds_up:
                 total.add_(part)
@@ -36,7 +51,7 @@ class Backend(Protocol):
 
     Shapes: sq query rows of the call, P keys, Hq query heads, a multiple of the Hkv key heads, head size D. Query head
     h reads key head h // (Hq / Hkv); K and V are never expanded to Hq heads over all P rows. Every tensor but `lse`
-    has stride 1 in D and may be strided otherwise.
+    has stride 1 in D and may be strided otherwise; k and v may be the two halves of one tensor [P, 2, Hkv, D].
     """
 
     name: str
@@ -49,10 +64,10 @@ class Backend(Protocol):
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
-        """q [sq, Hq, D], k and v [P, Hkv, D] -> out [sq, Hq, D] and lse [Hq, sq], contiguous.
+        """q [sq, Hq, D], k and v [P, Hkv, D] -> out [sq, Hq, D], contiguous, and lse [Hq, sq].
 
-        lse is the natural logarithm of the sum of exp(scale * q k^T), fp32 (fp64 for fp64 inputs). Raises ValueError
-        for a head size that the backend cannot run.
+        Neither is a view of anything larger. lse is the natural logarithm of the sum of exp(scale * q k^T), fp32 (fp64
+        for fp64 inputs). Raises ValueError for a head size that the backend cannot run.
         """
         ...
 

@@ -9,26 +9,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_wlb.runtime.backends.checks import check_arguments, check_head_size, import_for
-from megatron_wlb.runtime.backends.protocol import KernelArgs
+from megatron_wlb.runtime.backends.checks import check_arguments, check_head_size, check_workspace, import_for
+from megatron_wlb.runtime.backends.protocol import KernelArgs, owned
 from megatron_wlb.runtime.encoding import Encoded, offsets
 
 _MODULE, _PACKAGE = "transformer_engine.pytorch", "transformer-engine[pytorch]"
-_LAYOUT = {
-    "qkv_layout": "thd_thd_thd",
+_KINDS = {
     "attn_bias_type": "no_bias",
     "attn_mask_type": "padding_causal_bottom_right",
     "dropout": 0.0,
 }
 _COMMON = (
     *("max_seqlen_q", "max_seqlen_kv", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
-    *("q", "k", "v", "fake_dtype", "fused_attention_backend", "attn_scale", "window_size", *_LAYOUT),
+    *("q", "k", "v", "fake_dtype", "fused_attention_backend", "attn_scale", "window_size", *_KINDS, "qkv_layout"),
 )
 _FORWARD = (*_COMMON, "is_training", "rng_gen")
 _BACKWARD = (*_COMMON, "o", "d_o", "aux_ctx_tensors", "deterministic")
 _LEAST_ENTRIES = 32
 # Since 2.15 the layouts of results are arguments; before, the dtype of the gradients was.
-_LAYOUTS_OF_RESULTS = {"o_format": "thd", "do_format": "thd", "dqkv_layout": "thd_thd_thd"}
+_LAYOUTS_OF_RESULTS = {"o_format": "thd", "do_format": "thd", "dqkv_layout": "thd_t2hd"}
 
 
 class TeBackend:
@@ -37,12 +36,12 @@ class TeBackend:
     cuDNN takes the place of an entry's first key from an array of its own (padded offsets), so only entries with
     queries are given, and keys that nobody reads are skipped. It builds a plan for every number of entries, rows and
     keys, all rounded up: the first steps are slow. Needs compute capability 9.0; head sizes over 128 run on 9.0, and
-    256 on the newest versions for 10.0. k and v are copied where they are not contiguous. Deterministic under
-    `torch.use_deterministic_algorithms(True)`: on 9.0 for few rows only, see `_check_workspace`, on 10.0 with cuDNN
-    9.18.1 or newer. What cuDNN cannot run, it says itself, as a RuntimeError.
+    256 on the newest versions for 10.0. It takes K and V side by side as they are, and copies others. Deterministic
+    under `torch.use_deterministic_algorithms(True)`: on 9.0 for few rows only, see `_check_workspace`, on 10.0 with
+    cuDNN 9.18.1 or newer. What cuDNN cannot run, it says itself, as a RuntimeError.
 
     Raises ValueError where the package is missing or takes other arguments, at the first call where cuDNN is so old
-    that log-sum-exps are not packed, and in backward where that workspace is more than the GPU's memory.
+    that log-sum-exps are not packed, and in backward where that workspace is too large.
     """
 
     name = "te"
@@ -83,8 +82,8 @@ class TeBackend:
                 "heads, 1] were expected: cuDNN is older than 9.6, or pads them for this GPU (capability 12.0); use "
                 "a newer cuDNN, or choose another backend"
             )
-        # Older versions round the number of rows up.
-        return out.view(q.shape), stats[: q.shape[0], :, 0].T.contiguous()
+        # As it is in memory, [rows, heads]; older versions round the number of rows up.
+        return out.view(q.shape), owned(stats[: q.shape[0], :, 0]).T
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, args: KernelArgs
@@ -95,8 +94,7 @@ class TeBackend:
         deterministic = torch.are_deterministic_algorithms_enabled()
         if deterministic:
             _check_workspace(q, k, args.table.shape[1] - 1)
-        # The random state of the forward pass; without dropout nobody reads it.
-        aux = [lse.T.contiguous()[:, :, None], torch.zeros(2, dtype=torch.int64, device=q.device)]
+        aux = [lse.T[:, :, None], _no_random_state(q.device)]
         dq, dk, dv, *_ = self._backward(
             o=out.contiguous(),
             d_o=dout.contiguous(),
@@ -111,6 +109,7 @@ class TeBackend:
 
     def _arguments(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> dict[str, Any]:
         cu_q, cu_k, k_begins = args.table
+        k, v = _side_by_side(k, v)
         return {
             "max_seqlen_q": args.max_q,
             "max_seqlen_kv": args.max_k,
@@ -119,14 +118,24 @@ class TeBackend:
             "cu_seqlens_q_padded": cu_q,
             "cu_seqlens_kv_padded": k_begins,
             "q": q.contiguous(),
-            "k": k.contiguous(),
-            "v": v.contiguous(),
+            "k": k,
+            "v": v,
             "fake_dtype": q.dtype,
             "fused_attention_backend": self._engine,
             "attn_scale": args.scale,
             "window_size": (-1 if args.window is None else args.window, 0),
-            **_LAYOUT,
+            "qkv_layout": "thd_t2hd",
+            **_KINDS,
         }
+
+
+def _side_by_side(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """K and V as the halves of one tensor [P, 2, Hkv, D], which they usually are."""
+    _, heads, size = k.shape
+    strides = (2 * heads * size, size, 1)
+    if k.stride() == v.stride() == strides and v.data_ptr() - k.data_ptr() == heads * size * k.itemsize:
+        return k, v
+    return torch.stack((k, v), dim=1).unbind(1)
 
 
 def _function(function: Any, passed: tuple[str, ...]) -> Any:
@@ -142,18 +151,12 @@ def _function(function: Any, passed: tuple[str, ...]) -> Any:
 
 
 def _check_workspace(q: Tensor, k: Tensor, num_entries: int) -> None:
-    """Raise ValueError where cuDNN would take more workspace for deterministic gradients than the GPU has memory.
+    """`check_workspace` for cuDNN. Compute capability 9.0 only: nothing like it is known of others.
 
-    q [sq, Hq, D], k [P, Hkv, D]. Compute capability 9.0 only: nothing like it is known of others.
+    q [sq, Hq, D], k [P, Hkv, D].
     """
-    gpu = torch.cuda.get_device_properties(q.device)
-    needed = _workspace_bytes(num_entries, q.shape[1], q.shape[0], k.shape[0])
-    if (gpu.major, gpu.minor) == (9, 0) and needed > gpu.total_memory:
-        raise ValueError(
-            f"attention backend 'te' would take {needed / 2**30:.0f} GiB for deterministic gradients of {q.shape[0]} "
-            f"queries and {k.shape[0]} keys with {q.shape[1]} heads, and the GPU has {gpu.total_memory / 2**30:.0f}; "
-            "switch torch.use_deterministic_algorithms (--deterministic-mode) off, or choose another backend"
-        )
+    if torch.cuda.get_device_capability(q.device) == (9, 0):
+        check_workspace("te", _workspace_bytes(num_entries, q.shape[1], q.shape[0], k.shape[0]), q, k)
 
 
 def _workspace_bytes(num_entries: int, num_heads: int, num_queries: int, num_keys: int) -> int:
@@ -175,3 +178,9 @@ def _workspace_bytes(num_entries: int, num_heads: int, num_queries: int, num_key
 def _generator(device: torch.device) -> torch.Generator:
     """For the forward pass, which draws even without dropout, so that it leaves the random numbers of others alone."""
     return torch.Generator(device)
+
+
+@functools.cache
+def _no_random_state(device: torch.device) -> Tensor:
+    """What backward is told of the random state of forward; without dropout nobody reads it."""
+    return torch.zeros(2, dtype=torch.int64, device=device)

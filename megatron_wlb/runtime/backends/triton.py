@@ -48,6 +48,7 @@ class TritonBackend:
         self._kernels.dq_kernel[_grid(q, args, sizes["BLOCK_Q"])](
             dout, q, k, v, out, lse, dq, delta, *arguments, *_strides(dout, q, k, v, out, dq), **sizes
         )
+        args.wait_to_add()
         self._kernels.dkv_kernel[_grid(k, args, sizes["BLOCK_K"])](
             dout, q, k, v, lse, delta, dk, dv, *arguments, *_strides(dout, q, k, v, dk, dv), **sizes
         )
