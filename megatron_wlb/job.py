@@ -34,6 +34,8 @@ class Parallel:
     """Data-parallel ranks."""
     ep: int = 1
     """Expert-parallel ranks."""
+    etp: int | None = None
+    """Tensor-parallel ranks of an expert; None: TP."""
     sequence_parallel: bool = True
     """Tensor-parallel ranks divide the sequence between attention and MLP."""
     group_size: int | None = None
@@ -47,6 +49,25 @@ class Parallel:
         for name in ("tp", "cp", "pp", "vpp", "dp", "ep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; a parallel size must be at least 1")
+        if self.tp * self.cp * self.dp % self.expert_ranks:
+            raise ValueError(
+                f"{self.ep} expert-parallel x {self.etp or self.tp} expert-tensor-parallel ranks do not divide tp x cp "
+                f"x dp = {self.tp} x {self.cp} x {self.dp}; change one of them"
+            )
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks of a stage that hold all experts of a layer between them, and exchange their tokens in it."""
+        return self.ep * (self.etp or self.tp)
+
+    @property
+    def expert_replicas(self) -> int:
+        """Neighbouring data-parallel ranks that wait for each other in every layer, since they share experts.
+
+        Megatron divides the TP x CP x DP ranks of a stage into runs of `expert_ranks`; ranks of one TP x CP wait for
+        each other anyway.
+        """
+        return math.lcm(self.expert_ranks, self.tp * self.cp) // (self.tp * self.cp)
 
     @property
     def sequence_ranks(self) -> int:
@@ -145,6 +166,11 @@ class Job(Sharding):
         p = self.parallel
         rows = p.sequence_ranks * self.row_multiple
         return p.cp * math.lcm(2, rows) if p.cp > 1 else rows
+
+    @property
+    def expert_crossover_tokens(self) -> int:
+        """The part of `crossover_tokens` that is the work of experts."""
+        return self.crossover_tokens * self.model.expert_weights // self.model.token_weights
 
     @property
     def micro_batches_per_rank(self) -> int:

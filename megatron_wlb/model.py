@@ -17,6 +17,8 @@ class ModelShape:
     """0 leaves the embedding and the output layer out."""
     kv_channels: int = 128
     gated_linear_unit: bool = True
+    moe_router_topk: int = 0
+    """Experts that a token goes to; 0: a dense model."""
 
     @property
     def query_size(self) -> int:
@@ -33,6 +35,12 @@ class ModelShape:
         """Weights of the matrices of one layer."""
         mlp = self.ffn_hidden_size * (3 if self.gated_linear_unit else 2)
         return self.hidden_size * (2 * self.query_size + 2 * self.key_size + mlp)
+
+    @property
+    def expert_weights(self) -> int:
+        """The part of `layer_weights` that is in experts; 0 in a dense model."""
+        mlp = self.ffn_hidden_size * (3 if self.gated_linear_unit else 2)
+        return self.hidden_size * mlp if self.moe_router_topk else 0
 
     @property
     def vocabulary_weights(self) -> int:

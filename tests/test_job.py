@@ -1,6 +1,7 @@
 """Settings become the description of a job: defaults, S_max within memory, sizes that contradict each other, JSON."""
 
 import argparse
+import itertools
 import json
 from dataclasses import dataclass, replace
 
@@ -8,7 +9,7 @@ import pytest
 
 from megatron_wlb.cost.memory import peak_bytes
 from megatron_wlb.describe import PlanSettings
-from megatron_wlb.job import MAX_TOKENS, Job, Recompute, differences
+from megatron_wlb.job import MAX_TOKENS, Job, Parallel, Recompute, differences
 from megatron_wlb.plan import packing
 from megatron_wlb.plan.packing import DEFAULT_POLICY, POLICIES
 from megatron_wlb.settings import Settings, flag_with_value, integers, setting
@@ -154,3 +155,23 @@ def test_a_policy_may_be_derived_from_another(monkeypatch):
     packing.add_flags(parser)
     args = parser.parse_args(["--wlb-packing", "derived", "--wlb-global-batches", "3"])
     assert packing.from_args(args) == Derived(global_batches=3)
+
+
+def test_ranks_that_share_experts_are_those_of_upstreams_groups():
+    """Data-parallel ranks that a chain of upstream's expert groups connects, of ranks in its default order."""
+    state = pytest.importorskip("megatron.core.parallel_state")
+    for tp, cp, dp, ep, etp in itertools.product((1, 2, 4), (1, 2, 3), (1, 2, 4, 6), (1, 2, 3, 4, 8), (None, 1, 2)):
+        expert_tp = etp or tp
+        if tp * cp * dp % (ep * expert_tp):
+            with pytest.raises(ValueError, match="do not divide"):
+                Parallel(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp)
+            continue
+        sizes = {"tp": expert_tp, "ep": ep, "dp": tp * cp * dp // (ep * expert_tp), "pp": 2, "cp": 1}
+        groups = state.RankGenerator(**sizes, order="tp-cp-ep-dp-pp").get_ranks("tp-ep")
+        replicas = Parallel(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp).expert_replicas
+        together = [{rank // (tp * cp) for rank in group} for group in groups]
+        for i in range(2 * dp):
+            meets = {i}
+            for _ in range(dp):
+                meets = meets.union(*(each for each in together if each & meets))
+            assert meets == set(range(i // replicas * replicas, (i // replicas + 1) * replicas))

@@ -89,6 +89,7 @@ def _parallel(args: Namespace) -> Parallel:
         pp=pp,
         dp=max(1, args.world_size // (tp * cp * pp)),
         ep=args.expert_model_parallel_size,
+        etp=args.expert_tensor_parallel_size,
         sequence_parallel=args.sequence_parallel,
         edge_layers=int(edges),
     )
@@ -106,6 +107,7 @@ def _model_shape(args: Namespace) -> ModelShape:
         padded_vocab_size=args.padded_vocab_size or 0,
         kv_channels=args.kv_channels,
         gated_linear_unit=args.swiglu,
+        moe_router_topk=args.moe_router_topk if args.num_experts else 0,
     )
 
 

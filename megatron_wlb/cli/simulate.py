@@ -45,6 +45,7 @@ PARTS = {
     "tensor": "tensor-parallel communication",
     "exchange": "context-parallel communication",
     "cp_wait": "waiting for the slowest CP rank",
+    "ep_wait": "waiting for the slowest rank with the same experts",
     "bubble": "pipeline bubble",
     "imbalance": "uneven micro-batches",
     "dp_wait": "waiting for the slowest DP rank",

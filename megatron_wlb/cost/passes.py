@@ -1,7 +1,7 @@
 """How long every pass of every micro-batch takes on assumed hardware, and what that time is made of."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
@@ -40,6 +40,8 @@ class LayerTimes:
 
     linear: np.ndarray
     """float64 [M]: matrix products and what is bound by memory."""
+    experts: np.ndarray
+    """float64 [M]: the part of `linear` that experts compute; 0 in dense models."""
     tensor: np.ndarray
     """float64 [M]: tensor-parallel communication that nothing hides."""
     attention: np.ndarray
@@ -63,6 +65,8 @@ class Passes:
     """float64 [M]."""
     layers: tuple[LayerTimes, LayerTimes]
     """Forward and backward (with recomputation)."""
+    expert_wait: np.ndarray
+    """The part of `forward` and `backward` that waits for other data-parallel ranks, float64 [2, stages, chunks, M]."""
 
 
 def layers_of(job: Job) -> np.ndarray:
@@ -115,7 +119,13 @@ def pass_times(job: Job, hardware: Hardware, shards: Sequence[ShardPlan]) -> Pas
     attention, exchange = _attention(job, hardware, shards)
     linear = _linear(job, hardware, tokens)
     forward, backward = (
-        LayerTimes(linear=linear[i], tensor=moved[i] * exposed, attention=attention[i], exchange=exchange[i])
+        LayerTimes(
+            linear=linear[i],
+            experts=linear[i] * (model.expert_weights / model.layer_weights),
+            tensor=moved[i] * exposed,
+            attention=attention[i],
+            exchange=exchange[i],
+        )
         for i in range(2)
     )
     if job.recompute.granularity == "full":
@@ -129,7 +139,35 @@ def pass_times(job: Job, hardware: Hardware, shards: Sequence[ShardPlan]) -> Pas
     times[1][-1, -1] += output[1] + (gather + scatter) * exposed
     between = Group(size=job.parallel.pp, stride=tp * cp * job.parallel.dp)
     transfer = hardware.network.point_to_point(hidden_bytes / tp, between)
-    return Passes(forward=times[0], backward=times[1], transfer=transfer, layers=(forward, backward))
+    return Passes(
+        forward=times[0],
+        backward=times[1],
+        transfer=transfer,
+        layers=(forward, backward),
+        expert_wait=np.zeros((2, *times[0].shape)),
+    )
+
+
+def share_experts(job: Job, passes: Sequence[Passes]) -> tuple[Passes, ...]:
+    """`passes` of every data-parallel rank, where ranks with the same experts (`Parallel.expert_replicas`) go in step.
+
+    In every layer, tokens go to the experts when the slowest of these ranks has done the rest of the layer, and come
+    back together; experts have equal shares of the tokens of all these ranks (routing is balanced). What the exchange
+    of tokens itself takes is not counted.
+    """
+    layers, replicas = layers_of(job)[:, :, None], job.parallel.expert_replicas
+    together: list[Passes] = []
+    for group in (passes[i : i + replicas] for i in range(0, len(passes), replicas)):
+        own = np.array([(p.forward, p.backward) for p in group])
+        experts = np.array([[layers * layer.experts for layer in p.layers] for p in group])
+        alone = own - experts + experts.mean(axis=0)
+        times = alone.max(axis=0)
+        transfer = np.max([p.transfer for p in group], axis=0)
+        together += [
+            replace(p, forward=times[0], backward=times[1], transfer=transfer, expert_wait=times - mine)
+            for p, mine in zip(group, alone, strict=True)
+        ]
+    return tuple(together)
 
 
 def _attention(job: Job, hardware: Hardware, shards: Sequence[ShardPlan]) -> tuple[Directions, Directions]:

@@ -16,24 +16,54 @@ ROUNDS, TRIES = 4, 64
 """Rounds of local search in `order` beyond that, and orders that each tries."""
 
 
-def place(work: np.ndarray, job: Job) -> np.ndarray:
-    """Which micro-batches each data-parallel rank runs, ascending: int64 [dp, N / dp].
+def place(work: np.ndarray, job: Job, experts: np.ndarray | None = None) -> np.ndarray:
+    """Which micro-batches each data-parallel rank runs: int64 [dp, N / dp], ascending unless ranks share experts.
 
     Total and largest work of the ranks come out alike: the greatest `rank_cost` is made small, from a start that deals
     micro-batches out in descending work, back and forth over the ranks, by swapping a micro-batch of the costliest rank
     for one of the cheapest other rank with which both cost less than that by 1/8192. Round-robin, as Megatron's own
     sampler does, where the job keeps its order.
 
+    Ranks that share experts run micro-batches of neighbouring work outside of experts side by side, which makes the sum
+    of `paces` the least; what is dealt out so, to groups of such ranks, are these bundles.
+
     Args:
         work: of all N micro-batches, int64 [N].
         job: the layout, and whether micro-batches change places.
+        experts: the part of `work` that experts do, int64 [N]; None: no part.
     """
-    parallel = job.parallel
+    dp, replicas = job.parallel.dp, job.parallel.expert_replicas
     if not job.reorders:
-        return np.arange(len(work)).reshape(-1, parallel.dp).T
+        return np.arange(len(work)).reshape(-1, dp).T
+    if replicas == 1:
+        return _deal(work, dp, job)
+    experts = np.zeros_like(work) if experts is None else experts
+    bundles = np.argsort(experts - work, kind="stable").reshape(-1, replicas)
+    groups = _deal(paces(work[bundles.T], experts[bundles.T], job)[0], dp // replicas, job)
+    return bundles[groups].swapaxes(1, 2).reshape(dp, -1)
+
+
+def paces(work: np.ndarray, experts: np.ndarray, job: Job) -> np.ndarray:
+    """Work that micro-batches take the time of beside those of ranks with the same experts: int64 [ranks, M].
+
+    In every layer such ranks wait for the one with the most work outside of experts, and experts do equal shares of
+    what is theirs. That is `work` itself where every rank has experts of its own.
+
+    Args:
+        work: of the M micro-batches of neighbouring ranks, int64 [ranks, M].
+        experts: the part of it that experts do, int64 [ranks, M].
+        job: the layout.
+    """
+    replicas = job.parallel.expert_replicas
+    groups = len(work) // replicas, replicas, work.shape[1]
+    shared = experts.reshape(groups).sum(axis=1) // replicas
+    return np.repeat((work - experts).reshape(groups).max(axis=1) + shared, replicas, axis=0)
+
+
+def _deal(work: np.ndarray, ranks: int, job: Job) -> np.ndarray:
     if native.core is not None:
-        return native.core.place(work, parallel.dp, parallel.pp, parallel.vpp)
-    rounds = np.argsort(-work, kind="stable").reshape(-1, parallel.dp)
+        return native.core.place(work, ranks, job.parallel.pp, job.parallel.vpp)
+    rounds = np.argsort(-work, kind="stable").reshape(-1, ranks)
     rounds[1::2] = rounds[1::2, ::-1]
     rows = np.ascontiguousarray(rounds.T)
     while _swap(rows, work[rows], job):

@@ -90,14 +90,14 @@ def plan_step(packer: Packer, job: "Job", dp_rank: int = 0) -> StepPlan:
     packed = packer.next()
     packing = packed.packing
     work = packing.sums(document_work(packing.documents["length"], job.crossover_tokens))
-    rows = placement.place(work, job)
-    mine = rows[dp_rank][placement.order(work[rows[dp_rank]], job)]
+    rows, paces = _placed(work, packing.sums(packing.documents["length"]), job)
+    mine = rows[dp_rank][placement.order(paces[dp_rank], job)]
     return StepPlan(
         step=packed.step,
         micro_batches=tuple(_micro_batch(packed.step, packing.micro_batch(i), job) for i in mine),
         packing=packing,
         work=work,
-        cost=int(placement.rank_cost(work[rows], job).max()),
+        cost=int(placement.rank_cost(paces, job).max()),
         original_work=metrics.original_work(packed.drawn, job),
         delays=metrics.delays(packing, packed.step),
         digest=_digest(packed.step, packing, rows, job),
@@ -111,8 +111,19 @@ def shard_step(job: "Job", lengths: Sequence[np.ndarray]) -> list[list[ShardPlan
     Returns the shards of every data-parallel rank's micro-batches in pipeline order.
     """
     work = np.array([document_work(each, job.crossover_tokens).sum() for each in lengths])
-    rows = placement.place(work, job)
-    return [[sharding.shard(lengths[i], job)[1] for i in row[placement.order(work[row], job)]] for row in rows]
+    rows, paces = _placed(work, np.array([each.sum() for each in lengths]), job)
+    mine = [row[placement.order(pace, job)] for row, pace in zip(rows, paces, strict=True)]
+    return [[sharding.shard(lengths[i], job)[1] for i in row] for row in mine]
+
+
+def _placed(work: np.ndarray, tokens: np.ndarray, job: "Job") -> tuple[np.ndarray, np.ndarray]:
+    """Micro-batches of every data-parallel rank, and what they take beside each other, int64 [dp, N / dp] each.
+
+    `work` and `tokens` are those of all N, int64 [N].
+    """
+    experts = tokens * job.expert_crossover_tokens
+    rows = placement.place(work, job, experts)
+    return rows, placement.paces(work[rows], experts[rows], job)
 
 
 def _micro_batch(step: int, documents: np.ndarray, job: "Job") -> MicroBatchPlan:

@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_wlb.cost.exchange import FP32
 from megatron_wlb.cost.network import Group
-from megatron_wlb.cost.passes import H100, Hardware, LayerTimes, Passes, layers_of, pass_times
+from megatron_wlb.cost.passes import H100, Hardware, LayerTimes, Passes, layers_of, pass_times, share_experts
 from megatron_wlb.job import Job
 from megatron_wlb.pipeline.schedule import schedule_of
 from megatron_wlb.pipeline.timeline import Timeline, run
@@ -68,6 +68,8 @@ class Breakdown:
     """Embedding and output layer."""
     cp_wait: float
     """Waiting for the slowest context-parallel rank, in every layer."""
+    ep_wait: float
+    """Waiting in every layer for the slowest data-parallel rank with the same experts."""
     bubble: float
     """Idle in a pipeline whose micro-batches are all alike: filling, draining, uneven stages and transfers."""
     imbalance: float
@@ -99,7 +101,7 @@ def simulate_step(job: Job, shards: Sequence[Sequence[ShardPlan]], hardware: Har
             f"{job.parallel.dp} ranks, which run equally many; plan for them"
         )
     schedule = schedule_of(job, counts.pop())
-    passes = tuple(pass_times(job, hardware, micro_batches) for micro_batches in shards)
+    passes = share_experts(job, [pass_times(job, hardware, micro_batches) for micro_batches in shards])
     timelines = tuple(run(schedule, p.forward, p.backward, p.transfer) for p in passes)
     reduce, optimizer, gather = _update(job, hardware)
     ends = np.stack([t.end.max(axis=(0, 2, 3)) for t in timelines])  # [dp, stages]
@@ -125,6 +127,7 @@ def breakdown(step: SimulatedStep) -> Breakdown:
     attention = per_gpu(lambda layer: layer.attention.mean(axis=1))
     in_layers = per_gpu(lambda layer: layer.total)
     linear, tensor, exchange = (per_gpu(attrgetter(name)) for name in ("linear", "tensor", "exchange"))
+    ep_wait = float(np.mean([p.expert_wait.sum() for p in step.passes])) / job.parallel.pp
     busy = float(np.mean([t.busy for t in step.timelines]))
     makespans = [t.makespan for t in step.timelines]
     alike = float(np.mean([_alike(step, [p.forward], [p.backward], [p.transfer]) for p in step.passes]))
@@ -133,8 +136,9 @@ def breakdown(step: SimulatedStep) -> Breakdown:
         linear=linear,
         tensor=tensor,
         exchange=exchange,
-        vocabulary=busy - in_layers,
+        vocabulary=busy - in_layers - ep_wait,
         cp_wait=in_layers - attention - linear - tensor - exchange,
+        ep_wait=ep_wait,
         bubble=alike - busy,
         imbalance=float(np.mean(makespans)) - alike,
         dp_wait=max(makespans) - float(np.mean(makespans)),
@@ -152,7 +156,9 @@ def balanced_time(step: SimulatedStep) -> float:
     layers = layers_of(step.job)[:, :, None]
     forward, backward = (
         [
-            getattr(p, name) - layers * (p.layers[d].attention.max(axis=1) - p.layers[d].attention.mean(axis=1))
+            getattr(p, name)
+            - p.expert_wait[d]
+            - layers * (p.layers[d].attention.max(axis=1) - p.layers[d].attention.mean(axis=1))
             for p in step.passes
         ]
         for d, name in enumerate(("forward", "backward"))

@@ -142,8 +142,9 @@ def test_a_job_has_what_the_flags_say(parse, monkeypatch):
         num_query_groups=2,
         padded_vocab_size=256,
         kv_channels=8,
+        moe_router_topk=2,
     )
-    assert job.parallel == Parallel(tp=2, cp=2, pp=2, vpp=2, dp=2, ep=2, group_size=4)
+    assert job.parallel == Parallel(tp=2, cp=2, pp=2, vpp=2, dp=2, ep=2, etp=2, group_size=4)
     assert job.packing == POLICIES["adaptive"](max_delay_steps=20)
     assert job.recompute == Recompute(granularity="selective", modules=("layernorm", "moe_act"))  # no dense layer
     assert (job.context_length, job.num_micro_batches, job.max_tokens, job.crossover_tokens) == (256, 16, 512, 77)

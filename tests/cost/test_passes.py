@@ -7,7 +7,7 @@ import pytest
 
 from megatron_wlb.cost.attention import ATTENTION_BACKWARD, FLOPS_PROFILE, KernelTimes, attention_kernels, load_profile
 from megatron_wlb.cost.network import Group
-from megatron_wlb.cost.passes import H100, layers_of, pass_times
+from megatron_wlb.cost.passes import H100, layers_of, pass_times, share_experts
 from megatron_wlb.job import Recompute
 from megatron_wlb.model import MODELS
 from megatron_wlb.plan.sharding import rank_work
@@ -50,6 +50,44 @@ def test_a_measured_backward_and_measured_rates_are_used():
     times = layer_times(given, [plan], replace(H100, attention_backward=9.0))[1]
     assert times.attention == pytest.approx(1.0 + 32 * (2.0 * 36 + 3.0 * 8))
     assert times.linear == pytest.approx(4 * 1000 * SMALL.layer_weights / 250e6)
+
+
+MOE = replace(SMALL, num_layers=4, moe_router_topk=2)
+FULL = Recompute(granularity="full")
+
+
+@pytest.mark.parametrize("recompute", [Recompute(), FULL])
+def test_ranks_with_the_same_experts_wait_in_every_layer(recompute):
+    """Two ranks at a time: the slower one's attention and projections, and half of the experts' work of both."""
+    given = job(model=MOE, dp=4, pp=2, ep=2, recompute=recompute)
+    documents = [[[65536], [1024] * 4], [[2048] * 48, [65536]], [[8192], [8192]], [[8192], [8192]]]
+    alone = [pass_times(given, H100, shards_of(given, each)) for each in documents]
+    shared = share_experts(given, alone)
+    weights = 4 * 4096 * 4096, 3 * 4096 * 11008
+    for i, direction in enumerate(("forward", "backward")):
+        layers = [times.layers[i] for times in alone[:2]]
+        for layer in layers:
+            np.testing.assert_allclose(layer.experts, layer.linear * weights[1] / sum(weights))
+        rest = [layer.total - layer.experts for layer in layers]
+        per_layer = np.maximum(*rest) + (layers[0].experts + layers[1].experts) / 2
+        assert rest[0].argmax() != rest[1].argmax()
+        for rank in range(2):
+            np.testing.assert_allclose(getattr(shared[rank], direction), np.tile(2 * per_layer, (2, 1, 1)))
+            waits = 2 * (np.maximum(*rest) - rest[rank])
+            np.testing.assert_allclose(shared[rank].expert_wait[i], np.tile(waits, (2, 1, 1)))
+        for rank in (2, 3):
+            np.testing.assert_allclose(getattr(shared[rank], direction), getattr(alone[rank], direction))
+    assert (shared[0].transfer == np.maximum(alone[0].transfer, alone[1].transfer)).all()
+    assert (shared[2].expert_wait == 0).all()
+
+
+def test_ranks_with_experts_of_their_own_do_not_wait():
+    given = job(model=MOE, cp=2, dp=2, ep=2)
+    alone = [pass_times(given, H100, shards_of(given, each)) for each in ([[65536]], [[1024] * 4])]
+    for before, after in zip(alone, share_experts(given, alone), strict=True):
+        np.testing.assert_allclose(after.forward, before.forward)
+        np.testing.assert_allclose(after.backward, before.backward)
+        assert (after.expert_wait == 0).all()
 
 
 def test_head_groups_and_rings_hide_the_exchange():

@@ -13,7 +13,7 @@ from megatron_wlb.plan import native
 from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.packing.fixed import FixedPacking
 from megatron_wlb.plan.packing.original import OriginalPacking
-from megatron_wlb.plan.placement import order, place, rank_cost
+from megatron_wlb.plan.placement import order, paces, place, rank_cost
 from megatron_wlb.plan.step import plan_step
 from megatron_wlb.plan.stream import DocumentStream, Source
 from tests.jobs import job
@@ -107,6 +107,46 @@ def test_placement_by_hand(core):
     # Sums are alike, largest are not: in a pipeline the 6 stands by the 1s.
     work = np.array([6, 5, 4, 3, 1, 1])
     assert place(work, job_of(work, 2, 8)).tolist() == [[0, 4, 5], [1, 2, 3]]
+
+
+@given(
+    groups=st.integers(1, 3), replicas=st.integers(2, 4), rounds=st.integers(1, 4), pp=st.integers(1, 4), data=st.data()
+)
+def test_ranks_that_share_experts_wait_the_least(groups, replicas, rounds, pp, data):
+    dp = groups * replicas
+    work = data.draw(works(dp * rounds, LARGEST // (3 * pp * dp * rounds + pp)))
+    shares = st.lists(st.integers(0, 8), min_size=len(work), max_size=len(work))
+    experts = work // 8 * np.array(data.draw(shares))
+    given = job_of(work, dp, pp, ep=replicas)
+    rows = both(place, work, given, experts)
+    assert sorted(rows.ravel()) == list(range(len(work)))
+    pace = paces(work[rows], experts[rows], given)
+    for rank in range(dp):
+        first = rank // replicas * replicas
+        beside = rows[first : first + replicas]
+        slots = [
+            max(int(work[i] - experts[i]) for i in slot) + sum(int(experts[i]) for i in slot) // replicas
+            for slot in beside.T
+        ]
+        assert pace[rank].tolist() == slots
+    # Whoever holds the largest, the next largest that is not beside it, and so on is waited for.
+    rest = np.sort(work - experts)[::-1]
+    waited = (work - experts)[rows].reshape(groups, replicas, rounds).max(axis=1)
+    assert sorted(waited.ravel().tolist(), reverse=True) == rest[::replicas].tolist()
+
+
+def test_slots_are_alike_where_ranks_share_experts(core):
+    """Both ranks hold 22 with any pairing; what they wait for is more unless both run attention at the same time."""
+    work, experts = np.array([11, 11, 11, 11]), np.array([1, 10, 1, 10])
+    dense = job_of(work, 2, 4)
+    apart = place(work, dense, experts)
+    assert apart.tolist() == [[0, 3], [1, 2]]
+    shared = job_of(work, 2, 4, ep=2)
+    assert paces(work[apart], experts[apart], shared).tolist() == [[15, 15]] * 2
+    together = place(work, shared, experts)
+    assert together.tolist() == [[0, 1], [2, 3]]
+    assert paces(work[together], experts[together], shared).tolist() == [[11, 11]] * 2
+    assert (paces(work[apart], experts[apart], dense) == work[apart]).all()
 
 
 @pytest.mark.parametrize("changes", [{"reorder": False}, {"packing": OriginalPacking()}])

@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from megatron_wlb.plan import placement, sharding
 from megatron_wlb.plan.metrics import delays
 from megatron_wlb.plan.packing import POLICIES
 from megatron_wlb.plan.step import PLAN_AHEAD, shard_step
-from tests.jobs import job
+from tests.jobs import MODEL, job
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(3, 1, 400).astype(np.int64), 1, 350)
 
@@ -31,24 +32,28 @@ def test_every_public_name_is_there():
     assert all(hasattr(megatron_wlb, name) for name in megatron_wlb.__all__)
 
 
+@pytest.mark.parametrize("experts", [{}, {"ep": 4, "model": replace(MODEL, moe_router_topk=2)}])
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_plan_is_packed_placed_and_sharded(name, core):
-    described = job(packing=POLICIES[name](), num_micro_batches=8, dp=2, cp=2, pp=2)
+def test_a_plan_is_packed_placed_and_sharded(name, experts, core):
+    described = job(packing=POLICIES[name](), num_micro_batches=8, dp=2, cp=2, pp=2, **experts)
     packers = [packer_of(described) for _ in range(3)]
     for _ in range(6):
         packed = packers[2].next()
         plans = [plan_step(packers[rank], described, rank) for rank in range(2)]
         work = packed.packing.sums(document_work(packed.packing.documents["length"], 32))
-        rows = placement.place(work, described)
+        by_experts = packed.packing.sums(packed.packing.documents["length"]) * described.expert_crossover_tokens
+        rows = placement.place(work, described, by_experts)
+        paces = placement.paces(work[rows], by_experts[rows], described)
+        assert (paces[0] == paces[1]).all() == bool(experts)
         assert {p.digest for p in plans} == {plans[0].digest}
         for rank, plan in enumerate(plans):
             np.testing.assert_array_equal(plan.packing.documents, packed.packing.documents)
             np.testing.assert_array_equal(plan.work, work)
-            assert plan.cost == placement.rank_cost(work[rows], described).max()
+            assert plan.cost == placement.rank_cost(paces, described).max()
             assert (plan.step, plan.tokens) == (packed.step, packed.packing.documents["length"].sum())
             assert plan.delays == delays(packed.packing, packed.step)
             assert (plan.num_waiting, plan.state) == (packed.num_waiting, packed.state)
-            mine = rows[rank][placement.order(work[rows[rank]], described)]
+            mine = rows[rank][placement.order(paces[rank], described)]
             for micro_batch, i in zip(plan.micro_batches, mine, strict=True):
                 documents = packed.packing.micro_batch(i)
                 order, shards = sharding.shard(documents["length"], described)
@@ -123,7 +128,7 @@ def test_a_process_may_end_while_its_planner_is_in_cpp(ending):
 import numpy as np
 from megatron_wlb import DocumentStream, Planner, Source, make_packer
 from megatron_wlb.plan.packing.adaptive import AdaptivePacking
-from tests.jobs import job
+from tests.jobs import MODEL, job
 lengths = np.random.default_rng(0).lognormal(6.7, 1.4, 300_000).astype(np.int64).clip(1, 8192)
 stream = DocumentStream([Source(lengths=lengths)], seed=1, context_length=8192)
 described = job(packing=AdaptivePacking(), num_micro_batches=512, context_length=8192, crossover_tokens=20_000)

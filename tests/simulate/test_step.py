@@ -14,7 +14,7 @@ from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Recompute
 from megatron_wlb.model import MODELS
 from megatron_wlb.simulate import Hardware, balanced_time, breakdown, simulate_step, write_trace
-from tests.simulate.shards import job, shards_of
+from tests.simulate.shards import SMALL, job, shards_of
 
 FREE = Network(
     name="free",
@@ -49,6 +49,7 @@ JOBS = [
         edge_layers=1,
         recompute=Recompute(granularity="full"),
     ),
+    job(model=replace(MODELS["llama2-7b"], num_layers=8, moe_router_topk=2), cp=2, pp=2, dp=4, ep=4),
 ]
 
 
@@ -75,14 +76,19 @@ def test_each_imbalance_is_found_where_it_is():
         return breakdown(simulate_step(one, [shards_of(one, first, strategy), shards_of(one, second, strategy)]))
 
     none = lost(alike, alike, "per-document")
-    assert [none.cp_wait, none.imbalance, none.dp_wait] == pytest.approx([0, 0, 0], abs=1e-6)
+    assert [none.cp_wait, none.ep_wait, none.imbalance, none.dp_wait] == pytest.approx([0, 0, 0, 0], abs=1e-6)
     assert lost(alike, longer, "per-document").dp_wait > 0
     assert lost(mixed, mixed, "per-document").imbalance > 0
     assert lost([[12288, 2048, 2048]] * 4, alike, "per-sequence").cp_wait > 0
+    one = job(model=replace(SMALL, moe_router_topk=2), cp=2, pp=2, dp=2, ep=4)
+    shared = lost(alike, longer, "per-document")
+    assert shared.ep_wait > 0
+    assert shared.dp_wait == pytest.approx(0, abs=1e-6)
 
 
-def test_the_limit_of_balancing_is_no_slower():
-    one = job(cp=2, pp=4, dp=2)
+@pytest.mark.parametrize("experts", [{}, {"model": replace(SMALL, moe_router_topk=2), "ep": 4}])
+def test_the_limit_of_balancing_is_no_slower(experts):
+    one = job(cp=2, pp=4, dp=2, **experts)
     rng = np.random.default_rng(0)
     for _ in range(5):
         lengths = 4 * rng.integers(1, 8000, (2, 4, 3))
