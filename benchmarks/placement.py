@@ -4,12 +4,15 @@
 
 Works are those that each policy packs of F2 at S_max = 1.25 windows; the first and last tenth of the steps are left
 out. Figures are predicted times of the slowest rank's 1F1B (`timeline.makespans`), in shares of a step whose
-micro-batches are all alike; ends may be cheaper than that. Writes benchmarks/results/placement.json.
+micro-batches are all alike; ends may be cheaper than that. Of jobs with expert parallelism whole steps are simulated:
+Megatron's own, and ours with micro-batches placed as if every rank had experts of its own and as they are. Writes
+benchmarks/results/placement.json.
 """
 
 import itertools
 import statistics
 import time
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +21,19 @@ import numpy as np
 from benchmarks import results
 from benchmarks.lengths import CROSSOVER, S_MAX, WINDOW, f2, job_7b, packer
 from benchmarks.results import Row, at_most
+from megatron_wlb.cli.analyze.setup import WARM_UP, schemes
+from megatron_wlb.cost.attention import load_profile
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job, Parallel
+from megatron_wlb.model import ModelShape
 from megatron_wlb.pipeline.schedule import schedule_of
 from megatron_wlb.pipeline.timeline import makespans
 from megatron_wlb.plan import native
 from megatron_wlb.plan.packing import POLICIES
 from megatron_wlb.plan.packing.base import Packing
-from megatron_wlb.plan.placement import order, place, rank_cost
+from megatron_wlb.plan.placement import order, paces, place, rank_cost
+from megatron_wlb.plan.step import shard_step
+from megatron_wlb.simulate import balanced_time, breakdown, simulate_step
 
 PACKINGS = {
     "original": POLICIES["original"](),
@@ -36,12 +44,44 @@ PACKINGS = {
 # Micro-batches, data-parallel ranks, stages, chunks: from 4 to 64 micro-batches a rank.
 LAYOUTS = ((16, 4, 4, 1), (64, 8, 4, 1), (64, 8, 8, 1), (64, 8, 4, 2), (64, 4, 4, 1), (64, 1, 4, 1))
 QUICK = ((16, 4, 4, 1), (64, 8, 4, 1))
-TIMED = (*LAYOUTS, (64, 1, 4, 2), (64, 1, 8, 1), (64, 1, 8, 2), (2048, 64, 4, 1), (2048, 64, 16, 4))
+TIMED: tuple[tuple[int, ...], ...] = (
+    *LAYOUTS,
+    (64, 1, 4, 2),
+    (64, 1, 8, 1),
+    (64, 1, 8, 2),
+    (2048, 64, 4, 1),
+    (2048, 64, 16, 4),
+)
+# Of 8 ranks that divide experts.
+TIMED += ((64, 8, 4, 1, 8), (64, 8, 1, 1, 8), (2048, 64, 4, 1, 8))
+EP, MICRO_BATCHES = 8, 8
+"""Expert-parallel ranks, and micro-batches of a data-parallel rank, of jobs with experts."""
+EXPERTS = {
+    "Mixtral 8x7B": ModelShape(
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=2 * 14336,
+        num_attention_heads=32,
+        num_query_groups=8,
+        padded_vocab_size=32000,
+        moe_router_topk=2,
+    ),
+    "Qwen3 30B-A3B": ModelShape(
+        num_layers=48,
+        hidden_size=2048,
+        ffn_hidden_size=8 * 768,
+        num_attention_heads=32,
+        num_query_groups=4,
+        padded_vocab_size=151936,
+        moe_router_topk=8,
+    ),
+}
+"""By their published configurations: few large experts, and many small ones."""
 
 
-def job_of(n: int, dp: int = 1, pp: int = 1, vpp: int = 1, **changes: Any) -> Job:
+def job_of(n: int, dp: int = 1, pp: int = 1, vpp: int = 1, ep: int = 1, **changes: Any) -> Job:
     """A 7B model on that layout."""
-    return job_7b(n, parallel=Parallel(dp=dp, pp=pp, vpp=vpp), **changes)
+    return job_7b(n, parallel=Parallel(dp=dp, pp=pp, vpp=vpp, ep=ep), **changes)
 
 
 def works(policy: Packing, n: int, steps: int) -> np.ndarray:
@@ -92,6 +132,56 @@ def quality(quick: bool) -> list[Row]:
     return rows
 
 
+def with_experts(quick: bool) -> list[Row]:
+    """Steps of jobs with experts: time per work over that of a step of ours that is all alike, and what waits of it."""
+    rows = []
+    layouts = list(itertools.product((2, 4, 8), (1, 2), (1, 4)))
+    for (name, model), policy in itertools.product(EXPERTS.items(), ("adaptive", "Algorithm 1, default")):
+        for dp, cp, pp in layouts[:2] if quick else layouts:
+            parallel = Parallel(tp=max(1, EP // (dp * cp)), cp=cp, dp=dp, pp=pp, ep=EP, etp=1)
+            job = job_7b(
+                MICRO_BATCHES * dp,
+                model=model,
+                parallel=parallel,
+                crossover_tokens=model.crossover_tokens,
+                packing=POLICIES["adaptive" if policy == "adaptive" else "wlb"](),
+                profile=load_profile("h100-fa2"),
+            )
+            rows.append(
+                {"model": name, "policy": policy, "DP": dp, "CP": cp, "PP": pp, "TP": parallel.tp}
+                | {"ranks": parallel.expert_replicas}
+                | simulated(job, 3 if quick else 20)
+            )
+    return rows
+
+
+def simulated(job: Job, steps: int) -> dict[str, float]:
+    """Sums over `steps` steps of a job and of Megatron's, as `with_experts` shows them."""
+    ways = schemes(job)
+    own = replace(job, parallel=replace(job.parallel, ep=1, etp=None))
+    sums: Counter[str] = Counter()
+    for scheme, placed in (("plain", {"megatron": ways["plain"]}), ("ours", {"sums": own, "slots": job})):
+        packs = packer(f2(300_000, 0), ways[scheme])
+        packings = [packs.next().packing for _ in range(WARM_UP + steps)][WARM_UP:]
+        for packing in packings:
+            lengths = [packing.micro_batch(i)["length"] for i in range(len(packing))]
+            sums[scheme] += sum(int(document_work(each, job.crossover_tokens).sum()) for each in lengths)
+            for way, placing in placed.items():
+                step = simulate_step(ways[scheme], shard_step(placing, lengths))
+                sums[way] += step.time
+                sums[f"{way} waits"] += breakdown(step).ep_wait
+            sums[f"{scheme} limit"] += balanced_time(step)
+    alike = sums["ours limit"] / sums["ours"]
+    times = {
+        way: sums[way] / sums[scheme] for way, scheme in (("megatron", "plain"), ("sums", "ours"), ("slots", "ours"))
+    }
+    return {
+        **{way: time / alike for way, time in times.items()},
+        **{f"{way} waits": sums[f"{way} waits"] / sums[way] for way in times},
+        "slots / sums": times["slots"] / times["sums"],
+    }
+
+
 def partitions(items: tuple[int, ...], size: int) -> list[list[tuple[int, ...]]]:
     """All ways to split items into sets of `size`."""
     if not items:
@@ -130,15 +220,17 @@ def timings(quick: bool) -> list[Row]:
     rng, rows, fast = np.random.default_rng(0), [], native.core
     draws = {"log-normal": lambda n: rng.lognormal(10, 1, n), "5 % apart": lambda n: rng.normal(1e6, 5e4, n)}
     for layout, (name, draw), core in itertools.product(TIMED, draws.items(), ("native", "Python")):
-        n, dp, pp, vpp = layout
+        n, dp, pp, vpp, *ep = layout
         native.core, job, times = fast if core == "native" else None, job_of(*layout), []
         for _ in range(1 + (5 if quick else 50)):
             work = draw(n).astype(np.int64)
+            experts = (work * rng.uniform(0.2, 0.8, n)).astype(np.int64)
             begin = time.thread_time()
-            order(work[place(work, job)[0]], job)
+            rows_of_ranks = place(work, job, experts)
+            order(paces(work[rows_of_ranks], experts[rows_of_ranks], job)[0], job)
             times.append(time.thread_time() - begin)
         first, *warm = 1e3 * np.array(times)
-        where = f"N={n} DP={dp} PP={pp} VPP={vpp}"
+        where = f"N={n} DP={dp} PP={pp} VPP={vpp}" + "".join(f" EP={size}" for size in ep)
         rows.append(
             {
                 "layout": where,
@@ -152,10 +244,13 @@ def timings(quick: bool) -> list[Row]:
     return rows
 
 
-def goals(rows: list[Row], best: list[Row], times: list[Row]) -> list[results.Goal]:
+def goals(rows: list[Row], best: list[Row], times: list[Row], experts: list[Row]) -> list[results.Goal]:
     fast = [t for t in times if t["core"] == "native"]
     wanted = [at_most(f"{t['layout']}, {t['works']}: place + order, ms", t["median_ms"], 1.0) for t in fast]
     wanted += [at_most(f"N={r['N']} DP={r['DP']}: placed over the optimum, mean", r["placed mean"], 1.01) for r in best]
+    shares = [r["slots / sums"] for r in experts]
+    wanted.append(at_most("jobs with experts: slots alike / sums alike, mean", statistics.mean(shares), 0.98))
+    wanted.append(at_most("jobs with experts: slots alike / sums alike, worst", max(shares), 1.0))
     for r in rows:
         where = f"{r['policy']}, N={r['N']} DP={r['DP']} PP={r['PP']} VPP={r['VPP']}"
         for way in ("random", "snake, ascending index"):
@@ -166,11 +261,12 @@ def goals(rows: list[Row], best: list[Row], times: list[Row]) -> list[results.Go
 def main() -> None:
     args = results.parser(__doc__, "two layouts and fewer steps, nothing written").parse_args()
     rows, best, times = quality(args.quick), optima(args.quick), timings(args.quick)
-    for table in (rows, best, times):
+    experts = with_experts(args.quick)
+    for table in (rows, best, times, experts):
         results.show(table, width=170)
     settings = {"window": WINDOW, "crossover": CROSSOVER, "S_max": S_MAX, "steps": 100, "seed": 0}
-    settings |= {"optima": best, "timings": times}
-    results.finish(args, "placement", settings=settings, rows=rows, goals=goals(rows, best, times))
+    settings |= {"optima": best, "timings": times, "experts": experts}
+    results.finish(args, "placement", settings=settings, rows=rows, goals=goals(rows, best, times, experts))
 
 
 if __name__ == "__main__":

@@ -60,6 +60,10 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     count = integer(1, 1 << 20)
     add_model_flags(parser)
+    experts = parser.add_argument_group("mixture of experts", "in every layer")
+    experts.add_argument("--num-experts", type=count, metavar="N")
+    experts.add_argument("--moe-router-topk", type=count, default=2, metavar="N", help="default: %(default)s")
+    experts.add_argument("--moe-ffn-hidden-size", type=count, metavar="N", help="default: --ffn-hidden-size")
     data = parser.add_argument_group("data and steps")
     data.add_argument("--data-path", nargs="*", metavar="PREFIX", help=".idx, or a blend of them")
     data.add_argument("--train-data-path", nargs="*", metavar="PREFIX", help="likewise, not split")
@@ -74,8 +78,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     layout.add_argument("--num-gpus", type=integer(1, MAX_GPUS), metavar="N", help="default: one data-parallel rank")
     layout.add_argument("--nproc-per-node", "--nproc_per_node", metavar="N", help="torchrun's, as is --nnodes")
     layout.add_argument("--nnodes", metavar="N")
-    for name in ("tensor-model", "context", "pipeline-model"):
+    for name in ("tensor-model", "context", "pipeline-model", "expert-model"):
         layout.add_argument(f"--{name}-parallel-size", type=integer(1, MAX_GPUS), metavar="N", help="default: 1")
+    layout.add_argument("--expert-tensor-parallel-size", type=integer(1, MAX_GPUS), metavar="N", help="default: TP")
     for name in ("num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"):
         layout.add_argument(f"--{name}", type=integer(1, 1 << 12), metavar="N")
     layout.add_argument("--microbatch-group-size-per-virtual-pipeline-stage", type=count, metavar="N")
@@ -130,6 +135,11 @@ def job_of(args: argparse.Namespace, notes: list[str], **fixed: Any) -> Job:
     require(args, "seq_length")
     model = model_of(args, notes, args.tensor_model_parallel_size or 1)
     parallel = _parallel(args, model.num_layers, notes)
+    if model.moe_router_topk:
+        notes.append(
+            "Experts get equally many tokens. The exchange of tokens takes no time here, and gradients and optimizer "
+            f"are those of the {model.moe_router_topk} experts that a token goes to."
+        )
     if args.recompute_method == "block" or args.recompute_granularity == "selective":
         what = "every layer" if args.recompute_method == "block" else "nothing"
         notes.append(f"Time is that of recomputing {what}; memory counts what --recompute flags say.")
@@ -229,6 +239,8 @@ def _parallel(args: argparse.Namespace, num_layers: int, notes: list[str]) -> Pa
             "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split are simulated together "
             "only; give both or none"
         )
+    if args.expert_model_parallel_size and not args.num_experts:
+        raise ValueError("--expert-model-parallel-size without --num-experts; give both or none")
     edge_layers = int(args.account_for_loss_in_pipeline_split)
     return Parallel(
         tp=tp,
@@ -236,6 +248,8 @@ def _parallel(args: argparse.Namespace, num_layers: int, notes: list[str]) -> Pa
         pp=pp,
         vpp=_virtual_stages(args, num_layers + 2 * edge_layers, pp),
         dp=world // ranks,
+        ep=args.expert_model_parallel_size or 1,
+        etp=args.expert_tensor_parallel_size,
         group_size=args.microbatch_group_size_per_virtual_pipeline_stage,
         edge_layers=edge_layers,
     )
@@ -255,8 +269,9 @@ def _virtual_stages(args: argparse.Namespace, num_layers: int, pp: int) -> int:
 
 
 def model_of(args: argparse.Namespace, notes: list[str], tp: int = 1) -> ModelShape:
-    """The model of `add_model_flags`, with Megatron's defaults for sizes that are missing."""
+    """The model of `add_model_flags`, with Megatron's defaults for sizes that are missing; dense without experts."""
     sizes = {f.name: getattr(args, f.name) for f in fields(ModelShape) if getattr(args, f.name, None) is not None}
+    sizes.pop("moe_router_topk", None)
     vocabulary = args.vocab_size
     if args.model is None:
         if vocabulary is None:
@@ -266,6 +281,9 @@ def model_of(args: argparse.Namespace, notes: list[str], tp: int = 1) -> ModelSh
     if vocabulary is not None:
         sizes["padded_vocab_size"] = math.ceil(vocabulary / (128 * tp)) * 128 * tp
     model = ModelShape(**sizes) if args.model is None else replace(MODELS[args.model], **sizes)
+    if getattr(args, "num_experts", None):
+        expert, topk = args.moe_ffn_hidden_size or model.ffn_hidden_size, args.moe_router_topk
+        model = replace(model, ffn_hidden_size=topk * expert, moe_router_topk=topk)
     if model.num_attention_heads % model.num_query_groups:
         raise ValueError(
             f"--num-query-groups {model.num_query_groups} does not divide {model.num_attention_heads} attention heads; "

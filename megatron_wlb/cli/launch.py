@@ -27,7 +27,6 @@ _SLURM = {
 }
 """Variables of a job, and the flags before their numbers in lines of #SBATCH."""
 NOT_SIMULATED = {
-    "num-experts": "mixture of experts",
     "multi-latent-attention": "multi-latent attention",
     "window-size": "sliding windows",
     "mtp-num-layers": "multi-token prediction",
@@ -42,6 +41,7 @@ _ACCEPTED = {
     **{"seq_length": 1024, "micro_batch_size": 1, "save": "checkpoints"},
     **{f"{name}_parallel_size": 1 for name in ("pipeline_model", "expert_model")},
     **{"calculate_per_token_loss": True, "sequence_parallel": False, "attention_dropout": 0},
+    **{"num_experts": 2, "moe_token_dispatcher_type": "alltoall"},
     **{"position_embedding_type": "rope", "untie_embeddings_and_output_weights": True},
 }
 """Arguments that training with --wlb takes, to see of others which it refuses."""
@@ -54,7 +54,7 @@ _HARMLESS = re.compile(
     "bf16$|bias-linear$|calculate-per-token-loss|check-for|ckpt|clip-grad|container-|create-attention-mask|"
     "cross-entropy|data-cache|data-path|dataloader|decoupled|dist|empty-unused|end-weight-decay|eod-mask-loss$|error$|eval-|"
     "exit-|export|flash-attn|fp16$|gpus-per|grad-reduce|init-method|job-name|kill-on|load|log-|loss-scale|lr|manual-gc|master|"
-    "max-position|max-restarts|mcore-models|merge-file|min-lr|mmap|node.rank|nodes|help$|norm|ntasks|num-dataset|num-workers|"
+    "max-position|max-restarts|mcore-models|merge-file|min-lr|mmap|moe-(?:aux-loss|grouped-gemm|permute-fusion|router|token-dispatcher|z-loss)|node.rank|nodes|help$|norm|ntasks|num-dataset|num-workers|"
     "one-logger|optimizer$|output$|overlap-grad-reduce|overlap-param-gather|partition|position-embedding|profile|pytorch-"
     "profiler|rdzv|reset-(?:attention-mask|position-ids)$|rope|rotary|save|seed|sequence-parallel$|sgd|split|standalone|start-weight|tee|tensorboard|test-data|"
     "tiktoken|time|timing|tokenizer|train-(?:data|iters|samples)|transformer-impl|untie|valid-data|vocab-(?:extra|file)|"

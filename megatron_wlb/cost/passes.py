@@ -148,7 +148,7 @@ def pass_times(job: Job, hardware: Hardware, shards: Sequence[ShardPlan]) -> Pas
     )
 
 
-def share_experts(job: Job, passes: Sequence[Passes]) -> tuple[Passes, ...]:
+def synchronised(job: Job, passes: Sequence[Passes]) -> tuple[Passes, ...]:
     """`passes` of every data-parallel rank, where ranks with the same experts (`Parallel.expert_replicas`) go in step.
 
     In every layer, tokens go to the experts when the slowest of these ranks has done the rest of the layer, and come

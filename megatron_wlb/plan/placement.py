@@ -17,14 +17,14 @@ ROUNDS, TRIES = 4, 64
 
 
 def place(work: np.ndarray, job: Job, experts: np.ndarray | None = None) -> np.ndarray:
-    """Which micro-batches each data-parallel rank runs: int64 [dp, N / dp], ascending unless ranks share experts.
+    """Which micro-batches each data-parallel rank runs: int64 [dp, N / dp], ascending unless ranks divide experts.
 
     Total and largest work of the ranks come out alike: the greatest `rank_cost` is made small, from a start that deals
     micro-batches out in descending work, back and forth over the ranks, by swapping a micro-batch of the costliest rank
     for one of the cheapest other rank with which both cost less than that by 1/8192. Round-robin, as Megatron's own
     sampler does, where the job keeps its order.
 
-    Ranks that share experts run micro-batches of neighbouring work outside of experts side by side, which makes the sum
+    Ranks that divide experts run micro-batches of neighbouring work outside of experts side by side, which makes the sum
     of `paces` the least; what is dealt out so, to groups of such ranks, are these bundles.
 
     Args:

@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_wlb.cost.exchange import FP32
 from megatron_wlb.cost.network import Group
-from megatron_wlb.cost.passes import H100, Hardware, LayerTimes, Passes, layers_of, pass_times, share_experts
+from megatron_wlb.cost.passes import H100, Hardware, LayerTimes, Passes, layers_of, pass_times, synchronised
 from megatron_wlb.job import Job
 from megatron_wlb.pipeline.schedule import schedule_of
 from megatron_wlb.pipeline.timeline import Timeline, run
@@ -101,7 +101,7 @@ def simulate_step(job: Job, shards: Sequence[Sequence[ShardPlan]], hardware: Har
             f"{job.parallel.dp} ranks, which run equally many; plan for them"
         )
     schedule = schedule_of(job, counts.pop())
-    passes = share_experts(job, [pass_times(job, hardware, micro_batches) for micro_batches in shards])
+    passes = synchronised(job, [pass_times(job, hardware, micro_batches) for micro_batches in shards])
     timelines = tuple(run(schedule, p.forward, p.backward, p.transfer) for p in passes)
     reduce, optimizer, gather = _update(job, hardware)
     ends = np.stack([t.end.max(axis=(0, 2, 3)) for t in timelines])  # [dp, stages]

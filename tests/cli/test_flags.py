@@ -9,7 +9,7 @@ import pytest
 
 from megatron_wlb.cli.flags import settle
 from tests.adapter.datasets import write_index
-from tests.cli.analyses import JOB, MODEL, C, N, described
+from tests.cli.analyses import FFN, JOB, MODEL, C, N, described
 
 
 def test_a_job_with_all_flags():
@@ -29,15 +29,27 @@ def test_a_job_with_all_flags():
     assert description["model"] == {
         **{"num_layers": 14, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 8},
         **{"num_query_groups": 4, "padded_vocab_size": 256, "kv_channels": 16, "gated_linear_unit": True},
+        "moe_router_topk": 0,
     }
     assert description["parallel"] == {
         **{"tp": 2, "cp": 2, "pp": 4, "vpp": 2, "dp": 3, "ep": 1, "sequence_parallel": True, "group_size": 4},
-        "edge_layers": 1,
+        **{"edge_layers": 1, "etp": None},
     }
     assert description["recompute"]["granularity"] == "selective" and not job.hidden_dropout
     assert description["packing"] == {"name": "adaptive", "max_delay_steps": 30}
     assert (job.context_length, job.max_tokens, job.num_micro_batches) == (512, 640, 24)
     assert (job.crossover_tokens, job.cp_sharding, job.profile.name, job.head_groups) == (99, "hybrid", "flops", 1)
+
+
+def test_a_job_with_experts():
+    words = "--num-gpus 8 --tensor-model-parallel-size 2 --num-experts 8 --expert-model-parallel-size 4"
+    _, job, _, notes = described(JOB, words, "--expert-tensor-parallel-size 1 --moe-router-topk 3")
+    assert (job.model.ffn_hidden_size, job.model.moe_router_topk) == (3 * FFN, 3)
+    assert (job.parallel.ep, job.parallel.etp, job.parallel.expert_replicas) == (4, 1, 2)
+    assert any("those of the 3 experts" in note for note in notes)
+    job = described(JOB, words, "--moe-ffn-hidden-size 100").job
+    assert (job.model.ffn_hidden_size, job.model.moe_router_topk, job.parallel.expert_replicas) == (200, 2, 4)
+    assert described(JOB, "--moe-router-topk 3").job.model == described(JOB).job.model
 
 
 def test_what_is_assumed():
@@ -99,6 +111,8 @@ def test_memory_bounds_micro_batches():
         ("--group-query-attention --num-query-groups 3", r"--num-query-groups 3 does not divide 4 attention heads"),
         ("--seq-length 4098 --context-parallel-size 4", r"4098, which 4 context-parallel .* give a multiple of 8"),
         ("--num-gpus 3", r"4 micro-batches a step cannot be shared by 3 data-parallel ranks"),
+        ("--expert-model-parallel-size 2 --num-gpus 2", r"without --num-experts; give both or none"),
+        ("--num-experts 4 --expert-model-parallel-size 4 --num-gpus 2", r"4 expert-parallel x 1 .* do not divide"),
         ("--micro-batch-size 2", r"--micro-batch-size is 2; .* give 1"),
         ("--account-for-loss-in-pipeline-split", r"give both or none"),
         ("--wlb-packing best", r"--wlb-packing is 'best'; choose one of"),

@@ -174,6 +174,7 @@ VALUES = {
     "dataloader_type": "single",
     "eval_micro_batch_size": "2",
     "load": "s3://bucket",
+    "moe_token_dispatcher_type": "allgather",
     "position_embedding_type": "mrope",
     "rerun_mode": "report_stats",
     "save": "s3://bucket",
@@ -196,7 +197,8 @@ def test_what_training_takes_is_not_to_be_taken_out():
     """All of docs/training.md but what is refused: other values, and values that are spelled differently."""
     words = (
         "--dataloader-type external --attention-dropout 0.0 --cuda-graph-impl none --rerun-mode disabled --save dir "
-        "--position-embedding-type rope --attention-backend=flash --eval-micro-batch-size 1 --softmax-type vanilla"
+        "--position-embedding-type rope --attention-backend=flash --eval-micro-batch-size 1 --softmax-type vanilla "
+        "--moe-token-dispatcher-type alltoall --num-experts 4"
     )
     assert described(JOB, words).args.refused == []
     assert described(JOB, "--attention-dropout $DROPOUT").args.refused == ["--attention-dropout"]

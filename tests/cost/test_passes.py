@@ -7,7 +7,7 @@ import pytest
 
 from megatron_wlb.cost.attention import ATTENTION_BACKWARD, FLOPS_PROFILE, KernelTimes, attention_kernels, load_profile
 from megatron_wlb.cost.network import Group
-from megatron_wlb.cost.passes import H100, layers_of, pass_times, share_experts
+from megatron_wlb.cost.passes import H100, layers_of, pass_times, synchronised
 from megatron_wlb.job import Recompute
 from megatron_wlb.model import MODELS
 from megatron_wlb.plan.sharding import rank_work
@@ -62,7 +62,7 @@ def test_ranks_with_the_same_experts_wait_in_every_layer(recompute):
     given = job(model=MOE, dp=4, pp=2, ep=2, recompute=recompute)
     documents = [[[65536], [1024] * 4], [[2048] * 48, [65536]], [[8192], [8192]], [[8192], [8192]]]
     alone = [pass_times(given, H100, shards_of(given, each)) for each in documents]
-    shared = share_experts(given, alone)
+    shared = synchronised(given, alone)
     weights = 4 * 4096 * 4096, 3 * 4096 * 11008
     for i, direction in enumerate(("forward", "backward")):
         layers = [times.layers[i] for times in alone[:2]]
@@ -84,7 +84,7 @@ def test_ranks_with_the_same_experts_wait_in_every_layer(recompute):
 def test_ranks_with_experts_of_their_own_do_not_wait():
     given = job(model=MOE, cp=2, dp=2, ep=2)
     alone = [pass_times(given, H100, shards_of(given, each)) for each in ([[65536]], [[1024] * 4])]
-    for before, after in zip(alone, share_experts(given, alone), strict=True):
+    for before, after in zip(alone, synchronised(given, alone), strict=True):
         np.testing.assert_allclose(after.forward, before.forward)
         np.testing.assert_allclose(after.backward, before.backward)
         assert (after.expert_wait == 0).all()

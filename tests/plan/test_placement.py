@@ -112,7 +112,7 @@ def test_placement_by_hand(core):
 @given(
     groups=st.integers(1, 3), replicas=st.integers(2, 4), rounds=st.integers(1, 4), pp=st.integers(1, 4), data=st.data()
 )
-def test_ranks_that_share_experts_wait_the_least(groups, replicas, rounds, pp, data):
+def test_ranks_that_synchronised_wait_the_least(groups, replicas, rounds, pp, data):
     dp = groups * replicas
     work = data.draw(works(dp * rounds, LARGEST // (3 * pp * dp * rounds + pp)))
     shares = st.lists(st.integers(0, 8), min_size=len(work), max_size=len(work))
@@ -135,7 +135,7 @@ def test_ranks_that_share_experts_wait_the_least(groups, replicas, rounds, pp, d
     assert sorted(waited.ravel().tolist(), reverse=True) == rest[::replicas].tolist()
 
 
-def test_slots_are_alike_where_ranks_share_experts(core):
+def test_slots_are_alike_where_ranks_synchronised(core):
     """Both ranks hold 22 with any pairing; what they wait for is more unless both run attention at the same time."""
     work, experts = np.array([11, 11, 11, 11]), np.array([1, 10, 1, 10])
     dense = job_of(work, 2, 4)
