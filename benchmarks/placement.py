@@ -5,7 +5,7 @@
 Works are those that each policy packs of F2 at S_max = 1.25 windows; the first and last tenth of the steps are left
 out. Figures are predicted times of the slowest rank's 1F1B (`timeline.makespans`), in shares of a step whose
 micro-batches are all alike; ends may be cheaper than that. Of jobs with expert parallelism whole steps are simulated:
-Megatron's own, and ours with micro-batches placed as if every rank had experts of its own and as they are. Writes
+Megatron's own, and ours with micro-batches placed as if every rank had all experts, and as they are. Writes
 benchmarks/results/placement.json.
 """
 
@@ -149,7 +149,7 @@ def with_experts(quick: bool) -> list[Row]:
             )
             rows.append(
                 {"model": name, "policy": policy, "DP": dp, "CP": cp, "PP": pp, "TP": parallel.tp}
-                | {"ranks": parallel.expert_replicas}
+                | {"ranks": parallel.expert_dp_ranks}
                 | simulated(job, 3 if quick else 20)
             )
     return rows

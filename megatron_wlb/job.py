@@ -57,15 +57,15 @@ class Parallel:
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks of a stage that hold all experts of a layer between them, and exchange their tokens in it."""
+        """Ranks of a stage that divide the experts of a layer between them, and exchange tokens in it."""
         return self.ep * (self.etp or self.tp)
 
     @property
-    def expert_replicas(self) -> int:
-        """Neighbouring data-parallel ranks that wait for each other in every layer, since they share experts.
+    def expert_dp_ranks(self) -> int:
+        """Neighbouring data-parallel ranks that wait for each other in every layer, since they divide experts.
 
-        Megatron divides the TP x CP x DP ranks of a stage into runs of `expert_ranks`; ranks of one TP x CP wait for
-        each other anyway.
+        Megatron divides the TP x CP x DP ranks of a stage into runs of `expert_ranks`; those of one data-parallel rank
+        wait for each other anyway.
         """
         return math.lcm(self.expert_ranks, self.tp * self.cp) // (self.tp * self.cp)
 

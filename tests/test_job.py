@@ -157,7 +157,7 @@ def test_a_policy_may_be_derived_from_another(monkeypatch):
     assert packing.from_args(args) == Derived(global_batches=3)
 
 
-def test_ranks_that_synchronised_are_those_of_upstreams_groups():
+def test_ranks_that_divide_experts_are_those_of_upstreams_groups():
     """Data-parallel ranks that a chain of upstream's expert groups connects, of ranks in its default order."""
     state = pytest.importorskip("megatron.core.parallel_state")
     for tp, cp, dp, ep, etp in itertools.product((1, 2, 4), (1, 2, 3), (1, 2, 4, 6), (1, 2, 3, 4, 8), (None, 1, 2)):
@@ -168,7 +168,7 @@ def test_ranks_that_synchronised_are_those_of_upstreams_groups():
             continue
         sizes = {"tp": expert_tp, "ep": ep, "dp": tp * cp * dp // (ep * expert_tp), "pp": 2, "cp": 1}
         groups = state.RankGenerator(**sizes, order="tp-cp-ep-dp-pp").get_ranks("tp-ep")
-        replicas = Parallel(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp).expert_replicas
+        replicas = Parallel(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp).expert_dp_ranks
         together = [{rank // (tp * cp) for rank in group} for group in groups]
         for i in range(2 * dp):
             meets = {i}

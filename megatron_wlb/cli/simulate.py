@@ -205,14 +205,12 @@ def _table(result: dict[str, Any]) -> Any:
 def _sentence(result: dict[str, Any], job: Job) -> str:
     mean, edge, gpus = result["mean"], result["left_out"], job.parallel.num_gpus
     without = f" without {edge} at either end, where queues fill and drain," if edge else ""
-    replicas, wait = job.parallel.expert_replicas, mean["breakdown_us"]["ep_wait"] / mean["time_us"]
-    experts = (
-        f"; {replicas} data-parallel ranks divide experts between them and wait for each other {wait:.1%} of the time"
-    )
+    beside, wait = job.parallel.expert_dp_ranks, mean["breakdown_us"]["ep_wait"] / mean["time_us"]
+    experts = f"; {beside} data-parallel ranks divide experts and wait for each other {wait:.1%} of the time"
     return (
         f"{len(result['steps'])} steps{without} on {gpus} GPUs, simulated with profile {job.profile.name}: "
         f"{mean['of_limit']:.1%} of the limit's speed; imbalance of micro-batches {mean['imbalance']:.3f}, of CP ranks "
         f"{mean['cp_imbalance']:.3f}; {1e6 * mean['tokens'] / mean['time_us'] / gpus:.0f} tokens a second and GPU"
         + experts
-        * (replicas > 1)
+        * (beside > 1)
     )

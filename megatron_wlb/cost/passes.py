@@ -66,7 +66,7 @@ class Passes:
     layers: tuple[LayerTimes, LayerTimes]
     """Forward and backward (with recomputation)."""
     expert_wait: np.ndarray
-    """The part of `forward` and `backward` that waits for other data-parallel ranks, float64 [2, stages, chunks, M]."""
+    """The part of `forward` and `backward` that waits for other data-parallel ranks: float64 [2, stages, chunks, M]."""
 
 
 def layers_of(job: Job) -> np.ndarray:
@@ -149,15 +149,15 @@ def pass_times(job: Job, hardware: Hardware, shards: Sequence[ShardPlan]) -> Pas
 
 
 def synchronised(job: Job, passes: Sequence[Passes]) -> tuple[Passes, ...]:
-    """`passes` of every data-parallel rank, where ranks with the same experts (`Parallel.expert_replicas`) go in step.
+    """`passes` of every data-parallel rank, where ranks that divide experts (`Parallel.expert_dp_ranks`) keep step.
 
     In every layer, tokens go to the experts when the slowest of these ranks has done the rest of the layer, and come
-    back together; experts have equal shares of the tokens of all these ranks (routing is balanced). What the exchange
-    of tokens itself takes is not counted.
+    back together; ranks do equal shares of the experts' work (routing is balanced). What the exchange of tokens itself
+    takes is not counted.
     """
-    layers, replicas = layers_of(job)[:, :, None], job.parallel.expert_replicas
+    layers, beside = layers_of(job)[:, :, None], job.parallel.expert_dp_ranks
     together: list[Passes] = []
-    for group in (passes[i : i + replicas] for i in range(0, len(passes), replicas)):
+    for group in (passes[i : i + beside] for i in range(0, len(passes), beside)):
         own = np.array([(p.forward, p.backward) for p in group])
         experts = np.array([[layers * layer.experts for layer in p.layers] for p in group])
         alone = own - experts + experts.mean(axis=0)

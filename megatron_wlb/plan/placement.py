@@ -24,40 +24,40 @@ def place(work: np.ndarray, job: Job, experts: np.ndarray | None = None) -> np.n
     for one of the cheapest other rank with which both cost less than that by 1/8192. Round-robin, as Megatron's own
     sampler does, where the job keeps its order.
 
-    Ranks that divide experts run micro-batches of neighbouring work outside of experts side by side, which makes the sum
-    of `paces` the least; what is dealt out so, to groups of such ranks, are these bundles.
+    Ranks that divide experts (`Parallel.expert_dp_ranks`) run micro-batches side by side that are neighbours in work
+    outside of experts, which makes the sum of `paces` the least. Such bundles are then dealt out as micro-batches are.
 
     Args:
         work: of all N micro-batches, int64 [N].
         job: the layout, and whether micro-batches change places.
         experts: the part of `work` that experts do, int64 [N]; None: no part.
     """
-    dp, replicas = job.parallel.dp, job.parallel.expert_replicas
+    dp, beside = job.parallel.dp, job.parallel.expert_dp_ranks
     if not job.reorders:
         return np.arange(len(work)).reshape(-1, dp).T
-    if replicas == 1:
+    if beside == 1:
         return _deal(work, dp, job)
     experts = np.zeros_like(work) if experts is None else experts
-    bundles = np.argsort(experts - work, kind="stable").reshape(-1, replicas)
-    groups = _deal(paces(work[bundles.T], experts[bundles.T], job)[0], dp // replicas, job)
+    bundles = np.argsort(experts - work, kind="stable").reshape(-1, beside)
+    groups = _deal(paces(work[bundles.T], experts[bundles.T], job)[0], dp // beside, job)
     return bundles[groups].swapaxes(1, 2).reshape(dp, -1)
 
 
 def paces(work: np.ndarray, experts: np.ndarray, job: Job) -> np.ndarray:
-    """Work that micro-batches take the time of beside those of ranks with the same experts: int64 [ranks, M].
+    """Work that micro-batches take the time of beside those of ranks that divide experts: int64 [ranks, M].
 
-    In every layer such ranks wait for the one with the most work outside of experts, and experts do equal shares of
-    what is theirs. That is `work` itself where every rank has experts of its own.
+    In every layer such ranks wait for the one with the most work outside of experts, and do equal shares of the work of
+    experts. That is `work` itself where every rank has all experts.
 
     Args:
         work: of the M micro-batches of neighbouring ranks, int64 [ranks, M].
         experts: the part of it that experts do, int64 [ranks, M].
         job: the layout.
     """
-    replicas = job.parallel.expert_replicas
-    groups = len(work) // replicas, replicas, work.shape[1]
-    shared = experts.reshape(groups).sum(axis=1) // replicas
-    return np.repeat((work - experts).reshape(groups).max(axis=1) + shared, replicas, axis=0)
+    beside = job.parallel.expert_dp_ranks
+    groups = len(work) // beside, beside, work.shape[1]
+    shared = experts.reshape(groups).sum(axis=1) // beside
+    return np.repeat((work - experts).reshape(groups).max(axis=1) + shared, beside, axis=0)
 
 
 def _deal(work: np.ndarray, ranks: int, job: Job) -> np.ndarray:

@@ -69,7 +69,7 @@ class Breakdown:
     cp_wait: float
     """Waiting for the slowest context-parallel rank, in every layer."""
     ep_wait: float
-    """Waiting in every layer for the slowest data-parallel rank with the same experts."""
+    """Waiting for the slowest data-parallel rank of an expert-parallel group, in every layer."""
     bubble: float
     """Idle in a pipeline whose micro-batches are all alike: filling, draining, uneven stages and transfers."""
     imbalance: float

@@ -45,10 +45,10 @@ def test_a_job_with_experts():
     words = "--num-gpus 8 --tensor-model-parallel-size 2 --num-experts 8 --expert-model-parallel-size 4"
     _, job, _, notes = described(JOB, words, "--expert-tensor-parallel-size 1 --moe-router-topk 3")
     assert (job.model.ffn_hidden_size, job.model.moe_router_topk) == (3 * FFN, 3)
-    assert (job.parallel.ep, job.parallel.etp, job.parallel.expert_replicas) == (4, 1, 2)
+    assert (job.parallel.ep, job.parallel.etp, job.parallel.expert_dp_ranks) == (4, 1, 2)
     assert any("those of the 3 experts" in note for note in notes)
     job = described(JOB, words, "--moe-ffn-hidden-size 100").job
-    assert (job.model.ffn_hidden_size, job.model.moe_router_topk, job.parallel.expert_replicas) == (200, 2, 4)
+    assert (job.model.ffn_hidden_size, job.model.moe_router_topk, job.parallel.expert_dp_ranks) == (200, 2, 4)
     assert described(JOB, "--moe-router-topk 3").job.model == described(JOB).job.model
 
 

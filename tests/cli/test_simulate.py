@@ -119,7 +119,7 @@ def test_uneven_plans_are_slower_and_further_from_their_limit(tmp_path):
     assert uneven["imbalance"] == pytest.approx(4 * 65536 * 65586 / total)
 
 
-def test_waiting_of_ranks_that_synchronised_is_printed(tmp_path, capsys):
+def test_waiting_of_ranks_that_divide_experts_is_printed(tmp_path, capsys):
     micro_batches = [[[i, 0, n]] for i, n in enumerate((65536, 512, 65536, 8192))]
     step = {"step": 0, "micro_batches": micro_batches}
     header = HEADER | {"micro_batches": 4, "context_length": 65536, "max_tokens": 65536, "policy": "original"}
@@ -129,9 +129,7 @@ def test_waiting_of_ranks_that_synchronised_is_printed(tmp_path, capsys):
     wait = mean["breakdown_us"]["ep_wait"] / mean["time_us"]
     assert wait > 0.1
     printed = " ".join(capsys.readouterr().out.split())
-    assert (
-        f"2 data-parallel ranks divide experts between them and wait for each other {wait:.1%} of the time" in printed
-    )
+    assert f"2 data-parallel ranks divide experts and wait for each other {wait:.1%} of the time" in printed
     assert "waiting for the slowest EP rank" in printed
 
 

@@ -110,32 +110,32 @@ def test_placement_by_hand(core):
 
 
 @given(
-    groups=st.integers(1, 3), replicas=st.integers(2, 4), rounds=st.integers(1, 4), pp=st.integers(1, 4), data=st.data()
+    groups=st.integers(1, 3), beside=st.integers(2, 4), rounds=st.integers(1, 4), pp=st.integers(1, 4), data=st.data()
 )
-def test_ranks_that_synchronised_wait_the_least(groups, replicas, rounds, pp, data):
-    dp = groups * replicas
+def test_ranks_that_divide_experts_wait_the_least(groups, beside, rounds, pp, data):
+    dp = groups * beside
     work = data.draw(works(dp * rounds, LARGEST // (3 * pp * dp * rounds + pp)))
     shares = st.lists(st.integers(0, 8), min_size=len(work), max_size=len(work))
     experts = work // 8 * np.array(data.draw(shares))
-    given = job_of(work, dp, pp, ep=replicas)
+    given = job_of(work, dp, pp, ep=beside)
     rows = both(place, work, given, experts)
     assert sorted(rows.ravel()) == list(range(len(work)))
     pace = paces(work[rows], experts[rows], given)
     for rank in range(dp):
-        first = rank // replicas * replicas
-        beside = rows[first : first + replicas]
+        first = rank // beside * beside
+        group = rows[first : first + beside]
         slots = [
-            max(int(work[i] - experts[i]) for i in slot) + sum(int(experts[i]) for i in slot) // replicas
-            for slot in beside.T
+            max(int(work[i] - experts[i]) for i in slot) + sum(int(experts[i]) for i in slot) // beside
+            for slot in group.T
         ]
         assert pace[rank].tolist() == slots
     # Whoever holds the largest, the next largest that is not beside it, and so on is waited for.
     rest = np.sort(work - experts)[::-1]
-    waited = (work - experts)[rows].reshape(groups, replicas, rounds).max(axis=1)
-    assert sorted(waited.ravel().tolist(), reverse=True) == rest[::replicas].tolist()
+    waited = (work - experts)[rows].reshape(groups, beside, rounds).max(axis=1)
+    assert sorted(waited.ravel().tolist(), reverse=True) == rest[::beside].tolist()
 
 
-def test_slots_are_alike_where_ranks_synchronised(core):
+def test_slots_are_alike_where_ranks_divide_experts(core):
     """Both ranks hold 22 with any pairing; what they wait for is more unless both run attention at the same time."""
     work, experts = np.array([11, 11, 11, 11]), np.array([1, 10, 1, 10])
     dense = job_of(work, 2, 4)

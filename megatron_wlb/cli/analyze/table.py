@@ -55,7 +55,7 @@ def rows(report: Report) -> list[Row]:
         imbalance("work by length: largest / mean", "work_mean"),
         imbalance("  p95 over steps", "work_p95", ""),
         *([part("exchange of K and V", "exchange"), part("waiting for CP ranks", "cp_wait")] if cp > 1 else []),
-        *([part("waiting for EP ranks", "ep_wait")] if parallel.expert_replicas > 1 else []),
+        *([part("waiting for EP ranks", "ep_wait")] if parallel.expert_dp_ranks > 1 else []),
         *([part("uneven pipelines", "imbalance", "dp_wait")] if pp * dp > 1 else []),
         row("delay of a token, steps", lambda n: f"{n['late_steps']:.2f}"),
         row("  of the latest", lambda n: str(n["max_delay_steps"])),
@@ -113,7 +113,7 @@ def facts(report: Report) -> list[str]:
     waits = [numbers["typical_step_ms"] for numbers in map(entries["schemes"].get, ("plain", "ours"))]
     plain, ours = (f"{100 * typical['ep_wait'] / typical['step']:.1f} %" for typical in waits)
     experts = (
-        f"{job.parallel.expert_replicas} data-parallel ranks divide experts between them and wait for each other in every layer: "
+        f"{job.parallel.expert_dp_ranks} data-parallel ranks divide experts and wait for each other in every layer: "
         f"{plain} of a typical step of Megatron, {ours} of --wlb."
     )
     over_device = any(numbers["activation_gib"] > DEVICE_GIB for numbers in entries["schemes"].values())
@@ -125,7 +125,7 @@ def facts(report: Report) -> list[str]:
         "with a GPU's; megatron-wlb compare does that with the log of a run.",
         f"{steps['simulated']} steps of each scheme were simulated and {steps['packed']} packed, after {WARM_UP} that "
         "fill queues. Time per token is that of the simulated steps' work, at the work per token of all packed ones.",
-        *([experts] if job.parallel.expert_replicas > 1 else []),
+        *([experts] if job.parallel.expert_dp_ranks > 1 else []),
         exchange * (job.parallel.cp > 1) + "In all columns attention stays inside of documents, and sequence "
         "parallelism is on. All numbers are those of bf16: FP8 is not modelled.",
         "Activations are the peak if every micro-batch in flight had S_max tokens; weights and optimizer come on top."
