@@ -157,6 +157,14 @@ def test_a_policy_may_be_derived_from_another(monkeypatch):
     assert packing.from_args(args) == Derived(global_batches=3)
 
 
+def test_experts_are_a_part_of_the_crossover():
+    dense = job(crossover_tokens=1 << 20)
+    assert dense.expert_crossover_tokens == 0
+    model = replace(dense.model, moe_router_topk=2, padded_vocab_size=0)
+    # 64 x 256 x 2 weights of experts, and 64 x 64 x 4 of attention.
+    assert replace(dense, model=replace(model, gated_linear_unit=False)).expert_crossover_tokens == (1 << 20) * 2 // 3
+
+
 def test_ranks_that_divide_experts_are_those_of_upstreams_groups():
     """Data-parallel ranks that a chain of upstream's expert groups connects, of ranks in its default order."""
     state = pytest.importorskip("megatron.core.parallel_state")

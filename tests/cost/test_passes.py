@@ -29,7 +29,7 @@ def test_costs_by_hand():
     attention = kernel.launch + 32 * (kernel.tile * (40 * 41 / 2 + 25 * 26 / 2) + kernel.query_tile * (40 + 25))
     assert times.forward == pytest.approx(products + memory + attention)
     assert times.backward == pytest.approx(2 * (products + memory) + 2.5 * attention)
-    assert times.layers[0].exchange == times.layers[0].tensor == 0
+    assert times.layers[0].exchange == times.layers[0].tensor == times.layers[0].experts == 0
 
 
 def test_attention_is_that_of_the_slowest_context_parallel_rank():
@@ -57,7 +57,7 @@ FULL = Recompute(granularity="full")
 
 
 @pytest.mark.parametrize("recompute", [Recompute(), FULL])
-def test_ranks_with_the_same_experts_wait_in_every_layer(recompute):
+def test_ranks_that_divide_experts_wait_in_every_layer(recompute):
     """Two ranks at a time: the slower one's attention and projections, and half of the experts' work of both."""
     given = job(model=MOE, dp=4, pp=2, ep=2, recompute=recompute)
     documents = [[[65536], [1024] * 4], [[2048] * 48, [65536]], [[8192], [8192]], [[8192], [8192]]]
@@ -81,7 +81,7 @@ def test_ranks_with_the_same_experts_wait_in_every_layer(recompute):
     assert (shared[2].expert_wait == 0).all()
 
 
-def test_ranks_with_experts_of_their_own_do_not_wait():
+def test_ranks_that_have_all_experts_do_not_wait():
     given = job(model=MOE, cp=2, dp=2, ep=2)
     alone = [pass_times(given, H100, shards_of(given, each)) for each in ([[65536]], [[1024] * 4])]
     for before, after in zip(alone, synchronised(given, alone), strict=True):
