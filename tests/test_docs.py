@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -118,6 +119,7 @@ def test_the_table_of_performance_shows_the_results():
     step_ms = {timing["what"]: timing["median_ms"] for timing in result("packing")["settings"]["timings"]}
     goals = {goal["name"]: goal["value"] for goal in balance["goals"]}
     predicted = {row["job"]: f"{row['speedup']:.2f}" for row in result("analyze")["rows"] if row["scheme"] == "ours"}
+    experts = result("placement")["settings"]["experts"]
     messages = next(row for row in result("pipeline_p2p")["rows"] if row["layout"] == "PP=4")
     trained = {(row["layout"], row["method"]): row for row in result("end_to_end_cpu")["rows"]}
     dp, cp, pp = (trained[key] for key in (("DP=2", "wlb"), ("CP=2", "adaptive"), ("PP=2", "wlb")))
@@ -136,6 +138,7 @@ def test_the_table_of_performance_shows_the_results():
         ["", f"{balance['settings']['selection']['native_ms']:.2f} ms"],
         ["", f"{goals['F2, original packing, 128K, CP=4: share of the gain of the limit']:.2f}"],
         ["1", predicted["7B"]],
+        [f"{statistics.mean(job[way] for job in experts):.3f}" for way in ("sums", "slots")],
         [str(messages["handshake_messages"]), str(messages["planned_messages"])],
         ["", f"{max(row['error_max'] for row in result('simulator')['rows']) * 100:.1f} %"],
         ["1", f"{loops['20 documents, CP=4']:.2f}"],
@@ -150,3 +153,21 @@ def test_the_table_of_performance_shows_the_results():
     assert f"| {', '.join(predicted[job] for job in ('550M', '7B', '30B', '70B'))} |" in readme
     for row in (dp, cp, pp):
         assert f"| {row['speedup_per_token']:.2f} | {row['speedup_per_work']:.2f}, of {row['attainable']:.2f}" in readme
+
+
+def test_the_table_of_jobs_with_experts_shows_the_results():
+    section = (ROOT / "docs" / "performance.md").read_text().split("## Expert parallelism")[1].split("\n## ")[0]
+    rows = re.findall(r"^\|[^-|][^|]*\| (.*) \|$", section, re.MULTILINE)[1:]
+    jobs = result("placement")["settings"]["experts"]
+    for way, row in zip(("megatron", "sums", "slots"), rows, strict=True):
+        expected = []
+        for pp in (1, 4):
+            some = [job for job in jobs if job["PP"] == pp]
+            times, waits = ([job[name] for job in some] for name in (way, f"{way} waits"))
+            expected.append(f"{statistics.mean(times):.3f} ({max(times):.3f})")
+            digits = 0 if way == "megatron" else 1
+            expected.append(f"{100 * statistics.mean(waits):.{digits}f} % ({100 * max(waits):.{digits}f} %)")
+        assert row.split(" | ") == expected
+    saved = [100 * (1 - job["slots / sums"]) for job in jobs]
+    assert f"That is {statistics.mean(saved):.1f} % less time in the mean, from {min(saved):.1f} %" in section
+    assert f"to {max(saved):.0f} % (eight ranks, PP=4)" in section

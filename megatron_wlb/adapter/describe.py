@@ -89,7 +89,7 @@ def _parallel(args: Namespace) -> Parallel:
         pp=pp,
         dp=max(1, args.world_size // (tp * cp * pp)),
         ep=args.expert_model_parallel_size,
-        etp=args.expert_tensor_parallel_size,
+        etp=args.expert_tensor_parallel_size if args.num_experts else None,
         sequence_parallel=args.sequence_parallel,
         edge_layers=int(edges),
     )
