@@ -20,6 +20,7 @@ FLAGS = (
 """Upstream flags that a run without a GPU needs."""
 
 _FACTORIES = "empty zeros ones full tensor as_tensor arange linspace eye rand randn randint empty_like zeros_like"
+_NOTHING = "set_device synchronize empty_cache set_stream reset_peak_memory_stats _lazy_init"
 
 
 class _Stream:
@@ -88,7 +89,7 @@ def install() -> None:
     if any(name.split(".")[0] == "megatron" for name in sys.modules):
         raise RuntimeError("megatron was imported before adapter.cpu.install(); import it afterwards")
     # Upstream's fusions are torch.compile, which would trace our stand-ins; imported now, since it looks at them then.
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     importlib.import_module("torch._dynamo")
 
     for name in _FACTORIES.split():
@@ -102,19 +103,16 @@ def install() -> None:
 
     stream = _Stream()
     properties = SimpleNamespace(major=9, minor=0, total_memory=1 << 36, multi_processor_count=1, name="cpu")
-    nothing = lambda *args, **kwargs: None  # noqa: E731
-    replacements: dict[str, Any] = {
+    # One function each: torch.compile has rules by name, and finds the name by the function.
+    replacements: dict[str, Any] = {name: lambda *args, **kwargs: None for name in _NOTHING.split()}
+    replacements |= {
         "device_count": lambda: 1,  # upstream builds no parallel groups at 0
-        "set_device": nothing,
         "current_device": lambda: 0,
         "get_device_properties": lambda device=None: properties,
         "get_device_capability": lambda device=None: (9, 0),
-        "synchronize": nothing,
-        "empty_cache": nothing,
         "Stream": _Stream,
         "Event": _Stream,
         "stream": lambda stream: _Stream(),
-        "set_stream": nothing,
         "current_stream": lambda device=None: stream,
         "default_stream": lambda device=None: stream,
         "memory_stats": lambda device=None: {},
@@ -123,7 +121,6 @@ def install() -> None:
         "memory_reserved": lambda device=None: 0,
         "max_memory_reserved": lambda device=None: 0,
         "mem_get_info": lambda device=None: (1 << 36, 1 << 36),
-        "reset_peak_memory_stats": nothing,
         "manual_seed": torch.default_generator.manual_seed,
         "manual_seed_all": torch.default_generator.manual_seed,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
@@ -131,7 +128,6 @@ def install() -> None:
         "initial_seed": torch.initial_seed,
         "default_generators": (torch.default_generator,),
         "is_initialized": lambda: True,
-        "_lazy_init": nothing,
         "_lazy_call": lambda function, **kwargs: function(),
     }
     for name, value in replacements.items():

@@ -93,7 +93,7 @@ def configure(model: Any, *, options: AttentionOptions | None, context_length: i
     """
     model.transformer_layer_spec = partial(_layer_spec, options=options)
     model.transformer.variable_seq_lengths = True
-    model.pre_wrap_hooks.append(partial(_follow_positions, max_positions=context_length))
+    model.pre_wrap_hooks += [partial(_follow_positions, max_positions=context_length), _one_layout]
     return model
 
 
@@ -133,6 +133,17 @@ def _follow_positions(chunks: list[GPTModel], *, max_positions: int) -> list[GPT
     for chunk in chunks:
         if (rotary := getattr(chunk, "rotary_pos_emb", None)) is not None:
             _rotate_by_position(rotary, max_positions)
+    return chunks
+
+
+def _one_layout(chunks: list[GPTModel]) -> list[GPTModel]:
+    """Give the embedding's output [s, 1, h] the strides of every layer's; upstream leaves it those of [1, s, h].
+
+    At changing lengths torch would compile fusions for both, and for experts, which return views, once more.
+    """
+    for chunk in chunks:
+        if (embedding := getattr(chunk, "embedding", None)) is not None:
+            embedding.register_forward_hook(lambda module, inputs, output: output.squeeze(1).unsqueeze(1))
     return chunks
 
 

@@ -10,11 +10,13 @@ import os
 import re
 import sys
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.worlds import HANGS_SECONDS, run_world
@@ -42,13 +44,13 @@ def train(
     without: str = "",
     prints: Path | None = None,
 ) -> dict[str, Any]:
-    """Train on `size` processes, with the flags of MODEL less `without`, a flag and its value, and with `flags`.
+    """Train on `size` processes, with the flags of MODEL less those of `without` and their values, and with `flags`.
 
     Without `wlb`, upstream trains by itself (`upstream_script`). What the ranks print goes to the file `prints`.
 
     Returns {"grads": per optimizer step {global name: gradient of the whole parameter}, "params": the same after
     training, "log": the step log, "evaluations": validation losses, "sends": by rank, dtypes of all point-to-point
-    sends}.
+    sends, "compiled": how often torch.compile compiled each function of upstream, on rank 0 and after its warm-up}.
     """
     argv = ["pretrain_gpt.py", *_less(MODEL, without), *(WLB if wlb else []), *flags]
     if dataset:
@@ -59,17 +61,18 @@ def train(
     return {
         "evaluations": results[-1]["evaluations"],
         "sends": [r["sends"] for r in results],
+        "compiled": results[0]["compiled"],
         "grads": [_merge([r["grads"][step] for r in results]) for step in range(len(results[0]["grads"]))],
         "params": _merge([r["params"] for r in results]),
         "log": [json.loads(line) for line in log.read_text().splitlines()] if log is not None else None,
     }
 
 
-def _less(flags: list[str], name: str) -> list[str]:
-    if name not in flags:
-        return flags
-    first = flags.index(name)
-    return flags[:first] + flags[first + (1 if flags[first + 1].startswith("--") else 2) :]
+def _less(flags: list[str], names: str) -> list[str]:
+    for name in names.split():
+        first = flags.index(name)
+        flags = flags[:first] + flags[first + (1 if flags[first + 1].startswith("--") else 2) :]
+    return flags
 
 
 def _train(argv: list[str], flags_of_rank: dict[int, list[str]], prints: str) -> dict[str, Any]:
@@ -99,6 +102,7 @@ def _train(argv: list[str], flags_of_rank: dict[int, list[str]], prints: str) ->
     dist.isend = dist.distributed_c10d.isend = isend_and_count  # both, since a P2POp takes the module's own only
 
     def setup_and_watch(*args: Any, **kwargs: Any) -> Any:
+        clear_compilation_metrics()
         chunks, optimizer, scheduler = setup(*args, **kwargs)
         if get_args().iteration == 0:
             _set_parameters(chunks)
@@ -125,6 +129,8 @@ def _train(argv: list[str], flags_of_rank: dict[int, list[str]], prints: str) ->
 
         upstream_script.main()
     out["params"] = _shards(out.pop("chunks"), lambda p: p.data)
+    frames = [(m.co_name, str(m.co_filename)) for m in get_compilation_metrics()]
+    out["compiled"] = Counter(name for name, file in frames if "/megatron/core/" in file)
     return out
 
 
