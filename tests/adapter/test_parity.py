@@ -197,6 +197,21 @@ def test_interleaving_without_overlap(dataset, tmp_path):
     compare(run, one)
 
 
+def test_tokens_count_the_same_in_micro_batches_of_any_length(tmp_path):
+    """The same documents in eight micro-batches, and in two, one on each of two ranks."""
+    lengths = np.array([250, 6, 30, 226, 100, 156, 90, 166, 1, 255, 128, 128, 17, 239, 40, 216])
+    documents = write_lengths(tmp_path / "corpus", lengths + 1)
+    flags = [*ONE_STEP, *"--wlb-outlier-thresholds 2000 --wlb-max-tokens 2048".split()]
+    long = "--seq-length 1024 --max-position-embeddings 1024 --global-batch-size 2".split()
+    many = train(1, documents, *flags, log=tmp_path / "many.jsonl")
+    few = train(2, documents, *flags, *long, log=tmp_path / "few.jsonl")
+    (one,), (two,) = many["log"], few["log"]
+    assert one["tokens"] == two["tokens"] == 8 * 256
+    assert len({m["tokens"] for m in one["micro_batches"]}) == 8
+    assert two["loss"] == pytest.approx(one["loss"], rel=TOLERANCE)
+    assert relative_error(few["grads"][0], many["grads"][0]) <= TOLERANCE
+
+
 def test_original_packing(dataset, tmp_path):
     one = train(1, dataset, "--wlb-packing", "original", log=tmp_path / "one.jsonl")
     run = train(4, dataset, *CP2.split(), *PP2.split(), "--wlb-packing", "original", log=tmp_path / "four.jsonl")

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron_wlb.runtime import attention
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.backends import get_backend
+from megatron_wlb.runtime.encoding import varlen
 from megatron_wlb.runtime.metadata import ShardMetadata
 from tests.runtime.oracle import SHARDINGS, TOLERANCE, assert_close, dense, inputs, local_rows
 from tests.worlds import run_world
@@ -75,7 +76,7 @@ def _calls(lengths, sharding, settings):
 
     attention._all_gather = counted("all-gather", attention._all_gather)
     attention._reduce_scatter = counted("reduce-scatter", attention._reduce_scatter)
-    plan = SHARDINGS[sharding](np.array(lengths, np.int64), 2)
+    plan = SHARDINGS[sharding](np.array(lengths, np.int64), dist.get_world_size())
     options = AttentionOptions(backend=get_backend("auto", "cpu"), **settings)
     metadata = ShardMetadata.build(plan, dist.get_rank(), options.backend.encode)
     q, k, v, dout = (x[: metadata.num_rows] for x in inputs(sum(lengths), (8, 2), 16, torch.bfloat16))
@@ -107,3 +108,13 @@ def test_only_documents_on_several_ranks_are_exchanged():
     assert 68 <= shape[0] < 96
     # Per sequence, documents of which every rank holds whole ones need no communication at all.
     assert run_world(_calls, 2, [4] * 8, "per-sequence", {}) == [[], []]
+
+
+@pytest.mark.parametrize("settings", [{}, {"head_groups": 2}, {"save_gathered": True}])
+def test_a_rank_whose_documents_live_nowhere_else_takes_part(settings):
+    """Of the first document, ranks 0 and 1 hold a half each; all others are whole, on one rank."""
+    lengths = [16] + [8] * 6
+    metadata = [ShardMetadata.build(SHARDINGS["per-sequence"](np.array(lengths), 4), r, varlen) for r in range(4)]
+    assert [len(m.sent_rows) for m in metadata] == [8, 8, 0, 0]
+    first, *others = run_world(_calls, 4, lengths, "per-sequence", settings)
+    assert first and others == [first] * 3
