@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
@@ -47,41 +48,42 @@ class Training:
             )
         self._plans = Plans(args, job, run)
         self._report = Report(args, job, run, self._plans)
+        self._batches: list[tuple[Iterator[Batch], ...] | None] = []
 
     # What pretrain() is given -----------------------------------------------------------------------------------------
 
     def dataset_provider(self, num_samples: list[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         """Endless batches of this rank for training, validation and test (`--dataloader-type external`)."""
-        args, evaluated = self._args, compat.eval_global_batch_size(self._args)
-        first_steps = {"train": args.iteration, "valid": args.consumed_valid_samples // evaluated, "test": 0}
-        stage = vp_stage or 0
-        is_first = mpu.is_pipeline_first_stage(ignore_virtual=True) and stage == 0
-        is_last = mpu.is_pipeline_last_stage(ignore_virtual=True) and stage == self._job.parallel.vpp - 1
-        loaders: list[Iterator[Batch] | None] = []
-        for split, split_data in self._splits.items():
-            if not split_data.sources or not (split == "train" or args.eval_iters > 0):
-                loaders.append(None)
-                continue
-            num_micro_batches = self._job.num_micro_batches if split == "train" else evaluated
-            planner = self._plans.planner(split, split_data, first_steps[split], num_micro_batches)
-            dataset = DocumentDataset(
-                split,
-                split_data,
-                cp_rank=mpu.get_context_parallel_rank(),
-                is_first=is_first,
-                is_last=is_last,
-                mmap=args.mmap_bin_files,
-                encode=self.attention.backend.encode if self.attention else None,
-            )
-            workers = args.num_workers if is_first or is_last else 0  # others read nothing
-            exit_signal = args.exit_signal if args.exit_signal_handler else None
-            loaders.append(data.loader(dataset, planner, first_steps[split], workers, exit_signal))
         if not vp_stage:
+            # Each is loaded once for all model chunks; workers for every chunk would be many processes.
+            self._batches = [
+                itertools.tee(batches, self._job.parallel.vpp) if batches is not None else None
+                for batches in map(self._load, self._splits)
+            ]
             self._report.start(self._splits["train"], self.attention)
-        train, valid, test = loaders
+        train, valid, test = (chunks[vp_stage or 0] if chunks is not None else None for chunks in self._batches)
         return train, valid, test
 
     dataset_provider.is_distributed = True  # type: ignore[attr-defined]  # every rank gets iterators
+
+    def _load(self, split: str) -> Iterator[Batch] | None:
+        args, split_data, evaluated = self._args, self._splits[split], compat.eval_global_batch_size(self._args)
+        if not split_data.sources or not (split == "train" or args.eval_iters > 0):
+            return None
+        first_steps = {"train": args.iteration, "valid": args.consumed_valid_samples // evaluated, "test": 0}
+        num_micro_batches = self._job.num_micro_batches if split == "train" else evaluated
+        planner = self._plans.planner(split, split_data, first_steps[split], num_micro_batches)
+        dataset = DocumentDataset(
+            split,
+            split_data,
+            cp_rank=mpu.get_context_parallel_rank(),
+            is_first=mpu.is_pipeline_first_stage(ignore_virtual=True),
+            is_last=mpu.is_pipeline_last_stage(ignore_virtual=True),
+            mmap=args.mmap_bin_files,
+            encode=self.attention.backend.encode if self.attention else None,
+        )
+        exit_signal = args.exit_signal if args.exit_signal_handler else None
+        return data.loader(dataset, planner, first_steps[split], args.num_workers, exit_signal)
 
     def forward_step(self, data_iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
         """Forward one micro-batch."""

@@ -1,7 +1,11 @@
 """Whole runs beside parity and resume: evaluation, blends, ranks that disagree, cores, workers, memory."""
 
-import pytest
+import multiprocessing
 
+import pytest
+import torch
+
+from megatron_wlb.adapter.data import DocumentDataset
 from megatron_wlb.plan import native
 from tests.adapter.datasets import write_dataset
 from tests.adapter.training import relative_error, train
@@ -44,10 +48,27 @@ def test_the_cores_give_the_same_run(dataset, tmp_path, monkeypatch):
     assert [(e["digest"], e["loss"]) for e in fast] == [(e["digest"], e["loss"]) for e in slow]
 
 
-def test_data_workers_give_the_same_run(dataset, tmp_path):
-    plain = train(1, dataset, log=tmp_path / "plain.jsonl")
-    workers = train(1, dataset, "--num-workers", "2", log=tmp_path / "workers.jsonl")
+@pytest.mark.parametrize(
+    ("size", "layout"), [(1, ""), (3, "--pipeline-model-parallel-size 3 --num-virtual-stages-per-pipeline-rank 2")]
+)
+def test_data_workers_give_the_same_run(size, layout, dataset, tmp_path, monkeypatch):
+    """On stages between the first and the last, too, and batches are made once for both of their model chunks."""
+    flags = f"{layout} --num-layers 6 --global-batch-size 9 --num-workers".split()
+    plain = train(size, dataset, *flags, "0", log=tmp_path / "plain.jsonl")
+    made = multiprocessing.get_context("fork").Value("i", 0)
+    get = DocumentDataset.__getitem__
+
+    def in_a_worker(self, plan):
+        assert torch.utils.data.get_worker_info() is not None
+        with made.get_lock():
+            made.value += 1
+        return get(self, plan)
+
+    monkeypatch.setattr(DocumentDataset, "__getitem__", in_a_worker)
+    workers = train(size, dataset, *flags, "2", log=tmp_path / "workers.jsonl")
     assert [e["loss"] for e in workers["log"]] == [e["loss"] for e in plain["log"]]
+    ahead = 2 * 2  # torch's DataLoader reads two batches ahead in each worker
+    assert 2 * 9 * size <= made.value <= (2 * 9 + ahead) * size
 
 
 def test_s_max_follows_the_memory_budget(dataset, tmp_path):
