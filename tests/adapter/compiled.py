@@ -40,7 +40,7 @@ CALLED = {
     "experts, quick geglu with bias": (weighted_bias_quick_geglu_impl, ("values", "bias", "weights")),
     "experts, squared relu": (weighted_squared_relu_impl, ("values", "weights")),
 }
-"""Fusions that no training of the tests has: they need TransformerEngine, or flags that upstream lacks."""
+"""Fusions that no training here has; some need TransformerEngine, or flags that upstream lacks."""
 
 
 @pytest.fixture(params=["eager", pytest.param("inductor", marks=pytest.mark.full)])
