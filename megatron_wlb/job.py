@@ -51,14 +51,19 @@ class Parallel:
                 raise ValueError(f"{name} is {getattr(self, name)}; a parallel size must be at least 1")
         if self.tp * self.cp * self.dp % self.expert_ranks:
             raise ValueError(
-                f"{self.ep} expert-parallel x {self.etp or self.tp} expert-tensor-parallel ranks do not divide tp x cp "
+                f"{self.ep} expert-parallel x {self.expert_tp} expert-tensor-parallel ranks do not divide tp x cp "
                 f"x dp = {self.tp} x {self.cp} x {self.dp}; change one of them"
             )
 
     @property
+    def expert_tp(self) -> int:
+        """Tensor-parallel ranks of an expert."""
+        return self.etp or self.tp
+
+    @property
     def expert_ranks(self) -> int:
         """Ranks of a stage that divide the experts of a layer between them, and exchange tokens in it."""
-        return self.ep * (self.etp or self.tp)
+        return self.ep * self.expert_tp
 
     @property
     def expert_dp_ranks(self) -> int:
@@ -125,12 +130,23 @@ class Job(Sharding):
     hidden_dropout: bool = False
     """Hidden dropout is over 0."""
     recompute: Recompute = Recompute()
+    offloaded_layers: int = 0
+    """Layers whose activations wait in host memory for backward (`--cpu-offloading-num-layers`)."""
 
     def check(self) -> None:
         """Refuse sizes that contradict each other."""
         for name in ("context_length", "num_micro_batches", "crossover_tokens", "row_multiple"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 <= self.offloaded_layers < self.model.num_layers:
+            raise ValueError(
+                f"offloaded_layers is {self.offloaded_layers}; it must be less than {self.model.num_layers}, all layers"
+            )
+        if self.offloaded_layers and (self.parallel.pp > 1 or self.recompute.granularity):
+            raise ValueError(
+                f"offloaded_layers is {self.offloaded_layers}; Megatron offloads neither with pipeline stages nor "
+                "with recomputation; leave one of them out"
+            )
         unit, dp, count = self.unit_tokens, self.parallel.dp, self.num_micro_batches
         if not self.context_length <= self.max_tokens <= MAX_TOKENS:
             raise ValueError(

@@ -10,13 +10,15 @@ class ModelShape:
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
-    """The sizes of all experts that a token goes to, added up."""
+    """The sizes of all experts that a token goes to, shared ones too, added up."""
     num_attention_heads: int
     num_query_groups: int
     padded_vocab_size: int
     """0 leaves the embedding and the output layer out."""
     kv_channels: int = 128
     gated_linear_unit: bool = True
+    qk_layernorm: bool = False
+    """Norms of Q and K."""
     moe_router_topk: int = 0
     """Experts that a token goes to; 0: a dense model."""
 

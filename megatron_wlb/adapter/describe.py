@@ -53,7 +53,6 @@ def make_job(args: Namespace) -> Job:
     Raises ValueError for settings that contradict each other, and where weights or activations do not fit the GPU.
     """
     settings = PlanSettings.from_args(args)
-    modules = set(args.recompute_modules or ()) - ({"mlp"} if args.num_experts else set())  # only dense layers have one
     return describe.make_job(
         model=_model_shape(args),
         context_length=args.seq_length,
@@ -62,6 +61,7 @@ def make_job(args: Namespace) -> Job:
             _parallel(args),
             vpp=args.virtual_pipeline_model_parallel_size or 1,
             group_size=args.microbatch_group_size_per_vp_stage,
+            etp=args.expert_tensor_parallel_size,
         ),
         packing=packing.from_args(args),
         settings=settings,
@@ -74,8 +74,9 @@ def make_job(args: Namespace) -> Job:
             granularity=args.recompute_granularity,
             method=args.recompute_method,
             num_layers=args.recompute_num_layers,
-            modules=tuple(sorted(modules)),
+            modules=tuple(sorted(set(args.recompute_modules or ()))),
         ),
+        offloaded_layers=args.cpu_offloading_num_layers,
     )
 
 
@@ -97,16 +98,19 @@ def _parallel(args: Namespace) -> Parallel:
 
 def _model_shape(args: Namespace) -> ModelShape:
     """What costs and memory of a layer depend on; a token runs through `moe_router_topk` experts at once."""
-    expert = args.moe_ffn_hidden_size or args.ffn_hidden_size
+    ffn = args.ffn_hidden_size
+    if args.num_experts:
+        ffn = args.moe_router_topk * (args.moe_ffn_hidden_size or ffn) + (args.moe_shared_expert_intermediate_size or 0)
     return ModelShape(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
-        ffn_hidden_size=args.moe_router_topk * expert if args.num_experts else args.ffn_hidden_size,
+        ffn_hidden_size=ffn,
         num_attention_heads=args.num_attention_heads,
         num_query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
         padded_vocab_size=args.padded_vocab_size or 0,
         kv_channels=args.kv_channels,
         gated_linear_unit=args.swiglu,
+        qk_layernorm=args.qk_layernorm,
         moe_router_topk=args.moe_router_topk if args.num_experts else 0,
     )
 

@@ -54,6 +54,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--kv-channels", type=size, metavar="N", help="default: hidden size / attention heads")
     model.add_argument("--ffn-hidden-size", type=size, metavar="N", help="default: 4 x hidden size, or as for --swiglu")
     model.add_argument("--swiglu", action="store_true", help="a gated MLP")
+    model.add_argument("--qk-layernorm", action="store_true", help="norms of Q and K, which count in memory")
     model.add_argument("--vocab-size", "--padded-vocab-size", type=integer(1, 1 << 24), metavar="N")
 
 
@@ -92,6 +93,10 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     layout.add_argument("--recompute-method", choices=("uniform", "block"))
     layout.add_argument("--recompute-num-layers", type=count, metavar="N")
     layout.add_argument("--recompute-modules", nargs="*", metavar="NAME")
+    layers = integer(0, 1 << 12)
+    layout.add_argument(
+        "--cpu-offloading-num-layers", type=layers, default=0, metavar="N", help="whose activations wait in host memory"
+    )
     layout.add_argument("--hidden-dropout", type=float, default=0.1, metavar="P", help="default: %(default)s")
     for name in launch.NOT_SIMULATED:
         parser.add_argument(f"--{name}", nargs="*", help=argparse.SUPPRESS)
@@ -194,6 +199,7 @@ def _make(
         "num_micro_batches": args.global_batch_size,
         "row_multiple": rows,
         "hidden_dropout": args.hidden_dropout > 0,
+        "offloaded_layers": args.cpu_offloading_num_layers,
         "recompute": Recompute(
             granularity=args.recompute_granularity,
             method=args.recompute_method,

@@ -1,7 +1,11 @@
 """Activation memory of a pipeline stage under variable micro-batch lengths: what S_max costs, and which S_max fits.
 
 Bytes per token and layer follow Korthikanti et al. (arXiv 2205.05198, section 4), with attention that saves no scores,
-grouped key heads and gated MLPs: every tensor that some layer keeps for backward, in the training dtype.
+grouped key heads, gated MLPs and experts: every tensor that some layer keeps for backward, in the training dtype. The
+layer is upstream's of TransformerEngine, whose norms are part of the linear layer that follows, but for that before
+experts. `tests/adapter/test_memory.py` compares with what autograd keeps of upstream's layer on a CPU.
+
+Not counted: a few values a row of norms and routers, what kernels other than FlashAttention-2 take, fragmentation.
 """
 
 from dataclasses import replace
@@ -17,32 +21,121 @@ def layer_input_bytes(job: Job) -> float:
 
 def layer_bytes(job: Job) -> float:
     """What one layer that is not wholly recomputed keeps for backward, per token of a rank's part of the sequence."""
-    model, h, w, cp = job.model, job.model.hidden_size, job.bytes_per_value, job.parallel.cp
-    dropped = frozenset(job.recompute.modules if job.recompute.granularity == "selective" else ())
-    # Split by sequence parallelism: inputs and outputs of both norms, dropout masks of one byte.
-    between = (2 if "layernorm" in dropped else 4) * w * h + (2 * h if job.hidden_dropout else 0)
-    # Split by tensor parallelism: Q, K, V, the attention output, log-sum-exps; the MLP before and after activation.
+    return _attention_bytes(job) + _mlp_bytes(job)
+
+
+def _dropped(job: Job) -> frozenset[str]:
+    """Modules that are recomputed by themselves."""
+    return frozenset(job.recompute.modules if job.recompute.granularity == "selective" else ())
+
+
+def _between_bytes(job: Job, norms: int) -> float:
+    """Between attention and MLP: tensors of the width of the hidden state, of one byte the mask of dropout."""
+    h = job.model.hidden_size
+    return (norms * job.bytes_per_value * h + (h if job.hidden_dropout else 0)) / job.parallel.sequence_ranks
+
+
+def _attention_bytes(job: Job) -> float:
+    """Input and output of the norm, those of the norms of Q and K, and what attention itself keeps."""
+    model = job.model
+    if "core_attn" in _dropped(job):
+        # Its inputs are kept, and its output by the layer after it.
+        heads = 2 * job.bytes_per_value * (model.query_size + model.key_size) / job.parallel.tp
+    else:
+        heads = _core_attention_bytes(job)
+    if model.qk_layernorm:
+        heads += job.bytes_per_value * (model.query_size + model.key_size) / job.parallel.tp
+    return _between_bytes(job, 2) + heads
+
+
+def _core_attention_bytes(job: Job) -> float:
+    """Q, K, V and the output of attention, and its log-sum-exps."""
+    model, cp = job.model, job.parallel.cp
     copies = 1 + cp if job.save_gathered_kv and cp > 1 else 1
-    attention = w * (2 * model.query_size + 2 * copies * model.key_size) + 4 * model.num_attention_heads
-    tensors = (3 if model.gated_linear_unit else 2) - ("moe_act" in dropped)
-    mlp = 0 if dropped & {"mlp", "moe"} else w * model.ffn_hidden_size * tensors
-    return between / job.parallel.sequence_ranks + (attention + mlp) / job.parallel.tp
+    values = 2 * model.query_size + 2 * copies * model.key_size
+    return (job.bytes_per_value * values + 4 * model.num_attention_heads) / job.parallel.tp
+
+
+def _mlp_bytes(job: Job) -> float:
+    """Input and output of the norm; the tokens that experts are sent; the MLP before and after its activation."""
+    model, dropped = job.model, _dropped(job)
+    if model.moe_router_topk:
+        outputs, whole, activation = "layernorm" not in dropped, "moe", "moe_act" not in dropped
+    else:
+        # The norm goes with the MLP that it is a part of; nothing else of it can be recomputed by itself.
+        outputs, whole, activation = "mlp" not in dropped, "mlp", True
+    kept = _between_bytes(job, 1 + outputs)
+    if whole in dropped:
+        return kept
+    tensors = (2 if model.gated_linear_unit else 1) + activation
+    return kept + _expert_input_bytes(job) + tensors * _mlp_values_bytes(job)
+
+
+def _mlp_values_bytes(job: Job) -> float:
+    """The MLP after its activation."""
+    return job.bytes_per_value * job.model.ffn_hidden_size / job.parallel.tp
+
+
+def _expert_input_bytes(job: Job) -> float:
+    """A token is sent to `moe_router_topk` experts, and there to every tensor-parallel rank."""
+    return layer_input_bytes(job) * job.model.moe_router_topk * job.parallel.expert_tp
+
+
+def mlp_backward_bytes(job: Job) -> float:
+    """What backward of one MLP holds beside what forward kept, per token of a rank's part of the sequence.
+
+    That is what it recomputes, the gradient of its output, with experts once more as it is sent, and two tensors before
+    and after a matrix product, an activation or an exchange. The larger ones are either the activation's, or rows that
+    ranks which divide the sequence gather, or that experts are sent.
+    """
+    recomputed = _mlp_bytes(replace(job, recompute=Recompute())) - _mlp_bytes(job)
+    rows = _expert_input_bytes(job)
+    if job.parallel.sequence_ranks > 1:
+        rows = max(rows, layer_input_bytes(job) * job.parallel.sequence_ranks)
+    outputs = layer_input_bytes(job) * (1 + job.model.moe_router_topk)
+    return recomputed + outputs + 2 * max(rows, _mlp_values_bytes(job))
+
+
+def attention_backward_bytes(job: Job) -> float:
+    """What backward of one attention holds beside what forward kept, per token of a rank's part of the sequence.
+
+    That is what it recomputes, gradients, and an exchange with the kernel that it is for. `runtime.attention` exchanges
+    by groups of heads. At the most, one group is computed, with dK and dV in fp32, or these begin to leave; those of the
+    group before leave, and K and V of the next arrive. Counted as if every document lived on all ranks, so that a rank
+    sends all its rows, half of them a call, and sees all keys. Kernels are taken to be of FlashAttention-2, which hold
+    dQ in fp32, and dK and dV for every query head.
+    """
+    model, p, w, groups = job.model, job.parallel, job.bytes_per_value, job.head_groups
+    q, kv = model.query_size / p.tp, 2 * model.key_size / p.tp
+    recomputed = _core_attention_bytes(job) - w * q if "core_attn" in _dropped(job) else 0
+    gradients = layer_input_bytes(job) + w * (2 * q + kv)
+    expanded = 2 * q if model.query_size > model.key_size else 0
+    kernel = ((w + 4) * q / min(p.cp, 2) + w * p.cp * (kv + expanded)) / groups
+    if p.cp == 1:
+        return recomputed + gradients + kernel
+    keys, sums = p.cp * kv / groups, (p.cp + 1) * kv / groups
+    others = min(groups, 2) - 1
+    arrived, arriving = (0, 0) if job.save_gathered_kv else (w * keys, w * sums if groups > 2 else 0)
+    return recomputed + gradients + arriving + 4 * (keys + others * sums) + max(4 * sums, arrived + kernel)
 
 
 def peak_bytes(job: Job, stage: int, max_tokens: int | None = None) -> float:
-    """Activations at the peak of a stage, if every micro-batch in flight had `max_tokens` (default: S_max) tokens."""
+    """Activations at the peak of a stage, if every micro-batch in flight had `max_tokens` (default: S_max) tokens.
+
+    The peak comes when the last layer of a stage begins its backward: in the MLP, or in attention, with the MLP freed.
+    """
     model, parallel, recompute = job.model, job.parallel, job.recompute
-    layers = (model.num_layers + 2 * parallel.edge_layers) / (parallel.pp * parallel.vpp)
-    whole = layer_bytes(replace(job, recompute=Recompute()))
+    # Offloading as in TransformerEngine's `OffloadSynchronizer`; before, only what its own modules save left the GPU.
+    layers = (model.num_layers + 2 * parallel.edge_layers) / (parallel.pp * parallel.vpp) - job.offloaded_layers
+    at_once = max(mlp_backward_bytes(job), attention_backward_bytes(job) - _mlp_bytes(job))
     if recompute.granularity == "full":
         block = recompute.method == "block"
         recomputed = min(recompute.num_layers or 0, layers) if block else layers
         together = 1 if block else recompute.num_layers or 1
-        kept = recomputed * layer_input_bytes(job) / together + (layers - recomputed) * whole
-        at_once = together * whole
+        kept = recomputed * layer_input_bytes(job) / together + (layers - recomputed) * layer_bytes(job)
+        at_once += together * layer_bytes(job)
     else:
-        # Backward recomputes one layer at a time.
-        kept, at_once = layers * layer_bytes(job), whole - layer_bytes(job)
+        kept = layers * layer_bytes(job)
     per_token = schedule_of(job).in_flight(stage) * kept + at_once
     if stage == parallel.pp - 1:
         # Input of the output layer, its logits, and their softmax in fp32.

@@ -146,10 +146,19 @@ def test_a_job_has_what_the_flags_say(parse, monkeypatch):
     )
     assert job.parallel == Parallel(tp=2, cp=2, pp=2, vpp=2, dp=2, ep=2, etp=2, group_size=4)
     assert job.packing == POLICIES["adaptive"](max_delay_steps=20)
-    assert job.recompute == Recompute(granularity="selective", modules=("layernorm", "moe_act"))  # no dense layer
+    assert job.recompute == Recompute(granularity="selective", modules=("layernorm", "mlp", "moe_act"))
     assert (job.context_length, job.num_micro_batches, job.max_tokens, job.crossover_tokens) == (256, 16, 512, 77)
     assert (job.cp_sharding, job.save_gathered_kv, job.hidden_dropout, job.bytes_per_value) == ("hybrid", True, True, 2)
-    assert job.profile.name == "flops"
+    assert job.profile.name == "flops" and job.offloaded_layers == 0
+
+
+def test_a_job_has_all_that_memory_depends_on(parse):
+    experts = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-shared-expert-intermediate-size 32"
+    flags = f"{experts} --moe-token-dispatcher-type alltoall --qk-layernorm --cpu-offloading-num-layers 3"
+    job = job_of(parse(*flags.split(), "--transformer-impl", "local"))
+    assert job.model.ffn_hidden_size == 2 * 48 + 32
+    assert (job.model.moe_router_topk, job.model.qk_layernorm, job.offloaded_layers) == (2, True, 3)
+    assert job_of(parse("--transformer-impl", "local")).model.moe_router_topk == 0
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_wlb.cost.memory import largest_max_tokens, layer_bytes, layer_input_bytes, peak_bytes
+from megatron_wlb.cost.memory import (
+    attention_backward_bytes,
+    largest_max_tokens,
+    layer_bytes,
+    layer_input_bytes,
+    mlp_backward_bytes,
+    peak_bytes,
+)
 from megatron_wlb.job import Parallel, Recompute
-from megatron_wlb.model import ModelShape
+from megatron_wlb.model import MODELS, ModelShape
 from tests.jobs import job
 
 GPT3_SHAPE = ModelShape(
@@ -46,6 +53,18 @@ def test_a_layer_keeps_34_bytes_per_value_of_the_hidden_state():
     assert layer_bytes(in_parallel(saved, cp=1)) == layer_bytes(parallel)
     gated = replace(GPT3, model=replace(GPT3_SHAPE, gated_linear_unit=True, num_query_groups=8), hidden_dropout=False)
     assert layer_bytes(gated) == 2 * (4 * 12288 + 2 * 12288 + 2 * 8 * 128 + 3 * 4 * 12288) + 4 * 96
+    normed = replace(gated, model=replace(gated.model, qk_layernorm=True))
+    assert layer_bytes(normed) == layer_bytes(gated) + 2 * (12288 + 8 * 128)
+
+
+def test_experts_keep_the_tokens_that_they_are_sent():
+    sparse = replace(GPT3, model=replace(GPT3_SHAPE, moe_router_topk=2), hidden_dropout=False)
+    dense = replace(GPT3, hidden_dropout=False)
+    assert layer_bytes(sparse) == layer_bytes(dense) + 2 * 2 * 12288
+    # Split over the sequence, and gathered by the tensor-parallel ranks of the expert.
+    for etp in (1, 8):
+        more = layer_bytes(in_parallel(sparse, tp=8, sequence_parallel=True, etp=etp))
+        assert more == (layer_bytes(dense) + 2 * 2 * 12288 * etp) / 8
 
 
 def test_the_peak_adds_up():
@@ -53,37 +72,82 @@ def test_the_peak_adds_up():
         return peak_bytes(replace(GPT3, **changes), stage)
 
     kept = layer_bytes(GPT3)
-    assert at(0) == 4096 * 8 * 12 * kept
-    assert at(7) == 4096 * (12 * kept + 2 * 12288 + 6 * 51200)
-    assert at(0, num_micro_batches=3) == 4096 * 3 * 12 * kept
-    assert peak_bytes(GPT3, 0, 512) == at(0) / 8 == peak_bytes(in_parallel(GPT3, cp=8), 0)
-    assert peak_bytes(in_parallel(GPT3, vpp=3), 0) == 4096 * (14 + 2 * 8 + 1) * 4 * kept
+    # The gradient of the layer's output, and those before and after the activation; attention needs less by then.
+    more = 2 * 12288 + 2 * 2 * 4 * 12288
+    assert at(0) == 4096 * (8 * 12 * kept + more)
+    assert at(7) == 4096 * (12 * kept + more + 2 * 12288 + 6 * 51200)
+    assert at(0, num_micro_batches=3) == 4096 * (3 * 12 * kept + more)
+    assert peak_bytes(GPT3, 0, 512) == at(0) / 8
+    assert peak_bytes(in_parallel(GPT3, vpp=3), 0) == 4096 * ((14 + 2 * 8 + 1) * 4 * kept + more)
     edges = in_parallel(replace(GPT3, model=replace(GPT3_SHAPE, num_layers=94)), edge_layers=1)
     assert peak_bytes(edges, 1) == peak_bytes(GPT3, 1)
     full = Recompute(granularity="full")
-    assert at(0, recompute=full) == 4096 * (8 * 12 * 2 * 12288 + kept)
+    assert at(0, recompute=full) == 4096 * (8 * 12 * 2 * 12288 + kept + more)
     block = replace(full, method="block", num_layers=5)
-    assert at(0, recompute=block) == 4096 * (8 * (5 * 2 * 12288 + 7 * kept) + kept)
+    assert at(0, recompute=block) == 4096 * (8 * (5 * 2 * 12288 + 7 * kept) + kept + more)
     assert at(0, recompute=replace(block, num_layers=12)) == at(0, recompute=full)
     uniform = replace(full, method="uniform", num_layers=4)
-    assert at(0, recompute=uniform) == 4096 * (8 * 3 * 2 * 12288 + 4 * kept)
+    assert at(0, recompute=uniform) == 4096 * (8 * 3 * 2 * 12288 + 4 * kept + more)
+
+
+def test_offloaded_layers_are_not_counted():
+    alone = in_parallel(GPT3, pp=1)
+    offloaded = replace(alone, offloaded_layers=90)
+    assert peak_bytes(alone, 0) - peak_bytes(offloaded, 0) == 4096 * 90 * layer_bytes(GPT3)
+    with pytest.raises(ValueError, match="offloaded_layers is 96; it must be less than 96"):
+        replace(alone, offloaded_layers=96)
+
+
+def test_backward_needs_whole_rows_where_ranks_divide_the_sequence():
+    rows, values = 2 * 12288, 2 * 4 * 12288 / 8
+    parallel = in_parallel(GPT3, tp=8, sequence_parallel=True)
+    assert mlp_backward_bytes(parallel) == rows / 8 + 2 * rows
+    assert mlp_backward_bytes(in_parallel(parallel, sequence_parallel=False)) == rows + 2 * values
+
+
+def test_the_exchange_of_keys_counts_where_it_outgrows_the_mlp():
+    """7 B on TP 8 and CP 2, at S_max = 160 Ki tokens: what the pools and gradients of the exchange take."""
+    seven = job(model=MODELS["llama2-7b"], tp=8, cp=2, context_length=1 << 17, max_tokens=160 << 10)
+    keys, pool = 2 * 512, 3 * 512  # K and V of one of two groups, per row of a rank: of 2 ranks, and in the pool
+    gradients = 2 * 4096 / 8 + 2 * (2 * 512 + 2 * 512)
+    assert attention_backward_bytes(seven) == gradients + 4 * keys + 2 * 4 * pool
+    # On CP 8 it takes more than the whole MLP, which is freed by then, and the gathered rows of the MLP's own backward.
+    wide = in_parallel(seven, cp=8)
+    mlp = 2 * (2 * 4096 + 3 * 11008) / 8
+    at_once = attention_backward_bytes(wide) - mlp
+    assert at_once > mlp_backward_bytes(wide) and mlp_backward_bytes(seven) > attention_backward_bytes(seven) - mlp
+    assert peak_bytes(wide, 0, 8) == 32 * layer_bytes(wide) + at_once + 2 * 4096 + 6 * 32000 / 8
+
+
+VALUES, ROWS = 2 * 4 * 12288, 2 * 12288
 
 
 @pytest.mark.parametrize(
-    ("modules", "less"),
+    ("topk", "modules", "less"),
     [
-        (("core_attn",), 0),
-        (("mlp",), 3 * 2 * 4 * 12288),
-        (("moe", "moe_act"), 3 * 2 * 4 * 12288),
-        (("moe_act",), 2 * 4 * 12288),
-        (("layernorm", "mlp"), 2 * 2 * 12288 + 3 * 2 * 4 * 12288),
+        (0, ("mlp",), 3 * VALUES + ROWS),
+        (0, ("layernorm", "mlp", "moe", "moe_act"), 3 * VALUES + ROWS),
+        (0, ("layernorm", "moe", "moe_act"), 0),
+        (2, ("moe", "moe_act"), 3 * VALUES + 2 * ROWS),
+        (2, ("moe_act",), VALUES),
+        (2, ("layernorm", "mlp"), ROWS),
     ],
 )
-def test_selective_recomputation_keeps_less(modules, less):
-    gated = replace(GPT3, model=replace(GPT3_SHAPE, gated_linear_unit=True), hidden_dropout=False)
+def test_selective_recomputation_keeps_less(topk, modules, less):
+    model = replace(GPT3_SHAPE, gated_linear_unit=True, moe_router_topk=topk)
+    gated = replace(GPT3, model=model, hidden_dropout=False)
     selective = replace(gated, recompute=Recompute(granularity="selective", modules=modules))
     assert layer_bytes(selective) == layer_bytes(gated) - less
-    assert peak_bytes(selective, 0) == 4096 * (8 * 12 * layer_bytes(selective) + less)
+    # Backward recomputes it, of one layer at a time.
+    assert peak_bytes(gated, 0) - peak_bytes(selective, 0) == 4096 * (8 * 12 - 1) * less
+
+
+def test_recomputing_core_attention_keeps_its_inputs():
+    """Which are all that attention keeps but for its log-sum-exps; the output is the next layer's."""
+    selective = replace(GPT3, recompute=Recompute(granularity="selective", modules=("core_attn",)))
+    assert layer_bytes(selective) == layer_bytes(GPT3) - 4 * 96
+    recomputed = 2 * (12288 + 2 * 12288) + 4 * 96
+    assert attention_backward_bytes(selective) == attention_backward_bytes(GPT3) + recomputed
 
 
 @pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (2, 1), (8, 1), (2, 3), (8, 3)])

@@ -1,0 +1,90 @@
+"""What backward of attention holds at its peak, against what `cost.memory` predicts."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_wlb.cost.memory import attention_backward_bytes, layer_input_bytes
+from megatron_wlb.model import ModelShape
+from megatron_wlb.plan.sharding.select import shard
+from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
+from megatron_wlb.runtime.encoding import varlen
+from megatron_wlb.runtime.metadata import ShardMetadata
+from tests.jobs import job
+from tests.live import LiveBytes
+from tests.worlds import run_world
+
+TOKENS, HEAD_SIZE = 512, 64
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class FlashAttention2:
+    """Takes the memory that FlashAttention-2 takes, and computes nothing."""
+
+    name = "flash-attention-2"
+    device_types = ("cpu",)
+    dtypes = (BF16, FP32)
+    encode = staticmethod(varlen)
+
+    def forward(self, q, k, v, args):
+        return torch.zeros(q.shape, dtype=q.dtype), torch.zeros(q.shape[1], q.shape[0])
+
+    def backward(self, dout, q, k, v, out, lse, dkv, args):
+        dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype) for x in (q, k, v))
+        held = [torch.zeros(q.shape, dtype=FP32)]
+        if q.shape[1] > k.shape[1]:
+            held += [torch.zeros((k.shape[0], *q.shape[1:]), dtype=k.dtype) for _ in (dk, dv)]
+        del held
+        args.store(dkv, dk, dv)
+        return dq
+
+
+def _peak(given):
+    """Bytes that backward holds at the most on this rank; the one document lives on all."""
+    cp, model = given.parallel.cp, given.model
+    plan = shard(np.array([TOKENS], np.int64), given)[1]
+    options = AttentionOptions(
+        backend=FlashAttention2(), head_groups=given.head_groups, save_gathered=given.save_gathered_kv
+    )
+    metadata = ShardMetadata.build(plan, dist.get_rank(), options.backend.encode)
+    dtype = {2: BF16, 4: FP32}[given.bytes_per_value]
+    q, k, v = (
+        torch.zeros(metadata.num_rows, heads, HEAD_SIZE, dtype=dtype, requires_grad=True)
+        for heads in (model.num_attention_heads, model.num_query_groups, model.num_query_groups)
+    )
+    out = context_parallel_attention(q, k, v, metadata, dist.group.WORLD if cp > 1 else None, options)
+    with LiveBytes() as live:
+        dout = torch.zeros_like(out)
+        torch.autograd.grad(out, (q, k, v), dout)
+    return live.peak
+
+
+@pytest.mark.parametrize(
+    ("cp", "dtype", "key_heads", "settings"),
+    [
+        (1, BF16, 8, {}),
+        (1, BF16, 2, {}),
+        (2, BF16, 8, {"cp_head_groups": 1}),
+        (2, BF16, 8, {"cp_head_groups": 2}),
+        (2, BF16, 8, {"cp_head_groups": 4}),
+        (2, BF16, 2, {"cp_head_groups": 2}),
+        (2, BF16, 8, {"cp_head_groups": 2, "save_gathered_kv": True}),
+        (2, FP32, 8, {"cp_head_groups": 2}),
+        (4, BF16, 4, {"cp_head_groups": 2}),
+    ],
+)
+def test_backward_of_attention_holds_what_is_predicted(cp, dtype, key_heads, settings):
+    model = ModelShape(
+        num_layers=1,
+        hidden_size=8 * HEAD_SIZE,
+        ffn_hidden_size=1,
+        num_attention_heads=8,
+        num_query_groups=key_heads,
+        kv_channels=HEAD_SIZE,
+        padded_vocab_size=0,
+    )
+    given = job(model=model, cp=cp, cp_sharding="per-document", bytes_per_value=dtype.itemsize, **settings)
+    # The gradient of the layer's output is not attention's own.
+    predicted = (attention_backward_bytes(given) - layer_input_bytes(given)) * TOKENS / cp
+    assert max(run_world(_peak, cp, given)) == pytest.approx(predicted, rel=0.05)
