@@ -100,10 +100,10 @@ def attention_backward_bytes(job: Job) -> float:
     """What backward of one attention holds beside what forward kept, per token of a rank's part of the sequence.
 
     That is what it recomputes, gradients, and an exchange with the kernel that it is for. `runtime.attention` exchanges
-    by groups of heads. At the most, one group is computed, with dK and dV in fp32, or these begin to leave; those of the
-    group before leave, and K and V of the next arrive. Counted as if every document lived on all ranks, so that a rank
-    sends all its rows, half of them a call, and sees all keys. Kernels are taken to be of FlashAttention-2, which hold
-    dQ in fp32, and dK and dV for every query head.
+    by groups of heads. At the most, one group is computed, with dK and dV in fp32, or these begin to leave; those of
+    the group before leave, and K and V of the next arrive. Counted as if every document lived on all ranks, so that a
+    rank sends all its rows, half of them a call, and sees all keys. Kernels are taken to be of FlashAttention-2, which
+    hold dQ in fp32, and dK and dV for every query head.
     """
     model, p, w, groups = job.model, job.parallel, job.bytes_per_value, job.head_groups
     q, kv = model.query_size / p.tp, 2 * model.key_size / p.tp
