@@ -188,7 +188,7 @@ PROFILE = {"name": "mine", "kernel": {"tile_rows": 1, "forward": {"launch": 0, "
         ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 128", 80, 12 * 64 + 64, None),
         ("--wlb-crossover 9 --tensor-model-parallel-size 8 --context-parallel-size 2", 80, 9, None),
         ("--wlb-crossover 9 --num-gpus 3 --pipeline-model-parallel-size 2", 80, 9, None),  # packing is the same
-        # Memory is that of a layout: two stages of two layers, of 34 h bytes a token, and what one MLP's backward takes.
+        # Memory is that of a layout: two stages of two layers, of 34 h bytes a token, and one MLP's backward.
         (
             "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 128 --pipeline-model-parallel-size 2 "
             "--wlb-max-tokens auto --wlb-memory-budget 0.001",
