@@ -130,15 +130,15 @@ PYBIND11_MODULE(_native, module) {
   module.def(
       "shard",
       [](const py::array& length, int64_t cp_size, const std::vector<std::string>& strategies,
-         const std::vector<int64_t>& long_shares, const py::object& kernel) {
+         const std::vector<double>& most_shares, const py::object& kernel) {
         const std::vector<int64_t> lengths = int64s(length, "length");
         const wlb::Kernel model = kernel_model(kernel);
         return sharding([&] {
           py::gil_scoped_release release;
-          return wlb::shard(lengths, cp_size, strategies, long_shares, model);
+          return wlb::shard(lengths, cp_size, strategies, most_shares, model);
         }());
       },
-      py::arg("length"), py::arg("cp_size"), py::arg("strategies"), py::arg("long_shares"), py::arg("kernel"));
+      py::arg("length"), py::arg("cp_size"), py::arg("strategies"), py::arg("most_shares"), py::arg("kernel"));
   module.def(
       "place_wlb",
       [](const py::array& length, const py::array& work, int64_t num_micro_batches, int64_t max_tokens) {

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <limits>
 #include <numeric>
-#include <set>
 #include <stdexcept>
 
 #include "document.h"
@@ -37,7 +36,10 @@ class Sharder {
     std::sort(keys.begin(), keys.end());
     std::transform(keys.begin(), keys.end(), order_.begin(), [](uint64_t key) { return key & 0xffffffff; });
     whole_.resize(lengths.size());
-    for (size_t i = 0; i < order_.size(); ++i) count({0, 0, lengths[order_[i]]}, whole_[i]);
+    for (size_t i = 0; i < order_.size(); ++i) {
+      count({0, 0, lengths[order_[i]]}, whole_[i]);
+      all_ += whole_[i];
+    }
   }
 
   template <typename Emit>
@@ -72,58 +74,32 @@ class Sharder {
     }
   }
 
-  // What per-document sharding cannot be faster than: its chunks have at least a tile each, and somebody has the mean.
-  double per_document_floor() const {
-    Counts least;
-    for (int64_t length : lengths_) least.tiles += std::min(length, chunks_);
-    least.query_tiles = least.tiles /= cp_size_;
-    return time(1, least);
-  }
-
-  // False, at any point, where the last long document is too short to level the ranks, or where it is clear that the
-  // time will be over `limit`.
+  // Every document on as few ranks as leave none with more of its work than `most_share` times the mean of the ranks.
+  // False, at any point, where it is clear that the time will be over `limit`.
   template <typename Emit>
-  bool hybrid(size_t num_long, double limit, Emit&& emit) const {
-    std::vector<int64_t> room(ranks(), share_), sizes(static_cast<size_t>(chunks_));
-    std::vector<Counts> counts(ranks());
-    int64_t pointer = 0, placed = 0;
-    for (size_t i = 0; i < num_long; ++i) {
-      const int64_t length = lengths_[order_[i]];
-      placed += length;
-      if (i + 1 < num_long)
-        tile(length, sizes, pointer);
-      else if (!level(placed, room, sizes))
-        return false;
-      int64_t start = 0;
-      for (int64_t c = 0; c < chunks_; ++c) {
-        const Segment segment{static_cast<int64_t>(order_[i]), start, start + sizes[static_cast<size_t>(c)]};
-        const auto rank = static_cast<size_t>(std::min(c, chunks_ - 1 - c));
-        room[rank] -= segment.stop - start;
-        count(segment, counts[rank]);
-        if (segment.stop > start) emit(c, segment);
-        start = segment.stop;
-      }
+  bool hybrid(double most_share, double limit, Emit&& emit) const {
+    const double most_work = most_share * time(0, all_);
+    Ranks ranks(*this);
+    Counts left = all_;
+    int64_t tokens_left = share_ * cp_size_;
+    for (size_t i = 0; i < order_.size(); ++i) {
+      const auto document = static_cast<int64_t>(order_[i]), length = lengths_[order_[i]];
+      const double work = time(0, whole_[i]);
+      ranks.per_token = time(0, left) / static_cast<double>(tokens_left);
+      ranks.sign = work < ranks.per_token * static_cast<double>(length) ? -1 : 1;
+      left.tiles -= whole_[i].tiles;
+      left.query_tiles -= whole_[i].query_tiles;
+      tokens_left -= length;
+      int64_t share = 1;
+      while (share < cp_size_ && work * static_cast<double>(cp_size_) > most_work * static_cast<double>(share))
+        share = std::min(2 * share, cp_size_);
+      if (share > 1)
+        ranks.spread(document, length, share, emit);
+      else
+        ranks.fill(document, length, emit);
+      if (ranks.most_work > limit) return false;
     }
-    Counts mean;
-    for (const Counts& c : counts) mean += c;
-    for (size_t i = num_long; i < whole_.size(); ++i) mean += whole_[i];
-    mean.tiles /= cp_size_;
-    mean.query_tiles /= cp_size_;
-    if (time(1, mean) > limit) return false;
-    place_short(num_long, room, counts, emit);
     return true;
-  }
-
-  // How many documents are long, for each of the shares.
-  std::set<size_t> long_counts(const std::vector<int64_t>& shares) const {
-    std::set<size_t> found;
-    for (int64_t k : shares) {
-      const int64_t least = std::max<int64_t>(1, share_ >> k);
-      const auto is_long = [&](size_t d) { return lengths_[d] >= least; };
-      const auto first_short = std::partition_point(order_.begin(), order_.end(), is_long);
-      found.insert(static_cast<size_t>(first_short - order_.begin()));
-    }
-    return found;
   }
 
   // Query tile j (j = 0, 1, ...) ends at row start + (j + 1) * tile_rows and sees ceil(that / tile_rows) key tiles.
@@ -142,76 +118,112 @@ class Sharder {
   }
 
  private:
-  size_t ranks() const { return static_cast<size_t>(cp_size_); }
+  // What the ranks hold so far, and which of them the next document goes to: those first that would end with least work
+  // if what is left to place fills their room (with most, if sign is -1).
+  class Ranks {
+   public:
+    double per_token = 0, sign = 1;  // mean work of a token that is left
+    double most_work = 0;
 
-  // Chunks of whole tiles; the remainder is dealt out tile by tile, by a rotating pointer.
-  void tile(int64_t length, std::vector<int64_t>& sizes, int64_t& pointer) const {
-    const int64_t rows = kernel_.tile_rows, base = length / (chunks_ * rows) * rows, rest = length - chunks_ * base;
-    std::fill(sizes.begin(), sizes.end(), base);
-    for (int64_t left = rest; left > 0; left -= rows, pointer = (pointer + 1) % chunks_)
-      sizes[static_cast<size_t>(pointer)] += std::min(left, rows);
-  }
+    explicit Ranks(const Sharder& sharder)
+        : sharder_(sharder),
+          size_(static_cast<size_t>(sharder.cp_size_)),
+          counts_(size_),
+          room_(size_, static_cast<double>(sharder.share_)),
+          work_(size_),
+          ends_((size_ + 3) / 4 * 4, kNone) {}
 
-  // Chunks after which all ranks hold equally many of the `placed` tokens, but for one more on the first ones.
-  bool level(int64_t placed, const std::vector<int64_t>& room, std::vector<int64_t>& sizes) const {
-    for (int64_t r = 0; r < cp_size_; ++r) {
-      const int64_t held = share_ - room[static_cast<size_t>(r)];
-      const int64_t missing = placed / cp_size_ + (r < placed % cp_size_) - held;
-      if (missing < 0) return false;
-      const int64_t head = missing / 2 / kernel_.tile_rows * kernel_.tile_rows;
-      sizes[static_cast<size_t>(r)] = head;
-      sizes[static_cast<size_t>(chunks_ - 1 - r)] = missing - head;
-    }
-    return true;
-  }
-
-  // Whole on a rank where it fits; what fits nowhere, or has been cut, fills ranks up. The rank is the one that will
-  // end with least work if what is left to place fills its room (with most, if this document has less work a token).
-  template <typename Emit>
-  void place_short(size_t num_long, const std::vector<int64_t>& left_over, std::vector<Counts>& counts,
-                   Emit&& emit) const {
-    // As doubles, which hold them exactly, and in loops without a branch, which compilers make vectors of.
-    constexpr double kNone = std::numeric_limits<double>::infinity();
-    std::vector<double> room(left_over.begin(), left_over.end()), work, ends((ranks() + 3) / 4 * 4, kNone);
-    for (const Counts& c : counts) work.push_back(time(0, c));
-    double per_token = 0, sign = 1;
-    const auto choose = [&](int64_t least) {
-      for (size_t r = 0; r < ranks(); ++r) {
-        const double end = sign * (work[r] + per_token * room[r]);
-        ends[r] = room[r] >= static_cast<double>(least) ? end : kNone;
-      }
-      double lanes[] = {kNone, kNone, kNone, kNone};
-      for (size_t r = 0; r < ends.size(); r += 4)
-        for (size_t lane = 0; lane < 4; ++lane) lanes[lane] = std::min(lanes[lane], ends[r + lane]);
-      const double best = *std::min_element(lanes, lanes + 4);
-      return best == kNone ? ranks() : static_cast<size_t>(std::find(ends.begin(), ends.end(), best) - ends.begin());
-    };
-    Counts left;
-    int64_t tokens_left = 0;
-    for (size_t i = num_long; i < order_.size(); ++i) {
-      left += whole_[i];
-      tokens_left += lengths_[order_[i]];
-    }
-    for (size_t i = num_long; i < order_.size(); ++i) {
-      const int64_t length = lengths_[order_[i]];
-      const Counts& own = whole_[i];
-      per_token = time(0, left) / static_cast<double>(tokens_left);
-      sign = time(0, own) < per_token * static_cast<double>(length) ? -1 : 1;
-      left.tiles -= own.tiles;
-      left.query_tiles -= own.query_tiles;
-      tokens_left -= length;
-      for (int64_t start = 0; start < length;) {
-        size_t rank = start == 0 ? choose(length) : ranks();
-        if (rank == ranks()) rank = choose(1);
-        const Segment segment{static_cast<int64_t>(order_[i]), start, std::min(length, start + static_cast<int64_t>(room[rank]))};
-        emit(static_cast<int64_t>(rank), segment);
-        count(segment, counts[rank]);
-        work[rank] = time(0, counts[rank]);
-        room[rank] -= static_cast<double>(segment.stop - start);
+    // Whole on one rank, or cut where none has the room.
+    template <typename Emit>
+    void fill(int64_t document, int64_t length, Emit&& emit) {
+      size_t rank = first_with_room(length);
+      for (int64_t start = 0; start < length; rank = size_) {
+        if (rank == size_) rank = first_with_room(1);
+        const Segment segment{document, start, std::min(length, start + room(rank))};
+        put(rank, static_cast<int64_t>(rank), segment, emit);
         start = segment.stop;
       }
     }
-  }
+
+    // As heads and tails on `share` ranks, or on more where too few have the room.
+    template <typename Emit>
+    void spread(int64_t document, int64_t length, int64_t share, Emit&& emit) {
+      const int64_t cp_size = sharder_.cp_size_, tile = sharder_.kernel_.tile_rows;
+      while (!choose(share < cp_size ? (length + share - 1) / share : 0, share)) share = std::min(2 * share, cp_size);
+      // Whole tiles as evenly as they go, the first ranks having more; but so that the rest fits the ranks after.
+      int64_t left = length, room_after = 0, start = 0;
+      for (size_t rank : chosen_) room_after += room(rank);
+      heads_.clear();
+      sizes_.clear();
+      for (size_t rank : chosen_) {
+        room_after -= room(rank);
+        const int64_t even = (left + share * tile - 1) / (share * tile) * tile;
+        sizes_.push_back(std::min(room(rank), std::max(std::min(even, left), left - room_after)));
+        heads_.push_back(sizes_.back() / 2 / tile * tile);
+        left -= sizes_.back();
+        --share;
+      }
+      const auto next = [&](size_t i, int64_t rows, bool is_tail) {
+        const auto rank = static_cast<int64_t>(chosen_[i]);
+        if (rows > 0) put(chosen_[i], is_tail ? sharder_.chunks_ - 1 - rank : rank, {document, start, start + rows}, emit);
+        start += rows;
+      };
+      for (size_t i = 0; i < chosen_.size(); ++i) next(i, heads_[i], false);
+      for (size_t i = chosen_.size(); i-- > 0;) next(i, sizes_[i] - heads_[i], heads_[i] > 0);
+    }
+
+   private:
+    static constexpr double kNone = std::numeric_limits<double>::infinity();
+
+    int64_t room(size_t rank) const { return static_cast<int64_t>(room_[rank]); }
+
+    void find_ends(int64_t least) {
+      for (size_t r = 0; r < size_; ++r) {
+        const double end = sign * (work_[r] + per_token * room_[r]);
+        ends_[r] = room_[r] >= static_cast<double>(least) ? end : kNone;
+      }
+    }
+
+    // The number of ranks if none has room for so many tokens.
+    size_t first_with_room(int64_t least) {
+      find_ends(least);
+      double lanes[] = {kNone, kNone, kNone, kNone};
+      for (size_t r = 0; r < ends_.size(); r += 4)
+        for (size_t lane = 0; lane < 4; ++lane) lanes[lane] = std::min(lanes[lane], ends_[r + lane]);
+      const double best = *std::min_element(lanes, lanes + 4);
+      return best == kNone ? size_ : static_cast<size_t>(std::find(ends_.begin(), ends_.end(), best) - ends_.begin());
+    }
+
+    // So many ranks with room for so many tokens each; false if there are fewer.
+    bool choose(int64_t least, int64_t count) {
+      find_ends(least);
+      chosen_.clear();
+      for (size_t r = 0; r < size_; ++r)
+        if (ends_[r] != kNone) chosen_.push_back(r);
+      if (chosen_.size() < static_cast<size_t>(count)) return false;
+      std::partial_sort(chosen_.begin(), chosen_.begin() + count, chosen_.end(),
+                        [&](size_t a, size_t b) { return ends_[a] < ends_[b] || (ends_[a] == ends_[b] && a < b); });
+      chosen_.resize(static_cast<size_t>(count));
+      return true;
+    }
+
+    template <typename Emit>
+    void put(size_t rank, int64_t chunk, const Segment& segment, Emit&& emit) {
+      emit(chunk, segment);
+      sharder_.count(segment, counts_[rank]);
+      work_[rank] = sharder_.time(0, counts_[rank]);
+      most_work = std::max(most_work, work_[rank]);
+      room_[rank] -= static_cast<double>(segment.stop - segment.start);
+    }
+
+    const Sharder& sharder_;
+    size_t size_;
+    std::vector<Counts> counts_;
+    // Tokens as doubles, which hold them exactly, and in loops without a branch, which compilers make vectors of.
+    std::vector<double> room_, work_, ends_;
+    std::vector<size_t> chosen_;
+    std::vector<int64_t> sizes_, heads_;
+  };
 
   const std::vector<int64_t>& lengths_;
   int64_t cp_size_, chunks_;
@@ -220,6 +232,7 @@ class Sharder {
   int tile_bits_ = 0;
   std::vector<size_t> order_;  // documents, longest first
   std::vector<Counts> whole_;  // and their tiles
+  Counts all_;
 };
 
 // Adds up what the kernel model asks for.
@@ -229,49 +242,56 @@ class Tally {
 
   void operator()(int64_t chunk, const Segment& segment) {
     const auto c = static_cast<size_t>(chunk), rank = std::min(c, 2 * ranks_.size() - 1 - c);
-    if (segment.document != document_) {
-      end_document();
-      document_ = segment.document;
-      home_ = rank;
-    }
-    alone_ &= rank == home_;
-    rows_ += segment.stop - segment.start;
-    Rank& held = ranks_[rank];
-    held.sent += segment.stop - segment.start;
-    held.calls |= c < ranks_.size() ? 1 : 2;
-    sharder_.count(segment, held.counts);
+    if (!pieces_.empty() && segment.start == 0) end_document();
+    pieces_.push_back({rank, segment});
+    ranks_[rank].calls |= c < ranks_.size() ? 1 : 2;
+    sharder_.count(segment, ranks_[rank].counts);
   }
 
-  // Of the slowest rank, with the rows that all ranks exchange: as many as the one that sends most.
+  // Of the slowest rank, with the rows of K and V through the busiest one.
   double predicted(const Kernel& kernel) {
     end_document();
     double slowest = 0;
-    int64_t sent = 0;
-    for (const Rank& rank : ranks_) sent = std::max(sent, rank.sent);
-    const int64_t launches = sent > 0 ? kernel.parts : 1;  // of a call
+    int64_t moved = 0;
+    for (const Rank& rank : ranks_) moved = std::max({moved, rank.in, rank.out});
+    const int64_t launches = moved > 0 ? kernel.parts : 1;  // of a call
     for (const Rank& rank : ranks_)
       slowest = std::max(slowest, sharder_.time((rank.calls % 2 + rank.calls / 2) * launches, rank.counts));
-    return slowest + kernel.exchange * static_cast<double>(sent * static_cast<int64_t>(ranks_.size()));
+    return slowest + kernel.exchange * static_cast<double>(moved);
   }
 
  private:
   struct Rank {
     Counts counts;
-    int64_t calls = 0, sent = 0;  // a bit for heads, one for tails; rows
+    int64_t calls = 0, in = 0, out = 0;  // a bit for heads, one for tails; rows
+    bool seen = false;
+  };
+  struct Piece {
+    size_t rank;
+    Segment segment;
   };
 
+  // From the last piece on: a rank sees what lies before the end of its last one.
   void end_document() {
-    if (alone_) ranks_[home_].sent -= rows_;
-    alone_ = true;
-    rows_ = 0;
+    int64_t seeing = 0;
+    for (auto piece = pieces_.rbegin(); piece != pieces_.rend(); ++piece) {
+      Rank& rank = ranks_[piece->rank];
+      const int64_t rows = piece->segment.stop - piece->segment.start;
+      if (!rank.seen) {
+        rank.seen = true;
+        rank.in += piece->segment.stop;
+        ++seeing;
+      }
+      rank.in -= rows;
+      rank.out += rows * (seeing - 1);
+    }
+    for (const Piece& piece : pieces_) ranks_[piece.rank].seen = false;
+    pieces_.clear();
   }
 
   const Sharder& sharder_;
   std::vector<Rank> ranks_;
-  // Of the document that is being emitted: the rank of its first segment, and whether it has all of them.
-  int64_t document_ = -1, rows_ = 0;
-  size_t home_ = 0;
-  bool alone_ = true;
+  std::vector<Piece> pieces_;  // of the document that is being emitted, ascending
 };
 
 void check(const std::vector<int64_t>& lengths, int64_t cp_size, const Kernel& kernel) {
@@ -293,65 +313,50 @@ void check(const std::vector<int64_t>& lengths, int64_t cp_size, const Kernel& k
 }  // namespace
 
 Sharding shard(const std::vector<int64_t>& lengths, int64_t cp_size, const std::vector<std::string>& strategies,
-               const std::vector<int64_t>& long_shares, const Kernel& kernel) {
+               const std::vector<double>& most_shares, const Kernel& kernel) {
   check(lengths, cp_size, kernel);
   const Sharder sharder(lengths, cp_size, kernel);
   const auto ranks = static_cast<size_t>(cp_size);
-  struct Way {
-    std::string strategy;
-    size_t num_long;
-  };
-  const auto run = [&](const Way& way, double limit, auto&& emit) {
-    if (way.strategy == "hybrid") return sharder.hybrid(way.num_long, limit, emit);
-    if (way.strategy == "per-document" && sharder.per_document_floor() > limit) return false;
-    way.strategy == "per-sequence" ? sharder.per_sequence(emit) : sharder.per_document(emit);
-    return true;
-  };
-  std::vector<Way> ways;
-  for (const std::string& strategy : strategies) {
-    if (strategy == "hybrid")
-      for (size_t num_long : sharder.long_counts(long_shares)) ways.push_back({strategy, num_long});
-    else if (strategy == "per-sequence" || strategy == "per-document")
-      ways.push_back({strategy, 0});
-    else
-      throw std::invalid_argument("unknown sharding " + strategy + "; choose per-sequence, per-document or hybrid");
-  }
-  const Way* best = nullptr;
-  double best_time = std::numeric_limits<double>::infinity();
   struct Piece {
     int64_t chunk;
     Segment segment;
   };
   std::vector<Piece> pieces, best_pieces;
-  const auto race = [&](const Way& way) {
+  std::string best;
+  double best_time = std::numeric_limits<double>::infinity();
+  // `make` emits a sharding, or returns false if it would be slower than the best so far. The first one wins a tie.
+  const auto race = [&](const std::string& strategy, auto&& make) {
     Tally tally(sharder, ranks);
     pieces.clear();
     const auto emit = [&](int64_t chunk, const Segment& segment) {
       tally(chunk, segment);
       pieces.push_back({chunk, segment});
     };
-    if (!run(way, best_time, emit)) return;
+    if (!make(emit)) return;
     const double time = tally.predicted(kernel);
-    if (!best || time < best_time || (time == best_time && &way < best)) {
-      best = &way, best_time = time;
-      pieces.swap(best_pieces);
-    }
+    if (!best.empty() && time >= best_time) return;
+    best = strategy;
+    best_time = time;
+    pieces.swap(best_pieces);
   };
-  // The likely winners first, since they spare the others; the first of `ways` wins a tie all the same.
-  for (const Way& way : ways)
-    if (way.strategy == "hybrid") race(way);
-  for (const Way& way : ways)
-    if (way.strategy != "hybrid") race(way);
-  if (!best)
-    throw std::invalid_argument("none of the " + std::to_string(strategies.size()) +
-                                " strategies can shard this micro-batch; add per-sequence");
-
-  Sharding plan{best->strategy, best_time, std::vector<std::vector<Segment>>(2 * ranks)};
+  for (const std::string& strategy : strategies) {
+    if (strategy == "hybrid")
+      for (double most_share : most_shares)
+        race(strategy, [&](auto&& emit) { return sharder.hybrid(most_share, best_time, emit); });
+    else if (strategy == "per-sequence")
+      race(strategy, [&](auto&& emit) { return sharder.per_sequence(emit), true; });
+    else if (strategy == "per-document")
+      race(strategy, [&](auto&& emit) { return sharder.per_document(emit), true; });
+    else
+      throw std::invalid_argument("unknown sharding " + strategy + "; choose per-sequence, per-document or hybrid");
+  }
+  if (best.empty()) throw std::invalid_argument("nothing is tried; give a strategy, and shares if that is hybrid");
+  Sharding plan{best, best_time, std::vector<std::vector<Segment>>(2 * ranks)};
   for (const Piece& piece : best_pieces) {
     const auto c = static_cast<size_t>(piece.chunk);
     plan.calls[c < ranks ? 2 * c : 2 * (2 * ranks - 1 - c) + 1].push_back(piece.segment);
   }
-  if (best->strategy == "hybrid")
+  if (best == "hybrid")
     for (auto& call : plan.calls)
       std::sort(call.begin(), call.end(), [](auto& a, auto& b) { return a.document < b.document; });
   return plan;

@@ -25,9 +25,9 @@ struct Sharding {
   std::vector<std::vector<Segment>> calls;  // heads and tails of rank r: calls 2 * r and 2 * r + 1
 };
 
-// The best by predicted time; of hybrid with the documents of at least 2^-k of a rank's tokens as long ones, for every
-// k of long_shares. Throws std::invalid_argument where no sharding exists.
+// The best by predicted time; hybrid is tried with every one of most_shares. Throws std::invalid_argument for what
+// cannot be sharded.
 Sharding shard(const std::vector<int64_t>& lengths, int64_t cp_size, const std::vector<std::string>& strategies,
-               const std::vector<int64_t>& long_shares, const Kernel& kernel);
+               const std::vector<double>& most_shares, const Kernel& kernel);
 
 }  // namespace wlb

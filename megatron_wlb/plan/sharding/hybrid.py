@@ -1,96 +1,112 @@
-"""Hybrid sharding: long documents per document, in whole tiles of the kernel; short ones whole on one rank.
+"""Hybrid sharding: every document on as few ranks as balance needs: 1, 2, 4, ... up to all.
 
-Chunks of a short document waste most of their tiles, and its keys would be gathered for nothing. The paper names such a
-sharding as future work (section 8). Of a long document every rank holds a head and a tail chunk as in per-document
-sharding, but chunks are multiples of the kernel's tile, so that no query tile is half empty and no diagonal is crossed
-twice. The last of the long documents levels what that leaves uneven. Short documents go, longest first, to the rank
-with room that would end with least predicted work if its room were filled with the average of what is left; one with
-less work a token than that, to the rank that would end with most. What fits nowhere is cut to fill the ranks up. Every
-piece of a cut document but the last fills a rank, so fewer than CP documents are cut, of each one piece a rank.
+The fewer ranks share a document, the fewer of its keys travel, and the fewer of its tiles are half empty. The paper
+names a hybrid of its two shardings as future work (section 8). Documents come longest first, and each takes the ranks
+that would end with least predicted work if their room were filled with the average of what is left; one with less work
+a token than that, those that would end with most.
+
+A document with more work than one rank should have of it goes to two ranks, four, ..., where each holds a head and a
+tail chunk as in per-document sharding. Chunks are multiples of the kernel's tile, so that no query tile is half empty
+and no diagonal is crossed twice, but where a rank is filled up. Other documents stay whole. What fits nowhere is cut to
+fill the ranks up: every piece of it but the last fills a rank, so fewer than CP documents are cut like that, each rank
+having one piece of them.
 """
+
+import itertools
 
 import numpy as np
 
 from megatron_wlb.cost.attention import KernelModel
-from megatron_wlb.plan.sharding.chunks import chunk_bounds, mirrored_chunks
 from megatron_wlb.plan.types import SEGMENT, Shard, ShardPlan
 
+Segments = list[tuple[int, int, int]]
 
-def hybrid(lengths: np.ndarray, cp: int, num_long: int, kernel: KernelModel) -> ShardPlan | None:
-    """Shard the `num_long` longest of the documents of `lengths` (int64 [n]) per document, the others whole.
 
-    The sum of the lengths must be divisible by 2 * cp. None if the last long document is too short to level the
-    ranks. The reference of `csrc/sharding.cpp`.
+def hybrid(lengths: np.ndarray, cp: int, most_share: float, kernel: KernelModel) -> ShardPlan:
+    """Shard documents of `lengths` (int64 [n], sum divisible by cp), each on as few ranks as `most_share` allows.
+
+    No rank has more work of one document than `most_share` times the mean work of a rank, where there are ranks enough.
+    The reference of `csrc/sharding.cpp`.
     """
     order = np.argsort(-lengths, kind="stable")
-    sizes = np.zeros((len(lengths), 2 * cp), np.int64)
-    tokens = np.zeros(cp, np.int64)
-    pointer = 0
-    for document in order[: max(0, num_long - 1)]:
-        sizes[document], pointer = _tiled(int(lengths[document]), 2 * cp, kernel.tile_rows, pointer)
-        tokens += _by_rank(sizes[document])
-    if num_long:
-        document = order[num_long - 1]
-        share, extra = divmod(int(tokens.sum() + lengths[document]), cp)
-        missing = share + (np.arange(cp) < extra) - tokens
-        if missing.min() < 0:
-            return None
-        head = missing // 2 // kernel.tile_rows * kernel.tile_rows
-        sizes[document] = np.concatenate((head, (missing - head)[::-1]))
-    shards = mirrored_chunks(chunk_bounds(sizes))
-    room = lengths.sum() // cp - _by_rank(sizes).sum(0)
-    pieces = _place(lengths, order[num_long:], room, shards, kernel)
+    own = np.array([kernel.count(_segments([(0, 0, length)])) for length in lengths[order]])
+    left, tokens_left = own.sum(0), int(lengths.sum())
+    most_work = most_share * kernel.time(0, *left)
+    ranks = _Ranks(cp, tokens_left // cp, kernel)
+    for document, counts in zip(order.tolist(), own, strict=True):
+        length, work = int(lengths[document]), kernel.time(0, *counts)
+        ranks.per_token = kernel.time(0, *left) / tokens_left
+        ranks.sign = -1 if work < ranks.per_token * length else 1
+        left, tokens_left = left - counts, tokens_left - length
+        share = 1
+        while share < cp and work * cp > most_work * share:
+            share = min(2 * share, cp)
+        if share > 1:
+            ranks.spread(document, length, share)
+        else:
+            ranks.fill(document, length)
     return ShardPlan(
         lengths=lengths,
-        shards=tuple(
-            Shard(calls=(np.sort(np.append(s.calls[0], _segments(own))), s.calls[1]))
-            for s, own in zip(shards, pieces, strict=True)
-        ),
+        shards=tuple(Shard(calls=(np.sort(_segments(h)), np.sort(_segments(t)))) for h, t in ranks.calls),
         strategy="hybrid",
     )
 
 
-def _tiled(length: int, num_chunks: int, tile: int, pointer: int) -> tuple[np.ndarray, int]:
-    """Chunks of whole tiles, and where the rotating pointer stands after their remainder, dealt out tile by tile."""
-    base = length // (num_chunks * tile) * tile
-    tiles, rows = divmod(length - num_chunks * base, tile)
-    sizes = np.full(num_chunks, base)
-    sizes[(pointer + np.arange(tiles)) % num_chunks] += tile
-    sizes[(pointer + tiles) % num_chunks] += rows
-    return sizes, (pointer + tiles + (rows > 0)) % num_chunks
+class _Ranks:
+    """What the ranks hold so far, and which of them the next document goes to."""
 
+    per_token: float
+    """Mean work of a token that is left."""
+    sign: int
+    """1 if ranks that would end with least work come first, -1 if those with most."""
 
-def _by_rank(sizes: np.ndarray) -> np.ndarray:
-    """[..., 2 * cp] -> [..., cp]: rank r holds chunks r and 2 * cp - 1 - r."""
-    cp = sizes.shape[-1] // 2
-    return sizes[..., :cp] + sizes[..., : cp - 1 : -1]
+    def __init__(self, cp: int, tokens: int, kernel: KernelModel) -> None:
+        self._kernel = kernel
+        self._room = np.full(cp, tokens)
+        self._counts = np.zeros((cp, 2), np.int64)
+        self.calls: list[tuple[Segments, Segments]] = [([], []) for _ in range(cp)]
 
-
-def _place(
-    lengths: np.ndarray, documents: np.ndarray, room: np.ndarray, shards: tuple[Shard, ...], kernel: KernelModel
-) -> list[list[tuple[int, int, int]]]:
-    """Segments of the short documents, given longest first, for every rank; `room` counts down to 0."""
-    pieces: list[list[tuple[int, int, int]]] = [[] for _ in shards]
-    counts = np.array([kernel.count(np.concatenate(s.calls)) for s in shards])
-    own = np.array([kernel.count(_segments([(d, 0, lengths[d])])) for d in documents]).reshape(-1, 2)
-    left, tokens_left = own.sum(0), int(lengths[documents].sum())
-    for document, (own_tiles, own_query_tiles) in zip(documents.tolist(), own, strict=True):
-        start, length = 0, int(lengths[document])
-        per_token = kernel.time(0, *left) / tokens_left
-        lighter = kernel.time(0, own_tiles, own_query_tiles) < per_token * length
-        left, tokens_left = left - (own_tiles, own_query_tiles), tokens_left - length
+    def fill(self, document: int, length: int) -> None:
+        """Whole on one rank, or cut where none has the room."""
+        start, ranks = 0, self._with_room(length)
         while start < length:
-            whole = room >= length - start
-            candidates = whole if start == 0 and whole.any() else room > 0
-            end = kernel.time(0, *counts.T) + per_token * room
-            rank = int(np.where(candidates, -end if lighter else end, np.inf).argmin())
-            stop = min(length, start + int(room[rank]))
-            pieces[rank].append((document, start, stop))
-            counts[rank] += kernel.count(_segments([(document, start, stop)]))
-            room[rank] -= stop - start
+            rank = ranks[0] if len(ranks) else self._with_room(1)[0]
+            stop = min(length, start + int(self._room[rank]))
+            self._put(rank, 0, (document, start, stop))
             start = stop
-    return pieces
+
+    def spread(self, document: int, length: int, share: int) -> None:
+        """As heads and tails on `share` ranks, or on more where too few have the room."""
+        cp, tile = len(self._room), self._kernel.tile_rows
+        while len(ranks := self._with_room(-(-length // share) if share < cp else 0)[:share]) < share:
+            share = min(2 * share, cp)
+        room = self._room[ranks]
+        # Whole tiles as evenly as they go, the first ranks having more; but so that the rest fits the ranks after.
+        sizes, left, room_after = [], length, room.sum()
+        for i in range(share):
+            room_after -= room[i]
+            even = -(-left // ((share - i) * tile)) * tile
+            sizes.append(min(room[i], max(min(even, left), left - room_after)))
+            left -= sizes[-1]
+        heads = [size // 2 // tile * tile for size in sizes]
+        tails = [size - head for size, head in zip(sizes, heads, strict=True)]
+        bounds = np.cumsum([0, *heads, *tails[::-1]]).tolist()
+        for chunk, (start, stop) in enumerate(itertools.pairwise(bounds)):
+            i = min(chunk, 2 * share - 1 - chunk)
+            if stop > start:
+                self._put(ranks[i], int(chunk >= share and heads[i] > 0), (document, start, stop))
+
+    def _with_room(self, least: int) -> np.ndarray:
+        """Ranks with room for so many tokens, in the order in which they need work."""
+        ends = self.sign * (self._kernel.time(0, *self._counts.T) + self.per_token * self._room)
+        order = np.argsort(ends, kind="stable")
+        return order[self._room[order] >= least]
+
+    def _put(self, rank: int, call: int, segment: tuple[int, int, int]) -> None:
+        self.calls[rank][call].append(segment)
+        self._counts[rank] += self._kernel.count(_segments([segment]))
+        self._room[rank] -= segment[2] - segment[1]
 
 
-def _segments(rows: list[tuple[int, int, int]]) -> np.ndarray:
+def _segments(rows: Segments) -> np.ndarray:
     return np.array(rows, SEGMENT)

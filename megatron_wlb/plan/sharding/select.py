@@ -10,22 +10,22 @@ import numpy as np
 from megatron_wlb.cost.attention import KernelModel, attention_kernel
 from megatron_wlb.plan import native
 from megatron_wlb.plan.sharding.chunks import per_document, per_sequence
-from megatron_wlb.plan.sharding.exchange import num_sent
 from megatron_wlb.plan.sharding.hybrid import hybrid
+from megatron_wlb.plan.sharding.volume import moved_rows
 from megatron_wlb.plan.types import SEGMENT, Shard, ShardPlan
 from megatron_wlb.settings import Settings, setting
 
 if TYPE_CHECKING:
     from megatron_wlb.job import Job
 
-LONG_SHARES = (0, 1, 2, 3, 4, 5)
-"""Hybrid is tried with documents of at least 2^-k of a rank's tokens as the long ones."""
+MOST_SHARES = tuple(2.0**-k for k in range(-2, 6))
+"""Hybrid is tried with so many times a rank's mean work as the most that a rank has of one document."""
 STRATEGIES = {
     "per-sequence": ("per-sequence",),
     "per-document": ("per-document",),
-    "hybrid": ("per-document", "hybrid"),  # per-document is hybrid with everything long
+    "hybrid": ("hybrid",),
     "wlb": ("per-sequence", "per-document"),
-    "auto": ("per-sequence", "per-document", "hybrid"),
+    "auto": ("per-sequence", "hybrid"),
 }
 """What every value of `Sharding.cp_sharding` compares."""
 
@@ -87,7 +87,7 @@ def divide(lengths: np.ndarray, cp: int, strategy: str, kernel: KernelModel) -> 
         return ShardPlan(lengths=lengths, shards=(Shard(calls=(whole,)),), strategy="whole")
     tried = STRATEGIES[strategy]
     if native.core is not None:
-        name, time, columns, bounds = native.core.shard(lengths, cp, tried, LONG_SHARES, kernel)
+        name, time, columns, bounds = native.core.shard(lengths, cp, tried, MOST_SHARES, kernel)
         segments = columns.view(SEGMENT)[:, 0]
         calls = [segments[i:j] for i, j in itertools.pairwise(bounds)]
         shards = tuple(Shard(calls=pair) for pair in itertools.batched(calls, 2))
@@ -103,11 +103,7 @@ def candidates(lengths: np.ndarray, cp: int, strategies: tuple[str, ...], kernel
     if "per-document" in strategies:
         yield per_document(lengths, cp)
     if "hybrid" in strategies:
-        share = int(lengths.sum()) // cp
-        for num_long in sorted({int((lengths >= max(1, share >> k)).sum()) for k in LONG_SHARES}):
-            plan = hybrid(lengths, cp, num_long, kernel)
-            if plan is not None:
-                yield plan
+        yield from (hybrid(lengths, cp, share, kernel) for share in MOST_SHARES)
 
 
 def mirrored_order(lengths: np.ndarray) -> np.ndarray:
@@ -121,15 +117,21 @@ def mirrored_order(lengths: np.ndarray) -> np.ndarray:
 
 def rank_work(plan: ShardPlan, kernel: KernelModel) -> np.ndarray:
     """Predicted attention time of every rank, float64 [cp]; the unit is the kernel model's."""
-    calls, tiles, query_tiles = np.array([kernel.count_shard(shard.calls) for shard in plan.shards]).T
-    work: np.ndarray = kernel.time(kernel.launches(calls, _exchanged_rows(plan)), tiles, query_tiles)
-    return work
+    return _rank_work(plan, kernel, _most_moved(plan))
 
 
 def predicted_time(plan: ShardPlan, kernel: KernelModel) -> float:
     """Predicted time of the slowest rank, with the exchange of K and V that nothing hides."""
-    return float(rank_work(plan, kernel).max()) + kernel.exchange * _exchanged_rows(plan)
+    most_moved = _most_moved(plan)
+    return float(_rank_work(plan, kernel, most_moved).max()) + kernel.exchange * most_moved
 
 
-def _exchanged_rows(plan: ShardPlan) -> int:
-    return num_sent(plan) * len(plan.shards) if len(plan.shards) > 1 else 0
+def _rank_work(plan: ShardPlan, kernel: KernelModel, most_moved: int) -> np.ndarray:
+    calls, tiles, query_tiles = np.array([kernel.count_shard(shard.calls) for shard in plan.shards]).T
+    work: np.ndarray = kernel.time(kernel.launches(calls, most_moved), tiles, query_tiles)
+    return work
+
+
+def _most_moved(plan: ShardPlan) -> int:
+    """Rows of K and V through the busiest rank: the larger of what it takes in and what it hands out."""
+    return int(moved_rows(plan).max())
