@@ -18,8 +18,11 @@ from megatron_wlb.settings import Settings, setting
 if TYPE_CHECKING:
     from megatron_wlb.job import Job
 
-MOST_SHARES = tuple(2.0**-k for k in range(-2, 6))
-"""Hybrid is tried with so many times a rank's mean work as the most that a rank has of one document."""
+MOST_SHARES = (1 / 2, 1.0, 2.0, 4.0, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
+"""Hybrid is tried with so many times a rank's mean work as the most that a rank has of one document.
+
+Those that often win come first, since they spare the others most of their time.
+"""
 STRATEGIES = {
     "per-sequence": ("per-sequence",),
     "per-document": ("per-document",),
