@@ -6,6 +6,7 @@
 // With `threads`, four threads call them at once, as planner threads do. With `bytes`, choices come from random
 // bytes through the entry point of libFuzzer, which takes the place of main where this is built with -DWLB_FUZZ.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -264,7 +265,8 @@ void stress_sharding(Choices& choose) {
   }
   const std::vector<std::string> all{"per-sequence", "per-document", "hybrid"};
   for (const auto& tried : {all, {all[0]}, {all[1]}, {all[1], all[2]}}) {
-    const wlb::Sharding plan = wlb::shard(lengths, cp_size, tried, {0, 1, 2, 5, 62}, kernel);
+    const std::vector<double> most_shares{choose.of<double>({0.0, 0.3, 1.0, 4.0}), 0.125, std::nan(""), -1.0};
+    const wlb::Sharding plan = wlb::shard(lengths, cp_size, tried, most_shares, kernel);
     require(plan.calls.size() == 2 * static_cast<size_t>(cp_size), "two calls a rank");
     std::map<int64_t, std::map<int64_t, int64_t>> pieces;  // of each document: start -> stop
     for (size_t rank = 0; rank < static_cast<size_t>(cp_size); ++rank) {

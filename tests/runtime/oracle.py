@@ -19,9 +19,8 @@ TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2**-7, t
 
 
 def _hybrid(lengths: np.ndarray, cp: int) -> ShardPlan:
-    """The longest three per document in tiles of 4, the others whole; per-document where that cannot be."""
-    kernel = KernelModel(tile_rows=4, launch=0.0, tile=1.0, query_tile=0.0)
-    return hybrid(lengths, cp, min(3, len(lengths)), kernel) or per_document(lengths, cp)
+    """Documents on one rank, several or all, in tiles of 4."""
+    return hybrid(lengths, cp, 1 / 4, KernelModel(tile_rows=4, launch=0.0, tile=1.0, query_tile=0.0))
 
 
 SHARDINGS: dict[str, Callable[[np.ndarray, int], ShardPlan]] = {
