@@ -1,13 +1,16 @@
-"""How evenly each sharding spreads attention over context-parallel ranks, by the kernel model: predicted, not measured.
+"""How evenly each sharding spreads attention over context-parallel ranks, and what it moves: predicted, not measured.
 
     python -m benchmarks.cp_balance [--quick] [--check]
 
 Micro-batches of N = 4 by `original` and `adaptive` packing, documents in the order of the stream; a LLaMA2-7B layer at
 TP = 8 (4 query heads per rank), the shipped H100 model of one forward launch per call, no communication. The limit is
-the attention of whole documents, without a wasted tile, divided by the ranks. Writes benchmarks/results/cp_balance.json
-and docs/cp_balance.png.
+the attention of whole documents, without a wasted tile, divided by the ranks. `rows in` are the rows of K and V that
+come to a rank from others, in shares of all rows: the mean of the ranks, and the rank with most. Choices are by
+attention alone, but for "auto, exchange", which counts the rows as a job does. Writes
+benchmarks/results/cp_balance.json and docs/cp_balance.png.
 """
 
+import json
 import statistics
 import time
 from functools import partial
@@ -17,86 +20,132 @@ from unittest.mock import patch
 import numpy as np
 from rich.progress import track
 
-from benchmarks import results
+from benchmarks import cp_peers, results
 from benchmarks.gpu.cases import attention_job
-from benchmarks.lengths import CROSSOVER, S_MAX, packed, padded
+from benchmarks.lengths import CROSSOVER, DATA, S_MAX, f2, packed, padded
 from benchmarks.packing import distributions
 from benchmarks.results import Row
-from megatron_wlb.cost.attention import load_profile
+from megatron_wlb.cost.attention import KernelModel, attention_kernel, load_profile
+from megatron_wlb.describe import make_job
+from megatron_wlb.job import Parallel
+from megatron_wlb.model import MODELS
 from megatron_wlb.plan import native
-from megatron_wlb.plan.sharding import STRATEGIES, divide, mirrored_order
-from megatron_wlb.plan.types import SEGMENT
+from megatron_wlb.plan.sharding import STRATEGIES, divide, mirrored_order, moved_rows
+from megatron_wlb.plan.types import SEGMENT, ShardPlan
 
-KERNEL, _ = load_profile("h100-fa2").kernels(heads=4)
-DATA = ("F2", "dist_wlbllm", "demo")
+PROFILE = load_profile("h100-fa2")
+KERNEL, _ = PROFILE.kernels(heads=4)
 PACKINGS = ("original", "adaptive")
+CASE = ("data", "window", "packing", "cp")
 LIMIT = "limit"
+RING = "per-document, ring"
 
 
-def predicted(lengths: np.ndarray, cp: int) -> dict[str, float]:
-    """Time of the slowest rank, us, by strategy; ours also tries the mirrored order of documents."""
+def job_kernel(window: int, cp: int) -> KernelModel:
+    """What sharding goes by in a job: both directions, and the exchange."""
+    shape = {"model": MODELS["llama2-7b"], "context_length": window, "num_micro_batches": 4, "profile": PROFILE}
+    return attention_kernel(make_job(**shape, parallel=Parallel(cp=cp, tp=8)))
 
-    def slowest(lengths: np.ndarray, strategy: str) -> float:
-        return divide(padded(lengths, 2 * cp), cp, strategy, KERNEL).time
 
-    times = {strategy: slowest(lengths, strategy) for strategy in STRATEGIES}
-    mirrored = slowest(lengths[mirrored_order(lengths)], "per-sequence")
-    times["per-sequence, mirrored order"] = min(times["per-sequence"], mirrored)
-    times["auto"] = min(times["auto"], mirrored)
+def predicted(lengths: np.ndarray, cp: int, window: int) -> dict[str, np.ndarray]:
+    """Time of the slowest rank, us; rows in, mean and most; tokens of the fullest rank: float64 [4], by strategy.
+
+    Ours also tries the mirrored order of documents.
+    """
+
+    def figures(plan: ShardPlan) -> np.ndarray:
+        counts = np.array([KERNEL.count_shard(shard.calls) for shard in plan.shards])
+        rows_in = moved_rows(plan)[:, 0]
+        return np.array(
+            [KERNEL.time(*counts.T).max(), rows_in.mean(), rows_in.max(), max(shard.tokens for shard in plan.shards)]
+        )
+
+    straight, mirrored = (padded(each, 2 * cp) for each in (lengths, lengths[mirrored_order(lengths)]))
+    plans = {strategy: divide(straight, cp, strategy, KERNEL) for strategy in STRATEGIES}
+    for name, kernel in {"auto": KERNEL, "auto, exchange": job_kernel(window, cp)}.items():
+        tried = divide(straight, cp, "auto", kernel), divide(mirrored, cp, "per-sequence", kernel)
+        plans[name] = min(tried, key=lambda plan: plan.time)
+    tried = plans["per-sequence"], divide(mirrored, cp, "per-sequence", KERNEL)
+    plans["per-sequence, mirrored order"] = min(tried, key=lambda plan: plan.time)
+    plans |= {"MagiAttention's dispatch": cp_peers.magi(straight, cp), "dynamic CP": cp_peers.dynamic(straight, cp)}
+    measured = {name: figures(plan) for name, plan in plans.items()}
+    tokens = int(straight.sum())
+    # Every rank sees K and V of all others pass, whatever it needs.
+    measured[RING] = np.array([measured["per-document"][0], *[tokens - tokens // cp] * 2, tokens // cp])
     whole = np.zeros(len(lengths), SEGMENT)
     whole["stop"] = lengths
     tiles, query_tiles = KERNEL.count(whole)
-    times[LIMIT] = float(KERNEL.time(1, tiles / cp, query_tiles / cp))
-    return times
+    measured[LIMIT] = np.array([KERNEL.time(1, tiles / cp, query_tiles / cp), np.nan, np.nan, tokens // cp])
+    return measured
 
 
 def balance(quick: bool) -> list[Row]:
     data = distributions(200_000)
-    names = [name for name in DATA if name in data]
     cases = [
         (name, window, packing, cp)
-        for name in (names[:1] if quick else names)
-        for window in ((1 << 17,) if quick else (1 << 16, 1 << 17))
+        for name in (("F2",) if quick else ("F2", "dist_wlbllm"))
+        for window in ((1 << 17,) if quick else (1 << 17, 1 << 19))
         for packing in PACKINGS
-        for cp in ((4,) if quick else (2, 4, 8, 16))
+        for cp in ((4,) if quick else (2, 4, 8, 16, 32))
     ]
     rows = []
     for name, window, packing, cp in track(cases, "sharding"):
+        drawn = f2(200_000, 0, window) if name == "F2" else data[name][0]
         job = attention_job(window, (4, 4), packing=packing)
-        made = packed(np.minimum(data[name][0], window), job, 20 if quick else 100)
-        times = [predicted(lengths, cp) for lengths in made]
-        total = {strategy: sum(t[strategy] for t in times) for strategy in times[0]}
-        gain = total["per-sequence"] - total[LIMIT]
-        for strategy, us in total.items():
-            row = {"data": name, "window": window, "packing": packing, "cp": cp, "strategy": strategy}
-            row |= {"predicted_us": us / len(times), "speedup": total["per-sequence"] / us}
-            rows.append(row | {"share_of_gain": (total["per-sequence"] - us) / gain if gain else 1.0})
+        made = packed(np.minimum(drawn, window), job, 20 if quick else 100)
+        measured = [predicted(lengths, cp, window) for lengths in made]
+        total = {strategy: sum(each[strategy] for each in measured) for strategy in measured[0]}
+        tokens = cp * total[LIMIT][3]
+        gain = total["per-sequence"][0] - total[LIMIT][0]
+        for strategy, (us, mean, most, fullest) in total.items():
+            row = dict(zip(CASE, (name, window, packing, cp), strict=True)) | {"strategy": strategy}
+            row |= {"predicted_us": us / len(made), "speedup": total["per-sequence"][0] / us}
+            row["share_of_gain"] = (total["per-sequence"][0] - us) / gain if gain else 1.0
+            if strategy != LIMIT:
+                row |= {"rows_in": mean / tokens, "rows_in_most": most / tokens, "fullest": fullest * cp / tokens}
+            rows.append(row)
     return rows
 
 
-def selection(quick: bool) -> Row:
-    """Time to choose and make a sharding of 1,000 documents over 16 ranks, native and Python, in one run."""
+def selection(documents: int, cp: int, kernel: KernelModel, repeats: tuple[int, int]) -> Row:
+    """Time to choose and make a sharding of so many documents, native and Python, in one run."""
     rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(4.3, 1.2, 1000), 1, 60_000).astype(np.int64)
-    lengths[0] += -int(lengths.sum()) % 32
+    lengths = np.clip(rng.lognormal(4.3, 1.2, documents), 1, 60_000).astype(np.int64)
+    lengths[0] += -int(lengths.sum()) % (2 * cp)
     times: dict[str, list[float]] = {"native": [], "python": []}
-    for core, count in ((native.core, 300), (None, 2 if quick else 5)):
+    for core, count in zip((native.core, None), repeats, strict=True):
         with patch.object(native, "core", core):
             for _ in range(count):
                 begin = time.perf_counter()
-                divide(lengths, 16, "auto", KERNEL)
+                divide(lengths, cp, "auto", kernel)
                 times["native" if core else "python"].append((time.perf_counter() - begin) * 1e3)
     python_ms = statistics.median(times["python"])
-    return {"documents": 1000, "cp": 16, **results.spread("native_ms", times["native"]), "python_ms": python_ms}
+    return {"documents": documents, "cp": cp, **results.spread("native_ms", times["native"]), "python_ms": python_ms}
 
 
-def goals(rows: list[Row], selected: Row) -> list[results.Goal]:
+def goals(rows: list[Row], selected: dict[str, Row]) -> list[results.Goal]:
     wanted = []
     for row in rows:
         if (row["window"], row["cp"], row["strategy"]) == (1 << 17, 4, "auto"):
             name = f"{row['data']}, {row['packing']} packing, 128K, CP=4: share of the gain of the limit"
             wanted.append(results.at_least(name, row["share_of_gain"], 0.85))
-    return [*wanted, results.at_most("choosing for 1,000 documents on 16 ranks, ms", selected["native_ms"], 0.3)]
+    before = json.loads((DATA / "cp_two_kinds.json").read_text())
+    ours = {tuple(row[key] for key in CASE): row for row in rows if row["strategy"] == "auto"}
+    for data, cp in sorted({(was["data"], was["cp"]) for was in before}):
+        pairs = [
+            (ours[case], was)
+            for was in before
+            if (was["data"], was["cp"]) == (data, cp) and (case := tuple(was[key] for key in CASE)) in ours
+        ]
+        for name, key, goal in (("slowest rank's time", "predicted_us", 1.002), ("rows in", "rows_in", 0.6)):
+            if pairs:
+                worst = max(row[key] / was[key] for row, was in pairs)
+                what = f"{data}, CP={cp}: {name}, of those with documents on one rank or all"
+                wanted.append(results.at_most(what, worst, goal))
+    for limit, row in zip((0.5, 10), selected.values(), strict=True):
+        name = f"choosing for {row['documents']:,} documents on {row['cp']} ranks, ms"
+        wanted.append(results.at_most(name, row["native_ms"], limit))
+    return wanted
 
 
 def draw(rows: list[Row]) -> Path:
@@ -125,10 +174,14 @@ def draw(rows: list[Row]) -> Path:
 
 def main() -> None:
     args = results.parser(__doc__, "seconds: F2, 128K, CP=4, nothing written").parse_args()
-    rows, selected = balance(args.quick), selection(args.quick)
+    rows = balance(args.quick)
+    selected = {
+        "selection": selection(1000, 16, KERNEL, (300, 2 if args.quick else 5)),
+        "large_selection": selection(10_000, 64, KERNEL, (50, 1)),
+    }
     results.show(rows)
     print(selected)
-    settings = {"heads": 4, "profile": "h100-fa2", "crossover": CROSSOVER, "S_max": S_MAX, "selection": selected}
+    settings = {"heads": 4, "profile": "h100-fa2", "crossover": CROSSOVER, "S_max": S_MAX, **selected}
     draw_rows = partial(draw, rows)
     results.finish(args, "cp_balance", settings=settings, rows=rows, goals=goals(rows, selected), draw=draw_rows)
 
