@@ -136,9 +136,11 @@ class Ranks {
       : draft_(draft),
         size_(static_cast<size_t>(cp_size)),
         tile_(tile_rows),
-        room_(size_, static_cast<double>(tokens)),
-        work_(size_),
-        ends_((size_ + 3) / 4 * 4, kNone) {}
+        room_((size_ + 3) / 4 * 4, -1),
+        work_(room_.size()),
+        ends_(room_.size()) {
+    std::fill(room_.begin(), room_.begin() + cp_size, static_cast<double>(tokens));
+  }
 
   // Whole on one rank, or cut where none has the room.
   void fill(int64_t document, int64_t length) {
@@ -181,21 +183,22 @@ class Ranks {
 
   int64_t room(size_t rank) const { return static_cast<int64_t>(room_[rank]); }
 
-  void find_ends(int64_t least) {
+  // Returns the least of ends_, which are kNone for ranks without room for so many tokens.
+  double find_ends(int64_t least) {
     const double s = sign, each = per_token, tokens = static_cast<double>(least);  // which no store to ends_ changes
-    for (size_t r = 0; r < size_; ++r) {
-      const double end = s * (work_[r] + each * room_[r]);
-      ends_[r] = room_[r] >= tokens ? end : kNone;
-    }
+    double lanes[] = {kNone, kNone, kNone, kNone};
+    for (size_t r = 0; r < ends_.size(); r += 4)
+      for (size_t lane = 0; lane < 4; ++lane) {
+        const double room = room_[r + lane], end = s * (work_[r + lane] + each * room);
+        ends_[r + lane] = room >= tokens ? end : kNone;
+        lanes[lane] = std::min(lanes[lane], ends_[r + lane]);
+      }
+    return *std::min_element(lanes, lanes + 4);
   }
 
   // The number of ranks if none has room for so many tokens.
   size_t first_with_room(int64_t least) {
-    find_ends(least);
-    double lanes[] = {kNone, kNone, kNone, kNone};
-    for (size_t r = 0; r < ends_.size(); r += 4)
-      for (size_t lane = 0; lane < 4; ++lane) lanes[lane] = std::min(lanes[lane], ends_[r + lane]);
-    const double best = *std::min_element(lanes, lanes + 4);
+    const double best = find_ends(least);
     return best == kNone ? size_ : static_cast<size_t>(std::find(ends_.begin(), ends_.end(), best) - ends_.begin());
   }
 
@@ -222,7 +225,7 @@ class Ranks {
   Draft& draft_;
   size_t size_;
   int64_t tile_;
-  // Tokens as doubles, which hold them exactly, and in loops without a branch, which compilers make vectors of.
+  // In doubles, which hold tokens exactly, for loops that compilers make vectors of; ends with ranks without room.
   std::vector<double> room_, work_, ends_;
   std::vector<size_t> chosen_;
   std::vector<int64_t> sizes_, heads_;
@@ -343,7 +346,7 @@ Sharding shard(const std::vector<int64_t>& lengths, int64_t cp_size, const std::
   check(lengths, cp_size, kernel);
   const Model model(kernel);
   const Sharder sharder(lengths, cp_size, model);
-  Sharding plan{"", std::numeric_limits<double>::infinity(), std::vector<std::vector<Segment>>(2 * static_cast<size_t>(cp_size))};
+  Sharding plan{"", std::numeric_limits<double>::infinity(), {}};
   std::vector<Piece> pieces;
   // `make` fills a draft, or returns false if it would be slower than the best so far. The first one wins a tie.
   const auto race = [&](const std::string& strategy, auto&& make) {
@@ -366,7 +369,9 @@ Sharding shard(const std::vector<int64_t>& lengths, int64_t cp_size, const std::
     else
       throw std::invalid_argument("unknown sharding " + strategy + "; choose per-sequence, per-document or hybrid");
   }
-  if (plan.strategy.empty()) throw std::invalid_argument("nothing is tried; give a strategy, and shares if that is hybrid");
+  if (plan.strategy.empty())
+    throw std::invalid_argument("nothing is tried; give a strategy, and shares if that is hybrid");
+  plan.calls.resize(2 * static_cast<size_t>(cp_size));
   for (const Piece& piece : pieces) plan.calls[piece.call].push_back(piece.segment);
   for (auto& call : plan.calls)
     std::sort(call.begin(), call.end(), [](auto& a, auto& b) { return a.document < b.document; });

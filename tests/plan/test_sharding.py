@@ -181,7 +181,7 @@ def test_the_exchange_brings_every_key_and_takes_every_gradient_home(sharding, c
 
 def homes(plan):
     """The ranks that every document lives on."""
-    held = [{d for d, _, _ in segments_of(shard)} for shard in plan.shards]
+    held = [{d for d, _, _ in segments_of(each)} for each in plan.shards]
     return [{rank for rank, documents in enumerate(held) if d in documents} for d in range(len(plan.lengths))]
 
 
@@ -197,14 +197,14 @@ def test_hybrid_documents_live_on_as_few_ranks_as_balance_needs(case, most_share
     # Those that need one rank are cut only to fill ranks up, in one piece a rank.
     cut = [d for d, k in enumerate(needed) if k == 1 and lives[d] > 1]
     assert len(cut) < cp
-    pieces = [d for shard in plan.shards for d, _, _ in segments_of(shard)]
+    pieces = [d for each in plan.shards for d, _, _ in segments_of(each)]
     assert all(pieces.count(d) == lives[d] for d in cut)
     # The longest finds all ranks empty, and is in whole tiles where it fills none.
     longest = int(lengths.argmax())
     share = max(needed[longest], next(k for k in powers if lengths[longest] <= k * tokens))
     assert lives[longest] <= share
     if needed[longest] > 1 and -(-lengths[longest] // share) + kernel.tile_rows <= tokens:
-        sizes = np.array([t - s for shard in plan.shards for d, s, t in segments_of(shard) if d == longest])
+        sizes = np.array([t - s for each in plan.shards for d, s, t in segments_of(each) if d == longest])
         assert (sizes % kernel.tile_rows > 0).sum() <= 1
 
 
@@ -224,8 +224,8 @@ def test_moved_rows_are_the_keys_that_others_hold(sharding, case):
     lengths, cp = case
     plan = sharding(lengths, cp)
     held, seen = ([set() for _ in range(cp)] for _ in range(2))
-    for rank, shard in enumerate(plan.shards):
-        for document, start, stop in segments_of(shard):
+    for rank, each in enumerate(plan.shards):
+        for document, start, stop in segments_of(each):
             held[rank] |= {(document, i) for i in range(start, stop)}
             seen[rank] |= {(document, i) for i in range(stop)}
     expected = [

@@ -39,9 +39,9 @@ class Sharding(Settings):
 
     cp_sharding: str = setting(
         "auto",
-        "How a micro-batch is divided over context-parallel ranks. hybrid: long documents per document, in tiles of "
-        "the kernel, short ones whole. auto: whichever of the three has the fastest slowest rank for this "
-        "micro-batch, by the kernel times of --wlb-profile. wlb: as WLB-LLM has it, the same without hybrid.",
+        "How a micro-batch is divided over context-parallel ranks. hybrid: each document on as few ranks as balance "
+        "needs, in tiles of the kernel. auto: hybrid or per-sequence, whichever has the fastest slowest rank for this "
+        "micro-batch, by the kernel times of --wlb-profile. wlb: per-sequence or per-document, as WLB-LLM has it.",
         choices=tuple(STRATEGIES),
     )
     cp_head_groups: int = setting(
@@ -81,7 +81,7 @@ def divide(lengths: np.ndarray, cp: int, strategy: str, kernel: KernelModel) -> 
     """Divide documents of `lengths` (int64 [n], sum divisible by 2 * cp) over `cp` ranks, in the order they have.
 
     A single rank holds everything in one piece, whatever the strategy. `wlb` takes the better one of the paper's two
-    (section 5.3), `auto` the best of all; on a tie the first of `STRATEGIES`, since it makes fewer fragments.
+    (section 5.3), `auto` the best of per-sequence and every hybrid; on a tie the first, in the order of `candidates`.
     Deterministic, so that every rank chooses alike, in Python and C++.
     """
     if cp == 1:
