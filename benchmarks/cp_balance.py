@@ -164,7 +164,10 @@ def draw(rows: list[Row]) -> Path:
             axis.plot(*zip(*points, strict=True), color=color, marker=marker, label=strategy)
         axis.set_xscale("log", base=2)
         axis.set(
-            xticks=[2, 4, 8, 16], xticklabels=["2", "4", "8", "16"], xlabel="context-parallel ranks", ylim=(0, 102)
+            xticks=[2, 4, 8, 16, 32],
+            xticklabels=["2", "4", "8", "16", "32"],
+            xlabel="context-parallel ranks",
+            ylim=(0, 102),
         )
         axis.set_title(f"{packing} packing", loc="left", fontsize=10)
     axes[0].set_ylabel("gain over per-sequence, % of the limit's")

@@ -225,7 +225,7 @@ class Ranks {
   Draft& draft_;
   size_t size_;
   int64_t tile_;
-  // In doubles, which hold tokens exactly, for loops that compilers make vectors of; ends with ranks without room.
+  // In doubles, which hold tokens exactly, for loops that compilers make vectors of; padded with ranks without room.
   std::vector<double> room_, work_, ends_;
   std::vector<size_t> chosen_;
   std::vector<int64_t> sizes_, heads_;
