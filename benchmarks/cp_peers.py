@@ -37,9 +37,8 @@ def magi(lengths: np.ndarray, cp: int) -> ShardPlan:
     def call(rank: int) -> np.ndarray:
         mine = pieces[owner[chunk] == rank]
         joins = (mine["document"][1:] == mine["document"][:-1]) & (mine["start"][1:] == mine["stop"][:-1])
-        first, last = np.flatnonzero(np.append(True, ~joins)), np.flatnonzero(np.append(~joins, True))
-        joined = mine[first]
-        joined["stop"] = mine["stop"][last]
+        joined = mine[np.append(True, ~joins)[: len(mine)]]
+        joined["stop"] = mine["stop"][np.append(~joins, True)[: len(mine)]]
         return joined
 
     return ShardPlan(lengths=lengths, shards=tuple(Shard(calls=(call(r),)) for r in range(cp)), strategy="magi")
