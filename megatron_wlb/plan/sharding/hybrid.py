@@ -13,6 +13,7 @@ having one piece of them.
 """
 
 import itertools
+from functools import lru_cache
 
 import numpy as np
 
@@ -29,7 +30,7 @@ def hybrid(lengths: np.ndarray, cp: int, most_share: float, kernel: KernelModel)
     The reference of `csrc/sharding.cpp`.
     """
     order = np.argsort(-lengths, kind="stable")
-    own = np.array([kernel.count(_segments([(0, 0, length)])) for length in lengths[order]])
+    own = np.array([_count(kernel, 0, length) for length in lengths[order].tolist()])
     left, tokens_left = own.sum(0), int(lengths.sum())
     most_work = most_share * kernel.time(0, *left)
     ranks = _Ranks(cp, tokens_left // cp, kernel)
@@ -104,8 +105,14 @@ class _Ranks:
 
     def _put(self, rank: int, call: int, segment: tuple[int, int, int]) -> None:
         self.calls[rank][call].append(segment)
-        self._counts[rank] += self._kernel.count(_segments([segment]))
+        self._counts[rank] += _count(self._kernel, *segment[1:])
         self._room[rank] -= segment[2] - segment[1]
+
+
+@lru_cache(maxsize=1 << 14)
+def _count(kernel: KernelModel, start: int, stop: int) -> tuple[int, int]:
+    """Tiles of a segment; most are whole documents, which every `most_share` has."""
+    return kernel.count(_segments([(0, start, stop)]))
 
 
 def _segments(rows: Segments) -> np.ndarray:
