@@ -98,7 +98,7 @@ def by_segment(rank: Rank, local: Rows) -> Call:
 
 def by_mask(rank: Rank, local: Rows) -> Call:
     """One call for everything."""
-    mask = torch.full((rank.metadata.num_rows, rank.metadata.num_keys), -torch.inf, dtype=local.q.dtype)
+    mask = torch.full((rank.metadata.num_rows, len(rank.keys)), -torch.inf, dtype=local.q.dtype)
     for s in rank.segments:
         mask[s.q_start : s.q_stop, s.k_start : s.k_stop] = _hidden(s, mask.dtype)
     return partial(_by_autograd, lambda q, k, v: _sdpa(q, k, v, attn_mask=mask), local)

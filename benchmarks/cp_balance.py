@@ -13,7 +13,7 @@ benchmarks/results/cp_balance.json and docs/cp_balance.png.
 import json
 import statistics
 import time
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -25,12 +25,12 @@ from benchmarks.gpu.cases import attention_job
 from benchmarks.lengths import CROSSOVER, DATA, S_MAX, f2, packed, padded
 from benchmarks.packing import distributions
 from benchmarks.results import Row
-from megatron_wlb.cost.attention import KernelModel, attention_kernel, load_profile
+from megatron_wlb.cost.attention import KernelModel, load_profile
 from megatron_wlb.describe import make_job
-from megatron_wlb.job import Parallel
+from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import MODELS
 from megatron_wlb.plan import native
-from megatron_wlb.plan.sharding import STRATEGIES, divide, mirrored_order, moved_rows
+from megatron_wlb.plan.sharding import STRATEGIES, divide, mirrored_order, moved_rows, shard
 from megatron_wlb.plan.types import SEGMENT, ShardPlan
 
 PROFILE = load_profile("h100-fa2")
@@ -41,10 +41,11 @@ LIMIT = "limit"
 RING = "per-document, ring"
 
 
-def job_kernel(window: int, cp: int) -> KernelModel:
-    """What sharding goes by in a job: both directions, and the exchange."""
+@cache
+def job_of(window: int, cp: int) -> Job:
+    """LLaMA2-7B: sharding goes by both directions and the exchange."""
     shape = {"model": MODELS["llama2-7b"], "context_length": window, "num_micro_batches": 4, "profile": PROFILE}
-    return attention_kernel(make_job(**shape, parallel=Parallel(cp=cp, tp=8)))
+    return make_job(**shape, parallel=Parallel(cp=cp, tp=8, sequence_parallel=False))
 
 
 def predicted(lengths: np.ndarray, cp: int, window: int) -> dict[str, np.ndarray]:
@@ -62,9 +63,9 @@ def predicted(lengths: np.ndarray, cp: int, window: int) -> dict[str, np.ndarray
 
     straight, mirrored = (padded(each, 2 * cp) for each in (lengths, lengths[mirrored_order(lengths)]))
     plans = {strategy: divide(straight, cp, strategy, KERNEL) for strategy in STRATEGIES}
-    for name, kernel in {"auto": KERNEL, "auto, exchange": job_kernel(window, cp)}.items():
-        tried = divide(straight, cp, "auto", kernel), divide(mirrored, cp, "per-sequence", kernel)
-        plans[name] = min(tried, key=lambda plan: plan.time)
+    tried = divide(straight, cp, "auto", KERNEL), divide(mirrored, cp, "per-sequence", KERNEL)
+    plans["auto"] = min(tried, key=lambda plan: plan.time)
+    _, plans["auto, exchange"] = shard(lengths, job_of(window, cp))
     tried = plans["per-sequence"], divide(mirrored, cp, "per-sequence", KERNEL)
     plans["per-sequence, mirrored order"] = min(tried, key=lambda plan: plan.time)
     plans |= {"MagiAttention's dispatch": cp_peers.magi(straight, cp), "dynamic CP": cp_peers.dynamic(straight, cp)}

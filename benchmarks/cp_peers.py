@@ -41,7 +41,8 @@ def magi(lengths: np.ndarray, cp: int) -> ShardPlan:
         joined["stop"] = mine["stop"][np.append(~joins, True)[: len(mine)]]
         return joined
 
-    return ShardPlan(lengths=lengths, shards=tuple(Shard(calls=(call(r),)) for r in range(cp)), strategy="magi")
+    shards = tuple(Shard(calls=(call(r),)) for r in range(cp))
+    return ShardPlan(lengths=lengths, shards=shards, strategy="magi", call_sets=(0,))
 
 
 def dynamic(lengths: np.ndarray, cp: int) -> ShardPlan:

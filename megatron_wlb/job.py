@@ -119,14 +119,17 @@ class Job(Sharding):
     """Micro-batches are placed on data-parallel ranks and ordered there by work, and documents within a micro-batch
     may change places. False keeps them as they were packed, as Megatron and the paper do."""
     cp_exchange: str = "shared"
-    """Which K and V context-parallel ranks exchange. shared: of documents that live on several ranks; all: of all, by
-    one all-gather, as in the paper; ring: of all, from rank to rank (`--cp-comm-type p2p`)."""
+    """Which K and V context-parallel ranks exchange. shared: what is needed of documents that live on several ranks, in
+    stages; all: of all documents, by one all-gather, as in the paper; ring: of all, from rank to rank
+    (`--cp-comm-type p2p`)."""
     profile: Profile
     """Kernel times of the device."""
     bytes_per_value: int = 2
     """Bytes of a value of the activations."""
     row_multiple: int = 1
     """What FP8 and FP4 kernels align the rows of a rank to."""
+    windowed: bool = False
+    """Some layers attend through a window."""
     hidden_dropout: bool = False
     """Hidden dropout is over 0."""
     recompute: Recompute = Recompute()
@@ -202,13 +205,6 @@ class Job(Sharding):
     def reorders(self) -> bool:
         """Whether micro-batches and documents change places by work."""
         return self.reorder and not self.packing.keeps_order
-
-    @property
-    def head_groups(self) -> int:
-        """In how many groups of equal size a rank exchanges the K and V of its key heads."""
-        key_heads = self.model.heads_per_rank(self.parallel.tp)[1]
-        limit = self.cp_head_groups if self.parallel.cp > 1 else 1
-        return max(n for n in range(1, min(limit, key_heads) + 1) if key_heads % n == 0)
 
     def to_json(self) -> dict[str, Any]:
         """The job as JSON types, which logs and checkpoints keep."""

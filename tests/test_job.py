@@ -117,12 +117,6 @@ def test_ranks_share_a_unit_of_tokens(changes, unit):
         assert without.unit_tokens == (2 * without.parallel.cp if without.parallel.cp > 1 else 1)
 
 
-def test_head_groups_divide_the_key_heads_of_a_rank():
-    assert [job(cp=2, cp_head_groups=n).head_groups for n in (1, 2, 3, 4, 9)] == [1, 2, 2, 4, 4]
-    assert job(cp=2, tp=4, cp_head_groups=4).head_groups == 1
-    assert job(cp_head_groups=4).head_groups == 1  # nothing is exchanged
-
-
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_job_goes_through_json(name):
     described = job(packing=POLICIES[name](), cp=2, recompute=Recompute(granularity="selective", modules=("mlp",)))

@@ -78,7 +78,6 @@ def attention_job(
         packing=POLICIES[packing](),
         crossover_tokens=CROSSOVER,
         cp_exchange="all",
-        cp_head_groups=1,
         profile=profile,
     )
 

@@ -10,7 +10,6 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_wlb.plan.sharding import segments
@@ -53,22 +52,24 @@ class Rank:
 
 
 def ranks(plan: ShardPlan, backend: Backend, device: torch.device) -> list[Rank]:
-    """All ranks of a plan. Keys are looked up as in training: in the pool of what arrives and the rank's own rows."""
+    """All ranks of a plan whose documents are one set."""
     metadata = [ShardMetadata.build(plan, rank, backend.encode).to(device) for rank in range(len(plan.shards))]
     rows = [torch.from_numpy(segments.rows(plan.lengths, shard)).to(device) for shard in plan.shards]
-    sent = [F.pad(r[m.sent_rows], (0, m.num_sent - len(m.sent_rows))) for r, m in zip(rows, metadata, strict=True)]
+    moved = [exchange(plan, rank, 0) for rank in range(len(plan.shards))]
     tables = [
-        CpuBackend.encode(exchange(plan, rank).key_begins, np.concatenate(shard.calls)).table
-        for rank, shard in enumerate(plan.shards)
+        CpuBackend.encode(m.key_begins, np.concatenate(shard.calls)).table
+        for m, shard in zip(moved, plan.shards, strict=True)
     ]
+    begins = segments.document_begins(plan.lengths)[:-1]
+    keys = [segments.ranges(begins, begins + np.diff(m.key_begins)) for m in moved]
     return [
         Rank(
             metadata=m,
             segments=[SegmentRows(*row) for row in table.tolist()],
             rows=r,
-            keys=torch.cat((*sent, r[m.own_rows]))[m.gather_index],
+            keys=torch.from_numpy(of_rank).to(device),
         )
-        for r, m, table in zip(rows, metadata, tables, strict=True)
+        for r, m, table, of_rank in zip(rows, metadata, tables, keys, strict=True)
     ]
 
 
@@ -101,17 +102,17 @@ class CopyFree:
     """Ours: calls over all keys of the rank, their dK and dV summed in fp32."""
 
     def __init__(self, rank: Rank, options: AttentionOptions) -> None:
-        self._metadata, self._options = rank.metadata, options
+        (self._part,), self._options = rank.metadata.parts, options
 
     def forward(self, local: Rows) -> tuple[Tensor, ...]:
         out = torch.empty_like(local.q)
-        return out, *attend(local.q, local.kv, out, self._metadata, self._options)
+        return out, *attend(local.q, local.kv, out, self._part, self._options)
 
     def backward(self, local: Rows, saved: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         out, *lse = saved
         q, kv, dout = local
         dq = torch.empty_like(q)
-        return dq, attend_backward(dout, q, kv, out, lse, dq, self._metadata, self._options)[:-1]
+        return dq, attend_backward(dout, q, kv, out, lse, dq, self._part, self._options)
 
 
 class PrefixCopies:

@@ -10,7 +10,7 @@ from itertools import combinations
 import numpy as np
 
 from benchmarks.lengths import stream
-from benchmarks.paper.setups import HEAD_GROUPS, MEAN_DELAY, Case
+from benchmarks.paper.setups import MEAN_DELAY, Case
 from megatron_wlb.cost.passes import layers_of
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job
@@ -42,11 +42,11 @@ class Scheme:
     reorder: bool = False
     """Micro-batches are placed and ordered by work."""
     our_exchange: bool = False
-    """K and V of shared documents only, in head groups; the sharding is chosen with that in mind."""
+    """The K and V that are needed of shared documents, in stages; the sharding is chosen with that in mind."""
 
     def job(self, case: Case) -> Job:
         """The case's job as this scheme runs it."""
-        exchange = {"cp_exchange": "shared", "cp_head_groups": HEAD_GROUPS} if self.our_exchange else {}
+        exchange = {"cp_exchange": "shared"} if self.our_exchange else {}
         packing = algorithm_1(case, case.thresholds or tuned(case)) if self.packing is None else self.packing
         return replace(case.job, packing=packing, cp_sharding=self.sharding, reorder=self.reorder, **exchange)
 

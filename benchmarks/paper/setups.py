@@ -19,7 +19,6 @@ from megatron_wlb.plan.sharding import shard
 DOCUMENTS = 400_000
 VPP = 2
 S_MAX = 1.25
-HEAD_GROUPS = 2
 MEAN_DELAY = 0.5
 SLOWER = (1.1, 1.2, 1.3)
 """Factors on the attention of per-document sharding, to see what it would have to lose for the paper's figures."""
@@ -41,11 +40,7 @@ CALIBRATION = (
     ("documents", "F2", "benchmarks/data/f2.json, its parameters fitted to Table 2; longer than the window: cut to it"),
     ("loader", "cut", "cuts documents at every window, as in f2.json; all schemes get the same pieces"),
     ("models", "550m, 30b", "shapes that the paper does not give are assumed in megatron_wlb/model.py"),
-    (
-        "head groups",
-        HEAD_GROUPS,
-        "ours: the default of --wlb-cp-head-groups; others gather all K and V, nothing hidden",
-    ),
+    ("exchange", "staged", "ours: the K and V that are needed, in stages; others gather all of them, nothing hidden"),
 )
 """The one calibration. No constant is fitted to a figure but those of F2, to Table 2."""
 SLOWEST_GPU = 1.44
@@ -172,7 +167,6 @@ def _case(name: str, model: str, kilo_tokens: int, layout: tuple[int, int, int, 
         reorder=False,
         cp_sharding="per-sequence",
         cp_exchange="all",
-        cp_head_groups=1,
     )
     return Case(name=f"{name}-{kilo_tokens}K", job=job).changed()
 

@@ -69,6 +69,7 @@ def make_job(args: Namespace) -> Job:
         budget_bytes=_budget_bytes(args) if settings.memory_budget is None else None,
         bytes_per_value=args.params_dtype.itemsize,
         row_multiple=_row_multiple(args),
+        windowed=getattr(args, "window_size", None) is not None,
         hidden_dropout=args.hidden_dropout > 0,
         recompute=Recompute(
             granularity=args.recompute_granularity,

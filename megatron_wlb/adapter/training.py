@@ -42,7 +42,6 @@ class Training:
         if run.attention_backend != "megatron":
             self.attention = AttentionOptions(
                 backend=get_backend(run.attention_backend, self._device),
-                head_groups=job.head_groups,
                 save_gathered=job.save_gathered_kv,
                 two_streams=job.profile.two_streams,
             )

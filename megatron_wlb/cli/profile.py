@@ -168,12 +168,13 @@ def attention_times(
     model = target.model
     heads, key_heads, head_size = model.num_attention_heads, model.num_query_groups, model.kv_channels
     q, dout = torch.randn(2, metadata.num_rows, heads, head_size, **target.tensors)
-    kv = torch.randn(metadata.num_keys, 2, key_heads, head_size, **target.tensors)
+    (part,) = metadata.parts
+    kv = torch.randn(part.gather.shape[0], 2, key_heads, head_size, **target.tensors)
     out, dq = torch.empty_like(q), torch.empty_like(q)
-    lse = attend(q, kv, out, metadata, options)
+    lse = attend(q, kv, out, part, options)
     return (
-        stopwatch(lambda: attend(q, kv, out, metadata, options)),
-        stopwatch(lambda: attend_backward(dout, q, kv, out, lse, dq, metadata, options)),
+        stopwatch(lambda: attend(q, kv, out, part, options)),
+        stopwatch(lambda: attend_backward(dout, q, kv, out, lse, dq, part, options)),
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_wlb.cost.exchange import exchange_parts, exposed_exchange
+from megatron_wlb.cost.exchange import exchange_parts, exchange_times
 from megatron_wlb.cost.network import load_network
 from megatron_wlb.model import ModelShape
 
@@ -40,14 +40,18 @@ class KernelModel:
     exchange: float = 0.0
 
     def count(self, segments: np.ndarray) -> tuple[int, int]:
-        """(N_t, N_q) of SEGMENT [n]: query rows [start, stop) against keys [0, stop)."""
+        """(N_t, N_q) of all of SEGMENT [n]."""
+        tiles, query_tiles = self.tiles(segments)
+        return int(tiles.sum()), int(query_tiles.sum())
+
+    def tiles(self, segments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(N_t, N_q) of each of SEGMENT [n], query rows [start, stop) against keys [0, stop): int64 [n] each."""
         t, starts, stops = self.tile_rows, segments["start"], segments["stop"]
         q = stops - starts
         full = q // t
         # Query tile j (j = 0, 1, ...) ends at row start + (j + 1) * t and sees ceil(that / t) key tiles.
         first = -(-(starts + t) // t)
-        tiles = full * first + full * (full - 1) // 2 + (q % t > 0) * -(-stops // t)
-        return int(tiles.sum()), int((-(-q // t)).sum())
+        return full * first + full * (full - 1) // 2 + (q % t > 0) * -(-stops // t), -(-q // t)
 
     def count_shard(self, calls: Sequence[np.ndarray]) -> tuple[int, int, int]:
         """Calls with rows, N_t and N_q of a shard."""
@@ -173,17 +177,15 @@ def attention_kernels(job: "Job", backward_ratio: float = ATTENTION_BACKWARD) ->
 
 @lru_cache(maxsize=16)
 def attention_kernel(job: "Job") -> KernelModel:
-    """Attention of one layer on one rank, forward and backward, with the exchange: what sharding goes by.
-
-    The exchange of a full window, of which attention hides all that it can.
-    """
+    """Attention of one layer on one rank, forward and backward, with an exchange that nothing hides."""
     forward, backward = attention_kernels(job)
     # Where all rows travel, whatever the sharding, the exchange decides nothing.
     if job.profile.counts_pairs or job.cp_exchange != "shared":
         return forward + backward
-    window, endless = np.array(float(job.context_length)), np.array(np.inf)
-    exposed = exposed_exchange(job, window, (endless, endless), load_network())
-    return replace(forward + backward, exchange=float(sum(exposed) / window))
+    window = np.array(float(job.context_length))
+    arrive, leave = exchange_times(job, window, load_network())
+    times = 1 if job.save_gathered_kv else 2
+    return replace(forward + backward, exchange=float(times * arrive + leave) / job.context_length)
 
 
 def shipped_profiles() -> list[str]:

@@ -1,5 +1,6 @@
 """What the exchange of K and V between context-parallel ranks adds to attention."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,32 +17,70 @@ Directions = tuple[np.ndarray, np.ndarray]
 
 
 def exchange_parts(job: "Job") -> int:
-    """Parts of K and V of which one is computed with while the next travels."""
-    return job.parallel.cp if job.cp_exchange == "ring" else job.head_groups
+    """Parts of K and V of which one is computed with while the next travels, each with launches of its own."""
+    return job.parallel.cp if job.cp_exchange == "ring" else 1
+
+
+def exchange_times(job: "Job", rows: np.ndarray, network: Network) -> tuple[np.ndarray, np.ndarray]:
+    """Times in us in which K and V arrive and their gradients leave, in fp32, if the busiest rank has `rows` rows."""
+    ranks = Group(size=job.parallel.cp, stride=job.parallel.tp)
+    values = rows * 2 * job.model.heads_per_rank(job.parallel.tp)[1] * job.model.kv_channels
+    return network.all_to_all(values * job.bytes_per_value, ranks), network.all_to_all(values * FP32, ranks)
+
+
+def stage_times(own: Sequence[np.ndarray], times: Sequence[np.ndarray], moved: Directions, *, kept: bool) -> Directions:
+    """How long attention takes in stages, forward and backward, float64 [...] us each.
+
+    What is whole on a rank runs first in forward and last in backward. K and V of a stage begin to arrive when every
+    rank begins the stage before, and gradients leave when all have ended theirs. A rank waits for those of a stage
+    after the next one, and in the end for all. Stages at the end that take no time and move nothing are none.
+
+    Args:
+        own: forward and backward time of what is whole on a rank, float64 [..., cp] each.
+        times: those of every stage with an exchange, float64 [..., stages, cp] each.
+        moved: times in which K and V arrive and gradients leave, float64 [..., stages] each.
+        kept: K and V that forward has got need not travel again.
+    """
+    arrive, leave = (np.moveaxis(each, -1, 0) for each in moved)
+    forward, backward = (np.moveaxis(each, -2, 0) for each in times)
+    here = arrive[0]
+    free = np.broadcast_to(own[0], forward[0].shape)
+    for i, took in enumerate(forward):
+        begin = np.maximum(free, here[..., None])
+        if i + 1 < len(forward):
+            here = np.maximum(here, begin.max(axis=-1)) + arrive[i + 1]
+        free = begin + took
+    done = free.max(axis=-1)
+
+    again = np.zeros_like(arrive) if kept else arrive
+    here = channel = again[0]
+    free, last = np.zeros_like(free), np.zeros_like(here)
+    for i, took in enumerate(backward):
+        begin = np.maximum(free, here[..., None])
+        if i + 1 < len(backward):
+            began = np.maximum(channel, begin.max(axis=-1)) + again[i + 1]
+            here, channel = (np.where(again[i + 1] > 0, began, before) for before in (here, channel))
+        free = np.maximum(begin + took, np.where(leave[i] > 0, last, 0)[..., None])
+        last = channel = np.maximum(channel, free.max(axis=-1)) + leave[i]
+    return done, np.maximum((free + own[1]).max(axis=-1), channel)
 
 
 def exposed_exchange(job: "Job", rows: np.ndarray, attention: Directions, network: Network) -> Directions:
-    """What the exchange of K and V of `rows` rows (float64 [M]) adds to `attention`, that of the slowest ranks.
+    """What an exchange of all K and V of `rows` rows (float64 [M]) adds to `attention`, that of the slowest ranks.
 
-    K and V of all ranks arrive; in backward again, unless they were kept, and their gradients leave in fp32. Of head
-    groups one computes while the next travels, so one is waited for.
+    In a ring, or all at once before attention: as the paper has it, K and V arrive by an all-gather, in backward again
+    unless they were kept, and their gradients leave in fp32.
     """
-    cp, groups, collective = job.parallel.cp, job.head_groups, network.collective
+    cp, collective = job.parallel.cp, network.collective
     if cp == 1:
         return np.zeros_like(rows), np.zeros_like(rows)
     ranks = Group(size=cp, stride=job.parallel.tp)
     values = rows * 2 * job.model.heads_per_rank(job.parallel.tp)[1] * job.model.kv_channels
+    arrive = collective("all_gather", values * job.bytes_per_value, ranks)
     if job.cp_exchange == "ring":
-        hop = collective("all_gather", values * job.bytes_per_value, ranks) / (cp - 1)
-        return _exposed_hops(hop, cp, *(times / cp for times in attention))
-    arrive = groups * collective("all_gather", values / groups * job.bytes_per_value, ranks)
-    leave = groups * collective("reduce_scatter", values / groups * FP32, ranks)
-    times = arrive, leave if job.save_gathered_kv else arrive + leave
-    forward, backward = (
-        np.where(rows > 0, time / groups + np.maximum(time - hidden, 0) * (groups - 1) / groups, 0.0)
-        for time, hidden in zip(times, attention, strict=True)
-    )
-    return forward, backward
+        return _exposed_hops(arrive / (cp - 1), cp, *(times / cp for times in attention))
+    leave = collective("reduce_scatter", values * FP32, ranks)
+    return arrive, leave if job.save_gathered_kv else arrive + leave
 
 
 def _exposed_hops(hop: np.ndarray, cp: int, forward: np.ndarray, backward: np.ndarray) -> Directions:

@@ -99,24 +99,21 @@ def mlp_backward_bytes(job: Job) -> float:
 def attention_backward_bytes(job: Job) -> float:
     """What backward of one attention holds beside what forward kept, per token of a rank's part of the sequence.
 
-    That is what it recomputes, gradients, and an exchange with the kernel that it is for. `runtime.attention` exchanges
-    by groups of heads. At the most, one group is computed, with dK and dV in fp32, or these begin to leave; those of
-    the group before leave, and K and V of the next arrive. Counted as if every document lived on all ranks, so that a
-    rank sends all its rows, half of them a call, and sees all keys. Kernels are taken to be of FlashAttention-2, which
-    hold dQ in fp32, and dK and dV for every query head.
+    That is what it recomputes, gradients, and a kernel with K and V that have arrived and dK and dV in fp32, or these
+    as they leave. Counted as if a single document lived on all ranks and ran in one stage: the rank that has its
+    beginning and its end sees all keys, and sends its first half, half of its rows a call, to all others. Kernels are
+    taken to be of FlashAttention-2, which hold dQ in fp32, and dK and dV for every query head.
     """
-    model, p, w, groups = job.model, job.parallel, job.bytes_per_value, job.head_groups
+    model, p, w = job.model, job.parallel, job.bytes_per_value
     q, kv = model.query_size / p.tp, 2 * model.key_size / p.tp
     recomputed = _core_attention_bytes(job) - w * q if "core_attn" in _dropped(job) else 0
     gradients = layer_input_bytes(job) + w * (2 * q + kv)
     expanded = 2 * q if model.query_size > model.key_size else 0
-    kernel = ((w + 4) * q / min(p.cp, 2) + w * p.cp * (kv + expanded)) / groups
+    kernel = (w + 4) * q / min(p.cp, 2) + w * p.cp * (kv + expanded)
     if p.cp == 1:
         return recomputed + gradients + kernel
-    keys, sums = p.cp * kv / groups, (p.cp + 1) * kv / groups
-    others = min(groups, 2) - 1
-    arrived, arriving = (0, 0) if job.save_gathered_kv else (w * keys, w * sums if groups > 2 else 0)
-    return recomputed + gradients + arriving + 4 * (keys + others * sums) + max(4 * sums, arrived + kernel)
+    keys, arrived = p.cp * kv, 0 if job.save_gathered_kv else w * p.cp * kv
+    return recomputed + gradients + 4 * keys + max(4 * (keys + (p.cp - 1) / 2 * kv), arrived + kernel)
 
 
 def peak_bytes(job: Job, stage: int, max_tokens: int | None = None) -> float:

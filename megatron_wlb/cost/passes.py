@@ -9,7 +9,7 @@ from megatron_wlb.cost.attention import ATTENTION_BACKWARD, attention_kernels
 from megatron_wlb.cost.exchange import FP32, Directions, exposed_exchange
 from megatron_wlb.cost.network import Group, Network, load_network
 from megatron_wlb.job import Job
-from megatron_wlb.plan.sharding.exchange import num_sent
+from megatron_wlb.plan.sharding.stages import attention_times
 from megatron_wlb.plan.types import ShardPlan
 
 
@@ -173,10 +173,13 @@ def synchronised(job: Job, passes: Sequence[Passes]) -> tuple[Passes, ...]:
 def _attention(job: Job, hardware: Hardware, shards: Sequence[ShardPlan]) -> tuple[Directions, Directions]:
     """Kernels of a layer, forward and backward, float64 [M, cp], and what the exchange adds to the slowest, [M]."""
     kernels = attention_kernels(job, hardware.attention_backward)
+    if job.cp_exchange == "shared":
+        timed = [attention_times(plan, job, kernels, hardware.network) for plan in shards]
+        forward, backward = (np.array([busy[i] for busy, _ in timed]) for i in range(2))
+        return (forward, backward), tuple(np.array([added[i] for _, added in timed]) for i in range(2))  # type: ignore[return-value]
     counts = np.array([[kernels[0].count_shard(s.calls) for s in plan.shards] for plan in shards])  # [M, cp, 3]
     calls, tiles, query_tiles = np.moveaxis(counts, 2, 0)
-    every_row = job.cp_exchange != "shared"
-    rows = np.array([float(p.lengths.sum() if every_row else num_sent(p) * job.parallel.cp) for p in shards])
+    rows = np.array([float(p.lengths.sum()) for p in shards])
     launches = kernels[0].launches(calls, rows[:, None])
     forward, backward = (kernel.time(launches, tiles, query_tiles) for kernel in kernels)
     slowest = forward.max(axis=1), backward.max(axis=1)

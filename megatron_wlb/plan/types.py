@@ -7,7 +7,7 @@ that follows.
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -89,7 +89,7 @@ class Shard:
 
     Each of its *calls* is what one varlen attention call computes: a run of segments in which every document occurs at
     most once, in document order, so that their key ranges are disjoint. The rank's local rows are those of its calls
-    one after the other: first head chunks and whatever is whole or cut once, then tail chunks.
+    one after the other: of a set of documents first head chunks and whatever is whole or cut once, then tail chunks.
     """
 
     calls: tuple[np.ndarray, ...]
@@ -98,6 +98,18 @@ class Shard:
     @property
     def tokens(self) -> int:
         return int(sum((c["stop"] - c["start"]).sum() for c in self.calls))
+
+
+class Stage(NamedTuple):
+    """A part of attention whose K and V travel together, while the stage before computes."""
+
+    document_set: int
+    heads: tuple[int, int] | None = None
+    """Key heads of a rank [first, stop), with the query heads that read them; None: all."""
+    keys: tuple[float, float] | None = None
+    """For a set of one document in parts, which are merged by their log-sum-exps: (0, 0) is each segment with its own
+    keys, which runs first; (low, high) that share of all others, by the rows of every segment. None: all keys at once.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,3 +124,17 @@ class ShardPlan:
     """per-sequence, per-document, hybrid, or whole for a single rank."""
     time: float = math.nan
     """Predicted time of the slowest rank, in the unit of the kernel model that chose the strategy."""
+    call_sets: tuple[int, ...] = (0, 0)
+    """The set of documents, counted from 0, that each call of every shard is for; ascending."""
+    stages: tuple[Stage, ...] = (Stage(0),)
+    """The order in which attention runs; every head of every set of documents once."""
+
+    def first_row(self, cp_rank: int, document_set: int) -> int:
+        """Local rows that a rank holds before those of a set of documents."""
+        calls = zip(self.shards[cp_rank].calls, self.call_sets, strict=True)
+        return sum(int((call["stop"] - call["start"]).sum()) for call, of in calls if of < document_set)
+
+    def segments(self, cp_rank: int, document_set: int) -> np.ndarray:
+        """SEGMENT rows that a rank holds of a set of documents, in local order."""
+        calls = zip(self.shards[cp_rank].calls, self.call_sets, strict=True)
+        return np.concatenate([call for call, of in calls if of == document_set])

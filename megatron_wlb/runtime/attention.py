@@ -1,10 +1,10 @@
-"""Causal attention of packed documents over context-parallel ranks: gather K and V, run every call, save only shards.
+"""Causal attention of packed documents over context-parallel ranks: exchange K and V, run every call, save only shards.
 
-Shapes: s local rows, P keys that they see, e rows that every rank sends (`ShardMetadata`); Hq query heads, a multiple
-of the Hkv key heads; head size D. Heads are worked off in groups of h key heads with their query heads, so that K and V
-of the next group arrive, and dK and dV of the last one leave, while this one computes. `kv` holds K and V side by side,
-[rows, 2, h, D]: they are copied together once, which frees the QKV projection that they are views of, and one
-collective and one index_select move both.
+Shapes: s local rows; Hq query heads, a multiple of the Hkv key heads; head size D. Attention runs in stages
+(`ShardPlan.stages`), each for a set of documents, which has n of the rows and P keys, and for h of the key heads with
+their query heads. K and V of the next stage arrive, and dK and dV of the last one leave, while this one computes. `kv`
+holds K and V side by side, [rows, 2, h, D]: they are copied together once, which frees the QKV projection that they are
+views of, and one collective and one index_select move both.
 """
 
 import functools
@@ -19,12 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_wlb.plan.sharding.exchange import OWN
 from megatron_wlb.runtime.backends import Backend, KernelArgs, owned
-from megatron_wlb.runtime.metadata import ShardMetadata
+from megatron_wlb.runtime.metadata import Call, Part, ShardMetadata
 
-# torch 2.13 renames these two and warns at every use of the old names.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_all_to_all = dist.all_to_all_single
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,18 +35,16 @@ class AttentionOptions:
     """Factor of the scores; by default head size ** -0.5."""
     window: int | None = None
     """Keys that a query sees before its own; None: all of its document."""
-    head_groups: int = 1
-    """Groups of key heads in which K and V are exchanged, a divisor of their number; 1 hides no communication."""
     save_gathered: bool = False
-    """Keep the gathered K and V for backward instead of gathering them again: P rows of memory for every layer."""
+    """Keep the keys of documents that are exchanged for backward, which then need not travel again: memory in every
+    layer."""
     two_streams: bool = False
     """Run the first of two calls on a CUDA stream of its own, beside the second."""
 
-    def args(self, metadata: ShardMetadata, head_size: int) -> list[KernelArgs]:
-        """What `backend` is given for each call."""
+    def calls(self, part: Part, head_size: int) -> list[tuple[Call, KernelArgs]]:
+        """The calls of a part, each with what `backend` is given."""
         scale = head_size**-0.5 if self.scale is None else self.scale
-        calls = zip(metadata.calls, metadata.tables, strict=True)
-        return [KernelArgs(table, call.max_q, call.max_k, scale, self.window) for call, table in calls]
+        return [(c, KernelArgs(c.table, c.max_q, c.max_k, scale, self.window, part.causal)) for c in part.calls]
 
 
 def context_parallel_attention(
@@ -61,18 +58,16 @@ def context_parallel_attention(
     """Every row attends to the rows up to itself of its own document, wherever these are; differentiable once.
 
     q [s, Hq, D], k and v [s, Hkv, D] are the local rows in the order of `metadata`; returns out [s, Hq, D]. `group` has
-    one rank per shard of the plan (None: a single shard), and all of them must call. Communication, per head group: an
-    all-gather of K and V in forward and again in backward, and an fp32 reduce-scatter of dK and dV, all of documents
-    that live on more than one rank only. Saved for backward: q, k, v, out and the log-sum-exps, none of them a view of
-    anything larger.
+    one rank per shard of the plan (None: a single shard), and all of them must call. Communication, for every stage
+    with documents that are on several ranks: an all-to-all of the K and V that are needed, in forward and again in
+    backward, and one of their gradients in fp32. Saved for backward: q, k, v, out and the log-sum-exps, none of them a
+    view of anything larger.
 
     Raises ValueError where shapes, dtypes, devices or ranks do not fit each other. Source: WLB-LLM (OSDI'25),
-    section 5; the all-gather of K and V follows LLaMA 3 (arXiv 2407.21783, section 3.3.2).
+    section 5.
     """
-    _check_shapes(q, k, v, metadata, options)
+    _check_shapes(q, k, v, metadata)
     _check_placement(q, k, v, metadata, group, options.backend)
-    if metadata.num_sent == 0:
-        group = None
     return _ContextParallelAttention.apply(q, k, v, metadata, group, options)
 
 
@@ -89,64 +84,91 @@ class _ContextParallelAttention(torch.autograd.Function):
     ) -> Tensor:
         q, kv = owned(q), torch.stack((k, v), dim=1)
         out = torch.empty_like(q)
-        groups = _head_groups(q, k, options.head_groups if group is not None else 1)
-        gathered = _gathered(kv, groups, metadata, group)
+        stages = _stages(q, k, metadata)
+        arriving = _arriving(kv, stages, group)
         lse: list[Tensor] = []
+        merged: dict[int, Tensor] = {}
         kept: list[Tensor] = []
-        for heads in groups:
-            kept.append(next(gathered))
-            lse += attend(q[:, heads.q], kept[-1], out[:, heads.q], metadata, options)
-            if not options.save_gathered or group is None:
-                kept.clear()
+        for stage in stages:
+            part = stage.part
+            kept.append(next(arriving))
+            into = None if part.causal else merged.get(part.of[0])
+            lse += attend(q[stage.q], kept[-1], out[stage.q], part, options, into)
+            if part.of[1] == OWN and part.calls:
+                merged[part.of[0]] = lse[-1]
+            if not (options.save_gathered and part.sent):
+                kept.pop()
         ctx.save_for_backward(q, kv, out, *lse, *kept)
-        ctx.setup = metadata, group, options, groups
+        ctx.setup = group, options, stages
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        metadata, group, options, groups = ctx.setup
+        group, options, stages = ctx.setup
         q, kv, out, *rest = ctx.saved_tensors
-        num_calls = len(metadata.calls)
-        lse, kept = rest[: len(groups) * num_calls], rest[len(groups) * num_calls :]
         # A gradient may have any strides, that of a plain sum 0.
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         dq = torch.empty_like(q)
-        if group is None and metadata.keys_are_rows:
-            dkv = attend_backward(dout, q, kv, out, lse, dq, metadata, options)
-            return dq, *dkv[:-1].to(kv.dtype).unbind(1), None, None, None
+        if len(stages) == 1 and stages[0].part.keys_are_rows:
+            dkv = attend_backward(dout, q, kv, out, rest, dq, stages[0].part, options)
+            return dq, *dkv.to(kv.dtype).unbind(1), None, None, None
         dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in kv.unbind(1))
-        gathered = iter(kept) if kept else _gathered(kv, groups, metadata, group)
-        under_way: list[_Leaving] = []
-        for i, heads in enumerate(groups):
-            parts = lse[i * num_calls : (i + 1) * num_calls]
-            local = dout[:, heads.q], q[:, heads.q]
-            under_way.append(
+        lse: dict[int, list[Tensor]] = {}
+        for i, stage in enumerate(stages):
+            number, keys = stage.part.of
+            if stage.part.causal:
+                lse[i] = [rest.pop(0) for _ in stage.part.calls]
+            else:
+                own = next(j for j, other in enumerate(stages) if other.part.of == (number, OWN))
+                lse[i] = [lse[own][0][:, call.rows].contiguous() for call in stage.part.calls]
+            if keys == OWN:
+                dq[stage.q].zero_()
+        # What is not exchanged goes last, and hides the last gradients that leave.
+        order = sorted(range(len(stages)), key=lambda i: not stages[i].part.sent)
+        arriving = _arriving(kv, [stages[i] for i in order], group, kept=rest)
+        sums: dict[tuple[int, int], _Sum] = {}
+        for stage in stages:
+            sums.setdefault(stage.rows_and_heads, _Sum(dk[stage.k], dv[stage.k])).left += 1
+        leaving: list[_Leaving] = []
+        for i in order:
+            stage = stages[i]
+            local = dout[stage.q], q[stage.q]
+            leaving.append(
                 _Leaving(
-                    # No variables: they would keep these through the next group's.
-                    attend_backward(*local, next(gathered), out[:, heads.q], parts, dq[:, heads.q], metadata, options),
-                    dk[:, heads.k],
-                    dv[:, heads.k],
-                    metadata,
+                    # No variables: they would keep these through the next stage.
+                    attend_backward(*local, next(arriving), out[stage.q], lse[i], dq[stage.q], stage.part, options),
+                    sums[stage.rows_and_heads],
+                    stage.part,
                     group,
                 )
             )
-            if i > 0:
-                under_way.pop(0).arrive()
-        under_way.pop().arrive()
+            if len(leaving) > 1:
+                leaving.pop(0).arrive()
+        leaving.pop().arrive()
         return dq, dk, dv, None, None, None
 
 
-def attend(q: Tensor, kv: Tensor, out: Tensor, metadata: ShardMetadata, options: AttentionOptions) -> list[Tensor]:
-    """Attention of local queries q [s, Hq, D] to all keys kv [P, 2, Hkv, D], into out [s, Hq, D].
+def attend(
+    q: Tensor, kv: Tensor, out: Tensor, part: Part, options: AttentionOptions, merged: Tensor | None = None
+) -> list[Tensor]:
+    """Attention of queries q [n, Hq, D] to all keys kv [P, 2, Hkv, D] of a part, into out [n, Hq, D].
 
-    Returns one log-sum-exp [Hq, rows] per call.
+    Returns one log-sum-exp [Hq, rows] per call. With `merged` [Hq, n], the log-sum-exps of what out already has, none
+    is returned: both are brought to what they are with these keys as well.
     """
-    streams, lse, (k, v) = _Streams(q, metadata, options), [], kv.unbind(1)
-    for i, (call, args) in enumerate(zip(metadata.calls, options.args(metadata, q.shape[-1]), strict=True)):
+    streams, lse, (k, v) = _Streams(q, part, options), [], kv.unbind(1)
+    for i, (call, args) in enumerate(options.calls(part, q.shape[-1])):
         with streams.of(i):
-            out[call.rows], part = options.backend.forward(q[call.rows], k, v, args)
-        lse.append(part)
+            values, sums = options.backend.forward(q[call.rows], k, v, args)
+            if merged is None:
+                out[call.rows] = values
+                lse.append(sums)
+            else:
+                before = merged[:, call.rows]
+                share = torch.sigmoid(sums - before).T.to(out.dtype)
+                out[call.rows] = torch.lerp(out[call.rows], values, share[:, :, None])
+                merged[:, call.rows] = torch.logaddexp(before, sums)
     streams.join()
     return lse
 
@@ -158,25 +180,29 @@ def attend_backward(
     out: Tensor,
     lse: list[Tensor],
     dq: Tensor,
-    metadata: ShardMetadata,
+    part: Part,
     options: AttentionOptions,
 ) -> Tensor:
-    """Gradients of `attend`: into dq [s, Hq, D]; returns this rank's share of dK and dV, [P + 1, 2, Hkv, D].
+    """Gradients of `attend`: into dq [n, Hq, D]; returns this rank's share of dK and dV, [P, 2, Hkv, D].
 
-    In fp32 (fp64 for fp64), in which calls and ranks are summed, or in the dtype of kv if there is one of both. The
-    last row is 0: it stands for all rows of the exchange that this rank has no keys for.
+    In fp32 (fp64 for fp64), in which calls and ranks are summed, or in the dtype of kv if there is one of both. Of a
+    document in parts, out and lse are those of all of them, and dq is added to what it has.
     """
-    summed = len(metadata.calls) > 1 or metadata.num_sent > 0
+    summed = len(part.calls) > 1 or part.sent or part.of[1] is not None
     dtype = torch.promote_types(kv.dtype, torch.float32) if summed else kv.dtype
-    dkv = torch.empty((metadata.num_keys + 1, *kv.shape[1:]), dtype=dtype, device=kv.device)
-    dkv[-1].zero_()
-    streams, (k, v) = _Streams(q, metadata, options), kv.unbind(1)
-    all_args = options.args(metadata, q.shape[-1])
-    for i, (call, args, part) in enumerate(zip(metadata.calls, all_args, lse, strict=True)):
-        local = dout[call.rows], q[call.rows], k, v, out[call.rows], part
+    dkv = torch.empty_like(kv, dtype=dtype, memory_format=torch.contiguous_format)
+    if not part.calls:
+        dkv.zero_()
+    streams, (k, v) = _Streams(q, part, options), kv.unbind(1)
+    for i, ((call, args), sums) in enumerate(zip(options.calls(part, q.shape[-1]), lse, strict=True)):
+        local = dout[call.rows], q[call.rows], k, v, out[call.rows], sums
         args = args._replace(adds_up=i > 0, before_adding=streams.join if i > 0 else None)
         with streams.of(i):
-            dq[call.rows] = options.backend.backward(*local, dkv[:-1], args)
+            gradient = options.backend.backward(*local, dkv, args)
+            if part.of[1] is None:
+                dq[call.rows] = gradient
+            else:
+                dq[call.rows] += gradient
     streams.join()
     return dkv
 
@@ -188,9 +214,9 @@ class _Streams:
     freed on either stream is not written anew while the other reads it.
     """
 
-    def __init__(self, q: Tensor, metadata: ShardMetadata, options: AttentionOptions) -> None:
+    def __init__(self, q: Tensor, part: Part, options: AttentionOptions) -> None:
         self._beside: torch.cuda.Stream | None = None
-        if options.two_streams and q.is_cuda and len(metadata.calls) > 1:
+        if options.two_streams and q.is_cuda and len(part.calls) > 1:
             self._beside = _side_stream(q.device)
             self._beside.wait_stream(torch.cuda.current_stream(q.device))
 
@@ -209,88 +235,125 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class _Heads(NamedTuple):
-    """A group: query heads, and the key heads that they read."""
+class _Stage(NamedTuple):
+    """A stage: its rows and heads, as q and all like it and k and all like it are indexed, and what it computes."""
 
-    q: slice
-    k: slice
+    q: tuple[slice, slice]
+    k: tuple[slice, slice]
+    part: Part
+
+    @property
+    def rows_and_heads(self) -> tuple[int, int]:
+        """The same for the parts of a document."""
+        return self.part.of[0], self.k[1].start
 
 
-def _head_groups(q: Tensor, k: Tensor, count: int) -> list[_Heads]:
-    """`count` groups of equal size."""
-    h, g = k.shape[1] // count, q.shape[1] // k.shape[1]
-    return [_Heads(slice(i * h * g, (i + 1) * h * g), slice(i * h, (i + 1) * h)) for i in range(count)]
+def _stages(q: Tensor, k: Tensor, metadata: ShardMetadata) -> list[_Stage]:
+    """The stages of q [s, Hq, D] and k [s, Hkv, D]."""
+    parts, per_key = {part.of: part for part in metadata.parts}, q.shape[1] // k.shape[1]
+    stages = []
+    for number, heads, keys in metadata.stages:
+        part, (first, stop) = parts[number, keys], heads or (0, k.shape[1])
+        query_heads = slice(first * per_key, stop * per_key)
+        stages.append(_Stage((part.rows, query_heads), (part.rows, slice(first, stop)), part))
+    return stages
 
 
-def _gathered(
-    kv: Tensor, groups: list[_Heads], metadata: ShardMetadata, group: dist.ProcessGroup | None
+def _arriving(
+    kv: Tensor, stages: list[_Stage], group: dist.ProcessGroup | None, kept: list[Tensor] | None = None
 ) -> Iterator[Tensor]:
-    """K and V [P, 2, h, D] of one head group after the other; the next ones are on their way while these are used."""
-    if group is None and metadata.keys_are_rows:
-        yield from (kv[:, :, heads.k] for heads in groups)
+    """K and V [P, 2, h, D] of one stage after the other; the next ones are on their way while these are used.
+
+    With `kept`, the keys of the stages with an exchange, nothing travels.
+    """
+    of_stage = (kv[stage.k[0], :, stage.k[1]] for stage in stages)
+    if kept:
+        for stage, own in zip(stages, of_stage, strict=True):
+            yield kept.pop(0) if stage.part.sent else _arrived(own, None, stage.part)
         return
-    gathers = (_start_gather(kv[:, :, heads.k], metadata, group) for heads in groups)
-    under_way = [next(gathers)]
-    for _ in groups:
-        under_way += islice(gathers, 1)
-        yield _arrived(*under_way.pop(0), metadata)
+    starts = (_start(own, stage.part, group) for stage, own in zip(stages, of_stage, strict=True))
+    under_way = [next(starts)]
+    for stage in stages:
+        under_way += islice(starts, 1)
+        yield _arrived(*under_way.pop(0), stage.part)
 
 
-def _start_gather(
-    kv: Tensor, metadata: ShardMetadata, group: dist.ProcessGroup | None
-) -> tuple[Tensor, dist.Work | None]:
-    """The pool [cp * e + own rows, 2, h, D]: what arrives from all ranks, then the local rows that nobody is sent."""
-    if group is None:
+def _start(kv: Tensor, part: Part, group: dist.ProcessGroup | None) -> tuple[Tensor, dist.Work | None]:
+    """The pool [rows that arrive and the rank's own, 2, h, D] of kv, its n rows."""
+    if not part.sent:
         return kv, None
-    arrived = metadata.cp * metadata.num_sent
-    pool = kv.new_empty((arrived + metadata.own_rows.shape[0], *kv.shape[1:]))
-    torch.index_select(kv, 0, metadata.own_rows, out=pool[arrived:])
-    if metadata.sends_rows:
-        sent = kv.contiguous()
-    else:
-        sent = kv.new_zeros((metadata.num_sent, *kv.shape[1:]))
-        torch.index_select(kv, 0, metadata.sent_rows, out=sent[: metadata.sent_rows.shape[0]])
-    return pool, _all_gather(pool[:arrived], sent, group=group, async_op=True)
+    own, arrived = kv[part.own_rows], part.arrived_keys.shape[0]
+    pool = kv.new_empty((arrived + own.shape[0], *kv.shape[1:]))
+    pool[arrived:] = own
+    return pool, _exchanged(pool[:arrived], kv.index_select(0, part.sent_rows), part, group)
 
 
-def _arrived(pool: Tensor, work: dist.Work | None, metadata: ShardMetadata) -> Tensor:
+def _arrived(pool: Tensor, work: dist.Work | None, part: Part) -> Tensor:
     """K and V [P, 2, h, D] of a pool. A function, so that nothing holds the pool while they are used."""
     if work is not None:
         work.wait()
-    return pool.index_select(0, metadata.gather_index)
+    return pool if part.keys_are_rows else pool.index_select(0, part.gather)
+
+
+class _Sum:
+    """dK and dV of rows, added up over the parts that they are in."""
+
+    def __init__(self, dk: Tensor, dv: Tensor) -> None:
+        """dk and dv [n, h, D] are filled when `done` has been called for each of `left` parts."""
+        self._into, self.left = (dk, dv), 0
+        self._total: Tensor | None = None
+
+    def add(self, values: Tensor, rows: slice) -> None:
+        """Add values [rows, 2, h, D], which belong to this from now on."""
+        num_rows = self._into[0].shape[0]
+        if self._total is None and values.shape[0] == num_rows:
+            self._total = values
+            return
+        if self._total is None:
+            self._total = values.new_zeros((num_rows, *values.shape[1:]))
+        self._total[rows] += values
+
+    def done(self, back: Tensor | None, rows: Tensor) -> None:
+        """Add what came `back` from other ranks to `rows`; after the last part, write all of it down."""
+        assert self._total is not None
+        if back is not None:
+            self._total.index_add_(0, rows, back)
+        self.left -= 1
+        if not self.left:
+            for local, values in zip(self._into, self._total.unbind(1), strict=True):
+                local.copy_(values)
 
 
 class _Leaving:
-    """dK and dV of a head group on their way to the ranks that hold the rows."""
+    """dK and dV of a stage on their way to the ranks that hold the rows."""
 
-    def __init__(
-        self, dkv: Tensor, dk: Tensor, dv: Tensor, metadata: ShardMetadata, group: dist.ProcessGroup | None
-    ) -> None:
-        """dkv is what `attend_backward` gave; dk and dv [s, h, D] are filled when it has arrived."""
-        self._dk, self._dv, self._metadata, self._work = dk, dv, metadata, None
-        self._own = dkv.index_select(0, metadata.own_keys)
-        if group is not None:
-            self._sent = dkv.index_select(0, metadata.scatter_index)
-            self._sum = dkv.new_empty((metadata.num_sent, *dkv.shape[1:]))
-            self._work = _reduce_scatter(self._sum, self._sent, group=group, async_op=True)
+    def __init__(self, dkv: Tensor, total: _Sum, part: Part, group: dist.ProcessGroup | None) -> None:
+        """dkv [P, 2, h, D] is what `attend_backward` gave."""
+        self._total, self._rows, self._back, self._work = total, part.sent_rows, None, None
+        total.add(dkv if part.keys_are_rows else dkv.index_select(0, part.own_keys), part.own_rows)
+        if part.sent:
+            self._back = dkv.new_empty((part.sent_rows.shape[0], *dkv.shape[1:]))
+            self._given = dkv.index_select(0, part.arrived_keys)
+            self._work = _exchanged(self._given, self._back, part, group, back=True)
 
     def arrive(self) -> None:
-        """Wait for the sums of all ranks, and write them down."""
-        m = self._metadata
-        self._write(self._own, m.own_rows)
+        """Wait for the shares of other ranks, and add them."""
         if self._work is not None:
             self._work.wait()
-            self._write(self._sum, m.sent_rows, m.sends_rows)
-
-    def _write(self, dkv: Tensor, rows: Tensor, all_in_order: bool = False) -> None:
-        for local, values in zip((self._dk, self._dv), dkv[: rows.shape[0]].to(self._dk.dtype).unbind(1), strict=True):
-            if all_in_order:
-                local.copy_(values)
-            else:
-                local[rows] = values
+        self._total.done(self._back, self._rows)
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, metadata: ShardMetadata, options: AttentionOptions) -> None:
+def _exchanged(
+    arriving: Tensor, leaving: Tensor, part: Part, group: dist.ProcessGroup | None, back: bool = False
+) -> dist.Work | None:
+    """Begin to move `leaving` to the ranks that need it, or with `back`, `arriving` to where it came from."""
+    received, sent = list(part.received), list(part.sent)
+    if back:
+        return _all_to_all(leaving, arriving, sent, received, group=group, async_op=True)
+    return _all_to_all(arriving, leaving, received, sent, group=group, async_op=True)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, metadata: ShardMetadata) -> None:
     if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[-1] != k.shape[-1]:
         raise ValueError(
             f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; they must be [s, Hq, D], "
@@ -301,10 +364,13 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, metadata: ShardMetadata, opti
             f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads; "
             "choose num_query_groups that divides num_attention_heads on every tensor-parallel rank"
         )
-    if k.shape[1] % options.head_groups:
-        raise ValueError(
-            f"{k.shape[1]} key heads cannot be exchanged in {options.head_groups} equal groups; choose a divisor"
-        )
+    planned = {stage.document_set: stage.heads[1] for stage in metadata.stages if stage.heads}
+    for stop in planned.values():
+        if stop != k.shape[1]:
+            raise ValueError(
+                f"k has {k.shape[1]} key heads, and stages are planned for {stop}; plan for the heads of a "
+                "tensor-parallel rank"
+            )
     if not q.shape[0] == k.shape[0] == metadata.num_rows:
         raise ValueError(
             f"q has {q.shape[0]} and k has {k.shape[0]} rows, but the shard of context-parallel rank "

@@ -1,7 +1,6 @@
 """What attention needs to know about a micro-batch on one context-parallel rank, made once and used by every layer.
 
-Shapes: s local rows; P keys, the rows of the micro-batch that the local queries see; e rows that every rank sends to
-all (`plan.sharding.exchange`).
+Shapes: s local rows, of which a set of documents has n; P keys, the rows of these documents that local queries see.
 """
 
 import math
@@ -15,21 +14,71 @@ from torch import Tensor
 
 from megatron_wlb.plan.sharding.exchange import exchange
 from megatron_wlb.plan.sharding.segments import positions
-from megatron_wlb.plan.types import ShardPlan
+from megatron_wlb.plan.types import ShardPlan, Stage
 from megatron_wlb.runtime.encoding import Encoding
 
 
-class Call(NamedTuple):
-    """One attention call: its local rows, and where its table is."""
+class CallLayout(NamedTuple):
+    """A `Call` without its table."""
 
     rows: slice
-    """The local rows that are its queries."""
-    begin: int
-    """Where its table begins in the metadata's buffer, counted in int32."""
     shape: tuple[int, ...]
-    """Shape of the table, see `encoding.Encoded`."""
+    """Of the table, see `encoding.Encoded`."""
     max_q: int
     max_k: int
+
+
+class PartLayout(NamedTuple):
+    """A `Part` without its tensors."""
+
+    of: tuple[int, tuple[float, float] | None]
+    rows: slice
+    own_rows: slice
+    keys_are_rows: bool
+    causal: bool
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    calls: tuple[CallLayout, ...]
+
+
+class Call(NamedTuple):
+    """One attention call."""
+
+    rows: slice
+    """Its queries, among the rows of its documents."""
+    table: Tensor
+    """int32: what the backend is told of its entries."""
+    max_q: int
+    max_k: int
+
+
+class Part(NamedTuple):
+    """A set of documents, or a share of its keys, that is exchanged and computed together, as one rank has it."""
+
+    of: tuple[int, tuple[float, float] | None]
+    """`document_set` and `keys` of its stages."""
+    rows: slice
+    """Local rows of the documents, n of them."""
+    own_rows: slice
+    """Those among them that are keys."""
+    keys_are_rows: bool
+    """The keys are the rows, in their order, and nothing is exchanged."""
+    causal: bool
+    """Queries see the keys up to their own place; else all keys of their entry."""
+    sent: tuple[int, ...]
+    """Rows that every rank is sent; () where no rank has anything to exchange."""
+    received: tuple[int, ...]
+    """Rows that come from every rank, likewise."""
+    gather: Tensor
+    """Keys from the pool of all rows that arrived and the rank's own, int64 [P]: keys = pool[gather]."""
+    sent_rows: Tensor
+    """The rows that are sent, rank by rank, int64."""
+    arrived_keys: Tensor
+    """The keys that arrive, rank by rank, int64."""
+    own_keys: Tensor
+    """The keys that `own_rows` are, int64."""
+    calls: tuple[Call, ...]
+    """Attention calls; each has some rows."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,24 +95,17 @@ class ShardMetadata:
     """Context-parallel ranks."""
     num_rows: int
     """s."""
-    num_keys: int
-    """P."""
-    num_sent: int
-    """e; 0 where every document lives on one rank, and nothing is exchanged."""
     max_length: int
     """Longest document; positions are below it."""
-    keys_are_rows: bool
-    """The keys are the local rows, in their order."""
-    sends_rows: bool
-    """What is sent are the local rows, in their order."""
     encode: Encoding
     """The encoding of the backend that the tables are for."""
-    calls: tuple[Call, ...]
-    """Attention calls, one after the other in the local rows; each has some."""
+    layouts: tuple[PartLayout, ...]
+    stages: tuple[Stage, ...]
+    """The order in which attention runs."""
     sizes: tuple[int, ...]
-    """Sizes of the arrays that make up `integers`, in the order of the properties below."""
+    """Sizes of the int64 arrays that begin `integers`: positions, then the four of every `Part`."""
     integers: Tensor
-    """int64: the arrays of the properties below, then the int32 tables of the calls."""
+    """int64: these arrays, then the int32 tables of the calls."""
 
     @classmethod
     def build(cls, plan: ShardPlan, cp_rank: int, encode: Encoding) -> Self:
@@ -76,70 +118,69 @@ class ShardMetadata:
                 f"context-parallel rank {cp_rank} is not in a plan of {len(plan.shards)} shards; "
                 "plan with the size of the context-parallel group"
             )
-        shard, moved = plan.shards[cp_rank], exchange(plan, cp_rank)
-        arrays = (positions(shard), moved.gather, moved.scatter, moved.sent_rows, moved.own_rows, moved.own_keys)
-        row, begin, calls, tables = 0, 2 * sum(map(len, arrays)), [], []
-        for segments in filter(len, shard.calls):
-            table, max_q, max_k = encode(moved.key_begins, segments)
-            stop = row + int((segments["stop"] - segments["start"]).sum())
-            calls.append(Call(slice(row, stop), begin, table.shape, max_q, max_k))
-            tables.append(table.ravel())
-            row, begin = stop, begin + table.size
-        packed = np.pad(np.concatenate(tables), (0, begin % 2)).view(np.int64)
-        rows = np.arange(row)
+        arrays, layouts, tables = [positions(plan.shards[cp_rank])], [], []
+        first = {number: plan.first_row(cp_rank, number) for number in plan.call_sets}
+        for number, keys in dict.fromkeys((stage.document_set, stage.keys) for stage in plan.stages):
+            moved, calls = exchange(plan, cp_rank, number, keys), []
+            for begin, segments in moved.calls:
+                table, max_q, max_k = encode(moved.key_begins, segments)
+                stop = begin + int((segments["stop"] - segments["start"]).sum())
+                calls.append(CallLayout(slice(begin, stop), table.shape, max_q, max_k))
+                tables.append(table.ravel())
+            gather = moved.gather
+            arrays += [gather, moved.sent_rows, moved.arrived_keys, moved.own_keys]
+            rows = slice(first[number], first.get(number + 1, len(arrays[0])))
+            layouts.append(
+                PartLayout(
+                    of=(number, keys),
+                    rows=rows,
+                    own_rows=slice(*moved.own_rows),
+                    keys_are_rows=not moved.sent and np.array_equal(gather, np.arange(rows.stop - rows.start)),
+                    causal=moved.causal,
+                    sent=moved.sent,
+                    received=moved.received,
+                    calls=tuple(calls),
+                )
+            )
+        packed = np.concatenate(tables)
         return cls(
             cp_rank=cp_rank,
             cp=len(plan.shards),
-            num_rows=row,
-            num_keys=len(moved.gather),
-            num_sent=moved.num_sent,
+            num_rows=len(arrays[0]),
             max_length=int(plan.lengths.max()),
-            keys_are_rows=moved.num_sent == 0 and np.array_equal(moved.gather, rows),
-            sends_rows=moved.num_sent == row and np.array_equal(moved.sent_rows, rows),
             encode=encode,
-            calls=tuple(calls),
+            layouts=tuple(layouts),
+            stages=plan.stages,
             sizes=tuple(map(len, arrays)),
-            integers=torch.from_numpy(np.concatenate((*arrays, packed))),
+            integers=torch.from_numpy(np.concatenate((*arrays, np.pad(packed, (0, len(packed) % 2)).view(np.int64)))),
         )
 
     @cached_property
     def positions(self) -> Tensor:
         """In-document position of every local row, int64 [s]."""
-        return self._array(0)
+        return self.integers[: self.sizes[0]]
 
     @cached_property
-    def gather_index(self) -> Tensor:
-        """Keys from the pool of all rows that arrived and `own_rows`, int64 [P]: keys = pool[gather_index]."""
-        return self._array(1)
-
-    @cached_property
-    def scatter_index(self) -> Tensor:
-        """Key of every row that arrived, int64 [cp * e]; P where it is none of ours."""
-        return self._array(2)
-
-    @cached_property
-    def sent_rows(self) -> Tensor:
-        """The local rows that are sent, int64 [at most e]."""
-        return self._array(3)
-
-    @cached_property
-    def own_rows(self) -> Tensor:
-        """The local rows that are not sent, int64 [the rest of s]."""
-        return self._array(4)
-
-    @cached_property
-    def own_keys(self) -> Tensor:
-        """Their keys, int64."""
-        return self._array(5)
-
-    @cached_property
-    def tables(self) -> tuple[Tensor, ...]:
-        """The table of every call, int32: what its backend is told of its entries."""
-        integers = self.integers.view(torch.int32)
-        return tuple(integers[c.begin : c.begin + math.prod(c.shape)].view(c.shape) for c in self.calls)
-
-    def _array(self, i: int) -> Tensor:
-        return self.integers.narrow(0, sum(self.sizes[:i]), self.sizes[i])
+    def parts(self) -> tuple[Part, ...]:
+        """Those of `layouts`, with views of the buffer."""
+        total = sum(self.sizes)
+        _, *arrays = self.integers[:total].split(self.sizes)
+        shapes = [call.shape for layout in self.layouts for call in layout.calls]
+        words, sizes = self.integers[total:].view(torch.int32), list(map(math.prod, shapes))
+        tables, found = iter(words[: sum(sizes)].split(sizes)), []
+        for i, layout in enumerate(self.layouts):
+            calls = (Call(c.rows, next(tables).view(c.shape), c.max_q, c.max_k) for c in layout.calls)
+            gather, sent_rows, arrived_keys, own_keys = arrays[4 * i : 4 * i + 4]
+            found.append(
+                Part(
+                    **layout._asdict() | {"calls": tuple(calls)},
+                    gather=gather,
+                    sent_rows=sent_rows,
+                    arrived_keys=arrived_keys,
+                    own_keys=own_keys,
+                )
+            )
+        return tuple(found)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """The same metadata on `device`; asynchronous from pinned memory with `non_blocking`."""

@@ -1,6 +1,7 @@
 """Upstream's `pretrain()` in every layout against one process on the same documents: losses and all gradients."""
 
 import functools
+import json
 
 import numpy as np
 import pytest
@@ -91,10 +92,19 @@ def test_layout_equals_single_process(layout, sharding, dataset, single, tmp_pat
     compare(run, single)
 
 
-@pytest.mark.parametrize("flags", ["--wlb-cp-head-groups 1", "--wlb-cp-head-groups 2 --wlb-save-gathered-kv"])
-def test_gathering_of_keys(flags, dataset, single, tmp_path):
-    """The model has two key heads, so that two groups have one each."""
-    compare(train(2, dataset, *CP2.split(), *flags.split(), log=tmp_path / "log.jsonl"), single)
+@pytest.mark.parametrize("flags", [CP2, f"{CP2} --wlb-save-gathered-kv", full(f"{TP2} {CP2} {PP2} {FULL}")])
+@pytest.mark.parametrize(("launch_us", "tile_us"), [(100, 1e-6), (0, 100)])
+def test_stages_by_predicted_time(flags, launch_us, tile_us, dataset, single, tmp_path):
+    """Where launches are all that counts, all at once; where kernels hide everything, documents come in parts."""
+    kernel = {"tile_rows": 1, "forward": {"launch": launch_us, "tile": tile_us, "query_tile": 0}}
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps({"name": "made up", "kernel": kernel}))
+    size = 2 if TP2 not in flags else 8
+    flags = f"{flags} --wlb-cp-sharding per-document --wlb-profile {profile}"
+    run = train(size, dataset, *flags.split(), log=tmp_path / "log.jsonl")
+    compare(run, single)
+    stages = [stage for step in run["log"] for m in step["micro_batches"] for stage in m["stages"]]
+    assert any(keys is not None for _, _, keys in stages) == (tile_us == 100)
 
 
 MODELS = [

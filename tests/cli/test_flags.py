@@ -21,7 +21,7 @@ def test_a_job_with_all_flags():
         "--num-layers-per-virtual-pipeline-stage 2 --microbatch-group-size-per-virtual-pipeline-stage 4 "
         "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --recompute-granularity "
         "selective --recompute-modules mlp --hidden-dropout 0 --wlb-packing adaptive --wlb-max-tokens 640 "
-        "--wlb-crossover 99 --wlb-cp-sharding hybrid --wlb-profile flops --wlb-cp-head-groups 1"
+        "--wlb-crossover 99 --wlb-cp-sharding hybrid --wlb-profile flops --wlb-save-gathered-kv"
     )
     args, job, data, notes = described(words)
     assert (args.global_batch_size, data) == (24, None)
@@ -39,7 +39,12 @@ def test_a_job_with_all_flags():
     assert description["recompute"]["granularity"] == "selective" and not job.hidden_dropout
     assert description["packing"] == {"name": "adaptive", "max_delay_steps": 30}
     assert (job.context_length, job.max_tokens, job.num_micro_batches) == (512, 640, 24)
-    assert (job.crossover_tokens, job.cp_sharding, job.profile.name, job.head_groups) == (99, "hybrid", "flops", 1)
+    assert (job.crossover_tokens, job.cp_sharding, job.profile.name, job.save_gathered_kv) == (
+        99,
+        "hybrid",
+        "flops",
+        True,
+    )
 
 
 def test_a_job_with_experts():
@@ -78,7 +83,6 @@ def test_sizes_beside_a_known_model():
     assert (known.model.num_layers, known.model.num_query_groups) == (80, 8)
     changed = described("--model llama2-70b --num-layers 40", words).job
     assert changed.to_json()["model"] == known.to_json()["model"] | {"num_layers": 40}
-    assert known.head_groups == 1  # one key head a rank travels in one piece, however many groups are asked for
 
 
 @pytest.mark.parametrize(

@@ -93,13 +93,13 @@ BOTH = Profile(
 )
 
 
-def test_a_kernel_adds_up_both_directions_with_launches_for_every_head_group():
-    kernel = attention_kernel(job(profile=BOTH, tp=2, cp=2, cp_head_groups=2))
+def test_a_kernel_adds_up_both_directions_with_launches_for_every_part_of_a_ring():
+    kernel = attention_kernel(job(profile=BOTH, tp=2, cp=2, cp_exchange="ring"))
     assert (kernel.launch, kernel.tile, kernel.query_tile, kernel.heads) == (11.0, 22.0, 33.0, 2)
     assert kernel.launches(np.array([1, 2]), np.array([5, 0])).tolist() == [2, 2]
     alone = attention_kernel(job(profile=BOTH))
     assert (alone.parts, alone.heads, alone.exchange) == (1, 4, 0.0)
-    assert attention_kernel(job(profile=BOTH, cp=4, cp_exchange="ring")).parts == 4
+    assert attention_kernel(job(profile=BOTH, cp=4)).parts == 1
 
 
 def test_a_backward_that_was_not_measured_takes_as_much_longer_as_it_has_products():
@@ -108,18 +108,14 @@ def test_a_backward_that_was_not_measured_takes_as_much_longer_as_it_has_product
     assert attention_kernels(job(profile=replace(BOTH, backward=None)), 3.0)[1].tile == 6.0
 
 
-def test_the_exposed_exchange_is_that_of_a_window_and_one_head_group():
-    """Two gathers of 16 bits and a scatter of 32, over the ranks of the job, of K and V of its key heads."""
+def test_an_exchanged_row_costs_what_it_does_in_a_window_of_them():
+    """Twice in 16 bits and once in 32, of K and V of the key heads of a rank."""
     given = job(profile=BOTH, tp=2, cp=4, context_length=1 << 16)
     ranks, network, key_values = Group(size=4, stride=2), load_network(), 2 * (4 // 2) * 16
-    sizes = {"all_gather": 2 * key_values, "reduce_scatter": 4 * key_values}
-    gather, scatter = (float(network.collective(c, (1 << 16) * s, ranks)) for c, s in sizes.items())
-    assert attention_kernel(replace(given, cp_head_groups=1)).exchange == pytest.approx((2 * gather + scatter) / 2**16)
-    saved = replace(given, cp_head_groups=1, save_gathered_kv=True)
-    assert attention_kernel(saved).exchange == pytest.approx((gather + scatter) / 2**16)
-    latencies = 2 * network.collective("all_gather", 0, ranks) + network.collective("reduce_scatter", 0, ranks)
-    halves = (2 * gather + scatter + float(latencies)) / 2
-    assert attention_kernel(given).exchange == pytest.approx(halves / 2**16)
+    arrive, leave = (float(network.all_to_all((1 << 16) * size * key_values, ranks)) for size in (2, 4))
+    assert attention_kernel(given).exchange == pytest.approx((2 * arrive + leave) / 2**16)
+    saved = replace(given, save_gathered_kv=True)
+    assert attention_kernel(saved).exchange == pytest.approx((arrive + leave) / 2**16)
     for exchange in ("all", "ring"):
         assert attention_kernel(replace(given, cp_exchange=exchange)).exchange == 0, "the same for every sharding"
 

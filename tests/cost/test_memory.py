@@ -106,11 +106,12 @@ def test_backward_needs_whole_rows_where_ranks_divide_the_sequence():
 
 
 def test_the_exchange_of_keys_counts_where_it_outgrows_the_mlp():
-    """7 B on TP 8 and CP 2, at S_max = 160 Ki tokens: what the pools and gradients of the exchange take."""
+    """7 B on TP 8 and CP 2: what K, V and gradients of the exchange take."""
     seven = job(model=MODELS["llama2-7b"], tp=8, cp=2, context_length=1 << 17, max_tokens=160 << 10)
-    keys, pool = 2 * 512, 3 * 512  # K and V of one of two groups, per row of a rank: of 2 ranks, and in the pool
+    keys = 2 * 2 * 512  # K and V of both ranks, per row of one
     gradients = 2 * 4096 / 8 + 2 * (2 * 512 + 2 * 512)
-    assert attention_backward_bytes(seven) == gradients + 4 * keys + 2 * 4 * pool
+    leaving = 4 * (keys + 512)  # in fp32 as computed, and of the other rank's rows; half as many come home
+    assert attention_backward_bytes(seven) == gradients + 4 * keys + leaving
     # On CP 8 it takes more than the whole MLP, which is freed by then, and the gathered rows of the MLP's own backward.
     wide = in_parallel(seven, cp=8)
     mlp = 2 * (2 * 4096 + 3 * 11008) / 8

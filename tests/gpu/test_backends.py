@@ -9,8 +9,8 @@ from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_at
 from megatron_wlb.runtime.backends import BACKENDS, choose_backend, get_backend
 from megatron_wlb.runtime.backends.trial import kernel_args, try_backend
 from megatron_wlb.runtime.metadata import ShardMetadata
-from tests.runtime.calls import CALLS, WINDOWS, check, expected, run, tensors
-from tests.runtime.oracle import SHARDINGS, TOLERANCE, all_ranks, assert_close, dense, inputs
+from tests.runtime.calls import CALLS, FULL, WINDOWS, check, expected, run, tensors
+from tests.runtime.oracle import SHARDINGS, TOLERANCE, all_ranks, assert_close, dense, in_parts, inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -54,6 +54,13 @@ def test_calls(backend, entries, heads, window):
         check(backend, entries, heads, 64, dtype, scale=0.2, window=window, device="cuda")
 
 
+@pytest.mark.parametrize("entries", FULL.values(), ids=FULL)
+def test_calls_where_queries_see_all_keys(backend, entries):
+    for dtype in backend.dtypes:
+        poison()
+        check(backend, entries, (8, 2), 64, dtype, scale=0.2, causal=False, device="cuda")
+
+
 @pytest.mark.parametrize("head_size", [8, 24, 80, 96, 128, 192, 256])
 def test_head_sizes(backend, head_size):
     if head_size > 128 and backend.name == "te" and torch.cuda.get_device_capability()[0] != 9:
@@ -90,6 +97,15 @@ def test_all_shards_of_a_plan(backend, lengths, sharding, cp, heads):
         poison()
         got = all_ranks(*tensors, plan, AttentionOptions(backend=backend, scale=0.2, window=window))
         assert_close(got, dense(*tensors, lengths, 0.2, window), TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_documents_in_parts(backend, lengths, cp):
+    tensors = [x.cuda() for x in inputs(sum(lengths), (8, 2), 64, torch.bfloat16)]
+    poison()
+    got = all_ranks(*tensors, in_parts(np.array(lengths, np.int64), cp), AttentionOptions(backend=backend, scale=0.2))
+    assert_close(got, dense(*tensors, lengths, 0.2), TOLERANCE[torch.bfloat16])
 
 
 def test_no_synchronisation_with_the_host(backend):

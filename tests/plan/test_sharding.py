@@ -27,7 +27,9 @@ from megatron_wlb.plan.sharding import (
 from megatron_wlb.plan.sharding.exchange import exchange
 from megatron_wlb.plan.sharding.segments import document_begins, positions, ranges, rows
 from megatron_wlb.plan.sharding.select import MOST_SHARES, candidates
-from megatron_wlb.plan.types import SEGMENT
+from megatron_wlb.plan.sharding.stages import regrouped
+from megatron_wlb.plan.sharding.volume import Held
+from megatron_wlb.plan.types import SEGMENT, Shard
 from tests.jobs import job
 
 FLOPS = attention_kernel(job())
@@ -150,33 +152,50 @@ def test_rows_and_positions(sharding, case):
 @given(small)
 @example((np.array([4] * 8, np.int64), 2))
 def test_the_exchange_brings_every_key_and_takes_every_gradient_home(sharding, case):
+    """Of two sets of documents, and of those that are whole."""
     lengths, cp = case
     plan = sharding(lengths, cp)
-    moved = [exchange(plan, rank) for rank in range(cp)]
-    local = [rows(lengths, held) for held in plan.shards]
-    nothing = -1
-    pool = np.concatenate(
-        [
-            np.pad(r[m.sent_rows], (0, m.num_sent - len(m.sent_rows)), constant_values=nothing)
+    plan = regrouped(plan, np.where(Held(plan).is_shared, 1 + np.arange(len(lengths)) % 2, 0))
+    begins = document_begins(lengths)
+    for number in sorted(set(plan.call_sets)):
+        moved = [exchange(plan, rank, number) for rank in range(cp)]
+        held = [plan.segments(rank, number) for rank in range(cp)]
+        local = [rows(lengths, Shard(calls=(each,))) for each in held]
+        assert number > 0 or not any(m.sent for m in moved)
+        assert len({bool(m.sent) for m in moved}) == 1
+        sent = [
+            np.split(r[m.sent_rows], np.cumsum(m.sent)[:-1]) if m.sent else [r[:0]] * cp
             for r, m in zip(local, moved, strict=True)
         ]
-    )
-    begins = document_begins(lengths)
-    for r, m, held in zip(local, moved, plan.shards, strict=True):
-        seen = {}
-        for document, _, stop in segments_of(held):
-            seen[document] = max(seen.get(document, 0), stop)
-        expected = [begins[d] + i for d in sorted(seen) for i in range(seen[d])]
-        keys = np.concatenate((pool, r[m.own_rows]))[m.gather]
-        assert keys.tolist() == expected
-        # What arrives goes back along the same way, and what nobody here has a key for counts as nothing.
-        back = np.append(keys, nothing)[m.scatter]
-        assert ((back == pool) | (back == nothing)).all()
-        assert sorted(np.concatenate((m.sent_rows, m.own_rows)).tolist()) == list(range(len(r)))
-        assert keys[m.own_keys].tolist() == r[m.own_rows].tolist()
-        homes = {d for other in plan.shards if other is not held for d, _, _ in segments_of(other)}
-        alone = [begins[d] + i for d, start, stop in segments_of(held) if d not in homes for i in range(start, stop)]
-        assert r[m.own_rows].tolist() == alone
+        for rank, (r, m, segments) in enumerate(zip(local, moved, held, strict=True)):
+            seen = {}
+            for document, _, stop in segments.tolist():
+                seen[document] = max(seen.get(document, 0), stop)
+            expected = [begins[d] + i for d in sorted(seen) for i in range(seen[d])]
+            arrived = [of[rank] for of in sent]
+            assert not m.sent or tuple(map(len, arrived)) == m.received
+            keys = np.concatenate((*arrived, r))[m.gather]
+            assert keys.tolist() == expected
+            # What arrives goes back along the same way.
+            assert keys[m.arrived_keys].tolist() == np.concatenate(arrived).tolist()
+            assert keys[m.own_keys].tolist() == r.tolist()
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@given(micro_batches())
+def test_regrouped_calls_hold_the_same_rows(sharding, case):
+    lengths, cp = case
+    plan = sharding(lengths, cp)
+    sets = np.where(Held(plan).is_shared, 1 + np.arange(len(lengths)) % 2, 0)
+    again = regrouped(plan, sets)
+    for before, after in zip(plan.shards, again.shards, strict=True):
+        assert sorted(rows(lengths, before)) == sorted(rows(lengths, after))
+        assert len(after.calls) == len(again.call_sets) == 1 + 2 * sets.max()
+        for call, number in zip(after.calls, again.call_sets, strict=True):
+            assert set(sets[call["document"]]) <= {number} and (np.diff(call["document"]) > 0).all()
+    assert [stage.document_set for stage in again.stages] == sorted(set(sets.tolist()))
+    whole = [tuple(s) for held in again.shards for s in held.calls[0].tolist()]
+    assert sorted(whole) == [(d, 0, n) for d, n in enumerate(lengths.tolist()) if sets[d] == 0]
 
 
 def homes(plan):

@@ -23,6 +23,8 @@ CALLS = {
     "giant": [(0, 3), (1, 1), (150, 260), (0, 4), (2, 2)],
 }
 WINDOWS = [None, 0, 1, 20, 64, 300]
+# As in parts of a document: queries that see all keys of their entry, some of them more than there are keys.
+FULL = {"few keys": [(40, 7)], "one key": [(1, 1), (9, 1)], "many": [(3, 90), (0, 5), (130, 64), (0, 70), (64, 129)]}
 
 
 def check(
@@ -34,13 +36,14 @@ def check(
     *,
     scale: float = 0.3,
     window: int | None = None,
+    causal: bool = True,
     device: str = "cpu",
     tolerance: float | None = None,
 ) -> tuple[Tensor, ...]:
     """out, lse, dq, dk, dv of a backend on random numbers, which are as in float64."""
     given = tensors(entries, heads, head_size, dtype, device)
-    got = run(backend, *given, kernel_args(backend, entries, device, scale, window))
-    assert_close(got, expected(entries, *given, scale, window), tolerance or TOLERANCE[dtype])
+    got = run(backend, *given, kernel_args(backend, entries, device, scale, window)._replace(causal=causal))
+    assert_close(got, expected(entries, *given, scale, window, causal), tolerance or TOLERANCE[dtype])
     return got
 
 
@@ -83,6 +86,7 @@ def expected(
     dout: Tensor,
     scale: float,
     window: int | None = None,
+    causal: bool = True,
 ) -> tuple[Tensor, ...]:
     """The same in float64, one entry after the other, gradients by autograd."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
@@ -93,7 +97,8 @@ def expected(
         num_queries, num_keys = scores.shape[1:]
         back = torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)[None, :]
         hidden = (back < 0) | (back > (num_keys if window is None else window))
-        scores = scores.masked_fill(hidden.to(q.device), float("-inf"))
+        if causal:
+            scores = scores.masked_fill(hidden.to(q.device), float("-inf"))
         outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v_heads))
         lses.append(scores.logsumexp(-1))
     out, lse = torch.cat(outs), torch.cat(lses, dim=1)

@@ -9,7 +9,7 @@ import torch
 
 from megatron_wlb.runtime.backends import triton
 from megatron_wlb.runtime.backends.triton import TritonBackend
-from tests.runtime.calls import CALLS, WINDOWS, check
+from tests.runtime.calls import CALLS, FULL, WINDOWS, check
 
 # The interpreter of triton 3.7 multiplies bf16 as integers; fp16 takes the same way through the kernels.
 HALF = torch.float16
@@ -19,6 +19,11 @@ HALF = torch.float16
 @pytest.mark.parametrize("entries", CALLS.values(), ids=CALLS)
 def test_calls(entries, window):
     check(TritonBackend(), entries, (2, 1), window=window)
+
+
+@pytest.mark.parametrize("entries", FULL.values(), ids=FULL)
+def test_calls_where_queries_see_all_keys(entries):
+    check(TritonBackend(), entries, (2, 1), causal=False)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from megatron_wlb.cost.attention import KernelModel
 from megatron_wlb.plan.sharding import hybrid, per_document, per_sequence, segments
-from megatron_wlb.plan.types import ShardPlan
+from megatron_wlb.plan.sharding.exchange import OWN
+from megatron_wlb.plan.sharding.stages import regrouped
+from megatron_wlb.plan.sharding.volume import Held
+from megatron_wlb.plan.types import ShardPlan, Stage
 from megatron_wlb.runtime.attention import AttentionOptions, attend, attend_backward
 from megatron_wlb.runtime.metadata import ShardMetadata
 
@@ -23,10 +26,29 @@ def _hybrid(lengths: np.ndarray, cp: int) -> ShardPlan:
     return hybrid(lengths, cp, 1 / 4, KernelModel(tile_rows=4, launch=0.0, tile=1.0, query_tile=0.0))
 
 
+def _staged(lengths: np.ndarray, cp: int) -> ShardPlan:
+    """Hybrid, documents that are whole by themselves, and the others in two sets."""
+    plan = _hybrid(lengths, cp)
+    shared = Held(plan).is_shared
+    return regrouped(plan, np.where(shared, 1 + shared.cumsum() % min(2, shared.sum() or 1), 0))
+
+
+def in_parts(lengths: np.ndarray, cp: int) -> ShardPlan:
+    """Hybrid, where every other shared document is computed in parts: its own keys, and others in two shares."""
+    plan = _hybrid(lengths, cp)
+    (shared,) = np.nonzero(Held(plan).is_shared)
+    sets, stages = np.zeros(len(lengths), np.int64), []
+    for number, document in enumerate(shared, 1):
+        sets[document] = number
+        stages += [Stage(number, keys=keys) for keys in ((OWN, (0, 0.3), (0.3, 1)) if number % 2 else (None,))]
+    return regrouped(plan, sets, stages)
+
+
 SHARDINGS: dict[str, Callable[[np.ndarray, int], ShardPlan]] = {
     "per-sequence": per_sequence,
     "per-document": per_document,
     "hybrid": _hybrid,
+    "staged": _staged,
 }
 
 
@@ -62,35 +84,49 @@ def all_ranks(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, plan: ShardPlan, options: AttentionOptions
 ) -> tuple[Tensor, ...]:
     """out, dq, dk, dv in packed order, computed shard by shard; collectives are replaced by cat and sum."""
-    rows = [local_rows(plan, rank).to(q.device) for rank in range(len(plan.shards))]
-    metadata = [
-        ShardMetadata.build(plan, rank, options.backend.encode).to(q.device) for rank in range(len(plan.shards))
-    ]
+    ranks = range(len(plan.shards))
+    rows = [local_rows(plan, rank).to(q.device) for rank in ranks]
+    metadata = [ShardMetadata.build(plan, rank, options.backend.encode).to(q.device) for rank in ranks]
     kv = torch.stack((k, v), dim=1)
-    sent = [_sent(kv[r], m) for r, m in zip(rows, metadata, strict=True)]
-    out, dq, dkv = torch.empty_like(q), torch.empty_like(q), torch.empty_like(kv)
-    shares, own = [], []
-    for r, m in zip(rows, metadata, strict=True):
-        keys = torch.cat((*sent, kv[r[m.own_rows]]))[m.gather_index]
-        local_out, local_dq = torch.empty_like(q[r]), torch.empty_like(q[r])
-        lse = attend(q[r], keys, local_out, m, options)
-        share = attend_backward(dout[r], q[r], keys, local_out, lse, local_dq, m, options)
-        out[r], dq[r] = local_out, local_dq
-        shares.append(share[m.scatter_index])
-        own.append(share[m.own_keys])
-    sums = torch.stack(shares).sum(0).chunk(len(rows)) if metadata[0].num_sent else [None] * len(rows)
-    for r, m, arrived, mine in zip(rows, metadata, sums, own, strict=True):
-        dkv[r[m.own_rows]] = mine.to(k.dtype)
-        if arrived is not None:
-            dkv[r[m.sent_rows]] = arrived[: len(m.sent_rows)].to(k.dtype)
-    return out, dq, *dkv.unbind(1)
+    out, dq, dkv = torch.empty_like(q), torch.zeros_like(q), torch.zeros_like(kv, dtype=_summed(k.dtype))
+    keys, lse, merged = {}, {}, [{} for _ in ranks]
+    stages = list(enumerate(zip(*(m.parts for m in metadata), strict=True)))
+    for i, parts in stages:
+        held = [r[part.rows] for r, part in zip(rows, parts, strict=True)]
+        arrived = _exchanged([kv[r][p.sent_rows] for r, p in zip(held, parts, strict=True)], [p.sent for p in parts])
+        for rank, (r, part, others) in enumerate(zip(held, parts, arrived, strict=True)):
+            keys[i, rank] = torch.cat((others, kv[r][part.own_rows]))[part.gather]
+            local = out[r]
+            into = None if part.causal else merged[rank].get(part.of[0])
+            lse[i, rank] = attend(q[r], keys[i, rank], local, part, options, into)
+            out[r] = local
+            if part.of[1] == OWN and part.calls:
+                (merged[rank][part.of[0]],) = lse[i, rank]
+    for i, parts in stages:
+        held, back = [r[part.rows] for r, part in zip(rows, parts, strict=True)], []
+        for rank, (r, part) in enumerate(zip(held, parts, strict=True)):
+            sums = lse[i, rank]
+            if not part.causal:
+                sums = [merged[rank][part.of[0]][:, call.rows].contiguous() for call in part.calls]
+            local = dq[r]
+            share = attend_backward(dout[r], q[r], keys[i, rank], out[r], sums, local, part, options)
+            dq[r] = local
+            dkv[r[part.own_rows]] += share[part.own_keys]
+            back.append(share[part.arrived_keys])
+        for r, part, others in zip(held, parts, _exchanged(back, [p.received for p in parts]), strict=True):
+            if part.sent:
+                dkv.index_add_(0, r[part.sent_rows], others)
+    return out, dq, *dkv.to(k.dtype).unbind(1)
 
 
-def _sent(kv: Tensor, metadata: ShardMetadata) -> Tensor:
-    """What a rank sends: NaN where it is padding, which nobody may look at."""
-    sent = kv.new_full((metadata.num_sent, *kv.shape[1:]), float("nan"))
-    sent[: len(metadata.sent_rows)] = kv[metadata.sent_rows]
-    return sent
+def _summed(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _exchanged(given: list[Tensor], sizes: list[tuple[int, ...]]) -> list[Tensor]:
+    """What arrives at every rank where rank r gives its `given` in parts of `sizes[r]`; () is nothing to anybody."""
+    parts = [x.split(list(size)) if size else [x] * len(given) for x, size in zip(given, sizes, strict=True)]
+    return [torch.cat([of[rank] for of in parts]) for rank in range(len(given))]
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -10,14 +10,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from megatron_wlb.plan.types import ShardPlan
+from megatron_wlb.plan.types import ShardPlan, Stage
 from megatron_wlb.runtime import attention
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.backends import Backend, get_backend
 from megatron_wlb.runtime.backends.aten import AtenBackend
 from megatron_wlb.runtime.backends.te import TeBackend
 from megatron_wlb.runtime.metadata import ShardMetadata
-from tests.runtime.oracle import SHARDINGS, TOLERANCE, all_ranks, assert_close, dense, inputs, local_rows
+from tests.runtime.oracle import SHARDINGS, TOLERANCE, all_ranks, assert_close, dense, in_parts, inputs, local_rows
 
 LENGTHS = {
     "ones": [1] * 16,
@@ -42,13 +42,17 @@ def silent_group(monkeypatch):
     """The group of the first of two ranks, whose collectives move nothing."""
     group = SimpleNamespace(rank=lambda: 0, size=lambda: 2, wait=lambda: None)
 
-    def moves_nothing(out, given, *, group, async_op):
+    def moves_nothing(out, given, *sizes, group, async_op):
         out.zero_()
         return group  # as the handle of the collective
 
-    for name in ("_all_gather", "_reduce_scatter"):
-        monkeypatch.setattr(attention, name, moves_nothing)
+    monkeypatch.setattr(attention, "_all_to_all", moves_nothing)
     return group
+
+
+def by_heads(plan, num_heads):
+    """The plan with one key head after the other."""
+    return replace(plan, stages=tuple(Stage(0, (head, head + 1)) for head in range(num_heads)))
 
 
 def make_plan(sharding: str, lengths: list[int], cp: int) -> ShardPlan:
@@ -77,6 +81,18 @@ def test_all_ranks_together_are_dense_attention(backend, lengths, sharding, cp, 
     tensors = inputs(sum(lengths), heads, HEAD_SIZE, dtype)
     got = all_ranks(*tensors, make_plan(sharding, lengths, cp), AttentionOptions(backend=backend, scale=0.3))
     assert all(x.dtype == dtype for x in got)
+    assert_close(got, dense(*tensors, lengths, 0.3), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_documents_in_parts_are_dense_attention(backend, lengths, cp, heads, dtype):
+    lengths = [*lengths, *[-sum(lengths) % (2 * cp)] * (sum(lengths) % (2 * cp) > 0)]
+    tensors = inputs(sum(lengths), heads, HEAD_SIZE, dtype)
+    plan = in_parts(np.array(lengths, np.int64), cp)
+    got = all_ranks(*tensors, plan, AttentionOptions(backend=backend, scale=0.3))
     assert_close(got, dense(*tensors, lengths, 0.3), TOLERANCE[dtype])
 
 
@@ -122,17 +138,19 @@ def test_activation_recomputation_changes_nothing(backend, use_reentrant):
     assert all(torch.equal(x, y) for x, y in zip(plain, recomputed, strict=True))
 
 
-@pytest.mark.parametrize("settings", [{}, {"save_gathered": True}, {"save_gathered": True, "head_groups": 2}])
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("settings", [{}, {"save_gathered": True}])
 @pytest.mark.parametrize("cp", [1, 2])
-def test_what_is_saved_for_backward(backend, cp, settings, silent_group):
+def test_what_is_saved_for_backward(backend, cp, settings, heads, silent_group):
     """The local tensors, or besides them K and V of all keys; none of them keeps the memory of others."""
-    metadata = ShardMetadata.build(make_plan("per-document", LENGTHS["mixed"], cp), 0, backend.encode)
+    plan = make_plan("per-document", LENGTHS["mixed"], cp)
+    metadata = ShardMetadata.build(by_heads(plan, 2) if heads == 2 else plan, 0, backend.encode)
     q, k, v, _ = inputs(metadata.num_rows, (8, 2), HEAD_SIZE, torch.float32)
     fused = torch.cat((q, k, v), dim=1).requires_grad_()
     group, options = silent_group if cp > 1 else None, AttentionOptions(backend=backend, **settings)
     out = context_parallel_attention(*fused.split([8, 2, 2], dim=1), metadata, group, options)
     saved = out.grad_fn.saved_tensors
-    gathered = 2 * metadata.num_keys * k[0].numel() if settings and cp > 1 else 0
+    gathered = 2 * len(metadata.parts[0].gather) * k[0].numel() if settings and cp > 1 else 0
     assert sum(x.numel() for x in saved) == 2 * q.numel() + 2 * k.numel() + q.shape[0] * q.shape[1] + gathered
     assert all(x.untyped_storage().nbytes() == x.nbytes for x in saved)
 
@@ -173,8 +191,9 @@ def test_a_layer_does_only_what_differs_between_layers(silent_group):
     """Entries, offsets and indices follow from the micro-batch, and are in its metadata; K and V are copied once."""
     heads, head_size = (8, 2), 64
     metadata = ShardMetadata.build(make_plan("per-document", LENGTHS["mixed"], 2), 0, TeBackend.encode)
-    calls = [call.rows.stop - call.rows.start for call in metadata.calls]
-    options = AttentionOptions(backend=_Still(calls, metadata.num_keys, heads, head_size))
+    (documents,) = metadata.parts
+    calls = [call.rows.stop - call.rows.start for call in documents.calls]
+    options = AttentionOptions(backend=_Still(calls, len(documents.gather), heads, head_size))
     q, k, v, dout = inputs(metadata.num_rows, heads, head_size, torch.bfloat16)
     for _ in range(2):  # views of the buffer are made once, in the first layer
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -182,35 +201,36 @@ def test_a_layer_does_only_what_differs_between_layers(silent_group):
             out = context_parallel_attention(*leaves, metadata, silent_group, options)
         with _Allocations() as backward:
             torch.autograd.grad(out, leaves, dout)
-    gather = ["new_empty", "index_select", "zero_", "index_select"]  # a pool, own rows, the collective, the keys
+    # What is sent, a pool of what arrives and of the own rows, the keys.
+    gather = ["new_empty", "copy_", "index_select", "zero_", "index_select"]
     assert forward.names == ["stack", "empty_like", *gather, "copy_", "copy_"]  # out of two calls
-    kernels = ["empty", "zero_", "copy_", "copy_", "copy_", "add_", "add_", "copy_"]  # dK, dV and dQ of two calls
-    leave = ["index_select", "index_select", "new_empty", "zero_"]
-    home = ["_to_copy", "index_put_", "index_put_", "_to_copy", "copy_", "copy_"]
+    kernels = ["empty_like", "copy_", "copy_", "copy_", "add_", "add_", "copy_"]  # dK, dV and dQ of two calls
+    leave = ["index_select", "new_empty", "index_select", "zero_"]
+    home = ["index_add_", "copy_", "copy_"]
     local = ["empty_like"] * 3
     assert [x for x in backward.names if x != "promote_types"] == [*local, *gather, *kernels, *leave, *home]
 
 
 def test_a_pool_is_let_go_before_its_keys_are_used(monkeypatch, silent_group):
-    plan = make_plan("per-document", LENGTHS["mixed"], 2)
+    plan = by_heads(make_plan("per-document", LENGTHS["mixed"], 2), 4)
     metadata = ShardMetadata.build(plan, 0, get_backend("cpu", "cpu").encode)
     q, k, v, _ = inputs(metadata.num_rows, (8, 4), HEAD_SIZE, torch.float32)
-    start, pools = attention._start_gather, []
+    start, pools = attention._start, []
 
     def watched(*arguments):
         pool, work = start(*arguments)
         pools.append(weakref.ref(pool))
         return pool, work
 
-    monkeypatch.setattr(attention, "_start_gather", watched)
+    monkeypatch.setattr(attention, "_start", watched)
     alive = [
         [pool() is not None for pool in pools]
-        for _ in attention._gathered(torch.stack((k, v), 1), attention._head_groups(q, k, 4), metadata, silent_group)
+        for _ in attention._arriving(torch.stack((k, v), 1), attention._stages(q, k, metadata), silent_group)
     ]
     assert alive == [[False, True], [False, False, True], [False, False, False, True], [False] * 4]
 
 
-def test_a_group_s_tensors_are_let_go_before_the_next_group(monkeypatch, silent_group):
+def test_the_tensors_of_a_stage_are_let_go_before_the_next(monkeypatch, silent_group):
     """Keys before the next ones are put together, and their gradients before the next backward."""
     made, alive = [], []
 
@@ -225,9 +245,9 @@ def test_a_group_s_tensors_are_let_go_before_the_next_group(monkeypatch, silent_
 
     monkeypatch.setattr(attention, "attend_backward", watched(attention.attend_backward))
     monkeypatch.setattr(attention, "_arrived", watched(attention._arrived))
-    options = AttentionOptions(backend=get_backend("cpu", "cpu"), head_groups=4)
-    metadata = ShardMetadata.build(make_plan("per-document", LENGTHS["mixed"], 2), 0, options.backend.encode)
-    assert not metadata.keys_are_rows
+    options = AttentionOptions(backend=get_backend("cpu", "cpu"))
+    plan = by_heads(make_plan("per-document", LENGTHS["mixed"], 2), 4)
+    metadata = ShardMetadata.build(plan, 0, options.backend.encode)
     q, k, v, dout = inputs(metadata.num_rows, (8, 4), HEAD_SIZE, torch.float32)
     context_parallel_attention(q.requires_grad_(), k, v, metadata, silent_group, options).backward(dout)
     assert alive == [0] * 4 + [0, 1] * 4  # of backward, keys during it
@@ -242,17 +262,17 @@ def test_a_group_s_tensors_are_let_go_before_the_next_group(monkeypatch, silent_
         ("same head size", lambda q, k, v, m: (q, k, v[..., :8], m)),
         ("torch.int32.*choose another backend", lambda q, k, v, m: (q.int(), k.int(), v.int(), m)),
         ("for all three", lambda q, k, v, m: (q, k, v.bfloat16(), m)),
-        ("1 key heads cannot be exchanged in 2 equal groups", lambda q, k, v, m: (q, k[:, :1], v[:, :1], m)),
+        ("k has 1 key heads, and stages are planned for 2", lambda q, k, v, m: (q, k[:, :1], v[:, :1], m)),
         ("metadata.to", lambda q, k, v, m: (q, k, v, m.to("meta"))),
         ("another attention backend than", lambda q, k, v, m: (q, k, v, replace(m, encode=TeBackend.encode))),
         ("rank 0 of 1 .* rank 1 of 2", lambda q, k, v, m: (q, k, v, replace(m, cp_rank=1, cp=2))),
     ],
 )
 def test_wrong_inputs_are_refused(backend, message, change):
-    metadata = ShardMetadata.build(make_plan("per-document", [16], 1), 0, backend.encode)
+    metadata = ShardMetadata.build(by_heads(make_plan("per-document", [16], 1), 2), 0, backend.encode)
     given = change(*inputs(16, (4, 2), HEAD_SIZE, torch.float32)[:3], metadata)
     with pytest.raises(ValueError, match=message):
-        context_parallel_attention(*given, None, AttentionOptions(backend=backend, head_groups=2))
+        context_parallel_attention(*given, None, AttentionOptions(backend=backend))
 
 
 class _IndexedAsOnGpu(TorchDispatchMode):

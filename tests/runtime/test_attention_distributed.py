@@ -1,5 +1,7 @@
 """Context-parallel attention in real gloo processes against the dense oracle."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -8,19 +10,26 @@ import torch.distributed as dist
 from megatron_wlb.runtime import attention
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.backends import get_backend
-from megatron_wlb.runtime.encoding import varlen
 from megatron_wlb.runtime.metadata import ShardMetadata
-from tests.runtime.oracle import SHARDINGS, TOLERANCE, assert_close, dense, inputs, local_rows
+from tests.runtime.oracle import SHARDINGS, TOLERANCE, assert_close, dense, in_parts, inputs, local_rows
 from tests.worlds import run_world
 
 LENGTHS = [5, 61, 18, 33, 1, 42, 24, 8]
 
 
+def _plan(lengths, sharding, cp, heads):
+    """The plan, of whose sets of documents those that are exchanged run `heads` ([first, stop), ...) by turns."""
+    plan = (SHARDINGS | {"in parts": in_parts})[sharding](np.array(lengths, np.int64), cp)
+    stages = [stage._replace(heads=part) if heads else stage for stage in plan.stages for part in heads or (None,)]
+    return dataclasses.replace(plan, stages=tuple(stages))
+
+
 def _attend(cp, sharding, dtype, backend, heads, settings):
     """This rank's rows and out, dq, dk, dv of them; ranks are grouped cp by cp."""
+    settings = dict(settings)
     groups = [dist.new_group(range(i, i + cp)) for i in range(0, dist.get_world_size(), cp)]
     group = groups[dist.get_rank() // cp]
-    plan = SHARDINGS[sharding](np.array(LENGTHS, np.int64), cp)
+    plan = _plan(LENGTHS, sharding, cp, settings.pop("stages", None) and [(0, 1), (1, heads[1])])
     rows = local_rows(plan, group.rank())
     options = AttentionOptions(backend=get_backend(backend, "cpu"), scale=0.3, **settings)
     metadata = ShardMetadata.build(plan, group.rank(), options.backend.encode)
@@ -41,15 +50,19 @@ def _attend(cp, sharding, dtype, backend, heads, settings):
         (2, 2, "per-sequence", torch.float32, "cpu", {}),
         (2, 2, "per-document", torch.bfloat16, "cpu", {}),
         (2, 2, "per-document", torch.float64, "reference", {}),
-        (2, 2, "hybrid", torch.float32, "cpu", {"head_groups": 2}),
-        (2, 2, "hybrid", torch.bfloat16, "cpu", {"head_groups": 2, "save_gathered": True}),
-        (2, 2, "per-sequence", torch.float32, "cpu", {"head_groups": 2, "window": 7}),
-        (4, 4, "per-sequence", torch.bfloat16, "cpu", {"head_groups": 2}),
+        (2, 2, "staged", torch.float32, "cpu", {"stages": "heads"}),
+        (2, 2, "staged", torch.bfloat16, "cpu", {"stages": "heads", "save_gathered": True}),
+        (2, 2, "per-sequence", torch.float32, "cpu", {"stages": "heads", "window": 7}),
+        (4, 4, "per-sequence", torch.bfloat16, "cpu", {"stages": "heads"}),
         (4, 4, "per-document", torch.float32, "cpu", {}),
-        (4, 4, "hybrid", torch.float64, "reference", {"head_groups": 2, "save_gathered": True}),
-        (4, 4, "hybrid", torch.float32, "cpu", {"window": 20}),
+        (4, 4, "staged", torch.float64, "reference", {"stages": "heads", "save_gathered": True}),
+        (4, 4, "staged", torch.float32, "cpu", {"window": 20, "save_gathered": True}),
         (4, 2, "per-document", torch.float32, "cpu", {"save_gathered": True}),
-        (8, 8, "hybrid", torch.float32, "cpu", {"head_groups": 2}),
+        (2, 2, "in parts", torch.float32, "cpu", {}),
+        (3, 3, "in parts", torch.bfloat16, "cpu", {"save_gathered": True}),
+        (8, 8, "in parts", torch.float64, "reference", {}),
+        (3, 3, "staged", torch.float32, "cpu", {}),
+        (8, 8, "staged", torch.float32, "cpu", {"stages": "heads"}),
         (8, 8, "per-document", torch.bfloat16, "cpu", {}),
     ],
 )
@@ -64,57 +77,64 @@ def test_processes_together_are_dense_attention(world_size, cp, sharding, dtype,
 
 
 def _calls(lengths, sharding, settings):
-    """Collectives of one forward and backward."""
+    """What this rank gives in the collectives of one forward and backward, and rows it sends and receives by set."""
     calls = []
+    collective = attention._all_to_all
 
-    def counted(name, collective):
-        def call(output, input, **rest):
-            calls.append((name, tuple(input.shape), input.dtype))
-            return collective(output, input, **rest)
+    def counted(output, input, *sizes, **rest):
+        calls.append((tuple(input.shape), input.dtype))
+        return collective(output, input, *sizes, **rest)
 
-        return call
-
-    attention._all_gather = counted("all-gather", attention._all_gather)
-    attention._reduce_scatter = counted("reduce-scatter", attention._reduce_scatter)
-    plan = SHARDINGS[sharding](np.array(lengths, np.int64), dist.get_world_size())
+    attention._all_to_all = counted
+    settings = dict(settings)
+    plan = _plan(lengths, sharding, dist.get_world_size(), settings.pop("stages", None))
     options = AttentionOptions(backend=get_backend("auto", "cpu"), **settings)
     metadata = ShardMetadata.build(plan, dist.get_rank(), options.backend.encode)
     q, k, v, dout = (x[: metadata.num_rows] for x in inputs(sum(lengths), (8, 2), 16, torch.bfloat16))
     context_parallel_attention(q.requires_grad_(), k, v, metadata, dist.group.WORLD, options).backward(dout)
-    return calls
-
-
-_GATHER, _SCATTER = ("all-gather", torch.bfloat16, 96), ("reduce-scatter", torch.float32, 192)
+    return calls, [(sum(documents.sent), sum(documents.received)) for documents in metadata.parts if documents.sent]
 
 
 @pytest.mark.parametrize(
-    ("settings", "heads", "expected"),
+    ("settings", "heads", "forward", "backward"),
     [
-        ({}, 2, [_GATHER, _GATHER, _SCATTER]),
-        ({"head_groups": 2}, 1, [_GATHER] * 4 + [_SCATTER] * 2),
-        ({"save_gathered": True}, 2, [_GATHER, _SCATTER]),
+        ({}, 2, "k", "kg"),
+        ({"stages": ((0, 1), (1, 2))}, 1, "kk", "kkgg"),
+        ({"save_gathered": True}, 2, "k", "g"),
     ],
-    ids=["one gather each way", "gathered ahead", "kept"],
+    ids=["once each way", "ahead", "kept"],
 )
-def test_collectives_of_forward_and_backward(settings, heads, expected):
-    calls = [(name, (rows, 2, heads, 16), dtype) for name, dtype, rows in expected]
-    assert run_world(_calls, 2, LENGTHS, "per-document", settings) == [calls] * 2
+def test_collectives_of_forward_and_backward(settings, heads, forward, backward):
+    """K and V, k, as they are needed, and their gradients in fp32, g, back to where they came from."""
+    answers = run_world(_calls, 2, LENGTHS, "per-document", settings)
+    for calls, ((sent, received),) in answers:
+        given = {"k": ((sent, 2, heads, 16), torch.bfloat16), "g": ((received, 2, heads, 16), torch.float32)}
+        assert calls == [given[what] for what in forward + backward]
+    # Of each document, rank 1 needs the first quarter, and rank 0 the two in the middle.
+    (sent_by_0, _), (sent_by_1, _) = (moved[0] for _, moved in answers)
+    assert abs(sent_by_0 - 48) < len(LENGTHS) and abs(sent_by_1 - 96) < len(LENGTHS)
+
+
+def test_stages_gather_ahead_of_each_other():
+    answers = run_world(_calls, 2, LENGTHS, "staged", {})
+    for calls, moved in answers:
+        assert len(moved) == 2
+        dtypes = [torch.bfloat16] * 4 + [torch.float32] * 2
+        assert sorted(calls, key=lambda call: str(call[1])) == [
+            ((rows, 2, 2, 16), dtype)
+            for rows, dtype in zip([*(s for s, _ in moved * 2), *(r for _, r in moved)], dtypes, strict=True)
+        ]
 
 
 def test_only_documents_on_several_ranks_are_exchanged():
-    # The longest three, 61 + 42 + 33 tokens, are sharded, and one of the others is cut to fill up a rank.
-    (name, shape, _), *_ = run_world(_calls, 2, LENGTHS, "hybrid", {})[0]
-    assert name == "all-gather"
-    assert 68 <= shape[0] < 96
     # Per sequence, documents of which every rank holds whole ones need no communication at all.
-    assert run_world(_calls, 2, [4] * 8, "per-sequence", {}) == [[], []]
+    assert run_world(_calls, 2, [4] * 8, "per-sequence", {}) == [([], [])] * 2
 
 
-@pytest.mark.parametrize("settings", [{}, {"head_groups": 2}, {"save_gathered": True}])
+@pytest.mark.parametrize("settings", [{}, {"stages": ((0, 1), (1, 2))}, {"save_gathered": True}])
 def test_a_rank_whose_documents_live_nowhere_else_takes_part(settings):
     """Of the first document, ranks 0 and 1 hold a half each; all others are whole, on one rank."""
     lengths = [16] + [8] * 6
-    metadata = [ShardMetadata.build(SHARDINGS["per-sequence"](np.array(lengths), 4), r, varlen) for r in range(4)]
-    assert [len(m.sent_rows) for m in metadata] == [8, 8, 0, 0]
-    first, *others = run_world(_calls, 4, lengths, "per-sequence", settings)
-    assert first and others == [first] * 3
+    answers = run_world(_calls, 4, lengths, "per-sequence", settings)
+    assert [moved for _, moved in answers] == [[(8, 0)], [(0, 8)], [(0, 0)], [(0, 0)]]
+    assert len({len(calls) for calls, _ in answers}) == 1

@@ -44,9 +44,7 @@ def _peak(given):
     """Bytes that backward holds at the most on this rank; the one document lives on all."""
     cp, model = given.parallel.cp, given.model
     plan = shard(np.array([TOKENS], np.int64), given)[1]
-    options = AttentionOptions(
-        backend=FlashAttention2(), head_groups=given.head_groups, save_gathered=given.save_gathered_kv
-    )
+    options = AttentionOptions(backend=FlashAttention2(), save_gathered=given.save_gathered_kv)
     metadata = ShardMetadata.build(plan, dist.get_rank(), options.backend.encode)
     dtype = {2: BF16, 4: FP32}[given.bytes_per_value]
     q, k, v = (
@@ -65,13 +63,11 @@ def _peak(given):
     [
         (1, BF16, 8, {}),
         (1, BF16, 2, {}),
-        (2, BF16, 8, {"cp_head_groups": 1}),
-        (2, BF16, 8, {"cp_head_groups": 2}),
-        (2, BF16, 8, {"cp_head_groups": 4}),
-        (2, BF16, 2, {"cp_head_groups": 2}),
-        (2, BF16, 8, {"cp_head_groups": 2, "save_gathered_kv": True}),
-        (2, FP32, 8, {"cp_head_groups": 2}),
-        (4, BF16, 4, {"cp_head_groups": 2}),
+        (2, BF16, 8, {}),
+        (2, BF16, 2, {}),
+        (2, BF16, 8, {"save_gathered_kv": True}),
+        (2, FP32, 8, {}),
+        (4, BF16, 4, {}),
     ],
 )
 def test_backward_of_attention_holds_what_is_predicted(cp, dtype, key_heads, settings):

@@ -14,7 +14,7 @@ from megatron_wlb.runtime.backends.aten import AtenBackend
 from megatron_wlb.runtime.backends.cpu import CpuBackend
 from megatron_wlb.runtime.backends.reference import ReferenceBackend
 from megatron_wlb.runtime.backends.trial import kernel_args, try_backend
-from tests.runtime.calls import CALLS, WINDOWS, check, tensors
+from tests.runtime.calls import CALLS, FULL, WINDOWS, check, tensors
 
 
 @pytest.fixture(params=[CpuBackend, ReferenceBackend], ids=lambda cls: cls.name)
@@ -42,6 +42,14 @@ def test_cpu_in_one_call_or_two(monkeypatch, entries, long, heads, dtype):
     monkeypatch.setattr(cpu, "_LONG", long)
     first, second = (check(CpuBackend(), entries, heads, dtype=dtype) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads"), [(torch.float64, (4, 2)), (torch.float32, (2, 2)), (torch.bfloat16, (3, 1))]
+)
+@pytest.mark.parametrize("entries", FULL.values(), ids=FULL)
+def test_queries_that_see_all_keys(backend, entries, heads, dtype):
+    check(backend, entries, heads, dtype=dtype, causal=False)
 
 
 @pytest.mark.parametrize("window", [None, 20])

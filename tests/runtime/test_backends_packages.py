@@ -17,7 +17,7 @@ from megatron_wlb.runtime.backends.checks import check_sum_of_dq
 from megatron_wlb.runtime.backends.flash_attn import FlashAttn3Backend, FlashAttnBackend
 from megatron_wlb.runtime.backends.te import TeBackend
 from megatron_wlb.runtime.backends.trial import kernel_args
-from tests.runtime.calls import CALLS, WINDOWS, check, tensors
+from tests.runtime.calls import CALLS, FULL, WINDOWS, check, tensors
 
 # Interfaces of flash-attn 2.8.3, of FlashAttention-3 in 2026 (without paged and rotary arguments), and of
 # TransformerEngine 2.12 and 2.18, to which 2.20 is equal.
@@ -81,8 +81,8 @@ def entries(cu_q, cu_k, k_begins=None):
             yield slice(int(cu_q[i]), int(cu_q[i + 1])), slice(begin, begin + int(cu_k[i + 1] - cu_k[i]))
 
 
-def varlen(q, k, v, cu, scale, left, dout=None, out=None, lse=None):
-    """out and log-sum-exps of every entry in float64: bottom right, at most `left` keys back (-1: all).
+def varlen(q, k, v, cu, scale, left, causal, dout=None, out=None, lse=None):
+    """out and log-sum-exps of every entry in float64: bottom right if causal, at most `left` keys back (-1: all).
 
     With dout its gradients, for which kernels need out and log-sum-exps.
     """
@@ -93,7 +93,8 @@ def varlen(q, k, v, cu, scale, left, dout=None, out=None, lse=None):
         scores = scale * torch.einsum("qhd,khd->hqk", leaves[0][queries], wide_k[keys])
         num_queries, num_keys = scores.shape[1:]
         back = torch.arange(num_queries)[:, None] + num_keys - num_queries - torch.arange(num_keys)[None, :]
-        scores = scores.masked_fill((back < 0) | (back > (num_keys if left < 0 else left)), float("-inf"))
+        if causal:
+            scores = scores.masked_fill((back < 0) | (back > (num_keys if left < 0 else left)), float("-inf"))
         lses.append(scores.logsumexp(-1))
         outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), wide_v[keys]))
     exact = torch.cat(outs), torch.cat(lses, dim=1)
@@ -112,13 +113,13 @@ def bound(operator, arguments, named):
 
 
 def check_varlen(a, causal):
-    assert a[causal] is True
+    assert a[causal] or (a["window_size_left"], a["window_size_right"]) == (-1, -1)
     assert a["window_size_right"] in (-1, 0)
     assert a["max_seqlen_q"] >= max(2, int(a["cu_seqlens_q"].diff().max()))
     assert a["max_seqlen_k"] >= int(a["cu_seqlens_k"].diff().max())
     assert int(a["cu_seqlens_k"][-1]) == a["k"].shape[0]
     cu = a["cu_seqlens_q"], a["cu_seqlens_k"]
-    return cu, a["softmax_scale"], a["window_size_left"]
+    return cu, a["softmax_scale"], a["window_size_left"], a[causal]
 
 
 def library(namespace, schemas, causal):
@@ -166,10 +167,11 @@ def te_module(version):
         assert a["k"].stride() == a["v"].stride() == (2 * heads * size, size, 1)
         assert a["v"].storage_offset() == a["k"].storage_offset() + heads * size
         assert (a["fused_attention_backend"], a["fake_dtype"], a["dropout"]) == ("cuDNN", a["q"].dtype, 0.0)
-        assert (a["qkv_layout"], a["attn_mask_type"]) == ("thd_t2hd", "padding_causal_bottom_right")
+        causal = a["attn_mask_type"] == "padding_causal_bottom_right"
+        assert a["qkv_layout"] == "thd_t2hd" and (causal or a["attn_mask_type"] == "padding")
         assert (a.get("o_format", "thd"), a.get("do_format", "thd")) == ("thd", "thd")
         assert a.get("dqkv_layout", "thd_t2hd") in ("thd_t2hd", "sbh3d")  # forward has only the default
-        assert a["window_size"][1] == 0
+        assert a["window_size"][1] == 0 if causal else a["window_size"] == (-1, -1)
         lengths, used = a["cu_seqlens_q"].diff(), a["cu_seqlens_kv"].diff() > 0
         assert torch.equal(lengths > 0, used), "an entry without queries"
         assert bool((used.int().diff() <= 0).all()) and len(used) == 32, "not rounded up by empty entries at the end"
@@ -177,10 +179,11 @@ def te_module(version):
         assert bool((stops <= a["cu_seqlens_kv_padded"][1:]).all()), "keys of entries overlap"
         assert int(begins[0]) >= 0 and int(a["cu_seqlens_kv_padded"][-1]) == a["k"].shape[0]
         assert all(x.dtype == torch.int32 and x.is_contiguous() for n, x in a.items() if n.startswith("cu_seqlens"))
-        assert int(lengths.max()) <= a["max_seqlen_q"] <= a["max_seqlen_kv"] >= int(a["cu_seqlens_kv"].diff().max())
+        assert int(lengths.max()) <= a["max_seqlen_q"] and int(a["cu_seqlens_kv"].diff().max()) <= a["max_seqlen_kv"]
         assert torch.equal(a["cu_seqlens_q"], a["cu_seqlens_q_padded"])
         assert a["attn_scale"] is not None
-        return (a["cu_seqlens_q"], a["cu_seqlens_kv"], a["cu_seqlens_kv_padded"]), a["attn_scale"], a["window_size"][0]
+        cu = a["cu_seqlens_q"], a["cu_seqlens_kv"], a["cu_seqlens_kv_padded"]
+        return cu, a["attn_scale"], a["window_size"][0], causal
 
     def forward(a):
         assert a["is_training"] is True
@@ -241,6 +244,12 @@ def backend(request, monkeypatch):
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_say_what_is_meant(backend, name, window, heads):
     check(backend, CALLS[name], heads, dtype=torch.bfloat16, window=window)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (2, 2)], ids=["GQA", "MHA"])
+@pytest.mark.parametrize("name", FULL)
+def test_calls_where_queries_see_all_keys(backend, name, heads):
+    check(backend, FULL[name], heads, dtype=torch.bfloat16, causal=False)
 
 
 @pytest.mark.parametrize("head_size", [12, 264])

@@ -81,7 +81,7 @@ def test_no_kernel_is_compiled_again_for_another_micro_batch():
 
     for kernel in (triton_kernels.forward_kernel, triton_kernels.dq_kernel, triton_kernels.dkv_kernel):
         parameters = {p.name: p for p in kernel.params}
-        assert all(parameters[name].do_not_specialize for name in ("entries", "num_queries", "window"))
+        assert all(parameters[name].do_not_specialize for name in ("entries", "num_queries", "window", "causal"))
         assert all(parameters[name].do_not_specialize_on_alignment for name in ("cu_q", "cu_k"))
 
 

@@ -24,7 +24,7 @@ from megatron_wlb.runtime.attention import AttentionOptions, _ContextParallelAtt
 from megatron_wlb.runtime.backends import KernelArgs
 from megatron_wlb.runtime.backends.aten import AtenBackend
 from megatron_wlb.runtime.metadata import ShardMetadata
-from tests.runtime.oracle import SHARDINGS
+from tests.runtime.oracle import SHARDINGS, in_parts
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = np.array([700, 33, 5, 1, 290, 3], np.int64)
@@ -38,11 +38,10 @@ def gpu(rows: int, heads: int) -> torch.Tensor:
 
 
 def forward_and_backward() -> None:
-    for sharding, head_groups, save_gathered, window in product(SHARDINGS.values(), (1, 2), (False, True), (None, 64)):
+    cases = [*product(SHARDINGS.values(), (False, True), (None, 64)), (in_parts, False, None), (in_parts, True, None)]
+    for sharding, save_gathered, window in cases:
         metadata = ShardMetadata.build(sharding(LENGTHS, CP), CP_RANK, AtenBackend.encode)
-        options = AttentionOptions(
-            backend=AtenBackend(), head_groups=head_groups, save_gathered=save_gathered, window=window
-        )
+        options = AttentionOptions(backend=AtenBackend(), save_gathered=save_gathered, window=window)
         ctx = SimpleNamespace()
         ctx.save_for_backward = lambda *tensors, ctx=ctx: setattr(ctx, "saved_tensors", tensors)
         with FakeTensorMode() as mode:
@@ -79,20 +78,21 @@ def two_streams() -> None:
     torch.cuda.current_stream, torch.cuda.stream = lambda device: main, lambda stream: stream
     attention._side_stream = lambda device: beside
     metadata = ShardMetadata.build(per_document(LENGTHS, CP), CP_RANK, AtenBackend.encode)
-    assert len(metadata.calls) == 2
+    assert len(metadata.layouts[0].calls) == 2
     store = KernelArgs.store
     KernelArgs.store = lambda self, *given: (store(self, *given), notes.append("stored"))[0]
     began = ["beside waits for main", "on beside"]
     with FakeTensorMode() as mode:
         metadata = replace(metadata, integers=mode.from_tensor(metadata.integers)).to("cuda")
-        q, kv = gpu(metadata.num_rows, HEADS[0]), gpu(metadata.num_keys, 2 * HEADS[1]).unflatten(1, (2, -1))
+        (documents,) = metadata.parts
+        q, kv = gpu(metadata.num_rows, HEADS[0]), gpu(len(documents.gather), 2 * HEADS[1]).unflatten(1, (2, -1))
         out, dq = torch.empty_like(q), torch.empty_like(q)
         for used in (False, True):
             options = AttentionOptions(backend=AtenBackend(), two_streams=used)
-            lse = attention.attend(q, kv, out, metadata, options)
+            lse = attention.attend(q, kv, out, documents, options)
             assert notes == ([*began, "off beside", "main waits for beside"] if used else [])
             notes.clear()
-            attention.attend_backward(out, q, kv, out, lse, dq, metadata, options)
+            attention.attend_backward(out, q, kv, out, lse, dq, documents, options)
             adding = ["main waits for beside", "stored", "main waits for beside"]
             assert notes == ([*began, "stored", "off beside", *adding] if used else ["stored", "stored"])
             notes.clear()

@@ -29,9 +29,8 @@ def test_rows_and_positions_follow_the_plan(sharding, cp):
         metadata = ShardMetadata.build(plan, rank, varlen)
         assert torch.equal(metadata.positions, position[local_rows(plan, rank)])
         assert (metadata.num_rows, metadata.max_length) == (184 // cp, 61)
-        assert np.concatenate([np.arange(184 // cp)[c.rows] for c in metadata.calls]).tolist() == [*range(184 // cp)]
-        both = torch.cat((metadata.sent_rows, metadata.own_rows))
-        assert torch.equal(both.sort().values, torch.arange(metadata.num_rows))
+        rows = [np.arange(184 // cp)[documents.rows][c.rows] for documents in metadata.parts for c in documents.calls]
+        assert np.concatenate(rows).tolist() == [*range(184 // cp)]
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -40,9 +39,10 @@ def test_rows_and_positions_follow_the_plan(sharding, cp):
 def test_every_backend_is_told_the_segments_of_its_calls(name, sharding, cp):
     plan = sharding(LENGTHS, cp)
     for rank, held in enumerate(plan.shards):
-        metadata, begins = ShardMetadata.build(plan, rank, BACKENDS[name].encode), exchange(plan, rank).key_begins
-        tables = zip(metadata.calls, metadata.tables, filter(len, held.calls), strict=True)
-        for call, table, segments in tables:
+        metadata = ShardMetadata.build(plan, rank, BACKENDS[name].encode)
+        calls = [(part.of[0], call) for part in metadata.parts for call in part.calls]
+        for (number, call), segments in zip(calls, filter(len, held.calls), strict=True):
+            table, begins = call.table, exchange(plan, rank, number).key_begins
             q_lengths, stops = segments["stop"] - segments["start"], segments["stop"]
             k_begins = begins[segments["document"]]
             assert table.dtype == torch.int32
@@ -60,9 +60,9 @@ def test_every_backend_is_told_the_segments_of_its_calls(name, sharding, cp):
             assert call.max_q >= q.max() and call.max_k == k.max()
             if name == "te":
                 assert (k[~entries] == 0).all() and len(q) == 32
-                assert table[2, -1] == metadata.num_keys
+                assert table[2, -1] == begins[-1]
             else:
-                assert (k > 0).all() and table[1, -1] == metadata.num_keys
+                assert (k > 0).all() and table[1, -1] == begins[-1]
 
 
 def test_te_is_given_few_numbers_of_entries():
@@ -71,22 +71,24 @@ def test_te_is_given_few_numbers_of_entries():
     for n in (1, 31, 32, 33, 64, 65, 700):
         plan = per_document(np.full(n, 2, np.int64), 1)
         metadata = ShardMetadata.build(plan, 0, BACKENDS["te"].encode)
-        counts += {call.shape[1] - 1 for call in metadata.calls}
+        counts += {call.table.shape[1] - 1 for call in metadata.parts[0].calls}
     assert counts == [32, 32, 32, 64, 64, 128, 1024]
 
 
 def test_a_call_without_rows_is_left_out():
     plan = per_document(LENGTHS, 2)
     shards = tuple(Shard(calls=(held.calls[0][:0], *held.calls)) for held in plan.shards)
-    assert len(ShardMetadata.build(replace(plan, shards=shards), 0, varlen).calls) == 2
+    metadata = ShardMetadata.build(replace(plan, shards=shards, call_sets=(0, 0, 0)), 0, varlen)
+    assert len(metadata.parts[0].calls) == 2
 
 
-def test_a_single_shard_in_one_piece_copies_no_keys():
-    metadata = ShardMetadata.build(shard(LENGTHS, job())[1], 0, varlen)
-    assert metadata.keys_are_rows
-    assert metadata.num_sent == 0
-    assert not ShardMetadata.build(per_document(LENGTHS, 1), 0, varlen).keys_are_rows
-    assert ShardMetadata.build(per_document(np.full(2, 16, np.int64), 2), 0, varlen).sends_rows
+def test_what_is_whole_on_a_rank_copies_no_keys():
+    (documents,) = ShardMetadata.build(shard(LENGTHS, job())[1], 0, varlen).parts
+    assert documents.keys_are_rows and documents.sent == ()
+    assert not ShardMetadata.build(per_document(LENGTHS, 1), 0, varlen).parts[0].keys_are_rows
+    whole, *others = ShardMetadata.build(SHARDINGS["staged"](LENGTHS, 2), 0, varlen).parts
+    assert whole.keys_are_rows and len(whole.calls) == 1
+    assert len(others) == 2 and not any(each.keys_are_rows for each in others)
 
 
 def test_one_buffer_moves_and_pickles_everything():
@@ -94,9 +96,10 @@ def test_one_buffer_moves_and_pickles_everything():
     assert len(pickle.dumps(metadata)) < metadata.integers.nbytes + 4000
     copy = pickle.loads(pickle.dumps(metadata))
     assert torch.equal(copy.positions, metadata.positions)
-    assert torch.equal(copy.tables[1], metadata.tables[1])
+    assert torch.equal(copy.parts[0].calls[1].table, metadata.parts[0].calls[1].table)
     moved = metadata.to("meta", non_blocking=True)
-    tensors = (moved.positions, moved.gather_index, moved.own_keys, *moved.tables)
+    (documents,) = moved.parts
+    tensors = (moved.positions, documents.gather, documents.own_keys, *(call.table for call in documents.calls))
     assert all(x.device.type == "meta" for x in tensors)
 
 

@@ -7,18 +7,20 @@ import numpy as np
 from megatron_wlb.cost.attention import attention_kernel, load_profile
 from megatron_wlb.model import MODELS
 from megatron_wlb.plan.sharding import divide
+from megatron_wlb.plan.sharding.stages import staged
 from tests import jobs
 
 SMALL = replace(MODELS["llama2-7b"], num_layers=8, padded_vocab_size=0)
 
 
 def job(**changes):
-    """A job of `SMALL` that hides no exchange, with the shipped profile and a window of 128K tokens."""
-    sizes = {"model": SMALL, "context_length": 1 << 17, "num_micro_batches": 48, "cp_head_groups": 1}
+    """A job of `SMALL`, with the shipped profile and a window of 128K tokens."""
+    sizes = {"model": SMALL, "context_length": 1 << 17, "num_micro_batches": 48}
     return jobs.job(**sizes | {"profile": load_profile("h100-fa2")} | changes)
 
 
 def shards_of(given, lengths, strategy="per-sequence"):
     """One data-parallel rank's micro-batches of documents of these lengths."""
     kernel = attention_kernel(given)
-    return [divide(np.array(each), given.parallel.cp, strategy, kernel) for each in lengths]
+    plans = [divide(np.array(each), given.parallel.cp, strategy, kernel) for each in lengths]
+    return [staged(plan, given) for plan in plans] if given.cp_exchange == "shared" else plans

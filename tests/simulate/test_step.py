@@ -41,7 +41,7 @@ def test_uniform_work_takes_the_closed_form(vpp, micro_batches):
 
 JOBS = [
     job(tp=2, cp=2, pp=2, dp=2),
-    job(tp=8, cp=2, pp=4, vpp=2, cp_head_groups=2),
+    job(tp=8, cp=2, pp=4, vpp=2),
     job(
         model=replace(MODELS["llama3-405b"], num_layers=6),
         pp=4,
@@ -69,7 +69,7 @@ def test_the_parts_of_a_step_sum_to_it(one, data):
 
 
 def test_each_imbalance_is_found_where_it_is():
-    one = job(cp=2, pp=2, dp=2)
+    one = job(cp=2, pp=2, dp=2, windowed=True)
     alike, longer, mixed = [[8192, 8192]] * 4, [[16384]] * 4, [[16384], [1024] * 16, [16384], [1024] * 16]
 
     def lost(first, second, strategy):
@@ -80,7 +80,7 @@ def test_each_imbalance_is_found_where_it_is():
     assert lost(alike, longer, "per-document").dp_wait > 0
     assert lost(mixed, mixed, "per-document").imbalance > 0
     assert lost([[12288, 2048, 2048]] * 4, alike, "per-sequence").cp_wait > 0
-    one = job(model=replace(SMALL, moe_router_topk=2), cp=2, pp=2, dp=2, ep=4)
+    one = job(model=replace(SMALL, moe_router_topk=2), cp=2, pp=2, dp=2, ep=4, windowed=True)
     shared = lost(alike, longer, "per-document")
     assert shared.ep_wait > 0
     assert shared.dp_wait == pytest.approx(0, abs=1e-6)

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,7 +135,6 @@ def measure(setup: Setup, job: Job, packed: int, simulated: int, advance: Advanc
         **_packing(job, summary),
         "imbalance": _imbalance(samples, summary),
         "typical_step_ms": {"step": example.step.time / 1e3, **typical},
-        "over_head_groups": over_head_groups(job, samples) if job == setup.job else {},
     }
     return numbers, example
 
@@ -171,19 +170,6 @@ def _packing(job: Job, summary: metrics.Summary) -> dict[str, Any]:
         "longest_micro_batch_tokens": longest,
         "activation_gib": max(peak_bytes(job, stage, longest) for stage in range(job.parallel.pp)) / 2**30,
     }
-
-
-def over_head_groups(job: Job, samples: Sequence[Sample]) -> dict[str, float]:
-    """How many times as fast every tenth step is with other powers of 2 of head groups that divide key heads."""
-    key_heads = job.model.heads_per_rank(job.parallel.tp)[1] if job.parallel.cp > 1 else 0
-    some = samples[:: max(2, len(samples) // 10)]
-    ratios = {}
-    for groups in (1 << n for n in range(key_heads.bit_length())):
-        if key_heads % groups == 0 and groups != job.head_groups:
-            other = replace(job, cp_head_groups=groups)
-            time = sum(simulate_step(other, shard_step(other, sample.documents)).time for sample in some)
-            ratios[str(groups)] = sum(sample.step.time for sample in some) / time
-    return ratios
 
 
 def data_entries(setup: Setup) -> dict[str, Any]:

@@ -85,5 +85,5 @@ def schemes(job: Job) -> dict[str, Job]:
     """
     wlb = job.packing if isinstance(job.packing, WlbPacking) else WlbPacking()
     plain = replace(job, reorder=False, packing=OriginalPacking(), cp_sharding="per-sequence", cp_exchange="ring")
-    paper = replace(plain, packing=wlb, cp_sharding="wlb", cp_exchange="all", cp_head_groups=1)
+    paper = replace(plain, packing=wlb, cp_sharding="wlb", cp_exchange="all")
     return {"plain": plain, "paper": paper, "ours": job}

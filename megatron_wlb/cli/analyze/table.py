@@ -80,14 +80,9 @@ def headline(report: Report) -> str:
     """The report in a sentence, or two."""
     ours, limit = report.entries["schemes"]["ours"], report.entries["limit"]["speedup"]
     share = f"{_share(ours)} of what is attainable ({limit:.2f})"
-    groups, gain = max(ours["over_head_groups"].items(), key=lambda item: item[1], default=("", 0.0))
-    hint = (
-        f" With --wlb-cp-head-groups {groups} instead of {report.setup.job.head_groups} it would be "
-        f"{gain * ours['speedup']:.2f} times: analyse again with this flag to see all of it."
-    )
     return (
         f"Predicted: {ours['speedup']:.2f} times as many tokens a second, "
-        f"{share if gains(report) else 'nothing to gain with these flags'}." + hint * (gain > 1.02)
+        f"{share if gains(report) else 'nothing to gain with these flags'}."
     )
 
 
@@ -105,10 +100,9 @@ def facts(report: Report) -> list[str]:
     device = f" ({profile['device']})" if "device" in profile else ""
     measured = "measured" if profile["linear_measured"] else "assumed"
     backward = "" if profile["backward_measured"] else "; backward of attention is assumed to take 2.5 times forward"
-    groups = f"in {job.head_groups} head groups of which one computes while the next travels"
     exchange = (
-        "Megatron exchanges K and V in a ring; the paper's scheme gathers all of them before it computes, --wlb those "
-        f"of documents that CP ranks share, {groups if job.head_groups > 1 else 'at once'}. "
+        "Megatron exchanges K and V in a ring; the paper's scheme gathers all of them before it computes, --wlb moves "
+        "those that a rank needs, in stages of which one computes while the next travels. "
     )
     waits = [numbers["typical_step_ms"] for numbers in map(entries["schemes"].get, ("plain", "ours"))]
     plain, ours = (f"{100 * typical['ep_wait'] / typical['step']:.1f} %" for typical in waits)

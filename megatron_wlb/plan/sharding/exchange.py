@@ -1,9 +1,8 @@
-"""Which K and V a rank sends, and where it finds those that it needs.
+"""Which K and V a rank sends to whom, and where it finds those that it needs.
 
-Only documents that live on more than one rank are exchanged. Every rank sends `num_sent` rows, the most that any has to
-send, so that one all-gather serves. What arrives, rank by rank, and then the rows of the rank that are not exchanged
-make up a *pool*; the *keys* of the rank are the rows of the pool that its queries see: of each of its documents, in
-packed order, the beginning up to the last query.
+Only rows that somebody's queries see travel: of a document, the rows of a rank up to the last query of another. For a
+part of attention, what arrives at a rank, in the order of the ranks, and then those of its own rows that count as keys
+make up a *pool*; its *keys* are the rows of the pool, every document's together and in packed order.
 """
 
 from dataclasses import dataclass
@@ -11,86 +10,126 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_wlb.plan.sharding.segments import document_begins, ranges
-from megatron_wlb.plan.types import ShardPlan
+from megatron_wlb.plan.types import SEGMENT, ShardPlan
+
+OWN = (0.0, 0.0)
+"""`Stage.keys` of segments with their own keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """Integers of one rank, which holds s rows; rows count in the rank's local order, keys in its key order."""
+    """Integers of one rank and part of attention, for a set of documents of which it holds n rows.
 
-    num_sent: int
-    """Rows that every rank sends."""
+    Rows count in these, in local order.
+    """
+
+    calls: tuple[tuple[int, np.ndarray], ...]
+    """Attention calls, each its first row and SEGMENT rows, whose documents count in `key_begins`: stop - start query
+    rows see `stop` keys, causally or all of them."""
+    causal: bool
     key_begins: np.ndarray
     """int64 [documents + 1]: first key of each document; a document without queries here has no keys."""
+    own_rows: tuple[int, int]
+    """The rows [first, stop) that are keys."""
+    sent: tuple[int, ...]
+    """Rows that every rank is sent; () where no rank of the micro-batch has anything to exchange."""
+    received: tuple[int, ...]
+    """Rows that come from every rank, likewise."""
     sent_rows: np.ndarray
-    """int64 [at most num_sent]: the rows that are sent, in order; the rest of what is sent is padding."""
-    gather: np.ndarray
-    """int64 [keys]: keys = pool[gather]."""
-    scatter: np.ndarray
-    """int64 [cp * num_sent]: key of every row that arrives; the number of keys where it is none of ours."""
-    own_rows: np.ndarray
-    """int64: rows whose document lives nowhere else."""
+    """int64 [sum of `sent`]: the rows that are sent, rank by rank."""
+    arrived_keys: np.ndarray
+    """int64 [sum of `received`]: the keys that arrive."""
     own_keys: np.ndarray
-    """int64: and their keys."""
+    """int64: the keys that `own_rows` are."""
+
+    @property
+    def gather(self) -> np.ndarray:
+        """int64 [keys]: keys = pool[gather]."""
+        found = np.concatenate((self.arrived_keys, self.own_keys))
+        gather = np.empty_like(found)
+        gather[found] = np.arange(len(found))
+        return gather
 
 
-def num_sent(plan: ShardPlan) -> int:
-    """Rows that every rank of the plan sends."""
-    shared = _shared(plan)
-    return max(_rows_of(np.concatenate(s.calls), shared) for s in plan.shards)
+def exchange(plan: ShardPlan, cp_rank: int, document_set: int, keys: tuple[float, float] | None = None) -> Exchange:
+    """What rank `cp_rank` of the plan exchanges for a set of documents, or for a part of its keys (`Stage.keys`).
 
-
-def exchange(plan: ShardPlan, cp_rank: int) -> Exchange:
-    """What rank `cp_rank` of the plan exchanges. O(rows of the micro-batch), vectorised."""
-    shared = _shared(plan)
-    held = [np.concatenate(s.calls) for s in plan.shards]
-    sent = max(_rows_of(segments, shared) for segments in held)
-    mine = held[cp_rank]
-    key_lengths = np.zeros(len(plan.lengths), np.int64)
-    np.maximum.at(key_lengths, mine["document"], mine["stop"])
-    begins = document_begins(key_lengths)
-    keys = int(begins[-1])
-
-    # Where the segments of shared documents lie in the pool, and the part of each that this rank has keys for.
-    arrived = [(s[shared[s["document"]]], r * sent) for r, s in enumerate(held)]
-    segments = np.concatenate([s for s, _ in arrived])
-    places = np.concatenate([first + document_begins(s["stop"] - s["start"])[:-1] for s, first in arrived])
-    counts = np.minimum(segments["stop"], key_lengths[segments["document"]]) - segments["start"]
-    seen = counts > 0
-    segments, places, counts = segments[seen], places[seen], counts[seen]
-    targets = begins[segments["document"]] + segments["start"]
-
-    rows = document_begins(mine["stop"] - mine["start"])[:-1]
-    is_shared = shared[mine["document"]]
-    own, own_first = mine[~is_shared], rows[~is_shared]
-    own_rows = ranges(own_first, own_first + own["stop"] - own["start"])
-    own_keys = ranges(begins[own["document"]] + own["start"], begins[own["document"]] + own["stop"])
-
-    gather = np.empty(keys, np.int64)
-    scatter = np.full(len(held) * sent, keys, np.int64)
-    from_pool, to_keys = ranges(places, places + counts), ranges(targets, targets + counts)
-    gather[to_keys] = from_pool
-    scatter[from_pool] = to_keys
-    gather[own_keys] = len(held) * sent + np.arange(len(own_rows))
-    first, segments = rows[is_shared], mine[is_shared]
+    O(rows of the set), vectorised.
+    """
+    held = [plan.segments(rank, document_set) for rank in range(len(plan.shards))]
+    if keys == OWN:
+        return _own(held[cp_rank])
+    seen = np.zeros((len(held), len(plan.lengths)), np.int64)
+    for by_document, segments in zip(seen, held, strict=True):
+        np.maximum.at(by_document, segments["document"], segments["stop"])
+    own, segments = held[cp_rank], np.concatenate(held)
+    home = np.repeat(np.arange(len(held)), [len(each) for each in held])
+    first_rows = document_begins(own["stop"] - own["start"])[:-1]
+    arriving = _rows_seen(segments, seen[cp_rank], keys)
+    arriving[:, home == cp_rank] = 0
+    leaving = np.stack([_rows_seen(own, by_rank, keys) for by_rank in seen], axis=1)
+    leaving[:, cp_rank] = 0
+    calls: list[tuple[int, np.ndarray]] = []
+    if keys is None:
+        begins, own_rows, row = document_begins(seen[cp_rank]), (0, int((own["stop"] - own["start"]).sum())), 0
+        for call, of in zip(plan.shards[cp_rank].calls, plan.call_sets, strict=True):
+            if of == document_set:
+                calls.append((row, call))
+                row += int((call["stop"] - call["start"]).sum())
+        place = begins[segments["document"]] + segments["start"]
+    else:
+        # Of the one document, what arrives and, with the first share, the head, which the tail sees, in packed order.
+        counts, mine = arriving[1] - arriving[0], home == cp_rank
+        own_rows = (0, int(first_rows[1]) if keys[0] == 0 and len(own) > 1 else 0)
+        if own_rows[1]:
+            counts[mine & (segments["start"] == own["start"][0])] = own_rows[1]
+        order = np.argsort(segments["start"], kind="stable")
+        place = np.empty(len(segments), np.int64)
+        place[order] = document_begins(counts[order])[:-1]
+        begins = np.array([0, counts.sum()])
+        for row, segment in zip(first_rows.tolist(), own, strict=True):
+            visible = int(counts[segments["start"] < segment["start"]].sum())
+            rows = int(segment["stop"] - segment["start"])
+            if visible:
+                calls.append((row, np.array([(0, visible - rows, visible)], SEGMENT)))
+    first_own = place[home == cp_rank]
+    own_counts = np.clip(own_rows[1] - first_rows, 0, own["stop"] - own["start"])
+    moves = bool(((seen > 0).sum(axis=0) > 1).any())
     return Exchange(
-        num_sent=sent,
+        calls=tuple(call for call in calls if len(call[1])),
+        causal=keys is None,
         key_begins=begins,
-        sent_rows=ranges(first, first + segments["stop"] - segments["start"]),
-        gather=gather,
-        scatter=scatter,
         own_rows=own_rows,
-        own_keys=own_keys,
+        sent=tuple((leaving[1] - leaving[0]).sum(axis=1).tolist()) if moves else (),
+        received=tuple(np.bincount(home, arriving[1] - arriving[0], len(held)).astype(int).tolist()) if moves else (),
+        sent_rows=ranges(*(first_rows + leaving).reshape(2, -1)),
+        arrived_keys=ranges(place, place + arriving[1] - arriving[0]),
+        own_keys=ranges(first_own, first_own + own_counts),
     )
 
 
-def _shared(plan: ShardPlan) -> np.ndarray:
-    """bool [documents]: lives on more than one rank."""
-    held = np.zeros((len(plan.shards), len(plan.lengths)), bool)
-    for rank, shard in enumerate(plan.shards):
-        held[rank, np.concatenate(shard.calls)["document"]] = True
-    return held.sum(axis=0) > 1
+def _own(segments: np.ndarray) -> Exchange:
+    """Of segments with their own keys: a single call, whose keys are the rows."""
+    alone = np.zeros(len(segments), SEGMENT)
+    alone["document"], alone["stop"] = np.arange(len(segments)), segments["stop"] - segments["start"]
+    begins, nothing = document_begins(alone["stop"]), np.zeros(0, np.int64)
+    rows = int(begins[-1])
+    return Exchange(
+        calls=((0, alone),) if rows else (),
+        causal=True,
+        key_begins=begins,
+        own_rows=(0, rows),
+        sent=(),
+        received=(),
+        sent_rows=nothing,
+        arrived_keys=nothing,
+        own_keys=np.arange(rows),
+    )
 
 
-def _rows_of(segments: np.ndarray, chosen: np.ndarray) -> int:
-    return int((segments["stop"] - segments["start"])[chosen[segments["document"]]].sum())
+def _rows_seen(segments: np.ndarray, seen: np.ndarray, keys: tuple[float, float] | None) -> np.ndarray:
+    """Of each segment the rows [first, stop) that a rank sees whose queries see `seen` (int64 [documents]) of each
+    document, or the share `keys` of them: int64 [2, segments]."""
+    rows = np.clip(np.minimum(segments["stop"], seen[segments["document"]]) - segments["start"], 0, None)
+    low, high = (0.0, 1.0) if keys is None else keys
+    return np.stack([(rows * low).astype(np.int64), (rows * high).astype(np.int64)])

@@ -11,6 +11,7 @@ from megatron_wlb.cost.attention import KernelModel, attention_kernel
 from megatron_wlb.plan import native
 from megatron_wlb.plan.sharding.chunks import per_document, per_sequence
 from megatron_wlb.plan.sharding.hybrid import hybrid
+from megatron_wlb.plan.sharding.stages import staged
 from megatron_wlb.plan.sharding.volume import moved_rows
 from megatron_wlb.plan.types import SEGMENT, Shard, ShardPlan
 from megatron_wlb.settings import Settings, setting
@@ -23,6 +24,8 @@ MOST_SHARES = (1 / 2, 1.0, 2.0, 4.0, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
 
 Those that often win come first, since they spare the others most of their time.
 """
+EXPOSED_SHARES = (1 / 16, 1 / 4)
+"""Of the time of the exchange, what may not be hidden: sharding is tried with each, and stages tell which is best."""
 STRATEGIES = {
     "per-sequence": ("per-sequence",),
     "per-document": ("per-document",),
@@ -44,14 +47,6 @@ class Sharding(Settings):
         "micro-batch, by the kernel times of --wlb-profile. wlb: per-sequence or per-document, as WLB-LLM has it.",
         choices=tuple(STRATEGIES),
     )
-    cp_head_groups: int = setting(
-        2,
-        "Groups of key heads in which context-parallel attention gathers K and V, each while the one before computes; "
-        "1 hides no communication.",
-        parse=int,
-        least=1,
-        most=1 << 10,
-    )
     save_gathered_kv: bool = setting(
         False, "Keep gathered K and V for backward instead of gathering them again: faster, for memory in every layer."
     )
@@ -67,13 +62,20 @@ def shard(lengths: np.ndarray, job: "Job") -> tuple[np.ndarray, ShardPlan]:
     tokens, cp, kernel = int(lengths.sum()), job.parallel.cp, attention_kernel(job)
     padding = -tokens % job.unit_tokens if tokens else job.unit_tokens
 
-    def pad_and_divide(order: np.ndarray, strategy: str) -> tuple[np.ndarray, ShardPlan]:
+    def pad_and_divide(order: np.ndarray, strategy: str, exposed: float) -> tuple[np.ndarray, ShardPlan]:
         padded = np.append(lengths[order], [padding] if padding else []).astype(np.int64)
-        return order, divide(padded, cp, strategy, kernel)
+        return order, divide(padded, cp, strategy, replace(kernel, exchange=exposed * kernel.exchange))
 
-    choices = [pad_and_divide(np.arange(len(lengths)), job.cp_sharding)]
+    shares = EXPOSED_SHARES if kernel.exchange else (1.0,)
+    choices = [pad_and_divide(np.arange(len(lengths)), job.cp_sharding, share) for share in shares]
     if cp > 1 and job.reorders and "per-sequence" in STRATEGIES[job.cp_sharding]:
-        choices.append(pad_and_divide(mirrored_order(lengths), "per-sequence"))
+        choices.append(pad_and_divide(mirrored_order(lengths), "per-sequence", shares[0]))
+    if job.cp_exchange == "shared":
+        different = {
+            b"".join(call.tobytes() for shard in plan.shards for call in shard.calls): (order, plan)
+            for order, plan in reversed(choices)
+        }
+        choices = [(order, staged(plan, job)) for order, plan in reversed(different.values())]
     return min(choices, key=lambda choice: choice[1].time)
 
 
@@ -87,7 +89,7 @@ def divide(lengths: np.ndarray, cp: int, strategy: str, kernel: KernelModel) -> 
     if cp == 1:
         whole = np.zeros(len(lengths), SEGMENT)
         whole["document"], whole["stop"] = np.arange(len(lengths)), lengths
-        return ShardPlan(lengths=lengths, shards=(Shard(calls=(whole,)),), strategy="whole")
+        return ShardPlan(lengths=lengths, shards=(Shard(calls=(whole,)),), strategy="whole", call_sets=(0,))
     tried = STRATEGIES[strategy]
     if native.core is not None:
         name, time, columns, bounds = native.core.shard(lengths, cp, tried, MOST_SHARES, kernel)

@@ -73,7 +73,7 @@ def _arguments(args: KernelArgs) -> dict[str, Any]:
         "max_q": args.max_q,
         "max_k": args.max_k,
         "dropout_p": 0.0,
-        "is_causal": True,
+        "is_causal": args.causal,
         "scale": args.scale,
         "window_size_left": args.window,
         "window_size_right": None if args.window is None else 0,

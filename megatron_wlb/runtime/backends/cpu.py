@@ -65,7 +65,7 @@ class CpuBackend:
         out = q.new_empty(q.shape)
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
         masked, long = _parts(args)
-        mask = _Mask(masked, args.window, g, lse.dtype)
+        mask = _Mask(masked, args, g, lse.dtype)
         q = q.to(lse.dtype)
         (qs, os, ms), (ks, vs) = (_grouped(x, g) for x in (q, out, lse.T)), (_heads(x) for x in (k, v))
 
@@ -96,7 +96,7 @@ class CpuBackend:
         g = q.shape[1] // k.shape[1]
         dq = q.new_empty(q.shape)
         masked, long = _parts(args)
-        mask = _Mask(masked, args.window, g, lse.dtype)
+        mask = _Mask(masked, args, g, lse.dtype)
         dout, q, out = (x.to(lse.dtype) for x in (dout, q, out))
         # Parts of a document are summed, too.
         given, dkv = dkv, dkv if dkv.dtype == lse.dtype else dkv.to(lse.dtype)
@@ -132,11 +132,13 @@ class CpuBackend:
 
 
 def _parts(args: KernelArgs) -> tuple[list[SegmentRows], list[SegmentRows]]:
-    """What is one masked call, and long segments."""
+    """What is one call, under a mask if it is causal, and long segments."""
     masked: list[SegmentRows] = []
     long: list[SegmentRows] = []
     for rows in map(SegmentRows._make, args.table.tolist()):
-        if args.window is not None and args.window < rows.k_stop - rows.k_start - 1:
+        if not args.causal:
+            masked.append(rows)
+        elif args.window is not None and args.window < rows.k_stop - rows.k_start - 1:
             masked += _window_parts(rows, args.window)
         else:
             (long if rows.q_stop - rows.q_start >= _LONG else masked).append(rows)
@@ -155,14 +157,19 @@ def _window_parts(rows: SegmentRows, window: int) -> list[SegmentRows]:
 class _Mask:
     """What is added to the scores of [n * g query rows, keys]: -inf behind a query, and before its window."""
 
-    def __init__(self, parts: list[SegmentRows], window: int | None, g: int, dtype: torch.dtype) -> None:
+    def __init__(self, parts: list[SegmentRows], args: KernelArgs, g: int, dtype: torch.dtype) -> None:
+        self._causal, window = args.causal, args.window
+        if not args.causal:
+            return
         rows = max((part.q_stop - part.q_start for part in parts), default=0)
         self._prefix, self._g = max((part.k_split - part.k_start for part in parts), default=0), g
         back = torch.arange(rows)[:, None] + self._prefix - torch.arange(self._prefix + rows)
         hidden = back < 0 if window is None else (back < 0) | (back > window)
         self._all = torch.zeros(back.shape, dtype=dtype).masked_fill_(hidden, -torch.inf).repeat_interleave(g, 0)
 
-    def __call__(self, part: SegmentRows) -> Tensor:
+    def __call__(self, part: SegmentRows) -> Tensor | None:
+        if not self._causal:
+            return None
         n, keys = part.q_stop - part.q_start, part.k_stop - part.k_start
         return self._all.narrow(0, 0, n * self._g).narrow(1, self._prefix + n - keys, keys)
 

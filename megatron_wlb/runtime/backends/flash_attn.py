@@ -33,16 +33,23 @@ class _Operators:
     encode = staticmethod(varlen)
 
     def __init__(
-        self, namespace: str, names: tuple[str, str], versions: str, always: dict[str, Any], in_forward: dict[str, Any]
+        self,
+        namespace: str,
+        names: tuple[str, str],
+        versions: str,
+        causal: str,
+        always: dict[str, Any],
+        in_forward: dict[str, Any],
     ) -> None:
-        given, self._always, self._in_forward = (*_COMMON, *always), always, in_forward
+        """`causal` is the name of the argument that says so."""
+        given, self._causal, self._always, self._in_forward = (*_COMMON, causal, *always), causal, always, in_forward
         self._forward = _operator(self.name, namespace, names[0], (*given, *in_forward), versions)
         self._backward = _operator(self.name, namespace, names[1], (*given, *_GRADIENTS), versions)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""
         check_head_size(self.name, q)
-        out, lse, *_ = self._forward(q=q, k=k, v=v, **_arguments(args), **self._always, **self._in_forward)
+        out, lse, *_ = self._forward(q=q, k=k, v=v, **self._arguments(args), **self._in_forward)
         return out, lse
 
     def backward(
@@ -53,9 +60,23 @@ class _Operators:
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
         given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse, "dq": dq, "dk": dk, "dv": dv}
         deterministic = torch.are_deterministic_algorithms_enabled()
-        self._backward(**given, **_arguments(args), **self._always, deterministic=deterministic)
+        self._backward(**given, **self._arguments(args), deterministic=deterministic)
         args.store(dkv, dk, dv)
         return dq
+
+    def _arguments(self, args: KernelArgs) -> dict[str, Any]:
+        cu_q, cu_k = args.table
+        return {
+            "cu_seqlens_q": cu_q,
+            "cu_seqlens_k": cu_k,
+            "max_seqlen_q": args.max_q,
+            "max_seqlen_k": args.max_k,
+            "softmax_scale": args.scale,
+            "window_size_left": -1 if args.window is None else args.window,
+            "window_size_right": 0 if args.causal else -1,
+            self._causal: args.causal,
+            **self._always,
+        }
 
 
 class FlashAttnBackend(_Operators):
@@ -82,7 +103,8 @@ class FlashAttnBackend(_Operators):
             "flash_attn",
             ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward"),
             "flash-attn 2.8",
-            always={"dropout_p": 0.0, "causal": True, "softcap": 0.0, "alibi_slopes": None},
+            causal="causal",
+            always={"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None},
             in_forward={"return_softmax": False},
         )
 
@@ -108,7 +130,8 @@ class FlashAttn3Backend(_Operators):
             "flash_attn_3",
             ("fwd", "bwd"),
             "FlashAttention-3 with torch operators",
-            always={"is_causal": True},
+            causal="is_causal",
+            always={},
             in_forward={"num_splits": 1},  # splitting the keys of few queries saves time in decoding only
         )
 
@@ -133,16 +156,3 @@ def _operator(backend: str, namespace: str, name: str, given: tuple[str, ...], v
         )
     check_arguments(backend, name, schema_parameters(operator.default._schema), given, versions)
     return operator.default
-
-
-def _arguments(args: KernelArgs) -> dict[str, Any]:
-    cu_q, cu_k = args.table
-    return {
-        "cu_seqlens_q": cu_q,
-        "cu_seqlens_k": cu_k,
-        "max_seqlen_q": args.max_q,
-        "max_seqlen_k": args.max_k,
-        "softmax_scale": args.scale,
-        "window_size_left": -1 if args.window is None else args.window,
-        "window_size_right": 0,
-    }

@@ -26,6 +26,8 @@ class KernelArgs(NamedTuple):
     """Factor of the scores; positive."""
     window: int | None = None
     """Keys that a query sees before its own (window_size_left of FlashAttention); None: all of its document."""
+    causal: bool = True
+    """Queries see keys up to their own place, counted from the ends of an entry; else all, and there is no window."""
     adds_up: bool = True
     """Backward adds dK and dV to what `dkv` holds; else it overwrites all of it."""
     before_adding: Callable[[], None] | None = None

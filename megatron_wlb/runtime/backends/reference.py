@@ -29,11 +29,12 @@ class ReferenceBackend:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, args: KernelArgs
     ) -> Tensor:
-        """See `Backend.backward`; out and lse, which are rounded, are not used."""
-        p = _scores(q, k, args).softmax(-1)
+        """See `Backend.backward`."""
+        p = (_scores(q, k, args) - lse.double().unflatten(0, (k.shape[1], -1))[..., None]).exp()
         do = _grouped(dout, k.shape[1])
         dp = torch.einsum("qhgd,khd->hgqk", do, v.double())
-        ds = args.scale * p * (dp - (p * dp).sum(-1, keepdim=True))
+        delta = (do * _grouped(out, k.shape[1])).sum(-1).permute(1, 2, 0)
+        ds = args.scale * p * (dp - delta[..., None])
         dk, dv = torch.einsum("hgqk,qhgd->khd", ds, _grouped(q, k.shape[1])), torch.einsum("hgqk,qhgd->khd", p, do)
         args.store(dkv, dk, dv)
         return torch.einsum("hgqk,khd->qhgd", ds, k.double()).flatten(1, 2).to(q.dtype)
@@ -53,9 +54,12 @@ def _scores(q: Tensor, k: Tensor, args: KernelArgs) -> Tensor:
 def _visible(args: KernelArgs, num_queries: int, num_keys: int) -> Tensor:
     """bool [sq, P]: same entry, and counted from the entry's end the key is not after the query, nor too far before."""
     (entry_q, to_end_q), (entry_k, to_end_k) = map(_locate, args.table, (num_queries, num_keys))
+    same = entry_q[:, None] == entry_k[None, :]
+    if not args.causal:
+        return same
     back = to_end_k[None, :] - to_end_q[:, None]
     near = back >= 0 if args.window is None else (back >= 0) & (back <= args.window)
-    return (entry_q[:, None] == entry_k[None, :]) & near
+    return same & near
 
 
 def _locate(cu: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

@@ -16,12 +16,12 @@ from megatron_wlb.runtime.encoding import Encoded, offsets
 _MODULE, _PACKAGE = "transformer_engine.pytorch", "transformer-engine[pytorch]"
 _KINDS = {
     "attn_bias_type": "no_bias",
-    "attn_mask_type": "padding_causal_bottom_right",
     "dropout": 0.0,
 }
 _COMMON = (
     *("max_seqlen_q", "max_seqlen_kv", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
-    *("q", "k", "v", "fake_dtype", "fused_attention_backend", "attn_scale", "window_size", *_KINDS, "qkv_layout"),
+    *("q", "k", "v", "fake_dtype", "fused_attention_backend", "attn_scale", "window_size", "attn_mask_type"),
+    *("qkv_layout", *_KINDS),
 )
 _FORWARD = (*_COMMON, "is_training", "rng_gen")
 _BACKWARD = (*_COMMON, "o", "d_o", "aux_ctx_tensors", "deterministic")
@@ -94,7 +94,7 @@ class TeBackend:
         deterministic = torch.are_deterministic_algorithms_enabled()
         if deterministic:
             _check_workspace(q, k, args.table.shape[1] - 1)
-        aux = [lse.T[:, :, None], _no_random_state(q.device)]
+        aux = [lse.T.contiguous()[:, :, None], _no_random_state(q.device)]
         dq, dk, dv, *_ = self._backward(
             o=out.contiguous(),
             d_o=dout.contiguous(),
@@ -123,7 +123,8 @@ class TeBackend:
             "fake_dtype": q.dtype,
             "fused_attention_backend": self._engine,
             "attn_scale": args.scale,
-            "window_size": (-1 if args.window is None else args.window, 0),
+            "window_size": (-1 if args.window is None else args.window, 0 if args.causal else -1),
+            "attn_mask_type": "padding_causal_bottom_right" if args.causal else "padding",
             "qkv_layout": "thd_t2hd",
             **_KINDS,
         }

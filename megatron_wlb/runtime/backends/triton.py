@@ -59,9 +59,10 @@ def _grid(x: Tensor, args: KernelArgs, block: int) -> tuple[int, int]:
     return x.shape[0] // block + _entries(args), x.shape[1]
 
 
-def _arguments(q: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor, int, int, float, int]:
+def _arguments(q: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor, int, int, float, int, int]:
     cu_q, cu_k = args.table
-    return cu_q, cu_k, _entries(args), q.shape[0], args.scale, _NO_WINDOW if args.window is None else args.window
+    window = _NO_WINDOW if args.window is None else args.window
+    return cu_q, cu_k, _entries(args), q.shape[0], args.scale, window, int(args.causal)
 
 
 def _entries(args: KernelArgs) -> int:

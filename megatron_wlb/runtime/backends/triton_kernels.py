@@ -2,6 +2,7 @@
 
 Entry e attends query rows [cu_q[e], cu_q[e + 1]) to key rows [cu_k[e], cu_k[e + 1]), aligned to the bottom right: with
 `ahead` more keys than queries, query i sees keys i + ahead - window to i + ahead, counted from the begins of the entry.
+Where `causal` is 0, `ahead` is the number of keys, so that all are seen.
 
 Which rows a program works on is found in the kernel. Entry e gets the programs from cu[e] // BLOCK + e on, at least as
 many as it has blocks, so cu[entries] // BLOCK + entries programs, which the host knows, are enough; the others return.
@@ -22,7 +23,7 @@ _HIDDEN = tl.constexpr(-1.0e30)
 
 # Differ between micro-batches: what triton must not compile anew for, values and whether 16 divides an address.
 _VARYING = {
-    "do_not_specialize": ["entries", "num_queries", "window"],
+    "do_not_specialize": ["entries", "num_queries", "window", "causal"],
     "do_not_specialize_on_alignment": ["cu_q", "cu_k"],
 }
 
@@ -56,7 +57,7 @@ def _store(tensor, begin, stride, rows, columns, num_rows, values, D: tl.constex
 
 @triton.jit(**_VARYING)
 def forward_kernel(
-    q, k, v, out, lse, cu_q, cu_k, entries, num_queries, scale, window,
+    q, k, v, out, lse, cu_q, cu_k, entries, num_queries, scale, window, causal,
     q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head,
     GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -67,7 +68,7 @@ def forward_kernel(
     q_len, k_len = tl.load(cu_q + entry + 1) - q_begin, tl.load(cu_k + entry + 1) - k_begin
     if start >= q_len:
         return
-    head, ahead = tl.program_id(1), k_len - q_len
+    head, ahead = tl.program_id(1), k_len - q_len * causal
     k_of_head, v_of_head = k + head // GROUP * k_head, v + head // GROUP * v_head
     i, columns = start + tl.arange(0, BLOCK_Q), tl.arange(0, D_PAD)
     queries = _rows(q + head * q_head, q_begin, q_row, i, columns, q_len, D)
@@ -79,7 +80,7 @@ def forward_kernel(
         keys = _rows(k_of_head, k_begin, k_row, j, columns, k_len, D)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * (scale * _LOG2_E)
         back = i[:, None] + ahead - j[None, :]
-        scores = tl.where((back >= 0) & (back <= window), scores, _HIDDEN)
+        scores = tl.where((back >= 0) & (back <= window) & (j[None, :] < k_len), scores, _HIDDEN)
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         p = tl.exp2(scores - new_highest[:, None])
         shrink = tl.exp2(highest - new_highest)
@@ -93,7 +94,7 @@ def forward_kernel(
 
 @triton.jit(**_VARYING)
 def dq_kernel(
-    dout, q, k, v, out, lse, dq, delta, cu_q, cu_k, entries, num_queries, scale, window,
+    dout, q, k, v, out, lse, dq, delta, cu_q, cu_k, entries, num_queries, scale, window, causal,
     dout_row, dout_head, q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head, dq_row, dq_head,
     GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -103,7 +104,7 @@ def dq_kernel(
     q_len, k_len = tl.load(cu_q + entry + 1) - q_begin, tl.load(cu_k + entry + 1) - k_begin
     if start >= q_len:
         return
-    head, ahead = tl.program_id(1), k_len - q_len
+    head, ahead = tl.program_id(1), k_len - q_len * causal
     k_of_head, v_of_head = k + head // GROUP * k_head, v + head // GROUP * v_head
     i, columns = start + tl.arange(0, BLOCK_Q), tl.arange(0, D_PAD)
     queries = _rows(q + head * q_head, q_begin, q_row, i, columns, q_len, D)
@@ -119,7 +120,8 @@ def dq_kernel(
         keys = _rows(k_of_head, k_begin, k_row, j, columns, k_len, D)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * (scale * _LOG2_E)
         back = i[:, None] + ahead - j[None, :]
-        p = tl.exp2(tl.where((back >= 0) & (back <= window), scores - row_lse[:, None], _HIDDEN))
+        visible = (back >= 0) & (back <= window) & (j[None, :] < k_len)
+        p = tl.exp2(tl.where(visible, scores - row_lse[:, None], _HIDDEN))
         values = _rows(v_of_head, k_begin, v_row, j, columns, k_len, D)
         dp = tl.dot(do, tl.trans(values), input_precision="ieee")
         ds = p * (dp - row_delta[:, None])
@@ -129,7 +131,7 @@ def dq_kernel(
 
 @triton.jit(**_VARYING)
 def dkv_kernel(
-    dout, q, k, v, lse, delta, dk, dv, cu_q, cu_k, entries, num_queries, scale, window,
+    dout, q, k, v, lse, delta, dk, dv, cu_q, cu_k, entries, num_queries, scale, window, causal,
     dout_row, dout_head, q_row, q_head, k_row, k_head, v_row, v_head, dk_row, dk_head, dv_row, dv_head,
     GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -140,7 +142,7 @@ def dkv_kernel(
     entry, start = _block(cu_k, entries, tl.program_id(0), BLOCK_K)
     q_begin, k_begin = tl.load(cu_q + entry), tl.load(cu_k + entry)
     q_len, k_len = tl.load(cu_q + entry + 1) - q_begin, tl.load(cu_k + entry + 1) - k_begin
-    ahead = k_len - q_len
+    ahead = k_len - q_len * causal
     first_query, stop_query = tl.maximum(start - ahead, 0), tl.minimum(start + BLOCK_K - ahead + window, q_len)
     if (start >= k_len) | (first_query >= stop_query):
         return

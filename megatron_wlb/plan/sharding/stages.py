@@ -1,0 +1,231 @@
+"""In which stages the attention of a micro-batch runs, so that K and V of each travel while the one before computes.
+
+Documents that are whole on a rank need no exchange and go first. The others go in up to three sets, or together but
+some key heads after the other; or the one with most work goes in parts, every rank its own keys first, then shares of
+all others as they arrive. Whichever is predicted to be fastest is taken: little travels before there is anything to
+compute, and little leaves when nothing is left to compute.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from megatron_wlb.cost.attention import KernelModel, attention_kernels
+from megatron_wlb.cost.exchange import exchange_times, stage_times
+from megatron_wlb.cost.network import Network, load_network
+from megatron_wlb.plan.sharding.exchange import OWN
+from megatron_wlb.plan.sharding.volume import Held
+from megatron_wlb.plan.types import Shard, ShardPlan, Stage
+
+if TYPE_CHECKING:
+    from megatron_wlb.job import Job
+
+EDGES = (0, 1, 2)
+"""How many of the shared documents are tried as a set of their own, before and after the others."""
+SHARES = ((0, 1), (0, 1 / 4, 1), (0, 1 / 16, 1 / 4, 1), (0, 1 / 8, 7 / 8, 1))
+"""Where the parts begin and end in which the keys of other ranks are tried to arrive, of a document in parts."""
+
+
+class _Load(NamedTuple):
+    """What a stage asks of each rank."""
+
+    calls: np.ndarray
+    """int64 [cp]: attention calls."""
+    tiles: np.ndarray
+    """float64 [2, cp]: tiles and query tiles, see `KernelModel`."""
+    rows: np.ndarray
+    """float64 [2, cp]: rows of K and V that arrive, and that leave, once for every rank that needs them."""
+
+    def plus(self, other: "_Load") -> "_Load":
+        return _Load(*(mine + its for mine, its in zip(self, other, strict=True)))
+
+
+class _Way(NamedTuple):
+    """A stage that is tried: shared documents [first, stop), those with little work first."""
+
+    first: int
+    stop: int
+    heads: tuple[int, int] | None = None
+    keys: tuple[float, float] | None = None
+
+
+def staged(plan: ShardPlan, job: "Job") -> ShardPlan:
+    """The plan with its calls and stages in the order of the least predicted time, forward and backward together.
+
+    That is its `time` then. Documents and rows stay on the ranks where they are. By a profile without a unit of time,
+    all shared documents go together.
+    """
+    held = Held(plan)
+    sets = held.is_shared.astype(np.int64)
+    if job.profile.counts_pairs:
+        return regrouped(plan, sets)
+    kernels, num_heads = attention_kernels(job), job.model.heads_per_rank(job.parallel.tp)[1]
+    loads = _Loads(held, kernels[0])
+    (shared,) = np.nonzero(held.is_shared)
+    shared = shared[np.argsort(loads.tiles[shared, 0].sum(axis=1), kind="stable")]
+    load = cache(lambda way: loads.of(shared[way.first : way.stop], way.heads, way.keys, num_heads))
+    ways = list(_ways(len(shared), num_heads, parts=not job.windowed)) if len(shared) else [[]]
+    whole, nothing, most = loads.of_whole(), loads.of(shared[:0]), max(map(len, ways))
+    with_own = cache(lambda way: _sum([whole, load(way)]))
+    own, during = [], []
+    for way in ways:
+        alone = [with_own(each) for each in way if each.keys == OWN]
+        loaded = [load(each) for each in way if each.keys != OWN]
+        own.append(alone[0] if alone else whole)
+        during.append(loaded + [nothing] * (most - len(loaded)))
+    forward, backward = _times(own, during, job, kernels, load_network())[1]
+    both = forward + backward
+    best = ways[int(np.argmin(both))]
+    numbers = {bounds: number for number, bounds in enumerate(dict.fromkeys(way[:2] for way in best), 1)}
+    for (first, stop), number in numbers.items():
+        sets[shared[first:stop]] = number
+    stages = [Stage(numbers[way[:2]], way.heads, way.keys) for way in best]
+    return replace(regrouped(plan, sets, stages), time=float(both.min()))
+
+
+def _ways(num_shared: int, num_heads: int, parts: bool) -> Iterator[list[_Way]]:
+    """Stages that are compared; of a tie the first wins."""
+    for before, after in itertools.product(EDGES, EDGES):
+        if before + after < num_shared or before == after == 0:
+            cuts = (0, before, num_shared - after, num_shared)
+            yield [_Way(first, stop) for first, stop in itertools.pairwise(cuts) if first < stop]
+    for some in {1, num_heads // 2}:
+        for inner in ((some,), (some, num_heads - some)):
+            bounds = list(itertools.pairwise((0, *inner, num_heads)))
+            if all(first < stop for first, stop in bounds):
+                yield [_Way(0, num_shared, heads) for heads in bounds]
+    last = num_shared - 1
+    for shares in SHARES if parts else ():
+        arriving = [_Way(last, num_shared, keys=keys) for keys in itertools.pairwise(shares)]
+        yield [_Way(last, num_shared, keys=OWN), *([_Way(0, last)] if last else []), *arriving]
+
+
+def attention_times(
+    plan: ShardPlan, job: "Job", kernels: Sequence[KernelModel], network: Network
+) -> tuple[list[np.ndarray], list[float]]:
+    """Predicted attention of a layer, forward and backward: kernels of every rank, float64 [cp] us each, and what the
+    exchange adds to those of the slowest rank, us each."""
+    held, num_heads = Held(plan), job.model.heads_per_rank(job.parallel.tp)[1]
+    loads = _Loads(held, kernels[0])
+    own: list[_Load] = []
+    during: list[_Load] = []
+    for stage in plan.stages:
+        documents = np.unique(
+            np.concatenate([plan.segments(r, stage.document_set) for r in range(held.cp)])["document"]
+        )
+        exchanged = stage.keys != OWN and held.is_shared[documents].any()
+        (during if exchanged else own).append(loads.of(documents, stage.heads, stage.keys, num_heads))
+    busy, took = _times([_sum([*own, loads.of(documents[:0])])], [during], job, kernels, network)
+    return [each[0] for each in busy], [float(end[0] - each[0].max()) for each, end in zip(busy, took, strict=True)]
+
+
+def _times(
+    own: list[_Load],
+    during: list[list[_Load]],
+    job: "Job",
+    kernels: Sequence[KernelModel],
+    network: Network,
+) -> tuple[list[np.ndarray], Sequence[np.ndarray]]:
+    """Kernels of every rank, forward and backward, float64 [ways, cp] us each, and the time of attention with the
+    exchange, float64 [ways] each: of what needs none, and of stages that do, as many for every way."""
+
+    def times(loads: list[_Load]) -> list[np.ndarray]:
+        calls, tiles = np.array([load.calls for load in loads]), np.stack([load.tiles for load in loads], axis=1)
+        return [kernel.time(calls, *tiles) for kernel in kernels]
+
+    before, (num_ways, num_stages) = times(own), (len(during), len(during[0]))
+    if not num_stages:
+        return before, [each.max(axis=1) for each in before]
+    loads = list(itertools.chain.from_iterable(during))
+    shape = num_ways, num_stages, -1
+    each = [took.reshape(shape) for took in times(loads)]
+    busiest = np.array([load.rows.max() for load in loads]).reshape(num_ways, num_stages)
+    moved = exchange_times(job, busiest, network)
+    busy = [first + stages.sum(axis=1) for first, stages in zip(before, each, strict=True)]
+    return busy, stage_times(before, each, moved, kept=job.save_gathered_kv)
+
+
+def _sum(loads: Sequence[_Load]) -> _Load:
+    return _Load(*(np.sum(values, axis=0) for values in zip(*loads, strict=True)))
+
+
+class _Loads:
+    """What documents ask of the ranks of a plan."""
+
+    def __init__(self, held: Held, kernel: KernelModel) -> None:
+        self._held, self._kernel, self._rows = held, kernel, held.rows()
+        self.tiles = held.by_rank(np.stack(kernel.tiles(held.segments), axis=1))
+        """int64 [documents, 2, cp]."""
+        self._pieces = held.by_rank(np.stack((1 - held.tails, held.tails), axis=1))
+
+    def of_whole(self) -> _Load:
+        """Of all documents that are whole on a rank, in a single call."""
+        held = self._held
+        first = ~held.is_shared[held.segments["document"]] & (held.segments["start"] == 0)
+        segments, ranks = held.segments[first], held.ranks[first]
+        segments["stop"] = held.lengths[segments["document"]]
+        tiles = np.zeros((2, held.cp))
+        np.add.at(tiles.T, ranks, np.stack(self._kernel.tiles(segments), axis=1))
+        calls = (np.bincount(ranks, minlength=held.cp) > 0).astype(np.int64)
+        return _Load(calls, tiles, np.zeros((2, held.cp)))
+
+    def of(
+        self,
+        documents: np.ndarray,
+        heads: tuple[int, int] | None = None,
+        keys: tuple[float, float] | None = None,
+        num_heads: int = 1,
+    ) -> _Load:
+        """Of some documents, int64 [n], in one stage; with `keys`, which are those of `Stage`, of a single one."""
+        share = 1.0 if heads is None else (heads[1] - heads[0]) / num_heads
+        if keys is None:
+            calls = (self._pieces[documents].sum(axis=0) > 0).sum(axis=0)
+            return _Load(calls, share * self.tiles[documents].sum(axis=0), share * self._rows[documents].sum(axis=0))
+        (document,) = documents
+        segments, ranks = self._held.of_document(document)
+        rows, tile = segments["stop"] - segments["start"], self._kernel.tile_rows
+        calls, tiles = np.zeros(self._held.cp, np.int64), np.zeros((2, self._held.cp))
+        if keys == OWN:
+            calls[ranks] = 1
+            own = segments.copy()
+            own["start"], own["stop"] = 0, rows
+            np.add.at(tiles.T, ranks, np.stack(self._kernel.tiles(own), axis=1))
+            return _Load(calls, tiles, np.zeros((2, self._held.cp)))
+        low, high = keys
+        mine = np.where(ranks[:, None] == ranks, rows, 0)  # of the same rank, those before
+        before = np.where(segments["start"][:, None] > segments["start"], mine, 0).sum(axis=1)
+        visible = ((segments["start"] - before) * (high - low)).astype(np.int64) + before * (low == 0)
+        np.add.at(calls, ranks, visible > 0)
+        query_tiles = -(-rows // tile) * (visible > 0)
+        np.add.at(tiles.T, ranks, np.stack((query_tiles * -(-visible // tile), query_tiles), axis=1))
+        return _Load(calls, tiles, (high - low) * self._rows[document])
+
+
+def regrouped(plan: ShardPlan, sets: np.ndarray, stages: list[Stage] | None = None) -> ShardPlan:
+    """The plan with calls by sets of documents, and `stages` (default: one for every set) after that of set 0.
+
+    `sets` (int64 [documents]) has the set of each document: 0 for those that are whole on a rank, which make up a
+    single call there, from 1 on for those whose heads and tails are calls of their own.
+    """
+    held = Held(plan)
+    in_set = sets[held.segments["document"]]
+    kept = (in_set > 0) | (held.segments["start"] == 0)
+    segments, in_set = held.segments[kept], in_set[kept]
+    whole = in_set == 0
+    segments["stop"][whole] = plan.lengths[segments["document"][whole]]
+    num_calls = 1 + 2 * int(sets.max())
+    call = held.ranks[kept] * num_calls + np.where(whole, 0, 2 * in_set - 1 + held.tails[kept])
+    order = np.lexsort((segments["document"], call))
+    bounds = np.searchsorted(call[order], np.arange(len(plan.shards) * num_calls + 1))
+    calls = (segments[order[i:j]] for i, j in itertools.pairwise(bounds))
+    others = stages or [Stage(number) for number in np.unique(sets[sets > 0]).tolist()]
+    return replace(
+        plan,
+        shards=tuple(Shard(calls=each) for each in itertools.batched(calls, num_calls)),
+        call_sets=tuple((np.arange(num_calls) + 1) // 2),
+        stages=(*([Stage(0)] if (sets == 0).any() else []), *others),
+    )

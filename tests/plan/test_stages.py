@@ -1,0 +1,74 @@
+"""Stages of attention: what is chosen is what is predicted, and nothing that was tried is faster."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_wlb.cost.attention import attention_kernels, load_profile
+from megatron_wlb.cost.network import load_network
+from megatron_wlb.model import MODELS
+from megatron_wlb.plan.sharding import per_document, per_sequence, shard
+from megatron_wlb.plan.sharding.stages import attention_times, regrouped, staged
+from megatron_wlb.plan.sharding.volume import Held
+from megatron_wlb.plan.types import Stage
+from tests.jobs import job
+
+H100 = load_profile("h100-fa2")
+
+
+def job_of(cp, **changes):
+    return job(**{"cp": cp, "context_length": 3 << 16, "profile": H100} | changes)
+
+
+def predicted(plan, given_job):
+    """Forward and backward with the exchange, us."""
+    busy, added = attention_times(plan, given_job, attention_kernels(given_job), load_network())
+    return sum(float(each.max()) + more for each, more in zip(busy, added, strict=True))
+
+
+@st.composite
+def micro_batches(draw):
+    cp = draw(st.sampled_from([2, 3, 4, 8]))
+    lengths = draw(st.lists(st.one_of(st.integers(1, 500), st.integers(1, 60_000)), min_size=1, max_size=12))
+    lengths[-1] += -sum(lengths) % (2 * cp)
+    return np.array(lengths, np.int64), cp
+
+
+@pytest.mark.parametrize("sharding", [per_sequence, per_document])
+@given(micro_batches(), st.booleans(), st.booleans())
+def test_what_is_chosen_is_what_is_predicted(sharding, case, windowed, kept):
+    lengths, cp = case
+    given_job = job_of(cp, windowed=windowed, save_gathered_kv=kept)
+    plan = sharding(lengths, cp)
+    chosen = staged(plan, given_job)
+    assert chosen.time == pytest.approx(predicted(chosen, given_job))
+    together = regrouped(plan, Held(plan).is_shared.astype(np.int64))
+    assert chosen.time <= predicted(together, given_job) * (1 + 1e-9)
+    assert not windowed or all(stage.keys is None for stage in chosen.stages)
+    # Every head of every set once, and of a document in parts all keys.
+    for number in set(chosen.call_sets):
+        stages = [stage for stage in chosen.stages if stage.document_set == number]
+        if stages and stages[0].keys is not None:
+            assert stages[0].keys == (0, 0) and stages[-1].keys[1] == 1
+            assert all(before.keys[1] == after.keys[0] for before, after in itertools.pairwise(stages[1:]))
+        elif stages and stages[0].heads is not None:
+            assert [head for stage in stages for head in range(*stage.heads)] == list(range(4))
+        else:
+            assert len(stages) == Held(chosen).is_shared.any() or number == 0 or len(stages) == 1
+
+
+def test_without_a_unit_of_time_shared_documents_go_together():
+    plan = staged(per_sequence(np.array([8, 100, 20], np.int64), 2), job(cp=2))
+    assert plan.stages == (Stage(0), Stage(1))
+
+
+def test_a_job_shards_for_the_least_time_of_both():
+    """A document that is nearly all of a micro-batch, on ranks of different nodes: it comes in parts."""
+    given_job = job_of(8, tp=8, model=MODELS["llama2-70b"])
+    lengths = np.array([100_000, 8_000, 8_000, 7_000, 4_072, 4_000], np.int64)
+    _, plan = shard(lengths, given_job)
+    assert any(stage.keys is not None for stage in plan.stages)
+    assert plan.time == pytest.approx(predicted(plan, given_job))
