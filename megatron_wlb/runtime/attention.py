@@ -66,7 +66,7 @@ def context_parallel_attention(
     Raises ValueError where shapes, dtypes, devices or ranks do not fit each other. Source: WLB-LLM (OSDI'25),
     section 5.
     """
-    _check_shapes(q, k, v, metadata)
+    _check_shapes(q, k, v, metadata, options)
     _check_placement(q, k, v, metadata, group, options.backend)
     return _ContextParallelAttention.apply(q, k, v, metadata, group, options)
 
@@ -353,7 +353,7 @@ def _exchanged(
     return _all_to_all(arriving, leaving, received, sent, group=group, async_op=True)
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, metadata: ShardMetadata) -> None:
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, metadata: ShardMetadata, options: AttentionOptions) -> None:
     if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[-1] != k.shape[-1]:
         raise ValueError(
             f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; they must be [s, Hq, D], "
@@ -363,6 +363,11 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, metadata: ShardMetadata) -> N
         raise ValueError(
             f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads; "
             "choose num_query_groups that divides num_attention_heads on every tensor-parallel rank"
+        )
+    if options.window is not None and any(stage.keys is not None for stage in metadata.stages):
+        raise ValueError(
+            f"a window of {options.window} keys, and a document that is computed in parts, which have none; plan for a "
+            "job that is windowed"
         )
     planned = {stage.document_set: stage.heads[1] for stage in metadata.stages if stage.heads}
     for stop in planned.values():

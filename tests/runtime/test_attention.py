@@ -275,6 +275,14 @@ def test_wrong_inputs_are_refused(backend, message, change):
         context_parallel_attention(*given, None, AttentionOptions(backend=backend))
 
 
+def test_a_window_on_a_document_in_parts_is_refused(backend):
+    plan = in_parts(np.array(LENGTHS["mixed"], np.int64), 2)
+    metadata = ShardMetadata.build(plan, 0, backend.encode)
+    q, k, v, _ = inputs(metadata.num_rows, (4, 2), HEAD_SIZE, torch.float32)
+    with pytest.raises(ValueError, match="a window of 5 keys, and a document that is computed in parts"):
+        context_parallel_attention(q, k, v, metadata, None, AttentionOptions(backend=backend, window=5))
+
+
 class _IndexedAsOnGpu(TorchDispatchMode):
     """A tensor takes indices from its own device or the CPU, nothing else."""
 
