@@ -47,6 +47,30 @@ def test_the_fit_recovers_constants_from_noisy_times(rows):
         assert error[name]["shapes_fitted"] + error[name]["shapes_held_out"] == len(shards)
 
 
+def test_what_is_faster_on_two_streams_runs_on_them(tmp_path, monkeypatch):
+    """As on a GPU, where the second of two calls is free: only shards with two are measured both ways."""
+
+    def timed(shape, target, stopwatch, *, two_streams=False):
+        plan, rank = shape
+        launches, tiles, _ = calibration.count(plan.shards[rank], 4, 128)
+        measured.append((launches, two_streams))
+        return (10.0 * (1 if two_streams else launches) + tiles, 20.0 + 2 * tiles)
+
+    measured: list[tuple[int, bool]] = []
+    monkeypatch.setattr(profile, "attention_times", timed)
+    monkeypatch.setattr(profile, "linear_times", lambda *arguments: (1.0, 2.0))
+    target = SimpleNamespace(device="cuda")
+    monkeypatch.setattr(profile, "_stopwatch", lambda *arguments, **named: None)
+    _, us, two_streams = profile._measure(
+        SimpleNamespace(quick=True, output="-"), target, shapes := calibration.shapes(4096)
+    )
+    assert two_streams and len(us) == len(shapes)
+    assert {launches for launches, both in measured if both} == {2}
+    times = {"launch": 1.0, "tile": 1.0, "query_tile": 0.0}
+    stated = {"name": "two", "kernel": {"tile_rows": 128, "forward": times, "two_streams": True}}
+    assert load_profile(write_json(tmp_path, stated)).two_streams
+
+
 def test_one_slow_sample_does_not_move_the_fit():
     counts = np.array([(1, n, m) for n in (1, 10, 100, 1000) for m in (1, 5, 50)], float)
     us = calibration.predict(KernelTimes(launch=5.0, tile=1.0, query_tile=1.0), counts)
@@ -73,6 +97,7 @@ def test_shapes_are_those_of_training():
 def test_a_run_on_the_cpu(written):
     data = json.loads(written.read_text())
     assert data["kernel"].items() >= {"head_size": 16, "dtype": "fp32", "backend": "cpu"}.items()
+    assert data["kernel"]["two_streams"] is load_profile(str(written)).two_streams is False
     assert data["error"]["forward"].keys() == data["error"]["backward"].keys()
     assert data["error"]["forward"]["held_out_median"] <= data["error"]["forward"]["held_out_p90"]
     assert data["linear"]["ffn_hidden_size"] == 128
