@@ -61,7 +61,6 @@ def make_job(args: Namespace) -> Job:
             _parallel(args),
             vpp=args.virtual_pipeline_model_parallel_size or 1,
             group_size=args.microbatch_group_size_per_vp_stage,
-            etp=args.expert_tensor_parallel_size,
         ),
         packing=packing.from_args(args),
         settings=settings,
