@@ -175,8 +175,8 @@ def _attention(job: Job, hardware: Hardware, shards: Sequence[ShardPlan]) -> tup
     kernels = attention_kernels(job, hardware.attention_backward)
     if job.cp_exchange == "shared":
         timed = [attention_times(plan, job, kernels, hardware.network) for plan in shards]
-        forward, backward = (np.array([busy[i] for busy, _ in timed]) for i in range(2))
-        return (forward, backward), tuple(np.array([added[i] for _, added in timed]) for i in range(2))  # type: ignore[return-value]
+        busy, added = np.array([each for each, _ in timed]), np.array([each for _, each in timed])
+        return (busy[:, 0], busy[:, 1]), (added[:, 0], added[:, 1])
     counts = np.array([[kernels[0].count_shard(s.calls) for s in plan.shards] for plan in shards])  # [M, cp, 3]
     calls, tiles, query_tiles = np.moveaxis(counts, 2, 0)
     rows = np.array([float(p.lengths.sum()) for p in shards])

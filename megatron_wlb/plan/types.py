@@ -129,6 +129,12 @@ class ShardPlan:
     stages: tuple[Stage, ...] = (Stage(0),)
     """The order in which attention runs; every head of every set of documents once."""
 
+    @property
+    def key(self) -> bytes:
+        """Equal where lengths and calls are."""
+        arrays = (self.lengths, *(call for shard in self.shards for call in shard.calls))
+        return b"|".join(array.tobytes() for array in arrays)
+
     def first_row(self, cp_rank: int, document_set: int) -> int:
         """Local rows that a rank holds before those of a set of documents."""
         calls = zip(self.shards[cp_rank].calls, self.call_sets, strict=True)

@@ -44,7 +44,8 @@ class AttentionOptions:
     def calls(self, part: Part, head_size: int) -> list[tuple[Call, KernelArgs]]:
         """The calls of a part, each with what `backend` is given."""
         scale = head_size**-0.5 if self.scale is None else self.scale
-        return [(c, KernelArgs(c.table, c.max_q, c.max_k, scale, self.window, part.causal)) for c in part.calls]
+        calls = zip(part.calls, part.tables, strict=True)
+        return [(c, KernelArgs(table, c.max_q, c.max_k, scale, self.window, part.causal)) for c, table in calls]
 
 
 def context_parallel_attention(
@@ -191,8 +192,6 @@ def attend_backward(
     summed = len(part.calls) > 1 or part.sent or part.of[1] is not None
     dtype = torch.promote_types(kv.dtype, torch.float32) if summed else kv.dtype
     dkv = torch.empty_like(kv, dtype=dtype, memory_format=torch.contiguous_format)
-    if not part.calls:
-        dkv.zero_()
     streams, (k, v) = _Streams(q, part, options), kv.unbind(1)
     for i, ((call, args), sums) in enumerate(zip(options.calls(part, q.shape[-1]), lse, strict=True)):
         local = dout[call.rows], q[call.rows], k, v, out[call.rows], sums

@@ -18,41 +18,19 @@ from megatron_wlb.plan.types import ShardPlan, Stage
 from megatron_wlb.runtime.encoding import Encoding
 
 
-class CallLayout(NamedTuple):
-    """A `Call` without its table."""
+class Call(NamedTuple):
+    """One attention call, but for its table."""
 
     rows: slice
+    """Its queries, among the rows of its documents."""
     shape: tuple[int, ...]
     """Of the table, see `encoding.Encoded`."""
     max_q: int
     max_k: int
 
 
-class PartLayout(NamedTuple):
-    """A `Part` without its tensors."""
-
-    of: tuple[int, tuple[float, float] | None]
-    rows: slice
-    own_rows: slice
-    keys_are_rows: bool
-    causal: bool
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
-    calls: tuple[CallLayout, ...]
-
-
-class Call(NamedTuple):
-    """One attention call."""
-
-    rows: slice
-    """Its queries, among the rows of its documents."""
-    table: Tensor
-    """int32: what the backend is told of its entries."""
-    max_q: int
-    max_k: int
-
-
-class Part(NamedTuple):
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PartLayout:
     """A set of documents, or a share of its keys, that is exchanged and computed together, as one rank has it."""
 
     of: tuple[int, tuple[float, float] | None]
@@ -69,6 +47,14 @@ class Part(NamedTuple):
     """Rows that every rank is sent; () where no rank has anything to exchange."""
     received: tuple[int, ...]
     """Rows that come from every rank, likewise."""
+    calls: tuple[Call, ...]
+    """Attention calls; each has some rows."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part(PartLayout):
+    """The same with its integers."""
+
     gather: Tensor
     """Keys from the pool of all rows that arrived and the rank's own, int64 [P]: keys = pool[gather]."""
     sent_rows: Tensor
@@ -77,8 +63,8 @@ class Part(NamedTuple):
     """The keys that arrive, rank by rank, int64."""
     own_keys: Tensor
     """The keys that `own_rows` are, int64."""
-    calls: tuple[Call, ...]
-    """Attention calls; each has some rows."""
+    tables: tuple[Tensor, ...]
+    """What the backend is told of the entries of every call, int32."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -125,7 +111,7 @@ class ShardMetadata:
             for begin, segments in moved.calls:
                 table, max_q, max_k = encode(moved.key_begins, segments)
                 stop = begin + int((segments["stop"] - segments["start"]).sum())
-                calls.append(CallLayout(slice(begin, stop), table.shape, max_q, max_k))
+                calls.append(Call(slice(begin, stop), table.shape, max_q, max_k))
                 tables.append(table.ravel())
             gather = moved.gather
             arrays += [gather, moved.sent_rows, moved.arrived_keys, moved.own_keys]
@@ -169,15 +155,15 @@ class ShardMetadata:
         words, sizes = self.integers[total:].view(torch.int32), list(map(math.prod, shapes))
         tables, found = iter(words[: sum(sizes)].split(sizes)), []
         for i, layout in enumerate(self.layouts):
-            calls = (Call(c.rows, next(tables).view(c.shape), c.max_q, c.max_k) for c in layout.calls)
             gather, sent_rows, arrived_keys, own_keys = arrays[4 * i : 4 * i + 4]
             found.append(
                 Part(
-                    **layout._asdict() | {"calls": tuple(calls)},
+                    **vars(layout),
                     gather=gather,
                     sent_rows=sent_rows,
                     arrived_keys=arrived_keys,
                     own_keys=own_keys,
+                    tables=tuple(next(tables).view(call.shape) for call in layout.calls),
                 )
             )
         return tuple(found)

@@ -40,9 +40,10 @@ def test_every_backend_is_told_the_segments_of_its_calls(name, sharding, cp):
     plan = sharding(LENGTHS, cp)
     for rank, held in enumerate(plan.shards):
         metadata = ShardMetadata.build(plan, rank, BACKENDS[name].encode)
-        calls = [(part.of[0], call) for part in metadata.parts for call in part.calls]
-        for (number, call), segments in zip(calls, filter(len, held.calls), strict=True):
-            table, begins = call.table, exchange(plan, rank, number).key_begins
+        parts = metadata.parts
+        calls = [(p.of[0], c, t) for p in parts for c, t in zip(p.calls, p.tables, strict=True)]
+        for (number, call, table), segments in zip(calls, filter(len, held.calls), strict=True):
+            begins = exchange(plan, rank, number).key_begins
             q_lengths, stops = segments["stop"] - segments["start"], segments["stop"]
             k_begins = begins[segments["document"]]
             assert table.dtype == torch.int32
@@ -71,7 +72,7 @@ def test_te_is_given_few_numbers_of_entries():
     for n in (1, 31, 32, 33, 64, 65, 700):
         plan = per_document(np.full(n, 2, np.int64), 1)
         metadata = ShardMetadata.build(plan, 0, BACKENDS["te"].encode)
-        counts += {call.table.shape[1] - 1 for call in metadata.parts[0].calls}
+        counts += {table.shape[1] - 1 for table in metadata.parts[0].tables}
     assert counts == [32, 32, 32, 64, 64, 128, 1024]
 
 
@@ -96,10 +97,10 @@ def test_one_buffer_moves_and_pickles_everything():
     assert len(pickle.dumps(metadata)) < metadata.integers.nbytes + 4000
     copy = pickle.loads(pickle.dumps(metadata))
     assert torch.equal(copy.positions, metadata.positions)
-    assert torch.equal(copy.parts[0].calls[1].table, metadata.parts[0].calls[1].table)
+    assert torch.equal(copy.parts[0].tables[1], metadata.parts[0].tables[1])
     moved = metadata.to("meta", non_blocking=True)
     (documents,) = moved.parts
-    tensors = (moved.positions, documents.gather, documents.own_keys, *(call.table for call in documents.calls))
+    tensors = (moved.positions, documents.gather, documents.own_keys, *documents.tables)
     assert all(x.device.type == "meta" for x in tensors)
 
 

@@ -71,10 +71,7 @@ def shard(lengths: np.ndarray, job: "Job") -> tuple[np.ndarray, ShardPlan]:
     if cp > 1 and job.reorders and "per-sequence" in STRATEGIES[job.cp_sharding]:
         choices.append(pad_and_divide(mirrored_order(lengths), "per-sequence", shares[0]))
     if job.cp_exchange == "shared":
-        different = {
-            b"".join(call.tobytes() for shard in plan.shards for call in shard.calls): (order, plan)
-            for order, plan in reversed(choices)
-        }
+        different = {plan.key: (order, plan) for order, plan in reversed(choices)}
         choices = [(order, staged(plan, job)) for order, plan in reversed(different.values())]
     return min(choices, key=lambda choice: choice[1].time)
 
