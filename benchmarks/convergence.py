@@ -155,7 +155,7 @@ def job_of(variant: str, scale: Scale) -> Job:
     return make_job(
         model=MODELS["llama2-7b"],
         context_length=scale.context_length,
-        num_micro_batches=scale.num_micro_batches,
+        global_batch_size=scale.num_micro_batches,
         max_tokens=round(scale.max_tokens_over_window * scale.context_length),
         crossover_tokens=scale.crossover_tokens,
         packing=variants(scale.context_length)[variant],

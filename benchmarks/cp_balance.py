@@ -44,7 +44,7 @@ RING = "per-document, ring"
 @cache
 def job_of(window: int, cp: int) -> Job:
     """LLaMA2-7B: sharding goes by both directions and the exchange."""
-    shape = {"model": MODELS["llama2-7b"], "context_length": window, "num_micro_batches": 4, "profile": PROFILE}
+    shape = {"model": MODELS["llama2-7b"], "context_length": window, "global_batch_size": 4, "profile": PROFILE}
     return make_job(**shape, parallel=Parallel(cp=cp, tp=8, sequence_parallel=False))
 
 

@@ -38,9 +38,9 @@ def stream(lengths: np.ndarray, window: int, *, shuffle: bool = False) -> Docume
     return DocumentStream([Source(lengths=lengths)], seed=0, context_length=window, shuffle=shuffle)
 
 
-def job_7b(num_micro_batches: int = 4, window: int = WINDOW, **changes: Any) -> Job:
+def job_7b(global_batch_size: int = 4, window: int = WINDOW, **changes: Any) -> Job:
     """LLaMA2-7B, whose crossover is scaled with the window; `changes` are arguments of `make_job`."""
-    sizes = {"num_micro_batches": num_micro_batches, "context_length": window, "max_tokens": round(S_MAX * window)}
+    sizes = {"global_batch_size": global_batch_size, "context_length": window, "max_tokens": round(S_MAX * window)}
     crossover = CROSSOVER * window // WINDOW
     return make_job(**{"model": MODELS["llama2-7b"], "crossover_tokens": crossover} | sizes | changes)
 

@@ -175,7 +175,7 @@ def job_of(num_ranks: int) -> Job:
         model=MODEL,
         parallel=Parallel(dp=num_ranks),
         context_length=CONTEXT_LENGTH,
-        num_micro_batches=NUM_MICRO_BATCHES,
+        global_batch_size=NUM_MICRO_BATCHES,
     )
 
 

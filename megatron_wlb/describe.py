@@ -20,10 +20,19 @@ from megatron_wlb.settings import integer_or_auto, setting
 class PlanSettings(Sharding):
     """What planning goes by, besides the packing policy. Lengths are in trained tokens."""
 
+    micro_batches: int | None = setting(
+        None,
+        "M: micro-batches of a step over all data-parallel ranks, for the same tokens a step; more of them empty the "
+        "pipeline's bubble, fewer make delay needless. Default: --global-batch-size.",
+        parse=int,
+        least=1,
+        most=1 << 20,
+    )
     max_tokens: int | Literal["auto"] | None = setting(
         None,
         "S_max: longest micro-batch in tokens, bounded by memory; at least --seq-length. auto: the largest whose "
-        "activations fit --wlb-memory-budget. Default: 1.25 times --seq-length.",
+        "activations fit --wlb-memory-budget. Default: 1.25 times --seq-length, or 1.25 times the mean micro-batch if "
+        "that is longer.",
         parse=integer_or_auto,
         word="auto",
         least=1,
@@ -56,7 +65,7 @@ def make_job(
     *,
     model: ModelShape,
     context_length: int,
-    num_micro_batches: int,
+    global_batch_size: int,
     parallel: Parallel | None = None,
     packing: Packing | None = None,
     settings: PlanSettings | None = None,
@@ -69,7 +78,7 @@ def make_job(
     Args:
         model: what is trained.
         context_length: the context window C in tokens.
-        num_micro_batches: N, of a global batch over all data-parallel ranks.
+        global_batch_size: N, the context windows of tokens that a step trains on average.
         parallel: the parallel layout; default: one rank.
         packing: the packing policy with its settings; default: `DEFAULT_POLICY`.
         settings: what planning goes by; default: the defaults.
@@ -81,18 +90,21 @@ def make_job(
     """
     settings = settings or PlanSettings()
     profile = load_profile(settings.profile or default_profile)
+    windows = index(global_batch_size)
+    count = index(rest.get("num_micro_batches", settings.micro_batches or windows))
     fields: dict[str, Any] = {
         "crossover_tokens": settings.crossover or profile.crossover_for(model),
         "packing": POLICIES[DEFAULT_POLICY]() if packing is None else packing,
         **{f.name: getattr(settings, f.name) for f in dataclasses.fields(Sharding)},
         "profile": profile,
-        "max_tokens": context_length,
+        "num_micro_batches": count,
+        "max_tokens": -(-windows // max(1, count)) * context_length,  # until memory has been asked
     }
     job = Job(
         model=model,
         parallel=parallel or Parallel(),
         context_length=index(context_length),  # of NumPy's integers, too, which JSON does not take
-        num_micro_batches=index(num_micro_batches),
+        global_batch_size=windows,
         **fields | rest,
     )
     if "max_tokens" in rest:
@@ -105,23 +117,25 @@ def make_job(
 def _max_tokens(job: Job, wanted: int | str | None, budget_bytes: float | None) -> int:
     """S_max as wanted, or its default; a multiple of the job's unit."""
     fitting = None if budget_bytes is None else largest_max_tokens(job, budget_bytes)
-    if fitting is not None and fitting < job.context_length:
+    least = job.least_max_tokens
+    if fitting is not None and fitting < least:
+        what = "--seq-length" if least == job.context_length else "the mean micro-batch of"
         raise ValueError(
-            f"micro-batches of at most {fitting} tokens fit into memory, less than --seq-length {job.context_length}; "
-            "recompute activations, use more pipeline, context or tensor parallelism, or raise --wlb-memory-budget"
+            f"micro-batches of at most {fitting} tokens fit into memory, less than {what} {least}; recompute "
+            "activations, use more micro-batches, pipeline, context or tensor parallelism, or raise --wlb-memory-budget"
         )
     if wanted == "auto":
         if fitting is None:
             raise ValueError("--wlb-max-tokens auto needs to know the memory: give --wlb-memory-budget in GiB")
         return min(fitting, MAX_TOKENS // job.unit_tokens * job.unit_tokens)
     if wanted is None:
-        wanted = math.ceil(1.25 * job.context_length / job.unit_tokens) * job.unit_tokens
+        wanted = math.ceil(1.25 * least / job.unit_tokens) * job.unit_tokens
     assert isinstance(wanted, int)
-    if wanted < job.context_length:
-        raise ValueError(
-            f"--wlb-max-tokens {wanted} is under --seq-length {job.context_length}: a document of a full window would "
-            f"fit nowhere; give at least {job.context_length}"
-        )
+    if wanted < least:
+        why = f"under --seq-length {least}: a document of a full window would fit nowhere"
+        if least > job.context_length:
+            why = f"too little for {job.num_micro_batches} micro-batches to hold the tokens of a step"
+        raise ValueError(f"--wlb-max-tokens {wanted} is {why}; give at least {least}")
     if fitting is not None and wanted > fitting:
         raise ValueError(
             f"micro-batches of {wanted} tokens (S_max) need more memory for activations than there is; give "

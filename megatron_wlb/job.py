@@ -108,7 +108,9 @@ class Job(Sharding):
     context_length: int
     """The context window C (`--seq-length`): longer documents are cut there."""
     num_micro_batches: int
-    """N, of a global batch over all data-parallel ranks."""
+    """M, of a step, over all data-parallel ranks."""
+    global_batch_size: int
+    """N: a step trains N context windows of tokens on average."""
     max_tokens: int
     """S_max, the longest micro-batch; at least the context window."""
     crossover_tokens: int
@@ -138,7 +140,7 @@ class Job(Sharding):
 
     def check(self) -> None:
         """Refuse sizes that contradict each other."""
-        for name in ("context_length", "num_micro_batches", "crossover_tokens", "row_multiple"):
+        for name in ("context_length", "global_batch_size", "num_micro_batches", "crossover_tokens", "row_multiple"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not 0 <= self.offloaded_layers < self.model.num_layers:
@@ -151,20 +153,27 @@ class Job(Sharding):
                 "with recomputation; leave one of them out"
             )
         unit, dp, count = self.unit_tokens, self.parallel.dp, self.num_micro_batches
-        if not self.context_length <= self.max_tokens <= MAX_TOKENS:
-            raise ValueError(
-                f"max_tokens is {self.max_tokens}; it must be from {self.context_length}, the context window, to "
-                f"{MAX_TOKENS}"
-            )
         for name in ("context_length", "max_tokens"):
             if getattr(self, name) % unit:
                 raise ValueError(
                     f"{name} is {getattr(self, name)}, which {self.parallel.cp} context-parallel and "
                     f"{self.parallel.tp} tensor-parallel ranks cannot share; give a multiple of {unit}"
                 )
+        if not self.least_max_tokens <= self.max_tokens <= MAX_TOKENS:
+            least = "the context window"
+            if self.least_max_tokens > self.context_length:
+                least = f"an even share of {self.global_batch_size} windows"
+            raise ValueError(
+                f"max_tokens is {self.max_tokens}; it must be from {self.least_max_tokens}, {least}, to {MAX_TOKENS}"
+            )
         if count % dp:
             raise ValueError(
                 f"{count} micro-batches a step cannot be shared by {dp} data-parallel ranks; give a multiple of {dp}"
+            )
+        if self.packing.fixed_length and count != self.global_batch_size:
+            raise ValueError(
+                f"{count} micro-batches for {self.global_batch_size} windows a step: those of {self.packing.name} "
+                "packing are one window long; give as many"
             )
         # As long as every stage takes for everything, one micro-batch after the other, forward and backward.
         passes = 3 * count * self.parallel.pp * self.parallel.vpp
@@ -199,7 +208,13 @@ class Job(Sharding):
     @property
     def batch_tokens(self) -> int:
         """Tokens of a global batch, N * C, which steps hold on average."""
-        return self.num_micro_batches * self.context_length
+        return self.global_batch_size * self.context_length
+
+    @property
+    def least_max_tokens(self) -> int:
+        """The least that S_max may be: a window, and micro-batches that hold a global batch."""
+        mean = -(-self.batch_tokens // (self.num_micro_batches * self.unit_tokens)) * self.unit_tokens
+        return max(self.context_length, mean)
 
     @property
     def reorders(self) -> bool:

@@ -19,11 +19,13 @@ _PARALLEL = Parallel.__dataclass_fields__
 
 
 def job(**changes: Any) -> Job:
-    """A job of a small model: C = 64, N = 4, a crossover of 32 tokens, one rank.
+    """A job of a small model: C = 64, N = M = 4, a crossover of 32 tokens, one rank.
 
     `changes` are arguments of `make_job`, fields of `Parallel` (tp=2) or fields of `Job`, which win over defaults.
+    `num_micro_batches` alone means as many windows.
     """
     parallel = Parallel(**{name: changes.pop(name) for name in list(changes) if name in _PARALLEL})
-    sizes = {"model": MODEL, "context_length": 64, "num_micro_batches": 4, "crossover_tokens": 32}
+    windows = changes.get("num_micro_batches", 4)
+    sizes = {"model": MODEL, "context_length": 64, "global_batch_size": windows, "crossover_tokens": 32}
     given = sizes | {"parallel": parallel} | changes
     return make_job(**given)

@@ -73,7 +73,7 @@ def attention_job(
     return make_job(
         model=model,
         context_length=window,
-        num_micro_batches=4,
+        global_batch_size=4,
         parallel=Parallel(cp=cp),
         packing=POLICIES[packing](),
         crossover_tokens=CROSSOVER,

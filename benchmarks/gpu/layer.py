@@ -130,7 +130,7 @@ class LayerBench(Bench):
         self.job: Job = make_job(
             model=SMALL if quick else replace(MODELS["llama2-7b"], num_layers=1),
             context_length=512 if quick else WINDOW,
-            num_micro_batches=4,
+            global_batch_size=4,
             parallel=Parallel(tp=tp),
             crossover_tokens=CROSSOVER,  # until section 7 has measured it
         )

@@ -160,7 +160,7 @@ def _case(name: str, model: str, kilo_tokens: int, layout: tuple[int, int, int, 
         model=MODELS[model],
         parallel=Parallel(tp=tp, cp=cp, pp=pp, dp=dp, vpp=VPP, edge_layers=edge_layers),
         context_length=kilo_tokens << 10,
-        num_micro_batches=pp * dp,  # the paper's global batch
+        global_batch_size=pp * dp,  # the paper's global batch
         max_tokens=round(S_MAX * (kilo_tokens << 10)),
         packing=OriginalPacking(),
         profile=load_profile("h100-fa2"),

@@ -35,7 +35,7 @@ def check(args: Namespace) -> None:
         describe.make_job(
             model=MODELS["550m"],  # stands in for sizes that only validation settles
             context_length=args.seq_length,
-            num_micro_batches=args.global_batch_size or parallel.dp,
+            global_batch_size=args.global_batch_size or parallel.dp,
             parallel=parallel,
             packing=policy,
             settings=replace(
@@ -56,7 +56,7 @@ def make_job(args: Namespace) -> Job:
     return describe.make_job(
         model=_model_shape(args),
         context_length=args.seq_length,
-        num_micro_batches=args.global_batch_size,
+        global_batch_size=args.global_batch_size,
         parallel=replace(
             _parallel(args),
             vpp=args.virtual_pipeline_model_parallel_size or 1,

@@ -9,6 +9,7 @@ import torch
 from megatron.core import mpu
 from megatron.training import print_rank_0
 
+from megatron_wlb.adapter import compat
 from megatron_wlb.adapter.data import SPLITS, SplitData
 from megatron_wlb.adapter.settings import RunSettings
 from megatron_wlb.job import Job, differences
@@ -41,15 +42,16 @@ class Plans:
         self.begins_anew = False
         """The first step is trained from the beginning of the data, although training has come further."""
 
-    def planner(self, split: str, data: SplitData, first_step: int, num_micro_batches: int) -> Planner:
+    def planner(self, split: str, data: SplitData, first_step: int) -> Planner:
         """The planner of a split from `first_step` on, made when it is first asked for.
 
         Raises ValueError for a packer state that is missing or does not fit.
         """
         if split not in self._planners:
-            job = replace(self._job, num_micro_batches=num_micro_batches)
+            job = self._job
             if split != "train":
-                job = replace(job, packing=OriginalPacking())
+                count = compat.eval_global_batch_size(self._args)
+                job = replace(job, packing=OriginalPacking(), global_batch_size=count, num_micro_batches=count)
             stream = DocumentStream(
                 data.sources, seed=self._args.seed + SPLITS.index(split), context_length=job.context_length
             )

@@ -70,8 +70,7 @@ class Training:
         if not split_data.sources or not (split == "train" or args.eval_iters > 0):
             return None
         first_steps = {"train": args.iteration, "valid": args.consumed_valid_samples // evaluated, "test": 0}
-        num_micro_batches = self._job.num_micro_batches if split == "train" else evaluated
-        planner = self._plans.planner(split, split_data, first_steps[split], num_micro_batches)
+        planner = self._plans.planner(split, split_data, first_steps[split])
         dataset = DocumentDataset(
             split,
             split_data,

@@ -149,8 +149,8 @@ def job_of(args: argparse.Namespace, notes: list[str], **fixed: Any) -> Job:
         what = "every layer" if args.recompute_method == "block" else "nothing"
         notes.append(f"Time is that of recomputing {what}; memory counts what --recompute flags say.")
     if args.global_batch_size is None:
-        fixed["num_micro_batches"] = count = parallel.pp * parallel.dp
-        notes.append(f"Assumed: {count} micro-batches a step, PP x DP (no --global-batch-size).")
+        fixed["global_batch_size"] = count = parallel.pp * parallel.dp
+        notes.append(f"Assumed: {count} context windows a step, PP x DP (no --global-batch-size).")
     return _make(args, notes, model, parallel, fixed)
 
 
@@ -196,7 +196,7 @@ def _make(
     elif args.fp4_format:
         rows = 128
     details = {
-        "num_micro_batches": args.global_batch_size,
+        "global_batch_size": args.global_batch_size,
         "row_multiple": rows,
         "hidden_dropout": args.hidden_dropout > 0,
         "offloaded_layers": args.cpu_offloading_num_layers,

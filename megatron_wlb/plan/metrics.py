@@ -28,7 +28,7 @@ def original_work(drawn: np.ndarray, job: "Job") -> np.ndarray:
     """
     pieces, window = cut(drawn, job.context_length)
     full = int(drawn["length"].sum()) // job.context_length
-    bounds = np.searchsorted(window, np.arange(min(max(1, full), job.num_micro_batches) + 1))
+    bounds = np.searchsorted(window, np.arange(min(max(1, full), job.global_batch_size) + 1))
     return Packing(documents=pieces, bounds=bounds).sums(document_work(pieces["length"], job.crossover_tokens))
 
 

@@ -63,7 +63,7 @@ class Packer:
 
     def __init__(self, stream: DocumentStream, job: "Job", *, fingerprint: str) -> None:
         self._stream, self._policy = stream, job.packing.policy(job)
-        self._num_micro_batches, self._batch_tokens = job.num_micro_batches, job.batch_tokens
+        self._global_batch_size, self._batch_tokens = job.global_batch_size, job.batch_tokens
         self._identity = {
             "fingerprint": fingerprint,
             "context_length": job.context_length,
@@ -104,7 +104,7 @@ class Packer:
     def _snapshot(self) -> Snapshot:
         header = {
             **self._identity,
-            "num_micro_batches": self._num_micro_batches,
+            "global_batch_size": self._global_batch_size,
             "step": self._step,
             "base": list(self._base),
             "stream": self._stream.state(),
@@ -131,7 +131,7 @@ class Packer:
         self._stream.load_state(state["stream"])
         self._policy.load_waiting(saved.waiting(state))
         self._step = state["step"]
-        same_size = state["num_micro_batches"] == self._num_micro_batches
+        same_size = state["global_batch_size"] == self._global_batch_size
         self._base = tuple(state["base"]) if same_size else (self._step, self._stream.position)
 
 

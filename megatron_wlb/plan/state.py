@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatron_wlb.job import Job
 
 FORMAT = "megatron-wlb-packer-state"
-VERSION = 2
+VERSION = 3
 MAX_BYTES = 256 << 20
 """Far above any file (100 bytes a document that waits), so that a wrong one is not read into memory."""
 

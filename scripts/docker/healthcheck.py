@@ -30,7 +30,7 @@ def main() -> None:
 def pack() -> list[list[int]]:
     """Lengths of the documents of four steps."""
     lengths = np.random.default_rng(0).lognormal(6, 1.5, 2000).astype(np.int64) + 1
-    job = make_job(model=MODELS["llama2-7b"], context_length=8192, num_micro_batches=8)
+    job = make_job(model=MODELS["llama2-7b"], context_length=8192, global_batch_size=8)
     packer = make_packer(DocumentStream([Source(lengths=lengths)], seed=0, context_length=8192), job)
     return [packer.next().packing.documents["length"].tolist() for _ in range(4)]
 

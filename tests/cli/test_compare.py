@@ -25,7 +25,7 @@ JOB = make_job(
     model=replace(MODELS["llama2-7b"], num_layers=4),
     parallel=Parallel(cp=2, pp=2),
     context_length=65536,
-    num_micro_batches=4,
+    global_batch_size=4,
     crossover_tokens=50_000,
     default_profile="h100-fa2",
 )

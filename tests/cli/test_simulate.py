@@ -26,7 +26,7 @@ JOB = make_job(
     model=MODELS["llama2-7b"],
     parallel=Parallel(tp=2, cp=2, pp=2, vpp=2, dp=2),
     context_length=C,
-    num_micro_batches=N,
+    global_batch_size=N,
     max_tokens=5120,
     crossover_tokens=50_000,
     packing=AdaptivePacking(),

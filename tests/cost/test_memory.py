@@ -76,7 +76,7 @@ def test_the_peak_adds_up():
     more = 2 * 12288 + 2 * 2 * 4 * 12288
     assert at(0) == 4096 * (8 * 12 * kept + more)
     assert at(7) == 4096 * (12 * kept + more + 2 * 12288 + 6 * 51200)
-    assert at(0, num_micro_batches=3) == 4096 * (3 * 12 * kept + more)
+    assert at(0, num_micro_batches=3, global_batch_size=3) == 4096 * (3 * 12 * kept + more)
     assert peak_bytes(GPT3, 0, 512) == at(0) / 8
     assert peak_bytes(in_parallel(GPT3, vpp=3), 0) == 4096 * ((14 + 2 * 8 + 1) * 4 * kept + more)
     edges = in_parallel(replace(GPT3, model=replace(GPT3_SHAPE, num_layers=94)), edge_layers=1)

@@ -199,7 +199,7 @@ def test_the_ten_lines_of_the_readme_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trained = []
     exec(code, {"rank": 3, "world_size": 8, "num_steps": 2, "train_on": lambda *row: trained.append(row)})
-    job = make_job(model=MODELS["llama2-7b"], parallel=Parallel(dp=8), context_length=131072, num_micro_batches=64)
+    job = make_job(model=MODELS["llama2-7b"], parallel=Parallel(dp=8), context_length=131072, global_batch_size=64)
     stream = DocumentStream([Source(lengths=trained_tokens(lengths))], seed=0, context_length=131072)
     packer = make_packer(stream, job)
     plans = [plan_step(packer, job, 3) for _ in range(2)]
