@@ -1,11 +1,11 @@
 #include "adaptive.h"
 
 #include <algorithm>
-#include <cmath>
-#include <functional>
 #include <limits>
 #include <numeric>
 #include <optional>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "ranking.h"
@@ -14,44 +14,98 @@ namespace wlb {
 namespace {
 
 // As in adaptive_core.py, which says what they are.
-constexpr int64_t kForcedSteps = 6;
-constexpr double kTolerance = 0.003, kAgeTolerance = 0.008, kRatioLimit = 1.045;
+constexpr int64_t kForcedSteps = 10, kFluidShare = 8;
+constexpr double kEven = 0.002, kWaitPrice = 0.1;
 constexpr double kTokenBand = 0.07, kTokenRepay = 0.0125, kFull = 0.9;
-constexpr double kImbalancePrice = 8.0, kTokenPrice = 3.0;
+constexpr int kRounds = 200;
+constexpr size_t kLightest = 4;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr int kRefinements = 200;
-constexpr size_t kLightest = 4;
-constexpr int64_t kMaxSteps = int64_t{1} << 62, kMaxWaitingWork = int64_t{1} << 62;
+constexpr int64_t kMaxSteps = int64_t{1} << 62, kMaxCost = int64_t{1} << 62, kMaxStages = int64_t{1} << 20;
 
-struct Exchange {
-  size_t light, a;
-  std::ptrdiff_t b;
+double real(int64_t value) { return static_cast<double>(value); }
+
+// A micro-batch: the rank that runs it, and which one of the rank's it is.
+struct Place {
+  size_t rank, i;
 };
 
-// N micro-batches under construction: work and tokens of each, the lightest first.
+// Micro-batches under construction: work and tokens of each, and of every rank.
 struct Bins {
-  explicit Bins(size_t size) : work(size), tokens(size) {
-    for (size_t i = 0; i < size; ++i) order.emplace_back(0, i);
+  explicit Bins(const Sizes& sizes)
+      : each(static_cast<size_t>(sizes.num_micro_batches / sizes.ranks)),
+        chunks(sizes.chunks),
+        behind(sizes.stages - 1),
+        work(static_cast<size_t>(sizes.num_micro_batches)),
+        tokens(work.size()),
+        ranks(work.size() / each),
+        cost(ranks.size()),
+        shortest(ranks.size()) {}
+
+  struct Rank {
+    int64_t work = 0, tokens = 0, largest = 0;
+  };
+
+  size_t at(const Place& place) const { return place.rank * each + place.i; }
+
+  size_t lightest(size_t rank) const {
+    const auto begin = work.begin() + static_cast<std::ptrdiff_t>(rank * each);
+    return static_cast<size_t>(std::min_element(begin, begin + static_cast<std::ptrdiff_t>(each)) - begin);
   }
 
-  size_t lightest() const { return order.front().second; }
+  // The lightest micro-batch of the rank of least cost.
+  Place next() const { return {cost.least(), lightest(cost.least())}; }
 
-  void add_to_lightest(const Document& document) {
-    std::pop_heap(order.begin(), order.end(), std::greater<>());
-    const size_t i = order.back().second;
-    work[i] += document.work;
-    tokens[i] += document.length;
-    order.back().first = work[i];
-    std::push_heap(order.begin(), order.end(), std::greater<>());
+  // The same, among those that have at most so many tokens.
+  std::optional<Place> next_within(int64_t limit) const {
+    const size_t rank = cost.least_within(shortest, limit);
+    if (rank == ranks.size()) return std::nullopt;
+    size_t best = each;
+    for (size_t i = 0; i < each; ++i)
+      if (tokens[rank * each + i] <= limit && (best == each || work[rank * each + i] < work[rank * each + best]))
+        best = i;
+    return Place{rank, best};
+  }
+
+  void add(const Document& document, const Place& place) {
+    change(place, document.work, document.length);
     total_work += document.work;
     total_tokens += document.length;
-    largest = std::max(largest, work[i]);
+    alike += real(document.length) * real(document.work);
   }
 
+  void change(const Place& place, int64_t more_work, int64_t more_tokens) {
+    work[at(place)] += more_work;
+    tokens[at(place)] += more_tokens;
+    Rank& rank = ranks[place.rank];
+    rank.work += more_work;
+    rank.tokens += more_tokens;
+    const size_t begin = place.rank * each;
+    if (more_work >= 0)
+      rank.largest = std::max(rank.largest, work[at(place)]);
+    else
+      rank.largest = largest_without(place.rank, each, each);
+    cost.add(place.rank, chunks * rank.work + behind * rank.largest - cost[place.rank]);
+    int64_t fewest = tokens[begin];
+    for (size_t i = 1; i < each; ++i) fewest = std::min(fewest, tokens[begin + i]);
+    shortest.add(place.rank, fewest - shortest[place.rank]);
+  }
+
+  // Work of the largest micro-batch of a rank but these two.
+  int64_t largest_without(size_t rank, size_t a, size_t b) const {
+    int64_t most = 0;
+    for (size_t i = 0; i < each; ++i)
+      if (i != a && i != b) most = std::max(most, work[rank * each + i]);
+    return most;
+  }
+
+  size_t each;
+  int64_t chunks, behind;
   std::vector<int64_t> work, tokens;
-  std::vector<std::pair<int64_t, size_t>> order;
-  int64_t total_work = 0, total_tokens = 0, largest = 0;
+  std::vector<Rank> ranks;
+  Ranking cost, shortest;  // of ranks; tokens of the shortest micro-batch
+  int64_t total_work = 0, total_tokens = 0;
+  double alike = 0.0;
 };
 
 // The fluid documents that wait, as one liquid, and how much of it a step takes.
@@ -60,19 +114,35 @@ struct Fluid {
     return std::min(std::max<int64_t>(0, target - solid_tokens), tokens);
   }
 
-  int64_t tokens;
+  int64_t tokens, arrived;
   double density;
   int64_t target, limit;
 };
 
+// Solid documents that a step could run.
+struct Set {
+  bool operator<(const Set& other) const { return std::pair(full, value) < std::pair(other.full, other.value); }
+
+  double full, loss, value;
+  std::vector<size_t> documents;
+};
+
+// How many of `documents` bring `tokens` as near to `target` as the order allows.
+size_t first(const std::vector<Document>& documents, int64_t tokens, int64_t target) {
+  size_t count = 0;
+  for (const Document& d : documents) {
+    const int64_t over = tokens + d.length - target;
+    if (over > 0 && over > target - tokens) break;
+    tokens += d.length;
+    ++count;
+  }
+  return count;
+}
+
 // A step that is being packed.
 class Step {
  public:
-  Step(int64_t step, const Sizes& sizes)
-      : step_(step),
-        sizes_(sizes),
-        n_(static_cast<size_t>(sizes.num_micro_batches)),
-        batch_tokens_(sizes.num_micro_batches * sizes.context_length) {}
+  Step(int64_t step, const Sizes& sizes) : step_(step), sizes_(sizes) {}
 
   Packed choose(const std::vector<Document>& waiting, int64_t credit) const;
 
@@ -80,132 +150,177 @@ class Step {
   bool is_forced(const Document& document) const {
     return step_ - document.arrival >= sizes_.max_delay_steps - kForcedSteps;
   }
+  bool is_fluid(const Document& document) const {
+    return document.length <= sizes_.batch_tokens / (kFluidShare * sizes_.num_micro_batches);
+  }
   Fluid liquid(const std::vector<Document>& fluid, int64_t credit) const;
-  std::vector<char> release(const std::vector<Document>& solid, const Bins& forced, const Fluid& fluid) const;
+  std::vector<Document> release(const std::vector<Document>& rest, const std::vector<Document>& solid,
+                                const Bins& forced, const Fluid& fluid) const;
+  void neighbours(const std::vector<Document>& solid, const Bins& forced, const Fluid& fluid, bool capped,
+                  Set& best) const;
+  Set judge(Bins bins, const Fluid& fluid, const std::vector<Document>& solid, size_t start, double cap,
+            bool only_last) const;
+  std::optional<Place> fitting(const Document& document, const Bins& bins, double cap, const Fluid& fluid) const;
+  Set judged(const Bins& bins, const Fluid& fluid, double relief) const;
+  double even(double work) const;
+  double filled(const Bins& bins, const Fluid& fluid, double work) const;
   Packed place(std::vector<Document> chosen) const;
+  void refine(std::vector<std::vector<Document>>& held, Bins& bins) const;
 
   int64_t step_;
   Sizes sizes_;
-  size_t n_;
-  int64_t batch_tokens_;
 };
 
 Packed Step::choose(const std::vector<Document>& waiting, int64_t credit) const {
-  std::vector<Document> forced, fluid, rest, solid;
-  for (const Document& d : waiting)
-    (is_forced(d) ? forced : 8 * d.length <= sizes_.context_length ? fluid : rest).push_back(d);
-  for (size_t i : longest_first(rest)) solid.push_back(rest[i]);
+  std::vector<Document> forced, rest, fluid, shuffled, solid;
+  for (const Document& d : waiting) {
+    (is_forced(d) ? forced : rest).push_back(d);
+    if (!is_forced(d)) (is_fluid(d) ? fluid : shuffled).push_back(d);
+  }
+  for (size_t i : longest_first(shuffled)) solid.push_back(shuffled[i]);
 
-  Bins bins(n_);
-  for (size_t i : longest_first(forced))
-    if (bins.tokens[bins.lightest()] + forced[i].length <= sizes_.max_tokens) bins.add_to_lightest(forced[i]);
-
+  Bins bins(sizes_);
+  for (size_t i : longest_first(forced)) {
+    const Place next = bins.next();
+    if (bins.tokens[bins.at(next)] + forced[i].length <= sizes_.max_tokens) bins.add(forced[i], next);
+  }
   const Fluid poured = liquid(fluid, credit);
   std::vector<Document> chosen = forced;
-  const std::vector<char> released = release(solid, bins, poured);
   int64_t sum = bins.total_tokens;
-  for (size_t r = 0; r < solid.size(); ++r)
-    if (released[r]) chosen.push_back(solid[r]), sum += solid[r].length;
-  const int64_t target = sum + poured.poured(sum);
-  for (const Document& d : fluid) {
-    const int64_t over = sum + d.length - target;
-    if (over > 0 && over > target - sum) break;
-    sum += d.length;
-    chosen.push_back(d);
-  }
+  for (const Document& d : release(rest, solid, bins, poured)) chosen.push_back(d), sum += d.length;
+  fluid.resize(first(fluid, sum, sum + poured.poured(sum)));
+  chosen.insert(chosen.end(), fluid.begin(), fluid.end());
   return place(std::move(chosen));
 }
 
 Fluid Step::liquid(const std::vector<Document>& fluid, int64_t credit) const {
-  int64_t tokens = 0, work = 0;
-  for (const Document& d : fluid) tokens += d.length, work += d.work;
-  const auto share = [&](double part) { return static_cast<int64_t>(part * static_cast<double>(batch_tokens_)); };
-  const int64_t repay = share(kTokenRepay), band = share(kTokenBand);
-  credit = std::max(-2 * batch_tokens_, std::min(credit, batch_tokens_));  // more changes nothing, and could overflow
+  int64_t tokens = 0, work = 0, arrived = 0;
+  for (const Document& d : fluid) {
+    tokens += d.length, work += d.work;
+    if (d.arrival <= step_) arrived += d.length;
+  }
+  const int64_t batch = sizes_.batch_tokens;
+  const int64_t repay = static_cast<int64_t>(kTokenRepay * real(batch));
+  const int64_t band = static_cast<int64_t>(kTokenBand * real(batch));
+  credit = std::max(-2 * batch, std::min(credit, batch));  // more changes nothing, and could overflow
   // The target sees to it that training is not ahead of its tokens, where documents allow; else the limit does.
-  const int64_t limit = batch_tokens_ + std::min(band, batch_tokens_ + credit);
-  return {tokens, tokens ? static_cast<double>(work) / static_cast<double>(tokens) : 0.0,
-          batch_tokens_ + std::max(-repay, std::min(repay, credit)), std::max(batch_tokens_ - repay, limit)};
+  return {tokens, arrived, tokens ? real(work) / real(tokens) : 0.0, batch + std::max(-repay, std::min(repay, credit)),
+          std::max(batch - repay, batch + std::min(band, batch + credit))};
 }
 
-std::vector<char> Step::release(const std::vector<Document>& solid, const Bins& forced, const Fluid& fluid) const {
+std::vector<Document> Step::release(const std::vector<Document>& rest, const std::vector<Document>& solid,
+                                    const Bins& forced, const Fluid& fluid) const {
+  std::vector<Document> shuffled, ahead;
+  const size_t count = first(rest, forced.total_tokens, fluid.target);
+  for (size_t i = 0; i < count; ++i)
+    if (!is_fluid(rest[i])) shuffled.push_back(rest[i]);
+  for (size_t i : longest_first(shuffled)) ahead.push_back(shuffled[i]);
+  Set in_order = judge(forced, fluid, ahead, 0, kInfinity, true);
+  const auto of = [](const Set& set, const std::vector<Document>& documents) {
+    std::vector<Document> chosen;
+    for (size_t k : set.documents) chosen.push_back(documents[k]);
+    return chosen;
+  };
+  if (in_order.full == 1.0 && in_order.loss <= kEven) return of(in_order, ahead);
+  Set best{-1.0, 0.0, 0.0, {}};
+  neighbours(solid, forced, fluid, true, best);
+  if (std::max(best.full, in_order.full) < 1.0) neighbours(solid, forced, fluid, false, best);
+  return in_order < best ? of(best, solid) : of(in_order, ahead);
+}
+
+void Step::neighbours(const std::vector<Document>& solid, const Bins& forced, const Fluid& fluid, bool capped,
+                      Set& best) const {
   const size_t size = solid.size(), starts = std::max<size_t>(8, std::min(size, 200'000 / std::max<size_t>(1, size)));
-  const size_t stride = std::max<size_t>(1, size / starts), every = std::max<size_t>(1, n_ / 16);
-  const double n = static_cast<double>(n_), batch = static_cast<double>(batch_tokens_);
+  const size_t stride = std::max<size_t>(1, size / starts);
+  for (size_t start = 0;; start = std::min(size, start + stride)) {
+    const double cap = start < size && capped ? real(solid[start].work) : kInfinity;
+    Set set = judge(forced, fluid, solid, start, cap, false);
+    if (best < set) best = std::move(set);
+    if (start == size) return;
+  }
+}
 
-  const auto fits = [&](const Document& d, const Bins& bins, double cap) {
-    const size_t i = bins.lightest();
-    const int64_t tokens = bins.total_tokens + d.length;
-    if (tokens > fluid.limit || bins.tokens[i] + d.length > sizes_.max_tokens) return false;
-    const double work = static_cast<double>(bins.work[i] + d.work);
-    const double mean = (static_cast<double>(bins.total_work + d.work) +
-                         fluid.density * static_cast<double>(fluid.poured(tokens))) / n;
-    return work <= cap || work <= mean * (1 + kTolerance);
-  };
-  // How full the step is, and its largest micro-batch over the mean once the fluid is in.
-  const auto judge = [&](const Bins& bins) -> std::pair<double, double> {
-    const int64_t poured = fluid.poured(bins.total_tokens);
-    const double needed = static_cast<double>(fluid.target) * kFull;
-    const double full = std::min(1.0, static_cast<double>(bins.total_tokens + poured) / needed);
-    const double mean = (static_cast<double>(bins.total_work) + fluid.density * static_cast<double>(poured)) / n;
-    if (mean == 0.0) return {full, 1.0};
-    double lacking = 0.0;
-    size_t low = 0;
-    for (size_t i = 0; i < n_; ++i) {
+Set Step::judge(Bins bins, const Fluid& fluid, const std::vector<Document>& solid, size_t start, double cap,
+                bool only_last) const {
+  const size_t every = std::max<size_t>(1, static_cast<size_t>(sizes_.num_micro_batches) / 16);
+  Set best{-1.0, 0.0, 0.0, {}};
+  size_t best_size = 0;
+  std::vector<size_t> chosen;
+  double relief = 0.0;
+  for (size_t k = start; k <= solid.size(); ++k) {
+    if (k < solid.size()) {
+      const Document& d = solid[k];
+      const auto at = fitting(d, bins, cap, fluid);
+      if (!at) continue;
+      bins.add(d, *at);
+      chosen.push_back(k);
+      if (d.arrival <= step_) relief += real(d.length) * real(step_ - d.arrival + 1);
+      if (only_last || chosen.size() % every) continue;
+    }
+    const Set set = judged(bins, fluid, relief);
+    if (best < set) best = set, best_size = chosen.size();
+  }
+  chosen.resize(best_size);
+  best.documents = std::move(chosen);
+  return best;
+}
+
+std::optional<Place> Step::fitting(const Document& document, const Bins& bins, double cap, const Fluid& fluid) const {
+  const Place next = bins.next();
+  const size_t at = bins.at(next);
+  const int64_t tokens = bins.total_tokens + document.length;
+  if (tokens > fluid.limit || bins.tokens[at] + document.length > sizes_.max_tokens) return std::nullopt;
+  const double work = real(bins.work[at] + document.work);
+  const double poured = fluid.density * real(fluid.poured(tokens));
+  const double mean = (real(bins.total_work + document.work) + poured) / real(sizes_.num_micro_batches);
+  if (work <= cap || work <= mean) return next;
+  return std::nullopt;
+}
+
+Set Step::judged(const Bins& bins, const Fluid& fluid, double relief) const {
+  const int64_t poured = fluid.poured(bins.total_tokens), tokens = bins.total_tokens + poured;
+  const double work = real(bins.total_work) + fluid.density * real(poured);
+  const double full = std::min(1.0, real(tokens) / (real(fluid.target) * kFull));
+  double clustered = real(sizes_.chunks) * (work / real(sizes_.ranks));
+  clustered += real(sizes_.stages - 1) * (bins.alike / real(std::max<int64_t>(1, tokens)));
+  const double lost = filled(bins, fluid, fluid.density * real(poured)) - std::max(clustered, even(work));
+  const double unit =
+      real(sizes_.chunks) * real(sizes_.crossover_tokens) * (real(sizes_.batch_tokens) / real(sizes_.ranks));
+  relief += real(std::min(poured, fluid.arrived));
+  return {full, lost / unit, kWaitPrice * (relief / real(sizes_.batch_tokens)) - lost / unit, {}};
+}
+
+double Step::even(double work) const {
+  return real(sizes_.chunks) * (work / real(sizes_.ranks)) +
+         real(sizes_.stages - 1) * (work / real(sizes_.num_micro_batches));
+}
+
+double Step::filled(const Bins& bins, const Fluid& fluid, double work) const {
+  const double each = real(static_cast<int64_t>(bins.each)), chunks = real(bins.chunks), behind = real(bins.behind);
+  const double spread = chunks + behind / each;
+  int64_t highest = 0;
+  for (size_t r = 0; r < bins.ranks.size(); ++r) highest = std::max(highest, bins.cost[r]);
+  double cost = real(highest);
+  for (int round = 0; round < 8; ++round) {
+    double lacking = work, slope = 0.0;
+    for (const Bins::Rank& rank : bins.ranks) {
+      const double largest = real(rank.largest), total = real(rank.work);
+      const bool under = cost <= (chunks * each + behind) * largest;
+      const double more = under ? (cost - behind * largest) / chunks - total : cost / spread - total;
       const double most =
-          static_cast<double>(bins.work[i]) + fluid.density * static_cast<double>(sizes_.max_tokens - bins.tokens[i]);
-      if (most < mean) lacking += mean - most, ++low;
-    }
-    const double level = low < n_ ? mean + lacking / static_cast<double>(n_ - low) : 2.0 * mean;
-    return {full, std::max(static_cast<double>(bins.largest), level) / mean};
-  };
-
-  std::vector<size_t> best, fallback, chosen;
-  bool has_best = false, has_fallback = false;
-  double best_value = 0;
-  std::pair<double, double> fallback_key;
-  const auto search = [&](bool capped) {
-    has_fallback = false;
-    size_t start = 0;
-    while (true) {
-      Bins bins = forced;
-      chosen.clear();
-      double relief = 0.0;
-      int64_t oldest = 0;
-      const double cap =
-          start < size && capped ? static_cast<double>(solid[start].work) * (1 + kTolerance) : kInfinity;
-      for (size_t r = start; r <= size; ++r) {
-        if (r < size) {
-          const Document& d = solid[r];
-          if (!fits(d, bins, cap)) continue;
-          bins.add_to_lightest(d);
-          chosen.push_back(r);
-          const int64_t age = std::max<int64_t>(0, step_ - d.arrival);
-          oldest = std::max(oldest, age);
-          relief += static_cast<double>(d.length) * (static_cast<double>(age) + 1.0);
-          if (chosen.size() % every) continue;
-        }
-        const auto [full, ratio] = judge(bins);
-        const double allowed = 1 + kTolerance + kAgeTolerance * static_cast<double>(oldest);
-        if (full == 1.0 && ratio <= std::min(allowed, kRatioLimit)) {
-          double value = relief / batch - kImbalancePrice * (ratio - 1);
-          value -= kTokenPrice *
-                   std::abs(static_cast<double>(std::max(bins.total_tokens, fluid.target)) / batch - 1);
-          if (!has_best || value > best_value) has_best = true, best_value = value, best = chosen;
-        }
-        const std::pair<double, double> key{-full, ratio};
-        if (!has_fallback || key < fallback_key) has_fallback = true, fallback_key = key, fallback = chosen;
+          fluid.density * real(static_cast<int64_t>(bins.each) * sizes_.max_tokens - rank.tokens);
+      if (more >= most) {
+        lacking -= most;
+      } else {
+        lacking -= more;
+        slope += under ? 1.0 / chunks : 1.0 / spread;
       }
-      if (start == size) break;
-      start = std::min(size, start + stride);
     }
-  };
-  search(true);
-  // Where documents are so alike that no set of at most the first's work fills the step, sets may be heavier.
-  if (!has_best && -fallback_key.first < 1.0) search(false);
-  std::vector<char> released(size, 0);
-  for (size_t r : has_best ? best : fallback) released[r] = 1;
-  return released;
+    if (lacking <= 0.0) return cost;
+    if (slope == 0.0) return 2.0 * cost;
+    cost += lacking / slope;
+  }
+  return cost;
 }
 
 Packed Step::place(std::vector<Document> chosen) const {
@@ -213,65 +328,17 @@ Packed Step::place(std::vector<Document> chosen) const {
   std::sort(chosen.begin(), chosen.end(), by_row);
   std::vector<size_t> order = longest_first(chosen);
   std::stable_partition(order.begin(), order.end(), [&](size_t k) { return is_forced(chosen[k]); });
-  std::vector<std::vector<Document>> micro_batches(n_);
-  Ranking work(n_), tokens(n_);
-  int64_t sum = 0;
+  Bins bins(sizes_);
+  std::vector<std::vector<Document>> held(bins.work.size());
   for (size_t k : order) {
-    const Document& d = chosen[k];
-    const size_t i = work.least_within(tokens, sizes_.max_tokens - d.length);
-    if (i == n_) continue;
-    micro_batches[i].push_back(d);
-    work.add(i, d.work);
-    tokens.add(i, d.length);
-    sum += d.work;
+    const auto at = bins.next_within(sizes_.max_tokens - chosen[k].length);
+    if (!at) continue;
+    bins.add(chosen[k], *at);
+    held[bins.at(*at)].push_back(chosen[k]);
   }
-
-  // Move a document from the heaviest micro-batch to one of the lightest, or swap two, while it helps.
-  for (int k = 0; k < kRefinements; ++k) {
-    std::vector<size_t> light(n_);
-    std::iota(light.begin(), light.end(), size_t{0});
-    const size_t heavy =
-        *std::max_element(light.begin(), light.end(), [&](size_t a, size_t b) { return work[a] < work[b]; });
-    if (static_cast<double>(work[heavy]) * static_cast<double>(n_) <= static_cast<double>(sum) * 1.0002) break;
-    const size_t few = std::min(n_, kLightest);
-    std::partial_sort(light.begin(), light.begin() + static_cast<std::ptrdiff_t>(few), light.end(),
-                      [&](size_t a, size_t b) { return std::pair(work[a], a) < std::pair(work[b], b); });
-    std::optional<Exchange> exchange;
-    int64_t best = work[heavy];
-    for (size_t z = 0; z < few; ++z) {
-      const size_t l = light[z];
-      const int64_t gap = work[heavy] - work[l];
-      if (l == heavy) continue;
-      for (size_t a = 0; a < micro_batches[heavy].size(); ++a) {
-        const Document& down = micro_batches[heavy][a];
-        for (std::ptrdiff_t b = -1; b < static_cast<std::ptrdiff_t>(micro_batches[l].size()); ++b) {
-          const Document up = b >= 0 ? micro_batches[l][static_cast<size_t>(b)] : Document{};
-          const int64_t shifted = down.work - up.work, more = down.length - up.length;
-          if (shifted <= 0 || shifted >= gap || tokens[l] + more > sizes_.max_tokens ||
-              tokens[heavy] - more > sizes_.max_tokens)
-            continue;
-          const int64_t largest = std::max(work[heavy] - shifted, work[l] + shifted);
-          if (largest < best) best = largest, exchange = {l, a, b};
-        }
-      }
-    }
-    if (!exchange) break;
-    auto &from = micro_batches[heavy], &to = micro_batches[exchange->light];
-    const Document down = from[exchange->a];
-    from.erase(from.begin() + static_cast<std::ptrdiff_t>(exchange->a));
-    Document up{};
-    if (exchange->b >= 0) {
-      up = to[static_cast<size_t>(exchange->b)];
-      to.erase(to.begin() + exchange->b);
-      from.push_back(up);
-    }
-    to.push_back(down);
-    work.add(heavy, up.work - down.work), tokens.add(heavy, up.length - down.length);
-    work.add(exchange->light, down.work - up.work), tokens.add(exchange->light, down.length - up.length);
-  }
-
+  refine(held, bins);
   Packed packed{{}, {0}};
-  for (auto& documents : micro_batches) {
+  for (auto& documents : held) {
     std::sort(documents.begin(), documents.end(), by_row);
     for (const Document& d : documents) packed.rows.push_back(d.row);
     packed.bounds.push_back(static_cast<int64_t>(packed.rows.size()));
@@ -279,15 +346,94 @@ Packed Step::place(std::vector<Document> chosen) const {
   return packed;
 }
 
+void Step::refine(std::vector<std::vector<Document>>& held, Bins& bins) const {
+  const double least = even(real(bins.total_work));
+  const auto lightest_of = [&](std::vector<size_t> all, auto&& amount) {
+    const size_t few = std::min(all.size(), kLightest);
+    std::partial_sort(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(few), all.end(),
+                      [&](size_t a, size_t b) { return std::pair(amount(a), a) < std::pair(amount(b), b); });
+    all.resize(few);
+    return all;
+  };
+  for (int k = 0; k < kRounds; ++k) {
+    Place worst{0, 0};
+    for (size_t r = 1; r < bins.ranks.size(); ++r)
+      if (bins.cost[r] > bins.cost[worst.rank]) worst.rank = r;
+    if (real(bins.cost[worst.rank]) <= 1.0002 * least) return;
+    for (size_t i = 1; i < bins.each; ++i)
+      if (bins.work[bins.at({worst.rank, i})] > bins.work[bins.at(worst)]) worst.i = i;
+    std::vector<size_t> ranks;
+    for (size_t r = 0; r < bins.ranks.size(); ++r)
+      if (r != worst.rank) ranks.push_back(r);
+    std::vector<Place> lightest;
+    for (size_t r : lightest_of(ranks, [&](size_t r) { return bins.cost[r]; })) lightest.push_back({r, bins.lightest(r)});
+    if (sizes_.stages > 1) {
+      std::vector<size_t> all(bins.each);
+      std::iota(all.begin(), all.end(), size_t{0});
+      for (size_t i : lightest_of(all, [&](size_t i) { return bins.work[bins.at({worst.rank, i})]; }))
+        if (i != worst.i) lightest.push_back({worst.rank, i});
+    }
+    const size_t here = bins.at(worst);
+    int64_t best = bins.cost[worst.rank];
+    std::optional<Place> other;
+    size_t best_a = 0, best_b = 0;
+    for (const Place& place : lightest) {
+      const size_t there = bins.at(place);
+      const bool same = place.rank == worst.rank;
+      const int64_t rest = bins.largest_without(worst.rank, worst.i, same ? place.i : bins.each);
+      const int64_t rest_there = bins.largest_without(place.rank, place.i, bins.each);
+      for (size_t a = 0; a < held[here].size(); ++a) {
+        for (size_t b = 0; b <= held[there].size(); ++b) {  // 0: nothing comes back
+          const Document& down = held[here][a];
+          const Document up = b ? held[there][b - 1] : Document{};
+          const int64_t work = down.work - up.work, tokens = down.length - up.length;
+          if (work <= 0 || bins.tokens[there] + tokens > sizes_.max_tokens ||
+              bins.tokens[here] - tokens > sizes_.max_tokens)
+            continue;
+          const int64_t lower = std::max(rest, bins.work[here] - work), higher = bins.work[there] + work;
+          int64_t cost;
+          if (same)
+            cost = bins.chunks * bins.ranks[worst.rank].work + bins.behind * std::max(lower, higher);
+          else
+            cost = std::max(bins.chunks * (bins.ranks[worst.rank].work - work) + bins.behind * lower,
+                            bins.chunks * (bins.ranks[place.rank].work + work) +
+                                bins.behind * std::max(rest_there, higher));
+          if (cost < best) best = cost, other = place, best_a = a, best_b = b;
+        }
+      }
+    }
+    if (!other) return;
+    auto &from = held[here], &to = held[bins.at(*other)];
+    const Document down = from[best_a];
+    from.erase(from.begin() + static_cast<std::ptrdiff_t>(best_a));
+    Document up{};
+    if (best_b) {
+      up = to[best_b - 1];
+      to.erase(to.begin() + static_cast<std::ptrdiff_t>(best_b - 1));
+      from.push_back(up);
+    }
+    to.push_back(down);
+    bins.change(worst, up.work - down.work, up.length - down.length);
+    bins.change(*other, down.work - up.work, down.length - up.length);
+  }
+}
+
 }  // namespace
 
 Packed choose_adaptive(const std::vector<Document>& waiting, int64_t step, int64_t credit, const Sizes& sizes) {
   check_sizes(sizes.num_micro_batches, sizes.max_tokens);
-  check_range("context_length", sizes.context_length, 1, sizes.max_tokens);
+  check_range("ranks", sizes.ranks, 1, sizes.num_micro_batches);
+  if (sizes.num_micro_batches % sizes.ranks)
+    throw std::invalid_argument(std::to_string(sizes.num_micro_batches) + " micro-batches cannot be shared by " +
+                                std::to_string(sizes.ranks) + " ranks");
+  check_range("stages", sizes.stages, 1, kMaxStages);
+  check_range("chunks", sizes.chunks, 1, kMaxStages);
+  check_range("batch_tokens", sizes.batch_tokens, 1, kMaxMicroBatches * kMaxTokens);
+  check_range("crossover_tokens", sizes.crossover_tokens, 1, kMaxCost);
   check_range("max_delay_steps", sizes.max_delay_steps, 1, kMaxSteps);
   check_range("step", step, 0, kMaxSteps);
   check_documents(waiting, sizes.max_tokens);
-  int64_t left = kMaxWaitingWork;
+  int64_t left = kMaxCost / (sizes.chunks + sizes.stages - 1);
   for (const Document& d : waiting) {
     check_range("arrival", d.arrival, 0, kMaxSteps);
     check_range("the work of a document after those before it", d.work, 0, left);

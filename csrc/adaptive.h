@@ -1,6 +1,6 @@
-// Adaptive packing: which waiting documents run now, decided by whether the step that carries them stays balanced.
+// Adaptive packing: which waiting documents run now, decided by the time that the step would lose with them.
 // `choose` in megatron_wlb/plan/packing/adaptive_core.py is the reference; adaptive.py beside it explains the algorithm.
-// Both give the same plans to the bit: ratios are doubles computed in the same order in both, without fused
+// Both give the same plans to the bit: values are doubles computed in the same order in both, without fused
 // multiply-add.
 #pragma once
 
@@ -11,8 +11,9 @@
 
 namespace wlb {
 
+// As `Sizes` of adaptive_core.py.
 struct Sizes {
-  int64_t num_micro_batches, max_tokens, context_length, max_delay_steps;
+  int64_t num_micro_batches, ranks, stages, chunks, max_tokens, batch_tokens, crossover_tokens, max_delay_steps;
 };
 
 struct Packed {

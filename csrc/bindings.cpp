@@ -99,19 +99,22 @@ PYBIND11_MODULE(_native, module) {
   module.def(
       "choose_adaptive",
       [](const py::array& length, const py::array& work, const py::array& arrival, int64_t step, int64_t credit,
-         int64_t num_micro_batches, int64_t max_tokens, int64_t context_length, int64_t max_delay_steps) {
+         int64_t num_micro_batches, int64_t ranks, int64_t stages, int64_t chunks, int64_t max_tokens,
+         int64_t batch_tokens, int64_t crossover_tokens, int64_t max_delay_steps) {
         auto waiting = documents(length, work);
         const auto arrivals = column<int64_t>(arrival, "arrival", length);
         for (size_t k = 0; k < waiting.size(); ++k) waiting[k].arrival = arrivals(static_cast<py::ssize_t>(k));
         const auto packed = [&] {
           py::gil_scoped_release release;
           return wlb::choose_adaptive(waiting, step, credit,
-                                      {num_micro_batches, max_tokens, context_length, max_delay_steps});
+                                      {num_micro_batches, ranks, stages, chunks, max_tokens, batch_tokens,
+                                       crossover_tokens, max_delay_steps});
         }();
         return std::make_tuple(array(packed.rows), array(packed.bounds));
       },
       py::arg("length"), py::arg("work"), py::arg("arrival"), py::arg("step"), py::arg("credit"),
-      py::arg("num_micro_batches"), py::arg("max_tokens"), py::arg("context_length"), py::arg("max_delay_steps"));
+      py::arg("num_micro_batches"), py::arg("ranks"), py::arg("stages"), py::arg("chunks"), py::arg("max_tokens"),
+      py::arg("batch_tokens"), py::arg("crossover_tokens"), py::arg("max_delay_steps"));
   module.def("makespans", &makespans<double>, py::arg("first"), py::arg("second"), py::arg("end"), py::arg("time"),
              py::arg("num_slots"), py::arg("work").noconvert());
   module.def("makespans", &makespans<int64_t>, py::arg("first"), py::arg("second"), py::arg("end"), py::arg("time"),

@@ -12,8 +12,12 @@ def choose_adaptive(
     step: int,
     credit: int,
     num_micro_batches: int,
+    ranks: int,
+    stages: int,
+    chunks: int,
     max_tokens: int,
-    context_length: int,
+    batch_tokens: int,
+    crossover_tokens: int,
     max_delay_steps: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
 def makespans[Time: (np.float64, np.int64)](

@@ -34,8 +34,8 @@ using wlb::kMaxTokens;
 using wlb::kMaxWorkPerToken;
 
 constexpr int64_t kLowest = std::numeric_limits<int64_t>::min(), kHighest = std::numeric_limits<int64_t>::max();
-constexpr int64_t kMaxWaitingWork = int64_t{1} << 62;
-constexpr int64_t kForcedSteps = 6;
+constexpr int64_t kMaxCost = int64_t{1} << 62;
+constexpr int64_t kForcedSteps = 10;
 
 thread_local std::string round_name = "input of the fuzzer";
 
@@ -146,10 +146,19 @@ class AdaptiveRound {
   explicit AdaptiveRound(Choices& choose) : choose_(choose), wild_(choose.one_in(4)) {
     const int64_t window = choose.of<int64_t>({1, 2, 8, 64, 200, 512, int64_t{1} << 25});
     const int64_t n = choose.of<int64_t>({1, 2, 3, 4, 9, 33});
-    sizes_ = {n, window * choose.of<int64_t>({100, 110, 125, 200}) / 100, window,
-              choose.between(kForcedSteps + 1, 25)};
-    // From 12 steps on, what is forced while a forced document waits was known when that became forced: at most two
-    // global batches and a window. Forced steps are half full at least, so seven of them run it all.
+    const int64_t ranks = choose.of<int64_t>({1, n, n % 3 ? 1 : n / 3}), windows = choose.of<int64_t>({n, 1, 2 * n});
+    window_ = window;
+    sizes_ = {n,
+              ranks,
+              choose.of<int64_t>({1, 2, 7}),
+              choose.of<int64_t>({1, 2}),
+              window * choose.of<int64_t>({100, 110, 125, 200}) / 100 * std::max<int64_t>(1, windows / n),
+              windows * window,
+              choose.of<int64_t>({1, 50, int64_t{1} << 35}),
+              choose.between(kForcedSteps + 1, 35)};
+    sizes_.max_tokens = std::min(sizes_.max_tokens, wlb::kMaxTokens);
+    // From twice as many on, what is forced while a forced document waits was known when that became forced: at most
+    // four global batches and a window. Forced steps are half full at least, so so many of them run it all.
     bounded_ = !wild_ && sizes_.max_delay_steps >= 2 * kForcedSteps;
   }
 
@@ -167,16 +176,15 @@ class AdaptiveRound {
   }
 
  private:
-  // Documents until two global batches wait, as the policy draws them, or some.
+  // Documents until four global batches wait, as the policy draws them, or some.
   void fill(int64_t step) {
     const auto sum = [&](int64_t Document::*member) {
       return std::accumulate(pool_.begin(), pool_.end(), int64_t{0},
                              [&](int64_t total, const Document& d) { return total + d.*member; });
     };
-    int64_t room = 2 * sizes_.num_micro_batches * sizes_.context_length - sum(&Document::length);
-    int64_t work_left = kMaxWaitingWork - sum(&Document::work);
-    for (Document d : documents(choose_, choose_.between(0, 250), wild_ ? sizes_.max_tokens : sizes_.context_length,
-                                step)) {
+    int64_t room = 4 * sizes_.batch_tokens - sum(&Document::length);
+    int64_t work_left = kMaxCost / (sizes_.chunks + sizes_.stages - 1) - sum(&Document::work);
+    for (Document d : documents(choose_, choose_.between(0, 250), wild_ ? sizes_.max_tokens : window_, step)) {
       if ((!wild_ && room <= 0) || d.work > work_left) break;
       if (wild_) d.arrival = choose_.between(0, int64_t{1} << 62);
       room -= d.length;
@@ -196,8 +204,9 @@ class AdaptiveRound {
     };
     for (int64_t bad : {int64_t{-1}, kLowest, kHighest}) {
       require(refused(pool_, bad, sizes_), "a bad step is refused");
-      for (int64_t wlb::Sizes::*size : {&wlb::Sizes::num_micro_batches, &wlb::Sizes::max_tokens,
-                                        &wlb::Sizes::context_length, &wlb::Sizes::max_delay_steps}) {
+      for (int64_t wlb::Sizes::*size :
+           {&wlb::Sizes::num_micro_batches, &wlb::Sizes::ranks, &wlb::Sizes::stages, &wlb::Sizes::chunks,
+            &wlb::Sizes::max_tokens, &wlb::Sizes::batch_tokens, &wlb::Sizes::max_delay_steps}) {
         wlb::Sizes changed = sizes_;
         changed.*size = bad;
         require(refused(pool_, step, changed), "a bad size is refused");
@@ -214,7 +223,7 @@ class AdaptiveRound {
 
   void take(int64_t step) {
     const int64_t credit = choose_.one_in(3) ? choose_.of<int64_t>({0, 1, -1, kLowest, kHighest})
-                                             : choose_.between(-sizes_.context_length, sizes_.context_length);
+                                             : choose_.between(-window_, window_);
     const wlb::Packed packed = wlb::choose_adaptive(pool_, step, credit, sizes_);
     require(packed.bounds.size() == static_cast<size_t>(sizes_.num_micro_batches) + 1, "N + 1 bounds");
     require(packed.bounds.front() == 0, "bounds begin at 0");
@@ -242,6 +251,7 @@ class AdaptiveRound {
 
   Choices& choose_;
   bool wild_, bounded_;  // wild: any arrival, length and number of documents
+  int64_t window_;
   wlb::Sizes sizes_;
   std::vector<Document> pool_;
 };

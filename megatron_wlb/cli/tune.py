@@ -47,7 +47,7 @@ LEAST_STEPS = 20
 S_MAX_WINDOWS = (1.1, 1.25, 1.5, 2.0)
 THRESHOLD_SHARES = tuple(k / 8 for k in range(1, 8))
 MAX_QUEUES = 3
-MAX_DELAYS = (2 * FORCED_STEPS, 20, 30)
+MAX_DELAYS = (2 * FORCED_STEPS, 30)
 
 Result = tuple[Job, metrics.Summary]
 """A tuning and its measures."""

@@ -54,7 +54,7 @@ REFUSED = {
     "--wlb-max-tokens 100000000": "must be from 1 to 67108864",
     "--wlb-memory-budget 0": "must be from 0.0009765625 to 1024",
     "--wlb-crossover 0": "must be from 1 to 34359738368",
-    "--wlb-packing adaptive --wlb-max-delay-steps 11": "--wlb-max-delay-steps is 11; it must be from 12 to",
+    "--wlb-packing adaptive --wlb-max-delay-steps 19": "--wlb-max-delay-steps is 19; it must be from 20 to",
     "--micro-batch-size 2": "--micro-batch-size is 2.*give 1",
     "--eval-micro-batch-size 2": "--eval-micro-batch-size 1",
     "--seq-length 254 --context-parallel-size 4": "254, which 4 context-parallel .* cannot share.*multiple of 8",

@@ -1,5 +1,6 @@
 """Adaptive packing: nothing lost, S_max and the bound on delay never exceeded, both cores equal to the bit."""
 
+import math
 from unittest.mock import patch
 
 import numpy as np
@@ -11,11 +12,14 @@ from megatron_wlb.cost.work import document_work
 from megatron_wlb.plan import metrics, native
 from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.packing.adaptive import AdaptivePacking
+from megatron_wlb.plan.placement import rank_cost
 from megatron_wlb.plan.stream import DocumentStream, Source
 from tests.jobs import job
 
 WINDOW = 512
-LEAST_DELAY = 12
+LEAST_DELAY = 20
+LAYOUTS = {"one rank": (1, 1, 1), "ranks": (99, 1, 1), "stages": (1, 4, 1), "virtual": (1, 4, 2), "both": (3, 2, 1)}
+"""DP (at most; it divides M), PP, VPP."""
 
 
 def stream_of(lengths, epochs=1):
@@ -23,13 +27,18 @@ def stream_of(lengths, epochs=1):
     return DocumentStream([source], seed=0, context_length=WINDOW, shuffle=False, num_epochs=epochs)
 
 
-def packer_of(lengths, *, n=4, s_max=1.25, delay=LEAST_DELAY, epochs=1):
+def packer_of(lengths, *, n=4, windows=None, s_max=1.25, delay=LEAST_DELAY, epochs=1, layout=(99, 1, 1)):
+    windows = windows or n
     described = job(
         packing=AdaptivePacking(max_delay_steps=delay),
         num_micro_batches=n,
+        global_batch_size=windows,
         context_length=WINDOW,
-        max_tokens=int(WINDOW * s_max),
+        max_tokens=int(WINDOW * s_max) * max(1, -(-windows // n)),
         crossover_tokens=200,
+        dp=math.gcd(layout[0], n) if layout[0] < 99 else n,
+        pp=layout[1],
+        vpp=layout[2],
     )
     return make_packer(stream_of(lengths, epochs), described)
 
@@ -56,22 +65,26 @@ NASTY = {
 
 @pytest.mark.parametrize("lengths", NASTY.values(), ids=NASTY)
 @pytest.mark.parametrize("n", [1, 4, 33])
-def test_nasty_data_is_packed_once_within_bounds_and_alike_by_both_cores(lengths, n):
-    check(lengths, n, 1.25, LEAST_DELAY)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_nasty_data_is_packed_once_within_bounds_and_alike_by_both_cores(lengths, n, layout):
+    check(lengths, n, 1.25, LEAST_DELAY, layout)
 
 
 @given(
     lengths=st.lists(st.one_of(st.integers(1, 40), st.integers(1, WINDOW), st.just(WINDOW)), min_size=1, max_size=250),
     n=st.sampled_from([1, 2, 3, 4, 7, 16]),
     s_max=st.sampled_from([1.0, 1.1, 1.25, 2.0]),
-    delay=st.integers(LEAST_DELAY, 20),
+    delay=st.integers(LEAST_DELAY, 30),
+    layout=st.sampled_from(list(LAYOUTS.values())),
+    windows=st.sampled_from([1, 4, 6, 16]),
 )
-def test_any_data_is_packed_once_within_bounds_and_alike_by_both_cores(lengths, n, s_max, delay):
-    check(lengths, n, s_max, delay)
+def test_any_data_is_packed_once_within_bounds_and_alike_by_both_cores(lengths, n, s_max, delay, layout, windows):
+    check(lengths, n, s_max, delay, layout, windows)
 
 
-def check(lengths, n, s_max, delay):
-    fast, reference = (packer_of(lengths, n=n, s_max=s_max, delay=delay) for _ in range(2))
+def check(lengths, n, s_max, delay, layout, windows=None):
+    how = {"n": n, "s_max": s_max, "delay": delay, "layout": layout, "windows": windows}
+    fast, reference = (packer_of(lengths, **how) for _ in range(2))
     seen = []
     while not fast.finished:
         step = fast.next()
@@ -80,7 +93,8 @@ def check(lengths, n, s_max, delay):
         np.testing.assert_array_equal(step.packing.documents, expected.documents)
         np.testing.assert_array_equal(step.packing.bounds, expected.bounds)
         assert len(step.packing) == n
-        assert step.packing.sums(step.packing.documents["length"]).max() <= int(WINDOW * s_max)
+        longest = int(WINDOW * s_max) * max(1, -(-(windows or n) // n))
+        assert step.packing.sums(step.packing.documents["length"]).max() <= longest
         assert (step.step - step.packing.documents["arrival"]).max() <= delay
         for i in range(n):
             assert (np.diff(step.packing.micro_batch(i)["index"]) > 0).all()
@@ -97,7 +111,7 @@ def test_the_tightest_bound_on_delay_holds_over_long_streams(seed):
     rng = np.random.default_rng(seed)
     n, s_max = int(rng.integers(1, 5)), float(rng.choice([1.0, 1.1, 1.25]))
     kinds = rng.choice(WINDOW, int(rng.integers(2, 6))) + 1
-    packer = packer_of(rng.choice(kinds, 3000), n=n, s_max=s_max)
+    packer = packer_of(rng.choice(kinds, 3000), n=n, s_max=s_max, layout=list(LAYOUTS.values())[seed % len(LAYOUTS)])
     while not packer.finished:
         step = packer.next()
         assert (step.step - step.packing.documents["arrival"]).max() <= LEAST_DELAY
@@ -130,7 +144,7 @@ def test_training_keeps_up_with_the_data_and_not_ahead_of_it(lengths):
         documents = step.packing.documents
         assert (k - drawn[documents["index"]]).max() <= LEAST_DELAY
         tokens += documents["length"].sum()
-        assert step.state["stream"]["position"] - (k + 1) * n * WINDOW <= 3 * n * WINDOW
+        assert step.state["stream"]["position"] - (k + 1) * n * WINDOW <= 5 * n * WINDOW
     assert abs(tokens / (300 * n * WINDOW) - 1) < 0.05
 
 
@@ -143,3 +157,33 @@ def test_it_balances_better_than_original_order_with_steady_tokens():
     assert np.mean([metrics.imbalance(w) for w in work]) < 1.02 < np.mean([metrics.imbalance(w) for w in original])
     tokens = [s.packing.documents["length"].sum() for s in steps]
     assert np.std(tokens) / np.mean(tokens) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("layout", "n"), [((1, 1, 1), 8), ((1, 1, 1), 1), ((2, 1, 1), 8), ((2, 1, 1), 2)], ids=lambda value: str(value)
+)
+def test_documents_run_as_they_come_where_nothing_waits_for_another(layout, n):
+    packer = packer_of(long_tail(60_000), n=n, windows=8, epochs=None, layout=layout)
+    late = []
+    for _ in range(50):
+        step = packer.next()
+        work = step.packing.sums(document_work(step.packing.documents["length"], 200))
+        ranks = work.reshape(layout[0], -1).sum(axis=1)
+        assert ranks.max() <= 1.01 * ranks.mean()
+        late += [metrics.delays(step.packing, step.step)]
+    tokens = sum(sum(each.values()) for each in late)
+    assert sum(max(0, steps) * count for each in late for steps, count in each.items()) <= 0.05 * tokens
+
+
+def test_a_pipeline_takes_less_time_with_more_micro_batches():
+    """By `placement.rank_cost`, for the same tokens; and less than in the order of the stream."""
+    costs = {}
+    for n in (4, 8, 16):
+        packer = packer_of(long_tail(60_000), n=n, windows=4, s_max=1.25, epochs=None, layout=(1, 4, 1))
+        described, cost, total = job(num_micro_batches=n, pp=4), 0, 0
+        for _ in range(100):
+            packing = packer.next().packing
+            work = packing.sums(document_work(packing.documents["length"], 200))
+            cost, total = cost + rank_cost(work, described), total + work.sum()
+        costs[n] = cost / total
+    assert costs[16] < 0.97 * costs[8] < 0.97 * 0.97 * costs[4]

@@ -18,7 +18,7 @@ import megatron_wlb
 from megatron_wlb import _native
 from megatron_wlb.job import MAX_TOKENS
 from megatron_wlb.plan import native
-from megatron_wlb.plan.packing.adaptive_core import choose
+from megatron_wlb.plan.packing.adaptive_core import Sizes, choose
 from megatron_wlb.plan.packing.wlb import place
 
 
@@ -51,16 +51,24 @@ def documents(draw):
 
 
 @settings(max_examples=500)
-@given(documents(), st.integers(1, 9), st.integers(0, 40), st.sampled_from([0, -(2**63), 2**63 - 1, 13, -13]))
-def test_cores_are_equal(case, n, step, credit):
+@given(
+    documents(),
+    st.integers(1, 9),
+    st.integers(0, 40),
+    st.sampled_from([0, -(2**63), 2**63 - 1, 13, -13]),
+    st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 7]), st.integers(1, 3)),
+)
+def test_cores_are_equal(case, n, step, credit, layout):
     max_tokens, lengths, crossover = case
     lengths, work = columns(lengths, crossover)
     both(place, lengths, work, n, max_tokens)
     arrivals = np.sort(np.arange(len(lengths)) * 7 % 20)
-    if work.astype(object).sum() > 1 << 62:
+    ranks, stages, chunks = layout
+    if work.astype(object).sum() > (1 << 62) // (stages + chunks - 1):
         return
-    sizes = {"num_micro_batches": n, "max_tokens": max_tokens, "context_length": max(1, max_tokens * 4 // 5)}
-    both(choose, lengths, work, arrivals, step=step, credit=credit, max_delay_steps=12, **sizes)
+    batch = max(1, max_tokens * 4 // 5 * n)
+    sizes = Sizes(n * ranks, ranks, stages, chunks, max_tokens, batch, crossover, 20)
+    both(choose, lengths, work, arrivals, step=step, credit=credit, sizes=sizes)
 
 
 def test_cores_are_equal_at_scale():
@@ -68,8 +76,8 @@ def test_cores_are_equal_at_scale():
     lengths, work = columns(lengths, 50_000)
     placed = both(place, lengths, work, 256, 163_840)
     assert (placed == 256).any()
-    sizes = {"num_micro_batches": 64, "max_tokens": 163_840, "context_length": 131_072}
-    rows, bounds = both(choose, lengths, work, np.arange(9_000) // 3000, step=2, credit=0, max_delay_steps=12, **sizes)
+    sizes = Sizes(64, 8, 4, 2, 163_840, 64 * 131_072, 50_000, 20)
+    rows, bounds = both(choose, lengths, work, np.arange(9_000) // 3000, step=2, credit=0, sizes=sizes)
     assert 100 < len(rows) == bounds[-1]
 
 
@@ -92,9 +100,13 @@ ARGUMENTS = {
     "step": 3,
     "credit": 0,
     "num_micro_batches": 2,
+    "ranks": 1,
+    "stages": 1,
+    "chunks": 1,
     "max_tokens": 100,
-    "context_length": 80,
-    "max_delay_steps": 12,
+    "batch_tokens": 160,
+    "crossover_tokens": 50,
+    "max_delay_steps": 20,
 }
 PLACE = ("length", "work", "num_micro_batches", "max_tokens")
 
@@ -116,7 +128,12 @@ PLACE = ("length", "work", "num_micro_batches", "max_tokens")
         ("num_micro_batches", 0, f"num_micro_batches is 0; it must be 1 to {2**20}"),
         ("num_micro_batches", 2**62, f"num_micro_batches is {2**62}; it must be 1 to {2**20}"),
         ("max_tokens", MAX_TOKENS + 1, f"max_tokens is {MAX_TOKENS + 1}; it must be 1 to {MAX_TOKENS}"),
-        ("context_length", 101, "context_length is 101; it must be 1 to 100"),
+        ("ranks", 3, "ranks is 3; it must be 1 to 2"),
+        ("ranks", 0, "ranks is 0; it must be 1 to 2"),
+        ("stages", 0, f"stages is 0; it must be 1 to {2**20}"),
+        ("chunks", 2**62, f"chunks is {2**62}; it must be 1 to {2**20}"),
+        ("batch_tokens", 0, f"batch_tokens is 0; it must be 1 to {2**46}"),
+        ("crossover_tokens", -1, f"crossover_tokens is -1; it must be 1 to {2**62}"),
         ("max_delay_steps", -(2**63), f"max_delay_steps is -{2**63}; it must be 1 to {2**62}"),
     ],
 )
@@ -136,7 +153,7 @@ def test_native_refuses_other_types(changes):
 
 
 def test_adaptive_refuses_work_whose_sum_may_not_fit():
-    sizes = {"max_tokens": MAX_TOKENS, "context_length": MAX_TOKENS}
+    sizes = {"max_tokens": MAX_TOKENS}
     with pytest.raises(ValueError, match="the work of a document after those before it is 1; it must be 0 to 0"):
         _native.choose_adaptive(**ARGUMENTS | sizes | {"length": np.full(2, MAX_TOKENS), "work": np.array([2**62, 1])})
 

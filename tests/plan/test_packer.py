@@ -21,7 +21,7 @@ PACKINGS = [
     OriginalPacking(),
     FixedPacking(global_batches=3),
     WlbPacking(outlier_thresholds=(C // 4, C // 2)),
-    AdaptivePacking(max_delay_steps=12),
+    AdaptivePacking(max_delay_steps=20),
 ]
 
 
@@ -89,7 +89,7 @@ def test_nothing_is_lost_or_doubled_in_50_steps(packing):
     np.testing.assert_array_equal(documents, drawn)
     np.testing.assert_array_equal(np.concatenate([step.drawn for step in steps])["index"], drawn["index"])
 
-    reads_ahead = 2 if packing.name in ("fixed", "adaptive") else 0
+    reads_ahead = {"fixed": 2, "adaptive": 4}.get(packing.name, 0)
     for t, step in enumerate(steps):
         assert step.step == t
         assert len(step.packing.documents)

@@ -407,12 +407,12 @@ def test_flags_of_all_policies_make_the_one_that_is_named():
 
     assert parsed("") == POLICIES[DEFAULT_POLICY]()
     assert parsed("--wlb-outlier-thresholds 7,9") == WlbPacking(outlier_thresholds=(7, 9))
-    assert parsed("--wlb-packing adaptive --wlb-max-delay-steps 12") == AdaptivePacking(max_delay_steps=12)
+    assert parsed("--wlb-packing adaptive --wlb-max-delay-steps 20") == AdaptivePacking(max_delay_steps=20)
     assert parsed("--wlb-packing ilp --wlb-global-batches 3") == IlpPacking(global_batches=3)
     for text, message in {
         "--wlb-packing best": "--wlb-packing is 'best'; choose one of original, fixed, ilp, wlb, adaptive",
         "--wlb-outlier-thresholds 9,7": "--wlb-outlier-thresholds is 9,7; give lengths of at least 1 in increasing",
-        "--wlb-packing adaptive --wlb-max-delay-steps 11": "--wlb-max-delay-steps is 11; it must be from 12",
+        "--wlb-packing adaptive --wlb-max-delay-steps 19": "--wlb-max-delay-steps is 19; it must be from 20",
         "--wlb-packing fixed --wlb-global-batches 0": "--wlb-global-batches is 0; it must be from 1 to 1024",
     }.items():
         with pytest.raises(ValueError, match=f"^{message}"):

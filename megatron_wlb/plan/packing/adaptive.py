@@ -1,10 +1,12 @@
-"""Adaptive packing (ours): a waiting document runs in the first step that stays balanced with it.
+"""Adaptive packing (ours): a waiting document runs in the first step that loses little time with it.
 
-Algorithm 1 of the paper decides by length thresholds which documents wait. Here nothing but balance decides. Documents
-of at most an eighth of the window are *fluid*: they run in the order in which they came and level whatever the longer,
-*solid* ones leave uneven. In every step the policy tries sets of solid documents of neighbouring length, places each
-longest first, predicts the level after the fluid has been poured in, and takes the set that relieves the queue most
-among those that stay balanced. `docs/packing.md` describes the algorithm and its guarantees.
+Algorithm 1 of the paper decides by length thresholds which documents wait, and makes micro-batches of equal work. Here
+nothing but the time of the step decides, as 1F1B predicts it: data-parallel ranks should take equally long, and in a
+pipeline the largest micro-batch should be small for the work of the step. Where documents can run as they come, they
+do. Else those of at most an eighth of a mean micro-batch are *fluid*: they run in the order in which they came, and
+level whatever the longer, *solid* ones leave uneven. In every step the policy tries sets of solid documents of
+neighbouring length, and takes the set that loses least time and lets least wait. `docs/packing.md` describes the
+algorithm and its guarantees.
 """
 
 from dataclasses import dataclass
@@ -14,15 +16,12 @@ import numpy as np
 
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.plan.packing import base
-from megatron_wlb.plan.packing.adaptive_core import FORCED_STEPS, choose
+from megatron_wlb.plan.packing.adaptive_core import FORCED_STEPS, LOOK_AHEAD_BATCHES, Sizes, choose
 from megatron_wlb.plan.types import DOCUMENT, Draw, Packing
 from megatron_wlb.settings import setting
 
 if TYPE_CHECKING:
     from megatron_wlb.job import Job
-
-LOOK_AHEAD_BATCHES = 2
-"""Global batches that are known when a step is chosen, so that long documents find partners."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +30,8 @@ class AdaptivePacking(base.Packing):
 
     name = "adaptive"
     help = (
-        "equal work, variable length, a document waits until a step stays balanced with it, under a bound on its delay."
+        "the least predicted time of a step, variable length, a document waits for a step that loses little time with "
+        "it, under a bound on its delay."
     )
 
     max_delay_steps: int = setting(
@@ -47,31 +47,39 @@ class AdaptivePacking(base.Packing):
 
 
 class AdaptivePolicy:
-    """Micro-batches of equal work, N * C tokens a step, without thresholds; documents stay whole.
+    """Micro-batches for the least time of a step, N * C tokens a step, without thresholds; documents stay whole.
 
     No document is late by more than `max_delay_steps`.
     """
 
     def __init__(self, job: "Job", max_delay_steps: int) -> None:
-        self._job, self._max_delay_steps = job, max_delay_steps
         self._pool = np.empty(0, DOCUMENT)  # ordered by index
+        p, count = job.parallel, job.num_micro_batches
+        self._sizes = Sizes(
+            num_micro_batches=count,
+            # Ranks that divide experts wait for each other in every layer, so all micro-batches should be alike.
+            ranks=p.dp if p.expert_dp_ranks == 1 else count,
+            stages=p.pp,
+            chunks=p.vpp,
+            max_tokens=job.max_tokens,
+            batch_tokens=job.batch_tokens,
+            crossover_tokens=job.crossover_tokens,
+            max_delay_steps=max_delay_steps,
+        )
 
     def pack(self, step: int, draw: Draw) -> Packing:
-        """Pack step `step`. At the end of the data what waits runs in balanced steps."""
+        """Pack step `step`. At the end of the data what waits runs in steps of little loss."""
         # What can't be packed must not pile up for ever, so the stream waits for it.
-        room = LOOK_AHEAD_BATCHES * self._job.batch_tokens - int(self._pool["length"].sum())
+        room = LOOK_AHEAD_BATCHES * self._sizes.batch_tokens - int(self._pool["length"].sum())
         self._pool = np.concatenate((self._pool, draw.more(room)))
         lengths = self._pool["length"]
         rows, bounds = choose(
             lengths,
-            document_work(lengths, self._job.crossover_tokens),
+            document_work(lengths, self._sizes.crossover_tokens),
             self._pool["arrival"],
             step=step,
             credit=int(lengths.sum()) - draw.ahead,
-            num_micro_batches=self._job.num_micro_batches,
-            max_tokens=self._job.max_tokens,
-            context_length=self._job.context_length,
-            max_delay_steps=self._max_delay_steps,
+            sizes=self._sizes,
         )
         documents, self._pool = self._pool[rows], np.delete(self._pool, rows)
         return Packing(documents=documents, bounds=bounds)

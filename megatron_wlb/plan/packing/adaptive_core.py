@@ -1,64 +1,72 @@
 """What a step of adaptive packing runs: `choose`, the plain reference of `csrc/adaptive.cpp`."""
 
-import heapq
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_wlb.plan import native
 
-# The numbers were searched on four samples of F2 at N = 4, and serve for everything; csrc/adaptive.cpp has them, too.
-FORCED_STEPS = 6
-"""A document is forced this many steps before the bound on its delay. Forced documents fill at least half of N * S_max
-per step, and what waits is at most LOOK_AHEAD_BATCHES * N * C tokens and a window: 6 steps run all of it."""
-TOLERANCE = 0.003
-"""A step is balanced if its largest micro-batch has at most 1 + TOLERANCE times the mean work."""
-AGE_TOLERANCE = 0.008
-"""Added to the tolerance for every step that the oldest document of the step is late."""
-RATIO_LIMIT = 1.045
-"""Age relaxes the balance no further than this ratio."""
+# csrc/adaptive.cpp has these numbers, too.
+LOOK_AHEAD_BATCHES = 4
+"""Global batches that are known when a step is chosen, so that long documents find partners."""
+FORCED_STEPS = 10
+"""A document is forced this many steps before the bound on its delay. Forced documents fill at least half of M * S_max
+a step, which is at least N * C / 2, and what waits is at most LOOK_AHEAD_BATCHES * N * C tokens and a window: 10 steps
+run all of it."""
+FLUID_SHARE = 8
+"""Documents of at most this part of a mean micro-batch are fluid."""
+EVEN = 0.002
+"""Where all that has arrived can run with at most this loss, it does, and nothing waits."""
+WAIT_PRICE = 0.1
+"""A global batch that waits for a step weighs as much as this share of the step's linear work."""
 TOKEN_BAND = 0.07
 """A step holds at most 1 + TOKEN_BAND times N * C tokens."""
 TOKEN_REPAY = 0.0125
 """Share of N * C by which a step makes up for earlier ones."""
 FULL = 0.9
 """A step is full with this share of the tokens that it should hold."""
-IMBALANCE_PRICE = 8.0
-"""Imbalance of 1 weighs as much as this many global batches released."""
-TOKEN_PRICE = 3.0
-"""A global batch too many or too few weighs as much as this many released."""
+ROUNDS, LIGHTEST = 200, 4
+"""Exchanges that refine a step at most, and micro-batches that each is tried with."""
+
+
+class Sizes(NamedTuple):
+    """What a step is packed for."""
+
+    num_micro_batches: int
+    """M."""
+    ranks: int
+    """That run M / ranks micro-batches each, and wait for each other at the end of a step."""
+    stages: int
+    """Of the pipeline."""
+    chunks: int
+    """Virtual stages of a stage."""
+    max_tokens: int
+    """S_max, at least the longest document."""
+    batch_tokens: int
+    """N * C."""
+    crossover_tokens: int
+    max_delay_steps: int
 
 
 def choose(
-    lengths: np.ndarray,
-    work: np.ndarray,
-    arrivals: np.ndarray,
-    *,
-    step: int,
-    credit: int,
-    num_micro_batches: int,
-    max_tokens: int,
-    context_length: int,
-    max_delay_steps: int,
+    lengths: np.ndarray, work: np.ndarray, arrivals: np.ndarray, *, step: int, credit: int, sizes: Sizes
 ) -> tuple[np.ndarray, np.ndarray]:
     """Choose and place the documents of a step; in C++ where there is a native core, to the same result to the bit.
 
     Args:
         lengths: of the documents that wait, in the order of the stream, int64 [n].
         work: int64 [n].
-        arrivals: the steps in which they arrived, int64 [n].
+        arrivals: the steps in which they arrive, int64 [n].
         step: the step.
         credit: tokens that are owed to earlier steps.
-        num_micro_batches: N.
-        max_tokens: S_max, at least the longest document.
-        context_length: C.
-        max_delay_steps: the bound on delays.
+        sizes: of the job.
 
     Returns their rows, ordered by micro-batch and within it (int64 [m]), and the bounds of micro-batches
-    (int64 [N + 1]).
+    (int64 [M + 1]).
     """
-    sizes = (num_micro_batches, max_tokens, context_length, max_delay_steps)
     if native.core is not None:
         choice: tuple[np.ndarray, np.ndarray] = native.core.choose_adaptive(
             lengths, work, arrivals, step, credit, *sizes
@@ -66,7 +74,7 @@ def choose(
         return choice
     columns = (lengths.tolist(), work.tolist(), arrivals.tolist())
     pool = [_Document(*row) for row in zip(range(len(lengths)), *columns, strict=True)]
-    return _Step(pool, step, *sizes).choose(credit)
+    return _Step(pool, step, sizes).choose(credit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,31 +85,57 @@ class _Document:
     arrival: int
 
 
-class _Bins:
-    """N micro-batches under construction: work and tokens of each, the lightest first."""
+def _longest_first(documents: Iterable[_Document]) -> list[_Document]:
+    return sorted(documents, key=lambda d: (-d.length, d.index))
 
-    def __init__(self, size: int) -> None:
-        self.work, self.tokens = [0] * size, [0] * size
-        self.order = [(0, i) for i in range(size)]  # a heap; every bin once
-        self.total_work, self.total_tokens, self.largest = 0, 0, 0
+
+class _Bins:
+    """Micro-batches under construction, of every rank: work and tokens of each."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        each = sizes.num_micro_batches // sizes.ranks
+        self._sizes = sizes
+        self.work = [[0] * each for _ in range(sizes.ranks)]
+        self.tokens = [[0] * each for _ in range(sizes.ranks)]
+        self.cost = [0] * sizes.ranks
+        """As `placement.rank_cost` has it: chunks * all work + (stages - 1) * that of the largest micro-batch."""
+        self.total_work, self.total_tokens = 0, 0
+        self.alike = 0.0
+        """Sum of length * work over the documents; see `_Step._judge`."""
 
     def copy(self) -> "_Bins":
-        other = _Bins(0)
-        other.work, other.tokens, other.order = list(self.work), list(self.tokens), list(self.order)
-        other.total_work, other.total_tokens, other.largest = self.total_work, self.total_tokens, self.largest
+        other = _Bins(self._sizes)
+        other.work, other.tokens = ([list(each) for each in lists] for lists in (self.work, self.tokens))
+        other.cost, other.alike = list(self.cost), self.alike
+        other.total_work, other.total_tokens = self.total_work, self.total_tokens
         return other
 
-    def lightest(self) -> int:
-        return self.order[0][1]
+    def next(self) -> tuple[int, int]:
+        """Rank and micro-batch that the next document goes to: the lightest one of the rank of least cost."""
+        rank = self.cost.index(min(self.cost))
+        return rank, self.work[rank].index(min(self.work[rank]))
 
-    def add_to_lightest(self, document: _Document) -> None:
-        i = self.order[0][1]
-        self.work[i] += document.work
-        self.tokens[i] += document.length
-        heapq.heapreplace(self.order, (self.work[i], i))
+    def next_with_room(self, length: int) -> tuple[int, int] | None:
+        """The same, among those that have room for so many tokens."""
+        room = self._sizes.max_tokens - length
+        ranks = [r for r, tokens in enumerate(self.tokens) if min(tokens) <= room]
+        if not ranks:
+            return None
+        rank = min(ranks, key=lambda r: (self.cost[r], r))
+        fitting = (i for i, tokens in enumerate(self.tokens[rank]) if tokens <= room)
+        return rank, min(fitting, key=lambda i: (self.work[rank][i], i))
+
+    def add(self, document: _Document, rank: int, i: int) -> None:
+        self.change(rank, i, document.work, document.length)
         self.total_work += document.work
         self.total_tokens += document.length
-        self.largest = max(self.largest, self.work[i])
+        self.alike += float(document.length) * float(document.work)
+
+    def change(self, rank: int, i: int, work: int, tokens: int) -> None:
+        """Add so much to a micro-batch."""
+        self.work[rank][i] += work
+        self.tokens[rank][i] += tokens
+        self.cost[rank] = self._sizes.chunks * sum(self.work[rank]) + (self._sizes.stages - 1) * max(self.work[rank])
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +143,8 @@ class _Fluid:
     """The fluid documents that wait, as one liquid, and how much of it a step takes."""
 
     tokens: int
+    arrived: int
+    """Tokens of those that have arrived."""
     density: float
     """Work per token."""
     target: int
@@ -121,192 +157,249 @@ class _Fluid:
         return min(max(0, self.target - solid_tokens), self.tokens)
 
 
+class _Set(NamedTuple):
+    """Solid documents that a step could run."""
+
+    documents: list[_Document]
+    full: float
+    """How full the step is, 1 is enough."""
+    loss: float
+    """Time that is lost, in shares of the step's linear work."""
+    value: float
+
+
 class _Step:
     """A step that is being packed from `pool`, the documents that wait; ties go to the smaller index."""
 
-    def __init__(
-        self,
-        pool: list[_Document],
-        step: int,
-        num_micro_batches: int,
-        max_tokens: int,
-        context_length: int,
-        max_delay_steps: int,
-    ) -> None:
-        self._pool, self._step = pool, step
-        self._n, self._max_tokens, self._context_length = num_micro_batches, max_tokens, context_length
-        self._max_delay_steps = max_delay_steps
-        self._batch_tokens = num_micro_batches * context_length
+    def __init__(self, pool: list[_Document], step: int, sizes: Sizes) -> None:
+        self._pool, self._step, self._sizes = pool, step, sizes
 
     def choose(self, credit: int) -> tuple[np.ndarray, np.ndarray]:
         forced = [d for d in self._pool if self._is_forced(d)]
         rest = [d for d in self._pool if not self._is_forced(d)]
-        fluid = [d for d in rest if 8 * d.length <= self._context_length]
-        solid = sorted((d for d in rest if 8 * d.length > self._context_length), key=lambda d: (-d.length, d.index))
-        bins = _Bins(self._n)
-        for document in sorted(forced, key=lambda d: (-d.length, d.index)):
-            if bins.tokens[bins.lightest()] + document.length <= self._max_tokens:
-                bins.add_to_lightest(document)
+        solid = _longest_first(d for d in rest if not self._is_fluid(d))
+        fluid = [d for d in rest if self._is_fluid(d)]
+        bins = _Bins(self._sizes)
+        for document in _longest_first(forced):
+            rank, i = bins.next()
+            if bins.tokens[rank][i] + document.length <= self._sizes.max_tokens:
+                bins.add(document, rank, i)
         liquid = self._liquid(fluid, credit)
-        released = self._release(solid, bins, liquid)
-        documents = forced + [solid[r] for r in released]
-        tokens = bins.total_tokens + sum(solid[r].length for r in released)
-        target = tokens + liquid.poured(tokens)
-        for document in fluid:
-            over = tokens + document.length - target
-            if over > 0 and over > target - tokens:
-                break
-            tokens += document.length
-            documents.append(document)
-        return self._place(documents)
+        released = self._release(rest, solid, bins, liquid)
+        tokens = bins.total_tokens + sum(d.length for d in released)
+        poured = _first(fluid, tokens, tokens + liquid.poured(tokens))
+        return self._place([*forced, *released, *poured])
 
     def _is_forced(self, document: _Document) -> bool:
-        return self._step - document.arrival >= self._max_delay_steps - FORCED_STEPS
+        return self._step - document.arrival >= self._sizes.max_delay_steps - FORCED_STEPS
+
+    def _is_fluid(self, document: _Document) -> bool:
+        return FLUID_SHARE * self._sizes.num_micro_batches * document.length <= self._sizes.batch_tokens
 
     def _liquid(self, fluid: list[_Document], credit: int) -> _Fluid:
-        tokens, work = sum(d.length for d in fluid), sum(d.work for d in fluid)
-        repay, band = int(TOKEN_REPAY * self._batch_tokens), int(TOKEN_BAND * self._batch_tokens)
+        tokens, work, batch = sum(d.length for d in fluid), sum(d.work for d in fluid), self._sizes.batch_tokens
+        repay, band = int(TOKEN_REPAY * batch), int(TOKEN_BAND * batch)
         # `target` sees to it that training is not ahead of its tokens, where documents allow; else the limit does.
-        limit = self._batch_tokens + min(band, self._batch_tokens + credit)
         return _Fluid(
             tokens=tokens,
+            arrived=sum(d.length for d in fluid if d.arrival <= self._step),
             density=float(work) / float(tokens) if tokens else 0.0,
-            target=self._batch_tokens + max(-repay, min(repay, credit)),
-            limit=max(self._batch_tokens - repay, limit),
+            target=batch + max(-repay, min(repay, credit)),
+            limit=max(batch - repay, batch + min(band, batch + credit)),
         )
 
-    def _release(self, solid: list[_Document], forced: _Bins, fluid: _Fluid) -> list[int]:
-        """Places in `solid` of the documents that run in this step.
+    def _release(self, rest: list[_Document], solid: list[_Document], forced: _Bins, fluid: _Fluid) -> list[_Document]:
+        """Those of `solid` that run in this step.
 
-        Where documents are so alike that no set of at most the first's work fills the step, sets may be heavier.
+        First what comes next in the stream is tried. If that loses more than `EVEN`, sets of documents of neighbouring
+        length compete with it: where they are so alike that no set of at most the first's work fills the step, also
+        such as are heavier.
         """
-        best, full, fallback = self._search(solid, forced, fluid, capped=True)
-        if best is None and full < 1.0:
-            best, _, fallback = self._search(solid, forced, fluid, capped=False)
-        return fallback if best is None else best
+        ahead = [d for d in _first(rest, forced.total_tokens, fluid.target) if not self._is_fluid(d)]
+        tried = [self._judge(forced.copy(), fluid, _longest_first(ahead), math.inf, only_last=True)]
+        if tried[0].full == 1.0 and tried[0].loss <= EVEN:
+            return tried[0].documents
+        tried += self._neighbours(solid, forced, fluid, capped=True)
+        if max(each.full for each in tried) < 1.0:
+            tried += self._neighbours(solid, forced, fluid, capped=False)
+        return max(tried, key=lambda each: (each.full, each.value)).documents
 
-    def _search(
-        self, solid: list[_Document], forced: _Bins, fluid: _Fluid, *, capped: bool
-    ) -> tuple[list[int] | None, float, list[int]]:
-        """The best balanced set, if any; and how full a step the set nearest to balance makes, and that set.
+    def _neighbours(self, solid: list[_Document], forced: _Bins, fluid: _Fluid, *, capped: bool) -> list[_Set]:
+        """The best of the sets that begin at some document, for as many of these as time allows, and the empty set.
 
-        A set begins at some document and takes every following (shorter) one that fits; if `capped`, without making a
-        micro-batch heavier than its first document or than the mean. Every so often on the way the set is judged: if
-        the step would be balanced, it competes by what it relieves; if not, the one nearest to balance is kept for a
-        step that would otherwise be too short.
+        A set takes every following (shorter) document that fits; if `capped`, without making a micro-batch heavier than
+        its first document or than the mean.
         """
         starts = max(8, min(len(solid), 200_000 // max(1, len(solid))))
-        stride, every = max(1, len(solid) // starts), max(1, self._n // 16)
-        best: tuple[float, list[int]] | None = None
-        fallback: tuple[tuple[float, float], list[int]] | None = None
-        for start in [*range(0, len(solid), stride), len(solid)]:
-            bins, rows, relief, oldest = forced.copy(), [], 0.0, 0
-            cap = solid[start].work * (1 + TOLERANCE) if start < len(solid) and capped else math.inf
-            for r in range(start, len(solid) + 1):
-                last = r == len(solid)
-                if not last:
-                    document = solid[r]
-                    if not self._fits(document, bins, cap, fluid):
-                        continue
-                    bins.add_to_lightest(document)
-                    rows.append(r)
-                    age = max(0, self._step - document.arrival)
-                    oldest = max(oldest, age)
-                    relief += document.length * (age + 1.0)
-                if not last and len(rows) % every:
+        sets = []
+        for start in [*range(0, len(solid), max(1, len(solid) // starts)), len(solid)]:
+            cap = float(solid[start].work) if start < len(solid) and capped else math.inf
+            sets.append(self._judge(forced.copy(), fluid, solid[start:], cap))
+        return sets
+
+    def _judge(
+        self, bins: _Bins, fluid: _Fluid, documents: Sequence[_Document], cap: float, *, only_last: bool = False
+    ) -> _Set:
+        """Adds those of `documents` that fit, one after the other; the best of the sets on the way, or the last one."""
+        every = max(1, self._sizes.num_micro_batches // 16)
+        best: _Set | None = None
+        chosen: list[_Document] = []
+        relief = 0.0
+        for k, document in enumerate([*documents, None]):
+            if document is not None:
+                place = self._fitting(document, bins, cap, fluid)
+                if place is None:
                     continue
-                full, ratio = self._judge(bins, fluid)
-                if full == 1.0 and ratio <= min(1 + TOLERANCE + AGE_TOLERANCE * oldest, RATIO_LIMIT):
-                    value = relief / self._batch_tokens - IMBALANCE_PRICE * (ratio - 1)
-                    value -= TOKEN_PRICE * abs(max(bins.total_tokens, fluid.target) / self._batch_tokens - 1)
-                    if best is None or value > best[0]:
-                        best = (value, list(rows))
-                if fallback is None or (-full, ratio) < fallback[0]:
-                    fallback = ((-full, ratio), list(rows))
-        assert fallback is not None  # the empty set was judged
-        return best and best[1], -fallback[0][0], fallback[1]
+                bins.add(document, *place)
+                chosen.append(document)
+                if document.arrival <= self._step:
+                    relief += float(document.length) * float(self._step - document.arrival + 1)
+            if k < len(documents) and (only_last or len(chosen) % every):
+                continue
+            judged = self._judged(bins, fluid, relief, chosen)
+            if best is None or (judged.full, judged.value) > (best.full, best.value):
+                best = judged._replace(documents=list(chosen))
+        assert best is not None  # the last one
+        return best
 
-    def _fits(self, document: _Document, bins: _Bins, cap: float, fluid: _Fluid) -> bool:
-        i, tokens = bins.lightest(), bins.total_tokens + document.length
-        if tokens > fluid.limit or bins.tokens[i] + document.length > self._max_tokens:
-            return False
-        work = bins.work[i] + document.work
-        mean = (float(bins.total_work + document.work) + fluid.density * fluid.poured(tokens)) / self._n
-        return work <= cap or work <= mean * (1 + TOLERANCE)
+    def _fitting(self, document: _Document, bins: _Bins, cap: float, fluid: _Fluid) -> tuple[int, int] | None:
+        (rank, i), tokens = bins.next(), bins.total_tokens + document.length
+        if tokens > fluid.limit or bins.tokens[rank][i] + document.length > self._sizes.max_tokens:
+            return None
+        work = float(bins.work[rank][i] + document.work)
+        poured = fluid.density * float(fluid.poured(tokens))
+        mean = (float(bins.total_work + document.work) + poured) / self._sizes.num_micro_batches
+        return (rank, i) if work <= cap or work <= mean else None
 
-    def _judge(self, bins: _Bins, fluid: _Fluid) -> tuple[float, float]:
-        """How full the step is (1 is enough), and its largest micro-batch over the mean once the fluid is in."""
+    def _judged(self, bins: _Bins, fluid: _Fluid, relief: float, documents: list[_Document]) -> _Set:
+        """The step with these bins, once the fluid is in.
+
+        What is lost is the time of the costliest rank beyond an even share of the work and the bubble that could not be
+        spared: a document of length d and work w fills d / T of the step's T tokens, and steps of such documents alone
+        have a largest micro-batch of w. So the mean of w over tokens is what clustering by length cannot go below, over
+        all steps, whatever is packed with what.
+        """
+        sizes = self._sizes
         poured = fluid.poured(bins.total_tokens)
-        full = min(1.0, (bins.total_tokens + poured) / (fluid.target * FULL))
-        mean = (float(bins.total_work) + fluid.density * poured) / self._n
-        if mean == 0.0:
-            return full, 1.0
-        lacking, short = 0.0, 0
-        for work, tokens in zip(bins.work, bins.tokens, strict=True):
-            # The most work that this micro-batch can hold once it is filled up to S_max.
-            most = work + fluid.density * (self._max_tokens - tokens)
-            if most < mean:
-                lacking += mean - most
-                short += 1
-        level = mean + lacking / (self._n - short) if short < self._n else 2.0 * mean
-        return full, max(float(bins.largest), level) / mean
+        tokens, work = bins.total_tokens + poured, float(bins.total_work) + fluid.density * float(poured)
+        full = min(1.0, float(tokens) / (float(fluid.target) * FULL))
+        clustered = float(sizes.chunks) * (work / sizes.ranks)
+        clustered += float(sizes.stages - 1) * (bins.alike / float(max(1, tokens)))
+        lost = self._filled(bins, fluid, fluid.density * float(poured)) - max(clustered, self._even(work))
+        unit = float(sizes.chunks) * float(sizes.crossover_tokens) * (float(sizes.batch_tokens) / sizes.ranks)
+        relief += float(min(poured, fluid.arrived))
+        return _Set(documents, full, lost / unit, WAIT_PRICE * (relief / float(sizes.batch_tokens)) - lost / unit)
+
+    def _even(self, work: float) -> float:
+        """Cost of a rank if all micro-batches had an even share of the work."""
+        sizes = self._sizes
+        return float(sizes.chunks) * (work / sizes.ranks) + float(sizes.stages - 1) * (work / sizes.num_micro_batches)
+
+    def _filled(self, bins: _Bins, fluid: _Fluid, work: float) -> float:
+        """Cost of the costliest rank, once so much work of fluid has been poured where costs are least.
+
+        By Newton's method from below; a rank's work is a concave function of its cost.
+        """
+        sizes, each = self._sizes, len(bins.work[0])
+        chunks, behind = float(sizes.chunks), float(sizes.stages - 1)
+        spread = chunks + behind / each  # once all of a rank's micro-batches are alike
+        cost = float(max(bins.cost))
+        for _ in range(8):
+            lacking, slope = work, 0.0
+            for works, tokens in zip(bins.work, bins.tokens, strict=True):
+                largest, total = float(max(works)), float(sum(works))
+                if cost <= (chunks * each + behind) * largest:
+                    more, gain = (cost - behind * largest) / chunks - total, 1.0 / chunks
+                else:
+                    more, gain = cost / spread - total, 1.0 / spread
+                most = fluid.density * float(each * sizes.max_tokens - sum(tokens))
+                if more >= most:
+                    lacking -= most
+                else:
+                    lacking -= more
+                    slope += gain
+            if lacking <= 0.0:
+                return cost
+            if slope == 0.0:
+                return 2.0 * cost  # the fluid has no room
+            cost += lacking / slope
+        return cost
 
     def _place(self, documents: list[_Document]) -> tuple[np.ndarray, np.ndarray]:
-        """Longest first (forced ones before all) into the lightest micro-batch with room; then refine."""
-        micro_batches: list[list[_Document]] = [[] for _ in range(self._n)]
-        work, tokens = [0] * self._n, [0] * self._n
+        """Longest first (forced ones before all) to where there is room; then refine."""
+        bins = _Bins(self._sizes)
+        held: list[list[list[_Document]]] = [[[] for _ in works] for works in bins.work]
         for document in sorted(documents, key=lambda d: (not self._is_forced(d), -d.length, d.index)):
-            room = [i for i in range(self._n) if tokens[i] + document.length <= self._max_tokens]
-            if not room:
-                continue
-            i = min(room, key=lambda i: (work[i], i))
-            micro_batches[i].append(document)
-            work[i] += document.work
-            tokens[i] += document.length
-        self._refine(micro_batches, work, tokens)
-        order = [d.index for m in micro_batches for d in sorted(m, key=lambda d: d.index)]
-        bounds = np.cumsum([0, *(len(m) for m in micro_batches)], dtype=np.int64)
-        return np.array(order, np.int64), bounds
+            place = bins.next_with_room(document.length)
+            if place is not None:
+                bins.add(document, *place)
+                held[place[0]][place[1]].append(document)
+        self._refine(held, bins)
+        micro_batches = [sorted(each, key=lambda d: d.index) for of_rank in held for each in of_rank]
+        order = [d.index for each in micro_batches for d in each]
+        return np.array(order, np.int64), np.cumsum([0, *map(len, micro_batches)], dtype=np.int64)
 
-    def _refine(self, micro_batches: list[list[_Document]], work: list[int], tokens: list[int]) -> None:
-        """Move a document from the heaviest micro-batch to one of the four lightest, or swap two, while it helps."""
-        for _ in range(200):
-            heavy = max(range(self._n), key=lambda i: (work[i], -i))
-            if float(work[heavy]) * self._n <= float(sum(work)) * 1.0002:
+    def _refine(self, held: list[list[list[_Document]]], bins: _Bins) -> None:
+        """Exchange documents of the heaviest micro-batch of the costliest rank for less, while that lowers the cost.
+
+        With the lightest micro-batches of that rank, if it waits for its largest, and of the cheapest other ranks.
+        """
+        sizes = self._sizes
+        least = self._even(float(bins.total_work))
+        for _ in range(ROUNDS):
+            worst = bins.cost.index(max(bins.cost))
+            if float(bins.cost[worst]) <= 1.0002 * least:
                 return
-            lightest = sorted(range(self._n), key=lambda i: (work[i], i))[:4]
-            exchange = self._best_exchange(heavy, lightest, micro_batches, work, tokens)
+            heavy = bins.work[worst].index(max(bins.work[worst]))
+            others = sorted((r for r in range(sizes.ranks) if r != worst), key=lambda r: (bins.cost[r], r))[:LIGHTEST]
+            lightest = [(r, bins.work[r].index(min(bins.work[r]))) for r in others]
+            if sizes.stages > 1:
+                inside = sorted(range(len(bins.work[worst])), key=lambda i: (bins.work[worst][i], i))
+                lightest += [(worst, i) for i in inside[:LIGHTEST] if i != heavy]
+            best, exchange = bins.cost[worst], None
+            for rank, i in lightest:
+                for a, down in enumerate(held[worst][heavy]):
+                    for b in range(-1, len(held[rank][i])):
+                        up = held[rank][i][b] if b >= 0 else None
+                        work, tokens = down.work - (up.work if up else 0), down.length - (up.length if up else 0)
+                        if work <= 0 or not self._have_room(bins, (worst, heavy), (rank, i), tokens):
+                            continue
+                        cost = self._cost_after(bins, worst, heavy, rank, i, work)
+                        if cost < best:
+                            best, exchange = cost, (rank, i, a, b)
             if exchange is None:
                 return
-            light, a, b = exchange
-            down = micro_batches[heavy].pop(a)
-            up = micro_batches[light].pop(b) if b >= 0 else None
-            micro_batches[light].append(down)
-            if up is not None:
-                micro_batches[heavy].append(up)
-            for i, sign in ((heavy, -1), (light, 1)):
-                work[i] += sign * (down.work - (up.work if up else 0))
-                tokens[i] += sign * (down.length - (up.length if up else 0))
+            rank, i, a, b = exchange
+            down = held[worst][heavy].pop(a)
+            moved = [held[rank][i].pop(b)] if b >= 0 else []
+            held[rank][i].append(down)
+            held[worst][heavy] += moved
+            work, tokens = (getattr(down, name) - sum(getattr(d, name) for d in moved) for name in ("work", "length"))
+            bins.change(worst, heavy, -work, -tokens)
+            bins.change(rank, i, work, tokens)
 
-    def _best_exchange(
-        self, heavy: int, lightest: list[int], micro_batches: list[list[_Document]], work: list[int], tokens: list[int]
-    ) -> tuple[int, int, int] | None:
-        """(micro-batch, place in the heavy one, place in the other or -1) of the exchange with the lowest maximum."""
-        best, exchange = work[heavy], None
-        for light in lightest:
-            gap = work[heavy] - work[light]
-            if light == heavy:
-                continue
-            for a, down in enumerate(micro_batches[heavy]):
-                for b in range(-1, len(micro_batches[light])):
-                    up = micro_batches[light][b] if b >= 0 else None
-                    shifted = down.work - (up.work if up else 0)
-                    longer = down.length - (up.length if up else 0)
-                    if not 0 < shifted < gap or tokens[light] + longer > self._max_tokens:
-                        continue
-                    if tokens[heavy] - longer > self._max_tokens:
-                        continue
-                    largest = max(work[heavy] - shifted, work[light] + shifted)
-                    if largest < best:
-                        best, exchange = largest, (light, a, b)
-        return exchange
+    def _have_room(self, bins: _Bins, here: tuple[int, int], there: tuple[int, int], tokens: int) -> bool:
+        most = self._sizes.max_tokens
+        return bins.tokens[there[0]][there[1]] + tokens <= most and bins.tokens[here[0]][here[1]] - tokens <= most
+
+    def _cost_after(self, bins: _Bins, worst: int, heavy: int, rank: int, i: int, work: int) -> int:
+        """Of the costlier of the two ranks, once so much work has gone from one micro-batch to the other."""
+        costs = []
+        for r, changes in (
+            {worst: {heavy: -work}, rank: {i: work}}.items() if rank != worst else [(worst, {heavy: -work, i: work})]
+        ):
+            works = [w + changes.get(k, 0) for k, w in enumerate(bins.work[r])]
+            costs.append(self._sizes.chunks * sum(works) + (self._sizes.stages - 1) * max(works))
+        return max(costs)
+
+
+def _first(documents: Iterable[_Document], tokens: int, target: int) -> list[_Document]:
+    """Documents that bring `tokens` as near to `target` as the order allows."""
+    taken = []
+    for document in documents:
+        over = tokens + document.length - target
+        if over > 0 and over > target - tokens:
+            break
+        tokens += document.length
+        taken.append(document)
+    return taken
