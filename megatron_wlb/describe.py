@@ -20,11 +20,13 @@ from megatron_wlb.settings import integer_or_auto, setting
 class PlanSettings(Sharding):
     """What planning goes by, besides the packing policy. Lengths are in trained tokens."""
 
-    micro_batches: int | None = setting(
-        None,
+    micro_batches: int | Literal["auto"] = setting(
+        "auto",
         "M: micro-batches of a step over all data-parallel ranks, for the same tokens a step; more of them empty the "
-        "pipeline's bubble, fewer make delay needless. Default: --global-batch-size.",
-        parse=int,
+        "pipeline's bubble, fewer make delay needless. auto: with adaptive packing as many as are predicted to take "
+        "least time for the first documents of the run, else --global-batch-size.",
+        parse=integer_or_auto,
+        word="auto",
         least=1,
         most=1 << 20,
     )
@@ -91,7 +93,8 @@ def make_job(
     settings = settings or PlanSettings()
     profile = load_profile(settings.profile or default_profile)
     windows = index(global_batch_size)
-    count = index(rest.get("num_micro_batches", settings.micro_batches or windows))
+    count = windows if settings.micro_batches == "auto" else settings.micro_batches
+    count = index(rest.get("num_micro_batches", count))
     fields: dict[str, Any] = {
         "crossover_tokens": settings.crossover or profile.crossover_for(model),
         "packing": POLICIES[DEFAULT_POLICY]() if packing is None else packing,

@@ -105,6 +105,13 @@ def plan_step(packer: Packer, job: "Job", dp_rank: int = 0) -> StepPlan:
     )
 
 
+def step_cost(packing: Packing, job: "Job") -> int:
+    """`StepPlan.cost` of a step that is packed."""
+    work = packing.sums(document_work(packing.documents["length"], job.crossover_tokens))
+    _, paces = _placed(work, packing.sums(packing.documents["length"]), job)
+    return int(placement.rank_cost(paces, job).max())
+
+
 def shard_step(job: "Job", lengths: Sequence[np.ndarray]) -> list[list[ShardPlan]]:
     """What `plan_step` makes of N micro-batches whose documents have `lengths` (int64 [n] each), without documents.
 

@@ -5,7 +5,7 @@ neither torch nor megatron nor a GPU.
 """
 
 from megatron_wlb.cost.passes import Hardware
-from megatron_wlb.simulate.step import Breakdown, SimulatedStep, balanced_time, breakdown, simulate_step
+from megatron_wlb.simulate.step import Breakdown, SimulatedStep, balanced_time, breakdown, limit_time, simulate_step
 from megatron_wlb.simulate.trace import trace_events, write_trace
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "SimulatedStep",
     "balanced_time",
     "breakdown",
+    "limit_time",
     "simulate_step",
     "trace_events",
     "write_trace",

@@ -81,6 +81,10 @@ class Breakdown:
     parameters: float
 
 
+USEFUL = ("attention", "linear", "tensor", "vocabulary", "gradients", "optimizer", "parameters")
+"""Parts of a `Breakdown` that no plan can spare."""
+
+
 def simulate_step(job: Job, shards: Sequence[Sequence[ShardPlan]], hardware: Hardware = H100) -> SimulatedStep:
     """Simulate a training step.
 
@@ -146,6 +150,12 @@ def breakdown(step: SimulatedStep) -> Breakdown:
         optimizer=step.optimizer,
         parameters=step.parameters,
     )
+
+
+def limit_time(step: SimulatedStep) -> float:
+    """Time of the step in us if its work were spread evenly over all GPUs, and nobody ever waited for anything."""
+    parts = breakdown(step)
+    return sum(getattr(parts, name) for name in USEFUL)
 
 
 def balanced_time(step: SimulatedStep) -> float:

@@ -15,7 +15,7 @@ same data, shuffled as in training; steps are packed, sharded and simulated as t
 import argparse
 
 from megatron_wlb.cli.analyze import report, table
-from megatron_wlb.cli.analyze.setup import setup_of
+from megatron_wlb.cli.analyze.setup import schemes, setup_of
 from megatron_wlb.cli.common import console, integer, progress, write_json, writer
 from megatron_wlb.cli.flags import add_job_flags
 
@@ -42,10 +42,10 @@ def run(args: argparse.Namespace) -> None:
     if args.html is not None:
         import matplotlib  # noqa: F401  # missed now rather than after the work
     setup = setup_of(args)
-    packed, simulated = report.steps_of(setup.job)
+    packed, simulated = report.steps_of(setup.free or setup.job)
     if args.steps is not None:
         packed, simulated = max(args.steps, packed // args.steps * args.steps), args.steps
-    total = 3 * packed + len(report.tunings(setup.job))
+    total = len(schemes(setup)) * packed + len(report.tunings(setup.job))
     with (
         writer(args.json, "--json") as file,
         writer(args.html, "--html") as html,

@@ -1,8 +1,9 @@
 """What is analysed: the job that the flags describe, the data, and the other ways to train the same."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import NamedTuple
 
 from megatron_wlb.adapter.settings import RunSettings
@@ -12,9 +13,11 @@ from megatron_wlb.cli.flags import job_of
 from megatron_wlb.describe import PlanSettings
 from megatron_wlb.job import Job
 from megatron_wlb.plan.packer import PackedStep, make_packer
+from megatron_wlb.plan.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.packing.original import OriginalPacking
 from megatron_wlb.plan.packing.wlb import WlbPacking
 from megatron_wlb.settings import flag_with_value
+from megatron_wlb.simulate.micro_batches import Prediction, predictions
 
 WARM_UP = 30
 """Steps that are packed and not counted: queues fill."""
@@ -35,6 +38,11 @@ class Setup(NamedTuple):
     """Flags, as `launch.accept` sorts them."""
     notes: list[str]
     """What the flags did not say, and what of them is not simulated: sentences."""
+    free: Job | None = None
+    """The job with adaptive packing and the best number of micro-batches, where the flags leave both to their defaults.
+    """
+    tried: Sequence[Prediction] = ()
+    """What other numbers of micro-batches would bring."""
 
     def steps(self, job: Job, count: int) -> Iterator[PackedStep]:
         """`count` steps as `job`, a scheme of this one, would train them, after those that warm up."""
@@ -52,25 +60,44 @@ def setup_of(args: argparse.Namespace) -> Setup:
     settings, data = (PlanSettings.from_args(args), RunSettings.from_args(args)), data_of(args, notes)
     setup = Setup(job, *settings, data, args.seed, args.model, args.refused, args.ignored, notes)
     if setup.settings.crossover or job.profile.crossover_tokens or job.profile.linear_tflops:
-        return setup
-    count = -(-crossover.MICRO_BATCHES // 2 // job.num_micro_batches)
-    by_times = crossover.fit(job, (step.packing for step in setup.steps(schemes(job)["plain"], count)))
+        return _with_best_count(setup, args)
+    count = -(-crossover.MICRO_BATCHES // 2 // job.global_batch_size)
+    by_times = crossover.fit(job, (step.packing for step in setup.steps(schemes(setup)["plain"], count)))
     if by_times in (None, job.crossover_tokens):
-        return setup
+        return _with_best_count(setup, args)
     notes.append(
         f"--wlb-crossover {by_times} fits these times; by FLOPs alone, as training has it by default, it is "
         f"{job.crossover_tokens}."
     )
-    return setup._replace(job=replace(job, crossover_tokens=by_times))
+    return _with_best_count(setup._replace(job=replace(job, crossover_tokens=by_times)), args)
+
+
+def _with_best_count(setup: Setup, args: argparse.Namespace) -> Setup:
+    """With as many micro-batches as `--wlb-micro-batches auto` would choose."""
+    if setup.settings.micro_batches != "auto":
+        return setup
+    packing = setup.job.packing if setup.job.packing.steady_tokens else AdaptivePacking()
+    words = argparse.Namespace(**vars(args) | {"wlb_packing": packing.name})
+
+    def make(count: int) -> Job:
+        found = job_of(words, [], num_micro_batches=count)
+        return replace(found, packing=packing, crossover_tokens=setup.job.crossover_tokens)
+
+    stream = partial(setup.data.stream, setup.seed)
+    best, tried = predictions(replace(setup.job, packing=packing), make, stream)
+    if packing is setup.job.packing:
+        return setup._replace(job=best, tried=tried)
+    return setup._replace(free=best, tried=tried)
 
 
 def flags_of(setup: Setup) -> str:
     """What a launch line needs for the run that is simulated, beside what it has."""
-    job = setup.job
+    job = setup.free or setup.job
     by_default = setup.settings.crossover is None and job.crossover_tokens == job.profile.crossover_for(job.model)
     settings = replace(setup.settings, max_tokens=None, crossover=None if by_default else job.crossover_tokens)
+    settings = replace(settings, micro_batches=job.num_micro_batches)
     flags = ["--wlb --calculate-per-token-loss --attention-dropout 0 --micro-batch-size 1"]
-    flags += [f"--global-batch-size {job.num_micro_batches}", flag_with_value("packing", job.packing.name)]
+    flags += [f"--global-batch-size {job.global_batch_size}", flag_with_value("packing", job.packing.name)]
     for each in (settings, job.packing, setup.run_settings):
         values = ((f, getattr(each, f.name)) for f in fields(each))  # type: ignore[arg-type]
         flags += [flag_with_value(f.name, value) for f, value in values if value != f.default]
@@ -78,12 +105,20 @@ def flags_of(setup: Setup) -> str:
     return " ".join(flags) + " --eval-iters 0" * (not setup.data.has_validation)
 
 
-def schemes(job: Job) -> dict[str, Job]:
-    """Ways to train the same data, by name.
+def schemes(setup: Setup) -> dict[str, Job]:
+    """Ways to train the same data, by name: two with a micro-batch for every window, --wlb as it is, and `Setup.free`.
 
     Plain Megatron exchanges K and V in a ring (`--cp-comm-type p2p`, its default), the paper's scheme all at once.
     """
+    job = setup.job
     wlb = job.packing if isinstance(job.packing, WlbPacking) else WlbPacking()
-    plain = replace(job, reorder=False, packing=OriginalPacking(), cp_sharding="per-sequence", cp_exchange="ring")
+    plain = replace(
+        job,
+        num_micro_batches=job.global_batch_size,
+        reorder=False,
+        packing=OriginalPacking(),
+        cp_sharding="per-sequence",
+        cp_exchange="ring",
+    )
     paper = replace(plain, packing=wlb, cp_sharding="wlb", cp_exchange="all")
-    return {"plain": plain, "paper": paper, "ours": job}
+    return {"plain": plain, "paper": paper, "ours": job} | ({"free": setup.free} if setup.free else {})

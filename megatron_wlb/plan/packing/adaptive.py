@@ -34,6 +34,8 @@ class AdaptivePacking(base.Packing):
         "it, under a bound on its delay."
     )
 
+    steady_tokens = True
+
     max_delay_steps: int = setting(
         30,
         f"Adaptive packing runs no document later than this many steps after it arrives; at least {2 * FORCED_STEPS}.",

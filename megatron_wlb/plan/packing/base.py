@@ -24,6 +24,8 @@ class Packing(Settings):
     """Micro-batches keep their places, and documents theirs."""
     fixed_length: ClassVar[bool] = False
     """Micro-batches are one context window long, not up to S_max."""
+    steady_tokens: ClassVar[bool] = False
+    """Steps hold N * C tokens whatever M is, which may so be chosen for time alone (`--wlb-micro-batches auto`)."""
 
     @abstractmethod
     def policy(self, job: "Job") -> Policy:
