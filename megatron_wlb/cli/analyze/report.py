@@ -66,9 +66,11 @@ def steps_of(job: Job) -> tuple[int, int]:
 
 def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Report:
     """Simulate all schemes and sweep the front. `advance` is told of every step and every tuning."""
-    numbers, examples = {}, {}
-    for name, job in schemes(setup).items():
+    numbers, examples, jobs = {}, {}, schemes(setup)
+    for name, job in jobs.items():
         numbers[name], examples[name] = measure(setup, job, packed, simulated, advance)
+    limit = _compare(numbers)
+    proposed = max((name for name in ("ours", "free") if name in jobs), key=lambda name: numbers[name]["speedup"])
     entries = {
         "format": FORMAT,
         "version": VERSION,
@@ -78,14 +80,15 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
         "data": data_entries(setup),
         "steps": {"warm_up": WARM_UP, "packed": packed, "simulated": simulated},
         "profile": profile_entries(setup.settings.profile or DEFAULT_PROFILE, setup.job.profile),
-        "limit": _compare(numbers),
+        "limit": limit,
         "micro_batches": [
             {"micro_batches": each.job.num_micro_batches, "time": each.time, "late_steps": each.late_steps}
             for each in setup.tried
         ],
         "schemes": numbers,
         "front": front(setup, advance),
-        "flags": flags_of(setup),
+        "proposed": proposed,
+        "flags": flags_of(setup, jobs[proposed]),
         "notes": setup.notes,
         "ignored": setup.ignored,
         "refused": setup.refused,

@@ -13,6 +13,7 @@ from megatron_wlb.cli.flags import job_of
 from megatron_wlb.describe import PlanSettings
 from megatron_wlb.job import Job
 from megatron_wlb.plan.packer import PackedStep, make_packer
+from megatron_wlb.plan.packing import DEFAULT_POLICY, POLICIES
 from megatron_wlb.plan.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.packing.original import OriginalPacking
 from megatron_wlb.plan.packing.wlb import WlbPacking
@@ -39,8 +40,7 @@ class Setup(NamedTuple):
     notes: list[str]
     """What the flags did not say, and what of them is not simulated: sentences."""
     free: Job | None = None
-    """The job with adaptive packing and the best number of micro-batches, where the flags leave both to their defaults.
-    """
+    """The job with adaptive packing and the best number of micro-batches, where flags leave both to the defaults."""
     tried: Sequence[Prediction] = ()
     """What other numbers of micro-batches would bring."""
 
@@ -74,9 +74,10 @@ def setup_of(args: argparse.Namespace) -> Setup:
 
 def _with_best_count(setup: Setup, args: argparse.Namespace) -> Setup:
     """With as many micro-batches as `--wlb-micro-batches auto` would choose."""
-    if setup.settings.micro_batches != "auto":
+    given = setup.job.packing
+    if setup.settings.micro_batches != "auto" or not (given.steady_tokens or given == POLICIES[DEFAULT_POLICY]()):
         return setup
-    packing = setup.job.packing if setup.job.packing.steady_tokens else AdaptivePacking()
+    packing = given if given.steady_tokens else AdaptivePacking()
     words = argparse.Namespace(**vars(args) | {"wlb_packing": packing.name})
 
     def make(count: int) -> Job:
@@ -85,14 +86,13 @@ def _with_best_count(setup: Setup, args: argparse.Namespace) -> Setup:
 
     stream = partial(setup.data.stream, setup.seed)
     best, tried = predictions(replace(setup.job, packing=packing), make, stream)
-    if packing is setup.job.packing:
+    if packing is given:
         return setup._replace(job=best, tried=tried)
     return setup._replace(free=best, tried=tried)
 
 
-def flags_of(setup: Setup) -> str:
-    """What a launch line needs for the run that is simulated, beside what it has."""
-    job = setup.free or setup.job
+def flags_of(setup: Setup, job: Job) -> str:
+    """What a launch line needs for a run as `job`, one of the two with --wlb, beside what it has."""
     by_default = setup.settings.crossover is None and job.crossover_tokens == job.profile.crossover_for(job.model)
     settings = replace(setup.settings, max_tokens=None, crossover=None if by_default else job.crossover_tokens)
     settings = replace(settings, micro_batches=job.num_micro_batches)

@@ -72,8 +72,8 @@ def rows(report: Report) -> list[Row]:
 
 def _best(report: Report) -> dict[str, Any]:
     """The scheme whose flags are proposed."""
-    schemes: dict[str, dict[str, Any]] = report.entries["schemes"]
-    return schemes.get("free", schemes["ours"])
+    scheme: dict[str, Any] = report.entries["schemes"][report.entries["proposed"]]
+    return scheme
 
 
 def gains(report: Report) -> bool:
@@ -89,11 +89,12 @@ def headline(report: Report) -> str:
     best, ours, plain = (_best(report), *map(report.entries["schemes"].get, ("ours", "plain")))
     shares = f"{100 * best['of_limit']:.0f} % of the limit instead of {100 * plain['of_limit']:.0f} %"
     text = f"Predicted: {best['speedup']:.2f} times as many tokens a second, {shares}."
-    if best["num_micro_batches"] == ours["num_micro_batches"]:
+    if best is ours:
         return text
     return (
-        f"{text} That is with {best['num_micro_batches']:,} micro-batches a step instead of "
-        f"{ours['num_micro_batches']:,} and adaptive packing; by its defaults --wlb brings {ours['speedup']:.2f} times."
+        f"{text} That is with adaptive packing and {best['num_micro_batches']:,} micro-batches a step for "
+        f"{report.setup.job.global_batch_size:,} windows of tokens; by its defaults --wlb brings "
+        f"{ours['speedup']:.2f} times."
     )
 
 
