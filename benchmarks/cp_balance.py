@@ -6,13 +6,21 @@ Micro-batches of N = 4 by `original` and `adaptive` packing, documents in the or
 TP = 8 (4 query heads per rank), the shipped H100 model of one forward launch per call, no communication. The limit is
 the attention of whole documents, without a wasted tile, divided by the ranks. `rows in` are the rows of K and V that
 come to a rank from others, in shares of all rows: the mean of the ranks, and the rank with most. Choices are by
-attention alone, but for "auto, exchange", which counts the rows as a job does. Writes
-benchmarks/results/cp_balance.json and docs/cp_balance.png.
+attention alone, but for "auto, exchange", which counts the rows as a job does.
+
+`settings.exchange` has a whole layer, forward and backward: attention, everything linear in tokens, and the exchange
+that nothing hides, as a share of that time ("exposed"); and the limit's share of it. The limit is here the attention of
+whole documents and the linear work, spread evenly, nothing waited for. No tensor-parallel communication counts. How
+peers are read stands in `cp_peers`; dynamic CP has the documents of a whole step, N micro-batches, at once, and weighs
+their linear work, too. Writes benchmarks/results/cp_balance.json and docs/cp_balance.png.
 """
 
+import itertools
 import json
 import statistics
 import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from unittest.mock import patch
@@ -25,10 +33,11 @@ from benchmarks.gpu.cases import attention_job
 from benchmarks.lengths import CROSSOVER, DATA, S_MAX, f2, packed, padded
 from benchmarks.packing import distributions
 from benchmarks.results import Row
-from megatron_wlb.cost.attention import KernelModel, load_profile
+from megatron_wlb.cost.attention import KernelModel, attention_kernels, load_profile
+from megatron_wlb.cost.passes import H100, pass_times
 from megatron_wlb.describe import make_job
 from megatron_wlb.job import Job, Parallel
-from megatron_wlb.model import MODELS
+from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.plan import native
 from megatron_wlb.plan.sharding import STRATEGIES, divide, mirrored_order, moved_rows, shard
 from megatron_wlb.plan.types import SEGMENT, ShardPlan
@@ -36,16 +45,27 @@ from megatron_wlb.plan.types import SEGMENT, ShardPlan
 PROFILE = load_profile("h100-fa2")
 KERNEL, _ = PROFILE.kernels(heads=4)
 PACKINGS = ("original", "adaptive")
+CPS = (2, 4, 8, 16, 32)
 CASE = ("data", "window", "packing", "cp")
 LIMIT = "limit"
 RING = "per-document, ring"
+OURS = "auto, exchange"
+PER_STEP, TIMED = 4, 32
+"""Micro-batches of a step, and those of a case whose layers are timed."""
+SHAPES = {
+    "7B": (MODELS["llama2-7b"], 4),
+    "30B": (MODELS["30b"], 8),
+    "8B": (replace(MODELS["llama2-7b"], ffn_hidden_size=14336, num_query_groups=8, padded_vocab_size=128256), 8),
+    "34B": (replace(MODELS["llama2-70b"], num_layers=48, ffn_hidden_size=22016), 8),
+}
+"""Model and TP, with 8, 7, 1 and 1 key heads a rank; 8B has the shape of Llama 3's, 34B that of Code Llama's."""
 
 
 @cache
-def job_of(window: int, cp: int) -> Job:
-    """LLaMA2-7B: sharding goes by both directions and the exchange."""
-    shape = {"model": MODELS["llama2-7b"], "context_length": window, "global_batch_size": 4, "profile": PROFILE}
-    return make_job(**shape, parallel=Parallel(cp=cp, tp=8, sequence_parallel=False))
+def job_of(window: int, cp: int, model: ModelShape = MODELS["llama2-7b"], tp: int = 8) -> Job:
+    """Sharding goes by both directions and the exchange."""
+    shape = {"model": model, "context_length": window, "global_batch_size": PER_STEP, "profile": PROFILE}
+    return make_job(**shape, parallel=Parallel(cp=cp, tp=tp, sequence_parallel=False))
 
 
 def predicted(lengths: np.ndarray, cp: int, window: int) -> dict[str, np.ndarray]:
@@ -65,7 +85,7 @@ def predicted(lengths: np.ndarray, cp: int, window: int) -> dict[str, np.ndarray
     plans = {strategy: divide(straight, cp, strategy, KERNEL) for strategy in STRATEGIES}
     tried = divide(straight, cp, "auto", KERNEL), divide(mirrored, cp, "per-sequence", KERNEL)
     plans["auto"] = min(tried, key=lambda plan: plan.time)
-    _, plans["auto, exchange"] = shard(lengths, job_of(window, cp))
+    _, plans[OURS] = shard(lengths, job_of(window, cp))
     tried = plans["per-sequence"], divide(mirrored, cp, "per-sequence", KERNEL)
     plans["per-sequence, mirrored order"] = min(tried, key=lambda plan: plan.time)
     plans |= {"MagiAttention's dispatch": cp_peers.magi(straight, cp), "dynamic CP": cp_peers.dynamic(straight, cp)}
@@ -73,38 +93,93 @@ def predicted(lengths: np.ndarray, cp: int, window: int) -> dict[str, np.ndarray
     tokens = int(straight.sum())
     # Every rank sees K and V of all others pass, whatever it needs.
     measured[RING] = np.array([measured["per-document"][0], *[tokens - tokens // cp] * 2, tokens // cp])
-    whole = np.zeros(len(lengths), SEGMENT)
-    whole["stop"] = lengths
-    tiles, query_tiles = KERNEL.count(whole)
+    tiles, query_tiles = KERNEL.count(whole(lengths))
     measured[LIMIT] = np.array([KERNEL.time(1, tiles / cp, query_tiles / cp), np.nan, np.nan, tokens // cp])
     return measured
 
 
-def balance(quick: bool) -> list[Row]:
-    data = distributions(200_000)
-    cases = [
-        (name, window, packing, cp)
-        for name in (("F2",) if quick else ("F2", "dist_wlbllm"))
-        for window in ((1 << 17,) if quick else (1 << 17, 1 << 19))
-        for packing in PACKINGS
-        for cp in ((4,) if quick else (2, 4, 8, 16, 32))
-    ]
-    rows = []
-    for name, window, packing, cp in track(cases, "sharding"):
+def whole(lengths: np.ndarray) -> np.ndarray:
+    """Documents of `lengths` (int64 [n]) in one piece each, SEGMENT [n]."""
+    segments = np.zeros(len(lengths), SEGMENT)
+    segments["document"], segments["stop"] = np.arange(len(lengths)), lengths
+    return segments
+
+
+def cases(quick: bool) -> list[tuple[Row, list[np.ndarray]]]:
+    """What is sharded: values of `CASE`, and document lengths of micro-batches, int64 [documents] each."""
+    data, found = distributions(200_000), []
+    names, windows, cps = (("F2",), (1 << 17,), (4,)) if quick else (("F2", "dist_wlbllm"), (1 << 17, 1 << 19), CPS)
+    for name, window, packing in itertools.product(names, windows, PACKINGS):
         drawn = f2(200_000, 0, window) if name == "F2" else data[name][0]
         job = attention_job(window, (4, 4), packing=packing)
         made = packed(np.minimum(drawn, window), job, 20 if quick else 100)
-        measured = [predicted(lengths, cp, window) for lengths in made]
+        found += [(dict(zip(CASE, (name, window, packing, cp), strict=True)), made) for cp in cps]
+    return found
+
+
+def balance(found: list[tuple[Row, list[np.ndarray]]]) -> list[Row]:
+    rows = []
+    for case, made in track(found, "sharding"):
+        measured = [predicted(lengths, case["cp"], case["window"]) for lengths in made]
         total = {strategy: sum(each[strategy] for each in measured) for strategy in measured[0]}
-        tokens = cp * total[LIMIT][3]
+        tokens = case["cp"] * total[LIMIT][3]
         gain = total["per-sequence"][0] - total[LIMIT][0]
         for strategy, (us, mean, most, fullest) in total.items():
-            row = dict(zip(CASE, (name, window, packing, cp), strict=True)) | {"strategy": strategy}
-            row |= {"predicted_us": us / len(made), "speedup": total["per-sequence"][0] / us}
+            row = case | {"strategy": strategy, "predicted_us": us / len(made)}
+            row["speedup"] = total["per-sequence"][0] / us
             row["share_of_gain"] = (total["per-sequence"][0] - us) / gain if gain else 1.0
             if strategy != LIMIT:
-                row |= {"rows_in": mean / tokens, "rows_in_most": most / tokens, "fullest": fullest * cp / tokens}
+                row |= {"rows_in": mean / tokens, "rows_in_most": most / tokens}
+                row |= {"fullest": fullest * case["cp"] / tokens}
             rows.append(row)
+    return rows
+
+
+def layers(made: Sequence[np.ndarray], job: Job) -> dict[str, tuple[float, float]]:
+    """Time of a layer, forward and backward, of all micro-batches, and the exposed exchange in it, us each."""
+    cp, kernels = job.parallel.cp, attention_kernels(job)
+    jobs = {
+        OURS: job,
+        "wlb, all-gather": replace(job, cp_sharding="wlb", cp_exchange="all", reorder=False),
+        "per-sequence, ring": replace(job, cp_sharding="per-sequence", cp_exchange="ring", reorder=False),
+        RING: replace(job, cp_sharding="per-document", cp_exchange="ring", reorder=False),
+    }
+    plans = {name: [shard(lengths, given)[1] for lengths in made] for name, given in jobs.items()}
+    passes = {name: pass_times(jobs[name], H100, plans[name]).layers for name in (OURS, "wlb, all-gather")}
+    timed = {
+        name: (sum((each.total - each.tensor).sum() for each in both), sum(each.exchange.sum() for each in both))
+        for name, both in passes.items()
+    }
+    tokens = sum(plan.lengths.sum() for plan in plans[OURS]) / cp
+    linear = np.array([[each.linear.sum() / tokens] for each in passes[OURS]])
+
+    def add(name: str, times: Callable[..., tuple[np.ndarray, np.ndarray]], plans: Iterable[ShardPlan]) -> None:
+        each = [(plan, *times(plan, job, H100.network)) for plan in plans]
+        busy = np.array([linear * [shard.tokens for shard in plan.shards] + attention for plan, attention, _ in each])
+        took = (busy + [added for _, _, added in each]).max(axis=2)
+        timed[name] = took.sum(), (took - busy.max(axis=2)).sum()
+
+    add("per-sequence, ring", partial(cp_peers.ring_times, whole=True), plans["per-sequence, ring"])
+    add(RING, partial(cp_peers.ring_times, whole=True), plans[RING])
+    add("MagiAttention", cp_peers.magi_times, (cp_peers.magi(lengths, cp) for lengths in made))
+    steps = (np.concatenate(step) for step in itertools.batched(made, PER_STEP))
+    dynamic = (cp_peers.dynamic(step, cp, job.context_length, job.crossover_tokens) for step in steps)
+    add("dynamic CP", partial(cp_peers.ring_times, whole=False), dynamic)
+    tiles, query_tiles = np.sum([kernels[0].count(whole(lengths)) for lengths in made], axis=0) / cp
+    attention = sum(kernel.time(len(made), tiles, query_tiles) for kernel in kernels)
+    timed[LIMIT] = float(attention + linear.sum() * sum(lengths.sum() for lengths in made) / cp), 0.0
+    return timed
+
+
+def exchange(found: list[tuple[Row, list[np.ndarray]]]) -> list[Row]:
+    """The limit's share of a layer, by strategy, and that of the exposed exchange."""
+    rows = []
+    for (case, made), (name, (model, tp)) in track(list(itertools.product(found, SHAPES.items())), "exchange"):
+        timed = layers(made[:TIMED], job_of(case["window"], case["cp"], model, tp))
+        limit, _ = timed.pop(LIMIT)
+        row = case | {"model": name, "tp": tp, "key_heads": model.heads_per_rank(tp)[1]}
+        row |= {strategy: limit / took for strategy, (took, _) in timed.items()}
+        rows.append(row | {f"{strategy}, exposed": waits / took for strategy, (took, waits) in timed.items()})
     return rows
 
 
@@ -149,6 +224,20 @@ def goals(rows: list[Row], selected: dict[str, Row]) -> list[results.Goal]:
     return wanted
 
 
+def exchange_goals(rows: list[Row]) -> list[results.Goal]:
+    """Of the worst of all data, windows and packings."""
+    wanted = []
+    for name, (cps, most) in itertools.product(SHAPES, (((2, 4, 8), 0.02), ((32,), 0.04))):
+        some = [row for row in rows if row["model"] == name and row["cp"] in cps]
+        what = f"{name}, CP {'=' if len(cps) == 1 else '<='} {cps[-1]}"
+        if some:
+            worst = max(row[f"{OURS}, exposed"] for row in some)
+            wanted.append(results.at_most(f"{what}: exposed exchange, share of a layer", worst, most))
+        if some and name in ("8B", "34B"):
+            wanted.append(results.at_least(f"{what}: share of the limit", min(row[OURS] for row in some), 0.97))
+    return wanted
+
+
 def draw(rows: list[Row]) -> Path:
     """Share of the attainable gain over CP ranks, F2 at 128K."""
     figure = results.figure(10, 3.6)
@@ -178,16 +267,19 @@ def draw(rows: list[Row]) -> Path:
 
 def main() -> None:
     args = results.parser(__doc__, "seconds: F2, 128K, CP=4, nothing written").parse_args()
-    rows = balance(args.quick)
+    found = cases(args.quick)
+    rows, exchanged = balance(found), exchange(found)
     selected = {
         "selection": selection(1000, 16, KERNEL, (300, 2 if args.quick else 5)),
         "large_selection": selection(10_000, 64, KERNEL, (50, 1)),
     }
     results.show(rows)
+    results.show(exchanged, [column for column in exchanged[0] if not column.endswith(", exposed")])
     print(selected)
     settings = {"heads": 4, "profile": "h100-fa2", "crossover": CROSSOVER, "S_max": S_MAX, **selected}
-    draw_rows = partial(draw, rows)
-    results.finish(args, "cp_balance", settings=settings, rows=rows, goals=goals(rows, selected), draw=draw_rows)
+    settings["exchange"] = exchanged
+    draw_rows, wanted = partial(draw, rows), goals(rows, selected) + exchange_goals(exchanged)
+    results.finish(args, "cp_balance", settings=settings, rows=rows, goals=wanted, draw=draw_rows)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,27 @@
-"""How others shard a micro-batch over context-parallel ranks, written from their published descriptions.
+"""How others shard documents over context-parallel ranks and exchange K and V, written from published descriptions.
 
 Plans to compare with, not to run: ranks may hold different numbers of tokens, and a call a document several times.
+Times are of a layer, forward and backward, float64 [2, ...] us, and favourable: merging by log-sum-exps takes no time,
+nor do tiles that are half empty because keys come in parts, and different rings don't wait for each other.
 """
 
 import heapq
+from dataclasses import replace
 
 import numpy as np
 
+from megatron_wlb.cost.attention import KernelModel, attention_kernels
+from megatron_wlb.cost.exchange import exchange_times, exposed_exchange, stage_times
+from megatron_wlb.cost.network import Network
+from megatron_wlb.cost.work import document_work
+from megatron_wlb.job import Job
+from megatron_wlb.plan.sharding import moved_rows
 from megatron_wlb.plan.sharding.segments import document_begins
+from megatron_wlb.plan.sharding.volume import Held
 from megatron_wlb.plan.types import SEGMENT, Shard, ShardPlan
+
+MAGI_STAGES = (1, 2, 4, 8)
+"""Stages in which MagiAttention's ranks get keys of others: one by default, in its dynamic mode up to eight."""
 
 
 def magi(lengths: np.ndarray, cp: int) -> ShardPlan:
@@ -45,20 +58,27 @@ def magi(lengths: np.ndarray, cp: int) -> ShardPlan:
     return ShardPlan(lengths=lengths, shards=shards, strategy="magi", call_sets=(0,))
 
 
-def dynamic(lengths: np.ndarray, cp: int) -> ShardPlan:
+def dynamic(lengths: np.ndarray, cp: int, room: int | None = None, crossover_tokens: int = 0) -> ShardPlan:
     """Dynamic context parallelism: a document on the fewest ranks, 1, 2, 4, ..., that have room for it alone.
 
     Longest first, on the aligned group of ranks whose slowest has least work; equal heads and tails within the group.
     `cp` is a power of two. Nothing makes the numbers of tokens equal.
+
+    Args:
+        lengths: int64 [n], of a micro-batch or of a whole step.
+        cp: context-parallel ranks.
+        room: tokens that all ranks together hold at a time; default: all.
+        crossover_tokens: for `document_work`; by default work is quadratic, as in Megatron.
     """
+    room, work_of = room or int(lengths.sum()), document_work(lengths, crossover_tokens)
     work = np.zeros(cp)
     calls: list[tuple[list[tuple[int, int, int]], ...]] = [([], []) for _ in range(cp)]
     for document in np.argsort(-lengths, kind="stable").tolist():
         length, k = int(lengths[document]), 1
-        while k < cp and length * cp > k * int(lengths.sum()):
+        while k < cp and length * cp > k * room:
             k *= 2
         group = k * int(work.reshape(-1, k).max(axis=1).argmin())
-        work[group : group + k] += length**2 / k
+        work[group : group + k] += work_of[document] / k
         cuts = np.arange(2 * k + 1) * length // (2 * k)
         for chunk in range(2 * k) if k > 1 else ():
             rank = group + min(chunk, 2 * k - 1 - chunk)
@@ -68,3 +88,63 @@ def dynamic(lengths: np.ndarray, cp: int) -> ShardPlan:
             calls[group][0].append((document, 0, length))
     shards = (Shard(calls=tuple(np.sort(np.array(each, SEGMENT)) for each in pair)) for pair in calls)
     return ShardPlan(lengths=lengths, shards=tuple(shards), strategy="dynamic")
+
+
+def ring_times(plan: ShardPlan, job: Job, network: Network, *, whole: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Kernels of attention in rings, and what hops add, [2, cp] each, with one launch for each part of K and V.
+
+    All documents are in a ring of all ranks, or, without `whole`, those of the same ranks, from the first to the last
+    that holds some, in a ring of these.
+    """
+    held, kernels, ring = Held(plan), attention_kernels(job), replace(job, cp_exchange="ring")
+    tiles, lives = held.by_rank(np.stack(kernels[0].tiles(held.segments), axis=1)), held.seen > 0
+    rings = np.stack((lives.argmax(axis=1), held.cp - lives[:, ::-1].argmax(axis=1)), axis=1)
+    if whole:
+        rings[:] = 0, held.cp
+    attention, added = np.zeros((2, 2, held.cp))
+    for first, stop in np.unique(rings, axis=0).tolist():
+        documents, size = (rings == (first, stop)).all(axis=1), stop - first
+        counts = tiles[documents][:, :, first:stop].sum(axis=0)
+        forward, backward = (kernel.time(size, *counts) for kernel in kernels)
+        alone = replace(ring, parallel=replace(job.parallel, cp=size))
+        slowest = forward.max(keepdims=True), backward.max(keepdims=True)
+        hops = exposed_exchange(alone, plan.lengths[documents].sum(keepdims=True).astype(float), slowest, network)
+        attention[:, first:stop] += forward, backward
+        added[:, first:stop] += hops
+    return attention, added
+
+
+def magi_times(plan: ShardPlan, job: Job, network: Network) -> tuple[np.ndarray, np.ndarray]:
+    """Kernels of attention, [2, cp], and what MagiAttention's exchange adds to the slowest rank's, [2, 1].
+
+    Ranks begin with the keys that they hold. Those of others that they need come by an all-to-all, in equal stages, as
+    many of `MAGI_STAGES` as take least time. Gradients leave in the dtype of K and V, its default.
+    """
+    held, kernels = Held(plan), attention_kernels(job)
+    tiles = held.by_rank(np.stack(kernels[0].tiles(held.segments), axis=1)).sum(axis=0)
+    share, busiest = own_share(held), float(moved_rows(plan).max())
+
+    def times(kernel: KernelModel, of_work: np.ndarray) -> np.ndarray:
+        return kernel.time(of_work > 0, *(of_work * tiles))
+
+    def overlapped(stages: int) -> tuple[np.ndarray, np.ndarray]:
+        own = [times(kernel, share) for kernel in kernels]
+        others = [np.tile(times(kernel, (1 - share) / stages), (stages, 1)) for kernel in kernels]
+        moved, _ = exchange_times(job, np.full(stages, busiest / stages), network)
+        took = stage_times(own, others, (moved, moved), kept=job.save_gathered_kv)
+        busy = np.array([first + later.sum(axis=0) for first, later in zip(own, others, strict=True)])
+        return busy, (took - busy.max(axis=1))[:, None]
+
+    return min(map(overlapped, MAGI_STAGES), key=lambda timed: (timed[0].max(axis=1) + timed[1][:, 0]).sum())
+
+
+def own_share(held: Held) -> np.ndarray:
+    """Share of every rank's attention that needs no key of another, float64 [cp]; ranks have one call each."""
+    segments, rows = held.segments, held.segments["stop"] - held.segments["start"]
+    # Rows of the same document on the same rank before each segment; a call has them in order.
+    before = document_begins(rows)[:-1]
+    is_first = np.diff(held.ranks * len(held.lengths) + segments["document"], prepend=-1) != 0
+    before -= np.maximum.accumulate(np.where(is_first, before, 0))
+    pairs = np.stack((rows * (rows + 1) // 2 + rows * before, rows * (segments["start"] + segments["stop"] + 1) // 2))
+    own, every = held.by_rank(pairs.T).sum(axis=0)
+    return own / np.maximum(every, 1)
