@@ -35,7 +35,7 @@ class Prediction(NamedTuple):
 
 
 def predictions(
-    default: Job, make: Callable[[int], Job], stream: Callable[[int], DocumentStream]
+    default: Job, make: Callable[[int], Job], stream: Callable[[int], DocumentStream], *, memory_known: bool
 ) -> tuple[Job, list[Prediction]]:
     """The job with the best number of micro-batches, and all that were tried, by their number; [] if `default` it is.
 
@@ -46,11 +46,13 @@ def predictions(
         default: the job with a micro-batch for every window.
         make: the job with so many micro-batches; raises ValueError where it cannot have them.
         stream: of the run's documents from the beginning, for a context window.
+        memory_known: `make` refuses micro-batches that are too long for memory; else none of several windows is tried.
     """
     windows, jobs = default.global_batch_size, {default.num_micro_batches: default}
     for count in sorted({windows * share for share in SHARES if windows * share == int(windows * share)}):
-        with contextlib.suppress(ValueError):
-            jobs.setdefault(int(count), make(int(count)))
+        if count >= windows or memory_known:
+            with contextlib.suppress(ValueError):
+                jobs.setdefault(int(count), make(int(count)))
     if not default.packing.steady_tokens or len(jobs) == 1:
         return default, []
     tried = [Prediction(job, *_measured(_scaled(job), stream)) for job in jobs.values()]

@@ -264,7 +264,7 @@ def test_json_on_standard_output(data, capsys):
 def test_without_torch(data):
     arguments = ["analyze", *JOB.split(), "--fp8-format", "hybrid", "--data-path", data, "--steps", "2"]
     done = process(*arguments, without=("torch", "megatron"), check=True)
-    assert "--wlb-packing wlb" in done.stdout
+    assert "--wlb-packing adaptive" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def _panels(report: Report, figure: Figure) -> Iterator[tuple[Axes, Sample, str]
     panels = figure.subplots(2, sharex=True, sharey=True)
     for axes, name in zip(panels, ("plain", "ours"), strict=True):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        yield axes, report.examples[name], table.titles(report)[name]
+        yield axes, report.examples[name], table.TITLES[name]
 
 
 def _bars(axes: Axes, values: np.ndarray, mean: float, title: str) -> None:
@@ -145,7 +145,7 @@ def alternatives(report: Report, figure: Figure) -> None:
     stars = {}
     for name in ("paper", "ours"):
         numbers = report.entries["schemes"][name]
-        stars[table.titles(report)[name]] = numbers | {"imbalance_mean": numbers["imbalance"]["work_mean"]}
+        stars[table.TITLES[name]] = numbers | {"imbalance_mean": numbers["imbalance"]["work_mean"]}
     pictures.front(figure, report.entries["front"], report.setup.job.context_length, stars)
 
 

@@ -23,6 +23,7 @@ from megatron_wlb.plan.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.packing.wlb import WlbPacking
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate import SimulatedStep, breakdown, limit_time, simulate_step
+from megatron_wlb.simulate.micro_batches import ALIKE
 
 FORMAT = "megatron-wlb-analysis"
 VERSION = 2
@@ -70,7 +71,8 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
     for name, job in jobs.items():
         numbers[name], examples[name] = measure(setup, job, packed, simulated, advance)
     limit = _compare(numbers)
-    proposed = max((name for name in ("ours", "free") if name in jobs), key=lambda name: numbers[name]["speedup"])
+    better = "free" in jobs and numbers["free"]["speedup"] > (1 + ALIKE) * numbers["ours"]["speedup"]
+    proposed = "free" if better else "ours"
     entries = {
         "format": FORMAT,
         "version": VERSION,

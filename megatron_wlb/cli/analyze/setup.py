@@ -85,7 +85,10 @@ def _with_best_count(setup: Setup, args: argparse.Namespace) -> Setup:
         return replace(found, packing=packing, crossover_tokens=setup.job.crossover_tokens)
 
     stream = partial(setup.data.stream, setup.seed)
-    best, tried = predictions(replace(setup.job, packing=packing), make, stream)
+    known = setup.settings.memory_budget is not None
+    best, tried = predictions(replace(setup.job, packing=packing), make, stream, memory_known=known)
+    if not known:
+        setup.notes.append("Micro-batches of several windows are tried where --wlb-memory-budget says what fits.")
     if packing is given:
         return setup._replace(job=best, tried=tried)
     return setup._replace(free=best, tried=tried)

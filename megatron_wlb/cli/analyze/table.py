@@ -11,14 +11,8 @@ from megatron_wlb.cli.analyze.setup import WARM_UP
 DEVICE_GIB = 80
 
 
-def titles(report: Report) -> dict[str, str]:
-    """What the schemes are called, by name."""
-    free = report.setup.free
-    return {"plain": "Megatron", "paper": "paper", "ours": "--wlb"} | (
-        {"free": f"adaptive, M = {free.num_micro_batches:,}"} if free else {}
-    )
-
-
+TITLES = {"plain": "Megatron", "paper": "paper", "ours": "--wlb", "free": "adaptive"}
+"""What schemes are called."""
 SPEEDUP = "speed-up per token"
 
 Row = tuple[str, ...]
@@ -27,7 +21,7 @@ Row = tuple[str, ...]
 
 def rows(report: Report) -> list[Row]:
     """Titles of the columns, and what is shown of the schemes and of the limit."""
-    schemes, limit = [report.entries["schemes"][name] for name in titles(report)], report.entries["limit"]
+    schemes, limit = list(report.entries["schemes"].values()), report.entries["limit"]
     parallel = report.setup.job.parallel
     pp, dp, cp, gpus = parallel.pp, parallel.dp, parallel.cp, parallel.num_gpus
 
@@ -49,7 +43,7 @@ def rows(report: Report) -> list[Row]:
 
     levels = (("pp", "micro-batches", pp), ("dp", "DP ranks", dp), ("cp", "CP ranks", cp))
     return [
-        ("", *titles(report).values(), "limit"),
+        ("", *(TITLES[name] for name in report.entries["schemes"]), "limit"),
         row(SPEEDUP, lambda n: f"{n['speedup']:.3f}", f"{limit['speedup']:.3f}"),
         row("  standard error", lambda n: f"{n['speedup_error']:.3f}" if n["speedup_error"] else ""),
         row("  of the limit", lambda n: f"{100 * n['of_limit']:.0f} %", "100 %"),
