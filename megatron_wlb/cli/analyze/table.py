@@ -36,7 +36,7 @@ def rows(report: Report) -> list[Row]:
             typical = numbers["typical_step_ms"]
             return f"{100 * sum(typical[name] for name in names) / typical['step']:.1f}"
 
-        return row(f"typical step: {title}, %", percent)
+        return row(f"{title}, % of a step", percent)
 
     def speed(numbers: dict[str, float]) -> str:
         return f"{1e6 / numbers['us_per_token'] / gpus:,.0f}"
