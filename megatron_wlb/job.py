@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_wlb.cost.attention import KernelTimes, Profile
 from megatron_wlb.model import ModelShape
+from megatron_wlb.pipeline.schedule import nearest_counts, schedule_of
 from megatron_wlb.plan.packing import POLICIES
 from megatron_wlb.plan.packing.base import Packing
 from megatron_wlb.plan.sharding.select import Sharding
@@ -166,10 +167,20 @@ class Job(Sharding):
             raise ValueError(
                 f"max_tokens is {self.max_tokens}; it must be from {self.least_max_tokens}, {least}, to {MAX_TOKENS}"
             )
+        flag = "" if count == self.global_batch_size else " (--wlb-micro-batches)"
         if count % dp:
             raise ValueError(
-                f"{count} micro-batches a step cannot be shared by {dp} data-parallel ranks; give a multiple of {dp}"
+                f"{count} micro-batches a step cannot be shared by {dp} data-parallel ranks; give a multiple of "
+                f"{dp}{flag}"
             )
+        stages, group, rank_count = self.parallel.pp, self.parallel.group_size or self.parallel.pp, count // dp
+        nearest = nearest_counts(rank_count, stages, group) if self.parallel.vpp > 1 else (rank_count,)
+        if rank_count not in nearest:
+            raise ValueError(
+                f"{count} micro-batches a step, {rank_count} of a data-parallel rank, cannot be interleaved over "
+                f"{stages} pipeline stages in groups of {group}; give {' or '.join(str(n * dp) for n in nearest)}{flag}"
+            )
+        schedule_of(self)
         if self.packing.fixed_length and count != self.global_batch_size:
             raise ValueError(
                 f"{count} micro-batches for {self.global_batch_size} windows a step: those of {self.packing.name} "

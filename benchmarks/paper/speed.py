@@ -145,8 +145,8 @@ def llama3_tflops() -> dict[str, float]:
     tflops = {}
     for dp, micro_batches in ((64, 32), (128, 16)):
         parallel = replace(BIG.job.parallel, cp=1, dp=dp, vpp=8)
-        sizes = {"context_length": 8192, "max_tokens": 8192, "num_micro_batches": micro_batches * dp}
-        job = replace(BIG.job, parallel=parallel, **sizes)
+        counts = dict.fromkeys(("num_micro_batches", "global_batch_size"), micro_batches * dp)
+        job = replace(BIG.job, parallel=parallel, context_length=8192, max_tokens=8192, **counts)
         _, plan = shard(np.array([8192]), job)
         step = simulate_step(job, [[plan] * micro_batches] * dp, BIG.hardware)
         model, tokens = job.model, 8192 * micro_batches * dp

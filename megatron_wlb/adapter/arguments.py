@@ -17,6 +17,7 @@ _REASONS = {
         "rampup_batch_size step_batch_size_schedule"
     ),
     "replaces the pipeline schedule; leave it out": "overlap_moe_expert_parallel_comm",
+    "reads a step's micro-batches ahead, by --global-batch-size; leave it out": "moe_expert_rank_capacity_factor",
     "would predict across the boundaries of packed documents and CP shards; leave it out": "mtp_num_layers",
     "needs the largest logit, which packed attention does not report; leave it out": "qk_clip log_max_attention_logit",
     "goes by the order of documents of a run without --wlb; leave it out": "logits_load_dir logits_save_dir",
@@ -29,8 +30,9 @@ _REASONS = {
     "is not supported; give --eval-iters": "full_validation multiple_validation_sets",
     "is not supported; give flags": "spec yaml_cfg",
     "is not supported; leave it out": (
-        "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json inprocess_restart "
-        "iterations_to_skip result_rejected_tracker_filename use_legacy_models"
+        "expert_tensor_parallel_num_weight_shards heterogeneous_layers_config_path "
+        "heterogeneous_layers_config_encoded_json inprocess_restart iterations_to_skip "
+        "result_rejected_tracker_filename tensor_parallel_num_weight_shards use_legacy_models"
     ),
 }
 REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}

@@ -4,6 +4,7 @@ Megatron is imported inside the functions, since without a GPU `cpu.install` com
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -291,4 +292,26 @@ def whole_router_losses() -> Iterator[None]:
 
     scaler = importlib.import_module("megatron.core.transformer.moe.router").MoEAuxLossAutoScaler
     with replaced(scaler, "apply", whole, ()):
+        yield
+
+
+@contextlib.contextmanager
+def mean_router_losses(windows: float) -> Iterator[None]:
+    """Let the log show the mean of the router's losses over micro-batches that hold so many `windows` on average.
+
+    Upstream adds them up and divides by the number of windows.
+    """
+    if minor() >= 18:
+        owner, name = importlib.import_module("megatron.core.transformer.moe.moe_logging").MoEMetricsTracker, "report"
+    else:
+        owner, name = importlib.import_module("megatron.training.training"), "track_moe_metrics"
+
+    def mean(original: Any) -> Any:
+        @functools.wraps(original)
+        def report(*args: Any, loss_scale: float, **rest: Any) -> Any:
+            return original(*args, loss_scale=loss_scale * windows, **rest)
+
+        return report
+
+    with replaced(owner, name, mean, ("loss_scale",)):
         yield

@@ -12,6 +12,7 @@ from megatron_wlb.describe import PlanSettings
 from megatron_wlb.job import Job, Parallel, Recompute
 from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.plan import packing
+from megatron_wlb.plan.packing.original import OriginalPacking
 
 DEVICE_SHARE = 0.9
 """Share of a GPU's memory that is planned with; the rest is for the context, NCCL, kernels and fragmentation."""
@@ -45,6 +46,11 @@ def check(args: Namespace) -> None:
         )
     except ValueError as error:
         raise ValueError(f"--wlb: {error}") from error
+    if (args.global_batch_size or 0) % parallel.dp:
+        raise ValueError(
+            f"--wlb: --global-batch-size is {args.global_batch_size}, by which upstream counts samples on "
+            f"{parallel.dp} data-parallel ranks; give a multiple of {parallel.dp}"
+        )
 
 
 def make_job(args: Namespace) -> Job:
@@ -78,6 +84,15 @@ def make_job(args: Namespace) -> Job:
         ),
         offloaded_layers=args.cpu_offloading_num_layers,
     )
+
+
+def evaluation_job(job: Job, args: Namespace) -> Job:
+    """The evaluation steps of a job: windows of the data as it comes. Raises ValueError where they fit no schedule."""
+    count = compat.eval_global_batch_size(args)
+    try:
+        return replace(job, packing=OriginalPacking(), global_batch_size=count, num_micro_batches=count)
+    except ValueError as error:
+        raise ValueError(f"evaluation (--eval-global-batch-size): {error}") from error
 
 
 def _parallel(args: Namespace) -> Parallel:

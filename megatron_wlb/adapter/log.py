@@ -18,6 +18,7 @@ def summary(plan: StepPlan, loss: float, step_seconds: float, wait_seconds: floa
         "digest": f"{plan.digest:016x}",
         "loss": loss,
         "tokens": tokens,
+        "num_micro_batches": len(plan.work),
         "padded_tokens": sum(m.padded_tokens for m in plan.micro_batches),
         "imbalance_original": metrics.imbalance(plan.original_work),
         "imbalance": metrics.imbalance(plan.work),
@@ -58,9 +59,10 @@ def details(plan: StepPlan, job: Job) -> dict[str, Any]:
 def line(entry: dict[str, Any]) -> str:
     """The line that training prints."""
     return (
-        f" wlb step {entry['step']:6d} | loss {entry['loss']:.6f} | tokens {entry['tokens']} | imbalance "
-        f"{entry['imbalance_original']:.3f} -> {entry['imbalance']:.3f} | delay mean {entry['delay_mean_steps']:.2f} "
-        f"max {entry['delay_max_steps']} steps | waiting {entry['waiting_documents']} documents"
+        f" wlb step {entry['step']:6d} | loss {entry['loss']:.6f} | tokens {entry['tokens']} in "
+        f"{entry['num_micro_batches']} micro-batches | imbalance {entry['imbalance_original']:.3f} -> "
+        f"{entry['imbalance']:.3f} | delay mean {entry['delay_mean_steps']:.2f} max {entry['delay_max_steps']} steps | "
+        f"waiting {entry['waiting_documents']} documents"
     )
 
 

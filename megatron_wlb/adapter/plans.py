@@ -1,7 +1,6 @@
 """The plans that a run trains by: a planner for every split, the packer's state beside checkpoints, and resuming."""
 
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,12 @@ import torch
 from megatron.core import mpu
 from megatron.training import print_rank_0
 
-from megatron_wlb.adapter import compat
+from megatron_wlb.adapter import describe
 from megatron_wlb.adapter.data import SPLITS, SplitData
 from megatron_wlb.adapter.settings import RunSettings
 from megatron_wlb.job import Job, differences
 from megatron_wlb.plan import document_log, state
 from megatron_wlb.plan.packer import Packer, make_packer
-from megatron_wlb.plan.packing.original import OriginalPacking
 from megatron_wlb.plan.step import Planner, StepPlan
 from megatron_wlb.plan.stream import DocumentStream
 
@@ -32,7 +30,10 @@ class Plans:
     """Plans of training and evaluation steps, by split and step; every rank makes the same ones."""
 
     def __init__(self, args: Namespace, job: Job, run: RunSettings) -> None:
-        self._args, self._job, self._run = args, job, run
+        self._args, self._run = args, run
+        self._jobs = {"train": job}
+        if args.eval_iters > 0:
+            self._jobs |= dict.fromkeys(("valid", "test"), describe.evaluation_job(job, args))
         self._planners: dict[str, Planner] = {}
         self._first_state: Any = None
         self.first_step = 0
@@ -48,10 +49,7 @@ class Plans:
         Raises ValueError for a packer state that is missing or does not fit.
         """
         if split not in self._planners:
-            job = self._job
-            if split != "train":
-                count = compat.eval_global_batch_size(self._args)
-                job = replace(job, packing=OriginalPacking(), global_batch_size=count, num_micro_batches=count)
+            job = self._jobs[split]
             stream = DocumentStream(
                 data.sources, seed=self._args.seed + SPLITS.index(split), context_length=job.context_length
             )
@@ -94,7 +92,7 @@ class Plans:
         By the iteration, not by what ran last: a step that failed validation is saved as one still to come.
         """
         packer = self.trained(iteration).state if iteration > self.first_step else self._first_state
-        state.save(state_path(self._args.save, iteration), packer, self._job)
+        state.save(state_path(self._args.save, iteration), packer, self._jobs["train"])
 
     def _resume(self, packer: Packer, first_step: int) -> None:
         """Bring a new packer to `first_step`, and print what is different from the run before."""
@@ -104,7 +102,7 @@ class Plans:
         try:
             if first_step:
                 before = _load(packer, self._args.load, first_step)
-                changes = ", ".join(differences(before, self._job.to_json()))
+                changes = ", ".join(differences(before, self._jobs["train"].to_json()))
                 print_rank_0(
                     f"> wlb: resumed at iteration {first_step} with {sum(map(len, packer.waiting().values()))} "
                     f"documents waiting; {f'changed: {changes}' if changes else 'nothing changed'}"

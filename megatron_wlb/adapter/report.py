@@ -46,8 +46,8 @@ class Report:
         policy += [flag_with_value(name, value) for name, value in values if value is not None]
         print_rank_0(
             f"> wlb: {documents} documents ({short} under 2 tokens are left out), {' '.join(policy)} ({core}) into "
-            f"{job.num_micro_batches} micro-batches a step, window {job.context_length}, S_max {job.max_tokens}, "
-            f"crossover {job.crossover_tokens} tokens, CP sharding {job.cp_sharding}"
+            f"{job.num_micro_batches} micro-batches a step for {job.global_batch_size} windows of {job.context_length} "
+            f"tokens, S_max {job.max_tokens}, crossover {job.crossover_tokens} tokens, CP sharding {job.cp_sharding}"
         )
         peaks = [memory.peak_bytes(job, stage) / 2**30 for stage in range(job.parallel.pp)]
         print_rank_0(

@@ -90,6 +90,7 @@ class Telemetry:
         step_seconds = entry["step_ms"] / 1e3
         scalars = {
             "tokens": entry["tokens"],
+            "micro-batches": entry["num_micro_batches"],
             "imbalance": entry["imbalance"],
             "imbalance-original": entry["imbalance_original"],
             "delay-mean": entry["delay_mean_steps"],

@@ -108,6 +108,7 @@ class Training:
             compat.replaced(checkpointing, "maybe_save_dataloader_state", self._saved, ("train_iterator", "iteration")),
             compat.replaced(TorchFullyShardedDataParallel, "scale_gradients", scale_sharded, ("scaling_factor",)),
             compat.whole_router_losses(),
+            compat.mean_router_losses(self._job.global_batch_size / self._job.num_micro_batches),
             compat.whole_tracker(),
             self._report.installed(),
         ):
@@ -129,11 +130,9 @@ class Training:
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         batches = [next(iterator) for iterator in iterators]
         first = batches[0]
-        feeds = [
-            _of_step(first, batch, iterator, num_microbatches)
-            for batch, iterator in zip(batches, iterators, strict=True)
-        ]
         plan = self._plans.begin(first.split, first.step, self._device)
+        count = len(plan.micro_batches)  # for `num_microbatches`, by which upstream counts samples: windows of tokens
+        feeds = [_of_step(first, batch, iterator, count) for batch, iterator in zip(batches, iterators, strict=True)]
         parallel = self._job.parallel
         if parallel.pp > 1:
             # Every stage knows all lengths before its first receive.
@@ -147,7 +146,7 @@ class Training:
         return schedule(
             data_iterator=feeds if isinstance(data_iterator, list) else feeds[0],
             model=model,
-            num_microbatches=num_microbatches,
+            num_microbatches=count,
             **rest,
         )
 

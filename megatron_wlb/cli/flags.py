@@ -24,7 +24,7 @@ _SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
 _NEEDED = {
     "data_path": "the prefix of a .bin/.idx dataset, or a blend",
     "seq_length": "the context window in tokens",
-    "global_batch_size": "the micro-batches of a step over all data-parallel ranks",
+    "global_batch_size": "the context windows of tokens that a step trains",
 }
 
 
@@ -73,7 +73,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--split", metavar="a,b,c", help="as Megatron; default: 969,30,1")
     data.add_argument("--seed", type=integer(0, 1 << 62), default=1234, metavar="N", help="default: %(default)s")
     data.add_argument("--seq-length", type=integer(1, MAX_TOKENS), metavar="C", help="context window in tokens")
-    data.add_argument("--global-batch-size", type=count, metavar="N", help="micro-batches a step")
+    data.add_argument("--global-batch-size", type=count, metavar="N", help="context windows a step")
     data.add_argument("--micro-batch-size", type=count, default=1, metavar="1")
     layout = parser.add_argument_group("layout")
     layout.add_argument("--num-gpus", type=integer(1, MAX_GPUS), metavar="N", help="default: one data-parallel rank")

@@ -24,12 +24,13 @@ class Schedule:
     num_chunks: int = 1
     """Model chunks (virtual stages) per stage; chunk c of stage s is virtual stage c * num_stages + s."""
     group_size: int | None = None
-    """`--microbatch-group-size-per-virtual-pipeline-stage`: consecutive micro-batches in one chunk; see `group`."""
+    """`--microbatch-group-size-per-virtual-pipeline-stage`: consecutive micro-batches in one chunk; None: as many as
+    stages."""
     forward_only: bool = False
 
     def __post_init__(self) -> None:
-        stages, micro_batches = self.num_stages, self.num_micro_batches
-        if min(stages, micro_batches, self.num_chunks) < 1:
+        stages, count = self.num_stages, self.num_micro_batches
+        if min(stages, count, self.num_chunks) < 1:
             raise ValueError(f"a pipeline has at least one stage, chunk and micro-batch, not {self}; give one of each")
         if self.num_chunks == 1:
             return
@@ -37,27 +38,20 @@ class Schedule:
             raise ValueError(
                 f"{self.num_chunks} model chunks need at least 2 pipeline stages, not 1; leave virtual stages out"
             )
-        group = self.group
-        if not stages <= group <= micro_batches:
+        if self.group < stages:
             raise ValueError(
-                f"the interleaved schedule runs groups of {group} micro-batches; give a group size from {stages}, the "
-                f"number of stages, to {micro_batches}, the number of micro-batches"
+                f"groups of {self.group} micro-batches are interleaved over {stages} pipeline stages; give groups of "
+                f"at least {stages}"
             )
-        if 0 < micro_batches % group < stages:
+        if count not in (nearest := nearest_counts(count, stages, self.group)):
             raise ValueError(
-                f"{micro_batches} micro-batches in groups of {group} leave a last group of {micro_batches % group}; "
-                f"it must be empty or at least {stages}, the number of stages"
+                f"{count} micro-batches of a data-parallel rank cannot be interleaved over {stages} pipeline stages in "
+                f"groups of {self.group}; give {' or '.join(map(str, nearest))}"
             )
 
     @property
     def group(self) -> int:
-        """`group_size`, or where it is None the smallest that upstream takes.
-
-        It refuses a last group smaller than the pipeline, since stages would wait for each other for ever.
-        """
-        stages, count = self.num_stages, self.num_micro_batches
-        fitting = (g for g in range(stages, count) if not 0 < count % g < stages)
-        return self.group_size or next(fitting, max(stages, count))
+        return self.group_size or self.num_stages
 
     def table(self) -> np.ndarray:
         """(micro-batch, chunk) of the k-th forward pass of every stage, int64 [num_micro_batches * num_chunks, 2].
@@ -110,6 +104,17 @@ class Schedule:
         all_but_last = micro_batches[chunks < self.num_chunks - 1]
         forward, backward = (all_but_last if stage == end else micro_batches for end in (0, self.num_stages - 1))
         return forward.tolist(), backward.tolist()
+
+
+def nearest_counts(count: int, num_stages: int, group: int) -> tuple[int, ...]:
+    """`count` if upstream interleaves so many micro-batches in groups; else the numbers below and above that it does.
+
+    No group, nor the rest in the last one, may be smaller than the pipeline: stages would wait for each other for ever.
+    """
+    whole = count // group * group
+    if not whole:
+        return (group,)
+    return (whole, whole + num_stages) if 0 < count - whole < num_stages else (count,)
 
 
 def schedule_of(job: "Job", num_micro_batches: int | None = None) -> Schedule:

@@ -61,6 +61,9 @@ REFUSED = {
     "--seq-length 254 --tensor-model-parallel-size 4 --sequence-parallel": "give a multiple of 4",
     "--seq-length 1032 --fp8-format hybrid": "give a multiple of 16",
     "--global-batch-size 3": "3 micro-batches a step cannot be shared by 2 data-parallel ranks",
+    "--wlb-micro-batches 3": r"3 micro-batches a step cannot .*; give a multiple of 2 \(--wlb-micro-batches\)",
+    "--wlb-micro-batches 8 --global-batch-size 7": "--global-batch-size is 7, by which .*; give a multiple of 2",
+    "--wlb-micro-batches 16 --wlb-packing original": "16 micro-batches for 8 windows .*; give as many",
     "--cuda-graph-impl local": "fixed shapes",
     "--transformer-impl local --apply-layernorm-1p": "leave one of them out",
     "--rerun-mode report_stats": "give validate_results or disabled",
@@ -85,7 +88,7 @@ REFUSED = {
         "leave --no-overlap-p2p-communication out"
     ),
 }
-SINCE = {"eval-micro-batch-size": 18, "ncclep": 19}
+SINCE = {"eval-micro-batch-size": 18, "ncclep": 19, "quantile_balancing": 19}
 """Minor version of megatron-core that first has a flag, by a part of it."""
 
 
@@ -93,7 +96,7 @@ SINCE = {"eval-micro-batch-size": 18, "ncclep": 19}
 def test_refused(flags, parse):
     if any(part in flags and compat.minor() < since for part, since in SINCE.items()):
         pytest.skip("this megatron-core does not have the flag")
-    args = parse(*flags.split(), world_size=2 if "global-batch" in flags else 1)
+    args = parse(*flags.split(), world_size=2 if "batch" in flags else 1)
     with pytest.raises(ValueError, match=REFUSED[flags]) as error:
         describe.check(args)
     assert "--" in str(error.value)
@@ -150,6 +153,22 @@ def test_a_job_has_what_the_flags_say(parse, monkeypatch):
     assert (job.context_length, job.num_micro_batches, job.max_tokens, job.crossover_tokens) == (256, 16, 512, 77)
     assert (job.cp_sharding, job.save_gathered_kv, job.hidden_dropout, job.bytes_per_value) == ("hybrid", True, True, 2)
     assert job.profile.name == "flops" and job.offloaded_layers == 0
+
+
+def test_interleaving_is_refused_with_the_nearest_numbers_that_fit(parse, monkeypatch):
+    """Of training and of evaluation."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    flags = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --transformer-impl local"
+    args = parse(*flags.split(), "--wlb-micro-batches", "18", world_size=4)
+    message = r"18 micro-batches a step, 9 of .* groups of 2; give 16 or 20 \(--wlb-micro-batches\)"
+    with pytest.raises(ValueError, match=message):
+        job_of(args)
+    args.wlb_micro_batches = 12
+    job = describe.make_job(args)
+    assert (job.num_micro_batches, job.global_batch_size, job.micro_batches_per_rank) == (12, 8, 6)
+    args.eval_global_batch_size = 6
+    with pytest.raises(ValueError, match=r"evaluation \(--eval-global-batch-size\): 6 .* give 4 or 8$"):
+        describe.evaluation_job(job, args)
 
 
 def test_a_job_has_all_that_memory_depends_on(parse):

@@ -5,9 +5,11 @@ from datetime import timedelta
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.training import training
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_wlb.adapter.plans import state_path
 from megatron_wlb.adapter.training import Training
@@ -37,7 +39,7 @@ def whole(dataset, tmp_path_factory):
 
 
 def test_train_samples(dataset, whole, tmp_path):
-    """A sample is a micro-batch; the run is cut in two."""
+    """A sample is a window of tokens; the run is cut in two."""
     log, documents, checkpoint = tmp_path / "log.jsonl", str(tmp_path / "documents"), str(tmp_path / "ckpt")
     saving = f"--save {checkpoint} --save-interval 9 --wlb-document-log {documents}"
     common = [*ADAM, "--train-samples", "32", *saving.split()]
@@ -47,6 +49,40 @@ def test_train_samples(dataset, whole, tmp_path):
     train(1, dataset, *common, "--load", checkpoint, **options)
     assert losses(log) == whole[0]
     assert np.array_equal(document_log.read(documents), whole[1])
+
+
+def test_samples_are_windows_whatever_the_number_of_micro_batches(dataset, tmp_path, monkeypatch):
+    """Upstream's counts go by N, the steps run M; the run is cut in two, and equal to the uncut one to the bit."""
+    forward = Training.forward_step
+    ran = tmp_path / "ran"
+
+    def counted(self, data_iterator, model):
+        batch = next(data_iterator)
+        with ran.open("a") as file:
+            file.write(f"{batch.split} ")
+        return forward(self, iter([batch]), model)
+
+    monkeypatch.setattr(Training, "forward_step", counted)
+    common = [*ADAM, "--train-samples", "32", "--lr-decay-style", "linear", "--wlb-micro-batches", "16"]
+    common += ["--eval-iters", "1", "--eval-interval", "2"]
+    uncut = train(1, dataset, *common, without="--train-iters --lr-decay-style --eval-iters", log=tmp_path / "uncut")
+    evaluated = ["valid"] * 8
+    steps = [*["train"] * 32, *evaluated]
+    assert ran.read_text().split() == [*steps, *steps, *evaluated]  # once more at the end
+
+    board, save = str(tmp_path / "board"), ["--save", str(tmp_path / "ckpt"), "--save-interval", "9"]
+    common += [*save, "--tensorboard-dir", board]
+    options = {"without": "--train-iters --lr-decay-style --eval-iters", "log": tmp_path / "log"}
+    with pytest.raises(RuntimeError, match="SystemExit"):
+        train(1, dataset, *common, "--exit-interval", "3", **options)
+    cut = train(1, dataset, *common, "--load", str(tmp_path / "ckpt"), **options)
+    assert losses(tmp_path / "log") == losses(tmp_path / "uncut")
+    assert all(torch.equal(cut["params"][name], value) for name, value in uncut["params"].items())
+    events = EventAccumulator(board).Reload()
+    assert [e.step for e in events.Scalars("learning-rate vs samples")] == [8, 16, 24, 32]
+    assert [e.value for e in events.Scalars("learning-rate")] == pytest.approx([7.5e-4, 5e-4, 2.5e-4, 0])
+    assert [e.value for e in events.Scalars("batch-size")] == [8] * 4
+    assert [e.value for e in events.Scalars("wlb/micro-batches")] == [16] * 4
 
 
 def test_exit_duration(dataset, whole, tmp_path, monkeypatch):
@@ -76,11 +112,11 @@ def test_stragglers_are_measured_as_upstream_does(dataset, tmp_path, monkeypatch
     assert timed.read_text() == "data model " * 8
 
 
-@pytest.mark.parametrize(("size", "layout"), [(1, []), (4, [*CP2, *PP2])])
-def test_steps_are_replayed(size, layout, dataset, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("size", "count", "layout"), [(1, 8, []), (4, 16, [*CP2, *PP2])])
+def test_steps_are_replayed(size, count, layout, dataset, tmp_path, monkeypatch):
     """A transient error is injected into every step after the first, each of which runs again, and nothing else."""
     plain, replayed, documents = tmp_path / "plain.jsonl", tmp_path / "replayed.jsonl", tmp_path / "documents"
-    common = [*ADAM, *layout, "--train-iters", "3"]
+    common = [*ADAM, *layout, "--wlb-micro-batches", str(count), "--train-iters", "3"]
     train(size, dataset, *common, log=plain)
     forward = Training.forward_step
 
@@ -95,7 +131,7 @@ def test_steps_are_replayed(size, layout, dataset, tmp_path, monkeypatch):
     train(size, dataset, *common, *inject, "--wlb-document-log", str(documents), log=replayed)
     assert losses(replayed) == losses(plain)
     assert np.unique(document_log.read(documents)["step"]).tolist() == [0, 1, 2]
-    assert [(tmp_path / f"forward{rank}").stat().st_size for rank in range(size)] == [8 * (1 + 2 + 2)] * size
+    assert [(tmp_path / f"forward{rank}").stat().st_size for rank in range(size)] == [count * (1 + 2 + 2)] * size
 
 
 def test_a_step_that_fails_validation_is_saved_as_still_to_come(dataset, whole, tmp_path):

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_wlb.adapter import compat
 from megatron_wlb.job import Job
@@ -124,6 +125,24 @@ MODELS = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("count", "s_max", "size", "layout"),
+    [
+        (4, 640, 4, f"{CP2} {PP2}"),
+        (16, 320, 4, f"{VPP2} --overlap-grad-reduce"),
+        (32, 320, 4, f"{TP2} {PP2}"),
+        full(32, 320, 4, f"{TP2} {VPP2}"),
+    ],
+)
+def test_more_and_fewer_micro_batches_than_windows(count, s_max, size, layout, dataset, alone, tmp_path):
+    """Half, twice and four times as many as windows, of which some are empty."""
+    flags = f"--wlb-micro-batches {count} --wlb-max-tokens {s_max}"
+    run = train(size, dataset, *layout.split(), *flags.split(), log=tmp_path / "log.jsonl")
+    compare(run, alone(flags))
+    assert [len(e["lengths"]) for e in run["log"]] == [count] * 2
+    assert any([] in e["lengths"] for e in run["log"]) == (count == 32)
+
+
 @pytest.mark.parametrize(("name", "model", "size", "layout"), MODELS)
 def test_model_equals_single_process(name, model, size, layout, dataset, alone, single, tmp_path):
     """A token of MoE goes to another expert if rounding swaps two scores: an error of per cents, which none has."""
@@ -141,6 +160,25 @@ def test_losses_of_the_router(coefficient, dataset, tmp_path, monkeypatch):
     flags = [*MOE.split(), *coefficient.split()]
     one = train(1, dataset, *flags, log=tmp_path / "one.jsonl")
     compare(train(2, dataset, *flags, *EP2.split(), *CP2.split(), log=tmp_path / "two.jsonl"), one)
+
+
+def test_logged_losses_of_the_router_are_means_over_micro_batches(dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr(Job, "unit_tokens", 4)
+    names = ["load_balancing_loss"] + ["z_loss"] * (compat.minor() >= 18)  # 0.17 logs the latter of one rank
+    flags = [*MOE.split(), *"--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1".split()]
+
+    def trained(size, *more):
+        board = tmp_path / "_".join(more)
+        run = train(size, dataset, *flags, *more, "--tensorboard-dir", str(board), log=tmp_path / f"{board.name}.jsonl")
+        events = EventAccumulator(str(board)).Reload()
+        return run, [e.value for name in names for e in events.Scalars(name)]
+
+    _, as_many = trained(1)
+    one, twice = trained(1, "--wlb-micro-batches", "16")
+    two, shared = trained(2, "--wlb-micro-batches", "16", *EP2.split())
+    compare(two, one)
+    assert shared == pytest.approx(twice, rel=TOLERANCE)
+    assert twice == pytest.approx(as_many, rel=0.2)  # of shorter micro-batches
 
 
 @pytest.mark.parametrize(("size", "layout"), [(2, PP2), full(2, VPP2), full(4, f"{PP2} {TP2}"), full(2, CP2)])

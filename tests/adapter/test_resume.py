@@ -1,5 +1,6 @@
 """Interrupted and resumed equals uninterrupted: the same documents, losses and parameters, to the bit."""
 
+import itertools
 import json
 import os
 import re
@@ -53,26 +54,34 @@ FULL = [pytest.param(packing, marks=pytest.mark.full) for packing in ("fixed", "
 
 @pytest.mark.parametrize("packing", ["wlb", "adaptive", *FULL])
 def test_no_document_is_lost_or_doubled_when_layout_and_batch_size_change(packing, dataset, tmp_path):
-    """Over the run as a whole, by the document log and what waits in the last checkpoint; starts say what is new."""
+    """Over the run as a whole, by the document log and what waits in the last checkpoint; starts say what is new.
+
+    With Algorithm 1, the number of micro-batches changes on its own.
+    """
+    windows, counts = ([4, 8, 8, 16], [4, 16, 6, 8]) if packing == "wlb" else ([4, 8, 6, 16],) * 2
     log, checkpoint, prints = str(tmp_path / "documents"), str(tmp_path / "ckpt"), tmp_path / "prints"
     common = [*ADAM, "--wlb-packing", packing, "--wlb-document-log", log, "--save", checkpoint, "--load", checkpoint]
     common += ["--save-interval", "3", "--override-opt-param-scheduler"]
-    for part, (size, batch, flags) in enumerate(
-        [(1, 4, ""), (4, 8, "--pipeline-model-parallel-size 2"), (2, 6, "--context-parallel-size 2"), (2, 16, "")], 1
-    ):
-        iterations = ["--train-iters", str(3 * part)]
-        train(size, dataset, *common, *flags.split(), "--global-batch-size", str(batch), *iterations, prints=prints)
+    common += ["--wlb-max-tokens", "640"]
+    layouts = [(1, ""), (4, "--pipeline-model-parallel-size 2"), (2, "--context-parallel-size 2"), (2, "")]
+    for part, ((size, flags), n, m) in enumerate(zip(layouts, windows, counts, strict=True), 1):
+        flags += f" --global-batch-size {n} --wlb-micro-batches {m} --train-iters {3 * part}"
+        train(size, dataset, *common, *flags.split(), prints=prints)
     changes = re.findall(
         r"> wlb: resumed at iteration (\d+) with \d+ documents waiting; changed: (.*)", prints.read_text()
     )
-    assert changes == [
-        ("3", "parallel.pp 1 -> 2, parallel.dp 1 -> 2, num_micro_batches 4 -> 8"),
-        ("6", "parallel.cp 1 -> 2, parallel.pp 2 -> 1, parallel.dp 2 -> 1, num_micro_batches 8 -> 6"),
-        ("9", "parallel.cp 2 -> 1, parallel.dp 1 -> 2, num_micro_batches 6 -> 16"),
+    expected = [
+        "parallel.pp 1 -> 2, parallel.dp 1 -> 2",
+        "parallel.cp 1 -> 2, parallel.pp 2 -> 1, parallel.dp 2 -> 1",
+        "parallel.cp 2 -> 1, parallel.dp 1 -> 2",
     ]
+    for name, sizes in (("num_micro_batches", counts), ("global_batch_size", windows)):
+        for i, (before, now) in enumerate(itertools.pairwise(sizes)):
+            expected[i] += f", {name} {before} -> {now}" * (before != now)
+    assert changes == [(str(3 * part), change) for part, change in enumerate(expected, 1)]
     entries = document_log.read(log)
     micro_batches = [len(np.unique(entries["micro_batch"][entries["step"] == step])) for step in range(12)]
-    assert micro_batches == [4] * 3 + [8] * 3 + [6] * 3 + [16] * 3
+    assert [max(part) for part in itertools.batched(micro_batches, 3)] == counts  # one may be empty
     found = audit(log, checkpoint, 12, [dataset])
     assert found.clean, found
     assert found.steps == 12

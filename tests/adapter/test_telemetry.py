@@ -27,6 +27,7 @@ def test_scalars_of_tensorboard_are_those_of_the_log(size, flags, dataset, tmp_p
         return pytest.approx([entry[name] for entry in run["log"]], rel=1e-6)
 
     assert found["wlb/tokens"] == of_log("tokens")
+    assert found["wlb/micro-batches"] == of_log("num_micro_batches") == [8] * 4
     assert found["wlb/imbalance"] == of_log("imbalance")
     assert found["wlb/imbalance-original"] == of_log("imbalance_original")
     assert found["wlb/delay-mean"] == of_log("delay_mean_steps")
@@ -70,8 +71,8 @@ def test_wandb_gets_the_same(monkeypatch):
     args = SimpleNamespace(tensorboard_log_interval=1, tensorboard_dir=None, wandb_project="p")
     micro_batch = SimpleNamespace(shards=SimpleNamespace(strategy="hybrid"))
     plan = SimpleNamespace(num_waiting=1, cost=10, delays={-1: 10, 2: 20}, micro_batches=[micro_batch])
-    names = "tokens imbalance imbalance_original delay_mean_steps delay_max_steps plan_wait_ms step_ms".split()
-    telemetry.Telemetry(args).write(7, plan, dict.fromkeys(names, 1.0), 1.25)
+    names = "tokens num_micro_batches imbalance imbalance_original delay_mean_steps delay_max_steps".split()
+    telemetry.Telemetry(args).write(7, plan, dict.fromkeys([*names, "plan_wait_ms", "step_ms"], 1.0), 1.25)
     ((values, step),) = logged
     assert step == 7
     assert values["wlb/imbalance-measured"] == 1.25

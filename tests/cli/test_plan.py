@@ -240,7 +240,7 @@ def test_wrong_flags(source, tmp_path, capsys, flags, message):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("LENGTHS --seq-length 64", "^no --global-batch-size; give the micro-batches of a step over all data-parallel"),
+        ("LENGTHS --seq-length 64", "^no --global-batch-size; give the context windows of tokens that a step trains"),
         ("LENGTHS --global-batch-size 4", "^no --seq-length; give the context window in tokens$"),
         ("--seq-length 64 --global-batch-size 4", "^no --data-path; give the prefix of a .bin/.idx dataset"),
         ("LENGTHS --seq-length 64 --global-batch-size 4 --num-layers 2", "no --hidden-size, --num-attention-heads: "),

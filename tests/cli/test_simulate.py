@@ -223,7 +223,7 @@ def test_broken_plans_are_refused(entries, message, tmp_path, capsys):
         ("--num-virtual-stages-per-pipeline-rank 2", "2 model chunks need at least 2 pipeline stages"),
         (
             "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2",
-            "the interleaved schedule runs groups of 4 micro-batches",
+            "2 micro-batches a step, 2 of a data-parallel rank, cannot be interleaved over 4 pipeline stages",
         ),
         ("--wlb-profile flops", "needs one in us"),
         ("--trace-step 1", "--trace-step is for --trace"),

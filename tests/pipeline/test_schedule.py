@@ -1,12 +1,13 @@
 """Schedules are upstream's, pass by pass; what a stage receives is what its neighbours send."""
 
+import itertools
 from collections import defaultdict
 
 import pytest
 from hypothesis import given, settings
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
-from megatron_wlb.pipeline.schedule import Schedule
+from megatron_wlb.pipeline.schedule import Schedule, nearest_counts
 from tests.pipeline.schedules import schedules
 from tests.pipeline.upstream import record
 
@@ -31,15 +32,25 @@ def test_refuses_what_upstream_refuses():
         Schedule(num_stages=2, num_micro_batches=0)
     with pytest.raises(ValueError, match="2 model chunks need at least 2 pipeline stages"):
         Schedule(num_stages=1, num_chunks=2, num_micro_batches=4)
-    with pytest.raises(ValueError, match="from 4, the number of stages, to 3, the number of micro-batches"):
+    with pytest.raises(ValueError, match="give groups of at least 4"):
+        Schedule(num_stages=4, num_chunks=2, num_micro_batches=8, group_size=3)
+    with pytest.raises(ValueError, match="3 micro-batches of .* over 4 pipeline stages in groups of 4; give 4$"):
         Schedule(num_stages=4, num_chunks=2, num_micro_batches=3)
-    with pytest.raises(ValueError, match="a last group of 1; it must be empty or at least 4"):
-        Schedule(num_stages=4, num_chunks=2, num_micro_batches=9, group_size=4)
+    with pytest.raises(ValueError, match="in groups of 6; give 6 or 10$"):
+        Schedule(num_stages=4, num_chunks=2, num_micro_batches=9, group_size=6)
 
 
-@pytest.mark.parametrize(("micro_batches", "group"), [(4, 4), (8, 4), (9, 5), (5, 5), (11, 6), (14, 5), (16, 4)])
-def test_a_group_that_is_not_given_is_the_smallest_that_upstream_takes(micro_batches, group):
-    assert Schedule(num_stages=4, num_chunks=2, num_micro_batches=micro_batches).group == group
+def test_the_nearest_counts_are_those_that_upstream_takes():
+    """By its two conditions, as schedules.py has them."""
+
+    def taken(count, stages, group):
+        return stages <= group <= count and not 0 < count % group < stages
+
+    for stages, more, count in itertools.product(range(1, 6), range(4), range(1, 30)):
+        group = stages + more
+        below = [n for n in range(1, count + 1) if taken(n, stages, group)][-1:]
+        above = next(n for n in range(count, 99) if taken(n, stages, group))
+        assert nearest_counts(count, stages, group) == tuple(sorted({*below, above}))
 
 
 def test_early_stages_hold_more_micro_batches():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb.pipeline.graph import graph_of
-from megatron_wlb.pipeline.schedule import Schedule
+from megatron_wlb.pipeline.schedule import Schedule, nearest_counts
 from megatron_wlb.pipeline.timeline import makespans, run
 from tests.pipeline.schedules import schedules, timed_schedules
 from tests.pipeline.upstream import replay
@@ -141,7 +141,9 @@ def ending(work, schedule):
 def test_makespans_are_those_of_the_schedule(core, num_stages, num_chunks):
     rng = np.random.default_rng(0)
     for count in range(1 if num_chunks == 1 else num_stages, 13):
-        schedule = Schedule(num_stages=num_stages, num_chunks=num_chunks, num_micro_batches=count)
+        groups = range(num_stages, count + 1)
+        group = next((g for g in groups if nearest_counts(count, num_stages, g) == (count,)), None)
+        schedule = Schedule(num_stages=num_stages, num_chunks=num_chunks, num_micro_batches=count, group_size=group)
         work = rng.lognormal(5, 1, (19, count)).astype(np.int64)
         assert makespans(schedule, work).tolist() == [ending(w, schedule) for w in work]
         if count % num_stages == 0 or num_chunks == 1:
