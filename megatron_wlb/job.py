@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from megatron_wlb.cost.attention import KernelTimes, Profile
+from megatron_wlb.cost.exchange import FP32
 from megatron_wlb.model import ModelShape
 from megatron_wlb.pipeline.schedule import nearest_counts, schedule_of
 from megatron_wlb.plan.packing import POLICIES
@@ -205,6 +206,11 @@ class Job(Sharding):
         p = self.parallel
         rows = p.sequence_ranks * self.row_multiple
         return p.cp * math.lcm(2, rows) if p.cp > 1 else rows
+
+    @property
+    def cp_gradient_bytes(self) -> int:
+        """Bytes of a value of dK and dV as they travel between context-parallel ranks."""
+        return FP32 if self.cp_gradients == "fp32" else self.bytes_per_value
 
     @property
     def expert_crossover_tokens(self) -> int:

@@ -43,6 +43,7 @@ class Training:
             self.attention = AttentionOptions(
                 backend=get_backend(run.attention_backend, self._device),
                 save_gathered=job.save_gathered_kv,
+                gradients_in_fp32=job.cp_gradients == "fp32",
                 two_streams=job.profile.two_streams,
             )
         self._plans = Plans(args, job, run)

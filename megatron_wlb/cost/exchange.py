@@ -22,10 +22,11 @@ def exchange_parts(job: "Job") -> int:
 
 
 def exchange_times(job: "Job", rows: np.ndarray, network: Network) -> tuple[np.ndarray, np.ndarray]:
-    """Times in us in which K and V arrive and their gradients leave, in fp32, if the busiest rank has `rows` rows."""
+    """Times in us in which K and V arrive and their gradients leave if the busiest rank has `rows` rows."""
     ranks = Group(size=job.parallel.cp, stride=job.parallel.tp)
     values = rows * 2 * job.model.heads_per_rank(job.parallel.tp)[1] * job.model.kv_channels
-    return network.all_to_all(values * job.bytes_per_value, ranks), network.all_to_all(values * FP32, ranks)
+    arrive, leave = (values * size for size in (job.bytes_per_value, job.cp_gradient_bytes))
+    return network.all_to_all(arrive, ranks), network.all_to_all(leave, ranks)
 
 
 def stage_times(own: Sequence[np.ndarray], times: Sequence[np.ndarray], moved: Directions, *, kept: bool) -> Directions:

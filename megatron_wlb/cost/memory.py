@@ -100,9 +100,10 @@ def attention_backward_bytes(job: Job) -> float:
     """What backward of one attention holds beside what forward kept, per token of a rank's part of the sequence.
 
     That is what it recomputes, gradients, and a kernel with K and V that have arrived and dK and dV in fp32, or these
-    as they leave. Counted as if a single document lived on all ranks and ran in one stage: the rank that has its
-    beginning and its end sees all keys, and sends its first half, half of its rows a call, to all others. Kernels are
-    taken to be of FlashAttention-2, which hold dQ in fp32, and dK and dV for every query head.
+    as they leave, cast before they are put together unless they leave in fp32. Counted as if a single document lived on
+    all ranks and ran in one stage: the rank that has its beginning and its end sees all keys, and sends its first half,
+    half of its rows a call, to all others. Kernels are taken to be of FlashAttention-2, which hold dQ in fp32, and dK
+    and dV for every query head.
     """
     model, p, w = job.model, job.parallel, job.bytes_per_value
     q, kv = model.query_size / p.tp, 2 * model.key_size / p.tp
@@ -113,7 +114,9 @@ def attention_backward_bytes(job: Job) -> float:
     if p.cp == 1:
         return recomputed + gradients + kernel
     keys, arrived = p.cp * kv, 0 if job.save_gathered_kv else w * p.cp * kv
-    return recomputed + gradients + 4 * keys + max(4 * (keys + (p.cp - 1) / 2 * kv), arrived + kernel)
+    sent = job.cp_gradient_bytes
+    leaving = 4 * kv + sent * (keys - kv + ((p.cp - 1) / 2 * kv if sent == 4 else keys))
+    return recomputed + gradients + 4 * keys + max(leaving, arrived + kernel)
 
 
 def peak_bytes(job: Job, stage: int, max_tokens: int | None = None) -> float:

@@ -38,6 +38,8 @@ class AttentionOptions:
     save_gathered: bool = False
     """Keep the keys of documents that are exchanged for backward, which then need not travel again: memory in every
     layer."""
+    gradients_in_fp32: bool = True
+    """dK and dV travel between ranks in fp32 (fp64 for fp64), else in the dtype of K and V; they are summed in fp32."""
     two_streams: bool = False
     """Run the first of two calls on a CUDA stream of its own, beside the second."""
 
@@ -61,8 +63,8 @@ def context_parallel_attention(
     q [s, Hq, D], k and v [s, Hkv, D] are the local rows in the order of `metadata`; returns out [s, Hq, D]. `group` has
     one rank per shard of the plan (None: a single shard), and all of them must call. Communication, for every stage
     with documents that are on several ranks: an all-to-all of the K and V that are needed, in forward and again in
-    backward, and one of their gradients in fp32. Saved for backward: q, k, v, out and the log-sum-exps, none of them a
-    view of anything larger.
+    backward, and one of their gradients. Saved for backward: q, k, v, out and the log-sum-exps, none of them a view of
+    anything larger.
 
     Raises ValueError where shapes, dtypes, devices or ranks do not fit each other. Source: WLB-LLM (OSDI'25),
     section 5.
@@ -142,6 +144,7 @@ class _ContextParallelAttention(torch.autograd.Function):
                     sums[stage.rows_and_heads],
                     stage.part,
                     group,
+                    None if options.gradients_in_fp32 else kv.dtype,
                 )
             )
             if len(leaving) > 1:
@@ -316,7 +319,7 @@ class _Sum:
         """Add what came `back` from other ranks to `rows`; after the last part, write all of it down."""
         assert self._total is not None
         if back is not None:
-            self._total.index_add_(0, rows, back)
+            self._total.index_add_(0, rows, back.to(self._total.dtype))
         self.left -= 1
         if not self.left:
             for local, values in zip(self._into, self._total.unbind(1), strict=True):
@@ -326,13 +329,15 @@ class _Sum:
 class _Leaving:
     """dK and dV of a stage on their way to the ranks that hold the rows."""
 
-    def __init__(self, dkv: Tensor, total: _Sum, part: Part, group: dist.ProcessGroup | None) -> None:
-        """dkv [P, 2, h, D] is what `attend_backward` gave."""
+    def __init__(
+        self, dkv: Tensor, total: _Sum, part: Part, group: dist.ProcessGroup | None, dtype: torch.dtype | None
+    ) -> None:
+        """dkv [P, 2, h, D] is what `attend_backward` gave; it leaves in `dtype`, by default its own."""
         self._total, self._rows, self._back, self._work = total, part.sent_rows, None, None
         total.add(dkv if part.keys_are_rows else dkv.index_select(0, part.own_keys), part.own_rows)
         if part.sent:
-            self._back = dkv.new_empty((part.sent_rows.shape[0], *dkv.shape[1:]))
-            self._given = dkv.index_select(0, part.arrived_keys)
+            self._given = dkv.to(dtype or dkv.dtype).index_select(0, part.arrived_keys)
+            self._back = self._given.new_empty((part.sent_rows.shape[0], *dkv.shape[1:]))
             self._work = _exchanged(self._given, self._back, part, group, back=True)
 
     def arrive(self) -> None:

@@ -135,7 +135,8 @@ def test_a_job_has_what_the_flags_say(parse, monkeypatch):
     --microbatch-group-size-per-virtual-pipeline-stage 4 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48
     --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --hidden-dropout 0.1
     --recompute-granularity selective --recompute-modules moe_act layernorm mlp --wlb-packing adaptive
-    --wlb-max-delay-steps 20 --wlb-max-tokens 512 --wlb-crossover 77 --wlb-cp-sharding hybrid --wlb-save-gathered-kv"""
+    --wlb-max-delay-steps 20 --wlb-max-tokens 512 --wlb-crossover 77 --wlb-cp-sharding hybrid --wlb-save-gathered-kv
+    --wlb-cp-gradients model"""
     job = job_of(parse(*flags.split(), "--transformer-impl", "local", world_size=16))
     assert job.model == ModelShape(
         num_layers=4,
@@ -152,6 +153,7 @@ def test_a_job_has_what_the_flags_say(parse, monkeypatch):
     assert job.recompute == Recompute(granularity="selective", modules=("layernorm", "mlp", "moe_act"))
     assert (job.context_length, job.num_micro_batches, job.max_tokens, job.crossover_tokens) == (256, 16, 512, 77)
     assert (job.cp_sharding, job.save_gathered_kv, job.hidden_dropout, job.bytes_per_value) == ("hybrid", True, True, 2)
+    assert (job.cp_gradients, job.cp_gradient_bytes) == ("model", 2)
     assert job.profile.name == "flops" and job.offloaded_layers == 0
 
 

@@ -9,6 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_wlb.adapter import compat
 from megatron_wlb.job import Job
+from megatron_wlb.runtime import attention
 from tests.adapter.datasets import write_lengths
 from tests.adapter.training import relative_error, train
 
@@ -225,9 +226,20 @@ def test_overlapped_gradient_reduction(layout, dataset, single, tmp_path):
     compare(train(4, dataset, *layout.split(), "--overlap-grad-reduce", log=tmp_path / "log.jsonl"), single)
 
 
-def test_bf16(dataset, single, tmp_path):
+@pytest.mark.parametrize("gradients", ["fp32", "model"])
+def test_bf16(gradients, dataset, single, tmp_path, monkeypatch):
     """bf16 rounds at 2^-9 = 0.2 % relative; the gradients of four layers reach 1.4 %, on one process as on two."""
-    run = train(2, dataset, *CP2.split(), "--bf16", log=tmp_path / "log.jsonl")
+    collective = attention._all_to_all
+
+    def noted(output, given, *sizes, **rest):
+        (tmp_path / str(given.dtype)).touch()
+        return collective(output, given, *sizes, **rest)
+
+    monkeypatch.setattr(attention, "_all_to_all", noted)
+    flags = f"{CP2} --bf16 --wlb-cp-gradients {gradients}"
+    run = train(2, dataset, *flags.split(), log=tmp_path / "log.jsonl")
+    assert [path.name for path in tmp_path.glob("torch.float32")] == ["torch.float32"] * (gradients == "fp32")
+    assert (tmp_path / "torch.bfloat16").exists()
     alone = train(1, dataset, "--bf16", log=tmp_path / "alone.jsonl")
     exact = single["grads"][0]
     for grads in (run["grads"][0], alone["grads"][0]):

@@ -114,6 +114,10 @@ def test_an_exchanged_row_costs_what_it_does_in_a_window_of_them():
     ranks, network, key_values = Group(size=4, stride=2), load_network(), 2 * (4 // 2) * 16
     arrive, leave = (float(network.all_to_all((1 << 16) * size * key_values, ranks)) for size in (2, 4))
     assert attention_kernel(given).exchange == pytest.approx((2 * arrive + leave) / 2**16)
+    halved = replace(given, cp_gradients="model")
+    assert attention_kernel(halved).exchange == pytest.approx(3 * arrive / 2**16)
+    in_fp32 = replace(given, bytes_per_value=4)
+    assert attention_kernel(in_fp32) == attention_kernel(replace(in_fp32, cp_gradients="model"))
     saved = replace(given, save_gathered_kv=True)
     assert attention_kernel(saved).exchange == pytest.approx((arrive + leave) / 2**16)
     for exchange in ("all", "ring"):

@@ -205,7 +205,7 @@ def test_a_layer_does_only_what_differs_between_layers(silent_group):
     gather = ["new_empty", "copy_", "index_select", "zero_", "index_select"]
     assert forward.names == ["stack", "empty_like", *gather, "copy_", "copy_"]  # out of two calls
     kernels = ["empty_like", "copy_", "copy_", "copy_", "add_", "add_", "copy_"]  # dK, dV and dQ of two calls
-    leave = ["index_select", "new_empty", "index_select", "zero_"]
+    leave = ["index_select", "index_select", "new_empty", "zero_"]
     home = ["index_add_", "copy_", "copy_"]
     local = ["empty_like"] * 3
     assert [x for x in backward.names if x != "promote_types"] == [*local, *gather, *kernels, *leave, *home]

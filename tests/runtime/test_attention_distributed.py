@@ -15,6 +15,7 @@ from tests.runtime.oracle import SHARDINGS, TOLERANCE, assert_close, dense, in_p
 from tests.worlds import run_world
 
 LENGTHS = [5, 61, 18, 33, 1, 42, 24, 8]
+BF16_GRADIENTS = {"gradients_in_fp32": False}
 
 
 def _plan(lengths, sharding, cp, heads):
@@ -35,12 +36,23 @@ def _attend(cp, sharding, dtype, backend, heads, settings):
     metadata = ShardMetadata.build(plan, group.rank(), options.backend.encode)
     q, k, v, dout = (x[rows] for x in inputs(sum(LENGTHS), heads, 16, dtype))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    runs = []
-    for _ in range(2):
+
+    def run(options):
         out = context_parallel_attention(q, k, v, metadata, group, options)
-        runs.append((out.detach(), *torch.autograd.grad(out, (q, k, v), dout)))
-    assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True)), "two runs differ"
-    return rows, runs[0]
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
+
+    first, again = run(options), run(options)
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True)), "two runs differ"
+    if not options.gradients_in_fp32:
+        collective = attention._all_to_all
+
+        def rounded(output, given, *sizes, **rest):
+            return collective(output, given.to(dtype).to(given.dtype), *sizes, **rest)
+
+        attention._all_to_all = rounded
+        want = run(dataclasses.replace(options, gradients_in_fp32=True))
+        assert all(torch.equal(x, y) for x, y in zip(first, want, strict=True)), "more is rounded than what leaves"
+    return rows, first
 
 
 @pytest.mark.parametrize("heads", [(8, 2), (4, 4)], ids=["GQA", "MHA"])
@@ -64,6 +76,13 @@ def _attend(cp, sharding, dtype, backend, heads, settings):
         (3, 3, "staged", torch.float32, "cpu", {}),
         (8, 8, "staged", torch.float32, "cpu", {"stages": "heads"}),
         (8, 8, "per-document", torch.bfloat16, "cpu", {}),
+        (2, 2, "per-document", torch.bfloat16, "cpu", BF16_GRADIENTS),
+        (4, 4, "staged", torch.bfloat16, "cpu", {"stages": "heads", "save_gathered": True, **BF16_GRADIENTS}),
+        (3, 3, "in parts", torch.bfloat16, "reference", BF16_GRADIENTS),
+        (8, 8, "in parts", torch.bfloat16, "cpu", {"save_gathered": True, **BF16_GRADIENTS}),
+        (8, 8, "per-sequence", torch.bfloat16, "cpu", {"window": 20, **BF16_GRADIENTS}),
+        (4, 2, "in parts", torch.float32, "cpu", BF16_GRADIENTS),
+        (2, 2, "staged", torch.float64, "reference", BF16_GRADIENTS),
     ],
 )
 def test_processes_together_are_dense_attention(world_size, cp, sharding, dtype, backend, heads, settings):
@@ -101,14 +120,17 @@ def _calls(lengths, sharding, settings):
         ({}, 2, "k", "kg"),
         ({"stages": ((0, 1), (1, 2))}, 1, "kk", "kkgg"),
         ({"save_gathered": True}, 2, "k", "g"),
+        (BF16_GRADIENTS, 2, "k", "kh"),
+        (BF16_GRADIENTS | {"stages": ((0, 1), (1, 2))}, 1, "kk", "kkhh"),
     ],
-    ids=["once each way", "ahead", "kept"],
+    ids=["once each way", "ahead", "kept", "bf16", "bf16 ahead"],
 )
 def test_collectives_of_forward_and_backward(settings, heads, forward, backward):
-    """K and V, k, as they are needed, and their gradients in fp32, g, back to where they came from."""
+    """K and V, k, as they are needed, and their gradients, g in fp32 or h in bf16, back to where they came from."""
     answers = run_world(_calls, 2, LENGTHS, "per-document", settings)
     for calls, ((sent, received),) in answers:
         given = {"k": ((sent, 2, heads, 16), torch.bfloat16), "g": ((received, 2, heads, 16), torch.float32)}
+        given["h"] = given["g"][0], torch.bfloat16
         assert calls == [given[what] for what in forward + backward]
     # Of each document, rank 1 needs the first quarter, and rank 0 the two in the middle.
     (sent_by_0, _), (sent_by_1, _) = (moved[0] for _, moved in answers)

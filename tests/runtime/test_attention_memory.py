@@ -46,7 +46,8 @@ def _peak(given, rank):
     cp, model = given.parallel.cp, given.model
     group = SimpleNamespace(rank=lambda: rank, size=lambda: cp, wait=lambda: None)
     plan = shard(np.array([TOKENS], np.int64), given)[1]
-    options = AttentionOptions(backend=FlashAttention2(), save_gathered=given.save_gathered_kv)
+    settings = {"save_gathered": given.save_gathered_kv, "gradients_in_fp32": given.cp_gradients == "fp32"}
+    options = AttentionOptions(backend=FlashAttention2(), **settings)
     metadata = ShardMetadata.build(plan, rank, options.backend.encode)
     dtype = {2: BF16, 4: FP32}[given.bytes_per_value]
     q, k, v = (
@@ -70,6 +71,9 @@ def _peak(given, rank):
         (2, BF16, 8, {"save_gathered_kv": True}),
         (2, FP32, 8, {}),
         (4, BF16, 4, {}),
+        (4, BF16, 8, {"cp_gradients": "model"}),
+        (8, BF16, 8, {}),
+        (8, BF16, 8, {"cp_gradients": "model"}),
     ],
 )
 def test_backward_of_attention_holds_what_is_predicted(cp, dtype, key_heads, settings, monkeypatch):

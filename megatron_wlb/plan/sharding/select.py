@@ -50,6 +50,12 @@ class Sharding(Settings):
     save_gathered_kv: bool = setting(
         False, "Keep gathered K and V for backward instead of gathering them again: faster, for memory in every layer."
     )
+    cp_gradients: str = setting(
+        "fp32",
+        "Dtype in which dK and dV travel between context-parallel ranks, which add them up in fp32. model: that of the "
+        "model's activations, half the bytes where it is bf16, at the price of one more rounding.",
+        choices=("fp32", "model"),
+    )
 
 
 def shard(lengths: np.ndarray, job: "Job") -> tuple[np.ndarray, ShardPlan]:
