@@ -112,7 +112,8 @@ def all_ranks(
             share = attend_backward(dout[r], q[r], keys[i, rank], out[r], sums, local, part, options)
             dq[r] = local
             dkv[r[part.own_rows]] += share[part.own_keys]
-            back.append(share[part.arrived_keys])
+            leaving = share[part.arrived_keys]
+            back.append(leaving if options.gradients_in_fp32 else leaving.to(k.dtype).to(leaving.dtype))
         for r, part, others in zip(held, parts, _exchanged(back, [p.received for p in parts]), strict=True):
             if part.sent:
                 dkv.index_add_(0, r[part.sent_rows], others)

@@ -1,0 +1,333 @@
+"""The exchange between context-parallel ranks: what gradients in bf16 cost and save, and how much of it is hidden.
+
+    python -m benchmarks.cp_exchange_cpu [--quick] [--check]
+
+Accuracy: errors of dK and dV against float64 where ranks send their shares in fp32, and in bf16 as the activations are;
+random activations, every document on all ranks. Savings: steps of jobs with either, simulated on H100s, of the same
+packings of F2. Overlap: two gloo processes of one thread run attention in fp32 and in stages, every document on both,
+by turns with the exchange, without it (nothing is moved), and the exchange alone. Hidden is
+1 - (with - without) / alone. It is predicted twice: by kernel times that both processes measure before, and by these
+scaled to the time without the exchange; the network is measured before as well. gloo moves data in a thread of its own,
+which needs a core, too, and within a machine it is fast. So there is a second network, a link: gloo whose all-to-alls
+also *wait*, one after the other, for as long as LINK_GB_PER_S would take. Writes
+benchmarks/results/cp_exchange_cpu.json in about four minutes; anything else that runs meanwhile spoils the overlap.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.progress import track
+from torch import Tensor
+
+from benchmarks import results
+from benchmarks.gpu.cases import attention_job, micro_batches
+from benchmarks.lengths import f2, packer, padded
+from benchmarks.results import Row
+from megatron_wlb.cli.analyze.setup import WARM_UP
+from megatron_wlb.cli.calibration import Shape, fit_directions, rounded, shapes
+from megatron_wlb.cli.flags import add_job_flags, job_of
+from megatron_wlb.cli.profile import TILE_ROWS, Target, attention_times
+from megatron_wlb.cost.attention import KernelModel, Profile, attention_kernels
+from megatron_wlb.cost.network import Group, Network, fit
+from megatron_wlb.job import Job
+from megatron_wlb.plan.sharding import per_document, shard, stages
+from megatron_wlb.plan.sharding.volume import Held
+from megatron_wlb.plan.step import shard_step
+from megatron_wlb.plan.types import ShardPlan
+from megatron_wlb.runtime import attention
+from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
+from megatron_wlb.runtime.backends import get_backend
+from megatron_wlb.runtime.metadata import ShardMetadata
+from megatron_wlb.simulate import breakdown, simulate_step
+from tests.runtime.oracle import all_ranks, inputs
+from tests.worlds import run_world
+
+HEADS, HEAD_SIZE = (2, 2), 128
+LINK_GB_PER_S = 0.03
+"""At which what one long document exchanges takes a third to a half of its attention."""
+MESSAGE_BYTES = tuple(4**i << 16 for i in range(4))
+"""That networks are measured with."""
+LLAMA_8B = (
+    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention "
+    "--num-query-groups 8 --swiglu --vocab-size 128256 --seq-length 524288 --global-batch-size 4 "
+    "--tensor-model-parallel-size 8 --context-parallel-size"
+)
+SLURM = ("550M", "7B", "30B", "70B")
+JOBS = {name: f"--launch scripts/slurm/{name.lower()}.sbatch --vocab-size 32000" for name in SLURM}
+JOBS |= {f"Llama 3 8B, 512K, CP={cp}": f"{LLAMA_8B} {cp}" for cp in (8, 32)}
+Collective = Callable[..., Any]
+"""As `torch.distributed.all_to_all_single`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    accuracy_tokens: int = 2048
+    micro_batches: int = 4
+    steps: int = 50
+    tokens: int = 8192
+    """Of the micro-batches that two processes run."""
+    rounds: int = 5
+
+
+QUICK = Size(accuracy_tokens=512, micro_batches=1, steps=2, tokens=1024, rounds=3)
+
+
+def main() -> None:
+    args = results.parser(__doc__, "half a minute: short micro-batches, nothing written").parse_args()
+    size = QUICK if args.quick else Size()
+    torch.set_num_threads(1)
+    exact, saved = accuracy(size), savings(size)
+    profile, networks, error = measure_machine(size)
+    rows = overlap(size, profile, networks)
+    for table in (exact, saved):
+        results.show(table)
+    results.show(rows, COLUMNS)
+    settings = {"heads": HEADS, "head_size": HEAD_SIZE, "backend": "gloo, float32, one thread a process", "jobs": JOBS}
+    settings |= {"networks": {name: each.node for name, each in networks.items()}, "kernel_error": error}
+    settings |= {"accuracy": exact, "savings": saved}
+    results.finish(args, "cp_exchange_cpu", settings=settings, rows=rows, goals=goals(exact, rows))
+
+
+def goals(exact: list[Row], rows: list[Row]) -> list[results.Goal]:
+    worst = max(row["added"] / row["fp32"] for row in exact)
+    wanted = [results.at_most("error that bf16 on the wire adds / error with fp32, largest", worst, 1.0)]
+    for row in rows:
+        if row["network"] == "link":
+            off = abs(row["predicted_hidden"] - row["hidden"])
+            wanted.append(results.at_most(f"{row['case']}, {row['stages']}: share hidden, predicted off by", off, 0.1))
+    return wanted
+
+
+# Accuracy and savings -------------------------------------------------------------------------------------------------
+
+
+def accuracy(size: Size) -> list[Row]:
+    tokens = size.accuracy_tokens
+    kinds = {"F2": micro_batches(tokens, "wlb", size.micro_batches), "one document": (np.array([tokens]),)}
+    cases = [(kind, cp) for kind in kinds for cp in (2, 4, 8)]
+    rows = []
+    for kind, cp in track(cases, "accuracy"):
+        each = [errors(padded(lengths, 2 * cp), cp) for lengths in kinds[kind]]
+        rows.append(
+            {"documents": kind, "CP": cp, **{name: float(np.mean([e[name] for e in each])) for name in each[0]}}
+        )
+    return rows
+
+
+def errors(lengths: np.ndarray, cp: int) -> dict[str, float]:
+    """Relative errors of dK and dV: that of bf16 inputs, those of computing with shares in fp32 or bf16, and what the
+    latter adds to the former, as squares."""
+    plan, given = per_document(lengths, cp), inputs(int(lengths.sum()), HEADS, HEAD_SIZE, torch.float32)
+    low = [x.bfloat16() for x in given]
+
+    def gradients(tensors: Sequence[Tensor], backend: str, in_fp32: bool = True) -> Tensor:
+        options = AttentionOptions(backend=get_backend(backend, "cpu"), gradients_in_fp32=in_fp32)
+        return torch.stack(all_ranks(*tensors, plan, options)[2:]).double()
+
+    exact = gradients([x.double() for x in low], "reference")
+    found = {
+        "inputs": gradients([x.double() for x in given], "reference"),
+        "fp32": gradients(low, "cpu"),
+        "bf16": gradients(low, "cpu", in_fp32=False),
+    }
+    off = {name: float((got - exact).norm() / exact.norm()) for name, got in found.items()}
+    return off | {"added": max(0.0, off["bf16"] ** 2 - off["fp32"] ** 2) ** 0.5}
+
+
+def savings(size: Size) -> list[Row]:
+    rows = []
+    for name, words in track(JOBS.items(), "simulating"):
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        add_job_flags(parser)
+        job = job_of(parser.parse_known_args(words.split())[0], [])
+        rows.append({"job": name, "window": job.context_length, **simulated(job, size.steps)})
+    return rows
+
+
+def simulated(job: Job, steps: int) -> Row:
+    """Share of the time of the same steps that gradients in the model's dtype save, and shares that are exchange."""
+    packs = packer(f2(300_000, 0, job.context_length), job)
+    packings = [packs.next().packing for _ in range(WARM_UP + steps)][WARM_UP:]
+    lengths = [[packing.micro_batch(i)["length"] for i in range(len(packing))] for packing in packings]
+    times, shares = {}, {}
+    for dtype in ("fp32", "model"):
+        changed = replace(job, cp_gradients=dtype)
+        run = [simulate_step(changed, shard_step(changed, each)) for each in lengths]
+        times[dtype] = sum(step.time for step in run)
+        shares[f"exchange, {dtype}"] = sum(breakdown(step).exchange for step in run) / times[dtype]
+    return {"saved": 1 - times["model"] / times["fp32"], **shares}
+
+
+# Overlap --------------------------------------------------------------------------------------------------------------
+
+
+COLUMNS = (
+    *("case", "network", "stages", "count", "mib", "with_ms", "without_ms", "alone_ms", "hidden"),
+    *("predicted_hidden", "predicted_hidden_by_profile", "predicted_over_with", "predicted_over_with_by_profile"),
+)
+"""What is shown of rows."""
+
+
+def link(output: Tensor, given: Tensor, *sizes: Any, group: Any, async_op: bool) -> Any:
+    """An all-to-all that also waits for as long as its bytes take, after those before it."""
+    work = dist.all_to_all_single(output, given, *sizes, group=group, async_op=True)
+    return SimpleNamespace(wait=_link.submit(_pass, work, max(output.nbytes, given.nbytes)).result)
+
+
+def _pass(work: dist.Work, num_bytes: int) -> None:
+    work.wait()
+    time.sleep(num_bytes / LINK_GB_PER_S / 1e9)
+
+
+_link = ThreadPoolExecutor(max_workers=1)  # its thread starts with the first message, in the process that sends it
+
+
+def nothing(output: Tensor, given: Tensor, *sizes: Any, group: Any, async_op: bool) -> Any:
+    """In place of an all-to-all; numbers, since what is in fresh memory may be slow to compute with."""
+    output.zero_()
+    return SimpleNamespace(wait=lambda: None)
+
+
+NETWORKS: dict[str, Collective] = {"gloo": dist.all_to_all_single, "link": link}
+
+
+def measure_machine(size: Size) -> tuple[Profile, dict[str, Network], Row]:
+    """Kernel times and networks of two processes that run at once, and the error of the former."""
+    chosen = shapes(size.tokens)
+    times, networks = zip(*run_world(_measure, 2, chosen), strict=True)
+    shards = [plan.shards[rank] for plan, rank in chosen]
+    kernel, error = fit_directions(shards, np.mean(times, axis=0), HEADS[0], TILE_ROWS["cpu"])
+    nodes = {name: {"all_gather": {2: tuple(map(rounded, fitted))}} for name, fitted in networks[0].items()}
+    return Profile(name="measured", **kernel), {n: Network(name=n, node=node) for n, node in nodes.items()}, error
+
+
+def _measure(chosen: list[Shape]) -> tuple[np.ndarray, dict[str, tuple[float, float]]]:
+    """In both processes: attention of the shapes, float64 [shapes, 2] us, and latency and bandwidth by network."""
+
+    def stopwatch(call: Callable[[], Any]) -> float:
+        return float(np.median([_seconds(call) for _ in range(4)][1:])) * 1e6
+
+    model, backend = attention_job(chosen[0][0].lengths.sum(), HEADS).model, get_backend("auto", "cpu")
+    target = Target(model, "cpu", backend, "fp32", {"device": "cpu", "dtype": torch.float32})
+    times = [attention_times(shape, target, stopwatch) for shape in chosen]
+    networks = {}
+    for name, collective in NETWORKS.items():
+        us = []
+        for num_bytes in MESSAGE_BYTES:
+            given = torch.ones(num_bytes // 4)
+            other = [len(given), 0] if dist.get_rank() else [0, len(given)]
+            us.append(stopwatch(partial(_move, collective, torch.empty_like(given), given, other, other)))
+        networks[name] = fit(np.array(MESSAGE_BYTES, np.float64), np.array(us))
+    return np.array(times), networks
+
+
+def _move(collective: Collective, *message: Any) -> None:
+    collective(*message, group=dist.group.WORLD, async_op=True).wait()
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    """From when all processes are here."""
+    dist.barrier()
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def overlap(size: Size, profile: Profile, networks: dict[str, Network]) -> list[Row]:
+    cases = {
+        "one document": np.array([size.tokens]),
+        "F2": padded(micro_batches(size.tokens, "wlb", 1)[0], 4),
+        "16 documents": np.full(16, size.tokens // 16),
+    }
+    job = replace(attention_job(size.tokens, HEADS, 2, profile=profile), cp_exchange="shared", bytes_per_value=4)
+    job, runs, rows = replace(job, cp_sharding="per-document"), [], []
+    for case, lengths in cases.items():
+        with patch.object(stages, "load_network", lambda: networks["link"]):
+            _, planned = shard(lengths, job)
+        at_once = stages.regrouped(planned, Held(planned).is_shared.astype(np.int64))
+        for name, how, plan in (
+            ("gloo", "planned", planned),
+            ("link", "at once", at_once),
+            ("link", "planned", planned),
+        ):
+            rows.append({"case": case, "network": name, "stages": how, "count": len(plan.stages)})
+            runs.append((name, plan))
+    measured = run_world(_run, 2, runs, size.rounds, timeout=1800)
+    for row, (name, plan), ranks in zip(rows, runs, zip(*measured, strict=True), strict=True):
+        row |= compared(ranks[0][0], np.max([seconds for _, seconds in ranks], axis=0), plan, job, networks[name])
+    return rows
+
+
+def compared(sizes: list[int], seconds: np.ndarray, plan: ShardPlan, job: Job, network: Network) -> Row:
+    """What was measured, as `measure` gives it for the slower rank of each direction, and what is predicted."""
+    with_it, without, alone = 1e3 * seconds.sum(axis=2).T
+    row: Row = {"mib": sum(sizes) / 2**20, "messages": len(sizes)}
+    row |= results.spread("hidden", 1 - (with_it - without) / alone)
+    for name, ms in (("with_ms", with_it), ("without_ms", without), ("alone_ms", alone)):
+        row |= results.spread(name, ms)
+    alone_us = float(network.all_to_all(np.array(sizes), Group(size=2, stride=1)).sum())
+    row["predicted_over_alone"] = alone_us / 1e3 / row["alone_ms"]
+    kernels = attention_kernels(job)
+    busy, _ = stages.attention_times(plan, job, kernels, network)
+    factors = 1e6 * np.median(seconds[:, 1], axis=0) / [each.max() for each in busy]
+    scaled = [times(kernel, factor) for kernel, factor in zip(kernels, factors, strict=True)]
+    for by, of in (("", scaled), ("_by_profile", kernels)):
+        busy, added = stages.attention_times(plan, job, of, network)
+        row[f"predicted_hidden{by}"] = 1 - sum(added) / alone_us
+        predicted = (sum(float(each.max()) for each in busy) + sum(added)) / 1e3
+        row |= results.spread(f"predicted_over_with{by}", predicted / with_it)
+    return row
+
+
+def times(kernel: KernelModel, factor: float) -> KernelModel:
+    """A kernel that takes `factor` times as long."""
+    constants = {name: factor * getattr(kernel, name) for name in ("launch", "tile", "query_tile")}
+    return replace(kernel, **constants)
+
+
+def _run(runs: list[tuple[str, ShardPlan]], rounds: int) -> list[tuple[list[int], np.ndarray]]:
+    """In both processes: `measure` of every network and plan."""
+    return [measure(plan, NETWORKS[name], rounds) for name, plan in runs]
+
+
+def measure(plan: ShardPlan, collective: Collective, rounds: int) -> tuple[list[int], np.ndarray]:
+    """Bytes of the messages, and seconds, float64 [rounds, 3, 2]: with the exchange, without, and of it alone (once);
+    forward and backward."""
+    options = AttentionOptions(backend=get_backend("auto", "cpu"))
+    metadata = ShardMetadata.build(plan, dist.get_rank(), options.backend.encode)
+    q, k, v, dout = inputs(metadata.num_rows, HEADS, HEAD_SIZE, torch.float32)
+    leaves, messages = [x.requires_grad_() for x in (q, k, v)], []
+
+    def step(exchange: Collective) -> tuple[float, float]:
+        attention._all_to_all = exchange
+        outs: list[Tensor] = []
+        forward = _seconds(
+            lambda: outs.append(context_parallel_attention(*leaves, metadata, dist.group.WORLD, options))
+        )
+        return forward, _seconds(lambda: torch.autograd.grad(outs[0], leaves, dout))
+
+    def noted(*message: Any, **rest: Any) -> Any:
+        messages.append(message)
+        return collective(*message, **rest)
+
+    def alone() -> None:
+        for message in messages:
+            _move(collective, *message)
+
+    step(noted)
+    seconds = [(step(collective), step(nothing), (_seconds(alone), 0.0)) for _ in range(rounds)]
+    return [max(output.nbytes, given.nbytes) for output, given, *_ in messages], np.array(seconds)
+
+
+if __name__ == "__main__":
+    main()
