@@ -94,7 +94,7 @@ def main() -> None:
     results.show(rows, COLUMNS)
     settings = {"heads": HEADS, "head_size": HEAD_SIZE, "backend": "gloo, float32, one thread a process", "jobs": JOBS}
     settings |= {"networks": {name: each.node for name, each in networks.items()}, "kernel_error": error}
-    settings |= {"accuracy": exact, "savings": saved}
+    settings |= {"link_gb_per_s": LINK_GB_PER_S, "accuracy": exact, "savings": saved}
     results.finish(args, "cp_exchange_cpu", settings=settings, rows=rows, goals=goals(exact, rows))
 
 
