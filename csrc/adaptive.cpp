@@ -180,12 +180,16 @@ Packed Step::choose(const std::vector<Document>& waiting, int64_t credit) const 
   for (size_t i : longest_first(shuffled)) solid.push_back(shuffled[i]);
 
   Bins bins(sizes_);
+  const Fluid poured = liquid(fluid, credit);
+  std::vector<Document> chosen;
+  int64_t forced_tokens = 0;
   for (size_t i : longest_first(forced)) {
+    if (forced_tokens + forced[i].length > poured.limit) continue;
+    forced_tokens += forced[i].length;
+    chosen.push_back(forced[i]);
     const Place next = bins.next();
     if (bins.tokens[bins.at(next)] + forced[i].length <= sizes_.max_tokens) bins.add(forced[i], next);
   }
-  const Fluid poured = liquid(fluid, credit);
-  std::vector<Document> chosen = forced;
   int64_t sum = bins.total_tokens;
   for (const Document& d : release(rest, solid, bins, poured)) chosen.push_back(d), sum += d.length;
   fluid.resize(first(fluid, sum, sum + poured.poured(sum)));

@@ -1,6 +1,7 @@
 """The job of a training run, made of Megatron's arguments: the only place that translates between the two."""
 
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -13,6 +14,8 @@ from megatron_wlb.job import Job, Parallel, Recompute
 from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.plan import packing
 from megatron_wlb.plan.packing.original import OriginalPacking
+from megatron_wlb.plan.stream import DocumentStream
+from megatron_wlb.simulate.micro_batches import Prediction, predictions
 
 DEVICE_SHARE = 0.9
 """Share of a GPU's memory that is planned with; the rest is for the context, NCCL, kernels and fragmentation."""
@@ -53,8 +56,8 @@ def check(args: Namespace) -> None:
         )
 
 
-def make_job(args: Namespace) -> Job:
-    """The job that validated arguments describe.
+def make_job(args: Namespace, **fixed: int) -> Job:
+    """The job that validated arguments describe; `fixed` are fields of `Job` that count before them.
 
     Raises ValueError for settings that contradict each other, and where weights or activations do not fit the GPU.
     """
@@ -83,7 +86,20 @@ def make_job(args: Namespace) -> Job:
             modules=tuple(sorted(set(args.recompute_modules or ()))),
         ),
         offloaded_layers=args.cpu_offloading_num_layers,
+        **fixed,
     )
+
+
+def best_job(args: Namespace, stream: Callable[[int], DocumentStream]) -> tuple[Job, list[Prediction]]:
+    """The job of `make_job`, with `--wlb-micro-batches auto` by the run's first documents; and what was compared.
+
+    `stream` gives them from the beginning, for a context window.
+    """
+    job, settings = make_job(args), PlanSettings.from_args(args)
+    if settings.micro_batches != "auto":
+        return job, []
+    known = settings.memory_budget is not None or _budget_bytes(args) is not None
+    return predictions(job, lambda count: make_job(args, num_micro_batches=count), stream, memory_known=known)
 
 
 def evaluation_job(job: Job, args: Namespace) -> Job:

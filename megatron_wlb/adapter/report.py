@@ -4,7 +4,7 @@ import contextlib
 import functools
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -23,6 +23,7 @@ from megatron_wlb.plan import document_log, native
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import choose_backend
 from megatron_wlb.settings import flag_with_value
+from megatron_wlb.simulate.micro_batches import Prediction
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -30,8 +31,11 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 class Report:
     """Stands in for upstream's log of a step (`installed`), and adds what `--wlb` has to say."""
 
-    def __init__(self, args: Namespace, job: Job, run: RunSettings, plans: Plans) -> None:
-        self._args, self._job, self._run, self._plans = args, job, run, plans
+    def __init__(
+        self, args: Namespace, job: Job, run: RunSettings, plans: Plans, tried: Sequence[Prediction] = ()
+    ) -> None:
+        """`tried` are the numbers of micro-batches that `job` was chosen from."""
+        self._args, self._job, self._run, self._plans, self._tried = args, job, run, plans, tried
         self._waited = 0.0  # for the planner, up to the last line of the log
         self._began = 0.0  # the last step, by `time.perf_counter`
         self.telemetry = Telemetry(args)
@@ -49,6 +53,13 @@ class Report:
             f"{job.num_micro_batches} micro-batches a step for {job.global_batch_size} windows of {job.context_length} "
             f"tokens, S_max {job.max_tokens}, crossover {job.crossover_tokens} tokens, CP sharding {job.cp_sharding}"
         )
+        if self._tried:
+            assumed = ", that time goes by work, since the profile has no unit of time" * job.profile.counts_pairs
+            times = ", ".join(f"{each.job.num_micro_batches}: {each.time:.3f}" for each in self._tried)
+            print_rank_0(
+                f"> wlb: --wlb-micro-batches auto chose {job.num_micro_batches}; predicted time of a step by its "
+                f"micro-batches{assumed}: {times}"
+            )
         peaks = [memory.peak_bytes(job, stage) / 2**30 for stage in range(job.parallel.pp)]
         print_rank_0(
             "> wlb: activations by stage, predicted peak if every micro-batch had S_max tokens: "

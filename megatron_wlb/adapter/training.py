@@ -22,6 +22,7 @@ from megatron_wlb.adapter.p2p import PlannedP2PCommunicator
 from megatron_wlb.adapter.plans import Plans
 from megatron_wlb.adapter.report import Report
 from megatron_wlb.adapter.settings import RunSettings
+from megatron_wlb.plan.stream import DocumentStream
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import get_backend
 
@@ -35,8 +36,10 @@ class Training:
         if gpu:
             torch.cuda.set_device(args.local_rank)  # upstream does so later, and backends are tried before
         self._device = torch.device("cuda" if gpu else "cpu")
-        self._job = job = describe.make_job(args)
         self._splits = data.load_splits(args)
+        stream = functools.partial(DocumentStream, self._splits["train"].sources, seed=args.seed)
+        self._job, tried = describe.best_job(args, lambda window: stream(context_length=window))
+        job = self._job
         self.attention: AttentionOptions | None = None
         """None for Megatron's own."""
         if run.attention_backend != "megatron":
@@ -47,7 +50,7 @@ class Training:
                 two_streams=job.profile.two_streams,
             )
         self._plans = Plans(args, job, run)
-        self._report = Report(args, job, run, self._plans)
+        self._report = Report(args, job, run, self._plans, tried)
         self._batches: list[tuple[Iterator[Batch], ...] | None] = []
 
     # What pretrain() is given -----------------------------------------------------------------------------------------

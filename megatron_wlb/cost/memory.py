@@ -8,6 +8,7 @@ experts. `tests/adapter/test_memory.py` compares with what autograd keeps of ups
 Not counted: a few values a row of norms and routers, what kernels other than FlashAttention-2 take, fragmentation.
 """
 
+import math
 from dataclasses import replace
 
 from megatron_wlb.job import Job, Recompute
@@ -120,10 +121,37 @@ def attention_backward_bytes(job: Job) -> float:
 
 
 def peak_bytes(job: Job, stage: int, max_tokens: int | None = None) -> float:
-    """Activations at the peak of a stage, if every micro-batch in flight had `max_tokens` (default: S_max) tokens.
+    """Activations at the peak of a stage, if every micro-batch in flight had `max_tokens` (default: S_max) tokens, as
+    far as a step can hold so many.
 
     The peak comes when the last layer of a stage begins its backward: in the MLP, or in attention, with the MLP freed.
     """
+    kept, at_once = _token_bytes(job, stage)
+    longest = job.max_tokens if max_tokens is None else max_tokens
+    in_flight = min(schedule_of(job).in_flight(stage) * longest, _most_in_flight(job))
+    return (in_flight * kept + longest * at_once) / job.parallel.cp
+
+
+def largest_max_tokens(job: Job, budget_bytes: float) -> int:
+    """The largest S_max, a multiple of the job's unit, whose peak fits the budget on every stage; 0 if none does."""
+    budget, unit, fitting = job.parallel.cp * budget_bytes, job.unit_tokens, []
+    for stage in range(job.parallel.pp):
+        kept, at_once = _token_bytes(job, stage)
+        if_all = budget / (schedule_of(job).in_flight(stage) * kept + at_once)
+        if_full = (budget - _most_in_flight(job) * kept) / at_once
+        fitting.append(int(max(0, if_all, if_full)) // unit * unit)
+    return min(fitting)
+
+
+def _most_in_flight(job: Job) -> float:
+    """Tokens of a step that a rank can hold, once for every virtual stage."""
+    most = job.packing.most_step_tokens(job)
+    return math.inf if most is None else job.parallel.vpp * most
+
+
+def _token_bytes(job: Job, stage: int) -> tuple[float, float]:
+    """What a stage keeps for a token of a micro-batch in one of its virtual stages, and what it holds beside while one
+    micro-batch runs."""
     model, parallel, recompute = job.model, job.parallel, job.recompute
     # Offloading as in TransformerEngine's `OffloadSynchronizer`; before, only what its own modules save left the GPU.
     layers = (model.num_layers + 2 * parallel.edge_layers) / (parallel.pp * parallel.vpp) - job.offloaded_layers
@@ -136,15 +164,8 @@ def peak_bytes(job: Job, stage: int, max_tokens: int | None = None) -> float:
         at_once += together * layer_bytes(job)
     else:
         kept = layers * layer_bytes(job)
-    per_token = schedule_of(job).in_flight(stage) * kept + at_once
     if stage == parallel.pp - 1:
         # Input of the output layer, its logits, and their softmax in fp32.
-        per_token += job.bytes_per_value * model.hidden_size
-        per_token += (job.bytes_per_value + 4) * model.padded_vocab_size / parallel.tp
-    return (job.max_tokens if max_tokens is None else max_tokens) / parallel.cp * per_token
-
-
-def largest_max_tokens(job: Job, budget_bytes: float) -> int:
-    """The largest S_max, a multiple of the job's unit, whose peak fits the budget on every stage; 0 if none does."""
-    per_token = max(peak_bytes(job, stage, 1) for stage in range(job.parallel.pp))
-    return int(budget_bytes / per_token) // job.unit_tokens * job.unit_tokens
+        at_once += job.bytes_per_value * model.hidden_size
+        at_once += (job.bytes_per_value + 4) * model.padded_vocab_size / parallel.tp
+    return kept, at_once

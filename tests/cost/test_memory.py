@@ -14,6 +14,8 @@ from megatron_wlb.cost.memory import (
 )
 from megatron_wlb.job import Parallel, Recompute
 from megatron_wlb.model import MODELS, ModelShape
+from megatron_wlb.plan.packing.adaptive import AdaptivePacking
+from megatron_wlb.plan.packing.wlb import WlbPacking
 from tests.jobs import job
 
 GPT3_SHAPE = ModelShape(
@@ -162,3 +164,20 @@ def test_the_largest_that_fits_fits_and_one_more_does_not(pp, vpp):
     assert max(peak_bytes(given, stage, largest) for stage in range(pp)) <= 60e9
     assert max(peak_bytes(given, stage, largest + unit) for stage in range(pp)) > 60e9
     assert largest_max_tokens(given, 1e3) == 0
+
+
+@pytest.mark.parametrize("packing", [WlbPacking(), AdaptivePacking()], ids=lambda packing: packing.name)
+@pytest.mark.parametrize("count", [8, 16, 64])
+def test_the_largest_micro_batch_that_fits(packing, count):
+    """Also of small micro-batches, of which a step with steady tokens cannot hold as many of S_max as are in flight."""
+    given = in_parallel(replace(GPT3, packing=packing, num_micro_batches=count, global_batch_size=8), pp=8)
+    given = replace(given, max_tokens=2 * given.context_length)
+    peaks = [max(peak_bytes(given, stage, tokens) for stage in range(8)) for tokens in (6000, 50_000)]
+    for budget in (peaks[0] * 1.001, peaks[1] * 1.001):
+        most = largest_max_tokens(given, budget)
+        at = [
+            max(peak_bytes(given, stage, tokens) for stage in range(8)) for tokens in (most, most + given.unit_tokens)
+        ]
+        assert at[0] <= budget < at[1]
+    every = replace(given, packing=WlbPacking())
+    assert (peaks[1] < max(peak_bytes(every, stage, 50_000) for stage in range(8))) == packing.steady_tokens

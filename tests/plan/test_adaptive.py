@@ -12,6 +12,7 @@ from megatron_wlb.cost.work import document_work
 from megatron_wlb.plan import metrics, native
 from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.packing.adaptive import AdaptivePacking
+from megatron_wlb.plan.packing.adaptive_core import most_tokens
 from megatron_wlb.plan.placement import rank_cost
 from megatron_wlb.plan.stream import DocumentStream, Source
 from tests.jobs import job
@@ -38,7 +39,7 @@ def packer_of(lengths, *, n=4, windows=None, s_max=1.25, delay=LEAST_DELAY, epoc
         crossover_tokens=200,
         dp=math.gcd(layout[0], n) if layout[0] < 99 else n,
         pp=layout[1],
-        vpp=layout[2],
+        vpp=layout[2] if n % layout[1] == 0 else 1,
     )
     return make_packer(stream_of(lengths, epochs), described)
 
@@ -93,6 +94,7 @@ def check(lengths, n, s_max, delay, layout, windows=None):
         np.testing.assert_array_equal(step.packing.documents, expected.documents)
         np.testing.assert_array_equal(step.packing.bounds, expected.bounds)
         assert len(step.packing) == n
+        assert step.packing.documents["length"].sum() <= max(WINDOW, most_tokens((windows or n) * WINDOW, n))
         longest = int(WINDOW * s_max) * max(1, -(-(windows or n) // n))
         assert step.packing.sums(step.packing.documents["length"]).max() <= longest
         assert (step.step - step.packing.documents["arrival"]).max() <= delay

@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.plan.packing import base
-from megatron_wlb.plan.packing.adaptive_core import FORCED_STEPS, LOOK_AHEAD_BATCHES, Sizes, choose
+from megatron_wlb.plan.packing.adaptive_core import FORCED_STEPS, LOOK_AHEAD_BATCHES, Sizes, choose, most_tokens
 from megatron_wlb.plan.types import DOCUMENT, Draw, Packing
 from megatron_wlb.settings import setting
 
@@ -43,6 +43,9 @@ class AdaptivePacking(base.Packing):
         least=2 * FORCED_STEPS,
         most=1 << 31,
     )
+
+    def most_step_tokens(self, job: "Job") -> int:
+        return most_tokens(job.batch_tokens, job.num_micro_batches)
 
     def policy(self, job: "Job") -> "AdaptivePolicy":
         return AdaptivePolicy(job, self.max_delay_steps)

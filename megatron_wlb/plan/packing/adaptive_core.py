@@ -13,9 +13,8 @@ from megatron_wlb.plan import native
 LOOK_AHEAD_BATCHES = 4
 """Global batches that are known when a step is chosen, so that long documents find partners."""
 FORCED_STEPS = 10
-"""A document is forced this many steps before the bound on its delay. Forced documents fill at least half of M * S_max
-a step, which is at least N * C / 2, and what waits is at most LOOK_AHEAD_BATCHES * N * C tokens and a window: 10 steps
-run all of it."""
+"""A document is forced this many steps before the bound on its delay. Forced documents fill at least N * C / 2 tokens a
+step, and what waits is at most LOOK_AHEAD_BATCHES * N * C tokens and a window: 10 steps run all of it."""
 FLUID_SHARE = 8
 """Documents of at most this part of a mean micro-batch are fluid."""
 EVEN = 0.002
@@ -75,6 +74,12 @@ def choose(
     columns = (lengths.tolist(), work.tolist(), arrivals.tolist())
     pool = [_Document(*row) for row in zip(range(len(lengths)), *columns, strict=True)]
     return _Step(pool, step, sizes).choose(credit)
+
+
+def most_tokens(batch_tokens: int, num_micro_batches: int) -> int:
+    """Tokens that a step holds at most: its limit, or what it should hold and half a fluid document."""
+    half = 1 / (2 * FLUID_SHARE * num_micro_batches)
+    return math.ceil((1 + max(TOKEN_BAND, TOKEN_REPAY + half)) * batch_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,16 +184,25 @@ class _Step:
         rest = [d for d in self._pool if not self._is_forced(d)]
         solid = _longest_first(d for d in rest if not self._is_fluid(d))
         fluid = [d for d in rest if self._is_fluid(d)]
-        bins = _Bins(self._sizes)
-        for document in _longest_first(forced):
+        bins, liquid = _Bins(self._sizes), self._liquid(fluid, credit)
+        forced = self._within(_longest_first(forced), liquid.limit)
+        for document in forced:
             rank, i = bins.next()
             if bins.tokens[rank][i] + document.length <= self._sizes.max_tokens:
                 bins.add(document, rank, i)
-        liquid = self._liquid(fluid, credit)
         released = self._release(rest, solid, bins, liquid)
         tokens = bins.total_tokens + sum(d.length for d in released)
         poured = _first(fluid, tokens, tokens + liquid.poured(tokens))
         return self._place([*forced, *released, *poured])
+
+    def _within(self, documents: list[_Document], limit: int) -> list[_Document]:
+        """Those that fit into so many tokens, one after the other."""
+        fitting, tokens = [], 0
+        for document in documents:
+            if tokens + document.length <= limit:
+                tokens += document.length
+                fitting.append(document)
+        return fitting
 
     def _is_forced(self, document: _Document) -> bool:
         return self._step - document.arrival >= self._sizes.max_delay_steps - FORCED_STEPS

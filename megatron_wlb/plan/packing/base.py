@@ -27,6 +27,10 @@ class Packing(Settings):
     steady_tokens: ClassVar[bool] = False
     """Steps hold N * C tokens whatever M is, which may so be chosen for time alone (`--wlb-micro-batches auto`)."""
 
+    def most_step_tokens(self, job: "Job") -> int | None:
+        """Tokens that a step holds at most, whatever S_max is; None: as many as fit."""
+        return job.batch_tokens if self.fixed_length else None
+
     @abstractmethod
     def policy(self, job: "Job") -> Policy:
         """The policy with nothing packed yet. Raises ValueError if it cannot pack this job."""
