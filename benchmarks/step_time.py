@@ -1,0 +1,190 @@
+"""How much of the limit a training step reaches: Megatron's ways, the paper's, and ours; predicted, not measured.
+
+    python -m benchmarks.step_time [--quick] [--check]
+
+The limit of a step has its attention, linear layers, vocabulary, tensor-parallel communication and optimizer spread
+evenly over all GPUs, and nobody ever waits. Documents of F2 and of DistCA's sample; the shipped H100 model. Schemes:
+Megatron with a ring per sequence and a ring per document (THD), with documents over micro-batches by token count
+(`dp_balanced`, as upstream describes it), the paper, and --wlb by adaptive packing with a micro-batch for every window,
+and with as many as `--wlb-micro-batches auto` chooses, memory taken to be enough. Speed-ups are of work, since Megatron
+cuts documents where windows end; errors are standard errors of a ratio of means over steps. Writes
+benchmarks/results/step_time.json in about half an hour.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from rich.progress import track
+
+from benchmarks import results
+from benchmarks.lengths import WINDOW, f2, stream
+from benchmarks.packing import distributions
+from benchmarks.peers import InOrder
+from benchmarks.results import Row
+from megatron_wlb.cost.work import document_work
+from megatron_wlb.describe import PlanSettings, make_job
+from megatron_wlb.job import Job, Parallel
+from megatron_wlb.model import MODELS, ModelShape
+from megatron_wlb.plan import metrics
+from megatron_wlb.plan.packer import make_packer
+from megatron_wlb.plan.packing.adaptive import AdaptivePacking
+from megatron_wlb.plan.packing.original import OriginalPacking
+from megatron_wlb.plan.packing.wlb import WlbPacking
+from megatron_wlb.plan.step import shard_step
+from megatron_wlb.simulate import limit_time, simulate_step
+from megatron_wlb.simulate.micro_batches import predictions
+
+SHAPES = MODELS | {
+    "llama3-8b": ModelShape(
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=14336,
+        num_attention_heads=32,
+        num_query_groups=8,
+        padded_vocab_size=128256,
+        kv_channels=128,
+    ),
+    "34b": ModelShape(
+        num_layers=48,
+        hidden_size=8192,
+        ffn_hidden_size=22016,
+        num_attention_heads=64,
+        num_query_groups=8,
+        padded_vocab_size=32000,
+        kv_channels=128,
+    ),
+}
+LAYOUTS = {
+    "550M PP4": ("550m", {"tp": 2, "cp": 4, "pp": 4, "vpp": 2}, 4),
+    "7B PP4": ("llama2-7b", {"tp": 8, "cp": 2, "pp": 4, "vpp": 2}, 4),
+    "30B PP4": ("30b", {"tp": 8, "cp": 4, "pp": 4, "vpp": 2}, 4),
+    "70B PP4": ("llama2-70b", {"tp": 16, "cp": 4, "pp": 4, "vpp": 2}, 4),
+    "405B PP14": ("llama3-405b", {"tp": 8, "cp": 16, "pp": 14}, 14),
+    "8B, 8 nodes": ("llama3-8b", {"tp": 8, "cp": 8}, 16),
+    "8B, 8 nodes, PP2": ("llama3-8b", {"tp": 8, "cp": 4, "pp": 2}, 16),
+    "8B, 32 nodes": ("llama3-8b", {"tp": 8, "cp": 8, "dp": 4}, 32),
+    "34B, 8 nodes": ("34b", {"tp": 8, "cp": 8}, 16),
+    "34B, 8 nodes, PP2": ("34b", {"tp": 8, "cp": 4, "pp": 2}, 16),
+    "34B, 32 nodes": ("34b", {"tp": 8, "cp": 8, "dp": 4}, 32),
+}
+"""Model, layout, and N at a window of 128K; half of that at 256K, a quarter at 512K, so that tokens a step stay."""
+PIPELINES = tuple(name for name in LAYOUTS if name.endswith(("PP4", "PP14")))
+"""Those of scripts/slurm and of the largest model, at a window of 128K only."""
+STEPS, WARM_UP, QUICK = 40, 20, 6
+CASE = ("data", "window", "layout")
+
+
+def cases(quick: bool) -> list[tuple[str, int, str]]:
+    """Data, window and layout."""
+    windows = (WINDOW,) if quick else (WINDOW, 2 * WINDOW, 4 * WINDOW)
+    names = ("7B PP4", "8B, 8 nodes") if quick else LAYOUTS
+    return [
+        (data, window, name)
+        for data in (("F2",) if quick else ("F2", "dist_wlbllm"))
+        for name in names
+        for window in (windows[:1] if name in PIPELINES else windows)
+    ]
+
+
+def schemes(name: str, window: int, lengths: np.ndarray) -> Iterator[tuple[str, Job]]:
+    """What is compared, by name."""
+    model, sizes, count = LAYOUTS[name]
+    count = max(1, count * WINDOW // window)
+
+    def make(micro_batches: int = count, packing: Any = None, **changes: Any) -> Job:
+        return make_job(
+            model=SHAPES[model],
+            context_length=window,
+            global_batch_size=count,
+            num_micro_batches=micro_batches,
+            parallel=Parallel(**sizes),
+            packing=packing or AdaptivePacking(),
+            settings=PlanSettings(profile="h100-fa2"),
+            **changes,
+        )
+
+    megatron = {"packing": OriginalPacking(), "reorder": False, "cp_exchange": "ring"}
+    yield "ring per sequence", make(**megatron, cp_sharding="per-sequence")
+    yield "ring per document", make(**megatron, cp_sharding="per-document")
+    yield "dp_balanced", make(**megatron | {"packing": InOrder()}, cp_sharding="per-document")
+    yield "paper", make(packing=WlbPacking(), reorder=False, cp_exchange="all", cp_sharding="wlb")
+    yield "ours, M = N", make()
+    best, _ = predictions(make(), make, lambda window: stream(lengths, window), memory_known=True)
+    yield "ours, auto", best
+
+
+def measured(job: Job, lengths: np.ndarray, steps: int) -> dict[str, np.ndarray | float | int]:
+    """Time, limit and work of steps, float64 [steps] each; how late documents are, and how tokens vary."""
+    packer = make_packer(stream(lengths, job.context_length), job, fingerprint="")
+    times, summaries = [], []
+    for k in range(WARM_UP + steps):
+        step = packer.next()
+        if k < WARM_UP:
+            continue
+        packing = step.packing
+        simulated = simulate_step(job, shard_step(job, [packing.micro_batch(i)["length"] for i in range(len(packing))]))
+        work = document_work(packing.documents["length"], job.crossover_tokens).sum()
+        times.append((simulated.time, limit_time(simulated), float(work)))
+        summaries.append(metrics.measure(packing, step.step, job))
+    summary = metrics.summarise(summaries, num_waiting=0, skip=0)
+    time, limit, work = np.array(times).T
+    return {"time": time, "limit": limit, "work": work, "late": summary.late_steps, "cv": summary.token_cv}
+
+
+def rows_of(case: tuple[str, int, str], lengths: np.ndarray, steps: int) -> list[Row]:
+    """A row for every scheme."""
+    _, window, name = case
+    rows: list[Row] = []
+    rates: dict[str, tuple[float, float]] = {}
+    for scheme, job in schemes(name, window, lengths):
+        found = measured(job, lengths, steps)
+        time, limit, work = found["time"], found["limit"], found["work"]
+        rate = work.sum() / time.sum()
+        rates[scheme] = rate, float(np.std(work - rate * time) / np.sqrt(len(time)) / work.mean())
+        row = dict(zip(CASE, case, strict=True)) | {"scheme": scheme, "micro_batches": job.num_micro_batches}
+        row |= {"windows": job.global_batch_size, "of_limit": limit.sum() / time.sum()}
+        for ring in ("ring per sequence", "ring per document"):
+            if ring in rates:
+                (ours, error), (theirs, their_error) = rates[scheme], rates[ring]
+                row |= {f"over_{ring}": ours / theirs, f"over_{ring}_error": ours / theirs * np.hypot(error, their_error)}
+        rows.append(row | {"late_steps": found["late"], "token_cv": found["cv"]})
+    return rows
+
+
+GOALS = {"7B PP4": (0.85, 1.40), "70B PP4": (0.85, 1.38), "30B PP4": (0.80, 1.35), "405B PP14": (0.72, 1.72)}
+"""Share of the limit, and speed-up over a ring per sequence, of F2."""
+
+
+def goals(rows: list[Row]) -> list[results.Goal]:
+    wanted = []
+    for row in rows:
+        if row["scheme"] != "ours, auto" or row["data"] != "F2":
+            continue
+        what = f"{row['layout']}, {row['window'] >> 10}K"
+        if row["layout"] in GOALS:
+            share, speedup = GOALS[row["layout"]]
+            wanted.append(results.at_least(f"{what}: share of the limit", row["of_limit"], share))
+            wanted.append(results.at_least(f"{what}: over a ring per sequence", row["over_ring per sequence"], speedup))
+        elif row["layout"] == "550M PP4":
+            wanted.append(results.at_least(f"{what}: over a ring per sequence", row["over_ring per sequence"], 1.65))
+        elif not row["layout"].endswith("PP2"):
+            wanted.append(results.at_least(f"{what}: share of the limit", row["of_limit"], 0.98))
+            wanted.append(results.at_most(f"{what}: mean delay, steps", row["late_steps"], 0.05))
+    return wanted
+
+
+def main() -> None:
+    args = results.parser(__doc__, "two layouts, few steps, nothing written").parse_args()
+    steps, data = (QUICK if args.quick else STEPS), distributions(200_000)
+    rows = []
+    for case in track(cases(args.quick), "simulating"):
+        drawn = f2(400_000, 0, case[1]) if case[0] == "F2" else data[case[0]][0]
+        rows += rows_of(case, np.minimum(drawn, case[1]), steps)
+    results.show(rows)
+    settings = {"profile": "h100-fa2", "steps": steps, "warm_up": WARM_UP}
+    results.finish(args, "step_time", settings=settings, rows=rows, goals=goals(rows))
+
+
+if __name__ == "__main__":
+    main()
