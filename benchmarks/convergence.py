@@ -32,7 +32,7 @@ from benchmarks.convergence_model import Corpus, Gpt, Shape, accumulate
 from benchmarks.convergence_report import BASELINE, COLORS
 from benchmarks.results import Row
 from megatron_wlb.describe import make_job
-from megatron_wlb.job import Job
+from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import MODELS
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.packer import Packer, make_packer
@@ -151,9 +151,10 @@ def variants(window: int) -> dict[str, Any]:
 
 
 def job_of(variant: str, scale: Scale) -> Job:
-    """What packing is judged by: a 7B model, in the place of the small one."""
+    """What packing is judged by: a 7B model, in the place of the small one, a micro-batch for every rank."""
     return make_job(
         model=MODELS["llama2-7b"],
+        parallel=Parallel(dp=scale.num_micro_batches),
         context_length=scale.context_length,
         global_batch_size=scale.num_micro_batches,
         max_tokens=round(scale.max_tokens_over_window * scale.context_length),

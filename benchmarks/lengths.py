@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron_wlb.describe import make_job
-from megatron_wlb.job import Job
+from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import MODELS
 from megatron_wlb.plan.packer import Packer, make_packer
 from megatron_wlb.plan.stream import DocumentStream, Source
@@ -39,8 +39,17 @@ def stream(lengths: np.ndarray, window: int, *, shuffle: bool = False) -> Docume
 
 
 def job_7b(global_batch_size: int = 4, window: int = WINDOW, **changes: Any) -> Job:
-    """LLaMA2-7B, whose crossover is scaled with the window; `changes` are arguments of `make_job`."""
-    sizes = {"global_batch_size": global_batch_size, "context_length": window, "max_tokens": round(S_MAX * window)}
+    """LLaMA2-7B, whose crossover is scaled with the window, a micro-batch for every data-parallel rank.
+
+    `changes` are arguments of `make_job`.
+    """
+    ranks = Parallel(dp=global_batch_size)
+    sizes = {
+        "parallel": ranks,
+        "global_batch_size": global_batch_size,
+        "context_length": window,
+        "max_tokens": round(S_MAX * window),
+    }
     crossover = CROSSOVER * window // WINDOW
     return make_job(**{"model": MODELS["llama2-7b"], "crossover_tokens": crossover} | sizes | changes)
 

@@ -147,7 +147,10 @@ def rows_of(case: tuple[str, int, str], lengths: np.ndarray, steps: int) -> list
         for ring in ("ring per sequence", "ring per document"):
             if ring in rates:
                 (ours, error), (theirs, their_error) = rates[scheme], rates[ring]
-                row |= {f"over_{ring}": ours / theirs, f"over_{ring}_error": ours / theirs * np.hypot(error, their_error)}
+                row |= {
+                    f"over_{ring}": ours / theirs,
+                    f"over_{ring}_error": ours / theirs * np.hypot(error, their_error),
+                }
         rows.append(row | {"late_steps": found["late"], "token_cv": found["cv"]})
     return rows
 

@@ -61,7 +61,10 @@ QUICK = Scale(
 def attention_job(
     window: int, heads: tuple[int, int], cp: int = 1, *, packing: str = "wlb", profile: Profile = FLOPS_PROFILE
 ) -> Job:
-    """A job of which only attention counts, for (Hq, Hkv) heads of a rank. Without communication: none is measured."""
+    """A job of which only attention counts, for (Hq, Hkv) heads of a rank. Without communication: none is measured.
+
+    A micro-batch for every one of four data-parallel ranks, so that packing makes them alike.
+    """
     model = ModelShape(
         num_layers=1,
         hidden_size=1,
@@ -74,7 +77,7 @@ def attention_job(
         model=model,
         context_length=window,
         global_batch_size=4,
-        parallel=Parallel(cp=cp),
+        parallel=Parallel(cp=cp, dp=4),
         packing=POLICIES[packing](),
         crossover_tokens=CROSSOVER,
         cp_exchange="all",
