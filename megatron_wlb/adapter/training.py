@@ -135,7 +135,7 @@ class Training:
         batches = [next(iterator) for iterator in iterators]
         first = batches[0]
         plan = self._plans.begin(first.split, first.step, self._device)
-        count = len(plan.micro_batches)  # for `num_microbatches`, by which upstream counts samples: windows of tokens
+        count = len(plan.micro_batches)  # not `num_microbatches`: upstream counts samples, that is, windows
         feeds = [_of_step(first, batch, iterator, count) for batch, iterator in zip(batches, iterators, strict=True)]
         parallel = self._job.parallel
         if parallel.pp > 1:

@@ -276,7 +276,7 @@ def test_without_torch(data):
         ("--data-path DATA --num-layers 5 --pipeline-model-parallel-size 2", r"5 layers do not divide over 2 stages"),
         ("--data-path DATA --tensor-model-parallel-size 8", r"4 attention heads do not divide over 8 ranks"),
         ("--data-path DATA --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 8 "
-         "--num-gpus 8", r"groups of 2 micro-batches"),
+         "--num-gpus 8", r"cannot be interleaved over 2 pipeline stages in groups of 2"),
         ("--data-path DATA --wlb-profile flops", r"profile flops counts attended pairs"),
         ("--data-path DATA --wlb-attention-backend cuda", r"--wlb-attention-backend is 'cuda'; choose"),
         ("--data-path DATA --html - --json -", r"would be mixed on standard output"),
