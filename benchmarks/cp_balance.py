@@ -33,7 +33,7 @@ from benchmarks.gpu.cases import attention_job
 from benchmarks.lengths import CROSSOVER, DATA, S_MAX, f2, packed, padded
 from benchmarks.packing import distributions
 from benchmarks.results import Row
-from megatron_wlb.cost.attention import KernelModel, attention_kernels, load_profile
+from megatron_wlb.cost.attention import attention_kernels, load_profile
 from megatron_wlb.cost.passes import H100, pass_times
 from megatron_wlb.describe import make_job
 from megatron_wlb.job import Job, Parallel
@@ -183,20 +183,20 @@ def exchange(found: list[tuple[Row, list[np.ndarray]]]) -> list[Row]:
     return rows
 
 
-def selection(documents: int, cp: int, kernel: KernelModel, repeats: tuple[int, int]) -> Row:
-    """Time to choose and make a sharding of so many documents, native and Python, in one run."""
+def selection(documents: int, job: Job, repeats: tuple[int, int]) -> Row:
+    """Time to choose and make a job's plan for so many documents, with its stages, native and Python, in one run."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(4.3, 1.2, documents), 1, 60_000).astype(np.int64)
-    lengths[0] += -int(lengths.sum()) % (2 * cp)
     times: dict[str, list[float]] = {"native": [], "python": []}
     for core, count in zip((native.core, None), repeats, strict=True):
         with patch.object(native, "core", core):
             for _ in range(count):
                 begin = time.perf_counter()
-                divide(lengths, cp, "auto", kernel)
+                shard(lengths, job)
                 times["native" if core else "python"].append((time.perf_counter() - begin) * 1e3)
     python_ms = statistics.median(times["python"])
-    return {"documents": documents, "cp": cp, **results.spread("native_ms", times["native"]), "python_ms": python_ms}
+    row = {"documents": documents, "cp": job.parallel.cp, "tokens": int(lengths.sum()), "python_ms": python_ms}
+    return row | results.spread("native_ms", times["native"])
 
 
 def goals(rows: list[Row], selected: dict[str, Row]) -> list[results.Goal]:
@@ -219,7 +219,7 @@ def goals(rows: list[Row], selected: dict[str, Row]) -> list[results.Goal]:
                 what = f"{data}, CP={cp}: {name}, of those with documents on one rank or all"
                 wanted.append(results.at_most(what, worst, goal))
     for limit, row in zip((0.5, 10), selected.values(), strict=True):
-        name = f"choosing for {row['documents']:,} documents on {row['cp']} ranks, ms"
+        name = f"sharding and stages of {row['documents']:,} documents on {row['cp']} ranks, ms"
         wanted.append(results.at_most(name, row["native_ms"], limit))
     return wanted
 
@@ -270,8 +270,8 @@ def main() -> None:
     found = cases(args.quick)
     rows, exchanged = balance(found), exchange(found)
     selected = {
-        "selection": selection(1000, 16, KERNEL, (300, 2 if args.quick else 5)),
-        "large_selection": selection(10_000, 64, KERNEL, (50, 1)),
+        "selection": selection(1000, job_of(1 << 17, 16), (300, 2 if args.quick else 5)),
+        "large_selection": selection(10_000, job_of(1 << 20, 64), (300, 1)),
     }
     results.show(rows)
     results.show(exchanged, [column for column in exchanged[0] if not column.endswith(", exposed")])

@@ -275,7 +275,8 @@ def compared(sizes: list[int], seconds: np.ndarray, plan: ShardPlan, job: Job, n
     row |= results.spread("hidden", 1 - (with_it - without) / alone)
     for name, ms in (("with_ms", with_it), ("without_ms", without), ("alone_ms", alone)):
         row |= results.spread(name, ms)
-    alone_us = float(network.all_to_all(np.array(sizes), Group(size=2, stride=1)).sum())
+    latency, us_per_byte = network.all_to_all(Group(size=2, stride=1))
+    alone_us = sum(latency + us_per_byte * size for size in sizes)
     row["predicted_over_alone"] = alone_us / 1e3 / row["alone_ms"]
     kernels = attention_kernels(job)
     busy, _ = stages.attention_times(plan, job, kernels, network)

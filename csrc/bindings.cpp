@@ -3,6 +3,8 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -53,30 +55,39 @@ Int64s array(const std::vector<int64_t>& values) {
   return Int64s(static_cast<py::ssize_t>(values.size()), values.data());
 }
 
-// From the dataclass in cost/attention.py.
-wlb::Kernel kernel_model(const py::object& k) {
-  const auto integer = [&](const char* name) { return k.attr(name).cast<int64_t>(); };
-  const auto real = [&](const char* name) { return k.attr(name).cast<double>(); };
-  return {integer("tile_rows"), real("launch"), real("tile"), real("query_tile"), integer("heads"), integer("parts"),
-          real("exchange")};
+// Attributes of the dataclasses of cost/ and plan/sharding/stages.py.
+template <typename T>
+T value(const py::handle& object, const char* name) {
+  return object.attr(name).cast<T>();
 }
 
-// (strategy, predicted time, SEGMENT columns, where each call begins)
+wlb::Kernel kernel_model(const py::handle& k) {
+  return {value<int64_t>(k, "tile_rows"),  value<double>(k, "launch"), value<double>(k, "tile"),
+          value<double>(k, "query_tile"), value<int64_t>(k, "heads"), value<int64_t>(k, "parts")};
+}
+
+std::optional<wlb::Staging> staging(const py::handle& s) {
+  if (s.is_none()) return {};
+  const py::object exchange = s.attr("exchange");
+  return wlb::Staging{kernel_model(s.attr("forward")),
+                      kernel_model(s.attr("backward")),
+                      value<double>(exchange, "latency"),
+                      value<double>(exchange, "arrive"),
+                      value<double>(exchange, "leave"),
+                      value<bool>(s, "kept"),
+                      value<int64_t>(s, "num_heads"),
+                      value<std::vector<int64_t>>(s, "edges"),
+                      value<std::vector<std::vector<double>>>(s, "shares")};
+}
+
+// (order, strategy, predicted time, SEGMENT columns, where each call begins, sets of calls, fields of Stages)
 py::tuple sharding(const wlb::Sharding& plan) {
-  size_t size = 0;
-  for (const auto& call : plan.calls) size += call.size();
-  py::array_t<int64_t> segments({static_cast<py::ssize_t>(size), py::ssize_t{3}});
-  std::vector<int64_t> bounds{0};
-  int64_t* row = segments.mutable_data();
-  for (const auto& call : plan.calls) {
-    for (const wlb::Segment& s : call) {
-      *row++ = s.document;
-      *row++ = s.start;
-      *row++ = s.stop;
-    }
-    bounds.push_back(bounds.back() + static_cast<int64_t>(call.size()));
-  }
-  return py::make_tuple(plan.strategy, plan.time, segments, bounds);
+  static_assert(sizeof(wlb::Segment) == 3 * sizeof(int64_t));
+  py::array_t<int64_t> segments({static_cast<py::ssize_t>(plan.segments.size()), py::ssize_t{3}});
+  std::memcpy(segments.mutable_data(), plan.segments.data(), plan.segments.size() * sizeof(wlb::Segment));
+  std::vector<std::tuple<int64_t, decltype(wlb::Stage::heads), decltype(wlb::Stage::keys)>> stages;
+  for (const wlb::Stage& stage : plan.stages) stages.emplace_back(stage.document_set, stage.heads, stage.keys);
+  return py::make_tuple(array(plan.order), plan.strategy, plan.time, segments, plan.bounds, plan.call_sets, stages);
 }
 
 // `work` is [count, width].
@@ -131,17 +142,20 @@ PYBIND11_MODULE(_native, module) {
       },
       py::arg("work"), py::arg("dp"), py::arg("pp"), py::arg("vpp"));
   module.def(
-      "shard",
+      "choose_sharding",
       [](const py::array& length, int64_t cp_size, const std::vector<std::string>& strategies,
-         const std::vector<double>& most_shares, const py::object& kernel) {
+         const std::vector<double>& most_shares, const py::object& kernel, const std::vector<double>& exchanges,
+         int64_t num_mirrored, const py::object& tried) {
         const std::vector<int64_t> lengths = int64s(length, "length");
-        const wlb::Kernel model = kernel_model(kernel);
+        const wlb::Choice choice{strategies, most_shares,  kernel_model(kernel),
+                                 exchanges,  num_mirrored, staging(tried)};
         return sharding([&] {
           py::gil_scoped_release release;
-          return wlb::shard(lengths, cp_size, strategies, most_shares, model);
+          return wlb::choose_sharding(lengths, cp_size, choice);
         }());
       },
-      py::arg("length"), py::arg("cp_size"), py::arg("strategies"), py::arg("most_shares"), py::arg("kernel"));
+      py::arg("length"), py::arg("cp_size"), py::arg("strategies"), py::arg("most_shares"), py::arg("kernel"),
+      py::arg("exchanges"), py::arg("num_mirrored"), py::arg("staging"));
   module.def(
       "place_wlb",
       [](const py::array& length, const py::array& work, int64_t num_micro_batches, int64_t max_tokens) {

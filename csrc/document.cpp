@@ -27,15 +27,20 @@ void check_documents(const std::vector<Document>& documents, int64_t max_tokens)
 }
 
 std::vector<size_t> longest_first(const std::vector<Document>& documents) {
+  std::vector<int64_t> lengths;
+  for (const Document& document : documents) lengths.push_back(document.length);
+  return longest_first(lengths);
+}
+
+std::vector<size_t> longest_first(const std::vector<int64_t>& lengths) {
   // Keys of (longest - length, position), sorted by as many digits of the length as there are, the least digit first.
   constexpr int kDigitBits = 9, kPositionBits = 37;
   constexpr size_t kDigit = (size_t{1} << kDigitBits) - 1, kPosition = (size_t{1} << kPositionBits) - 1;
   static_assert(sizeof(size_t) == 8 && kMaxTokens < int64_t{1} << (64 - kPositionBits));
   int64_t longest = 0;
-  for (const Document& document : documents) longest = std::max(longest, document.length);
-  std::vector<size_t> keys(documents.size()), sorted(documents.size());
-  for (size_t i = 0; i < keys.size(); ++i)
-    keys[i] = static_cast<size_t>(longest - documents[i].length) << kPositionBits | i;
+  for (int64_t length : lengths) longest = std::max(longest, length);
+  std::vector<size_t> keys(lengths.size()), sorted(lengths.size());
+  for (size_t i = 0; i < keys.size(); ++i) keys[i] = static_cast<size_t>(longest - lengths[i]) << kPositionBits | i;
   for (int shift = 0; longest >> shift; shift += kDigitBits) {
     const auto digit = [&](size_t key) { return key >> (kPositionBits + shift) & kDigit; };
     std::array<size_t, kDigit + 1> places{};

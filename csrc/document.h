@@ -18,8 +18,9 @@ struct Document {
   int64_t row, length, work, arrival = 0;
 };
 
-// Positions in `documents`, which are ordered by row: longest first, ties by row. O(n).
+// Positions of documents, which are ordered by row: longest first, ties by row. O(n).
 std::vector<size_t> longest_first(const std::vector<Document>& documents);
+std::vector<size_t> longest_first(const std::vector<int64_t>& lengths);
 
 // All throw std::invalid_argument; limits are inclusive. Documents have 1 to `max_tokens` tokens, and of work at most
 // kMaxWorkPerToken for each.

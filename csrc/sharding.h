@@ -2,32 +2,37 @@
 // megatron_wlb/plan/sharding/ is the reference; both give the same plans to the bit.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "pieces.h"
+#include "stages.h"
+
 namespace wlb {
 
-struct Segment {
-  int64_t document, start, stop;
-};
-
-struct Kernel {
-  int64_t tile_rows;  // a power of two
-  double launch, tile, query_tile;
-  int64_t heads, parts;
-  double exchange;
+struct Choice {
+  std::vector<std::string> strategies;
+  std::vector<double> most_shares;  // with each of which hybrid is tried
+  Kernel kernel;
+  std::vector<double> exchanges;  // prices of a row that is moved; a sharding is taken for each
+  int64_t num_mirrored;           // per-sequence is also tried with so many first documents in mirrored order
+  std::optional<Staging> staging;  // by which the best of these is taken, else by what chose them
 };
 
 struct Sharding {
   std::string strategy;
-  double time;  // predicted, of the slowest rank
-  std::vector<std::vector<Segment>> calls;  // heads and tails of rank r: calls 2 * r and 2 * r + 1
+  double time;                    // predicted, of the slowest rank
+  std::vector<int64_t> order;     // of documents
+  std::vector<Segment> segments;  // of all calls, rank by rank
+  std::vector<int64_t> bounds;    // where each call begins
+  std::vector<int64_t> call_sets;
+  std::vector<Stage> stages;
 };
 
-// The best by predicted time; hybrid is tried with every one of most_shares. Throws std::invalid_argument for what
-// cannot be sharded.
-Sharding shard(const std::vector<int64_t>& lengths, int64_t cp_size, const std::vector<std::string>& strategies,
-               const std::vector<double>& most_shares, const Kernel& kernel);
+// A single rank holds all in one piece. Throws std::invalid_argument for what cannot be sharded.
+Sharding choose_sharding(const std::vector<int64_t>& lengths, int64_t cp_size, const Choice& choice);
 
 }  // namespace wlb

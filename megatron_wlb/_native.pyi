@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_wlb.cost.attention import KernelModel
+from megatron_wlb.plan.sharding.stages import Staging
 
 def choose_adaptive(
     length: np.ndarray,
@@ -29,7 +30,22 @@ def makespans[Time: (np.float64, np.int64)](
     work: NDArray[Time],
 ) -> NDArray[Time]: ...
 def place(work: np.ndarray, dp: int, pp: int, vpp: int) -> NDArray[np.int64]: ...
-def shard(
-    length: np.ndarray, cp_size: int, strategies: Sequence[str], most_shares: Sequence[float], kernel: KernelModel
-) -> tuple[str, float, NDArray[np.int64], list[int]]: ...
+def choose_sharding(
+    length: np.ndarray,
+    cp_size: int,
+    strategies: Sequence[str],
+    most_shares: Sequence[float],
+    kernel: KernelModel,
+    exchanges: Sequence[float],
+    num_mirrored: int,
+    staging: Staging | None,
+) -> tuple[
+    NDArray[np.int64],
+    str,
+    float,
+    NDArray[np.int64],
+    list[int],
+    list[int],
+    list[tuple[int, tuple[int, int] | None, tuple[float, float] | None]],
+]: ...
 def place_wlb(length: np.ndarray, work: np.ndarray, num_micro_batches: int, max_tokens: int) -> NDArray[np.int64]: ...

@@ -16,6 +16,7 @@
 #include <map>
 #include <numeric>
 #include <random>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -258,51 +259,115 @@ class AdaptiveRound {
 
 void stress_adaptive(Choices& choose) { AdaptiveRound(choose).run(); }
 
+// Every document once on its ranks, which hold equally many tokens; with stages, each in the calls of its own set.
+void check_sharding(const wlb::Sharding& plan, std::vector<int64_t> lengths, size_t cp_size, bool is_staged) {
+  const size_t num_calls = plan.call_sets.size(), num_documents = lengths.size();
+  require(plan.bounds.size() == cp_size * num_calls + 1, "every rank has as many calls");
+  require(plan.bounds.back() == static_cast<int64_t>(plan.segments.size()), "calls have all segments");
+  std::vector<int64_t> reordered;
+  for (int64_t document : plan.order) reordered.push_back(std::exchange(lengths[static_cast<size_t>(document)], 0));
+  const int64_t tokens = std::accumulate(reordered.begin(), reordered.end(), int64_t{0});
+  std::vector<std::map<int64_t, int64_t>> pieces(num_documents);  // start -> stop
+  std::vector<std::set<int64_t>> sets(num_documents);
+  for (size_t rank = 0; rank < cp_size; ++rank) {
+    int64_t held = 0;
+    for (size_t call = 0; call < num_calls; ++call) {
+      int64_t last = -1;
+      for (int64_t i = plan.bounds[rank * num_calls + call]; i < plan.bounds[rank * num_calls + call + 1]; ++i) {
+        const wlb::Segment& s = plan.segments[static_cast<size_t>(i)];
+        require(s.document > last && s.start >= 0 && s.stop > s.start, "a call has each document once, in order");
+        const auto document = static_cast<size_t>(last = s.document);
+        require(pieces.at(document).emplace(s.start, s.stop).second, "no row is held twice");
+        sets[document].insert(plan.call_sets[call]);
+        held += s.stop - s.start;
+        if (is_staged && plan.call_sets[call] == 0)
+          require(s.start == 0 && s.stop == reordered[document], "what needs no exchange is whole");
+      }
+    }
+    require(held == tokens / static_cast<int64_t>(cp_size), "ranks hold equally many tokens");
+  }
+  std::set<int64_t> all;
+  for (size_t d = 0; d < num_documents; ++d) {
+    int64_t at = 0;
+    for (const auto& [start, stop] : pieces[d]) {
+      require(start == at, "pieces follow each other");
+      at = stop;
+    }
+    require(at == reordered[d], "documents are whole");
+    require(sets[d].size() == 1, "a document is in one set");
+    all.insert(*sets[d].begin());
+  }
+  std::map<int64_t, int64_t> heads;
+  std::map<int64_t, double> keys;
+  for (const wlb::Stage& stage : plan.stages) {
+    require(all.count(stage.document_set) == 1, "a stage has documents");
+    if (stage.heads) require(stage.heads->first == heads[stage.document_set], "key heads follow each other");
+    if (stage.heads) heads[stage.document_set] = stage.heads->second;
+    if (stage.keys) require(stage.keys->first == keys[stage.document_set], "shares of keys follow each other");
+    if (stage.keys) keys[stage.document_set] = stage.keys->second;
+    if (!is_staged || (!stage.heads && !stage.keys)) require(all.erase(stage.document_set) == 1, "a set runs once");
+  }
+  for (int64_t set : all) require(heads.count(set) + keys.count(set) == 1, "every set runs");
+}
+
 void stress_sharding(Choices& choose) {
   const int64_t cp_size = choose.of<int64_t>({1, 2, 3, 4, 16}), longest = choose.of<int64_t>({1, 40, 3000, 1 << 20});
-  const int64_t tile = choose.of<int64_t>({1, 2, 128, 1 << 16});
-  const wlb::Kernel kernel{tile, 3.0, choose.of<double>({0.0, 1.0}), 0.5, choose.between(1, 64), choose.between(1, 4), 0.25};
+  const int64_t tile = choose.of<int64_t>({1, 2, 128, 1 << 16}), heads = choose.between(1, 64);
+  const wlb::Kernel kernel{tile, 3.0, choose.of<double>({0.0, 1.0}), 0.5, heads, choose.between(1, 4)};
   std::vector<int64_t> lengths;
   int64_t tokens = 0;
   for (int64_t left = choose.between(1, 40); left > 0; --left) {
     lengths.push_back(choose.between(1, longest));
     tokens += lengths.back();
   }
-  if (tokens % (2 * cp_size)) {
-    require(refuses([&] { wlb::shard(lengths, cp_size, {"per-document"}, {}, kernel); }), "a remainder is refused");
-    lengths.push_back(2 * cp_size - tokens % (2 * cp_size));
-    tokens += lengths.back();
+  const int64_t unit = cp_size > 1 ? 2 * cp_size : 1, movable = cp_size > 1 ? static_cast<int64_t>(lengths.size()) : 0;
+  const std::vector<double> most_shares{choose.of<double>({0.0, 0.3, 1.0, 4.0}), 0.125, std::nan(""), -1.0};
+  wlb::Choice choice{{"per-document"}, most_shares, kernel, {0.25}, choose.between(0, movable), {}};
+  const auto refused = [&](const wlb::Choice& bad) {
+    return refuses([&] { wlb::choose_sharding(lengths, cp_size, bad); });
+  };
+  if (tokens % unit) {
+    require(refused(choice), "a remainder is refused");
+    lengths.push_back(unit - tokens % unit);
   }
   const std::vector<std::string> all{"per-sequence", "per-document", "hybrid"};
   for (const auto& tried : {all, {all[0]}, {all[1]}, {all[1], all[2]}}) {
-    const std::vector<double> most_shares{choose.of<double>({0.0, 0.3, 1.0, 4.0}), 0.125, std::nan(""), -1.0};
-    const wlb::Sharding plan = wlb::shard(lengths, cp_size, tried, most_shares, kernel);
-    require(plan.calls.size() == 2 * static_cast<size_t>(cp_size), "two calls a rank");
-    std::map<int64_t, std::map<int64_t, int64_t>> pieces;  // of each document: start -> stop
-    for (size_t rank = 0; rank < static_cast<size_t>(cp_size); ++rank) {
-      int64_t held = 0;
-      for (size_t c : {2 * rank, 2 * rank + 1}) {
-        int64_t last = -1;
-        for (const wlb::Segment& s : plan.calls[c]) {
-          require(s.document > last && s.start >= 0 && s.stop > s.start, "a call has each document once, in order");
-          require(pieces[s.document].emplace(s.start, s.stop).second, "no row is held twice");
-          last = s.document;
-          held += s.stop - s.start;
-        }
-      }
-      require(held == tokens / cp_size, "ranks hold equally many tokens");
-    }
-    for (size_t d = 0; d < lengths.size(); ++d) {
-      int64_t at = 0;
-      for (const auto& [start, stop] : pieces[static_cast<int64_t>(d)]) {
-        require(start == at, "pieces follow each other");
-        at = stop;
-      }
-      require(at == lengths[d], "documents are whole");
-    }
+    choice.strategies = tried;
+    choice.exchanges = {0.25};
+    choice.staging = {};
+    const auto size = static_cast<size_t>(cp_size);
+    check_sharding(wlb::choose_sharding(lengths, cp_size, choice), lengths, size, false);
+    choice.exchanges = {0.0, 0.01, 5.0};
+    choice.staging = wlb::Staging{kernel,
+                                  {tile, 2.0, 2.5, choose.of<double>({0.0, 1.0}), heads, 1},
+                                  choose.of<double>({0.0, 20.0}),
+                                  choose.of<double>({0.0, 0.01, 3.0}),
+                                  choose.of<double>({0.0, 0.02, 6.0}),
+                                  choose.one_in(2),
+                                  choose.of<int64_t>({1, 2, 7, 8}),
+                                  choose.of<std::vector<int64_t>>({{0}, {0, 1, 2}, {0, 64}}),
+                                  {{0, 1}, {0, 0.25, 1}, {0, 0.125, 0.875, 1}}};
+    if (choose.one_in(3)) choice.staging->shares.clear();
+    check_sharding(wlb::choose_sharding(lengths, cp_size, choice), lengths, size, true);
+  }
+  for (double bad : {-0.5, 1.5, std::nan("")}) {
+    wlb::Choice changed = choice;
+    changed.staging->shares = {{0, bad}};
+    require(refused(changed), "a bad share is refused");
+  }
+  for (int64_t bad : {int64_t{-1}, kLowest, kHighest}) {
+    wlb::Choice changed = choice;
+    changed.num_mirrored = bad;
+    require(refused(changed), "a bad number of mirrored documents is refused");
+    changed = choice;
+    changed.staging->edges.push_back(bad);
+    require(refused(changed), "a bad edge is refused");
+    changed = choice;
+    changed.staging->num_heads = bad;
+    require(refused(changed), "a bad number of heads is refused");
   }
   lengths[0] = choose.of<int64_t>({0, -1, kMaxTokens + 1, kLowest, kHighest});
-  require(refuses([&] { wlb::shard(lengths, cp_size, all, {1}, kernel); }), "a bad length is refused");
+  require(refused(choice), "a bad length is refused");
 }
 
 // Work of so many micro-batches, up to what the predicted times allow.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_wlb.cost.exchange import exchange_parts, exchange_times
+from megatron_wlb.cost.exchange import exchange_model, exchange_parts
 from megatron_wlb.cost.network import load_network
 from megatron_wlb.model import ModelShape
 
@@ -63,7 +63,7 @@ class KernelModel:
         return calls * np.where(exchanged_rows > 0, self.parts, 1)
 
     def time(self, launches: Any, tiles: Any, query_tiles: Any) -> Any:
-        """Predicted time of counts, which may be arrays; in the order of operations of csrc/sharding.cpp."""
+        """Predicted time of counts, which may be arrays; in the order of operations of csrc/pieces.h."""
         return launches * self.launch + self.heads * (self.tile * tiles + self.query_tile * query_tiles)
 
     def __add__(self, other: "KernelModel") -> "KernelModel":
@@ -180,10 +180,9 @@ def attention_kernel(job: "Job") -> KernelModel:
     """Attention of one layer on one rank, forward and backward, with an exchange that nothing hides."""
     forward, backward = attention_kernels(job)
     # Where all rows travel, whatever the sharding, the exchange decides nothing.
-    if job.profile.counts_pairs or job.cp_exchange != "shared":
+    if job.cp_exchange != "shared":
         return forward + backward
-    window = np.array(float(job.context_length))
-    arrive, leave = exchange_times(job, window, load_network())
+    arrive, leave = exchange_model(job, load_network()).times(np.array(job.context_length))
     times = 1 if job.save_gathered_kv else 2
     return replace(forward + backward, exchange=float(times * arrive + leave) / job.context_length)
 

@@ -1,6 +1,7 @@
 """What the exchange of K and V between context-parallel ranks adds to attention."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,12 +22,29 @@ def exchange_parts(job: "Job") -> int:
     return job.parallel.cp if job.cp_exchange == "ring" else 1
 
 
-def exchange_times(job: "Job", rows: np.ndarray, network: Network) -> tuple[np.ndarray, np.ndarray]:
-    """Times in us in which K and V arrive and their gradients leave if the busiest rank has `rows` rows."""
-    ranks = Group(size=job.parallel.cp, stride=job.parallel.tp)
-    values = rows * 2 * job.model.heads_per_rank(job.parallel.tp)[1] * job.model.kv_channels
-    arrive, leave = (values * size for size in (job.bytes_per_value, job.cp_gradient_bytes))
-    return network.all_to_all(arrive, ranks), network.all_to_all(leave, ranks)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeModel:
+    """Time in us of an exchange: `latency`, and more for every row of K and V through the busiest rank; 0 for none."""
+
+    latency: float
+    arrive: float
+    """For a row of K and V."""
+    leave: float
+    """For a row of their gradients."""
+
+    def times(self, rows: np.ndarray) -> Directions:
+        """In which K and V arrive and their gradients leave, if the busiest rank has `rows` rows."""
+        arrive, leave = (np.where(rows > 0, self.latency + rows * each, 0.0) for each in (self.arrive, self.leave))
+        return arrive, leave
+
+
+def exchange_model(job: "Job", network: Network) -> ExchangeModel:
+    """That of a job; one that takes no time where the profile has no unit of time."""
+    if job.profile.counts_pairs:
+        return ExchangeModel(latency=0.0, arrive=0.0, leave=0.0)
+    latency, byte = network.all_to_all(Group(size=job.parallel.cp, stride=job.parallel.tp))
+    value = 2 * job.model.heads_per_rank(job.parallel.tp)[1] * job.model.kv_channels * byte
+    return ExchangeModel(latency=latency, arrive=value * job.bytes_per_value, leave=value * job.cp_gradient_bytes)
 
 
 def stage_times(own: Sequence[np.ndarray], times: Sequence[np.ndarray], moved: Directions, *, kept: bool) -> Directions:

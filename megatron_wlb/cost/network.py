@@ -1,6 +1,7 @@
 """How long communication takes: fitted to NCCL within a node, by stated assumptions between nodes."""
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -58,20 +59,19 @@ class Network:
             time = np.maximum(time, num_bytes * MOVED[name](nodes) / (local * self.link_gb_per_s))
         return latency + time / 1e3
 
-    def all_to_all(self, num_bytes: np.ndarray | float, group: Group) -> np.ndarray:
-        """Time of an all-to-all in which `num_bytes` enter, or leave, the busiest rank of `group`; 0 for none.
+    def all_to_all(self, group: Group) -> tuple[float, float]:
+        """Latency of an all-to-all, in us, and us for each byte that enters, or leaves, the busiest rank of `group`.
 
         Latency and bandwidth within a node are taken to be those of an all-gather: not measured. Between nodes each
         row goes to every rank that needs it by itself.
         """
-        num_bytes = np.asarray(num_bytes, np.float64)
         local = min(group.size, max(1, self.gpus_per_node // group.stride))
-        latency, inside = self._within_node("all_gather", local) if local > 1 else (0.0, np.inf)
-        time = num_bytes / inside
+        latency, inside = self._within_node("all_gather", local) if local > 1 else (0.0, math.inf)
+        time = 1 / inside
         if group.size > local:
             latency += self.hop_us
-            time = np.maximum(time, num_bytes * (group.size - local) / (group.size - 1) / self.link_gb_per_s)
-        return np.where(num_bytes > 0, latency + time / 1e3, 0.0)
+            time = max(time, (group.size - local) / (group.size - 1) / self.link_gb_per_s)
+        return latency, time / 1e3
 
     def point_to_point(self, num_bytes: np.ndarray | float, group: Group) -> np.ndarray:
         """Time of a message between neighbours of `group`; through the network unless all of it is in one node."""

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from benchmarks import cp_peers
 from megatron_wlb.cost.attention import attention_kernels, load_profile
-from megatron_wlb.cost.exchange import exchange_times, exposed_exchange
+from megatron_wlb.cost.exchange import exchange_model, exposed_exchange
 from megatron_wlb.cost.network import load_network
 from megatron_wlb.plan.sharding import moved_rows, per_document
 from megatron_wlb.plan.sharding.volume import Held
@@ -92,6 +92,6 @@ def test_magi_computes_everything_once_and_waits_at_most_for_all_that_moves(leng
         without = kernel.time(0, *np.array([kernel.count(each.calls[0]) for each in plan.shards]).T)
         assert (times >= without - 1e-6).all()
         assert (times <= without + (1 + max(cp_peers.MAGI_STAGES)) * kernel.launch + 1e-6).all()
-    moved, _ = exchange_times(given_job, np.array(float(moved_rows(plan).max())), NETWORK)
+    moved, _ = exchange_model(given_job, NETWORK).times(np.array(float(moved_rows(plan).max())))
     assert (added >= -1e-6).all()
     assert added.sum() <= 3 * moved + 1e-6

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cost.attention import ATTENTION_BACKWARD, FLOPS_PROFILE, KernelTimes, attention_kernels, load_profile
-from megatron_wlb.cost.exchange import exchange_times, stage_times
+from megatron_wlb.cost.exchange import exchange_model, stage_times
 from megatron_wlb.cost.network import Group
 from megatron_wlb.cost.passes import H100, layers_of, pass_times, synchronised
 from megatron_wlb.job import Recompute
@@ -98,7 +98,7 @@ def test_stages_and_rings_hide_the_exchange():
     (plan,) = shards = shards_of(given, [[98304, 32768]], "per-document")
     assert [stage.document_set for stage in plan.stages] == [1, 2]
     # All rows but its own come to a rank; those of the short document first, as nothing hides them.
-    first, second = exchange_times(given, np.array([32768, 98304]) * 7 / 8, H100.network)[0]
+    first, second = exchange_model(given, H100.network).times(np.array([32768, 98304]) * 7 / 8)[0]
     assert layer_times(given, shards)[0].exchange == pytest.approx(first)
     assert first < second / 2
     ring = layer_times(replace(given, cp_exchange="ring"), shards_of(replace(given, cp_exchange="ring"), [[65536] * 2]))
@@ -110,7 +110,7 @@ def test_stages_and_rings_hide_the_exchange():
     many = job(tp=4, cp=8, windowed=True)
     (plan,) = shards = shards_of(many, [[131072]], "per-document")
     assert [head for stage in plan.stages for head in range(*stage.heads)] == list(range(8))
-    whole = float(exchange_times(many, np.array(131072 * 7 / 8), H100.network)[0])
+    whole = float(exchange_model(many, H100.network).times(np.array(131072 * 7 / 8))[0])
     assert layer_times(many, shards)[0].exchange < 0.6 * whole
 
 

@@ -6,10 +6,10 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.cost.attention import KernelModel, attention_kernel, load_profile
+from megatron_wlb.cost.attention import FLOPS_PROFILE, KernelModel, KernelTimes, attention_kernel, load_profile
 from megatron_wlb.plan import native
 from megatron_wlb.plan.packing import POLICIES
 from megatron_wlb.plan.sharding import (
@@ -27,20 +27,26 @@ from megatron_wlb.plan.sharding import (
 from megatron_wlb.plan.sharding.exchange import exchange
 from megatron_wlb.plan.sharding.segments import document_begins, positions, ranges, rows
 from megatron_wlb.plan.sharding.select import MOST_SHARES, candidates
-from megatron_wlb.plan.sharding.stages import regrouped
+from megatron_wlb.plan.sharding.stages import regrouped, staging
 from megatron_wlb.plan.sharding.volume import Held
 from megatron_wlb.plan.types import SEGMENT, Shard
-from tests.jobs import job
+from tests.jobs import MODEL, job
 
 FLOPS = attention_kernel(job())
 H100 = attention_kernel(job(cp=8, profile=load_profile("h100-fa2")))
 COARSE = KernelModel(tile_rows=8, launch=3.0, tile=1.0, query_tile=0.5, parts=2, exchange=0.25)
 KERNELS = [FLOPS, H100, COARSE]
+PROFILES = [
+    load_profile("h100-fa2"),
+    replace(load_profile("h100-fa2"), name="fast", forward=KernelTimes(launch=1.0, tile=0.002, query_tile=0.01)),
+    FLOPS_PROFILE,
+]
+STAGING = staging(job(cp=2))
 
 
-def python(lengths, cp, strategy, kernel):
+def python(call, *arguments):
     with patch.object(native, "core", None):
-        return divide(lengths, cp, strategy, kernel)
+        return call(*arguments)
 
 
 def hybrid_whole(lengths, cp):
@@ -270,11 +276,55 @@ def test_dearer_rows_are_not_moved_more(case, kernel, exchange):
 @example((np.array([70000, 61072], np.int64), 4), H100)
 def test_native_and_python_choose_the_same(strategy, case, kernel):
     assert native.core is not None
-    ours, theirs = (each(*case, strategy, kernel) for each in (divide, python))
-    assert ours.strategy == theirs.strategy
-    assert ours.time == theirs.time or case[1] == 1
-    for x, y in zip(ours.shards, theirs.shards, strict=True):
-        assert all(np.array_equal(c, d) for c, d in zip(x.calls, y.calls, strict=True))
+    assert_equal(divide(*case, strategy, kernel), python(divide, *case, strategy, kernel))
+
+
+def assert_equal(ours, theirs):
+    """To the bit."""
+    assert ours.key == theirs.key
+    assert (ours.strategy, ours.time, ours.call_sets) == (theirs.strategy, theirs.time, theirs.call_sets)
+    assert repr(ours.stages) == repr(theirs.stages)
+
+
+@st.composite
+def jobs(draw):
+    """Whatever sharding and its stages depend on."""
+    heads = {"num_attention_heads": 64, "num_query_groups": draw(st.sampled_from([1, 2, 7, 8, 56, 64]))}
+    changes = {
+        "cp": draw(st.sampled_from([1, 2, 3, 4, 8, 16])),
+        "tp": draw(st.sampled_from([1, 4, 8])),
+        "model": replace(MODEL, kv_channels=128, **heads),
+        "profile": draw(st.sampled_from(PROFILES)),
+        "cp_sharding": draw(st.sampled_from(list(STRATEGIES))),
+        "cp_exchange": draw(st.sampled_from(["shared", "shared", "shared", "all", "ring"])),
+    }
+    flags = {name: draw(st.booleans()) for name in ("windowed", "save_gathered_kv", "reorder")}
+    return job(context_length=3 << 16, **changes | flags)
+
+
+job_lengths = st.lists(
+    st.one_of(st.integers(1, 300), st.sampled_from([128, 4096]), st.integers(1, 60_000)), max_size=12
+)
+
+
+@settings(max_examples=500)
+@given(job_lengths, jobs())
+@example([], job(cp=4, context_length=3 << 16))
+def test_native_and_python_shard_a_job_the_same(lengths, planned):
+    assert_same_shards(np.array(lengths, np.int64), planned)
+
+
+@pytest.mark.parametrize("cp_sharding", ["auto", "wlb"])
+def test_native_and_python_shard_many_documents_the_same(cp_sharding):
+    lengths = np.clip(np.random.default_rng(0).lognormal(6, 1.7, 200), 1, 50_000).astype(np.int64)
+    planned = job(cp=16, tp=8, context_length=1 << 18, profile=load_profile("h100-fa2"), cp_sharding=cp_sharding)
+    assert_same_shards(lengths, planned)
+
+
+def assert_same_shards(lengths, planned):
+    (our_order, ours), (their_order, theirs) = shard(lengths, planned), python(shard, lengths, planned)
+    assert our_order.tolist() == their_order.tolist()
+    assert_equal(ours, theirs)
 
 
 @given(micro_batches(), st.sampled_from(KERNELS))
@@ -360,7 +410,40 @@ def test_mirrored_order_has_the_longest_in_the_middle(lengths):
 )
 def test_the_native_core_refuses(lengths, cp, strategies, message):
     with pytest.raises(ValueError, match=message):
-        native.core.shard(np.array(lengths, np.int64), cp, strategies, [1.0], FLOPS)
+        native.core.choose_sharding(np.array(lengths, np.int64), cp, strategies, [1.0], FLOPS, [0.0], 0, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"exchanges": []}, "there are 0 prices of a moved row; give one, or several with stages"),
+        ({"exchanges": [0.0, 1.0], "staging": None}, "there are 2 prices of a moved row"),
+        ({"num_mirrored": 2}, "num_mirrored is 2; it must be 0 to 1"),
+        ({"cp_size": 1, "num_mirrored": 1}, "num_mirrored is 1; it must be 0 to 0"),
+        ({"kernel": replace(FLOPS, tile_rows=2)}, "stages have tiles of another size"),
+        ({"staging": replace(STAGING, backward=COARSE)}, "forward and backward have tiles of different sizes"),
+        ({"staging": replace(STAGING, num_heads=0)}, "num_heads is 0"),
+        ({"staging": replace(STAGING, edges=(1,))}, "edges must begin with 0"),
+        ({"staging": replace(STAGING, edges=(0, -1))}, "an edge is -1"),
+        ({"staging": replace(STAGING, shares=((0.0,),))}, "shares must be two or more from 0 to 1"),
+        ({"staging": replace(STAGING, shares=((0.0, 1.5),))}, "shares must be two or more from 0 to 1"),
+        ({"staging": replace(STAGING, shares=((0.0, np.nan),))}, "shares must be two or more from 0 to 1"),
+    ],
+)
+def test_the_native_core_refuses_stages(changes, message):
+    arguments = {
+        "length": np.array([8], np.int64),
+        "cp_size": 2,
+        "strategies": ["per-sequence"],
+        "most_shares": [],
+        "kernel": FLOPS,
+        "exchanges": [0.0],
+        "num_mirrored": 0,
+        "staging": STAGING,
+    }
+    native.core.choose_sharding(**arguments)
+    with pytest.raises(ValueError, match=message):
+        native.core.choose_sharding(**arguments | changes)
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9))))

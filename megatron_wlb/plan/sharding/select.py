@@ -1,7 +1,7 @@
 """Choose the sharding of a micro-batch: the one whose slowest rank the kernel model predicts to finish first."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -11,9 +11,9 @@ from megatron_wlb.cost.attention import KernelModel, attention_kernel
 from megatron_wlb.plan import native
 from megatron_wlb.plan.sharding.chunks import per_document, per_sequence
 from megatron_wlb.plan.sharding.hybrid import hybrid
-from megatron_wlb.plan.sharding.stages import staged
+from megatron_wlb.plan.sharding.stages import Staging, staged, staging
 from megatron_wlb.plan.sharding.volume import moved_rows
-from megatron_wlb.plan.types import SEGMENT, Shard, ShardPlan
+from megatron_wlb.plan.types import SEGMENT, Shard, ShardPlan, Stage
 from megatron_wlb.settings import Settings, setting
 
 if TYPE_CHECKING:
@@ -67,19 +67,55 @@ def shard(lengths: np.ndarray, job: "Job") -> tuple[np.ndarray, ShardPlan]:
     """
     tokens, cp, kernel = int(lengths.sum()), job.parallel.cp, attention_kernel(job)
     padding = -tokens % job.unit_tokens if tokens else job.unit_tokens
-
-    def pad_and_divide(order: np.ndarray, strategy: str, exposed: float) -> tuple[np.ndarray, ShardPlan]:
-        padded = np.append(lengths[order], [padding] if padding else []).astype(np.int64)
-        return order, divide(padded, cp, strategy, replace(kernel, exchange=exposed * kernel.exchange))
-
-    shares = EXPOSED_SHARES if kernel.exchange else (1.0,)
-    choices = [pad_and_divide(np.arange(len(lengths)), job.cp_sharding, share) for share in shares]
-    if cp > 1 and job.reorders and "per-sequence" in STRATEGIES[job.cp_sharding]:
-        choices.append(pad_and_divide(mirrored_order(lengths), "per-sequence", shares[0]))
+    padded = np.append(lengths, [padding] if padding else []).astype(np.int64)
+    exchanges = list(dict.fromkeys(share * kernel.exchange for share in EXPOSED_SHARES))
+    mirrors = cp > 1 and job.reorders and "per-sequence" in STRATEGIES[job.cp_sharding]
+    if native.core is not None:
+        tried = staging(job) if job.cp_exchange == "shared" else None
+        num_mirrored = len(lengths) if mirrors else 0
+        order, plan = _choose_natively(padded, cp, job.cp_sharding, kernel, exchanges, num_mirrored, tried)
+        return order[: len(lengths)], plan
+    order, kernels = np.arange(len(lengths)), [replace(kernel, exchange=exchange) for exchange in exchanges]
+    choices = [(order, divide(padded, cp, job.cp_sharding, each)) for each in kernels]
+    if mirrors:
+        order = mirrored_order(lengths)
+        mirrored = np.append(lengths[order], padded[len(lengths) :])
+        choices.append((order, divide(mirrored, cp, "per-sequence", kernels[0])))
     if job.cp_exchange == "shared":
-        different = {plan.key: (order, plan) for order, plan in reversed(choices)}
-        choices = [(order, staged(plan, job)) for order, plan in reversed(different.values())]
+        choices = [(order, staged(plan, job)) for order, plan in choices]
     return min(choices, key=lambda choice: choice[1].time)
+
+
+def _choose_natively(
+    lengths: np.ndarray,
+    cp: int,
+    strategy: str,
+    kernel: KernelModel,
+    exchanges: Sequence[float],
+    num_mirrored: int = 0,
+    tried: Staging | None = None,
+) -> tuple[np.ndarray, ShardPlan]:
+    """What `shard` and `divide` are in C++: the order of documents, int64 [n], and the plan.
+
+    Args:
+        exchanges: in place of `kernel.exchange`; with stages it may be several, of which the best is taken.
+        num_mirrored: so many documents, the first ones, change places if that is fastest.
+        tried: None for a plan without stages.
+    """
+    order, name, time, rows, bounds, call_sets, stages = native.core.choose_sharding(
+        lengths, cp, STRATEGIES[strategy], MOST_SHARES, kernel, exchanges, num_mirrored, tried
+    )
+    segments = rows.view(SEGMENT)[:, 0]
+    calls = (segments[i:j] for i, j in itertools.pairwise(bounds))
+    plan = ShardPlan(
+        lengths=lengths[order],
+        shards=tuple(Shard(calls=each) for each in itertools.batched(calls, len(call_sets))),
+        strategy=name,
+        time=time,
+        call_sets=tuple(call_sets),
+        stages=tuple(Stage(*each) for each in stages),
+    )
+    return order, plan
 
 
 def divide(lengths: np.ndarray, cp: int, strategy: str, kernel: KernelModel) -> ShardPlan:
@@ -89,23 +125,19 @@ def divide(lengths: np.ndarray, cp: int, strategy: str, kernel: KernelModel) -> 
     (section 5.3), `auto` the best of per-sequence and every hybrid; on a tie the first, in the order of `candidates`.
     Deterministic, so that every rank chooses alike, in Python and C++.
     """
-    if cp == 1:
-        whole = np.zeros(len(lengths), SEGMENT)
-        whole["document"], whole["stop"] = np.arange(len(lengths)), lengths
-        return ShardPlan(lengths=lengths, shards=(Shard(calls=(whole,)),), strategy="whole", call_sets=(0,))
-    tried = STRATEGIES[strategy]
     if native.core is not None:
-        name, time, columns, bounds = native.core.shard(lengths, cp, tried, MOST_SHARES, kernel)
-        segments = columns.view(SEGMENT)[:, 0]
-        calls = [segments[i:j] for i, j in itertools.pairwise(bounds)]
-        shards = tuple(Shard(calls=pair) for pair in itertools.batched(calls, 2))
-        return ShardPlan(lengths=lengths, shards=shards, strategy=name, time=time)
-    timed = (replace(p, time=predicted_time(p, kernel)) for p in candidates(lengths, cp, tried, kernel))
+        return _choose_natively(lengths, cp, strategy, kernel, [kernel.exchange])[1]
+    timed = (replace(p, time=predicted_time(p, kernel)) for p in candidates(lengths, cp, STRATEGIES[strategy], kernel))
     return min(timed, key=lambda plan: plan.time)
 
 
 def candidates(lengths: np.ndarray, cp: int, strategies: tuple[str, ...], kernel: KernelModel) -> Iterator[ShardPlan]:
     """Every sharding that is compared, in the order that breaks ties."""
+    if cp == 1:
+        whole = np.zeros(len(lengths), SEGMENT)
+        whole["document"], whole["stop"] = np.arange(len(lengths)), lengths
+        yield ShardPlan(lengths=lengths, shards=(Shard(calls=(whole,)),), strategy="whole", call_sets=(0,))
+        return
     if "per-sequence" in strategies:
         yield per_sequence(lengths, cp)
     if "per-document" in strategies:

@@ -8,14 +8,14 @@ compute, and little leaves when nothing is left to compute.
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from megatron_wlb.cost.attention import KernelModel, attention_kernels
-from megatron_wlb.cost.exchange import exchange_times, stage_times
+from megatron_wlb.cost.exchange import ExchangeModel, exchange_model, stage_times
 from megatron_wlb.cost.network import Network, load_network
 from megatron_wlb.plan.sharding.exchange import OWN
 from megatron_wlb.plan.sharding.volume import Held
@@ -26,8 +26,40 @@ if TYPE_CHECKING:
 
 EDGES = (0, 1, 2)
 """How many of the shared documents are tried as a set of their own, before and after the others."""
-SHARES = ((0, 1), (0, 1 / 4, 1), (0, 1 / 16, 1 / 4, 1), (0, 1 / 8, 7 / 8, 1))
+SHARES = ((0.0, 1.0), (0.0, 1 / 4, 1.0), (0.0, 1 / 16, 1 / 4, 1.0), (0.0, 1 / 8, 7 / 8, 1.0))
 """Where the parts begin and end in which the keys of other ranks are tried to arrive, of a document in parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staging:
+    """Which stages a job tries, and what they cost."""
+
+    forward: KernelModel
+    backward: KernelModel
+    exchange: ExchangeModel
+    kept: bool
+    """K and V that forward has got need not travel again."""
+    num_heads: int
+    """Key heads of a rank."""
+    edges: tuple[int, ...]
+    """See `EDGES`; the first one is 0."""
+    shares: tuple[tuple[float, ...], ...]
+    """See `SHARES`."""
+
+
+@lru_cache(maxsize=16)
+def staging(job: "Job") -> Staging:
+    """What a job tries. By a profile without a unit of time, all shared documents go together."""
+    together, (forward, backward) = job.profile.counts_pairs, attention_kernels(job)
+    return Staging(
+        forward=forward,
+        backward=backward,
+        exchange=exchange_model(job, load_network()),
+        kept=job.save_gathered_kv,
+        num_heads=1 if together else job.model.heads_per_rank(job.parallel.tp)[1],
+        edges=(0,) if together else EDGES,
+        shares=() if together or job.windowed else SHARES,
+    )
 
 
 class _Load(NamedTuple):
@@ -56,19 +88,15 @@ class _Way(NamedTuple):
 def staged(plan: ShardPlan, job: "Job") -> ShardPlan:
     """The plan with its calls and stages in the order of the least predicted time, forward and backward together.
 
-    That is its `time` then. Documents and rows stay on the ranks where they are. By a profile without a unit of time,
-    all shared documents go together.
+    That is its `time` then. Documents and rows stay on the ranks where they are. The reference of `csrc/stages.cpp`.
     """
-    held = Held(plan)
+    held, tried = Held(plan), staging(job)
     sets = held.is_shared.astype(np.int64)
-    if job.profile.counts_pairs:
-        return regrouped(plan, sets)
-    kernels, num_heads = attention_kernels(job), job.model.heads_per_rank(job.parallel.tp)[1]
-    loads = _Loads(held, kernels[0])
+    loads = _Loads(held, tried.forward)
     (shared,) = np.nonzero(held.is_shared)
     shared = shared[np.argsort(loads.tiles[shared, 0].sum(axis=1), kind="stable")]
-    load = cache(lambda way: loads.of(shared[way.first : way.stop], way.heads, way.keys, num_heads))
-    ways = list(_ways(len(shared), num_heads, parts=not job.windowed)) if len(shared) else [[]]
+    load = cache(lambda way: loads.of(shared[way.first : way.stop], way.heads, way.keys, tried.num_heads))
+    ways = list(_ways(len(shared), tried)) if len(shared) else [[]]
     whole, nothing, most = loads.of_whole(), loads.of(shared[:0]), max(map(len, ways))
     with_own = cache(lambda way: _sum([whole, load(way)]))
     own, during = [], []
@@ -77,7 +105,7 @@ def staged(plan: ShardPlan, job: "Job") -> ShardPlan:
         loaded = [load(each) for each in way if each.keys != OWN]
         own.append(alone[0] if alone else whole)
         during.append(loaded + [nothing] * (most - len(loaded)))
-    forward, backward = _times(own, during, job, kernels, load_network())[1]
+    forward, backward = _times(own, during, tried)[1]
     both = forward + backward
     best = ways[int(np.argmin(both))]
     numbers = {bounds: number for number, bounds in enumerate(dict.fromkeys(way[:2] for way in best), 1)}
@@ -87,19 +115,20 @@ def staged(plan: ShardPlan, job: "Job") -> ShardPlan:
     return replace(regrouped(plan, sets, stages), time=float(both.min()))
 
 
-def _ways(num_shared: int, num_heads: int, parts: bool) -> Iterator[list[_Way]]:
+def _ways(num_shared: int, tried: Staging) -> Iterator[list[_Way]]:
     """Stages that are compared; of a tie the first wins."""
-    for before, after in itertools.product(EDGES, EDGES):
+    num_heads = tried.num_heads
+    for before, after in itertools.product(tried.edges, tried.edges):
         if before + after < num_shared or before == after == 0:
             cuts = (0, before, num_shared - after, num_shared)
             yield [_Way(first, stop) for first, stop in itertools.pairwise(cuts) if first < stop]
-    for some in {1, num_heads // 2}:
+    for some in (1, num_heads // 2):
         for inner in ((some,), (some, num_heads - some)):
             bounds = list(itertools.pairwise((0, *inner, num_heads)))
             if all(first < stop for first, stop in bounds):
                 yield [_Way(0, num_shared, heads) for heads in bounds]
     last = num_shared - 1
-    for shares in SHARES if parts else ():
+    for shares in tried.shares:
         arriving = [_Way(last, num_shared, keys=keys) for keys in itertools.pairwise(shares)]
         yield [_Way(last, num_shared, keys=OWN), *([_Way(0, last)] if last else []), *arriving]
 
@@ -109,8 +138,10 @@ def attention_times(
 ) -> tuple[list[np.ndarray], list[float]]:
     """Predicted attention of a layer, forward and backward: kernels of every rank, float64 [cp] us each, and what the
     exchange adds to those of the slowest rank, us each."""
-    held, num_heads = Held(plan), job.model.heads_per_rank(job.parallel.tp)[1]
-    loads = _Loads(held, kernels[0])
+    forward, backward = kernels
+    costs = replace(staging(job), forward=forward, backward=backward, exchange=exchange_model(job, network))
+    held = Held(plan)
+    loads = _Loads(held, forward)
     own: list[_Load] = []
     during: list[_Load] = []
     for stage in plan.stages:
@@ -118,24 +149,20 @@ def attention_times(
             np.concatenate([plan.segments(r, stage.document_set) for r in range(held.cp)])["document"]
         )
         exchanged = stage.keys != OWN and held.is_shared[documents].any()
-        (during if exchanged else own).append(loads.of(documents, stage.heads, stage.keys, num_heads))
-    busy, took = _times([_sum([*own, loads.of(documents[:0])])], [during], job, kernels, network)
+        (during if exchanged else own).append(loads.of(documents, stage.heads, stage.keys, costs.num_heads))
+    busy, took = _times([_sum([*own, loads.of(documents[:0])])], [during], costs)
     return [each[0] for each in busy], [float(end[0] - each[0].max()) for each, end in zip(busy, took, strict=True)]
 
 
 def _times(
-    own: list[_Load],
-    during: list[list[_Load]],
-    job: "Job",
-    kernels: Sequence[KernelModel],
-    network: Network,
+    own: list[_Load], during: list[list[_Load]], costs: Staging
 ) -> tuple[list[np.ndarray], Sequence[np.ndarray]]:
     """Kernels of every rank, forward and backward, float64 [ways, cp] us each, and the time of attention with the
     exchange, float64 [ways] each: of what needs none, and of stages that do, as many for every way."""
 
     def times(loads: list[_Load]) -> list[np.ndarray]:
         calls, tiles = np.array([load.calls for load in loads]), np.stack([load.tiles for load in loads], axis=1)
-        return [kernel.time(calls, *tiles) for kernel in kernels]
+        return [kernel.time(calls, *tiles) for kernel in (costs.forward, costs.backward)]
 
     before, (num_ways, num_stages) = times(own), (len(during), len(during[0]))
     if not num_stages:
@@ -144,9 +171,9 @@ def _times(
     shape = num_ways, num_stages, -1
     each = [took.reshape(shape) for took in times(loads)]
     busiest = np.array([load.rows.max() for load in loads]).reshape(num_ways, num_stages)
-    moved = exchange_times(job, busiest, network)
+    moved = costs.exchange.times(busiest)
     busy = [first + stages.sum(axis=1) for first, stages in zip(before, each, strict=True)]
-    return busy, stage_times(before, each, moved, kept=job.save_gathered_kv)
+    return busy, stage_times(before, each, moved, kept=costs.kept)
 
 
 def _sum(loads: Sequence[_Load]) -> _Load:
@@ -226,6 +253,6 @@ def regrouped(plan: ShardPlan, sets: np.ndarray, stages: list[Stage] | None = No
     return replace(
         plan,
         shards=tuple(Shard(calls=each) for each in itertools.batched(calls, num_calls)),
-        call_sets=tuple((np.arange(num_calls) + 1) // 2),
+        call_sets=tuple((i + 1) // 2 for i in range(num_calls)),
         stages=(*([Stage(0)] if (sets == 0).any() else []), *others),
     )

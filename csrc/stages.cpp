@@ -1,0 +1,292 @@
+#include "stages.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "document.h"
+
+namespace wlb {
+namespace {
+
+using Times = std::vector<double>;  // of every rank
+constexpr std::pair<double, double> kOwn{0, 0};
+
+struct Shared {
+  int64_t tiles;
+  size_t document;
+  const Piece *begin, *end;
+};
+
+// A stage that is tried: shared documents [first, stop), those with little work first.
+struct Way {
+  size_t first, stop;
+  std::optional<std::pair<int64_t, int64_t>> heads = {};
+  std::optional<std::pair<double, double>> keys = {};
+};
+
+// What a stage with an exchange takes.
+struct Timed {
+  Times forward, backward;
+  double arrive, leave;
+};
+
+class Stager {
+ public:
+  Stager(const std::vector<Piece>& pieces, size_t cp_size, const Staging& staging)
+      : staging_(staging), cp_size_(cp_size), whole_(cp_size) {
+    const Piece* const last = pieces.data() + pieces.size();
+    for (const Piece *begin = pieces.data(), *end = begin; begin < last; begin = end) {
+      bool is_shared = false;
+      for (end = begin + 1; end < last && end->segment.start > 0; ++end) is_shared |= end->rank() != begin->rank();
+      if (is_shared) {
+        int64_t tiles = 0;
+        for (const Piece* piece = begin; piece < end; ++piece) tiles += count(*piece).tiles;
+        shared_.push_back({tiles, static_cast<size_t>(begin->segment.document), begin, end});
+      } else {
+        Load& rank = whole_[begin->rank()];
+        rank.heads = 1;
+        rank.counts += staging.forward.count(0, (end - 1)->segment.stop);
+      }
+    }
+    std::sort(shared_.begin(), shared_.end(), [](const Shared& a, const Shared& b) {
+      return a.tiles < b.tiles || (a.tiles == b.tiles && a.document < b.document);
+    });
+    for (int64_t edge : staging.edges) edge_ = std::max(edge_, static_cast<size_t>(edge));
+    std::vector<Load> sum(cp_size);
+    for (size_t i = 0; i <= shared_.size(); ++i) {
+      if (i <= edge_ || i + edge_ >= shared_.size()) before_.push_back(sum);
+      if (i == shared_.size()) break;
+      for (const Piece* piece = shared_[i].begin; piece < shared_[i].end; ++piece)
+        sum[piece->rank()].add(*piece, count(*piece));
+      add_moved(shared_[i].begin, shared_[i].end, sum);
+    }
+  }
+
+  Staged choose(size_t num_documents) {
+    if (shared_.empty()) {
+      attempt({});
+    } else {
+      try_sets();
+      try_heads();
+      try_parts();
+    }
+    Staged staged{best_time_, std::vector<int64_t>(num_documents), {}};
+    if (shared_.size() < num_documents) staged.stages.push_back({0});
+    std::vector<std::pair<size_t, size_t>> numbered;
+    for (const Way& way : best_) {
+      const std::pair bounds{way.first, way.stop};
+      const auto found = std::find(numbered.begin(), numbered.end(), bounds);
+      const int64_t number = 1 + (found - numbered.begin());
+      if (found == numbered.end()) {
+        numbered.push_back(bounds);
+        for (size_t i = way.first; i < way.stop; ++i) staged.sets[shared_[i].document] = number;
+      }
+      staged.stages.push_back({number, way.heads, way.keys});
+    }
+    return staged;
+  }
+
+ private:
+  Counts count(const Piece& piece) const { return staging_.forward.count(piece.segment.start, piece.segment.stop); }
+
+  // Ways in the order of `_ways`; of a tie the first wins.
+  void try_sets() {
+    const size_t n = shared_.size();
+    for (int64_t before : staging_.edges)
+      for (int64_t after : staging_.edges) {
+        const size_t first = static_cast<size_t>(before), rest = static_cast<size_t>(after);
+        if (first + rest >= n && first + rest > 0) continue;
+        std::vector<Way> ways;
+        for (const Way& way : {Way{0, first}, Way{first, n - rest}, Way{n - rest, n}})
+          if (way.first < way.stop) ways.push_back(way);
+        attempt(ways);
+      }
+  }
+
+  void try_heads() {
+    const int64_t all = staging_.num_heads;
+    for (int64_t some : {int64_t{1}, all / 2})
+      for (const std::vector<int64_t>& bounds : {std::vector<int64_t>{0, some, all}, {0, some, all - some, all}}) {
+        std::vector<Way> ways;
+        for (size_t i = 1; i < bounds.size(); ++i)
+          ways.push_back({0, shared_.size(), std::pair{bounds[i - 1], bounds[i]}});
+        if (std::all_of(ways.begin(), ways.end(), [](const Way& way) { return way.heads->first < way.heads->second; }))
+          attempt(ways);
+      }
+  }
+
+  void try_parts() {
+    const size_t n = shared_.size();
+    for (const std::vector<double>& shares : staging_.shares) {
+      std::vector<Way> ways{{n - 1, n, {}, kOwn}};
+      if (n > 1) ways.push_back({0, n - 1});
+      for (size_t i = 1; i < shares.size(); ++i) ways.push_back({n - 1, n, {}, std::pair{shares[i - 1], shares[i]}});
+      attempt(ways);
+    }
+  }
+
+  void attempt(const std::vector<Way>& ways) {
+    std::vector<Load> own = whole_;
+    std::vector<Timed> stages;
+    for (const Way& way : ways) {
+      if (way.keys == kOwn)
+        add_own(own);
+      else
+        stages.push_back(way.keys ? time_part(*way.keys) : time_set(way));
+    }
+    Times forward(cp_size_), backward(cp_size_);
+    for (size_t r = 0; r < cp_size_; ++r) {
+      forward[r] = staging_.forward.time(own[r].heads, own[r].counts);
+      backward[r] = staging_.backward.time(own[r].heads, own[r].counts);
+    }
+    const double time = run_forward(std::move(forward), stages) + run_backward(backward, stages);
+    if (best_.empty() || time < best_time_) {
+      best_time_ = time;
+      best_ = ways;
+    }
+  }
+
+  // What those documents ask of a rank.
+  Load between(size_t first, size_t stop, size_t rank) const {
+    const auto place = [&](size_t i) { return i <= edge_ ? i : before_.size() - 1 - (shared_.size() - i); };
+    Load load = before_[place(stop)][rank];
+    const Load& less = before_[place(first)][rank];
+    load.counts.tiles -= less.counts.tiles;
+    load.counts.query_tiles -= less.counts.query_tiles;
+    load.heads -= less.heads;
+    load.tails -= less.tails;
+    load.in -= less.in;
+    load.out -= less.out;
+    return load;
+  }
+
+  Timed time_set(const Way& way) const {
+    const double share = way.heads ? static_cast<double>(way.heads->second - way.heads->first) /
+                                         static_cast<double>(staging_.num_heads)
+                                   : 1;
+    Timed timed = exchanged(way.first, way.stop, share);
+    for (size_t r = 0; r < cp_size_; ++r) {
+      const Load load = between(way.first, way.stop, r);
+      set_times(timed, r, load.calls(), share * static_cast<double>(load.counts.tiles),
+                share * static_cast<double>(load.counts.query_tiles));
+    }
+    return timed;
+  }
+
+  // Of the last document, the share [low, high) of the keys of other ranks; with the first of them, each tail also
+  // sees what its rank holds before it.
+  Timed time_part(const std::pair<double, double>& keys) const {
+    const auto [low, high] = keys;
+    std::vector<Load> loads(cp_size_);
+    std::vector<int64_t> held(cp_size_);
+    for (const Piece* piece = shared_.back().begin; piece < shared_.back().end; ++piece) {
+      const size_t rank = piece->rank();
+      const int64_t rows = piece->segment.stop - piece->segment.start, before = held[rank];
+      held[rank] += rows;
+      const auto visible = static_cast<int64_t>(static_cast<double>(piece->segment.start - before) * (high - low)) +
+                           (low == 0 ? before : 0);
+      if (visible <= 0) continue;
+      const int64_t query_tiles = tiles(rows);
+      loads[rank].add(*piece, {query_tiles * tiles(visible), query_tiles});
+    }
+    Timed timed = exchanged(shared_.size() - 1, shared_.size(), high - low);
+    for (size_t r = 0; r < cp_size_; ++r)
+      set_times(timed, r, loads[r].heads + loads[r].tails, static_cast<double>(loads[r].counts.tiles),
+                static_cast<double>(loads[r].counts.query_tiles));
+    return timed;
+  }
+
+  int64_t tiles(int64_t rows) const {
+    return (rows + staging_.forward.tile_rows - 1) >> staging_.forward.tile_bits;
+  }
+
+  // Of the last document, every piece with its own keys.
+  void add_own(std::vector<Load>& own) const {
+    std::vector<char> is_here(cp_size_);
+    for (const Piece* piece = shared_.back().begin; piece < shared_.back().end; ++piece) {
+      Load& rank = own[piece->rank()];
+      rank.heads += !std::exchange(is_here[piece->rank()], 1);
+      rank.counts += staging_.forward.count(0, piece->segment.stop - piece->segment.start);
+    }
+  }
+
+  // A stage with the exchange of a share of what those documents move.
+  Timed exchanged(size_t first, size_t stop, double share) const {
+    int64_t most = 0;
+    for (size_t r = 0; r < cp_size_; ++r) {
+      const Load load = between(first, stop, r);
+      most = std::max({most, load.in, load.out});
+    }
+    const double rows = share * static_cast<double>(most);
+    const auto time = [&](double each) { return rows > 0 ? staging_.latency + rows * each : 0; };
+    return {Times(cp_size_), Times(cp_size_), time(staging_.arrive), time(staging_.leave)};
+  }
+
+  void set_times(Timed& timed, size_t rank, int64_t calls, double tiles, double query_tiles) const {
+    timed.forward[rank] = staging_.forward.time(calls, tiles, query_tiles);
+    timed.backward[rank] = staging_.backward.time(calls, tiles, query_tiles);
+  }
+
+  // `stage_times` of cost/exchange.py.
+  static double run_forward(Times free, const std::vector<Timed>& stages) {
+    double here = 0;
+    for (size_t i = 0; i < stages.size(); ++i) {
+      here += stages[i].arrive;
+      double all_began = here;
+      for (size_t r = 0; r < free.size(); ++r) {
+        const double begin = std::max(free[r], here);
+        all_began = std::max(all_began, begin);
+        free[r] = begin + stages[i].forward[r];
+      }
+      here = all_began;
+    }
+    return *std::max_element(free.begin(), free.end());
+  }
+
+  double run_backward(const Times& own, const std::vector<Timed>& stages) const {
+    const auto again = [&](size_t i) { return staging_.kept || i == stages.size() ? 0 : stages[i].arrive; };
+    Times free(own.size());
+    double here = again(0), channel = here, last = 0;
+    for (size_t i = 0; i < stages.size(); ++i) {
+      double all_began = 0, all_free = 0;
+      for (size_t r = 0; r < free.size(); ++r) {
+        const double begin = std::max(free[r], here);
+        all_began = std::max(all_began, begin);
+        free[r] = std::max(begin + stages[i].backward[r], stages[i].leave > 0 ? last : 0);
+        all_free = std::max(all_free, free[r]);
+      }
+      if (again(i + 1) > 0) here = channel = std::max(channel, all_began) + again(i + 1);
+      last = channel = std::max(channel, all_free) + stages[i].leave;
+    }
+    double end = channel;
+    for (size_t r = 0; r < free.size(); ++r) end = std::max(end, free[r] + own[r]);
+    return end;
+  }
+
+  const Staging& staging_;
+  size_t cp_size_, edge_ = 1;  // a document in parts, or the most that are a set of their own
+  std::vector<Load> whole_;                // `heads` are calls here
+  std::vector<Shared> shared_;             // least work first
+  std::vector<std::vector<Load>> before_;  // sums of so many of these, up to `edge_` and from all but `edge_` on
+  std::vector<Way> best_;
+  double best_time_ = 0;
+};
+
+}  // namespace
+
+void check(const Staging& staging) {
+  if (staging.forward.tile_rows != staging.backward.tile_rows)
+    throw std::invalid_argument("forward and backward have tiles of different sizes");
+  check_range("num_heads", staging.num_heads, 1, 1 << 16);
+  for (int64_t edge : staging.edges) check_range("an edge", edge, 0, 64);
+  if (staging.edges.empty() || staging.edges[0]) throw std::invalid_argument("edges must begin with 0");
+  for (const std::vector<double>& shares : staging.shares)
+    if (shares.size() < 2 || std::any_of(shares.begin(), shares.end(), [](double s) { return !(0 <= s && s <= 1); }))
+      throw std::invalid_argument("shares must be two or more from 0 to 1");
+}
+
+Staged stage(const std::vector<Piece>& pieces, size_t num_documents, size_t cp_size, const Staging& staging) {
+  return Stager(pieces, cp_size, staging).choose(num_documents);
+}
+
+}  // namespace wlb
