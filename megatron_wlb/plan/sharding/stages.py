@@ -26,7 +26,15 @@ if TYPE_CHECKING:
 
 EDGES = (0, 1, 2)
 """How many of the shared documents are tried as a set of their own, before and after the others."""
-SHARES = ((0.0, 1.0), (0.0, 1 / 4, 1.0), (0.0, 1 / 16, 1 / 4, 1.0), (0.0, 1 / 8, 7 / 8, 1.0))
+SHARES = (
+    (0.0, 1.0),
+    (0.0, 1 / 4, 1.0),
+    (0.0, 1 / 16, 1 / 4, 1.0),
+    (0.0, 1 / 8, 7 / 8, 1.0),
+    (0.0, 1 / 2, 1.0),
+    (0.0, 1 / 4, 1 / 2, 3 / 4, 1.0),
+    (0.0, 1 / 8, 3 / 8, 5 / 8, 7 / 8, 1.0),
+)
 """Where the parts begin and end in which the keys of other ranks are tried to arrive, of a document in parts."""
 
 
