@@ -45,7 +45,7 @@ def predictions(
     Args:
         default: the job with a micro-batch for every window.
         make: the job with so many micro-batches; raises ValueError where it cannot have them.
-        stream: of the run's documents from the beginning, for a context window.
+        stream: of the run's documents from the beginning, without end, for a context window.
         memory_known: `make` refuses micro-batches that are too long for memory; else none of several windows is tried.
     """
     windows, jobs = default.global_batch_size, {default.num_micro_batches: default}
@@ -64,13 +64,10 @@ def predictions(
 
 
 def _scaled(job: Job) -> Job:
-    """The job with `RANKS` data-parallel ranks, where that is possible."""
+    """The job with `RANKS` data-parallel ranks, or as many as divide experts."""
     parallel = job.parallel
-    ranks = max(RANKS, parallel.expert_dp_ranks)
-    sizes = job.global_batch_size, job.num_micro_batches
-    if ranks >= parallel.dp or any(size * ranks % parallel.dp for size in sizes):
-        return job
-    windows, count = (size * ranks // parallel.dp for size in sizes)
+    ranks = min(parallel.dp, max(RANKS, parallel.expert_dp_ranks))
+    windows, count = (size * ranks // parallel.dp for size in (job.global_batch_size, job.num_micro_batches))
     return replace(job, parallel=replace(parallel, dp=ranks), global_batch_size=windows, num_micro_batches=count)
 
 
@@ -80,11 +77,9 @@ def _measured(job: Job, stream: Callable[[int], DocumentStream]) -> tuple[float,
     steps = min(MOST_STEPS, max(LEAST_STEPS, WINDOWS // job.global_batch_size))
     time = work = late = tokens = 0.0
     for k in range(WARM_UP + steps):
-        if packer.finished:
-            break
         step = packer.next()
         packing, lengths = step.packing, step.packing.documents["length"]
-        if k < WARM_UP and not packer.finished:
+        if k < WARM_UP:
             continue
         if job.profile.counts_pairs:
             time += step_cost(packing, job)

@@ -51,6 +51,21 @@ def test_train_samples(dataset, whole, tmp_path):
     assert np.array_equal(document_log.read(documents), whole[1])
 
 
+def test_the_number_of_micro_batches_is_chosen(dataset, tmp_path):
+    """By all ranks alike; a resumed run chooses the same, and goes on as if it had not been cut."""
+    common = [*ADAM, *PP2, "--wlb-packing", "adaptive"]
+    uncut, log, checkpoint = tmp_path / "uncut", tmp_path / "log", str(tmp_path / "ckpt")
+    train(2, dataset, *common, "--train-iters", "4", log=uncut)
+    saving = ["--save", checkpoint, "--load", checkpoint, "--save-interval", "2"]
+    for steps in ("2", "4"):
+        train(2, dataset, *common, *saving, "--train-iters", steps, "--override-opt-param-scheduler", log=log)
+    counts = {json.loads(line)["num_micro_batches"] for line in uncut.read_text().splitlines()}
+    assert len(counts) == 1 and counts.pop() > 8
+    assert losses(log) == losses(uncut)
+    _, job = state.load(state_path(checkpoint, 4))
+    assert job["num_micro_batches"] > job["global_batch_size"] == 8
+
+
 def test_samples_are_windows_whatever_the_number_of_micro_batches(dataset, tmp_path, monkeypatch):
     """Upstream's counts go by N, the steps run M; the run is cut in two, and equal to the uncut one to the bit."""
     forward = Training.forward_step
