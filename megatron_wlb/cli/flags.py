@@ -154,10 +154,12 @@ def job_of(args: argparse.Namespace, notes: list[str], **fixed: Any) -> Job:
     return _make(args, notes, model, parallel, fixed)
 
 
-def packing_job(args: argparse.Namespace, notes: list[str]) -> Job:
-    """The job as far as packing depends on it: one pipeline stage and data-parallel rank, unless memory bounds S_max.
+def packing_job(args: argparse.Namespace, notes: list[str], *, alike: bool = False) -> Job:
+    """The job as far as packing depends on it.
 
-    Without a model it is `DEFAULT_MODEL`, for its crossover length. Raises ValueError as `job_of` does.
+    Where no flag says how many GPUs or pipeline stages there are, or if `alike` whatever they say, every micro-batch is
+    taken to have a data-parallel rank of its own, which makes them alike; but where memory bounds S_max. Without a
+    model it is `DEFAULT_MODEL`, for its crossover length. Raises ValueError as `job_of` does.
     """
     require(args, "seq_length", "global_batch_size")
     if args.wlb_memory_budget is not None:
@@ -167,7 +169,12 @@ def packing_job(args: argparse.Namespace, notes: list[str]) -> Job:
         model, unnamed = MODELS[DEFAULT_MODEL], args.wlb_crossover is None
     else:
         model, unnamed = model_of(args, notes if args.wlb_crossover is None else [], tp), False
-    job = _make(args, notes, model, Parallel(tp=tp, cp=cp), {})
+    if alike or (args.pipeline_model_parallel_size is None and launch.world_size(args) is None):
+        count = args.global_batch_size if args.wlb_micro_batches == "auto" else args.wlb_micro_batches
+        parallel = Parallel(tp=tp, cp=cp, dp=count)
+    else:
+        parallel = _parallel(args, model.num_layers, notes)
+    job = _make(args, notes, model, parallel, {})
     if unnamed and job.profile.crossover_tokens is None:
         notes.append(
             f"Assumed: a crossover of {job.crossover_tokens} tokens, that of a 7B model ({DEFAULT_MODEL}); describe "

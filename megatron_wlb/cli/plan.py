@@ -36,7 +36,7 @@ from megatron_wlb.plan.packer import PackedStep, Packer, make_packer
 from megatron_wlb.plan.stream import DocumentStream
 
 FORMAT = "megatron-wlb-plan"
-VERSION = 1
+VERSION = 2
 USAGE = "[LENGTHS] --output FILE [FLAGS | LAUNCH LINE | --launch FILE]"
 
 
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
     until = math.inf if args.flush else total - total % job.batch_tokens
     if not until:
         raise ValueError(
-            f"{', '.join(data.prefixes)} holds {total} tokens, under one global batch of {job.num_micro_batches} x "
+            f"{', '.join(data.prefixes)} holds {total} tokens, under one global batch of {job.global_batch_size} x "
             f"{job.context_length}, of which --no-flush makes no step; leave it out or give more documents"
         )
     stream = data.stream(args.seed, job.context_length, 1, DocumentStream if args.flush else UnflushedStream)
@@ -70,7 +70,8 @@ def run(args: argparse.Namespace) -> None:
     measured: list[metrics.StepMetrics] = []
     with writer(args.output) as file, progress(total, args.output) as advance:
         header = {"format": FORMAT, "version": VERSION, "policy": job.packing.name}
-        header |= {"micro_batches": job.num_micro_batches, "context_length": job.context_length}
+        header |= {"windows": job.global_batch_size, "micro_batches": job.num_micro_batches}
+        header |= {"context_length": job.context_length}
         header |= {"max_tokens": job.max_tokens, "crossover": job.crossover_tokens}
         _write(file, header | {"documents": sum(len(source.lengths) for source in data.sources)})
         for step, measures in steps(packer, job, until):

@@ -54,7 +54,8 @@ PARTS = {
     "parameters": "parameter gathering",
 }
 """Fields of `Breakdown`, in the order of the table."""
-_LIMITS = {"micro_batches": 1 << 20, "context_length": MAX_TOKENS, "max_tokens": MAX_TOKENS, "crossover": 1 << 35}
+_LIMITS = dict.fromkeys(("windows", "micro_batches"), 1 << 20) | {"crossover": 1 << 35}
+_LIMITS |= dict.fromkeys(("context_length", "max_tokens"), MAX_TOKENS)
 """Sizes in the header of a plan, and the largest that is allowed."""
 Step = list[np.ndarray]
 """The lengths of the documents of every micro-batch of a step, int64 [n] each."""
@@ -85,9 +86,9 @@ def run(args: argparse.Namespace) -> None:
     if args.trace is not None and traced >= len(steps):
         raise ValueError(f"--trace-step {traced}: {name} has {len(steps)} steps from 0; give one of them")
     notes = list(args.remarks)
-    sizes = {"global_batch_size": header["micro_batches"], "seq_length": header["context_length"]}
+    sizes = {"global_batch_size": header["windows"], "seq_length": header["context_length"]}
     settle(args, sizes | {"wlb_packing": header["policy"], "wlb_crossover": header["crossover"]}, name)
-    job = job_of(args, notes, max_tokens=header["max_tokens"])
+    job = job_of(args, notes, num_micro_batches=header["micro_batches"], max_tokens=header["max_tokens"])
     entries = []
     with writer(args.json, "--json") as out, progress(len(steps), args.json, "simulating") as advance:
         for number, lengths in enumerate(steps):

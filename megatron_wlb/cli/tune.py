@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
         if Path(args.picture).suffix != ".png" or not Path(args.picture).resolve().parent.is_dir():
             raise ValueError(f"--picture {args.picture} must end in .png and be in a folder that exists")
     notes = list(args.remarks)
-    job = packing_job(args, notes)
+    job = packing_job(args, notes, alike=True)
     tunings = list(variants(job, _max_tokens(args, job), _packings(job.context_length)))
     fit, held_out = _halves(args, job, notes)
     with writer(args.json, "--json") as file:

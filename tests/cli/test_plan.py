@@ -59,8 +59,15 @@ def check(text, lengths, policy):
     """Everything that a reader may rely on; returns the last line."""
     header, steps, last = read(text)
     assert text.endswith("}\n")
-    sizes = {"micro_batches": N, "context_length": C, "max_tokens": S, "crossover": 30, "documents": len(lengths)}
-    assert header == {"format": "megatron-wlb-plan", "version": 1, "policy": policy, **sizes}
+    sizes = {
+        "windows": N,
+        "micro_batches": N,
+        "context_length": C,
+        "max_tokens": S,
+        "crossover": 30,
+        "documents": len(lengths),
+    }
+    assert header == {"format": "megatron-wlb-plan", "version": 2, "policy": policy, **sizes}
     for t, step in enumerate(steps):
         assert list(step) == ["step", "micro_batches"]
         assert (step["step"], len(step["micro_batches"])) == (t, N)
@@ -164,7 +171,7 @@ class TestNoFlush:
         )
 
 
-LAUNCHED = f"torchrun --nproc-per-node 8 pretrain_gpt.py {' '.join(FLAGS)} --wlb --wlb-packing adaptive --lr 3e-4"
+LAUNCHED = f"torchrun --nproc-per-node 4 pretrain_gpt.py {' '.join(FLAGS)} --wlb --wlb-packing adaptive --lr 3e-4"
 
 
 def test_the_flags_of_a_launch_line_are_taken(source, tmp_path):
@@ -187,7 +194,7 @@ PROFILE = {"name": "mine", "kernel": {"tile_rows": 1, "forward": {"launch": 0, "
         # Weights that a token is multiplied with in a layer, its share of the vocabulary among them, over heads x size.
         ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 128", 80, 12 * 64 + 64, None),
         ("--wlb-crossover 9 --tensor-model-parallel-size 8 --context-parallel-size 2", 80, 9, None),
-        ("--wlb-crossover 9 --num-gpus 3 --pipeline-model-parallel-size 2", 80, 9, None),  # packing is the same
+        ("--wlb-crossover 9 --num-gpus 4 --pipeline-model-parallel-size 2", 80, 9, None),
         # Memory is that of a layout: two stages of two layers, of 34 h bytes a token, and one MLP's backward.
         (
             "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 128 --pipeline-model-parallel-size 2 "

@@ -35,8 +35,9 @@ JOB = make_job(
 )
 HEADER = {
     "format": "megatron-wlb-plan",
-    "version": 1,
+    "version": 2,
     "policy": "wlb",
+    "windows": 2,
     "micro_batches": 2,
     "context_length": 100,
     "max_tokens": 150,
@@ -106,7 +107,7 @@ def test_what_is_printed_and_written(plan_file, tmp_path, capsys):
 def test_uneven_plans_are_slower_and_further_from_their_limit(tmp_path):
     def times(name, *micro_batches):
         step = {"step": 0, "micro_batches": [[[i, 0, n] for n in m] for i, m in enumerate(micro_batches)]}
-        header = HEADER | {"micro_batches": 4, "context_length": 65536, "max_tokens": 65536}
+        header = HEADER | {"windows": 4, "micro_batches": 4, "context_length": 65536, "max_tokens": 65536}
         plan = write(tmp_path / name, header, step, SUMMARY)
         return simulated(plan, tmp_path, "--model", "llama2-7b", "--pipeline-model-parallel-size", "4")["mean"]
 
@@ -122,7 +123,13 @@ def test_uneven_plans_are_slower_and_further_from_their_limit(tmp_path):
 def test_waiting_of_ranks_that_divide_experts_is_printed(tmp_path, capsys):
     micro_batches = [[[i, 0, n]] for i, n in enumerate((65536, 512, 65536, 8192))]
     step = {"step": 0, "micro_batches": micro_batches}
-    header = HEADER | {"micro_batches": 4, "context_length": 65536, "max_tokens": 65536, "policy": "original"}
+    header = HEADER | {
+        "windows": 4,
+        "micro_batches": 4,
+        "context_length": 65536,
+        "max_tokens": 65536,
+        "policy": "original",
+    }
     plan = write(tmp_path / "plan", header, step, SUMMARY)
     flags = "--model llama2-7b --num-gpus 2 --num-experts 4 --expert-model-parallel-size 2".split()
     mean = simulated(plan, tmp_path, *flags)["mean"]
@@ -179,8 +186,8 @@ def step_of(*micro_batches):
         (["hello"], "PLAN, line 1: not JSON (Expecting value); give what `megatron-wlb plan` wrote"),
         (["\ud800"], "line 1: not JSON"),
         (["[1]"], "line 1: a JSON list, where an object should be"),
-        ([{"format": "megatron-wlb-tune", "version": 1}], "line 1: no header of megatron-wlb-plan version 1"),
-        ([HEADER | {"version": 2}], "no header of megatron-wlb-plan version 1"),
+        ([{"format": "megatron-wlb-tune", "version": 1}], "line 1: no header of megatron-wlb-plan version 2"),
+        ([HEADER | {"version": 1}], "no header of megatron-wlb-plan version 2"),
         ([HEADER | {"crossover": 0}], "crossover is 0; it must be an integer from 1 to"),
         ([HEADER | {"micro_batches": True}], "micro_batches is true; it must be"),
         ([{k: v for k, v in HEADER.items() if k != "max_tokens"}], "max_tokens is null; it must be"),

@@ -129,8 +129,9 @@ def _plan(data: bytes, folder: Path) -> None:
 def _plan_seeds() -> list[bytes]:
     header = {
         "format": "megatron-wlb-plan",
-        "version": 1,
+        "version": 2,
         "policy": "wlb",
+        "windows": 2,
         "micro_batches": 2,
         "context_length": 64,
         "max_tokens": 80,

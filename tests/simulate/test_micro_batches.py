@@ -1,4 +1,4 @@
-"""How many micro-batches are chosen: by predicted time, of those that a job can have, the same by any number of ranks."""
+"""How many micro-batches are chosen: by predicted time, of those that a job can have."""
 
 import numpy as np
 import pytest

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -223,8 +223,10 @@ def profile_entries(name: str, profile: Profile) -> dict[str, Any]:
 
 
 def tunings(job: Job) -> list[Job]:
-    """What `front` tries."""
-    window = job.context_length
+    """What `front` tries, to make micro-batches alike: one for every window, on a data-parallel rank each."""
+    window, count = job.context_length, job.global_batch_size
+    ranks = replace(job.parallel, pp=1, vpp=1, group_size=None, dp=count, ep=1, etp=None)
+    job = replace(job, parallel=ranks, num_micro_batches=count)
     packings = [
         *(AdaptivePacking(max_delay_steps=delay) for delay in tune.MAX_DELAYS[::2]),
         *(WlbPacking(outlier_thresholds=tune.thresholds_at(shares, window)) for shares in FRONT_THRESHOLDS),
