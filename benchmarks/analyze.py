@@ -56,7 +56,7 @@ def main() -> None:
             report, took = analysed(job, Path(folder))
             seconds.append(took)
             layout = {key: report["job"]["parallel"][key] for key in ("tp", "cp", "pp", "vpp", "dp")}
-            shared = {"job": name, **layout, "num_micro_batches": report["job"]["num_micro_batches"]}
+            shared = {"job": name, **layout, "windows": report["job"]["global_batch_size"]}
             shared |= {"limit": report["limit"]["speedup"], "flags": report["flags"]}
             rows += [shared | {"scheme": scheme} | numbers for scheme, numbers in report["schemes"].items()]
             print(name, *(f"{row['scheme']} {row['speedup']:.3f}" for row in rows[-3:]), f"limit {shared['limit']:.3f}")

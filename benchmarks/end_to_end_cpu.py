@@ -127,7 +127,12 @@ LAYOUTS = (
         "PP=2",
         "--pipeline-model-parallel-size 2",
         4,
-        {"plain": PLAIN, **{p: f"--wlb-packing {p}" for p in ("wlb", "adaptive")}},
+        {
+            "plain": PLAIN,
+            "wlb": "--wlb-packing wlb",
+            "adaptive, M = N": "--wlb-packing adaptive --wlb-micro-batches 4",
+            "adaptive": "--wlb-packing adaptive",
+        },
     ),
 )
 SIZE = Size(window=8192, steps=6, rounds=4)

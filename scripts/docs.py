@@ -1,6 +1,7 @@
 """Writes what pages take from the code and from the benchmarks' results: python -m scripts.docs"""
 
 import argparse
+import itertools
 import json
 import re
 from pathlib import Path
@@ -19,11 +20,16 @@ def main() -> None:
 def pages() -> dict[Path, str]:
     """Pages with their generated parts as they should be."""
     texts = {ROOT / "docs" / "index.md": index()}
-    parts = (("flags", "flags", flags()), ("performance", "goals", goals()), ("convergence", "results", convergence()))
+    parts = (
+        ("flags", "flags", flags()),
+        ("performance", "limit", limit()),
+        ("performance", "goals", goals()),
+        ("convergence", "results", convergence()),
+    )
     for stem, name, part in parts:
         path = ROOT / "docs" / f"{stem}.md"
         begin, end = f"<!-- {name}: written by python -m scripts.docs -->\n", f"<!-- end of {name} -->\n"
-        before, rest = path.read_text().split(begin)
+        before, rest = texts.get(path, path.read_text()).split(begin)
         texts[path] = before + begin + part + end + rest.split(end)[1]
     return texts
 
@@ -53,6 +59,23 @@ def flags() -> str:
         text += " Switch, off unless given." if action.nargs == 0 else f" One of {choices}." if choices else ""
         sections.append(f"### `{action.option_strings[0]}`\n\n{text}{default}{value}\n")
     return "\n".join(["", *sections, ""])
+
+
+def limit() -> str:
+    """Shares of the limit that a step reaches on F2, by layout and scheme."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "step_time.json").read_text())["rows"]
+    shown = ["ring per sequence", "ring per document", "paper", "ours, M = N", "ours, auto"]
+    titles = ["job", "window", *shown[:3], "`--wlb`, M = N", "`--wlb`, auto", "M, N", "over ring per document", "delay"]
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    for (layout, window), several in itertools.groupby(
+        (row for row in rows if row["data"] == "F2"), key=lambda row: (row["layout"], row["window"])
+    ):
+        schemes = {row["scheme"]: row for row in several}
+        best, over = schemes["ours, auto"], "over_ring per document"
+        cells = [layout, f"{window >> 10}K", *(f"{100 * schemes[name]['of_limit']:.0f} %" for name in shown)]
+        cells += [f"{best['micro_batches']}, {best['windows']}", f"{best[over]:.2f} ± {best[f'{over}_error']:.2f}"]
+        lines.append("| " + " | ".join([*cells, f"{best['late_steps']:.2f}"]) + " |")
+    return "\n".join(["", *lines, "", ""])
 
 
 def goals() -> str:
