@@ -167,7 +167,8 @@ def test_levels_of_imbalance(tmp_path, lengths):
     for level in ("pp", "dp", "cp"):
         assert plain["imbalance"][level] > ours["imbalance"][level] >= 1
     assert 1 < ours["speedup"] < found["limit"]["speedup"]
-    assert ours["of_limit"] == pytest.approx(ours["limit_us_per_token"] / ours["us_per_token"])
+    assert ours["of_limit"] == pytest.approx(ours["speedup"] / found["limit"]["speedup"])
+    assert plain["of_limit"] == pytest.approx(plain["limit_us_per_token"] / plain["us_per_token"])
     assert max(ours["of_limit"], plain["of_limit"]) < 1
     assert plain["max_delay_steps"] <= 1 and ours["max_delay_steps"] <= 30
     assert plain["token_cv"] == 0 < found["schemes"]["paper"]["token_cv"]

@@ -224,7 +224,7 @@ def test_our_own_slurm_scripts(name, gpus, shape, tmp_path):
     _, job, _, notes = described(launch, "--data-path", str(tmp_path / "corpus"))
     parallel = job.parallel
     assert (parallel.num_gpus, job.context_length, parallel.pp, parallel.vpp) == (gpus, 131072, 4, 2)
-    assert (job.num_micro_batches, job.packing.name) == (4 * parallel.dp, "wlb")
+    assert (job.global_batch_size, job.packing.name) == (4 * parallel.dp, "adaptive")
     assert (job.model.num_layers, job.model.hidden_size, job.model.gated_linear_unit) == (*shape, True)
     assert ACROSS not in notes  # they have --wlb already
     assert not any("may hold" in note for note in notes)

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
     packed, simulated = report.steps_of(setup.free or setup.job)
     if args.steps is not None:
         packed, simulated = max(args.steps, packed // args.steps * args.steps), args.steps
-    total = len(schemes(setup)) * packed + len(report.tunings(setup.job))
+    total = len(schemes(setup.job, setup.free)) * packed + len(report.tunings(setup.job))
     with (
         writer(args.json, "--json") as file,
         writer(args.html, "--html") as html,

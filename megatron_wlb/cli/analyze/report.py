@@ -67,7 +67,7 @@ def steps_of(job: Job) -> tuple[int, int]:
 
 def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Report:
     """Simulate all schemes and sweep the front. `advance` is told of every step and every tuning."""
-    numbers, examples, jobs = {}, {}, schemes(setup)
+    numbers, examples, jobs = {}, {}, schemes(setup.job, setup.free)
     for name, job in jobs.items():
         numbers[name], examples[name] = measure(setup, job, packed, simulated, advance)
     limit = _compare(numbers)
@@ -103,13 +103,14 @@ def _compare(schemes: dict[str, dict[str, Any]]) -> dict[str, float]:
     plain = schemes["plain"]
     us_per_token = min(numbers["limit_us_per_token"] for name, numbers in schemes.items() if name in ("ours", "free"))
     limit = {"us_per_token": us_per_token, "speedup": plain["us_per_token"] / us_per_token}
-    for numbers in schemes.values():
+    for name, numbers in schemes.items():
         speedup = plain["us_per_token"] / numbers["us_per_token"]
         error = math.hypot(numbers["us_per_token_error"], plain["us_per_token_error"])
         numbers["speedup"] = speedup
         numbers["speedup_error"] = 0.0 if numbers is plain else speedup * error
-        # Its own, since Megatron cuts documents where windows end, which is less work a token.
-        numbers["of_limit"] = numbers["limit_us_per_token"] / numbers["us_per_token"]
+        # Megatron has its own, since it cuts documents where windows end, which is less work a token.
+        own = numbers["limit_us_per_token"] if name == "plain" else us_per_token
+        numbers["of_limit"] = own / numbers["us_per_token"]
     return limit
 
 

@@ -62,7 +62,7 @@ def setup_of(args: argparse.Namespace) -> Setup:
     if setup.settings.crossover or job.profile.crossover_tokens or job.profile.linear_tflops:
         return _with_best_count(setup, args)
     count = -(-crossover.MICRO_BATCHES // 2 // job.global_batch_size)
-    by_times = crossover.fit(job, (step.packing for step in setup.steps(schemes(setup)["plain"], count)))
+    by_times = crossover.fit(job, (step.packing for step in setup.steps(schemes(job)["plain"], count)))
     if by_times in (None, job.crossover_tokens):
         return _with_best_count(setup, args)
     notes.append(
@@ -108,12 +108,11 @@ def flags_of(setup: Setup, job: Job) -> str:
     return " ".join(flags) + " --eval-iters 0" * (not setup.data.has_validation)
 
 
-def schemes(setup: Setup) -> dict[str, Job]:
-    """Ways to train the same data, by name: two with a micro-batch for every window, --wlb as it is, and `Setup.free`.
+def schemes(job: Job, free: Job | None = None) -> dict[str, Job]:
+    """Ways to train the same data, by name: two with a micro-batch for every window, `job` as it is, and `Setup.free`.
 
     Plain Megatron exchanges K and V in a ring (`--cp-comm-type p2p`, its default), the paper's scheme all at once.
     """
-    job = setup.job
     wlb = job.packing if isinstance(job.packing, WlbPacking) else WlbPacking()
     plain = replace(
         job,
@@ -124,4 +123,4 @@ def schemes(setup: Setup) -> dict[str, Job]:
         cp_exchange="ring",
     )
     paper = replace(plain, packing=wlb, cp_sharding="wlb", cp_exchange="all")
-    return {"plain": plain, "paper": paper, "ours": job} | ({"free": setup.free} if setup.free else {})
+    return {"plain": plain, "paper": paper, "ours": job} | ({"free": free} if free else {})
