@@ -18,6 +18,7 @@ from megatron_wlb.adapter.settings import RunSettings
 from megatron_wlb.adapter.telemetry import Telemetry
 from megatron_wlb.adapter.throughput import Throughput
 from megatron_wlb.cost import memory
+from megatron_wlb.cost.passes import untimed
 from megatron_wlb.job import Job
 from megatron_wlb.plan import document_log, native
 from megatron_wlb.runtime.attention import AttentionOptions
@@ -54,7 +55,8 @@ class Report:
             f"tokens, S_max {job.max_tokens}, crossover {job.crossover_tokens} tokens, CP sharding {job.cp_sharding}"
         )
         if self._tried:
-            assumed = ", that time goes by work, since the profile has no unit of time" * job.profile.counts_pairs
+            why = untimed(job)
+            assumed = f" (assumed to go by work, since {why})" * bool(why)
             times = ", ".join(f"{each.job.num_micro_batches}: {each.time:.3f}" for each in self._tried)
             print_rank_0(
                 f"> wlb: --wlb-micro-batches auto chose {job.num_micro_batches}; predicted time of a step by its "

@@ -84,22 +84,32 @@ def layers_of(job: Job) -> np.ndarray:
     return layers
 
 
+def untimed(job: Job) -> str:
+    """Why a job cannot be timed, with the remedy; "" if it can."""
+    heads, tp = job.model.num_attention_heads, job.parallel.tp
+    if job.profile.counts_pairs:
+        return (
+            f"profile {job.profile.name} counts attended pairs; a simulation needs one in us, give h100-fa2 or one "
+            "that `megatron-wlb profile` wrote"
+        )
+    if heads % tp:
+        return f"{heads} attention heads do not divide over {tp} ranks; change one of them"
+    try:
+        layers_of(job)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def pass_times(job: Job, hardware: Hardware, shards: Sequence[ShardPlan]) -> Passes:
     """What the cost model says of M micro-batches of a data-parallel rank. Sequence parallelism is taken for granted.
 
     Raises ValueError where the job cannot be timed, or the micro-batches are not sharded for it.
     """
+    if why := untimed(job):
+        raise ValueError(why)
     model, (tp, cp) = job.model, (job.parallel.tp, job.parallel.cp)
     layers = layers_of(job)[:, :, None]
-    if job.profile.counts_pairs:
-        raise ValueError(
-            f"profile {job.profile.name} counts attended pairs; a simulation needs one in us, give h100-fa2 or one "
-            "that `megatron-wlb profile` wrote"
-        )
-    if model.num_attention_heads % tp:
-        raise ValueError(
-            f"{model.num_attention_heads} attention heads do not divide over {tp} ranks; change one of them"
-        )
     for plan in shards:
         if len(plan.shards) != cp:
             raise ValueError(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_wlb.cost.passes import untimed
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job
 from megatron_wlb.plan.packer import make_packer
@@ -39,8 +40,8 @@ def predictions(
 ) -> tuple[Job, list[Prediction]]:
     """The job with the best number of micro-batches, and all that were tried, by their number; [] if `default` it is.
 
-    All see the same first documents. A few data-parallel ranks stand for all. By a profile without a unit of time, time
-    goes by work (`placement.rank_cost`).
+    All see the same first documents. A few data-parallel ranks stand for all. Time goes by work (`placement.rank_cost`)
+    where a job cannot be timed (`untimed`).
 
     Args:
         default: the job with a micro-batch for every window.
@@ -81,7 +82,7 @@ def _measured(job: Job, stream: Callable[[int], DocumentStream]) -> tuple[float,
         packing, lengths = step.packing, step.packing.documents["length"]
         if k < WARM_UP:
             continue
-        if job.profile.counts_pairs:
+        if untimed(job):
             time += step_cost(packing, job)
         else:
             shards = shard_step(job, [packing.micro_batch(i)["length"] for i in range(len(packing))])

@@ -1,5 +1,7 @@
 """How many micro-batches are chosen: by predicted time, of those that a job can have."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from megatron_wlb.plan.packing.wlb import WlbPacking
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.simulate import micro_batches
 from megatron_wlb.simulate.micro_batches import predictions
-from tests.simulate.shards import job
+from tests.simulate.shards import SMALL, job
 
 WINDOW = 1 << 14
 LENGTHS = np.random.default_rng(0).lognormal(7.5, 1.3, 20_000).astype(np.int64).clip(1, WINDOW)
@@ -33,7 +35,11 @@ def chosen(*, windows=8, memory_known=True, packing=None, refuses=(), **changes)
     return best.num_micro_batches, {each.job.num_micro_batches: each for each in tried}
 
 
-@pytest.mark.parametrize("profile", [{}, {"profile": FLOPS_PROFILE}], ids=["h100-fa2", "flops"])
+@pytest.mark.parametrize(
+    "profile",
+    [{}, {"profile": FLOPS_PROFILE}, {"model": replace(SMALL, num_layers=7)}],
+    ids=["h100-fa2", "flops", "layers that do not divide"],
+)
 def test_a_pipeline_gets_more_and_a_single_rank_few(profile):
     count, tried = chosen(pp=4, dp=2, **profile)
     assert set(tried) == {2, 4, 8, 16, 24, 32} and count > 8
