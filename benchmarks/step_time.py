@@ -9,10 +9,12 @@ per document (THD), with documents over micro-batches by token count (`dp_balanc
 paper, and --wlb by adaptive packing with a micro-batch for every window, and with as many as `--wlb-micro-batches auto`
 chooses, memory taken to be enough. Speed-ups are of work, since Megatron cuts documents where windows end; a gain
 per token is that per work over the work a token of many steps that are packed. Errors are standard errors of a ratio of
-means over steps. Writes benchmarks/results/step_time.json in about ten minutes.
+means over steps. Writes benchmarks/results/step_time.json and docs/step_time.png in about ten minutes.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,7 @@ from megatron_wlb.plan.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.packing.original import OriginalPacking
 from megatron_wlb.plan.packing.wlb import WlbPacking
 from megatron_wlb.plan.step import shard_step
-from megatron_wlb.simulate import limit_time, simulate_step
+from megatron_wlb.simulate import SimulatedStep, limit_time, simulate_step
 from megatron_wlb.simulate.micro_batches import predictions
 
 SHAPES = MODELS | {
@@ -74,6 +76,7 @@ LAYOUTS = {
 SHORT = tuple(name for name in LAYOUTS if "node" not in name)
 """Those of scripts/slurm, one of them without its pipeline, and of the largest model: at a window of 128K only."""
 STEPS, WARM_UP, QUICK = 60, 12, 6
+DRAWN_FROM = 21
 PACKED = 200
 """Steps that work per token is of."""
 CASE = ("data", "window", "layout")
@@ -210,6 +213,46 @@ def goals(rows: list[Row]) -> list[results.Goal]:
     return wanted
 
 
+def typical(job: Job, lengths: np.ndarray) -> SimulatedStep:
+    """Of a job's steps the one with the median share of the limit."""
+    packer = make_packer(stream(lengths, job.context_length), job, fingerprint="")
+    steps = []
+    for k in range(WARM_UP + DRAWN_FROM):
+        packing = packer.next().packing
+        if k >= WARM_UP:
+            documents = [packing.micro_batch(i)["length"] for i in range(len(packing))]
+            steps.append(simulate_step(job, shard_step(job, documents)))
+    return sorted(steps, key=lambda step: step.time / limit_time(step))[DRAWN_FROM // 2]
+
+
+def draw() -> Path:
+    """Passes of a typical step of 7B on 64 GPUs, forward and backward, by its number of micro-batches."""
+    lengths = f2(100_000, 0)
+    pipeline, flat = (dict(schemes(name, WINDOW, lengths)) for name in ("7B PP4", "7B CP8"))
+    base = pipeline["ours, M = N"]
+    panels = [("Megatron, a ring per document, 4 micro-batches", pipeline["ring per document"])]
+    panels += [(f"--wlb, {m} micro-batches", replace(base, num_micro_batches=m)) for m in (4, 8, 16)]
+    panels += [(f"--wlb, no pipeline, {flat['ours, auto'].num_micro_batches} of several windows", flat["ours, auto"])]
+    figure = results.figure(10, 7)
+    heights = [job.parallel.pp for _, job in panels]
+    for axes, (title, job) in zip(
+        figure.subplots(len(panels), sharex=True, height_ratios=heights), panels, strict=True
+    ):
+        step = typical(job, lengths)
+        limit, (line,) = limit_time(step), step.timelines
+        for direction, color in ((0, "#0072b2"), (1, "#d55e00")):
+            for stage in range(job.parallel.pp):
+                start, end = (times[direction, stage].ravel() / limit for times in (line.start, line.end))
+                bars = np.stack((start, end - start), axis=1).tolist()
+                axes.broken_barh(bars, (stage - 0.4, 0.8), color=color, edgecolor="white", linewidth=0.3)
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.set(yticks=[], xlim=(0, None))
+        axes.invert_yaxis()
+        axes.set_title(f"{title}: {100 * limit / step.time:.0f} % of the limit", loc="left", fontsize=10)
+    axes.set_xlabel("time of a step over its limit; forward passes blue, backward orange, a row for every stage")
+    return results.save(figure, "step_time")
+
+
 def main() -> None:
     args = results.parser(__doc__, "two layouts, few steps, nothing written").parse_args()
     steps, data = (QUICK if args.quick else STEPS), distributions(200_000)
@@ -221,7 +264,7 @@ def main() -> None:
     pipelines = [name for name, (_, sizes, _) in LAYOUTS.items() if "pp" in sizes and name in SHORT]
     bounds = {name: clustering_bound(name, f2(400_000, 0)) for name in pipelines}
     settings = {"profile": "h100-fa2", "steps": steps, "warm_up": WARM_UP, "bounds": bounds}
-    results.finish(args, "step_time", settings=settings, rows=rows, goals=goals(rows))
+    results.finish(args, "step_time", settings=settings, rows=rows, goals=goals(rows), draw=draw)
 
 
 if __name__ == "__main__":

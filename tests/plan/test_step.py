@@ -131,7 +131,7 @@ from megatron_wlb.plan.packing.adaptive import AdaptivePacking
 from tests.jobs import MODEL, job
 lengths = np.random.default_rng(0).lognormal(6.7, 1.4, 300_000).astype(np.int64).clip(1, 8192)
 stream = DocumentStream([Source(lengths=lengths)], seed=1, context_length=8192)
-described = job(packing=AdaptivePacking(), num_micro_batches=512, context_length=8192, crossover_tokens=20_000)
+described = job(packing=AdaptivePacking(), num_micro_batches=512, dp=512, context_length=8192, crossover_tokens=20_000)
 Planner(make_packer(stream, described), described, 0, first_step=0).get(0)
 {ending}
 """
