@@ -129,8 +129,8 @@ def test_real_runs_are_measured(layout, tmp_path):
     log = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()][1:]  # the first warms up
     assert [entry["step"] for entry in log] == [101, 102]
     assert [step["tokens"] for step in first] == [step["tokens"] for step in second] == [e["tokens"] for e in log]
-    own = layout.micro_batches // (2 if layout.name == "DP=2" else 1)
     for a, b, entry in zip(first, second, log, strict=True):
+        own = entry["num_micro_batches"] // (2 if layout.name == "DP=2" else 1)
         for step in (a, b):
             assert len(step["busy"]) == len(step["rows"]) == len(step["pairs"]) == len(step["kernel_us"]) == own
             assert all(busy > 0 for busy in step["busy"])
