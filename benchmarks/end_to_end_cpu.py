@@ -271,13 +271,17 @@ def critical_path(layout: str, busy: np.ndarray) -> float:
     return float(makespans(schedule, work[None])[0]) / 3 / scale
 
 
-def even_path(layout: str, busy: np.ndarray) -> float:
-    """The critical path if all ranks and micro-batches had the mean."""
-    return critical_path(layout, np.full_like(busy, busy.mean()))
+def even_path(layout: str, busy: np.ndarray, count: int | None = None) -> float:
+    """The critical path if all ranks and micro-batches had the mean, of `count` on a rank (default: as many)."""
+    count = count or busy.shape[1]
+    return critical_path(layout, np.full((len(busy), count), busy.sum() / len(busy) / count))
 
 
-def totals(layout: str, ranks: list[Steps], models: dict[str, Costs]) -> Row:
-    """Sums over the steps of a round; and by how much each share of a step was predicted wrong, in "errors"."""
+def totals(layout: str, ranks: list[Steps], models: dict[str, Costs], count: int | None = None) -> Row:
+    """Sums over the steps of a round; and by how much each share of a step was predicted wrong, in "errors".
+
+    Even is with `count` micro-batches on a rank, plain's, so that it is a measure of work whatever a method has.
+    """
     sums: Counter[str] = Counter()
     errors: list[float] = []
     for of_ranks in zip(*ranks, strict=True):
@@ -286,11 +290,11 @@ def totals(layout: str, ranks: list[Steps], models: dict[str, Costs]) -> Row:
         sums["other"] += float(np.mean([step["other"] for step in of_ranks]))
         busy = np.array([step["busy"] for step in of_ranks])
         sums["critical"] += critical_path(layout, busy)
-        sums["even"] += even_path(layout, busy)
+        sums["even"] += even_path(layout, busy, count)
         for name, model in models.items():
             work = np.array([model.work(layout, step) for step in of_ranks])
             sums[f"{name} critical"] += critical_path(layout, work)
-            sums[f"{name} even"] += even_path(layout, work)
+            sums[f"{name} even"] += even_path(layout, work, count)
         if layout.startswith("PP"):  # whose stages differ by more than micro-batches
             busy, work = busy.mean(axis=0), work.mean(axis=0)
         errors += np.abs(work / work.mean() / (busy / busy.mean()) - 1).ravel().tolist()
@@ -332,7 +336,8 @@ def summarise(
 
     Errors of shares are those of the last model; `work` is that of a token, by method.
     """
-    found = {method: [totals(layout.name, ranks, models) for ranks in rounds] for method, rounds in measured.items()}
+    own = layout.micro_batches // (2 if layout.name == "DP=2" else 1)
+    found = {m: [totals(layout.name, ranks, models, own) for ranks in rounds] for m, rounds in measured.items()}
     plain = next(iter(found.values()))
     rows = []
     for method, rounds in found.items():

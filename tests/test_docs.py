@@ -122,7 +122,7 @@ def test_the_table_of_performance_shows_the_results():
     experts = result("placement")["settings"]["experts"]
     messages = next(row for row in result("pipeline_p2p")["rows"] if row["layout"] == "PP=4")
     trained = {(row["layout"], row["method"]): row for row in result("end_to_end_cpu")["rows"]}
-    dp, cp, pp = (trained[key] for key in (("DP=2", "wlb"), ("CP=2", "adaptive"), ("PP=2", "wlb")))
+    dp, cp, pp = (trained[key] for key in (("DP=2", "wlb"), ("CP=2", "auto"), ("PP=2", "wlb")))
     loops = {
         row["case"]: row["total_over_ours"]
         for row in result("cp_attention_cpu")["rows"]
