@@ -1,22 +1,24 @@
 """Does a model come out the same under every packing policy? The same GPT on the same text, policy by policy.
 
-    python -m benchmarks.convergence [--quick] [--device cuda] [--seeds 3] [--jobs 2] [--output FOLDER] [--report]
+    python -m benchmarks.convergence [--quick] [--device cuda] [--seeds 8] [--jobs 2] [--output FOLDER] [--report]
 
-One process trains all N micro-batches of a step and adds up their gradients, which is what any layout computes
+One process trains all micro-batches of a step and adds up their gradients, which is what any layout computes
 (`tests/benchmarks/test_convergence.py` compares it with Megatron on 4 processes): only packing differs. Model, text,
 trained tokens and learning rate over tokens are the same for all; a seed draws the weights and the order of documents.
 All runs of a seed go on from one model, trained in the original order until it is past the chaos of its first steps.
+`original-shuffled` is the control: nothing but another order of documents, so that what it loses or gains is noise.
 
 A run is one file in the output folder (benchmarks/results/convergence by default, POLICY-SEED.json). A run that is
 there is kept, one that was killed is done again. At the end, or with --report alone over the runs that are there, it
 writes benchmarks/results/convergence.json and docs/convergence.png; `python -m scripts.docs` then writes the table of
-docs/convergence.md. About two hours on two cores; --quick takes two minutes and writes no report. With --device cuda a
-larger model on more text, in bf16.
+docs/convergence.md. About a quarter of an hour a run on a calm core; --quick takes minutes and writes no report. With
+--device cuda a larger model on more text, in bf16.
 """
 
 import json
 import math
 import multiprocessing
+import os
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -27,9 +29,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import convergence_corpus, convergence_report, results
+from benchmarks import convergence_corpus, convergence_displacement, convergence_report, results
+from benchmarks.convergence_displacement import displacement
 from benchmarks.convergence_model import Corpus, Gpt, Shape, accumulate
-from benchmarks.convergence_report import BASELINE, COLORS
+from benchmarks.convergence_report import BASELINE, COLORS, CONTROL
+from benchmarks.lengths import WINDOW
 from benchmarks.results import Row
 from megatron_wlb.describe import make_job
 from megatron_wlb.job import Job, Parallel
@@ -47,7 +51,7 @@ from megatron_wlb.runtime.backends import get_backend
 
 ROOT = Path(__file__).parent
 VARIANTS = tuple(COLORS)
-MEASUREMENTS = 10
+MEASUREMENTS = 5
 """Validations over a run, evenly over its tokens, the last after its last step; one more before its first."""
 
 
@@ -58,7 +62,11 @@ class Scale:
     name: str
     shape: Shape
     context_length: int
-    num_micro_batches: int = 8
+    global_batch_size: int = 8
+    """N, in windows."""
+    dp: int = 2
+    pp: int = 8
+    """Data-parallel ranks and pipeline stages, by which adaptive packing goes: documents wait long there."""
     start_batches: int
     """Global batches in the original order, before what is compared; over the first half the learning rate rises."""
     global_batches: int
@@ -69,7 +77,7 @@ class Scale:
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
     pivot_bytes: int
-    held_out_share: float = 0.04
+    held_out_share: float = 0.06
     max_tokens_over_window: float = 1.25
     """S_max."""
     crossover_over_window: float = 51_200 / 131_072
@@ -77,7 +85,7 @@ class Scale:
 
     @property
     def batch_tokens(self) -> int:
-        return self.num_micro_batches * self.context_length
+        return self.global_batch_size * self.context_length
 
     @property
     def start_tokens(self) -> int:
@@ -111,7 +119,7 @@ CPU = Scale(
     global_batches=92,
     validation_tokens=131_072,
     learning_rate=2e-3,
-    pivot_bytes=1500,
+    pivot_bytes=2000,
 )
 SCALES = {
     "cpu": CPU,
@@ -123,7 +131,7 @@ SCALES = {
         start_batches=4,
         global_batches=20,
         validation_tokens=16_384,
-        pivot_bytes=300,
+        pivot_bytes=500,
     ),
     "cuda": replace(
         CPU,
@@ -134,32 +142,33 @@ SCALES = {
         global_batches=400,
         validation_tokens=524_288,
         learning_rate=2e-3,
-        pivot_bytes=4000,
+        pivot_bytes=5000,
     ),
 }
 
 
-def variants(window: int) -> dict[str, Any]:
-    """The packing policies that are compared, by name."""
+def variants(scale: Scale) -> dict[str, dict[str, Any]]:
+    """What is compared, by name: the packing policy and what else `make_job` takes."""
     return {
-        BASELINE: OriginalPacking(),
-        "fixed-1": FixedPacking(global_batches=1),
-        "fixed-8": FixedPacking(global_batches=8),
-        "wlb": WlbPacking(outlier_thresholds=(window // 4, window // 2)),
-        "adaptive-constant-tokens": AdaptivePacking(),
+        BASELINE: {"packing": OriginalPacking()},
+        CONTROL: {"packing": OriginalPacking()},
+        "wlb": {"packing": WlbPacking()},
+        "adaptive": {"packing": AdaptivePacking()},
+        "adaptive-2N": {"packing": AdaptivePacking(), "num_micro_batches": 2 * scale.global_batch_size},
+        "fixed-8": {"packing": FixedPacking(global_batches=8)},
     }
 
 
 def job_of(variant: str, scale: Scale) -> Job:
-    """What packing is judged by: a 7B model, in the place of the small one, a micro-batch for every rank."""
+    """What packing is judged by: a 7B model in the place of the small one."""
     return make_job(
         model=MODELS["llama2-7b"],
-        parallel=Parallel(dp=scale.num_micro_batches),
+        parallel=Parallel(dp=scale.dp, pp=scale.pp),
         context_length=scale.context_length,
-        global_batch_size=scale.num_micro_batches,
+        global_batch_size=scale.global_batch_size,
         max_tokens=round(scale.max_tokens_over_window * scale.context_length),
         crossover_tokens=scale.crossover_tokens,
-        packing=variants(scale.context_length)[variant],
+        **variants(scale)[variant],
     )
 
 
@@ -167,6 +176,19 @@ def packer_of(variant: str, scale: Scale, lengths: np.ndarray, seed: int) -> Pac
     """Packs documents of `lengths` trained tokens in the order of `seed`."""
     stream = DocumentStream([Source(lengths=lengths)], seed=seed, context_length=scale.context_length)
     return make_packer(stream, job_of(variant, scale))
+
+
+def displacements(steps: int = convergence_displacement.STEPS) -> list[Row]:
+    """What every variant does to the order of documents of other lengths, over a window of 128K; nothing is trained."""
+    from benchmarks.packing import distributions  # needs what machines that only measure may lack
+
+    scale, drawn = replace(CPU, context_length=WINDOW), distributions(200_000)
+    return [
+        {"data": data, "variant": name, **displacement(job_of(name, scale), drawn[data][0], steps)}
+        for data in convergence_displacement.LENGTHS
+        for name in VARIANTS
+        if name != CONTROL
+    ]
 
 
 class Trainer:
@@ -237,8 +259,9 @@ def run(variant: str, seed: int, scale: Scale, data: Row, device: torch.device, 
     begin, job = time.time(), job_of(variant, scale)
     train, held_out = (split(data, held_out=held) for held in (False, True))
     validation = validation_packing(held_out, scale)
-    # Another order of documents than the start had.
-    packer, trainer = packer_of(variant, scale, train.lengths, seed + 1000), Trainer(scale, train, seed, device)
+    # Another order of documents than the start had, and the control yet another.
+    shuffle = seed + (2000 if variant == CONTROL else 1000)
+    packer, trainer = packer_of(variant, scale, train.lengths, shuffle), Trainer(scale, train, seed, device)
     trainer.load(state)
     steps: dict[str, list[float]] = {key: [] for key in ("tokens", "loss", "gradient_norm", "imbalance", "long_tokens")}
     measured, validations = [], [{"tokens": 0, **trainer.validate(held_out, validation)}]
@@ -299,33 +322,38 @@ class Runs:
     output: Path
 
     def run_all(self, runs: list[tuple[str, int]], jobs: int) -> None:
-        """Do what is missing in `output`, `jobs` at a time, in the order given."""
+        """Do what is missing in `output`, `jobs` at a time, seed by seed."""
         self.output.mkdir(parents=True, exist_ok=True)
         wanted = common(self.scale, self.data(), self.device)
         missing = [r for r in runs if not self.is_finished(*r, wanted)]
         print(f"{len(missing)} of {len(runs)} runs to do")
         with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-            list(pool.map(self.start_one, sorted({seed for _, seed in missing})))
-            waiting = [pool.submit(self.run_one, *r) for r in missing]
+            waiting, seeds = [], sorted({seed for _, seed in missing})
+            for i, seed in enumerate(seeds):
+                # The start of the next seed before the runs of this one, so that none waits for its own.
+                starts = seeds[:2] if i == 0 else seeds[i + 1 : i + 2]
+                waiting += [pool.submit(self.start_one, each) for each in starts]
+                waiting += [pool.submit(self.run_one, *r) for r in missing if r[1] == seed]
             for future in as_completed(waiting):
                 if future.exception():
                     pool.shutdown(cancel_futures=True)
                 print(future.result(), flush=True)
 
-    def start_one(self, seed: int) -> None:
-        """`start`, unless its state lies beside the corpus."""
+    def start_one(self, seed: int) -> str:
+        """`start`, unless its state lies beside the corpus; returns that it does."""
         torch.set_num_threads(1)
         data, path = self.data(), self.start_path(seed)
         wanted = common(self.scale, data, self.device)
         if path.exists() and torch.load(path, map_location="cpu", weights_only=True)["common"] == wanted:
-            return
-        temporary = path.with_suffix(".tmp")
+            return f"seed {seed}: start is there"
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
         torch.save({"common": wanted, **start(seed, self.scale, data, self.device)}, temporary)
         temporary.rename(path)
+        return f"seed {seed}: start is made"
 
     def run_one(self, variant: str, seed: int) -> str:
         """`run`, with its log written at the end and not before; returns how it went."""
-        torch.set_num_threads(1)
+        self.start_one(seed)  # which sets the threads
         state = torch.load(self.start_path(seed), map_location=self.device, weights_only=True)
         log = run(variant, seed, self.scale, self.data(), self.device, state)
         lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in log.items())
@@ -364,7 +392,7 @@ class Runs:
 def main() -> None:
     parser = results.parser(__doc__, "a tiny model on little text, to see that it all runs")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--seeds", type=int, default=3, help="seeds 1 to this; the first of every policy run first")
+    parser.add_argument("--seeds", type=int, default=8, help="seeds 1 to this; the first of every policy run first")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated; default: %(default)s")
     parser.add_argument("--output", type=Path, help="folder of the logs, then no report is written")
@@ -382,7 +410,7 @@ def main() -> None:
     rows = convergence_report.compare(logs)
     convergence_report.show(rows)
     if args.output is None and not args.quick:
-        print(*convergence_report.write(logs), sep="\n")
+        print(*convergence_report.write(logs, displacements()), sep="\n")
     results.conclude(convergence_report.goals(rows), args.check)
 
 

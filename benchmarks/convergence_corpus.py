@@ -1,6 +1,7 @@
-"""The text of `benchmarks/convergence.py`: Python files of this interpreter's library and of the packages beside it.
+"""The text of `benchmarks/convergence.py`: Python files of packages at the versions of requirements/constraints.txt.
 
-A document is a file; of files with the same content the first by name counts. Long files are thinned as in the demo
+Of those alone, so that whoever has these versions has the same text, and can add runs to those of another day. A
+document is a file; of files with the same content the first by name counts. Long files are thinned as in the demo
 (`scripts/demo/make_data.py`), which leaves lengths as in a real corpus over a long window: most documents far shorter,
 and much of the tokens in a few long ones. Which documents are held out for validation depends on their names alone.
 """
@@ -8,13 +9,18 @@ and much of the tokens in a few long ones. Which documents are held out for vali
 import hashlib
 import json
 import os
-import sysconfig
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+CONSTRAINTS = Path(__file__).parent.parent / "requirements/constraints.txt"
+PACKAGES = """
+    torch megatron-core numpy psutil setuptools pytest hypothesis mypy matplotlib tokenizers rich tensorboard scipy
+    pyarrow mkdocs-material mkdocs
+""".split()
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
 THINNING = 1.5
 """The share (pivot_bytes / size) ** THINNING of the files over `pivot_bytes` is kept."""
@@ -61,13 +67,24 @@ def _make(*, vocab_size: int, pivot_bytes: int, held_out_share: float) -> dict[s
 
 
 def _files() -> Iterator[tuple[str, Path]]:
-    """Names that do not depend on where Python is installed, sorted, and the files."""
-    roots = {name: Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")}
-    for label, root in sorted(roots.items()):
-        for path in sorted(root.rglob("*.py")):
-            parts = path.relative_to(root).parts
-            if "__pycache__" not in parts and not (label == "stdlib" and "site-packages" in parts):
-                yield "/".join((label, *parts)), path
+    """Names that do not depend on where packages are installed, and the files.
+
+    Raises ValueError if a package is missing or of another version.
+    """
+    lines = CONSTRAINTS.read_text().splitlines()
+    wanted = dict(line.split("==") for line in lines if "==" in line)
+    for package in PACKAGES:
+        try:
+            found = distribution(package)
+            version = found.version
+        except PackageNotFoundError:
+            version = "missing"
+        if version != wanted[package]:
+            raise ValueError(
+                f"the text is of {package} {wanted[package]}, which is {version} here; install {CONSTRAINTS.name}"
+            )
+        for path in sorted(str(file) for file in found.files or () if file.suffix == ".py"):
+            yield f"{package}/{path}", Path(str(found.locate_file(path)))
 
 
 def _sample(texts: Iterator[str]) -> Iterator[str]:
