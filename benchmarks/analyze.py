@@ -29,19 +29,20 @@ SEVEN = (
     "--pipeline-model-parallel-size 4"
 )
 JOBS = {"7B, one virtual stage": SEVEN} | {
-    name: f"--launch scripts/slurm/{name.lower()}.sbatch --vocab-size 32000 --steps {STEPS}"
-    for name in ("550M", "7B", "30B", "70B")
+    name: f"scripts/slurm/{name.lower()}.sbatch" for name in ("550M", "7B", "30B", "70B")
 }
 """All have a window of 131,072 tokens; the last four have two virtual stages."""
 
 
 def analysed(job: str, folder: Path) -> tuple[dict[str, Any], float]:
     """The report, and the CPU seconds that it took."""
-    words = [*job.split(), "--data-path", str(folder / "f2")]
+    words = ["--data-path", str(folder / "f2"), *job.split()]
+    if job.endswith(".sbatch"):
+        words = [*words[:2], "--vocab-size", "32000", "--steps", str(STEPS), *results.slurm_job(Path(job).stem)]
     outputs = ["--json", str(folder / "report.json"), "--html", str(folder / "report.html")]
     begin = time.process_time()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        if command(["analyze", *words, *outputs]):
+        if command(["analyze", *outputs, *words]):
             raise RuntimeError(f"megatron-wlb analyze {job} failed")
     return json.loads((folder / "report.json").read_text()), time.process_time() - begin
 

@@ -12,7 +12,9 @@ attention alone, but for "auto, exchange", which counts the rows as a job does.
 that nothing hides, as a share of that time ("exposed"); and the limit's share of it. The limit is here the attention of
 whole documents and the linear work, spread evenly, nothing waited for. No tensor-parallel communication counts. How
 peers are read stands in `cp_peers`; dynamic CP has the documents of a whole step, N micro-batches, at once, and weighs
-their linear work, too. Writes benchmarks/results/cp_balance.json and docs/cp_balance.png.
+their linear work, too. `settings.two_levels` has what an exchange would save at the most that sends a row to every node
+once, for jobs with several context-parallel ranks on a node. Writes benchmarks/results/cp_balance.json and
+docs/cp_balance.png.
 """
 
 import itertools
@@ -40,6 +42,7 @@ from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.plan import native
 from megatron_wlb.plan.sharding import STRATEGIES, divide, mirrored_order, moved_rows, shard
+from megatron_wlb.plan.sharding.volume import Held
 from megatron_wlb.plan.types import SEGMENT, ShardPlan
 
 PROFILE = load_profile("h100-fa2")
@@ -55,10 +58,10 @@ PER_STEP, TIMED = 4, 32
 SHAPES = {
     "7B": (MODELS["llama2-7b"], 4),
     "30B": (MODELS["30b"], 8),
-    "8B": (replace(MODELS["llama2-7b"], ffn_hidden_size=14336, num_query_groups=8, padded_vocab_size=128256), 8),
-    "34B": (replace(MODELS["llama2-70b"], num_layers=48, ffn_hidden_size=22016), 8),
+    "8B": (MODELS["llama3-8b"], 8),
+    "34B": (MODELS["codellama-34b"], 8),
 }
-"""Model and TP, with 8, 7, 1 and 1 key heads a rank; 8B has the shape of Llama 3's, 34B that of Code Llama's."""
+"""Model and TP, with 8, 7, 1 and 1 key heads a rank."""
 
 
 @cache
@@ -183,17 +186,53 @@ def exchange(found: list[tuple[Row, list[np.ndarray]]]) -> list[Row]:
     return rows
 
 
+def two_levels(found: list[tuple[Row, list[np.ndarray]]]) -> list[Row]:
+    """Share of a layer's time saved if a row crosses the network once for every node that needs it, not for every rank.
+
+    On 32 GPUs, adaptive packing. Ranks of a node share what comes; what they pass on to each other takes no time.
+    """
+    rows = []
+    given = [each for each in found if (each[0]["packing"], each[0]["cp"]) == ("adaptive", CPS[0])]
+    for (case, made), name in itertools.product(given, ("7B", "8B")):
+        for tp in (8, 4, 2, 1):
+            cp, took = 32 // tp, np.zeros(2)
+            job = job_of(case["window"], cp, SHAPES[name][0], tp)
+            for lengths in made[:TIMED]:
+                _, plan = shard(lengths, job)
+                faster = H100.network.link_gb_per_s / once_a_node(plan, H100.network.gpus_per_node // tp)
+                networks = H100.network, replace(H100.network, link_gb_per_s=faster)
+                both = [pass_times(job, replace(H100, network=network), [plan]).layers for network in networks]
+                took += [sum((each.total - each.tensor)[0] for each in layer) for layer in both]
+            row = {"model": name, "data": case["data"], "window": case["window"], "tp": tp, "cp": cp}
+            rows.append(row | {"us": took[0] / len(made[:TIMED]), "saved": 1 - took[1] / took[0]})
+    return rows
+
+
+def once_a_node(plan: ShardPlan, local: int) -> float:
+    """Rows through the busiest rank between nodes of `local` ranks if each goes to a node once, over those that go."""
+    held = Held(plan)
+    segments, node = held.segments, held.ranks // local
+    lengths = segments["stop"] - segments["start"]
+    needs = held.seen[segments["document"]] > segments["start"][:, None]
+    needs[np.arange(len(segments))[:, None], node[:, None] * local + np.arange(local)] = False
+    by_node = needs.reshape(len(segments), -1, local)
+    to_ranks, to_nodes = lengths[:, None] * needs, lengths[:, None] * by_node.any(axis=2)
+    now = max(to_ranks.sum(axis=0).max(), np.bincount(held.ranks, to_ranks.sum(axis=1)).max())
+    once = max(to_nodes.sum(axis=0).max() / local, np.bincount(held.ranks, to_nodes.sum(axis=1)).max())
+    return once / now if now else 1.0
+
+
 def selection(documents: int, job: Job, repeats: tuple[int, int]) -> Row:
-    """Time to choose and make a job's plan for so many documents, with its stages, native and Python, in one run."""
+    """CPU time to choose and make a job's plan for so many documents and its stages, native and Python, in one run."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(4.3, 1.2, documents), 1, 60_000).astype(np.int64)
     times: dict[str, list[float]] = {"native": [], "python": []}
     for core, count in zip((native.core, None), repeats, strict=True):
         with patch.object(native, "core", core):
             for _ in range(count):
-                begin = time.perf_counter()
+                begin = time.process_time()
                 shard(lengths, job)
-                times["native" if core else "python"].append((time.perf_counter() - begin) * 1e3)
+                times["native" if core else "python"].append((time.process_time() - begin) * 1e3)
     python_ms = statistics.median(times["python"])
     row = {"documents": documents, "cp": job.parallel.cp, "tokens": int(lengths.sum()), "python_ms": python_ms}
     return row | results.spread("native_ms", times["native"])
@@ -277,7 +316,7 @@ def main() -> None:
     results.show(exchanged, [column for column in exchanged[0] if not column.endswith(", exposed")])
     print(selected)
     settings = {"heads": 4, "profile": "h100-fa2", "crossover": CROSSOVER, "S_max": S_MAX, **selected}
-    settings["exchange"] = exchanged
+    settings |= {"exchange": exchanged, "two_levels": two_levels(found)}
     draw_rows, wanted = partial(draw, rows), goals(rows, selected) + exchange_goals(exchanged)
     results.finish(args, "cp_balance", settings=settings, rows=rows, goals=wanted, draw=draw_rows)
 

@@ -39,7 +39,7 @@ from megatron_wlb.cli.flags import add_job_flags, job_of
 from megatron_wlb.cli.profile import TILE_ROWS, Target, attention_times
 from megatron_wlb.cost.attention import KernelModel, Profile, attention_kernels
 from megatron_wlb.cost.network import Group, Network, fit
-from megatron_wlb.job import Job
+from megatron_wlb.job import Job, Recompute
 from megatron_wlb.plan.sharding import per_document, shard, stages
 from megatron_wlb.plan.sharding.volume import Held
 from megatron_wlb.plan.step import shard_step
@@ -58,15 +58,15 @@ LINK_GB_PER_S = 0.03
 MESSAGE_BYTES = tuple(4**i << 16 for i in range(4))
 """That networks are measured with."""
 LLAMA_8B = (
-    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention "
-    "--num-query-groups 8 --swiglu --vocab-size 128256 --seq-length 524288 --global-batch-size 4 "
-    "--tensor-model-parallel-size 8 --context-parallel-size"
+    "--model llama3-8b --seq-length 524288 --global-batch-size 4 --tensor-model-parallel-size 8 --context-parallel-size"
 )
 SLURM = ("550M", "7B", "30B", "70B")
-JOBS = {name: f"--launch scripts/slurm/{name.lower()}.sbatch --vocab-size 32000" for name in SLURM}
+JOBS = {name: f"scripts/slurm/{name.lower()}.sbatch" for name in SLURM}
 JOBS |= {f"Llama 3 8B, 512K, CP={cp}": f"{LLAMA_8B} {cp}" for cp in (8, 32)}
 Collective = Callable[..., Any]
 """As `torch.distributed.all_to_all_single`."""
+ALONE = Recompute(granularity="selective", modules=("core_attn",))
+"""For attention alone: nothing before its backward hides the first exchange."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,10 @@ def savings(size: Size) -> list[Row]:
     for name, words in track(JOBS.items(), "simulating"):
         parser = argparse.ArgumentParser(allow_abbrev=False)
         add_job_flags(parser)
-        job = job_of(parser.parse_known_args(words.split())[0], [])
+        line = words.split()
+        if name in SLURM:
+            line = ["--vocab-size", "32000", *results.slurm_job(name.lower())]
+        job = job_of(parser.parse_known_args(line)[0], [])
         rows.append({"job": name, "window": job.context_length, **simulated(job, size.steps)})
     return rows
 
@@ -250,7 +253,7 @@ def overlap(size: Size, profile: Profile, networks: dict[str, Network]) -> list[
         "16 documents": np.full(16, size.tokens // 16),
     }
     job = replace(attention_job(size.tokens, HEADS, 2, profile=profile), cp_exchange="shared", bytes_per_value=4)
-    job, runs, rows = replace(job, cp_sharding="per-document"), [], []
+    job, runs, rows = replace(job, cp_sharding="per-document", recompute=ALONE), [], []
     for case, lengths in cases.items():
         with patch.object(stages, "load_network", lambda: networks["link"]):
             _, planned = shard(lengths, job)

@@ -16,10 +16,14 @@ that per work over the work a token of many steps that are planned; the tokens o
 too. The fraction reached compares gains per work. Imbalance is predicted by two cost models: of
 `megatron-wlb profile`, and fitted to some steps of training before; the latter's crossover is what packing goes by.
 The gain by CPU time is that of the critical path and whatever else the thread computes, without any wait for messages
-or for a core that others use. Writes benchmarks/results/end_to_end_cpu.json, in about 30 minutes; anything else that
-runs meanwhile spoils it.
+or for a core that others use.
+
+Layouts are compared as well, over plain packing with DP=2, by the planned work of documents, since passes of different
+layouts compute different things; predicted is what the critical path has over an even share of the work by the fitted
+model. Writes benchmarks/results/end_to_end_cpu.json, in about 45 minutes; anything else that runs meanwhile spoils it.
 """
 
+import itertools
 import json
 import os
 import statistics
@@ -50,6 +54,7 @@ from benchmarks.training_cpu import (
     write_dataset,
 )
 from megatron_wlb.cost.work import document_work
+from megatron_wlb.pipeline.deferral import WeightGradients, run_deferred
 from megatron_wlb.pipeline.schedule import Schedule
 from megatron_wlb.pipeline.timeline import makespans
 from megatron_wlb.plan.dataset import trained_tokens
@@ -69,6 +74,11 @@ COLUMNS = (
     *("work_per_token", "imbalance", "imbalance by trained", "share_error_median", "other_computing", "no_computing"),
 )
 """What is shown of rows."""
+PREDICTED = (
+    *("layout", "method", "late_steps", "speedup_per_work", "computing_gain", "computing_gain by trained"),
+    *("over_plain_dp", "over_plain_dp_by_cpu_time", "over_plain_dp_computing", "over_plain_dp by trained"),
+)
+"""The second table: predicted beside measured."""
 
 
 class Layout(NamedTuple):
@@ -80,6 +90,22 @@ class Layout(NamedTuple):
     """Name -> flags; the first is plain."""
     fraction: float | None = None
     """Goal, of the attainable gain."""
+    longest: float = 2
+    """S_max, in windows."""
+    rounds: int | None = None
+    """Fewer than usual, of steps that take longer."""
+    goals: dict[str, float] = {}  # noqa: RUF012
+    """Column -> what the last method should reach."""
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks."""
+        return 2 if self.name.startswith("DP") else 1
+
+    @property
+    def same_model(self) -> bool:
+        """The model is that of DP=2."""
+        return "--num-layers" not in self.flags
 
 
 class Costs(NamedTuple):
@@ -104,7 +130,7 @@ class Size(NamedTuple):
     rounds: int
 
 
-PLAIN = "--wlb-packing original --wlb-cp-sharding per-sequence"
+PLAIN = "--wlb-packing original --wlb-cp-sharding per-sequence --wlb-defer-weight-gradients off"
 LAYOUTS = (
     Layout(
         "DP=2",
@@ -130,9 +156,25 @@ LAYOUTS = (
         {
             "plain": PLAIN,
             "wlb": "--wlb-packing wlb",
-            "adaptive, M = N": "--wlb-packing adaptive --wlb-micro-batches 4",
+            "adaptive, not deferred": "--wlb-packing adaptive --wlb-defer-weight-gradients off",
             "adaptive": "--wlb-packing adaptive",
         },
+        goals={"speedup_per_work": 1.28},
+    ),
+    Layout(
+        "CP=2 for DP=2",
+        "--context-parallel-size 2",
+        2,
+        {"plain": PLAIN, "adaptive, M = N/2": "--wlb-packing adaptive --wlb-micro-batches 1"},
+        longest=2.5,
+        goals={"over_plain_dp": 1.21},
+    ),
+    Layout(
+        "PP=2 VPP=2",
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4",
+        4,
+        {"plain": PLAIN, "adaptive": "--wlb-packing adaptive"},
+        rounds=2,
     ),
 )
 SIZE = Size(window=8192, steps=6, rounds=4)
@@ -141,7 +183,12 @@ QUICK = Size(window=2048, steps=3, rounds=1)
 
 def main() -> None:
     parser = results.parser(__doc__, "about a minute: a short window, nothing written")
-    parser.add_argument("--layouts", nargs="+", choices=[layout.name for layout in LAYOUTS], help="default: all")
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        choices=[layout.name for layout in LAYOUTS],
+        help="default: all; the file then says which",
+    )
     parser.add_argument("--lengths", choices=("f2", "demo"), default="f2", help="of documents; default: f2")
     parser.add_argument("--rounds", type=int, help=f"default: {SIZE.rounds}, with --quick {QUICK.rounds}")
     args = parser.parse_args()
@@ -163,10 +210,12 @@ def main() -> None:
     rows = []
     for layout in layouts:
         work = {m: planned_work(lengths, layout, flags, size.window, crossover) for m, flags in layout.methods.items()}
-        rows += summarise(layout, measured[layout.name], models, work)
+        rows += summarise(layout, measured[layout.name], models, work, measured.get("DP=2", {}).get("plain"))
     results.show(rows, COLUMNS, width=160)
+    results.show(rows, PREDICTED, width=160)
     print(without)
     suffix = "" if args.lengths == "f2" else f".{args.lengths}"
+    suffix += "".join("_" + "".join(filter(str.isalnum, name.lower())) for name in args.layouts or ())
     settings = {"model": [*SHAPE, *TRAINING], "profile": stated, **size._asdict()}
     settings |= {"lengths": args.lengths, "costs": {name: costs._asdict() for name, costs in models.items()}}
     settings |= {"layouts": [layout._asdict() for layout in layouts], "plain without --wlb": without}
@@ -201,11 +250,13 @@ def calibrate(size: Size, dataset: str, profile: Path) -> dict[str, Costs]:
 def measure(layout: Layout, size: Size, dataset: str, profile: Path, crossover: int) -> dict[str, list[list[Steps]]]:
     """Method -> of every round: the steps of each rank."""
     measured: dict[str, list[list[Steps]]] = {method: [] for method in layout.methods}
-    for number in track(range(size.rounds), layout.name, console=Console(stderr=True)):
+    rounds = min(size.rounds, layout.rounds or size.rounds)
+    for number in track(range(rounds), layout.name, console=Console(stderr=True)):
         # Turns go back and forth, so that none always follows the same other.
         for method in list(layout.methods)[:: 1 if number % 2 == 0 else -1]:
             first = WARM_STEPS + number * size.steps
-            flags = f"--wlb --wlb-profile {profile} --wlb-crossover {crossover} --wlb-max-tokens {2 * size.window}"
+            flags = f"--wlb --wlb-profile {profile} --wlb-crossover {crossover}"
+            flags += f" --wlb-max-tokens {round(layout.longest * size.window)}"
             flags += f" {layout.flags} {layout.methods[method]}"
             argv = arguments(dataset, size.window, layout.micro_batches, first + size.steps, flags)
             measured[method].append(run_world(train, 2, argv, first, timeout=600))
@@ -233,7 +284,7 @@ def without_wlb(dataset: str) -> Row:
 def planned_work(lengths: np.ndarray, layout: Layout, flags: str, window: int, crossover: int) -> float:
     """Work per token that a method plans over PLANNED_STEPS."""
     packing = POLICIES[flags.split()[1]]()
-    changes = {"packing": packing, "crossover_tokens": crossover, "max_tokens": 2 * window}
+    changes = {"packing": packing, "crossover_tokens": crossover, "max_tokens": round(layout.longest * window)}
     stream = DocumentStream([Source(lengths=trained_tokens(lengths))], seed=SEED, context_length=window)
     packer = make_packer(stream, job_7b(layout.micro_batches, window, **changes))
     documents = np.concatenate([packer.next().packing.documents["length"] for _ in range(PLANNED_STEPS)])
@@ -254,21 +305,37 @@ def fit(steps: Steps) -> Costs:
     return Costs(round(ratio(pairs)), ratio(kernel))
 
 
-def critical_path(layout: str, busy: np.ndarray) -> float:
+def critical_path(layout: str, busy: np.ndarray, weights: np.ndarray | None = None) -> float:
     """Time of a step that computing takes, of busy times float64 [ranks, micro-batches of a rank], in their unit.
 
     The slower rank under data parallelism; under context parallelism the slower one of every micro-batch, as ranks wait
-    for each other within; 1F1B of the mean over stages in a pipeline.
+    for each other within; 1F1B, interleaved with VPP=2, of the mean over stages in a pipeline. There, `weights` are the
+    part of `busy` that is put off, if any.
     """
     if layout.startswith("DP"):
         return float(busy.sum(axis=1).max())
     if layout.startswith("CP"):
         return float(busy.max(axis=0).sum())
+    if weights is not None and weights.any():
+        return _deferred_path(layout, busy.mean(axis=0), weights.mean(axis=0), len(busy))
     # In whole numbers, a third of a pass forward and two backward.
     scale = 2**40 / busy.sum()
     work = np.rint(busy.mean(axis=0) * scale).astype(np.int64)
-    schedule = Schedule(num_stages=len(busy), num_micro_batches=len(work))
-    return float(makespans(schedule, work[None])[0]) / 3 / scale
+    chunks = 2 if "VPP=2" in layout else 1
+    schedule = Schedule(num_stages=len(busy), num_micro_batches=len(work), num_chunks=chunks)
+    return float(makespans(schedule, work[None])[0]) / 3 / scale / chunks
+
+
+def _deferred_path(layout: str, busy: np.ndarray, weights: np.ndarray, stages: int) -> float:
+    """The same with weight gradients put off, of a layer or of the output layer at a time."""
+    chunks = 2 if "VPP=2" in layout else 1
+    shape = stages, chunks, len(busy)
+    schedule = Schedule(num_stages=stages, num_micro_batches=len(busy), num_chunks=chunks)
+    counts = np.ones(shape[:2], np.int64)
+    counts[-1, -1] += 1
+    put_off = WeightGradients.alike(counts, np.broadcast_to(weights / chunks, shape))
+    passes = np.broadcast_to(busy / 3 / chunks, shape)
+    return run_deferred(schedule, passes, 2 * passes, 0.0, put_off)[0].makespan
 
 
 def even_path(layout: str, busy: np.ndarray, count: int | None = None) -> float:
@@ -285,16 +352,20 @@ def totals(layout: str, ranks: list[Steps], models: dict[str, Costs], count: int
     sums: Counter[str] = Counter()
     errors: list[float] = []
     for of_ranks in zip(*ranks, strict=True):
-        sums["tokens"] += of_ranks[0]["tokens"]
+        for key in ("tokens", "work", "late"):
+            sums[key] += of_ranks[0][key]
         sums["seconds"] += float(np.mean([step["seconds"] for step in of_ranks]))
         sums["other"] += float(np.mean([step["other"] for step in of_ranks]))
         busy = np.array([step["busy"] for step in of_ranks])
-        sums["critical"] += critical_path(layout, busy)
+        weights = np.array([step["weights"] for step in of_ranks])
+        sums["critical"] += critical_path(layout, busy, weights)
         sums["even"] += even_path(layout, busy, count)
+        sums["ideal"] += busy.sum() / len(busy)
         for name, model in models.items():
             work = np.array([model.work(layout, step) for step in of_ranks])
-            sums[f"{name} critical"] += critical_path(layout, work)
+            sums[f"{name} critical"] += critical_path(layout, work, work * weights / busy)
             sums[f"{name} even"] += even_path(layout, work, count)
+            sums[f"{name} ideal"] += work.sum() / len(work)
         if layout.startswith("PP"):  # whose stages differ by more than micro-batches
             busy, work = busy.mean(axis=0), work.mean(axis=0)
         errors += np.abs(work / work.mean() / (busy / busy.mean()) - 1).ravel().tolist()
@@ -312,7 +383,7 @@ def compare(plain: Row, other: Row) -> Row:
     per_work = plain["seconds"] / plain["even"] / (other["seconds"] / other["even"])
     computing = [(row["critical"] + row["other"]) / row["even"] for row in (plain, other)]
     even = 1 + plain["other"] / plain["even"]
-    models = [key.removesuffix(" critical") for key in other if key.endswith(" critical")]
+    models = _models(other)
     predicted = {name: [row[f"{name} critical"] / row[f"{name} even"] for row in (plain, other)] for name in models}
     return {
         "speedup_in_tokens": plain["seconds"] / plain["tokens"] / (other["seconds"] / other["tokens"]),
@@ -321,6 +392,8 @@ def compare(plain: Row, other: Row) -> Row:
         "attainable": gain,
         **{f"attainable by {name}": attainable(of_plain) for name, (of_plain, _) in predicted.items()},
         "fraction": (per_work - 1) / (gain - 1),
+        "computing_gain": plain["critical"] / plain["even"] / (other["critical"] / other["even"]),
+        **{f"computing_gain by {name}": of_plain / of_other for name, (of_plain, of_other) in predicted.items()},
         "fraction_by_cpu_time": (computing[0] / computing[1] - 1) / (computing[0] / even - 1),
         "imbalance": other["critical"] / other["even"],
         **{f"imbalance by {name}": of_other for name, (_, of_other) in predicted.items()},
@@ -329,19 +402,50 @@ def compare(plain: Row, other: Row) -> Row:
     }
 
 
+def over_layout(reference: Row, other: Row) -> Row:
+    """How many times as much planned work a second as another layout does: measured, and predicted by every model."""
+
+    def gain(*keys: str) -> float:
+        per_work = [sum(row[key] for key in keys) / row["work"] for row in (reference, other)]
+        return per_work[0] / per_work[1]
+
+    def predicted(model: str) -> float:
+        longer = [row[f"{model} critical"] / row[f"{model} ideal"] for row in (reference, other)]
+        return longer[0] / longer[1]
+
+    return {
+        "over_plain_dp": gain("seconds"),
+        "over_plain_dp_by_cpu_time": gain("critical", "other"),
+        "over_plain_dp_computing": gain("critical"),
+        **{f"over_plain_dp by {model}": predicted(model) for model in _models(other)},
+    }
+
+
+def _models(sums: Row) -> list[str]:
+    return [key.removesuffix(" critical") for key in sums if key.endswith(" critical")]
+
+
 def summarise(
-    layout: Layout, measured: dict[str, list[list[Steps]]], models: dict[str, Costs], work: dict[str, float]
+    layout: Layout,
+    measured: dict[str, list[list[Steps]]],
+    models: dict[str, Costs],
+    work: dict[str, float],
+    dp: list[list[Steps]] | None = None,
 ) -> list[Row]:
     """A row for each method: of all rounds together, and the median, least and greatest of single rounds.
 
-    Errors of shares are those of the last model; `work` is that of a token, by method.
+    Errors of shares are those of the last model; `work` is that of a token, by method; `dp` is what plain packing was
+    measured with under DP=2, where that is to be compared.
     """
-    own = layout.micro_batches // (2 if layout.name == "DP=2" else 1)
+    own = layout.micro_batches // layout.ranks
     found = {m: [totals(layout.name, ranks, models, own) for ranks in rounds] for m, rounds in measured.items()}
     plain = next(iter(found.values()))
     rows = []
     for method, rounds in found.items():
         row: Row = {"layout": layout.name, "method": method, **compare(_sum(plain), _sum(rounds))}
+        row["late_steps"] = sum(r["late"] for r in rounds) / sum(r["tokens"] for r in rounds)
+        if dp is not None and layout.same_model:
+            row |= over_layout(_sum([totals("DP=2", ranks, models) for ranks in dp]), _sum(rounds))
         row["work_per_token"] = work[method] / next(iter(work.values()))
         row["speedup_per_token"] = row["speedup_per_work"] / row["work_per_token"]
         single = [compare(p, r) for p, r in zip(plain, rounds, strict=True)]
@@ -367,10 +471,19 @@ def goals(layouts: list[Layout], rows: list[Row]) -> list[results.Goal]:
             best = max(here[1:], key=lambda row: row["fraction"])
             name = f"{layout.name}, {best['method']}: fraction of the attainable gain"
             wanted.append(results.at_least(name, best["fraction"], layout.fraction))
-        for row in here:
-            name = f"{layout.name}, {row['method']}: imbalance, predicted against measured"
-            error = abs(row["imbalance by trained"] / row["imbalance"] - 1)
-            wanted.append(results.at_most(name, error, 0.05))
+        for column, goal in layout.goals.items():
+            if column in here[-1]:
+                name = f"{layout.name}, {here[-1]['method']}: {column}"
+                wanted.append(results.at_least(name, here[-1][column], goal))
+        if "over_plain_dp" in layout.goals:
+            # Documents that straddle two global batches count, plain packing's as well.
+            name = f"{layout.name}, {here[-1]['method']}: mean delay beyond that of plain, steps"
+            wanted.append(results.at_most(name, here[-1]["late_steps"] - here[0]["late_steps"], 0.005))
+        pairs = ("imbalance", "imbalance by trained"), ("over_plain_dp_computing", "over_plain_dp by trained")
+        for row, (what, predicted) in itertools.product(here, pairs):
+            if what in row:
+                name = f"{layout.name}, {row['method']}: {what}, predicted against measured"
+                wanted.append(results.at_most(name, abs(row[predicted] / row[what] - 1), 0.05))
     return wanted
 
 

@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -20,6 +21,12 @@ Row = dict[str, Any]
 FOLDER = Path(__file__).parent / "results"
 DOCS = Path(__file__).parent.parent / "docs"
 PACKAGES = ("numpy", "scipy", "torch", "megatron-core", "transformer-engine", "flash-attn", "triton")
+
+
+def slurm_job(name: str) -> list[str]:
+    """The words that `scripts/slurm/NAME.sbatch` would run."""
+    script = Path(__file__).parent.parent / "scripts" / "slurm" / f"{name}.sbatch"
+    return shlex.split(subprocess.run(["bash", script, "--dry-run"], check=True, capture_output=True, text=True).stdout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

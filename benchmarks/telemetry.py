@@ -20,6 +20,7 @@ from benchmarks import results
 from benchmarks.lengths import f2, job_7b, packer
 from benchmarks.results import Row
 from benchmarks.training_cpu import arguments, document_lengths, train, warm, write_dataset
+from megatron_wlb.cost.attention import load_profile
 from megatron_wlb.job import Parallel
 from megatron_wlb.plan.step import plan_step
 from tests.worlds import run_world
@@ -31,9 +32,10 @@ GOAL = 0.001
 
 def training(argv: list[str]) -> tuple[list[float], list[float]]:
     """In every process: CPU ms of each step, and of what telemetry did in it."""
+    from megatron_wlb.adapter.clock import Clock
     from megatron_wlb.adapter.telemetry import Telemetry
 
-    forward, imbalance, write = Telemetry.forward, Telemetry.imbalance, Telemetry.write
+    span, shares, write = Clock.span, Clock.shares, Telemetry.write
     spent, of_steps = [0.0], list[float]()
 
     @contextlib.contextmanager
@@ -43,17 +45,17 @@ def training(argv: list[str]) -> tuple[list[float], list[float]]:
         spent[0] += 1e3 * (time.thread_time() - begin)
 
     @contextlib.contextmanager
-    def timed_forward(self: Telemetry, *args: Any) -> Iterator[None]:
+    def timed_span(self: Clock, what: str) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             with adding():
-                stack.enter_context(forward(self, *args))
+                stack.enter_context(span(self, what))
             yield
             with adding():
                 stack.close()
 
-    def timed_imbalance(self: Telemetry, iteration: int) -> float | None:
+    def timed_shares(self: Clock, step_seconds: float | None) -> dict[str, float | None] | None:
         with adding():
-            return imbalance(self, iteration)
+            return shares(self, step_seconds)
 
     def timed_write(self: Telemetry, *args: Any) -> None:
         with adding():
@@ -61,16 +63,16 @@ def training(argv: list[str]) -> tuple[list[float], list[float]]:
         of_steps.append(spent[0])
         spent[0] = 0.0
 
-    Telemetry.forward, Telemetry.imbalance, Telemetry.write = timed_forward, timed_imbalance, timed_write  # type: ignore[method-assign]
+    Clock.span, Clock.shares, Telemetry.write = timed_span, timed_shares, timed_write  # type: ignore[method-assign]
     steps = train(argv, FIRST)
     return [1e3 * (sum(step["busy"]) + step["other"]) for step in steps], of_steps[1:]
 
 
-def writing(folder: Path) -> list[float]:
-    """CPU ms to summarise and write a step of `NUM_MICRO_BATCHES` micro-batches."""
+def writing(folder: Path) -> tuple[list[float], list[float]]:
+    """CPU ms to summarise and write a step of `NUM_MICRO_BATCHES` micro-batches, and to predict its shares."""
     from torch.utils.tensorboard import SummaryWriter
 
-    from megatron_wlb.adapter import log, telemetry
+    from megatron_wlb.adapter import log, report, telemetry
 
     telemetry.get_tensorboard_writer = lambda: board
     telemetry.get_wandb_writer = lambda: None
@@ -78,15 +80,19 @@ def writing(folder: Path) -> list[float]:
     writer = telemetry.Telemetry(
         argparse.Namespace(tensorboard_log_interval=1, tensorboard_dir=str(folder), wandb_project=None)
     )
-    job = job_7b(NUM_MICRO_BATCHES, parallel=Parallel(cp=8, pp=4, dp=NUM_MICRO_BATCHES // 8))
+    layout = Parallel(cp=8, pp=4, dp=NUM_MICRO_BATCHES // 8)
+    job = job_7b(NUM_MICRO_BATCHES, parallel=layout, profile=load_profile("h100-fa2"))
     steps = packer(f2(100_000, 0), job)
-    times = []
+    times, simulated = [], []
     for iteration in range(1, WRITTEN_STEPS + 1):
         plan = plan_step(steps, job)
         begin = time.thread_time()
-        writer.write(iteration, plan, log.summary(plan, 1.0, 1.0, 0.0), 1.0)
+        writer.write(iteration, plan, log.summary(plan, 1.0, 1.0, 0.0))
         times.append(1e3 * (time.thread_time() - begin))
-    return times
+        begin = time.thread_time()
+        report.predicted_shares(job, plan.packing)
+        simulated.append(1e3 * (time.thread_time() - begin))
+    return times, simulated
 
 
 def main() -> None:
@@ -100,11 +106,12 @@ def main() -> None:
         _, (steps, telemetry) = run_world(
             training, 2, arguments(dataset, WINDOW, 2, FIRST + args.steps, flags), timeout=1800
         )
-        written = writing(Path(folder, "written"))
+        written, simulated = writing(Path(folder, "written"))
     medians = {"step_ms": statistics.median(steps), "telemetry_ms": statistics.median(telemetry)}
     rows: list[Row] = [
         {"what": f"training, DP=2, window {WINDOW}", **medians, "telemetry_max_ms": max(telemetry)},
         {"what": f"writing a step, N={NUM_MICRO_BATCHES}", "telemetry_ms": statistics.median(written)},
+        {"what": f"simulating it, in a thread of its own, N={NUM_MICRO_BATCHES}", "ms": statistics.median(simulated)},
     ]
     goals = [results.at_most("telemetry over the step", sum(telemetry) / sum(steps), GOAL)]
     for row in rows:

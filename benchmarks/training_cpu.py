@@ -20,6 +20,7 @@ from benchmarks.lengths import WINDOW, f2
 from benchmarks.results import Row
 from megatron_wlb.cost.attention import attention_kernel
 from megatron_wlb.job import Job
+from megatron_wlb.pipeline.schedule import schedule_of
 from megatron_wlb.plan.dataset import read_index
 from megatron_wlb.plan.sharding import rank_work
 from tests.adapter.datasets import write_index
@@ -36,8 +37,10 @@ TRAINING = f"""
 VOCABULARY = 255
 """Tokens are drawn below it, and it ends a document."""
 Steps = list[Row]
-"""The steps of one rank: "tokens", "seconds", "other" CPU time (optimizer, planning, logging); and for each of its
-micro-batches the CPU time of its passes, "busy", and what planning knows: "rows", "pairs", "kernel_us"."""
+"""The steps of one rank: "seconds", "other" CPU time (optimizer, planning, logging); of all ranks "tokens", "work" and
+"late", tokens times the steps that they ran late; and for each micro-batch of the rank the CPU time of its passes,
+"busy", in which the weight gradients that were put off are "weights", and what planning knows: "rows", "pairs",
+"kernel_us"."""
 
 
 def document_lengths(name: str, window: int) -> np.ndarray:
@@ -90,13 +93,14 @@ def train(argv: list[str], first: int) -> Steps:
     from megatron.core.pipeline_parallel import schedules
     from megatron.training import get_args, training
 
-    from megatron_wlb.adapter import cpu, plans, script
+    from megatron_wlb.adapter import cpu, deferral, plans, script
     from megatron_wlb.plan import step
 
     sys.argv = ["pretrain_gpt.py", *argv, "--distributed-backend", "gloo", *cpu.FLAGS]
     steps: Steps = []
     costs: dict[int, Row] = {}
-    passes: dict[str, list[float]] = {"forward": [], "backward": []}
+    order: list[int] = []
+    passes: dict[str, list[float]] = {"forward": [], "backward": [], "weights": []}
     setup, train_step, plan_step = training.setup_model_and_optimizer, training.train_step, step.plan_step
     last = [0.0, 0.0]
 
@@ -120,24 +124,34 @@ def train(argv: list[str], first: int) -> Steps:
             packer.next()
 
     def train_step_timed(*args: Any, **kwargs: Any) -> Any:
-        passes["forward"], passes["backward"] = [], []
+        passes.update(forward=[], backward=[], weights=[])
         result = train_step(*args, **kwargs)
         now = [time.perf_counter(), time.thread_time()]
         number = first - 1 + len(steps)
-        by_micro_batch = [sum(parts) for parts in zip(passes["forward"], passes["backward"], strict=True)]
+        both = [sum(parts) for parts in zip(passes["forward"], passes["backward"], strict=True)]
+        # Backward goes through the virtual stages from the last one, and through micro-batches in the same order.
+        by_micro_batch = np.bincount(order, weights=both) if order else np.array(both)
+        rows = np.array(costs.get(number, {}).get("rows", np.ones(len(by_micro_batch))))
+        weights = sum(passes["weights"]) * rows / rows.sum()  # products with as many rows
+        by_micro_batch = (by_micro_batch + weights).tolist()
         seconds, computing = (end - begin for begin, end in zip(last, now, strict=True))
         other = computing - sum(by_micro_batch)
-        steps.append({"seconds": seconds, "busy": by_micro_batch, "other": other, **costs.get(number, {})})
+        step = {"seconds": seconds, "busy": by_micro_batch, "weights": weights.tolist(), "other": other}
+        steps.append(step | costs.get(number, {}))
         last[:] = now
         return result
 
     def plan_step_kept(packer: Any, job: Any, dp_rank: int) -> Any:
         plan = plan_step(packer, job, dp_rank)
-        costs[plan.step] = {"tokens": plan.tokens, **costs_of(plan.micro_batches, job)}
+        late = sum(max(0, steps) * tokens for steps, tokens in plan.delays.items())
+        of_all = {"tokens": plan.tokens, "work": int(plan.work.sum()), "late": late}
+        costs[plan.step] = of_all | costs_of(plan.micro_batches, job)
+        order[:] = schedule_of(job).table()[:, 0].tolist()
         return plan
 
     schedules.forward_step = busy(schedules.forward_step, "forward")
     schedules.backward_step = busy(schedules.backward_step, "backward")
+    deferral.Step._run = busy(deferral.Step._run, "weights")  # type: ignore[method-assign]
     training.setup_model_and_optimizer, training.train_step = setup_for_later, train_step_timed
     step.plan_step = plan_step_kept
     plans.Plans._resume = resume_by_planning  # type: ignore[method-assign]

@@ -74,6 +74,8 @@ std::optional<wlb::Staging> staging(const py::handle& s) {
                       value<double>(exchange, "latency"),
                       value<double>(exchange, "arrive"),
                       value<double>(exchange, "leave"),
+                      value<double>(exchange, "ahead"),
+                      value<double>(s, "merge"),
                       value<bool>(s, "kept"),
                       value<int64_t>(s, "num_heads"),
                       value<std::vector<int64_t>>(s, "edges"),

@@ -1,7 +1,6 @@
 #include "sharding.h"
 
 #include <algorithm>
-#include <limits>
 #include <memory>
 #include <numeric>
 #include <set>
@@ -9,80 +8,11 @@
 #include <utility>
 
 #include "document.h"
+#include "draft.h"
+#include "hybrid.h"
 
 namespace wlb {
 namespace {
-
-constexpr double kNone = std::numeric_limits<double>::infinity();
-
-// A sharding in the making, and what the kernel model asks of it. Pieces of a document come one after the other.
-class Draft {
- public:
-  const std::string strategy;
-
-  Draft(const std::string& name, const Kernel& kernel, size_t cp_size, size_t documents)
-      : strategy(name), kernel_(kernel), ranks_(cp_size) {
-    pieces_.reserve(2 * documents);
-  }
-
-  void add(size_t call, const Segment& segment) {
-    if (segment.start == 0) end_document();
-    pieces_.push_back({call, segment});
-    ranks_[call / 2].add(pieces_.back(), kernel_.count(segment.start, segment.stop));
-  }
-
-  // To rank c, as its head, or 2 * cp_size - 1 - c, as its tail.
-  void add_chunk(int64_t chunk, const Segment& segment) {
-    const auto c = static_cast<size_t>(chunk);
-    add(c < ranks_.size() ? 2 * c : 2 * (2 * ranks_.size() - 1 - c) + 1, segment);
-  }
-
-  // When all documents are added.
-  void finish() {
-    end_document();
-    for (const Load& rank : ranks_) slowest_ = std::max(slowest_, kernel_.time(rank.calls() * launches(), rank.counts));
-  }
-
-  // Predicted, of the slowest rank, with the exchange at a price of a moved row.
-  double time(double exchange) const { return slowest_ + exchange * static_cast<double>(moved_); }
-
-  double work(size_t rank) const { return kernel_.time(0, ranks_[rank].counts); }
-
-  // Rows of K and V through the busiest rank; of the document that was added last, nothing yet.
-  int64_t moved() const { return moved_; }
-
-  // What the slowest rank takes at least, with counts that are left, of whole documents: the mean, less what rounding
-  // may do. Documents in pieces have more tiles, and every rank will have a call.
-  double least(Counts left) const {
-    int64_t calls = 0;
-    for (const Load& rank : ranks_) {
-      calls += std::max<int64_t>(1, rank.calls());
-      left += rank.counts;
-    }
-    return kernel_.time(calls * launches(), left) / static_cast<double>(ranks_.size()) * (1 - 1e-9);
-  }
-
-  const std::vector<Piece>& pieces() const { return pieces_; }
-
- private:
-  int64_t launches() const { return moved_ > 0 ? kernel_.parts : 1; }  // of a call
-
-  void end_document() {
-    if (pieces_.size() - ended_ > 1) {
-      const Piece *begin = pieces_.data() + ended_, *end = pieces_.data() + pieces_.size();
-      add_moved(begin, end, ranks_);
-      for (; begin < end; ++begin) moved_ = std::max({moved_, ranks_[begin->rank()].in, ranks_[begin->rank()].out});
-    }
-    ended_ = pieces_.size();
-  }
-
-  const Kernel& kernel_;
-  std::vector<Load> ranks_;
-  std::vector<Piece> pieces_;
-  size_t ended_ = 0;  // pieces of documents before the last
-  int64_t moved_ = 0;
-  double slowest_ = 0;
-};
 
 using Finished = std::shared_ptr<const Draft>;
 
@@ -115,110 +45,6 @@ class Race {
  private:
   const std::vector<double>& exchanges_;
   std::vector<Finished> best_;
-};
-
-// What the ranks hold so far, and which of them the next document goes to: those first that would end with least work
-// if what is left to place fills their room (with most, if sign is -1).
-class Ranks {
- public:
-  double per_token = 0, sign = 1;  // mean work of a token that is left
-  double most_work = 0;
-
-  Ranks(Draft& draft, int64_t cp_size, int64_t tokens, int64_t tile_rows)
-      : draft_(draft),
-        size_(static_cast<size_t>(cp_size)),
-        tile_(tile_rows),
-        room_((size_ + 3) / 4 * 4, -1),
-        work_(room_.size()),
-        ends_(room_.size()) {
-    std::fill(room_.begin(), room_.begin() + cp_size, static_cast<double>(tokens));
-  }
-
-  // Whole on one rank, or cut where none has the room.
-  void fill(int64_t document, int64_t length) {
-    size_t rank = first_with_room(length);
-    for (int64_t start = 0; start < length; rank = size_) {
-      if (rank == size_) rank = first_with_room(1);
-      const Segment segment{document, start, std::min(length, start + room(rank))};
-      put(rank, 2 * rank, segment);
-      start = segment.stop;
-    }
-  }
-
-  // As heads and tails on `share` ranks, or on more where too few have the room.
-  void spread(int64_t document, int64_t length, int64_t share) {
-    const auto cp_size = static_cast<int64_t>(size_);
-    while (!choose(share < cp_size ? (length + share - 1) / share : 0, share)) share = std::min(2 * share, cp_size);
-    // Whole tiles as evenly as they go, the first ranks having more; but so that the rest fits the ranks after.
-    int64_t left = length, room_after = 0, start = 0;
-    for (size_t rank : chosen_) room_after += room(rank);
-    heads_.clear();
-    sizes_.clear();
-    for (size_t rank : chosen_) {
-      room_after -= room(rank);
-      const int64_t even = (left + share * tile_ - 1) / (share * tile_) * tile_;
-      sizes_.push_back(std::min(room(rank), std::max(std::min(even, left), left - room_after)));
-      heads_.push_back(sizes_.back() / 2 / tile_ * tile_);
-      left -= sizes_.back();
-      --share;
-    }
-    const auto next = [&](size_t i, int64_t rows, bool is_tail) {
-      if (rows > 0) put(chosen_[i], 2 * chosen_[i] + is_tail, {document, start, start + rows});
-      start += rows;
-    };
-    for (size_t i = 0; i < chosen_.size(); ++i) next(i, heads_[i], false);
-    for (size_t i = chosen_.size(); i-- > 0;) next(i, sizes_[i] - heads_[i], heads_[i] > 0);
-  }
-
- private:
-  int64_t room(size_t rank) const { return static_cast<int64_t>(room_[rank]); }
-
-  // Returns the least of ends_, which are kNone for ranks without room for so many tokens.
-  double find_ends(int64_t least) {
-    const double s = sign, each = per_token, tokens = static_cast<double>(least);  // which no store to ends_ changes
-    double lanes[] = {kNone, kNone, kNone, kNone};
-    for (size_t r = 0; r < ends_.size(); r += 4)
-      for (size_t lane = 0; lane < 4; ++lane) {
-        const double room = room_[r + lane], end = s * (work_[r + lane] + each * room);
-        ends_[r + lane] = room >= tokens ? end : kNone;
-        lanes[lane] = std::min(lanes[lane], ends_[r + lane]);
-      }
-    return *std::min_element(lanes, lanes + 4);
-  }
-
-  // The number of ranks if none has room for so many tokens.
-  size_t first_with_room(int64_t least) {
-    const double best = find_ends(least);
-    return best == kNone ? size_ : static_cast<size_t>(std::find(ends_.begin(), ends_.end(), best) - ends_.begin());
-  }
-
-  // So many ranks with room for so many tokens each; false if there are fewer.
-  bool choose(int64_t least, int64_t count) {
-    find_ends(least);
-    chosen_.clear();
-    for (size_t r = 0; r < size_; ++r)
-      if (ends_[r] != kNone) chosen_.push_back(r);
-    if (chosen_.size() < static_cast<size_t>(count)) return false;
-    std::partial_sort(chosen_.begin(), chosen_.begin() + count, chosen_.end(),
-                      [&](size_t a, size_t b) { return ends_[a] < ends_[b] || (ends_[a] == ends_[b] && a < b); });
-    chosen_.resize(static_cast<size_t>(count));
-    return true;
-  }
-
-  void put(size_t rank, size_t call, const Segment& segment) {
-    draft_.add(call, segment);
-    work_[rank] = draft_.work(rank);
-    most_work = std::max(most_work, work_[rank]);
-    room_[rank] -= static_cast<double>(segment.stop - segment.start);
-  }
-
-  Draft& draft_;
-  size_t size_;
-  int64_t tile_;
-  // In doubles, which hold tokens exactly, for loops that compilers make vectors of; padded with ranks without room.
-  std::vector<double> room_, work_, ends_;
-  std::vector<size_t> chosen_;
-  std::vector<int64_t> sizes_, heads_;
 };
 
 class Sharder {

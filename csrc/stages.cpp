@@ -24,6 +24,12 @@ struct Way {
   std::optional<std::pair<double, double>> keys = {};
 };
 
+// A piece of a document in parts: its rows, the keys that it sees of other ranks, and those before it of its own.
+struct Row {
+  size_t call;
+  int64_t rows, others, before;
+};
+
 // What a stage with an exchange takes.
 struct Timed {
   Times forward, backward;
@@ -35,6 +41,9 @@ class Stager {
   Stager(const std::vector<Piece>& pieces, size_t cp_size, const Staging& staging)
       : staging_(staging), cp_size_(cp_size), whole_(cp_size) {
     const Piece* const last = pieces.data() + pieces.size();
+    int64_t rows = 0;
+    for (const Piece& piece : pieces) rows += piece.segment.stop - piece.segment.start;
+    ahead_ = staging.ahead * static_cast<double>(rows / static_cast<int64_t>(cp_size));
     for (const Piece *begin = pieces.data(), *end = begin; begin < last; begin = end) {
       bool is_shared = false;
       for (end = begin + 1; end < last && end->segment.start > 0; ++end) is_shared |= end->rank() != begin->rank();
@@ -117,11 +126,32 @@ class Stager {
 
   void try_parts() {
     const size_t n = shared_.size();
-    for (const std::vector<double>& shares : staging_.shares) {
-      std::vector<Way> ways{{n - 1, n, {}, kOwn}};
-      if (n > 1) ways.push_back({0, n - 1});
-      for (size_t i = 1; i < shares.size(); ++i) ways.push_back({n - 1, n, {}, std::pair{shares[i - 1], shares[i]}});
-      attempt(ways);
+    for (size_t first = n - 1;; first = 0) {
+      find_rows(first);
+      for (const std::vector<double>& shares : staging_.shares) {
+        std::vector<Way> ways{{first, n, {}, kOwn}};
+        if (first > 0) ways.push_back({0, first});
+        for (size_t i = 1; i < shares.size(); ++i) ways.push_back({first, n, {}, std::pair{shares[i - 1], shares[i]}});
+        attempt(ways);
+      }
+      if (first == 0) break;
+    }
+  }
+
+  // Rows of documents in parts, in the order of calls.
+  void find_rows(size_t first) {
+    rows_.clear();
+    std::vector<Shared> parted(shared_.begin() + static_cast<std::ptrdiff_t>(first), shared_.end());
+    std::sort(parted.begin(), parted.end(), [](const Shared& a, const Shared& b) { return a.document < b.document; });
+    std::vector<int64_t> held(cp_size_);
+    for (const Shared& document : parted) {
+      for (const Piece* piece = document.begin; piece < document.end; ++piece) {
+        int64_t& before = held[piece->rank()];
+        const int64_t rows = piece->segment.stop - piece->segment.start;
+        rows_.push_back({piece->call, rows, piece->segment.start - before, before});
+        before += rows;
+      }
+      for (const Piece* piece = document.begin; piece < document.end; ++piece) held[piece->rank()] = 0;
     }
   }
 
@@ -132,7 +162,7 @@ class Stager {
       if (way.keys == kOwn)
         add_own(own);
       else
-        stages.push_back(way.keys ? time_part(*way.keys) : time_set(way));
+        stages.push_back(way.keys ? time_part(way) : time_set(way));
     }
     Times forward(cp_size_), backward(cp_size_);
     for (size_t r = 0; r < cp_size_; ++r) {
@@ -173,26 +203,27 @@ class Stager {
     return timed;
   }
 
-  // Of the last document, the share [low, high) of the keys of other ranks; with the first of them, each tail also
-  // sees what its rank holds before it.
-  Timed time_part(const std::pair<double, double>& keys) const {
-    const auto [low, high] = keys;
+  // Of documents in parts, the share [low, high) of the keys of other ranks; with the first of them, each tail also sees
+  // what its rank holds before it. Rows without keys interrupt a call.
+  Timed time_part(const Way& way) const {
+    const auto [low, high] = *way.keys;
     std::vector<Load> loads(cp_size_);
-    std::vector<int64_t> held(cp_size_);
-    for (const Piece* piece = shared_.back().begin; piece < shared_.back().end; ++piece) {
-      const size_t rank = piece->rank();
-      const int64_t rows = piece->segment.stop - piece->segment.start, before = held[rank];
-      held[rank] += rows;
-      const auto visible = static_cast<int64_t>(static_cast<double>(piece->segment.start - before) * (high - low)) +
-                           (low == 0 ? before : 0);
-      if (visible <= 0) continue;
-      const int64_t query_tiles = tiles(rows);
-      loads[rank].add(*piece, {query_tiles * tiles(visible), query_tiles});
+    std::vector<char> is_open(2 * cp_size_);
+    for (const Row& row : rows_) {
+      const auto visible = static_cast<int64_t>(static_cast<double>(row.others) * (high - low)) +
+                           (low == 0 ? row.before : 0);
+      Load& rank = loads[row.call / 2];
+      rank.heads += !std::exchange(is_open[row.call], visible > 0) && visible > 0;
+      if (visible > 0) rank.counts += {tiles(row.rows) * tiles(visible), tiles(row.rows)};
     }
-    Timed timed = exchanged(shared_.size() - 1, shared_.size(), high - low);
-    for (size_t r = 0; r < cp_size_; ++r)
-      set_times(timed, r, loads[r].heads + loads[r].tails, static_cast<double>(loads[r].counts.tiles),
-                static_cast<double>(loads[r].counts.query_tiles));
+    Timed timed = exchanged(way.first, way.stop, high - low);
+    for (size_t r = 0; r < cp_size_; ++r) {
+      const auto query_tiles = static_cast<double>(loads[r].counts.query_tiles);
+      set_times(timed, r, loads[r].heads, static_cast<double>(loads[r].counts.tiles), query_tiles);
+      const double merging = static_cast<double>(staging_.forward.heads) * (staging_.merge * query_tiles);
+      timed.forward[r] += merging;
+      timed.backward[r] += merging;
+    }
     return timed;
   }
 
@@ -200,13 +231,13 @@ class Stager {
     return (rows + staging_.forward.tile_rows - 1) >> staging_.forward.tile_bits;
   }
 
-  // Of the last document, every piece with its own keys.
+  // Of documents in parts, every piece with its own keys.
   void add_own(std::vector<Load>& own) const {
     std::vector<char> is_here(cp_size_);
-    for (const Piece* piece = shared_.back().begin; piece < shared_.back().end; ++piece) {
-      Load& rank = own[piece->rank()];
-      rank.heads += !std::exchange(is_here[piece->rank()], 1);
-      rank.counts += staging_.forward.count(0, piece->segment.stop - piece->segment.start);
+    for (const Row& row : rows_) {
+      Load& rank = own[row.call / 2];
+      rank.heads += !std::exchange(is_here[row.call / 2], 1);
+      rank.counts += staging_.forward.count(0, row.rows);
     }
   }
 
@@ -246,7 +277,7 @@ class Stager {
   double run_backward(const Times& own, const std::vector<Timed>& stages) const {
     const auto again = [&](size_t i) { return staging_.kept || i == stages.size() ? 0 : stages[i].arrive; };
     Times free(own.size());
-    double here = again(0), channel = here, last = 0;
+    double here = std::max(again(0) - ahead_, 0.0), channel = here, last = 0;
     for (size_t i = 0; i < stages.size(); ++i) {
       double all_began = 0, all_free = 0;
       for (size_t r = 0; r < free.size(); ++r) {
@@ -265,6 +296,8 @@ class Stager {
 
   const Staging& staging_;
   size_t cp_size_, edge_ = 1;  // a document in parts, or the most that are a set of their own
+  double ahead_;
+  std::vector<Row> rows_;                  // of documents in parts
   std::vector<Load> whole_;                // `heads` are calls here
   std::vector<Shared> shared_;             // least work first
   std::vector<std::vector<Load>> before_;  // sums of so many of these, up to `edge_` and from all but `edge_` on

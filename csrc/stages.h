@@ -21,7 +21,7 @@ struct Stage {
 // `Staging` and its `ExchangeModel`.
 struct Staging {
   Kernel forward, backward;
-  double latency, arrive, leave;
+  double latency, arrive, leave, ahead, merge;
   bool kept;
   int64_t num_heads;
   std::vector<int64_t> edges;

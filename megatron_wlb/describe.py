@@ -7,9 +7,10 @@ from operator import index
 from typing import Any, Literal
 
 from megatron_wlb.cost.attention import load_profile
-from megatron_wlb.cost.memory import largest_max_tokens
+from megatron_wlb.cost.memory import DEVICE_SHARE, largest_max_tokens, weight_bytes
 from megatron_wlb.job import MAX_TOKENS, Job, Parallel
 from megatron_wlb.model import ModelShape
+from megatron_wlb.plan.deferral import undeferrable
 from megatron_wlb.plan.packing import DEFAULT_POLICY, POLICIES
 from megatron_wlb.plan.packing.base import Packing
 from megatron_wlb.plan.sharding.select import Sharding
@@ -56,6 +57,12 @@ class PlanSettings(Sharding):
         least=1,
         most=1 << 35,
     )
+    defer_weight_gradients: str = setting(
+        "auto",
+        "Products for weight gradients of linear layers leave the backward passes of a pipeline and run where the plan "
+        "of the step has their stage wait. auto: where there is a pipeline and its layers can.",
+        choices=("auto", "on", "off"),
+    )
     profile: str | None = setting(
         None,
         "Kernel times of the device: a shipped profile or a JSON file. Default: h100-fa2 on GPUs, flops (counts "
@@ -73,6 +80,7 @@ def make_job(
     settings: PlanSettings | None = None,
     default_profile: str = "flops",
     budget_bytes: float | None = None,
+    device_bytes: float | None = None,
     **rest: Any,
 ) -> Job:
     """The job that settings describe, with everything settled that they leave open.
@@ -86,6 +94,7 @@ def make_job(
         settings: what planning goes by; default: the defaults.
         default_profile: where the settings name none.
         budget_bytes: memory for activations where the settings name none; None: no limit.
+        device_bytes: memory of a GPU; where no budget is known, it bounds what is held for weight gradients, no more.
         rest: other fields of `Job`, which count before what the settings say.
 
     Raises ValueError for settings that contradict each other, and for an S_max that memory has no room for.
@@ -110,10 +119,20 @@ def make_job(
         global_batch_size=windows,
         **fields | rest,
     )
-    if "max_tokens" in rest:
-        return job
     if settings.memory_budget is not None:
         budget_bytes = settings.memory_budget * 2**30
+    known = budget_bytes
+    if known is None and device_bytes is not None and not model.moe_router_topk:
+        known = DEVICE_SHARE * device_bytes - weight_bytes(job)
+    if known is not None:
+        job = replace(job, activation_bytes=max(0, int(known)))
+    if "defer_weight_gradients" not in rest and settings.defer_weight_gradients != "off":
+        why = undeferrable(job)
+        if why and settings.defer_weight_gradients == "on":
+            raise ValueError(f"--wlb-defer-weight-gradients on, and {why}; give auto")
+        job = replace(job, defer_weight_gradients=not why)
+    if "max_tokens" in rest:
+        return job
     return replace(job, max_tokens=_max_tokens(job, settings.max_tokens, budget_bytes))
 
 

@@ -126,6 +126,10 @@ class Job(Sharding):
     """Which K and V context-parallel ranks exchange. shared: what is needed of documents that live on several ranks, in
     stages; all: of all documents, by one all-gather, as in the paper; ring: of all, from rank to rank
     (`--cp-comm-type p2p`)."""
+    defer_weight_gradients: bool = False
+    """Products for weights leave the backward passes and run while their pipeline stage waits (`plan.deferral`)."""
+    activation_bytes: int | None = None
+    """What activations may take on a stage; None: not known."""
     profile: Profile
     """Kernel times of the device."""
     bytes_per_value: int = 2
@@ -232,6 +236,16 @@ class Job(Sharding):
         """The least that S_max may be: a window, and micro-batches that hold a global batch."""
         mean = -(-self.batch_tokens // (self.num_micro_batches * self.unit_tokens)) * self.unit_tokens
         return max(self.context_length, mean)
+
+    def most_rank_tokens(self, longest: int) -> float:
+        """Tokens of a step that a data-parallel rank holds at most where no micro-batch has more than `longest`.
+
+        inf: as many as fit. `placement.place` sees to it.
+        """
+        most, ranks = self.packing.most_step_tokens(self), self.parallel.dp
+        if most is None:
+            return math.inf
+        return (most + (ranks - 1) * longest) / ranks if self.reorders else most
 
     @property
     def reorders(self) -> bool:

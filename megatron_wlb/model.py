@@ -82,11 +82,13 @@ def _shape(layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: i
 MODELS = {
     "550m": _shape(24, 1280, 3456, 10, 10, 32000),
     "llama2-7b": _shape(32, 4096, 11008, 32, 32, 32000),
+    "llama3-8b": _shape(32, 4096, 14336, 32, 8, 128256),
     "30b": _shape(48, 7168, 19200, 56, 56, 32000),
+    "codellama-34b": _shape(48, 8192, 22016, 64, 8, 32000),
     "llama2-70b": _shape(80, 8192, 28672, 64, 8, 32000),
     "llama3-405b": _shape(126, 16384, 53248, 128, 8, 128256),
 }
-"""llama2-7b, llama2-70b: Touvron et al. 2023 and the published configurations; llama3-405b: The Llama 3 Herd of Models,
-table 3. The paper's 550M and 30B are internal models "scaled in layers and dimensions" of unpublished shape; ours are
-assumed: 550m has 24 layers of 10 heads (558 M parameters), 30b the layers, width and heads of OPT-30B, both LLaMA's
-feed-forward ratio of 8/3."""
+"""llama2-7b, codellama-34b, llama2-70b: the published configurations (Touvron et al. 2023, Roziere et al. 2023);
+llama3-8b, llama3-405b: The Llama 3 Herd of Models, table 3. The paper's 550M and 30B are internal models "scaled in
+layers and dimensions" of unpublished shape; ours are assumed: 550m has 24 layers of 10 heads (558 M parameters), 30b
+the layers, width and heads of OPT-30B, both LLaMA's feed-forward ratio of 8/3."""

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Makes .venv-VERSION with another megatron-core over .venv: scripts/setup_version.sh VERSION, for example 0.17.1.
+# Makes .venv-VERSION with another megatron-core over .venv: scripts/setup_version.sh VERSION, for example 0.18.2.
 # Everything else, torch above all, comes from .venv, so that an environment costs a few MB.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-version=${1:?usage: scripts/setup_version.sh VERSION, a version of megatron-core such as 0.17.1}
+version=${1:?usage: scripts/setup_version.sh VERSION, a version of megatron-core such as 0.18.2}
 base=.venv/bin/python
 venv=.venv-$version
 python=$venv/bin/python

@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
 
-older=(0.17.1 0.18.2) # .venv has the newest
+older=(0.18.2) # .venv has the newest
 versions=false
 path_given=false
 arguments=()

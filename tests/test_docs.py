@@ -88,6 +88,17 @@ def test_every_refused_flag_is_named():
     assert not {flag for flag in named - {"--seq-length"} if flag not in section}
 
 
+def test_everything_of_upstreams_that_is_replaced_has_a_row():
+    source = "\n".join(path.read_text() for path in (ROOT / "megatron_wlb" / "adapter").glob("*.py"))
+    replaced = re.findall(r'\breplaced\(\s*(?!attention,)[\w.]+,\s*"(\w+)"', source)  # which is ours
+    assert len(replaced) == source.count("replaced(") - 2 > 8  # and its definition
+    section = (ROOT / "docs" / "upstream.md").read_text().split("## Where we step in")[1]
+    first_cells = " ".join(re.findall(r"^\| (.*?) \|", section, re.MULTILINE))
+    named = {name.split(".")[-1] for name in re.findall(r"`([\w.]+)`", first_cells)} - {"py"}
+    assert set(replaced) <= named
+    assert all(name in source for name in named)
+
+
 def result(name):
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
@@ -151,7 +162,8 @@ def test_the_table_of_performance_shows_the_results():
     rows = [row.split("|")[2:4] for row in page.splitlines() if "| `benchmarks/results/" in row]
     assert [[cell.split(",")[0].strip() for cell in row] for row in rows] == expected
     assert f"| {', '.join(predicted[job] for job in ('550M', '7B', '30B', '70B'))} |" in readme
-    for row in (dp, cp, pp):
+    (deferred,) = (row for row in result("end_to_end_cpu_pp2")["rows"] if row["method"] == "adaptive")
+    for row in (dp, cp, deferred):
         assert f"| {row['speedup_per_token']:.2f} | {row['speedup_per_work']:.2f}, of {row['attainable']:.2f}" in readme
 
 

@@ -123,5 +123,8 @@ class Choices:
         self._add(divide(padded(mirrored, job.unit_tokens), cp, "per-sequence", kernel))
 
     def _add(self, plan: ShardPlan) -> bytes:
-        self.plans.setdefault(plan.key, plan)
-        return plan.key
+        """Its key, which is equal where lengths and calls are."""
+        arrays = (plan.lengths, *(call for shard in plan.shards for call in shard.calls))
+        key = b"|".join(array.tobytes() for array in arrays)
+        self.plans.setdefault(key, plan)
+        return key

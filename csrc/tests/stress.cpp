@@ -343,6 +343,8 @@ void stress_sharding(Choices& choose) {
                                   choose.of<double>({0.0, 20.0}),
                                   choose.of<double>({0.0, 0.01, 3.0}),
                                   choose.of<double>({0.0, 0.02, 6.0}),
+                                  choose.of<double>({0.0, 0.5}),
+                                  choose.of<double>({0.0, 0.1}),
                                   choose.one_in(2),
                                   choose.of<int64_t>({1, 2, 7, 8}),
                                   choose.of<std::vector<int64_t>>({{0}, {0, 1, 2}, {0, 64}}),

@@ -17,8 +17,11 @@ _REASONS = {
         "rampup_batch_size step_batch_size_schedule"
     ),
     "replaces the pipeline schedule; leave it out": "overlap_moe_expert_parallel_comm",
+    "divides weights over other ranks, by which the data-parallel size means another number; leave it out": (
+        "expert_tensor_parallel_num_weight_shards tensor_parallel_num_weight_shards"
+    ),
     "reads a step's micro-batches ahead, by --global-batch-size; leave it out": "moe_expert_rank_capacity_factor",
-    "would predict across the boundaries of packed documents and CP shards; leave it out": "mtp_num_layers",
+    "mixes hidden states of rows that it rolls, across documents and shards; leave it out": "mtp_hsm",
     "needs the largest logit, which packed attention does not report; leave it out": "qk_clip log_max_attention_logit",
     "goes by the order of documents of a run without --wlb; leave it out": "logits_load_dir logits_save_dir",
     "saves checkpoints without the packer state; use --save-interval": "non_persistent_save_interval",
@@ -30,9 +33,8 @@ _REASONS = {
     "is not supported; give --eval-iters": "full_validation multiple_validation_sets",
     "is not supported; give flags": "spec yaml_cfg",
     "is not supported; leave it out": (
-        "expert_tensor_parallel_num_weight_shards heterogeneous_layers_config_path "
-        "heterogeneous_layers_config_encoded_json inprocess_restart iterations_to_skip "
-        "result_rejected_tracker_filename tensor_parallel_num_weight_shards use_legacy_models"
+        "enable_mhc_connections heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json "
+        "inprocess_restart iterations_to_skip result_rejected_tracker_filename"
     ),
 }
 REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
@@ -89,6 +91,13 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
             "--defer-embedding-wgrad-compute with --sequence-parallel gathers all micro-batches by the length of the "
             "first; leave it out"
         )
+    if has("mtp_num_layers") and has("pipeline_model_parallel_layout"):
+        yield (
+            "--mtp-num-layers with --pipeline-model-parallel-layout is not supported: MTP layers must be on the last "
+            "stage; leave the latter out"
+        )
+    if has("mtp_num_layers") and getattr(args, "wlb_max_tokens", None) == "auto":
+        yield "--wlb-max-tokens auto does not know the memory that --mtp-num-layers takes; give a number"
     if has("num_experts"):
         yield from _expert_refusals(args)
     if (
@@ -105,12 +114,13 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
     if has("use_torch_fsdp2") and (
         args.pipeline_model_parallel_size > 1
         or args.expert_model_parallel_size > 1
+        or has("mtp_num_layers")
         or has("use_distributed_optimizer")
         or not args.untie_embeddings_and_output_weights
     ):
         yield (
-            "--use-torch-fsdp2 does not go with pipeline or expert parallelism, tied embeddings or the distributed "
-            "optimizer; leave it out and use --use-distributed-optimizer"
+            "--use-torch-fsdp2 does not go with pipeline or expert parallelism, tied embeddings, MTP or the "
+            "distributed optimizer; leave it out and use --use-distributed-optimizer"
         )
     if has("use_torch_fsdp2") and (has("save") or has("load")):
         yield (

@@ -16,8 +16,8 @@ from typing import Any, TextIO
 
 from packaging.version import Version
 
-SUPPORTED = ((0, 17, 1), (0, 18, 2), (0, 19, 0))
-"""The first version of each minor one of megatron-core that the tests run against."""
+SUPPORTED = ((0, 18, 2), (0, 19, 0), (0, 20, 0))
+"""The first version of each minor one of megatron-core that is tested; 0.20.0 is what upstream's main calls itself."""
 
 
 def check_version(version: str) -> None:
@@ -81,8 +81,6 @@ def weight_and_optimizer_bytes(args: Namespace) -> float | None:
     """On the fullest rank, by upstream's formula; None where the formula does not know what `args` has."""
     from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
-    if minor() < 18 and args.num_experts and args.expert_model_parallel_size > 1:
-        return None
     # Of Adam's states only; the precision-aware ones are of other types, and may be in host memory.
     if args.optimizer != "adam" or args.use_precision_aware_optimizer:
         return None
@@ -97,32 +95,10 @@ def weight_and_optimizer_bytes(args: Namespace) -> float | None:
 
 def check_flags(args: Namespace) -> None:
     """Raise ValueError for a flag that this version has and that we serve only from a later version on."""
-    if minor() < 19 and getattr(args, "use_torch_fsdp2", False):
-        raise ValueError(
-            f"--use-torch-fsdp2 is not supported with megatron-core 0.{minor()}; leave it out, or install 0.19"
-        )
-
-
-def eval_global_batch_size(args: Namespace) -> int:
-    """Micro-batches of an evaluation step; before 0.18 as many as of training."""
-    return int(getattr(args, "eval_global_batch_size", args.global_batch_size))
-
-
-@contextlib.contextmanager
-def parsed(args: Namespace) -> Iterator[None]:
-    """Give `pretrain()` the arguments that `arguments_of_script` returned; 0.17 would parse once more."""
-    from megatron.training import initialize
-
-    with contextlib.ExitStack() as stack:
-        if minor() < 18:
-            for name, parameters in {
-                "parse_args": ("extra_args_provider",),
-                "load_args_from_checkpoint": ("args", "load_arg"),
-                "validate_args": ("args", "defaults"),
-                "set_global_variables": ("args",),
-            }.items():
-                stack.enter_context(replaced(initialize, name, lambda original: lambda *_, **__: args, parameters))
-        yield
+    for name in ("use_torch_fsdp2", "mtp_num_layers"):
+        if minor() < 19 and getattr(args, name, None):
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} is not supported with megatron-core 0.{minor()}; leave it out, or install 0.19")
 
 
 # The model -----------------------------------------------------------------------------------------------------------
@@ -196,27 +172,9 @@ def run_script(defaults: dict[str, Any]) -> None:
 
     own: dict[str, Any] = {"model_type": ModelType.encoder_or_decoder}
     own |= {"train_valid_test_dataset_provider": None, "forward_step_func": None}
-    if minor() < 18:
-        pretrain(**own, model_provider=None, args_defaults=defaults)
-        return
     args = arguments.parse_and_validate_args(args_defaults=defaults)
     model = argument_utils.gpt_config_from_args(args) if minor() >= 19 else None
     pretrain(argument_utils.pretrain_cfg_container_from_args(args, model), model_provider=None, **own)
-
-
-def arguments_of_script(call: dict[str, Any]) -> Namespace:
-    """The script's validated arguments; 0.17 parses them within `pretrain(**call)`."""
-    from megatron.training import arguments, checkpointing, get_args, initialize
-
-    if minor() >= 18:
-        return get_args()  # type: ignore[no-any-return]
-    args = arguments.parse_args(call.get("extra_args_provider"))
-    if args.use_checkpoint_args:
-        checkpointing.load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
-        checkpointing.load_args_from_checkpoint(args)
-    args = arguments.validate_args(args, call.get("args_defaults", {}))
-    initialize.set_global_variables(args)
-    return args  # type: ignore[no-any-return]
 
 
 def model_of_script(args: Namespace, call: dict[str, Any]) -> Any:
@@ -241,6 +199,18 @@ def model_of_script(args: Namespace, call: dict[str, Any]) -> Any:
     return model
 
 
+def delay_weight_gradients(args: Namespace, call: dict[str, Any], model: Any) -> None:
+    """Let the layers of TransformerEngine put off the gradients of weights, and DDP wait for them.
+
+    Set after upstream has checked its flags, which tie this to its overlap of experts' communication.
+    """
+    model.transformer.delay_wgrad_compute = True
+    if minor() >= 19:
+        call["cfg_container"].ddp.delay_wgrad_compute = True
+    else:
+        args.delay_wgrad_compute = True
+
+
 # Checkpoints ---------------------------------------------------------------------------------------------------------
 
 
@@ -251,7 +221,6 @@ def whole_tracker() -> Iterator[None]:
     Upstream opens it for writing, which empties it: whoever is killed before it is written could not resume any more.
     """
     checkpointing = importlib.import_module("megatron.training.checkpointing")
-    owner, name = (checkpointing.maybe_msc, "open") if minor() >= 19 else (checkpointing, "open_file")
 
     def at_once(original: Any) -> Any:
         def open_file(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
@@ -260,7 +229,11 @@ def whole_tracker() -> Iterator[None]:
 
         return open_file
 
-    with replaced(owner, name, at_once, ()):
+    if minor() >= 19:
+        changed = replaced(checkpointing.maybe_msc, "open", at_once, ())
+    else:
+        changed = replaced(checkpointing, "open_file", at_once, ())
+    with changed:
         yield
 
 
@@ -296,22 +269,25 @@ def whole_router_losses() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def mean_router_losses(windows: float) -> Iterator[None]:
-    """Let the log show the mean of the router's losses over micro-batches that hold so many `windows` on average.
+def mean_losses(windows: float) -> Iterator[None]:
+    """Let the log show means of the losses of routers and MTP over micro-batches of so many `windows` on average.
 
     Upstream adds them up and divides by the number of windows.
     """
-    if minor() >= 18:
-        owner, name = importlib.import_module("megatron.core.transformer.moe.moe_logging").MoEMetricsTracker, "report"
-    else:
-        owner, name = importlib.import_module("megatron.training.training"), "track_moe_metrics"
+    tracker = importlib.import_module("megatron.core.transformer.moe.moe_logging").MoEMetricsTracker
+    helper = importlib.import_module("megatron.core.transformer.multi_token_prediction").MTPLossLoggingHelper
 
     def mean(original: Any) -> Any:
         @functools.wraps(original)
-        def report(*args: Any, loss_scale: float, **rest: Any) -> Any:
-            return original(*args, loss_scale=loss_scale * windows, **rest)
+        def report(*args: Any, **kwargs: Any) -> Any:
+            call = inspect.signature(original).bind(*args, **kwargs)
+            call.arguments["loss_scale"] *= windows
+            return original(*call.args, **call.kwargs)
 
         return report
 
-    with replaced(owner, name, mean, ("loss_scale",)):
+    with (
+        replaced(tracker, "report", mean, ("loss_scale",)),
+        replaced(helper, "track_mtp_metrics", mean, ("loss_scale",)),
+    ):
         yield

@@ -143,6 +143,7 @@ def install_megatron() -> None:
     """The places where upstream itself asks for CUDA; call after `install` and before `pretrain`."""
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
     from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp
+    from megatron.core.transformer import multi_token_prediction
     from megatron.core.transformer.moe import token_dispatcher
     from megatron.training import training
 
@@ -152,6 +153,8 @@ def install_megatron() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, **rest: (
         tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
     )
+    # From 0.20 on, MTP layers look for a class that is none without TransformerEngine.
+    multi_token_prediction.is_inference_column_parallel_linear = lambda module: False
     # Of the checkpoint writer; started by upstream's fork server, it would lack what `install` has done.
     worker = PersistentAsyncCaller._get_process.__func__
     PersistentAsyncCaller._get_process = classmethod(

@@ -21,7 +21,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from megatron_wlb.adapter.thd import ThdShard
 from megatron_wlb.plan.dataset import DocumentIndex, TrainedTokens, read_index
 from megatron_wlb.plan.step import MicroBatchPlan, Planner
-from megatron_wlb.plan.stream import Source
+from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.runtime.encoding import Encoding, varlen
 from megatron_wlb.runtime.metadata import ShardMetadata
 
@@ -85,6 +85,11 @@ def load_splits(args: Namespace) -> dict[str, SplitData]:
     return data
 
 
+def stream_of(args: Namespace, split: str, data: SplitData) -> DocumentStream:
+    """The documents of a split in the order of training, from the beginning and without end."""
+    return DocumentStream(data.sources, seed=args.seed + SPLITS.index(split), context_length=args.seq_length)
+
+
 class WlbBatchSampler(torch.utils.data.Sampler[MicroBatchPlan]):
     """Yields the micro-batches of this data-parallel rank, step after step, for ever."""
 
@@ -108,11 +113,11 @@ class Batch:
     thd: ThdShard | None
     """For Megatron's own attention."""
     tokens: torch.Tensor | None
-    """int64 [1, s]; only on stages with the embedding."""
+    """int64 [1 + depths, s], row k that many tokens further ahead (`mtp`); only on stages with an embedding."""
     labels: torch.Tensor | None
-    """int64 [1, s]; only on stages with the loss."""
+    """int64 [1 + depths, s], likewise; only on stages with the loss."""
     loss_mask: torch.Tensor | None
-    """float32 [1, s]; 0 on the tail padding."""
+    """float32 [1 + depths, s], likewise; 0 on the tail padding, and where the document has no such target."""
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on `device`, without waiting for the copy."""
@@ -140,9 +145,13 @@ class DocumentDataset(torch.utils.data.Dataset[Batch]):
         is_last: bool,
         mmap: bool,
         encode: Encoding | None,
+        depths: int = 0,
     ) -> None:
-        """`encode` is that of the attention backend that batches are for; None: Megatron's own attention."""
-        self._split, self._cp_rank, self._encode = split, cp_rank, encode
+        """`encode` is that of the attention backend that batches are for; None: Megatron's own attention.
+
+        `depths` are the tokens that are predicted beyond the next one.
+        """
+        self._split, self._cp_rank, self._encode, self._depths = split, cp_rank, encode, depths
         self._is_first, self._is_last = is_first, is_last
         needed = is_first or is_last
         self._indices = data.indices
@@ -158,25 +167,28 @@ class DocumentDataset(torch.utils.data.Dataset[Batch]):
             padded_tokens=plan.padded_tokens,
             metadata=ShardMetadata.build(plan.shards, self._cp_rank, self._encode or varlen),
             thd=ThdShard.build(plan.shards, self._cp_rank) if self._encode is None else None,
-            tokens=tokens if self._is_first else None,
+            tokens=tokens if self._is_first or self._depths else None,
             labels=labels if self._is_last else None,
             loss_mask=loss_mask if self._is_last else None,
         )
 
     def _read(self, plan: MicroBatchPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         shard = plan.shards.shards[self._cp_rank]
-        out = np.zeros((2, shard.tokens), np.int64)
-        mask = np.zeros(shard.tokens, np.float32)
+        out = np.zeros((2, 1 + self._depths, shard.tokens), np.int64)
+        mask = np.zeros((1 + self._depths, shard.tokens), np.float32)
         at = 0
         for number, start, stop in np.concatenate(shard.calls).tolist():
-            size = stop - start
             if number < len(plan.documents):  # else the tail padding: token 0, not trained
-                read = self._tokens(plan.documents[number], start, size + 1)
-                out[0, at : at + size], out[1, at : at + size] = read[:-1], read[1:]
-                mask[at : at + size] = 1
-            at += size
-        tokens, labels = torch.from_numpy(out).unsqueeze(1)
-        return tokens, labels, torch.from_numpy(mask).unsqueeze(0)
+                document = plan.documents[number]
+                length = int(document["length"])
+                read = self._tokens(document, start, min(stop + self._depths, length) + 1 - start)
+                for depth in range(1 + self._depths):
+                    size = max(0, min(stop, length - depth) - start)  # rows that have a target so far ahead
+                    out[:, depth, at : at + size] = read[depth : depth + size], read[depth + 1 : depth + 1 + size]
+                    mask[depth, at : at + size] = 1
+            at += stop - start
+        tokens, labels = torch.from_numpy(out)
+        return tokens, labels, torch.from_numpy(mask)
 
     def _tokens(self, document: np.void, start: int, count: int) -> np.ndarray:
         index, dataset = self._indices[document["dataset"]], self._bins[document["dataset"]]

@@ -9,6 +9,7 @@ import torch
 from megatron_wlb import describe
 from megatron_wlb.adapter import arguments, compat
 from megatron_wlb.adapter.settings import RunSettings
+from megatron_wlb.cost.memory import DEVICE_SHARE
 from megatron_wlb.describe import PlanSettings
 from megatron_wlb.job import Job, Parallel, Recompute
 from megatron_wlb.model import MODELS, ModelShape
@@ -17,8 +18,13 @@ from megatron_wlb.plan.packing.original import OriginalPacking
 from megatron_wlb.plan.stream import DocumentStream
 from megatron_wlb.simulate.micro_batches import Prediction, predictions
 
-DEVICE_SHARE = 0.9
-"""Share of a GPU's memory that is planned with; the rest is for the context, NCCL, kernels and fragmentation."""
+_UNDEFERRABLE = (
+    "defer_embedding_wgrad_compute fp4 fp8 moe_shared_expert_overlap overlap_dispatch_backward_with_experts_wgrad "
+    "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers mtp_num_layers pipeline_model_parallel_layout "
+    "use_torch_fsdp2"
+).split()
+"""Arguments of upstream with which weight gradients stay in the backward pass: with other hooks or layers, or where it
+was not tested that none is lost."""
 
 
 def check(args: Namespace) -> None:
@@ -86,14 +92,15 @@ def make_job(args: Namespace, **fixed: int) -> Job:
             modules=tuple(sorted(set(args.recompute_modules or ()))),
         ),
         offloaded_layers=args.cpu_offloading_num_layers,
+        **_no_deferral(args, settings),
         **fixed,
     )
 
 
-def best_job(args: Namespace, stream: Callable[[int], DocumentStream]) -> tuple[Job, list[Prediction]]:
+def best_job(args: Namespace, stream: Callable[[], DocumentStream]) -> tuple[Job, list[Prediction]]:
     """The job of `make_job`, with `--wlb-micro-batches auto` by the run's first documents; and what was compared.
 
-    `stream` gives them from the beginning, for a context window.
+    `stream` gives them from the beginning.
     """
     job, settings = make_job(args), PlanSettings.from_args(args)
     if settings.micro_batches != "auto":
@@ -104,11 +111,32 @@ def best_job(args: Namespace, stream: Callable[[int], DocumentStream]) -> tuple[
 
 def evaluation_job(job: Job, args: Namespace) -> Job:
     """The evaluation steps of a job: windows of the data as it comes. Raises ValueError where they fit no schedule."""
-    count = compat.eval_global_batch_size(args)
+    count = args.eval_global_batch_size
     try:
-        return replace(job, packing=OriginalPacking(), global_batch_size=count, num_micro_batches=count)
+        return replace(
+            job,
+            packing=OriginalPacking(),
+            global_batch_size=count,
+            num_micro_batches=count,
+            defer_weight_gradients=False,
+        )
     except ValueError as error:
         raise ValueError(f"evaluation (--eval-global-batch-size): {error}") from error
+
+
+def _no_deferral(args: Namespace, settings: PlanSettings) -> dict[str, bool]:
+    """The field of `Job` where layers cannot put weight gradients off.
+
+    Raises ValueError where the flags ask for it nevertheless.
+    """
+    biased = args.transformer_impl == "transformer_engine" and (args.add_bias_linear or args.add_qkv_bias)
+    given = [f"--{flag.replace('_', '-')}" for flag in _UNDEFERRABLE if getattr(args, flag, None)]
+    given += ["--transformer-impl transformer_engine with biases in linear layers"] * biased
+    if not given:
+        return {}
+    if settings.defer_weight_gradients == "on":
+        raise ValueError(f"--wlb-defer-weight-gradients on does not go with {given[0]}; give auto")
+    return {"defer_weight_gradients": False}
 
 
 def _parallel(args: Namespace) -> Parallel:

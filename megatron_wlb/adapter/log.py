@@ -1,6 +1,7 @@
 """One line and one JSON object a step: loss, tokens, balance, delay."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_wlb.cost.attention import attention_kernel
@@ -9,9 +10,21 @@ from megatron_wlb.plan import files, metrics, sharding
 from megatron_wlb.plan.sharding import rank_work
 from megatron_wlb.plan.step import StepPlan
 
+SOURCES = ("predicted", "measured")
+"""Of shares, in the words of `simulate.SHARES` and their order."""
+Shares = Mapping[str, float | None] | None
 
-def summary(plan: StepPlan, loss: float, step_seconds: float, wait_seconds: float) -> dict[str, Any]:
-    """What every line says of a step, as JSON types."""
+
+def summary(
+    plan: StepPlan,
+    loss: float,
+    step_seconds: float,
+    wait_seconds: float,
+    *,
+    predicted: Shares = None,
+    measured: Shares = None,
+) -> dict[str, Any]:
+    """What every line says of a step, as JSON types; shares are of the step's time, None where there are none."""
     tokens = plan.tokens
     return {
         "step": plan.step + 1,
@@ -28,6 +41,8 @@ def summary(plan: StepPlan, loss: float, step_seconds: float, wait_seconds: floa
         "delays_tokens": plan.delays,
         "step_ms": step_seconds * 1e3,
         "plan_wait_ms": wait_seconds * 1e3,
+        "predicted": predicted,
+        "measured": measured,
     }
 
 
@@ -63,7 +78,13 @@ def line(entry: dict[str, Any]) -> str:
         f"{entry['num_micro_batches']} micro-batches | imbalance {entry['imbalance_original']:.3f} -> "
         f"{entry['imbalance']:.3f} | delay mean {entry['delay_mean_steps']:.2f} max {entry['delay_max_steps']} steps | "
         f"waiting {entry['waiting_documents']} documents"
+        + "".join(f" | {how} {_percent(entry[how])}" for how in SOURCES if entry[how])
     )
+
+
+def _percent(shares: Mapping[str, float | None]) -> str:
+    """Shares as "busy 71, bubble 24, exchange -, waiting 5 %"; - is what cannot be told."""
+    return ", ".join(f"{name} {'-' if s is None else f'{100 * s:.0f}'}" for name, s in shares.items()) + " %"
 
 
 def append(path: str, entry: dict[str, Any]) -> None:

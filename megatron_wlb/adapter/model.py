@@ -1,5 +1,7 @@
 """The model: upstream's GPT with WLB's attention, and rotary positions that follow their tokens."""
 
+import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +17,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_wlb.adapter import compat
 from megatron_wlb.adapter.thd import ThdCoreAttention, ThdPackedSeqParams
-from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
+from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention, send_ahead
 from megatron_wlb.runtime.backends import owned
 from megatron_wlb.runtime.metadata import ShardMetadata
 
@@ -27,6 +29,8 @@ class WlbPackedSeqParams(PackedSeqParams):
     wlb: ShardMetadata | None = None
     thd: ThdPackedSeqParams | None = None
     """For Megatron's own attention."""
+    ahead: Iterator[Any] | None = None
+    """What `mtp.rolled` gives, for a stage with MTP layers."""
 
     def __post_init__(self) -> None:
         self.qkv_format = "sbhd"  # rows keep their order, so rotary embeddings apply row by row
@@ -54,6 +58,8 @@ class WlbCoreAttention(MegatronModule):
         window = config.window_size[0] if windowed and config.window_size[0] >= 0 else None
         self._options = replace(options, scale=softmax_scale, window=window)
         self._cp_group = pg_collection.cp
+        self.last: weakref.ref[Any] | None = None
+        """The last call's node of the graph; None if it has none, and will be recomputed."""
 
     def forward(
         self,
@@ -76,6 +82,7 @@ class WlbCoreAttention(MegatronModule):
         out = context_parallel_attention(
             query.squeeze(1), key.squeeze(1), value.squeeze(1), metadata, self._cp_group, self._options
         )
+        self.last = None if out.grad_fn is None else weakref.ref(out.grad_fn)
         return out.reshape(out.shape[0], 1, -1)
 
 
@@ -94,6 +101,8 @@ def configure(model: Any, *, options: AttentionOptions | None, context_length: i
     model.transformer_layer_spec = partial(_layer_spec, options=options)
     model.transformer.variable_seq_lengths = True
     model.pre_wrap_hooks += [partial(_follow_positions, max_positions=context_length), _one_layout]
+    if options is not None:
+        model.pre_wrap_hooks.append(_send_ahead)
     return model
 
 
@@ -104,20 +113,33 @@ def _layer_spec(config: Any, vp_stage: int | None = None, *, options: AttentionO
         # Only a spec of the whole block says which final norm to build.
         count = get_num_layers_to_build(config.transformer, vp_stage=vp_stage)
         spec = TransformerBlockSubmodules(layer_specs=[spec] * count)
-    layers = spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]
-    for layer in layers:
-        submodules = layer.submodules
-        attention = submodules.self_attention.submodules
-        if options is None:
-            attention.core_attention = ThdCoreAttention.of(attention.core_attention)
-        else:
-            attention.core_attention = partial(WlbCoreAttention, options=options)
-            submodules.self_attention.module = WlbSelfAttention
-        if config.transformer_impl == "local":
-            submodules.input_layernorm = submodules.pre_mlp_layernorm = spec.layer_norm = _torch_norm
-            if config.transformer.qk_layernorm:
-                attention.q_layernorm = attention.k_layernorm = _torch_norm
+    for layer in spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]:
+        _adapt(layer, config.transformer, options)
+    if config.transformer_impl == "local":
+        spec.layer_norm = _torch_norm
     return spec
+
+
+def adapt_mtp(layer: Any, config: Any, options: AttentionOptions | None) -> None:
+    """The same for the spec of one of upstream's MTP layers."""
+    _adapt(layer.submodules.mtp_model_layer, config, options)
+    if config.transformer_impl == "local":
+        layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = _torch_norm
+
+
+def _adapt(layer: Any, config: Any, options: AttentionOptions | None) -> None:
+    """Exchange core attention, and without TransformerEngine norms, in the spec of a layer."""
+    submodules = layer.submodules
+    attention = submodules.self_attention.submodules
+    if options is None:
+        attention.core_attention = ThdCoreAttention.of(attention.core_attention)
+    else:
+        attention.core_attention = partial(WlbCoreAttention, options=options)
+        submodules.self_attention.module = WlbSelfAttention
+    if config.transformer_impl == "local":
+        submodules.input_layernorm = submodules.pre_mlp_layernorm = _torch_norm
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = _torch_norm
 
 
 def _torch_norm(config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> torch.nn.Module:
@@ -144,6 +166,24 @@ def _one_layout(chunks: list[GPTModel]) -> list[GPTModel]:
     for chunk in chunks:
         if (embedding := getattr(chunk, "embedding", None)) is not None:
             embedding.register_forward_hook(lambda module, inputs, output: output.squeeze(1).unsqueeze(1))
+    return chunks
+
+
+def _send_ahead(chunks: list[GPTModel]) -> list[GPTModel]:
+    """Let the K and V that attention needs first in backward travel from when the layer's backward begins.
+
+    All ranks of the group are at the same place of their program there, so that collectives keep one order; and with
+    one connection to the device, the next one is queued only when attention itself begins.
+    """
+
+    def watch(layer: Any, inputs: Any, output: Any) -> None:
+        last = layer.self_attention.core_attention.last
+        if last is not None:
+            output[0].register_hook(lambda gradient: send_ahead(last()))
+
+    for chunk in chunks:
+        for layer in chunk.decoder.layers:
+            layer.register_forward_hook(watch)
     return chunks
 
 

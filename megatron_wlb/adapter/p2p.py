@@ -5,7 +5,7 @@ ranks know the plan, so this communicator sends nothing: it counts receives and 
 micro-batch that the schedule moves at that point.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,16 @@ class PlannedP2PCommunicator(P2PCommunicator):
         pp_group: process group of the pipeline.
         config: upstream's model config, `variable_seq_lengths` on.
         rows: of each micro-batch of this data-parallel rank in order, what a rank holds of its sequence.
+        fill: called when something has been posted and would be waited for; `batch_p2p_comm` of the config is off then.
     """
 
-    def __init__(self, pp_group: torch.distributed.ProcessGroup, config: Any, rows: Sequence[int]) -> None:
+    def __init__(
+        self,
+        pp_group: torch.distributed.ProcessGroup,
+        config: Any,
+        rows: Sequence[int],
+        fill: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__(pp_group=pp_group, config=config)
         schedule = Schedule(
             num_stages=pp_group.size(),
@@ -32,15 +39,19 @@ class PlannedP2PCommunicator(P2PCommunicator):
             group_size=config.microbatch_group_size_per_vp_stage,
         )
         forward, backward = schedule.receive_order(pp_group.rank())
-        self._rows = rows
+        self._rows, self._fill = rows, fill
         self._forward, self._backward = iter(forward), iter(backward)
 
-    def _communicate(self, *, tensor_send_next: torch.Tensor | None, **rest: Any) -> Any:
-        # Up to 0.17, the interleaved schedule frees an output that is still being sent: it swaps the memory under the
-        # tensor. What is sent is an alias with a hold on that memory, which the pending send keeps.
-        if tensor_send_next is not None:
-            tensor_send_next = tensor_send_next.detach()
-        return super()._communicate(tensor_send_next=tensor_send_next, **rest)
+    def _communicate(self, *, wait_on_reqs: bool = True, **rest: Any) -> Any:
+        if self._fill is None:
+            return super()._communicate(wait_on_reqs=wait_on_reqs, **rest)
+        *received, requests = super()._communicate(wait_on_reqs=False, **rest)
+        requests = {name: _Filled(request, self._fill) for name, request in requests.items()}
+        if not wait_on_reqs:
+            return *received, requests
+        for request in requests.values():
+            request.wait()
+        return *received, None
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
@@ -49,3 +60,14 @@ class PlannedP2PCommunicator(P2PCommunicator):
 
     def _shape(self, order: Any, receives: bool) -> list[int]:
         return [self._rows[next(order)], 1, self.config.hidden_size] if receives else [0, 0, 0]
+
+
+class _Filled:
+    """A request whose wait has something to do first."""
+
+    def __init__(self, request: Any, fill: Callable[[], None]) -> None:
+        self._request, self._fill = request, fill
+
+    def wait(self) -> None:
+        self._fill()
+        self._request.wait()

@@ -9,13 +9,12 @@ from megatron.core import mpu
 from megatron.training import print_rank_0
 
 from megatron_wlb.adapter import describe
-from megatron_wlb.adapter.data import SPLITS, SplitData
+from megatron_wlb.adapter.data import SplitData, stream_of
 from megatron_wlb.adapter.settings import RunSettings
 from megatron_wlb.job import Job, differences
 from megatron_wlb.plan import document_log, state
 from megatron_wlb.plan.packer import Packer, make_packer
 from megatron_wlb.plan.step import Planner, StepPlan
-from megatron_wlb.plan.stream import DocumentStream
 
 DIGEST_INTERVAL = 16
 """Steps between two comparisons of what all ranks have planned; the first step of a run is always compared."""
@@ -50,10 +49,7 @@ class Plans:
         """
         if split not in self._planners:
             job = self._jobs[split]
-            stream = DocumentStream(
-                data.sources, seed=self._args.seed + SPLITS.index(split), context_length=job.context_length
-            )
-            packer = make_packer(stream, job, fingerprint=data.fingerprint)
+            packer = make_packer(stream_of(self._args, split, data), job, fingerprint=data.fingerprint)
             if split == "train":
                 self._resume(packer, first_step)
             else:

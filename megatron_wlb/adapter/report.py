@@ -5,6 +5,7 @@ import functools
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from megatron.training import print_rank_0, training
 
 from megatron_wlb.adapter import compat, log
+from megatron_wlb.adapter.clock import Clock
 from megatron_wlb.adapter.data import SplitData
 from megatron_wlb.adapter.plans import Plans
 from megatron_wlb.adapter.settings import RunSettings
@@ -21,9 +23,12 @@ from megatron_wlb.cost import memory
 from megatron_wlb.cost.passes import untimed
 from megatron_wlb.job import Job
 from megatron_wlb.plan import document_log, native
+from megatron_wlb.plan.step import StepPlan, shard_step
+from megatron_wlb.plan.types import Packing
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import choose_backend
 from megatron_wlb.settings import flag_with_value
+from megatron_wlb.simulate import shares, simulate_step
 from megatron_wlb.simulate.micro_batches import Prediction
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -39,7 +44,10 @@ class Report:
         self._args, self._job, self._run, self._plans, self._tried = args, job, run, plans, tried
         self._waited = 0.0  # for the planner, up to the last line of the log
         self._began = 0.0  # the last step, by `time.perf_counter`
-        self.telemetry = Telemetry(args)
+        self._telemetry = Telemetry(args)
+        self._thread = ThreadPoolExecutor(1, "wlb-prediction")
+        self._predicted: Future[dict[str, float]] | None = None
+        self.clock = Clock(job, sees_exchange=run.attention_backend != "megatron")
 
     def start(self, data: SplitData, attention: AttentionOptions | None) -> None:
         """Say what is trained, and how it is planned."""
@@ -64,7 +72,7 @@ class Report:
             )
         peaks = [memory.peak_bytes(job, stage) / 2**30 for stage in range(job.parallel.pp)]
         print_rank_0(
-            "> wlb: activations by stage, predicted peak if every micro-batch had S_max tokens: "
+            "> wlb: activations by stage, predicted peak if as many micro-batches had S_max tokens as a rank can hold: "
             f"{', '.join(f'{peak:.2f}' for peak in peaks)} GiB"
         )
         backend = attention.backend.name if attention else "megatron"
@@ -77,17 +85,33 @@ class Report:
         print_rank_0(f"> wlb: attention backend {chosen}, profile {job.profile.name}{measured}")
 
     def begin_step(self) -> None:
-        """A forward-backward pass begins."""
+        """A forward-backward pass begins, before its data are there."""
         self._began = time.perf_counter()
+        self.clock.begin()
+
+    def planned(self, plan: StepPlan) -> None:
+        """It is of a training step. Where that is to be reported it is measured, and simulated meanwhile."""
+        self._predicted = None
+        if not self._wants(plan.step + 1):
+            return
+        self.clock.measure()
+        if _is_last() and not untimed(self._job):
+            self._predicted = self._thread.submit(predicted_shares, self._job, plan.packing)
+
+    def _wants(self, iteration: int) -> bool:
+        """Whether anything will be said of a step."""
+        line = iteration % self._args.log_interval == 0
+        return line or bool(self._run.log) or self._telemetry.wants(iteration)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Within, upstream's step log and its count of operations go through this class."""
         throughput = Throughput(self._trained_lengths)
+        documents = ("args", "batch_size", "seqlen_squared_sum_in_batch", "total_real_tokens_in_batch")
         logged = functools.partial(self._logged, throughput)
         with (
             compat.replaced(training, "training_log", logged, ("loss_dict", "total_loss_dict", "iteration")),
-            compat.replaced(training, "num_floating_point_operations", throughput.counted, ("args", "batch_size")),
+            compat.replaced(training, "num_floating_point_operations", throughput.counted, documents),
         ):
             yield
 
@@ -101,24 +125,23 @@ class Report:
         @functools.wraps(original)
         def training_log(loss_dict: Any, total_loss_dict: Any, learning_rate: Any, iteration: int, *args, **kwargs):  # type: ignore[no-untyped-def]
             # Upstream adds up and clears the losses that it is given, so read ours first.
-            last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
-            line = iteration % self._args.log_interval == 0
-            wanted = line or self._run.log or self.telemetry.wants(iteration)
-            loss = float(loss_dict["lm loss"]) if last and wanted else None
+            wanted = self._wants(iteration)
+            loss = float(loss_dict["lm loss"]) if _is_last() and wanted else None
             took = time.perf_counter() - self._began  # on a GPU, too: to read the loss waits for all of the step
             with throughput.line(total_loss_dict):
                 result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
             self._log_documents(iteration)
-            imbalance = self.telemetry.imbalance(iteration)
+            measured = self.clock.shares(None if loss is None else took) if wanted else None
             if loss is not None:
                 plan = self._plans.trained(iteration)
                 waited, self._waited = self._plans.wait_seconds - self._waited, self._plans.wait_seconds
-                entry = log.summary(plan, loss, took, waited)
-                if line:
+                predicted = self._predicted.result() if self._predicted else None
+                entry = log.summary(plan, loss, took, waited, predicted=predicted, measured=measured)
+                if iteration % self._args.log_interval == 0:
                     print(log.line(entry), flush=True)
                 if self._run.log:
                     log.append(self._run.log, entry | log.details(plan, self._job))
-                self.telemetry.write(iteration, plan, entry, imbalance)
+                self._telemetry.write(iteration, plan, entry)
             return result
 
         return training_log
@@ -129,3 +152,14 @@ class Report:
             begins_anew = self._plans.begins_anew and iteration - 1 == self._plans.first_step
             packing = self._plans.trained(iteration).packing
             document_log.append(path, iteration - 1, packing, begins_anew=begins_anew)
+
+
+def predicted_shares(job: Job, packing: Packing) -> dict[str, float]:
+    """`simulate.shares` of a step."""
+    lengths = [packing.micro_batch(i)["length"] for i in range(len(packing))]
+    return shares(simulate_step(job, shard_step(job, lengths)))
+
+
+def _is_last() -> bool:
+    """Whether this is the rank that has the loss, and writes."""
+    return torch.distributed.get_rank() == torch.distributed.get_world_size() - 1

@@ -149,19 +149,25 @@ def _training(original: Any) -> Any:
         if "--wlb" not in sys.argv:
             with compat.prebuilt_dataset_helpers():
                 return original(*args, **kwargs)
+        from megatron.training import get_args
+
+        from megatron_wlb.adapter.deferral import put_off
         from megatron_wlb.adapter.model import configure
         from megatron_wlb.adapter.training import Training
 
         bound = inspect.signature(original).bind(*args, **kwargs)
         call = bound.arguments
+        options = get_args()
         with one_line():
-            options = compat.arguments_of_script(call)
             training = Training(options)
             model = compat.model_of_script(options, call)
         configure(model, options=training.attention, context_length=options.seq_length)
+        if training.defers_weight_gradients:
+            compat.delay_weight_gradients(options, call, model)
+            model.pre_wrap_hooks.append(put_off)
         call["train_valid_test_dataset_provider"] = training.dataset_provider
         call["forward_step_func"] = training.forward_step
-        with compat.prebuilt_dataset_helpers(), compat.parsed(options), training.installed():
+        with compat.prebuilt_dataset_helpers(), training.installed():
             return original(*bound.args, **bound.kwargs)
 
     return pretrain

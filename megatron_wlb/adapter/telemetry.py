@@ -1,18 +1,13 @@
 """Scalars under `wlb/` where Megatron writes its own: TensorBoard and Weights & Biases."""
 
-import contextlib
-import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
-from megatron.core import mpu
 from megatron.training import get_tensorboard_writer, get_wandb_writer
 
-from megatron_wlb.adapter.data import Batch
+from megatron_wlb.adapter import log
 from megatron_wlb.plan.step import StepPlan
 
 _SMOOTHING = 0.9
@@ -27,54 +22,17 @@ class Telemetry:
 
     def __init__(self, args: Namespace) -> None:
         self._interval = args.tensorboard_log_interval if args.tensorboard_dir or args.wandb_project else 0
-        self._step: int | None = None
-        # When the forward passes of the step began and ended, by model chunk and in the order of micro-batches.
-        self._passes: dict[int, list[tuple[Any, Any]]] = {}
         self._seconds_per_work: float | None = None
 
     def wants(self, iteration: int) -> bool:
         """Whether `write` will write anything."""
         return self._interval > 0 and iteration % self._interval == 0
 
-    @contextlib.contextmanager
-    def forward(self, batch: Batch, chunk: Any) -> Iterator[None]:
-        """Around the forward pass of a micro-batch through a model chunk; does not wait for the device."""
-        if batch.split != "train" or not self.wants(batch.step + 1):
-            yield
-            return
-        if self._step != batch.step:
-            self._step, self._passes = batch.step, {}
-        began = _now()
-        yield
-        self._passes.setdefault(id(chunk), []).append((began, _now()))
-
-    def imbalance(self, iteration: int) -> float | None:
-        """Slowest over mean forward time of a micro-batch on this stage, measured over all its ranks.
-
-        To be called by all ranks. None where nothing is written.
-        """
-        if not self.wants(iteration) or not self._passes:
-            return None
-        chunks = [[_seconds(*ends) for ends in passes] for passes in self._passes.values()]
-        seconds = np.sum(chunks, axis=0)  # [micro-batches]
-        group = mpu.get_data_parallel_group(with_context_parallel=True)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        mean = torch.tensor([seconds.mean()], device=device, dtype=torch.float64)
-        slowest = torch.tensor([seconds.max()], device=device, dtype=torch.float64)
-        torch.distributed.all_reduce(mean, group=group)
-        torch.distributed.all_reduce(slowest, group=group, op=torch.distributed.ReduceOp.MAX)
-        return float(slowest) * torch.distributed.get_world_size(group) / float(mean)
-
-    def write(self, iteration: int, plan: StepPlan, entry: dict[str, Any], imbalance: float | None) -> None:
-        """Write a step; only on the rank that has upstream's writers.
-
-        Args:
-            entry: `log.summary` of the step.
-            imbalance: as measured.
-        """
+    def write(self, iteration: int, plan: StepPlan, entry: dict[str, Any]) -> None:
+        """Write a step, of which `entry` is `log.summary`; only on the rank that has upstream's writers."""
         if not self.wants(iteration):
             return
-        scalars = self._scalars(plan, entry, imbalance)
+        scalars = self._scalars(plan, entry)
         steps, tokens = np.array(sorted(plan.delays.items())).T
         if board := get_tensorboard_writer():
             for name, value in scalars.items():
@@ -86,7 +44,7 @@ class Telemetry:
             values = scalars | {"delay": wandb.Histogram(np_histogram=delays)}
             wandb.log({f"wlb/{name}": value for name, value in values.items()}, iteration)
 
-    def _scalars(self, plan: StepPlan, entry: dict[str, Any], imbalance: float | None) -> dict[str, float]:
+    def _scalars(self, plan: StepPlan, entry: dict[str, Any]) -> dict[str, float]:
         step_seconds = entry["step_ms"] / 1e3
         scalars = {
             "tokens": entry["tokens"],
@@ -99,8 +57,9 @@ class Telemetry:
             "planner-wait": entry["plan_wait_ms"] / 1e3,
             "step-time": step_seconds,
         }
-        if imbalance is not None:
-            scalars["imbalance-measured"] = imbalance
+        for how in log.SOURCES:
+            shares = entry[how] or {}
+            scalars |= {f"{how}-{name}": share for name, share in shares.items() if share is not None}
         chosen = Counter(m.shards.strategy for m in plan.micro_batches)
         scalars |= {f"sharding-{name}": count / len(plan.micro_batches) for name, count in chosen.items()}
         speed = step_seconds / plan.cost
@@ -110,21 +69,6 @@ class Telemetry:
             speed = _SMOOTHING * self._seconds_per_work + (1 - _SMOOTHING) * speed
         self._seconds_per_work = speed
         return scalars
-
-
-def _now() -> Any:
-    if not torch.cuda.is_available():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _seconds(began: Any, ended: Any) -> float:
-    if not torch.cuda.is_available():
-        return float(ended - began)
-    ended.synchronize()
-    return float(began.elapsed_time(ended)) / 1e3
 
 
 def _histogram(board: Any, name: str, steps: np.ndarray, tokens: np.ndarray, iteration: int) -> None:

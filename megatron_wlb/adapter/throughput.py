@@ -10,21 +10,6 @@ import numpy as np
 from megatron.core.transformer.utils import is_layer_window_attention
 
 
-def operations(formula: Callable[..., float], args: Namespace, lengths: np.ndarray) -> float:
-    """Floating-point operations of documents by upstream's formula, which knows sequences of one length only.
-
-    It is linear in tokens and in squares of lengths (causal attention is half the square), so that n sequences of one
-    length have the operations of documents with the same sums.
-
-    Args:
-        formula: upstream's `num_floating_point_operations(args, batch_size)`.
-        lengths: int64 [documents], trained tokens of each.
-    """
-    tokens, squares = float(lengths.sum()), attended_squares(args, lengths)
-    as_one_length = Namespace(**{**vars(args), "seq_length": squares / tokens})
-    return formula(as_one_length, tokens * tokens / squares)
-
-
 def attended_squares(args: Namespace, lengths: np.ndarray) -> float:
     """Twice the pairs of tokens that attention computes, the mean over layers; sliding windows shorten some of them."""
     exact = lengths.astype(np.float64)
@@ -38,7 +23,7 @@ def attended_squares(args: Namespace, lengths: np.ndarray) -> float:
 
 
 class Throughput:
-    """Stands in for upstream's formula, which is asked after every step, and once more for a log line.
+    """Gives upstream's formula the documents of a step. It is asked after every step, and once more for a log line.
 
     A line is about the time per step since the one before, and so about the mean operations of these steps.
 
@@ -58,8 +43,15 @@ class Throughput:
         def num_floating_point_operations(args: Namespace, batch_size: int, *rest: Any, **options: Any) -> float:
             if self._in_line:
                 return sum(self._steps) / len(self._steps)
-            self._steps.append(operations(original, args, self._trained()))
-            return self._steps[-1]
+            lengths = self._trained()
+            operations = original(
+                args,
+                batch_size,
+                seqlen_squared_sum_in_batch=attended_squares(args, lengths),
+                total_real_tokens_in_batch=float(lengths.sum()),
+            )
+            self._steps.append(operations)
+            return operations
 
         return num_floating_point_operations
 

@@ -4,25 +4,30 @@ import contextlib
 import functools
 import itertools
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from megatron.core import mpu
 from megatron.core.distributed import TorchFullyShardedDataParallel
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from megatron.training import checkpointing, training
 
-from megatron_wlb.adapter import compat, data, describe
+from megatron_wlb.adapter import compat, data, describe, mtp
 from megatron_wlb.adapter.data import Batch, DocumentDataset
+from megatron_wlb.adapter.deferral import Step, WeightGradients
 from megatron_wlb.adapter.loss import scale_sharded, token_loss
-from megatron_wlb.adapter.model import WlbPackedSeqParams
+from megatron_wlb.adapter.model import WlbPackedSeqParams, adapt_mtp
 from megatron_wlb.adapter.p2p import PlannedP2PCommunicator
 from megatron_wlb.adapter.plans import Plans
 from megatron_wlb.adapter.report import Report
 from megatron_wlb.adapter.settings import RunSettings
-from megatron_wlb.plan.stream import DocumentStream
+from megatron_wlb.pipeline.schedule import schedule_of
+from megatron_wlb.plan.deferral import part_counts
+from megatron_wlb.plan.step import StepPlan
+from megatron_wlb.runtime import attention
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import get_backend
 
@@ -37,8 +42,8 @@ class Training:
             torch.cuda.set_device(args.local_rank)  # upstream does so later, and backends are tried before
         self._device = torch.device("cuda" if gpu else "cpu")
         self._splits = data.load_splits(args)
-        stream = functools.partial(DocumentStream, self._splits["train"].sources, seed=args.seed)
-        self._job, tried = describe.best_job(args, lambda window: stream(context_length=window))
+        train = functools.partial(data.stream_of, args, "train", self._splits["train"])
+        self._job, tried = describe.best_job(args, train)
         job = self._job
         self.attention: AttentionOptions | None = None
         """None for Megatron's own."""
@@ -52,6 +57,15 @@ class Training:
         self._plans = Plans(args, job, run)
         self._report = Report(args, job, run, self._plans, tried)
         self._batches: list[tuple[Iterator[Batch], ...] | None] = []
+        self._weight_gradients: WeightGradients | None = None
+        self._deferring: Step | None = None
+        self._mtp_weights: list[float] = []
+        """Of the step that runs, by depth."""
+
+    @property
+    def defers_weight_gradients(self) -> bool:
+        """Whether layers put off the gradients of their weights."""
+        return self._job.defer_weight_gradients
 
     # What pretrain() is given -----------------------------------------------------------------------------------------
 
@@ -70,7 +84,7 @@ class Training:
     dataset_provider.is_distributed = True  # type: ignore[attr-defined]  # every rank gets iterators
 
     def _load(self, split: str) -> Iterator[Batch] | None:
-        args, split_data, evaluated = self._args, self._splits[split], compat.eval_global_batch_size(self._args)
+        args, split_data, evaluated = self._args, self._splits[split], self._args.eval_global_batch_size
         if not split_data.sources or not (split == "train" or args.eval_iters > 0):
             return None
         first_steps = {"train": args.iteration, "valid": args.consumed_valid_samples // evaluated, "test": 0}
@@ -83,36 +97,48 @@ class Training:
             is_last=mpu.is_pipeline_last_stage(ignore_virtual=True),
             mmap=args.mmap_bin_files,
             encode=self.attention.backend.encode if self.attention else None,
+            depths=args.mtp_num_layers or 0,
         )
         exit_signal = args.exit_signal if args.exit_signal_handler else None
         return data.loader(dataset, planner, first_steps[split], args.num_workers, exit_signal)
 
     def forward_step(self, data_iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
         """Forward one micro-batch."""
+        if self._deferring is not None:
+            self._deferring.begin_forward()
         with training.stimer(bdata=True):  # --log-straggler
             batch = next(data_iterator).to(self._device)
         positions = batch.metadata.positions
         name = f"wlb {batch.split} step {batch.step}: {positions.numel()} of {batch.padded_tokens} tokens"
         thd = batch.thd.packed_seq_params() if batch.thd is not None else None
-        with training.stimer, torch.profiler.record_function(name), self._report.telemetry.forward(batch, model):
+        ahead = mtp.rolled(batch, self._mtp_weights)
+        tokens, labels, loss_mask = (
+            given[:1] if given is not None else None for given in (batch.tokens, batch.labels, batch.loss_mask)
+        )
+        with training.stimer, torch.profiler.record_function(name), self._report.clock.span("forward"):
             output = model(
-                batch.tokens,
+                tokens,
                 positions.unsqueeze(0),
                 None,
-                labels=batch.labels,
-                packed_seq_params=WlbPackedSeqParams(wlb=batch.metadata, thd=thd),
+                labels=labels,
+                loss_mask=loss_mask,
+                packed_seq_params=WlbPackedSeqParams(wlb=batch.metadata, thd=thd, ahead=ahead),
             )
-        return output, functools.partial(token_loss, self._args, batch.loss_mask)
+        return output, functools.partial(token_loss, self._args, loss_mask)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """The scoped replacements in upstream that training needs."""
+        """The scoped replacements that training needs, in upstream and, to measure it, in our exchange."""
+        predicts_ahead = mtp.installed(functools.partial(adapt_mtp, options=self.attention))
         with (
+            predicts_ahead if self._args.mtp_num_layers else contextlib.nullcontext(),
             compat.replaced(training, "get_forward_backward_func", self._planned_forward_backward, ()),
+            compat.replaced(schedules, "backward_step", self._report.clock.backward, ()),
+            compat.replaced(attention, "_all_to_all", self._report.clock.exchange, ()),
             compat.replaced(checkpointing, "maybe_save_dataloader_state", self._saved, ("train_iterator", "iteration")),
             compat.replaced(TorchFullyShardedDataParallel, "scale_gradients", scale_sharded, ("scaling_factor",)),
             compat.whole_router_losses(),
-            compat.mean_router_losses(self._job.global_batch_size / self._job.num_micro_batches),
+            compat.mean_losses(self._job.global_batch_size / self._job.num_micro_batches),
             compat.whole_tracker(),
             self._report.installed(),
         ):
@@ -135,24 +161,47 @@ class Training:
         batches = [next(iterator) for iterator in iterators]
         first = batches[0]
         plan = self._plans.begin(first.split, first.step, self._device)
+        self._mtp_weights = mtp.weights(plan.packing.documents["length"], self._args.mtp_num_layers or 0)
+        if first.split == "train":
+            self._report.planned(plan)
         count = len(plan.micro_batches)  # not `num_microbatches`: upstream counts samples, that is, windows
         feeds = [_of_step(first, batch, iterator, count) for batch, iterator in zip(batches, iterators, strict=True)]
-        parallel = self._job.parallel
-        if parallel.pp > 1:
-            # Every stage knows all lengths before its first receive.
-            ranks = parallel.cp * parallel.sequence_ranks
-            rest["p2p_communicator"] = PlannedP2PCommunicator(
-                mpu.get_pipeline_model_parallel_group(),
-                get_model_config(model[0] if isinstance(model, list) else model),
-                [m.padded_tokens // ranks for m in plan.micro_batches],
+        parallel, chunks = self._job.parallel, model if isinstance(model, list) else [model]
+        config = get_model_config(chunks[0])
+        with self._deferred(plan, chunks, config) as fill:
+            if parallel.pp > 1:
+                # Every stage knows all lengths before its first receive.
+                ranks = parallel.cp * parallel.sequence_ranks
+                rest["p2p_communicator"] = PlannedP2PCommunicator(
+                    mpu.get_pipeline_model_parallel_group(),
+                    config,
+                    [m.padded_tokens // ranks for m in plan.micro_batches],
+                    fill,
+                )
+                rest["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
+            return schedule(
+                data_iterator=feeds if isinstance(data_iterator, list) else feeds[0],
+                model=model,
+                num_microbatches=count,
+                **rest,
             )
-            rest["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
-        return schedule(
-            data_iterator=feeds if isinstance(data_iterator, list) else feeds[0],
-            model=model,
-            num_microbatches=count,
-            **rest,
-        )
+
+    @contextlib.contextmanager
+    def _deferred(self, plan: StepPlan, chunks: list[Any], config: Any) -> Iterator[Callable[[], None] | None]:
+        """Around a forward-backward pass; gives what runs the weight gradients that it puts off, if it does."""
+        if plan.weight_gradients_before is None:
+            yield None
+            return
+        stage = mpu.get_pipeline_model_parallel_rank()
+        if self._weight_gradients is None:
+            measured = functools.partial(self._report.clock.span, "weights")
+            self._weight_gradients = WeightGradients(chunks, part_counts(self._job)[stage], measured)
+        schedule, before = schedule_of(self._job, len(plan.micro_batches)), plan.weight_gradients_before[:, stage]
+        with self._weight_gradients.step(schedule, stage, before, config) as self._deferring:
+            try:
+                yield self._deferring.fill
+            finally:
+                self._deferring = None
 
     def _saved(self, original: Any) -> Any:
         """Save the packer with the model; upstream marks the checkpoint complete only after this."""

@@ -1,14 +1,18 @@
 """The flags that describe a training job, for all commands, and the `Job` that they make."""
 
 import argparse
+import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from megatron_wlb.adapter.arguments import add_wlb_arguments
 from megatron_wlb.cli import launch
-from megatron_wlb.cli.common import integer
+from megatron_wlb.cli.common import integer, short
+from megatron_wlb.cost.memory import H100_BYTES
 from megatron_wlb.describe import PlanSettings, make_job
 from megatron_wlb.job import MAX_TOKENS, Job, Parallel, Recompute
 from megatron_wlb.model import MODELS, ModelShape
@@ -19,6 +23,11 @@ DEFAULT_MODEL = "llama2-7b"
 """Packing goes by its crossover length where no model is described."""
 DEFAULT_PROFILE = "h100-fa2"
 DEFAULT_VOCABULARY = 32000
+"""Where only layers are of interest."""
+TOKENIZERS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "TikTokenizer": 131072}
+"""Tokens by Megatron's --tokenizer-type, where that says."""
+_NAMED = {"llama-?3": "llama3-8b", "llama-?2": "llama2-7b"}
+"""Models by the names of their tokenizers."""
 _SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
 """Sizes that describe a model without a name; the others have defaults."""
 _NEEDED = {
@@ -29,15 +38,20 @@ _NEEDED = {
 
 
 def add_job_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Let a command take what a training run is launched with: as flags, as a launch line, and as a file with one.
+    """Let a command take what a training run is launched with: as flags, as its command, or from its log.
 
-    Names are those of training; `launch.accept` sorts out the rest of a launch line.
+    Names are those of training; `launch.accept` sorts out the rest.
     """
     script = argparse.ArgumentParser(prog=parser.prog, add_help=False, allow_abbrev=False)
     for each in (parser, script):
         _add_flags(each)
         each.set_defaults(**defaults)
-    parser.add_argument("--launch", metavar="FILE", help="a launch line or script with the flags; - for standard input")
+    parser.add_argument(
+        "--launch", metavar="FILE", help="the log of a run, or a file with its command; - for standard input"
+    )
+    parser.add_argument(
+        "--approximate", action="store_true", help="estimate without what is not simulated, such as latent attention"
+    )
     launch.accept(parser, script)
 
 
@@ -65,6 +79,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     experts.add_argument("--num-experts", type=count, metavar="N")
     experts.add_argument("--moe-router-topk", type=count, default=2, metavar="N", help="default: %(default)s")
     experts.add_argument("--moe-ffn-hidden-size", type=count, metavar="N", help="default: --ffn-hidden-size")
+    experts.add_argument("--moe-shared-expert-intermediate-size", type=count, metavar="N", help="of all shared experts")
+    tokenizer = parser.add_argument_group("tokenizer", "where --vocab-size does not say how many tokens it has")
+    tokenizer.add_argument("--tokenizer-type", metavar="TYPE")
+    tokenizer.add_argument("--tokenizer-model", metavar="NAME", help="a folder with tokenizer.json, or a known name")
+    tokenizer.add_argument("--make-vocab-size-divisible-by", type=count, default=128, metavar="N")
     data = parser.add_argument_group("data and steps")
     data.add_argument("--data-path", nargs="*", metavar="PREFIX", help=".idx, or a blend of them")
     data.add_argument("--train-data-path", nargs="*", metavar="PREFIX", help="likewise, not split")
@@ -74,7 +93,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--seed", type=integer(0, 1 << 62), default=1234, metavar="N", help="default: %(default)s")
     data.add_argument("--seq-length", type=integer(1, MAX_TOKENS), metavar="C", help="context window in tokens")
     data.add_argument("--global-batch-size", type=count, metavar="N", help="context windows a step")
-    data.add_argument("--micro-batch-size", type=count, default=1, metavar="1")
+    data.add_argument("--micro-batch-size", type=count, default=1, metavar="b", help="of the run without --wlb")
     layout = parser.add_argument_group("layout")
     layout.add_argument("--num-gpus", type=integer(1, MAX_GPUS), metavar="N", help="default: one data-parallel rank")
     layout.add_argument("--nproc-per-node", "--nproc_per_node", metavar="N", help="torchrun's, as is --nnodes")
@@ -89,6 +108,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         layout.add_argument(
             f"--account-for-{name}-in-pipeline-split", action="store_true", help="counts as a layer; both or none"
         )
+    layout.add_argument("--recompute-activations", action="store_true", help="as --recompute-granularity selective")
     layout.add_argument("--recompute-granularity", choices=("full", "selective"))
     layout.add_argument("--recompute-method", choices=("uniform", "block"))
     layout.add_argument("--recompute-num-layers", type=count, metavar="N")
@@ -145,7 +165,7 @@ def job_of(args: argparse.Namespace, notes: list[str], **fixed: Any) -> Job:
             "Experts get equally many tokens. The exchange of tokens takes no time here, and gradients and optimizer "
             f"are those of the {model.moe_router_topk} experts that a token goes to."
         )
-    if args.recompute_method == "block" or args.recompute_granularity == "selective":
+    if args.recompute_method == "block" or _granularity(args) == "selective":
         what = "every layer" if args.recompute_method == "block" else "nothing"
         notes.append(f"Time is that of recomputing {what}; memory counts what --recompute flags say.")
     if args.global_batch_size is None:
@@ -154,12 +174,18 @@ def job_of(args: argparse.Namespace, notes: list[str], **fixed: Any) -> Job:
     return _make(args, notes, model, parallel, fixed)
 
 
-def packing_job(args: argparse.Namespace, notes: list[str], *, alike: bool = False) -> Job:
+def layout_known(args: argparse.Namespace) -> bool:
+    """Whether flags say how many data-parallel ranks or pipeline stages there are, or that memory bounds S_max."""
+    sizes = args.pipeline_model_parallel_size, args.wlb_memory_budget, launch.world_size(args)
+    return any(size is not None for size in sizes)
+
+
+def packing_job(args: argparse.Namespace, notes: list[str]) -> Job:
     """The job as far as packing depends on it.
 
-    Where no flag says how many GPUs or pipeline stages there are, or if `alike` whatever they say, every micro-batch is
-    taken to have a data-parallel rank of its own, which makes them alike; but where memory bounds S_max. Without a
-    model it is `DEFAULT_MODEL`, for its crossover length. Raises ValueError as `job_of` does.
+    Where no flag says how many GPUs or pipeline stages there are, every micro-batch is taken to have a data-parallel
+    rank of its own, which makes them alike; but where memory bounds S_max. Without a model it is `DEFAULT_MODEL`, for
+    its crossover length. Raises ValueError as `job_of` does.
     """
     require(args, "seq_length", "global_batch_size")
     if args.wlb_memory_budget is not None:
@@ -169,7 +195,7 @@ def packing_job(args: argparse.Namespace, notes: list[str], *, alike: bool = Fal
         model, unnamed = MODELS[DEFAULT_MODEL], args.wlb_crossover is None
     else:
         model, unnamed = model_of(args, notes if args.wlb_crossover is None else [], tp), False
-    if alike or (args.pipeline_model_parallel_size is None and launch.world_size(args) is None):
+    if not layout_known(args):
         count = args.global_batch_size if args.wlb_micro_batches == "auto" else args.wlb_micro_batches
         parallel = Parallel(tp=tp, cp=cp, dp=count)
     else:
@@ -186,10 +212,6 @@ def packing_job(args: argparse.Namespace, notes: list[str], *, alike: bool = Fal
 def _make(
     args: argparse.Namespace, notes: list[str], model: ModelShape, parallel: Parallel, fixed: dict[str, Any]
 ) -> Job:
-    if args.micro_batch_size != 1:
-        raise ValueError(
-            f"--micro-batch-size is {args.micro_batch_size}; a micro-batch of --wlb is one packed sequence, give 1"
-        )
     settings = PlanSettings.from_args(args)
     if settings.max_tokens == "auto" and settings.memory_budget is None:
         settings = replace(settings, max_tokens=None)
@@ -197,6 +219,7 @@ def _make(
             "Assumed: an S_max of 1.25 windows; how much memory --wlb-max-tokens auto would find is known on the GPU, "
             "or by --wlb-memory-budget."
         )
+    modules = args.recompute_modules
     rows = 1
     if args.fp8_format:
         rows = 32 if args.fp8_recipe == "mxfp8" else 16
@@ -208,10 +231,10 @@ def _make(
         "hidden_dropout": args.hidden_dropout > 0,
         "offloaded_layers": args.cpu_offloading_num_layers,
         "recompute": Recompute(
-            granularity=args.recompute_granularity,
+            granularity=_granularity(args),
             method=args.recompute_method,
             num_layers=args.recompute_num_layers,
-            modules=tuple(args.recompute_modules or ()),
+            modules=tuple(("core_attn",) if modules is None and _granularity(args) == "selective" else modules or ()),
         ),
     }
     return make_job(
@@ -221,8 +244,13 @@ def _make(
         packing=from_args(args),
         settings=settings,
         default_profile=DEFAULT_PROFILE,
+        device_bytes=H100_BYTES,
         **details | fixed,
     )
+
+
+def _granularity(args: argparse.Namespace) -> str | None:
+    return args.recompute_granularity or ("selective" if args.recompute_activations else None)
 
 
 def _sizes(args: argparse.Namespace) -> tuple[int, int, int]:
@@ -252,7 +280,7 @@ def _parallel(args: argparse.Namespace, num_layers: int, notes: list[str]) -> Pa
             "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split are simulated together "
             "only; give both or none"
         )
-    if args.expert_model_parallel_size and not args.num_experts:
+    if (args.expert_model_parallel_size or 1) > 1 and not args.num_experts:
         raise ValueError("--expert-model-parallel-size without --num-experts; give both or none")
     edge_layers = int(args.account_for_loss_in_pipeline_split)
     return Parallel(
@@ -287,22 +315,52 @@ def model_of(args: argparse.Namespace, notes: list[str], tp: int = 1) -> ModelSh
     sizes.pop("moe_router_topk", None)
     vocabulary = args.vocab_size
     if args.model is None:
-        if vocabulary is None:
-            vocabulary = DEFAULT_VOCABULARY
-            notes.append(f"Assumed: a vocabulary of {vocabulary} (no --vocab-size).")
         sizes = _with_defaults(args, sizes, notes)
+        vocabulary = vocabulary or _vocabulary(args, notes)
     if vocabulary is not None:
-        sizes["padded_vocab_size"] = math.ceil(vocabulary / (128 * tp)) * 128 * tp
+        multiple = getattr(args, "make_vocab_size_divisible_by", 128) * tp
+        sizes["padded_vocab_size"] = math.ceil(vocabulary / multiple) * multiple
     model = ModelShape(**sizes) if args.model is None else replace(MODELS[args.model], **sizes)
-    if getattr(args, "num_experts", None):
+    if (getattr(args, "num_experts", None) or 1) > 1:
         expert, topk = args.moe_ffn_hidden_size or model.ffn_hidden_size, args.moe_router_topk
-        model = replace(model, ffn_hidden_size=topk * expert, moe_router_topk=topk)
+        shared = args.moe_shared_expert_intermediate_size or 0
+        model = replace(model, ffn_hidden_size=topk * expert + shared, moe_router_topk=topk)
     if model.num_attention_heads % model.num_query_groups:
         raise ValueError(
             f"--num-query-groups {model.num_query_groups} does not divide {model.num_attention_heads} attention heads; "
             "change one of them"
         )
     return model
+
+
+def _vocabulary(args: argparse.Namespace, notes: list[str]) -> int:
+    """Tokens of the tokenizer that the flags name. Raises ValueError where they do not tell."""
+    if not hasattr(args, "tokenizer_type"):
+        notes.append(f"Assumed: a vocabulary of {DEFAULT_VOCABULARY} (no --vocab-size).")
+        return DEFAULT_VOCABULARY
+    if args.tokenizer_type in TOKENIZERS:
+        return TOKENIZERS[args.tokenizer_type]
+    name = args.tokenizer_model or ""
+    file = Path(name, "tokenizer.json")
+    if name and file.is_file():
+        return tokens_of(file)
+    known = next((model for pattern, model in _NAMED.items() if re.search(pattern, name, re.IGNORECASE)), None)
+    if known is None:
+        named = f"; {short(name)} has no tokenizer.json here" if name else ""
+        raise ValueError(f"the vocabulary is not known{named}; give --vocab-size")
+    notes.append(f"Assumed: the vocabulary of {known}, by the name of the tokenizer.")
+    return MODELS[known].padded_vocab_size
+
+
+def tokens_of(file: Path) -> int:
+    """Tokens of a tokenizer.json of Hugging Face. Raises ValueError for anything else."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        vocabulary = found["model"]["vocab"]
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return 1 + max([*map(int, ids), *(int(token["id"]) for token in found.get("added_tokens", []))])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is no tokenizer of Hugging Face ({error!r}); give --vocab-size") from error
 
 
 def _with_defaults(args: argparse.Namespace, sizes: dict[str, Any], notes: list[str]) -> dict[str, Any]:
@@ -315,8 +373,7 @@ def _with_defaults(args: argparse.Namespace, sizes: dict[str, Any], notes: list[
         raise ValueError(
             f"--num-attention-heads {heads} does not divide --hidden-size {hidden}; change one, or give --kv-channels"
         )
-    if args.num_query_groups is not None and not args.group_query_attention:
-        del sizes["num_query_groups"]
+    if not args.group_query_attention and sizes.pop("num_query_groups", 1) > 1:  # logs have it always
         notes.append("--num-query-groups counts with --group-query-attention only, in Megatron as well as here.")
     gated_ffn = max(64, hidden * 8 // 3 // 64 * 64)
     return {

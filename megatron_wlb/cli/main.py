@@ -18,19 +18,25 @@ COMMANDS = (analyze, plan, tune, simulate, profile, compare, audit)
 EXTRAS = dict.fromkeys(("matplotlib", "pyarrow", "rich", "scipy"), "analysis") | {"torch": "train"}
 """Packages that only some commands, inputs and policies need, and the extra that each comes with."""
 
+MOST_OF_A_WORD, MOST_OF_A_LINE = 200, 1000
+"""Characters of an error."""
 
-class _Parser(argparse.ArgumentParser):
+
+class Parser(argparse.ArgumentParser):
+    """Wrong input is one line."""
+
     def __init__(self, **options: Any) -> None:
         # No flag is the beginning of another: --save is Megatron's.
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+        message, *notes = message.split("\n")
+        self.exit(2, refusal(self.prog, message if notes else f"{message}; see {self.prog} --help", notes))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command (default: the arguments of the process). Returns the exit code."""
-    parser = _Parser(prog="megatron-wlb", description="WLB-LLM for Megatron-LM: planning without training.")
+    parser = Parser(prog="megatron-wlb", description="WLB-LLM for Megatron-LM: planning without training.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in COMMANDS:
@@ -60,5 +66,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse(command: str, message: str) -> int:
-    print(f"megatron-wlb {command}: error: {' '.join(printable(message).split())}", file=sys.stderr)
+    print(refusal(f"megatron-wlb {command}", message), end="", file=sys.stderr)
     return 2
+
+
+def refusal(program: str, message: str, notes: Sequence[str] = ()) -> str:
+    """An error as it is printed: one line, and `notes` to copy in lines of their own."""
+    words = (
+        word if len(word) <= MOST_OF_A_WORD else f"{word[:MOST_OF_A_WORD]}..." for word in printable(message).split()
+    )
+    line = " ".join(words)
+    line = line if len(line) <= MOST_OF_A_LINE else f"{line[:MOST_OF_A_LINE]}..."
+    return "".join(f"{each}\n" for each in (f"{program}: error: {line}", *(f"  {note}" for note in notes)))

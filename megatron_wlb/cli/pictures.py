@@ -12,10 +12,12 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
+from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 # Okabe-Ito: told apart with every kind of color vision.
-GREY, BLUE, ORANGE = "#8c8c8c", "#0072b2", "#d55e00"
+GREY, BLUE, ORANGE, GREEN = "#8c8c8c", "#0072b2", "#d55e00", "#009e73"
+COLORS = (BLUE, "#56b4e9", GREEN, "#f0e442", ORANGE, "#cc79a7", GREY)
+"""Of parts of a whole."""
 STYLE: Any = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -25,7 +27,6 @@ STYLE: Any = {
 }
 WIDTH = 4.8
 """Inches."""
-STARS = (GREY, ORANGE)
 _PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -89,9 +90,8 @@ def shares(figure: Figure, edges: np.ndarray, shares: Mapping[str, np.ndarray], 
     figure.legend(loc="outside upper center", ncols=3)
 
 
-def front(figure: Figure, rows: Sequence[dict[str, Any]], window: int, stars: Mapping[str, Any] | None = None) -> None:
-    """Imbalance over delay and over the variation of tokens, of rows from `tune.point`, and of such by name."""
-    named = list(zip((stars or {}).items(), STARS, strict=False))
+def front(figure: Figure, rows: Sequence[Mapping[str, Any]], window: int) -> None:
+    """Time over delay and over the variation of tokens, of rows as tune has them; the best are filled."""
     most = max([1.1, *(row["max_tokens"] / window for row in rows)])
     colors = matplotlib.colormaps["viridis"].resampled(8)
     shades = {s: colors((s / window - 1) / max(0.1, most - 1)) for s in sorted({row["max_tokens"] for row in rows})}
@@ -101,23 +101,13 @@ def front(figure: Figure, rows: Sequence[dict[str, Any]], window: int, stars: Ma
             color = shades[row["max_tokens"]]
             shape = {"marker": "o" if row["policy"] == "wlb" else "s", "markersize": 6}
             filled = color if row["best"] else "none"
-            at = row[measure], _over_one(row["imbalance_mean"])
-            axes.plot(*at, **shape, linestyle="none", color=color, markerfacecolor=filled, alpha=0.9)
-        for (_, row), color in named:
-            at = row[measure], _over_one(row["imbalance_mean"])
-            axes.plot(*at, marker="*", markersize=13, color=color, markeredgecolor="white", linestyle="none")
-        axes.set(xlabel=label, ylabel="mean imbalance", yscale="log")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{1 + y:g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
+            axes.plot(
+                row[measure], row["time"], **shape, linestyle="none", color=color, markerfacecolor=filled, alpha=0.9
+            )
+        axes.set(xlabel=label, ylabel="time / fastest")
     mark = partial(Line2D, [], [], linestyle="none")
     handles = [
         mark(marker=m, color="black", markerfacecolor="none", label=n) for m, n in (("o", "wlb"), ("s", "adaptive"))
     ]
-    handles += [mark(marker="*", markersize=12, color=color, label=name) for (name, _), color in named]
     windows = [Patch(color=color, label=f"S_max {s / window:.3g} windows") for s, color in shades.items()]
     figure.legend(handles=[*handles, *windows], loc="outside upper center", ncols=2, fontsize=9)
-
-
-def _over_one(imbalance: float) -> float:
-    """The excess over 1, for a logarithmic axis; nobody tells 1.0001 from 1."""
-    return max(imbalance - 1, 1e-4)

@@ -3,8 +3,8 @@
 Plans the micro-batches of all training steps, without Megatron and without torch.
 
     megatron-wlb plan LENGTHS --seq-length C --global-batch-size N --wlb-packing adaptive --output plan.jsonl
-    megatron-wlb plan LENGTHS --output plan.jsonl --launch train.sh
-    megatron-wlb plan --output plan.jsonl --launch train.sh
+    megatron-wlb plan LENGTHS --output plan.jsonl --launch train.log
+    megatron-wlb plan --output plan.jsonl --launch train.log
 
 Flags are those of training, and so are their defaults; --wlb-packing may also be ilp, a baseline. Documents come in the
 order of the file; without LENGTHS they are those of --data-path, one pass over the training split, shuffled as in
@@ -37,7 +37,7 @@ from megatron_wlb.plan.stream import DocumentStream
 
 FORMAT = "megatron-wlb-plan"
 VERSION = 2
-USAGE = "[LENGTHS] --output FILE [FLAGS | LAUNCH LINE | --launch FILE]"
+USAGE = "[LENGTHS] --output FILE [FLAGS | COMMAND | --launch FILE]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

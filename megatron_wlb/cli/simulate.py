@@ -2,7 +2,7 @@
 
 Simulates the training steps of a plan file (`megatron-wlb plan --output`) on GPUs, without GPUs, Megatron or torch.
 
-    megatron-wlb simulate plan.jsonl --launch train.sh
+    megatron-wlb simulate plan.jsonl --launch train.log
     megatron-wlb simulate plan.jsonl --model llama2-7b --tensor-model-parallel-size 8 --num-gpus 64
 
 Micro-batches are placed on data-parallel ranks, ordered and sharded as in training; a discrete-event simulation of the
@@ -33,27 +33,27 @@ from megatron_wlb.job import MAX_TOKENS, Job
 from megatron_wlb.plan.metrics import imbalance
 from megatron_wlb.plan.packing import POLICIES
 from megatron_wlb.plan.step import shard_step
-from megatron_wlb.simulate import SimulatedStep, balanced_time, breakdown, simulate_step, write_trace
+from megatron_wlb.simulate import SHARES, SimulatedStep, balanced_time, breakdown, simulate_step, write_trace
 
 FORMAT = "megatron-wlb-simulation"
 VERSION = 2
-USAGE = "PLAN.jsonl [--json FILE] [--trace FILE.json] [FLAGS | LAUNCH LINE | --launch FILE]"
+USAGE = "PLAN.jsonl [--json FILE] [--trace FILE.json] [FLAGS | COMMAND | --launch FILE]"
 PARTS = {
     "attention": "attention",
     "linear": "linear",
     "vocabulary": "embedding and loss",
     "tensor": "tensor-parallel communication",
-    "exchange": "context-parallel communication",
-    "cp_wait": "waiting for the slowest CP rank",
-    "ep_wait": "waiting for the slowest EP rank",
-    "bubble": "pipeline bubble",
-    "imbalance": "uneven micro-batches",
-    "dp_wait": "waiting for the slowest DP rank",
     "gradients": "gradient reduction",
     "optimizer": "optimizer",
     "parameters": "parameter gathering",
+    "bubble": "bubble",
+    "exchange": "context-parallel communication",
+    "cp_wait": "waiting for the slowest CP rank",
+    "ep_wait": "waiting for the slowest EP rank",
+    "imbalance": "uneven micro-batches",
+    "dp_wait": "waiting for the slowest DP rank",
 }
-"""Fields of `Breakdown`, in the order of the table."""
+"""What fields of `Breakdown` are called."""
 _LIMITS = dict.fromkeys(("windows", "micro_batches"), 1 << 20) | {"crossover": 1 << 35}
 _LIMITS |= dict.fromkeys(("context_length", "max_tokens"), MAX_TOKENS)
 """Sizes in the header of a plan, and the largest that is allowed."""
@@ -193,10 +193,11 @@ def _table(result: dict[str, Any]) -> Any:
     mean, slowest = result["mean"], max(_middle(result["steps"]), key=lambda e: e["time_us"])
     step, limit = mean["time_us"], "limit: all alike"
     rows = [("step", step, slowest["time_us"])]
-    for part, title in PARTS.items():
-        us, of_slowest = mean["breakdown_us"][part], slowest["breakdown_us"][part]
-        if max(abs(us), abs(of_slowest)) > 1e-6 * step:
-            rows.append((f"  {title}", us, of_slowest))
+    for name, parts in SHARES.items():
+        both = [(PARTS[part], mean["breakdown_us"][part], slowest["breakdown_us"][part]) for part in parts]
+        rows.append((f"  {name}", sum(us for _, us, _ in both), sum(us for _, _, us in both)))
+        if len(parts) > 1:
+            rows += [(f"    {title}", *times) for title, *times in both if max(map(abs, times)) > 1e-6 * step]
     rows.append((limit, mean["limit_us"], slowest["limit_us"]))
     cells = [(title, f"{us / 1e3:.2f}", f"{us / step:.1%}", f"{most / 1e3:.2f}") for title, us, most in rows]
     titles = ("", "mean ms", "share", f"step {slowest['step']}, the slowest, ms")

@@ -4,31 +4,35 @@ Finds packing flags for documents in file order, or without LENGTHS for those of
 needs neither Megatron nor torch.
 
     megatron-wlb tune LENGTHS --seq-length C --global-batch-size N --model llama2-7b
-    megatron-wlb tune LENGTHS --launch train.sh
-    megatron-wlb tune --launch train.sh
+    megatron-wlb tune LENGTHS --launch train.log
+    megatron-wlb tune --launch train.log
 
-The first half of the steps fits: every tuning of wlb and adaptive packing runs on it. Those that no other one beats
-in all of imbalance, delay, tokens per step (CV) and S_max then run on the second half, whose numbers are printed, again
-without those that are beaten there. Differences that are too small to print don't count. Each half is planned as by
-`megatron-wlb plan --no-flush`; tunings under which a document waits for over half of it are left out, since they look
-good only for what they don't run. Works are those of training: for the crossover, describe the model by its flags.
-S_max is tried up to --wlb-max-tokens where that is given.
+The first half of the steps fits: every tuning of wlb and adaptive packing runs on it, in the layout that the flags
+describe. Those that no other one beats in all of time, delay, tokens per step (CV) and S_max then run on the second
+half, whose numbers are printed, again without those that are beaten there. Differences that are too small to print
+don't count. Time is what `--wlb-micro-batches auto` goes by, which also chooses how many micro-batches adaptive packing
+has here: that of simulated steps per work, over the fastest of the table; without a profile in microseconds it goes by
+work. Each half is planned as by `megatron-wlb plan --no-flush`; tunings under which a document waits for over half of
+it are left out, since they look good only for what they don't run. S_max is tried up to --wlb-max-tokens where that is
+given.
 """
 
 import argparse
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_wlb.cli import common, plan
 from megatron_wlb.cli.common import integer, progress, remark, write_json, writer
 from megatron_wlb.cli.data import add_lengths, documents_of
-from megatron_wlb.cli.flags import add_job_flags, packing_job
+from megatron_wlb.cli.flags import add_job_flags, layout_known, packing_job
+from megatron_wlb.cost.passes import untimed
+from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.packer import make_packer
@@ -36,21 +40,32 @@ from megatron_wlb.plan.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.packing.adaptive_core import FORCED_STEPS
 from megatron_wlb.plan.packing.base import Packing
 from megatron_wlb.plan.packing.wlb import WlbPacking
-from megatron_wlb.plan.stream import Source
+from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.settings import flag_with_value
+from megatron_wlb.simulate.micro_batches import predictions, step_time
 
 FORMAT = "megatron-wlb-tune"
-VERSION = 1
-USAGE = "[LENGTHS] [FLAGS | LAUNCH LINE | --launch FILE] [--json FILE] [--picture FILE]"
+VERSION = 2
+USAGE = "[LENGTHS] [FLAGS | COMMAND | --launch FILE] [--json FILE] [--picture FILE]"
 LEAST_STEPS = 20
 """Steps in a half, under which its averages say nothing."""
 S_MAX_WINDOWS = (1.1, 1.25, 1.5, 2.0)
+"""Or mean micro-batches, where these are longer."""
 THRESHOLD_SHARES = tuple(k / 8 for k in range(1, 8))
 MAX_QUEUES = 3
 MAX_DELAYS = (2 * FORCED_STEPS, 30)
+TIMED_WINDOWS = 128
+"""About so many windows of documents are timed of a half, in at least `LEAST_TIMED` steps."""
+LEAST_TIMED = 4
 
-Result = tuple[Job, metrics.Summary]
-"""A tuning and its measures."""
+
+class Result(NamedTuple):
+    """A tuning and its measures."""
+
+    job: Job
+    time: float
+    """Predicted, of a step per work."""
+    summary: metrics.Summary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-late", type=float, default=math.inf, metavar="STEPS", help="bound on the mean delay of a token"
     )
-    parser.add_argument("--picture", metavar="FILE.png", help="draw imbalance over delay and over the CV of tokens")
+    parser.add_argument("--picture", metavar="FILE.png", help="draw time over delay and over the CV of tokens")
     parser.add_argument("--json", metavar="FILE", help="rows to write; - for standard output, the table on the other")
     add_job_flags(parser)
     add_lengths(parser)
@@ -73,35 +88,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Sweep, print and write. Raises ValueError on wrong input or if nothing is left to recommend."""
-    # Its lines are never cut: flags are to be pasted.
-    console = common.console(args.json, width=300)
+    console = common.console(args.json, width=100)
     if args.picture is not None:
-        import matplotlib  # noqa: F401  # likewise an extra, and hours are about to be spent
+        import matplotlib  # noqa: F401  # likewise an extra, and minutes are about to be spent
 
         if Path(args.picture).suffix != ".png" or not Path(args.picture).resolve().parent.is_dir():
             raise ValueError(f"--picture {args.picture} must end in .png and be in a folder that exists")
     notes = list(args.remarks)
-    job = packing_job(args, notes, alike=True)
-    tunings = list(variants(job, _max_tokens(args, job), _packings(job.context_length)))
+    job = packing_job(args, notes)
     fit, held_out = _halves(args, job, notes)
+    adaptive = _adaptive(args, fit)
+    tunings = list(variants(job, _max_tokens(args, job), wlb_packings(job.context_length)))
+    tunings += variants(adaptive, _max_tokens(args, adaptive), adaptive_packings())
     with writer(args.json, "--json") as file:
-        fits = _best(args, tunings, fit, "fit")
-        rows = sorted(_best(args, [t for t, _ in fits], held_out, "held-out"), key=_objectives)
-        entry = {"format": FORMAT, "version": VERSION, "micro_batches": job.num_micro_batches}
-        entry |= {"context_length": job.context_length, "crossover": job.crossover_tokens}
+        fits = front(_measured(args, tunings, fit, "fit"))
+        tried = _measured(args, [each.job for each in fits], held_out, "held-out")
+        rows = sorted(front(tried), key=_objectives)
+        entry = {"format": FORMAT, "version": VERSION, "job": job.to_json(), "timed_by": _timed_by(job)}
         halves = {"fit": (0, len(fit)), "held_out": (len(fit), len(fit) + len(held_out))}
         write_json(file, entry | {"documents": halves, "rows": _entries(rows, fits)})
     console.print(_table(rows))
+    for number, row in enumerate(rows, 1):
+        console.print(f"{number}: {flags_of(row.job)}", soft_wrap=True)
     console.print(
         f"{len(tunings)} tunings on {len(fit)} documents, {len(fits)} of them on {len(held_out)} held-out ones "
-        f"({rows[0][1].steps} steps), whose numbers these are"
+        f"({rows[0].summary.steps} steps), whose numbers these are. Time is over the fastest, by {_timed_by(job)}",
+        soft_wrap=True,
     )
     remark(notes)
     if args.picture is not None:
         from megatron_wlb.cli import pictures
 
-        points = [point(*row, best=True) for row in rows]
+        points = [_entry(each.job) | _point(each) | {"best": each in rows} for each in tried]
         pictures.save(args.picture, lambda figure: pictures.front(figure, points, job.context_length), 5.6)
+
+
+def _timed_by(job: Job) -> str:
+    """What times go by."""
+    why = untimed(job)
+    return f"work, since {why}" if why else f"simulation with profile {job.profile.name}"
+
+
+def _adaptive(args: argparse.Namespace, fit: np.ndarray) -> Job:
+    """The job with adaptive packing, and as many micro-batches as training would choose for these documents."""
+    words = argparse.Namespace(**vars(args) | {"wlb_packing": AdaptivePacking.name})
+    default = packing_job(words, [])
+    if args.wlb_micro_batches != "auto" or not layout_known(args):
+        return default
+
+    def make(count: int) -> Job:
+        return packing_job(argparse.Namespace(**vars(words) | {"wlb_micro_batches": count}), [])
+
+    def stream() -> DocumentStream:
+        return DocumentStream([Source(lengths=fit)], seed=0, context_length=default.context_length, shuffle=False)
+
+    return predictions(default, make, stream, memory_known=args.wlb_memory_budget is not None)[0]
 
 
 def _halves(args: argparse.Namespace, job: Job, notes: list[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -141,21 +182,19 @@ def _max_tokens(args: argparse.Namespace, job: Job) -> list[int]:
 def s_max_candidates(job: Job, unit: int = 1) -> list[int]:
     """Values of S_max in tokens, multiples of `unit` and of the job's, increasing."""
     unit = math.lcm(job.unit_tokens, unit)
-    return [math.ceil(windows * job.context_length / unit) * unit for windows in S_MAX_WINDOWS]
+    return [math.ceil(windows * job.least_max_tokens / unit) * unit for windows in S_MAX_WINDOWS]
 
 
-def thresholds_at(shares: Sequence[float], context_length: int) -> tuple[int, ...]:
-    """Lengths from which on documents are outliers, in tokens, increasing, by their shares of the window."""
-    return tuple(sorted({max(2, int(share * context_length)) for share in shares}))
+def adaptive_packings() -> list[Packing]:
+    """Adaptive packing under every bound on delay that is tried."""
+    return [AdaptivePacking(max_delay_steps=delay) for delay in MAX_DELAYS]
 
 
-def _packings(context_length: int) -> Iterator[Packing]:
-    for delay in MAX_DELAYS:
-        yield AdaptivePacking(max_delay_steps=delay)
-    grid = thresholds_at(THRESHOLD_SHARES, context_length)
-    for queues in range(1, MAX_QUEUES + 1):
-        for thresholds in combinations(grid, queues):
-            yield WlbPacking(outlier_thresholds=thresholds)
+def wlb_packings(context_length: int) -> list[Packing]:
+    """Algorithm 1 with all thresholds that are tried."""
+    grid = sorted({max(2, int(share * context_length)) for share in THRESHOLD_SHARES})
+    chosen = (each for queues in range(1, MAX_QUEUES + 1) for each in combinations(grid, queues))
+    return [WlbPacking(outlier_thresholds=thresholds) for thresholds in chosen]
 
 
 def variants(job: Job, max_tokens: Iterable[int], packings: Iterable[Packing]) -> Iterator[Job]:
@@ -166,7 +205,10 @@ def variants(job: Job, max_tokens: Iterable[int], packings: Iterable[Packing]) -
 
 def flags_of(job: Job) -> str:
     """The packing of a job, to paste into a training command."""
-    settings = {"packing": job.packing.name, **_settings(job.packing), "max_tokens": job.max_tokens}
+    settings = {"packing": job.packing.name, **_settings(job.packing)}
+    if job.packing.steady_tokens or job.num_micro_batches != job.global_batch_size:
+        settings["micro_batches"] = job.num_micro_batches
+    settings["max_tokens"] = job.max_tokens
     return " ".join(flag_with_value(name, value) for name, value in settings.items())
 
 
@@ -174,47 +216,50 @@ def _settings(packing: Packing) -> dict[str, Any]:
     return asdict(packing)  # type: ignore[call-overload, no-any-return]
 
 
-def _best(args: argparse.Namespace, tunings: Sequence[Job], lengths: np.ndarray, what: str) -> list[Result]:
-    """The tunings that no other one beats on documents of `lengths`."""
+def _measured(args: argparse.Namespace, tunings: Sequence[Job], lengths: np.ndarray, what: str) -> list[Result]:
+    """What tunings come to on documents of `lengths`, of those under which no document waits for long.
+
+    Times are over the least.
+    """
+    results = []
     with progress(len(tunings), args.json, what) as advance:
-        results = sweep(lengths, tunings, advance)
+        for tuning in tunings:
+            result = run_half(lengths, tuning)
+            if result is not None:
+                results.append(result)
+            advance(1)
     if not results:
         raise ValueError(f"documents wait for over half of the {what} steps whatever the tuning; give more documents")
-    in_time = [(t, s) for t, s in results if s.late_steps <= args.max_late]
+    in_time = [each for each in results if each.summary.late_steps <= args.max_late]
     if not in_time:
-        least = min(s.late_steps for _, s in results)
+        least = min(each.summary.late_steps for each in results)
         raise ValueError(
             f"no tuning keeps --max-late {args.max_late:g}; the {what} steps reach {least:.3f}, give more than that"
         )
-    return front(in_time)
+    fastest = min(each.time for each in in_time)
+    return [each._replace(time=each.time / fastest) for each in in_time]
 
 
-def sweep(lengths: np.ndarray, tunings: Sequence[Job], advance: Callable[[int], None]) -> list[Result]:
-    """`run_half` of every tuning that passes it; calls `advance(1)` after each."""
-    results = []
-    for tuning in tunings:
-        summary = run_half(lengths, tuning)
-        if summary is not None:
-            results.append((tuning, summary))
-        advance(1)
-    return results
-
-
-def run_half(lengths: np.ndarray, job: Job) -> metrics.Summary | None:
+def run_half(lengths: np.ndarray, job: Job) -> Result | None:
     """Measures of the full global batches of `lengths`; None if a document waits for over half of them."""
     stream = plan.UnflushedStream(
         [Source(lengths=lengths)], seed=0, context_length=job.context_length, shuffle=False, num_epochs=1
     )
     packer = make_packer(stream, job, fingerprint="")
     total = int(lengths.sum())
-    measured, waiting = [], 0
-    for step, measures in plan.steps(packer, job, total - total % job.batch_tokens):
+    batches = total // job.batch_tokens
+    timed = min(batches, max(LEAST_TIMED, TIMED_WINDOWS // job.global_batch_size))
+    measured, waiting, time, work = [], 0, 0.0, 0.0
+    for i, (step, measures) in enumerate(plan.steps(packer, job, batches * job.batch_tokens)):
         measured.append(measures)
         waiting = step.num_waiting
+        if (i + 1) * timed // batches > i * timed // batches:  # evenly spread
+            time += step_time(job, step.packing)
+            work += float(document_work(step.packing.documents["length"], job.crossover_tokens).sum())
     first = min(int(rows["arrival"].min(initial=packer.step)) for rows in packer.waiting().values())
-    if not measured or 2 * (packer.step - first) > len(measured):
+    if not work or 2 * (packer.step - first) > len(measured):
         return None
-    return metrics.summarise(measured, num_waiting=waiting)
+    return Result(job, time / work, metrics.summarise(measured, num_waiting=waiting))
 
 
 def front(results: Sequence[Result]) -> list[Result]:
@@ -231,41 +276,46 @@ def front(results: Sequence[Result]) -> list[Result]:
 
 def _objectives(result: Result) -> tuple[float, ...]:
     """Measures that should be small, rounded as they are printed."""
-    job, s = result
-    return round(s.imbalance_mean, 4), round(s.late_steps, 3), round(s.token_cv, 3), job.max_tokens
+    s = result.summary
+    return round(result.time, 2), round(s.late_steps, 2), round(s.token_cv, 3), result.job.max_tokens
 
 
-def point(job: Job, summary: metrics.Summary, *, best: bool) -> dict[str, Any]:
-    """A tuning in a picture of the front, as JSON types."""
-    names = ("imbalance_mean", "imbalance_p95", "late_steps", "max_delay_steps", "token_cv")
-    return _entry(job) | {"best": best} | {name: getattr(summary, name) for name in names}
+def _point(result: Result) -> dict[str, float]:
+    """What is drawn of a tuning, and written, as JSON types."""
+    return {"time": result.time, "late_steps": result.summary.late_steps, "token_cv": result.summary.token_cv}
 
 
 def _entry(job: Job) -> dict[str, Any]:
-    return {"flags": flags_of(job), "policy": job.packing.name, "max_tokens": job.max_tokens}
+    entry = {"flags": flags_of(job), "policy": job.packing.name}
+    return entry | {"micro_batches": job.num_micro_batches, "max_tokens": job.max_tokens}
 
 
 def _entries(rows: Sequence[Result], fits: Sequence[Result]) -> list[dict[str, Any]]:
     """The recommended tunings as JSON types, with their measures on both halves."""
-    fitted = {job: plan.without_times(summary) for job, summary in fits}
+
+    def measures(result: Result) -> dict[str, Any]:
+        return {"time": result.time} | plan.without_times(result.summary)
+
+    fitted = {each.job: measures(each) for each in fits}
     return [
-        _entry(job) | _settings(job.packing) | {"held_out": plan.without_times(s), "fit": fitted[job]}
-        for job, s in rows
+        _entry(row.job) | _settings(row.job.packing) | {"held_out": measures(row), "fit": fitted[row.job]}
+        for row in rows
     ]
 
 
 def _table(rows: Sequence[Result]) -> Any:
-    titles = ("imbalance", "p95", "late", "at most", "token CV", "S_max / C", "flags")
+    titles = ("", "time", "late", "at most", "token CV", "S_max / C", "micro-batches", "packing")
     cells = [
         (
-            f"{s.imbalance_mean:.4f}",
-            f"{s.imbalance_p95:.4f}",
-            f"{s.late_steps:.3f}",
+            str(number),
+            f"{time:.2f}",
+            f"{s.late_steps:.2f}",
             f"{s.max_delay_steps}",
             f"{s.token_cv:.3f}",
             f"{job.max_tokens / job.context_length:.3g}",
-            flags_of(job),
+            f"{job.num_micro_batches}",
+            f"{job.packing.name} {','.join(map(str, np.ravel(list(_settings(job.packing).values()))))}",
         )
-        for job, s in rows
+        for number, (job, time, s) in enumerate(rows, 1)
     ]
-    return common.table(titles, cells, text="flags")
+    return common.table(titles, cells, text="packing")

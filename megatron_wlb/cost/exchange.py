@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
 FP32 = 4
 """Bytes of a value, such as a gradient."""
+LINEAR_TFLOPS = 600.0
+"""bf16 matrix products, achieved. Assumed: 61 % of the 989 TFLOP/s of an H100's data sheet, for large matrices."""
+MEMORY_GB_PER_S = 2700.0
+"""What is bound by memory, achieved. Assumed: 80 % of the 3350 GB/s of an H100's data sheet."""
 Directions = tuple[np.ndarray, np.ndarray]
 """Forward and backward of one layer, in us, float64 [M] each."""
 
@@ -31,6 +35,10 @@ class ExchangeModel:
     """For a row of K and V."""
     leave: float
     """For a row of their gradients."""
+    ahead: float
+    """By which a row that a rank holds brings the first K and V of backward forward: they leave as the layer's backward
+    begins, and products for the inputs of its MLP and output projection run before attention. Those for weights, which
+    may be put off, don't count."""
 
     def times(self, rows: np.ndarray) -> Directions:
         """In which K and V arrive and their gradients leave, if the busiest rank has `rows` rows."""
@@ -38,16 +46,29 @@ class ExchangeModel:
         return arrive, leave
 
 
-def exchange_model(job: "Job", network: Network) -> ExchangeModel:
-    """That of a job; one that takes no time where the profile has no unit of time."""
+def exchange_model(job: "Job", network: Network, linear_tflops: float = LINEAR_TFLOPS) -> ExchangeModel:
+    """That of a job; one that takes no time where the profile has no unit of time.
+
+    `linear_tflops` counts where the profile has none.
+    """
     if job.profile.counts_pairs:
-        return ExchangeModel(latency=0.0, arrive=0.0, leave=0.0)
+        return ExchangeModel(latency=0.0, arrive=0.0, leave=0.0, ahead=0.0)
     latency, byte = network.all_to_all(Group(size=job.parallel.cp, stride=job.parallel.tp))
     value = 2 * job.model.heads_per_rank(job.parallel.tp)[1] * job.model.kv_channels * byte
-    return ExchangeModel(latency=latency, arrive=value * job.bytes_per_value, leave=value * job.cp_gradient_bytes)
+    model, recomputed = job.model, job.recompute.granularity == "selective" and "core_attn" in job.recompute.modules
+    before = 0 if recomputed else model.layer_weights - model.hidden_size * (model.query_size + 2 * model.key_size)
+    flops = 2 * before / job.parallel.tp
+    return ExchangeModel(
+        latency=latency,
+        arrive=value * job.bytes_per_value,
+        leave=value * job.cp_gradient_bytes,
+        ahead=flops / (job.profile.linear_tflops or (0, linear_tflops))[1] / 1e6,
+    )
 
 
-def stage_times(own: Sequence[np.ndarray], times: Sequence[np.ndarray], moved: Directions, *, kept: bool) -> Directions:
+def stage_times(
+    own: Sequence[np.ndarray], times: Sequence[np.ndarray], moved: Directions, *, kept: bool, ahead: float = 0.0
+) -> Directions:
     """How long attention takes in stages, forward and backward, float64 [...] us each.
 
     What is whole on a rank runs first in forward and last in backward. K and V of a stage begin to arrive when every
@@ -59,6 +80,7 @@ def stage_times(own: Sequence[np.ndarray], times: Sequence[np.ndarray], moved: D
         times: those of every stage with an exchange, float64 [..., stages, cp] each.
         moved: times in which K and V arrive and gradients leave, float64 [..., stages] each.
         kept: K and V that forward has got need not travel again.
+        ahead: the first ones of backward are on their way for so many us before.
     """
     arrive, leave = (np.moveaxis(each, -1, 0) for each in moved)
     forward, backward = (np.moveaxis(each, -2, 0) for each in times)
@@ -72,7 +94,7 @@ def stage_times(own: Sequence[np.ndarray], times: Sequence[np.ndarray], moved: D
     done = free.max(axis=-1)
 
     again = np.zeros_like(arrive) if kept else arrive
-    here = channel = again[0]
+    here = channel = np.maximum(again[0] - ahead, 0)
     free, last = np.zeros_like(free), np.zeros_like(here)
     for i, took in enumerate(backward):
         begin = np.maximum(free, here[..., None])

@@ -14,6 +14,19 @@ from dataclasses import replace
 from megatron_wlb.job import Job, Recompute
 from megatron_wlb.pipeline.schedule import schedule_of
 
+DEVICE_SHARE = 0.9
+"""Share of a GPU's memory that is planned with; the rest is for the context, NCCL, kernels and fragmentation."""
+H100_BYTES = 80 * 2**30
+WEIGHT_BYTES, OPTIMIZER_BYTES = 6, 12
+"""Of a parameter: the bf16 weight and its fp32 gradient; what the distributed optimizer divides."""
+
+
+def weight_bytes(job: Job) -> float:
+    """Weights, gradients and optimizer of the fullest GPU, with the distributed optimizer; of a dense model."""
+    p, model = job.parallel, job.model
+    weights = model.layer_weights * model.num_layers / p.pp + model.vocabulary_weights * (2 if p.pp == 1 else 1)
+    return weights / p.tp * (WEIGHT_BYTES + OPTIMIZER_BYTES / (p.dp * p.cp))
+
 
 def layer_input_bytes(job: Job) -> float:
     """The input of one layer, per token of a rank's part of the sequence."""
@@ -114,22 +127,44 @@ def attention_backward_bytes(job: Job) -> float:
     kernel = (w + 4) * q / min(p.cp, 2) + w * p.cp * (kv + expanded)
     if p.cp == 1:
         return recomputed + gradients + kernel
-    keys, arrived = p.cp * kv, 0 if job.save_gathered_kv else w * p.cp * kv
+    keys, arrived = p.cp * kv, arrived_bytes(job)
     sent = job.cp_gradient_bytes
     leaving = 4 * kv + sent * (keys - kv + ((p.cp - 1) / 2 * kv if sent == 4 else keys))
     return recomputed + gradients + 4 * keys + max(leaving, arrived + kernel)
 
 
+def arrived_bytes(job: Job) -> float:
+    """K and V that have come from other ranks for backward of one attention, per token of a rank's part of the
+    sequence, counted alike."""
+    model, p = job.model, job.parallel
+    return 0 if p.cp == 1 or job.save_gathered_kv else job.bytes_per_value * p.cp * 2 * model.key_size / p.tp
+
+
 def peak_bytes(job: Job, stage: int, max_tokens: int | None = None) -> float:
     """Activations at the peak of a stage, if every micro-batch in flight had `max_tokens` (default: S_max) tokens, as
-    far as a step can hold so many.
+    far as a data-parallel rank can hold so many in a step.
 
-    The peak comes when the last layer of a stage begins its backward: in the MLP, or in attention, with the MLP freed.
+    The peak comes when the last layer of a stage begins its backward: in the MLP, while K and V of attention arrive, or
+    in attention, with the MLP freed.
     """
     kept, at_once = _token_bytes(job, stage)
     longest = job.max_tokens if max_tokens is None else max_tokens
-    in_flight = min(schedule_of(job).in_flight(stage) * longest, _most_in_flight(job))
-    return (in_flight * kept + longest * at_once) / job.parallel.cp
+    return (most_in_flight(job, stage, longest) * kept + longest * at_once) / job.parallel.cp
+
+
+def most_in_flight(job: Job, stage: int, longest: int) -> float:
+    """Tokens that a stage keeps at once at most, where no micro-batch has more than `longest`.
+
+    Every pass in flight may be that long, but each micro-batch of the rank is in flight once for every virtual stage at
+    most.
+    """
+    return min(schedule_of(job).in_flight(stage) * longest, _most_rank_tokens(job, longest))
+
+
+def _most_rank_tokens(job: Job, longest: int) -> float:
+    """Tokens of a step on a rank at most, once for every virtual stage, with the padding of micro-batches."""
+    padding = job.micro_batches_per_rank * job.unit_tokens
+    return job.parallel.vpp * (job.most_rank_tokens(longest) + padding)
 
 
 def largest_max_tokens(job: Job, budget_bytes: float) -> int:
@@ -137,16 +172,38 @@ def largest_max_tokens(job: Job, budget_bytes: float) -> int:
     budget, unit, fitting = job.parallel.cp * budget_bytes, job.unit_tokens, []
     for stage in range(job.parallel.pp):
         kept, at_once = _token_bytes(job, stage)
-        if_all = budget / (schedule_of(job).in_flight(stage) * kept + at_once)
-        if_full = (budget - _most_in_flight(job) * kept) / at_once
-        fitting.append(int(max(0, if_all, if_full)) // unit * unit)
+        fits = budget / (schedule_of(job).in_flight(stage) * kept + at_once)
+        none, one = (kept * _most_rank_tokens(job, longest) for longest in (0, 1))  # it grows evenly with S_max
+        if math.isfinite(none):
+            fits = max(fits, (budget - none) / (one - none + at_once))
+        fitting.append(int(max(0, fits)) // unit * unit)
     return min(fitting)
 
 
-def _most_in_flight(job: Job) -> float:
-    """Tokens of a step that a rank can hold, once for every virtual stage."""
-    most = job.packing.most_step_tokens(job)
-    return math.inf if most is None else job.parallel.vpp * most
+def weight_gradient_bytes(job: Job) -> tuple[float, float]:
+    """What products for weights that are put off hold of a layer, and of the output layer, per token of a rank's part
+    of the sequence: inputs and gradients of outputs, as TransformerEngine holds them, gathered where tensor-parallel
+    ranks divide the sequence."""
+    model, p = job.model, job.parallel
+    gated = 2 if model.gated_linear_unit else 1
+    hidden = 2 + 2 * max(1, model.moe_router_topk)
+    divided = 2 * (model.query_size + model.key_size) + (1 + gated) * model.ffn_hidden_size
+    layer = hidden * model.hidden_size + divided / p.tp
+    return job.bytes_per_value * layer, job.bytes_per_value * (model.hidden_size + model.padded_vocab_size / p.tp)
+
+
+def kept_bytes(job: Job, stage: int) -> float:
+    """What a pass through a virtual stage keeps until its backward has ended, per token of a rank's part of the
+    sequence."""
+    return _token_bytes(job, stage)[0]
+
+
+def deferral_limits(job: Job) -> list[float]:
+    """Bytes that may be kept for backward and held for weight gradients on every stage: what activations may take, but
+    for what one micro-batch takes while it runs. Where that is not known, putting weight gradients off raises no
+    stage's predicted peak over that of the fullest."""
+    most = max(job.activation_bytes or 0, *(peak_bytes(job, stage) for stage in range(job.parallel.pp)))
+    return [most - job.max_tokens * _token_bytes(job, stage)[1] / job.parallel.cp for stage in range(job.parallel.pp)]
 
 
 def _token_bytes(job: Job, stage: int) -> tuple[float, float]:
@@ -155,7 +212,8 @@ def _token_bytes(job: Job, stage: int) -> tuple[float, float]:
     model, parallel, recompute = job.model, job.parallel, job.recompute
     # Offloading as in TransformerEngine's `OffloadSynchronizer`; before, only what its own modules save left the GPU.
     layers = (model.num_layers + 2 * parallel.edge_layers) / (parallel.pp * parallel.vpp) - job.offloaded_layers
-    at_once = max(mlp_backward_bytes(job), attention_backward_bytes(job) - _mlp_bytes(job))
+    ahead = 0 if "core_attn" in _dropped(job) else arrived_bytes(job)
+    at_once = max(mlp_backward_bytes(job) + ahead, attention_backward_bytes(job) - _mlp_bytes(job))
     if recompute.granularity == "full":
         block = recompute.method == "block"
         recomputed = min(recompute.num_layers or 0, layers) if block else layers

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 
 from megatron_wlb.cost.attention import ATTENTION_BACKWARD, attention_kernels
-from megatron_wlb.cost.exchange import FP32, Directions, exposed_exchange
+from megatron_wlb.cost.exchange import FP32, LINEAR_TFLOPS, MEMORY_GB_PER_S, Directions, exposed_exchange
 from megatron_wlb.cost.network import Group, Network, load_network
 from megatron_wlb.job import Job
 from megatron_wlb.plan.sharding.stages import attention_times
@@ -17,11 +17,9 @@ from megatron_wlb.plan.types import ShardPlan
 class Hardware:
     """What the GPUs and the network do, besides the profile of a job. Defaults: H100 SXM, with what they come from."""
 
-    linear_tflops: float = 600.0
-    """bf16 matrix products, achieved. Assumed: 61 % of the 989 TFLOP/s of the data sheet, for large matrices.
-    Where the profile states measured `linear_tflops`, those count."""
-    memory_gb_per_s: float = 2700.0
-    """What is bound by memory, achieved. Assumed: 80 % of the 3350 GB/s of the data sheet."""
+    linear_tflops: float = LINEAR_TFLOPS
+    """Where the profile states measured `linear_tflops`, those count."""
+    memory_gb_per_s: float = MEMORY_GB_PER_S
     attention_backward: float = ATTENTION_BACKWARD
     """Backward time of attention per forward time, where the profile has only forward."""
     tp_overlap: float = 0.0
@@ -65,6 +63,10 @@ class Passes:
     """float64 [M]."""
     layers: tuple[LayerTimes, LayerTimes]
     """Forward and backward (with recomputation)."""
+    weights: tuple[np.ndarray, np.ndarray]
+    """The part of `backward` that is products for the weights of a layer, and of the output layer: float64 [M] each."""
+    rows: np.ndarray
+    """float64 [M]: tokens of a micro-batch that a context-parallel rank has."""
     expert_wait: np.ndarray
     """The part of `forward` and `backward` that waits for other data-parallel ranks: float64 [2, stages, chunks, M]."""
 
@@ -154,6 +156,11 @@ def pass_times(job: Job, hardware: Hardware, shards: Sequence[ShardPlan]) -> Pas
         backward=times[1],
         transfer=transfer,
         layers=(forward, backward),
+        weights=(
+            _products(job, hardware, model.layer_weights, tokens)[1] / 2,
+            _products(job, hardware, model.vocabulary_weights, tokens)[1] / 2,
+        ),
+        rows=tokens,
         expert_wait=np.zeros((2, *times[0].shape)),
     )
 
@@ -173,8 +180,17 @@ def synchronised(job: Job, passes: Sequence[Passes]) -> tuple[Passes, ...]:
         alone = own - experts + experts.mean(axis=0)
         times = alone.max(axis=0)
         transfer = np.max([p.transfer for p in group], axis=0)
+        share = job.model.expert_weights / job.model.layer_weights
+        weights = np.mean([p.weights[0] for p in group], axis=0) * share
         together += [
-            replace(p, forward=times[0], backward=times[1], transfer=transfer, expert_wait=times - mine)
+            replace(
+                p,
+                forward=times[0],
+                backward=times[1],
+                transfer=transfer,
+                weights=((1 - share) * p.weights[0] + weights, p.weights[1]),
+                expert_wait=times - mine,
+            )
             for p, mine in zip(group, alone, strict=True)
         ]
     return tuple(together)
@@ -184,7 +200,7 @@ def _attention(job: Job, hardware: Hardware, shards: Sequence[ShardPlan]) -> tup
     """Kernels of a layer, forward and backward, float64 [M, cp], and what the exchange adds to the slowest, [M]."""
     kernels = attention_kernels(job, hardware.attention_backward)
     if job.cp_exchange == "shared":
-        timed = [attention_times(plan, job, kernels, hardware.network) for plan in shards]
+        timed = [attention_times(plan, job, kernels, hardware.network, hardware.linear_tflops) for plan in shards]
         busy, added = np.array([each for each, _ in timed]), np.array([each for _, each in timed])
         return (busy[:, 0], busy[:, 1]), (added[:, 0], added[:, 1])
     counts = np.array([[kernels[0].count_shard(s.calls) for s in plan.shards] for plan in shards])  # [M, cp, 3]

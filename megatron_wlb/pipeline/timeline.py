@@ -20,20 +20,37 @@ class Timeline:
     schedule: Schedule
     start: np.ndarray
     end: np.ndarray
+    filled: np.ndarray
+    """Time in weight gradients that were put off, right after the pass before on the same stage."""
+    left: np.ndarray
+    """float64 [stages]: the same after the last pass."""
+
+    @property
+    def ends(self) -> np.ndarray:
+        """When every stage has nothing left to do, float64 [stages]."""
+        return self.end.max(axis=(0, 2, 3)) + self.left
 
     @property
     def makespan(self) -> float:
-        return float(self.end.max())
+        return float(self.ends.max())
 
     @property
     def busy(self) -> np.ndarray:
-        """Time in passes, float64 [stages]."""
-        return (self.end - self.start).sum(axis=(0, 2, 3))
+        """Time in passes and in what they put off, float64 [stages]."""
+        return (self.end - self.start + self.filled).sum(axis=(0, 2, 3)) + self.left
 
     @property
     def idle(self) -> np.ndarray:
         """The rest of the makespan, float64 [stages]: nothing to do, or waiting for a transfer."""
         return self.makespan - self.busy
+
+    def weight_gradients(self, stage: int) -> np.ndarray:
+        """When those that were put off run on a stage: begin and duration, float64 [n, 2]."""
+        ops = self.schedule.ops(stage)
+        at = (ops["backward"].astype(int), stage, ops["chunk"], ops["micro_batch"])
+        begins = np.concatenate(([0.0], self.end[at]))
+        durations = np.append(self.filled[at], self.left[stage])
+        return np.stack((begins, durations), axis=1)[durations > 0]
 
 
 def run(
@@ -58,19 +75,32 @@ def run(
             "not forward only, and only to such a one"
         )
     graph = graph_of(schedule)
-    shape = (schedule.num_stages, schedule.num_chunks, schedule.num_micro_batches)
-    passes = [np.broadcast_to(forward, shape)] + ([] if backward is None else [np.broadcast_to(backward, shape)])
-    work = np.stack(passes).astype(np.float64)
-    moves = np.broadcast_to(np.asarray(transfer, np.float64), work.shape)
-    times = np.concatenate((work.ravel(), moves.ravel(), np.zeros(work.size)))[graph.nodes]
     ends = [0.0]
     append = ends.append
-    for i, j, time in zip(graph.first, graph.second, times.tolist(), strict=True):
+    for i, j, time in zip(graph.first, graph.second, node_times(schedule, forward, backward, transfer), strict=True):
         a, b = ends[i], ends[j]
         append((a if a > b else b) + time)
     end = np.array(ends)
     start = end[graph.before].max(axis=0)
-    return Timeline(schedule=schedule, start=start.reshape(work.shape), end=end[graph.passes].reshape(work.shape))
+    shape = (1 if backward is None else 2, schedule.num_stages, schedule.num_chunks, schedule.num_micro_batches)
+    return Timeline(
+        schedule=schedule,
+        start=start.reshape(shape),
+        end=end[graph.passes].reshape(shape),
+        filled=np.zeros(shape),
+        left=np.zeros(schedule.num_stages),
+    )
+
+
+def node_times(
+    schedule: Schedule, forward: np.ndarray, backward: np.ndarray | None, transfer: np.ndarray | float
+) -> list[float]:
+    """Time of every node of the schedule's graph, in its order; arguments as those of `run`."""
+    shape = (schedule.num_stages, schedule.num_chunks, schedule.num_micro_batches)
+    passes = [np.broadcast_to(forward, shape)] + ([] if backward is None else [np.broadcast_to(backward, shape)])
+    work = np.stack(passes).astype(np.float64)
+    moves = np.broadcast_to(np.asarray(transfer, np.float64), work.shape)
+    return np.concatenate((work.ravel(), moves.ravel(), np.zeros(work.size)))[graph_of(schedule).nodes].tolist()
 
 
 def makespans(schedule: Schedule, work: np.ndarray) -> np.ndarray:

@@ -16,7 +16,9 @@ ROUNDS, TRIES = 4, 64
 """Rounds of local search in `order` beyond that, and orders that each tries."""
 
 
-def place(work: np.ndarray, job: Job, experts: np.ndarray | None = None) -> np.ndarray:
+def place(
+    work: np.ndarray, job: Job, experts: np.ndarray | None = None, tokens: np.ndarray | None = None
+) -> np.ndarray:
     """Which micro-batches each data-parallel rank runs: int64 [dp, N / dp], ascending unless ranks divide experts.
 
     Total and largest work of the ranks come out alike: the greatest `rank_cost` is made small, from a start that deals
@@ -27,20 +29,29 @@ def place(work: np.ndarray, job: Job, experts: np.ndarray | None = None) -> np.n
     Ranks that divide experts (`Parallel.expert_dp_ranks`) run micro-batches side by side that are neighbours in work
     outside of experts, which makes the sum of `paces` the least. Such bundles are then dealt out as micro-batches are.
 
+    A rank that came out with more tokens than memory counts on (`Job.most_rank_tokens`) would have many short documents
+    beside ranks with few long ones. Then micro-batches are dealt in descending tokens, back and forth: sums of ranks
+    differ by no more than the longest.
+
     Args:
         work: of all N micro-batches, int64 [N].
         job: the layout, and whether micro-batches change places.
         experts: the part of `work` that experts do, int64 [N]; None: no part.
+        tokens: of all N, int64 [N]; None: few enough.
     """
     dp, beside = job.parallel.dp, job.parallel.expert_dp_ranks
     if not job.reorders:
         return np.arange(len(work)).reshape(-1, dp).T
     if beside == 1:
-        return _deal(work, dp, job)
-    experts = np.zeros_like(work) if experts is None else experts
-    bundles = np.argsort(experts - work, kind="stable").reshape(-1, beside)
-    groups = _deal(paces(work[bundles.T], experts[bundles.T], job)[0], dp // beside, job)
-    return bundles[groups].swapaxes(1, 2).reshape(dp, -1)
+        rows = _deal(work, dp, job)
+    else:
+        experts = np.zeros_like(work) if experts is None else experts
+        bundles = np.argsort(experts - work, kind="stable").reshape(-1, beside)
+        groups = _deal(paces(work[bundles.T], experts[bundles.T], job)[0], dp // beside, job)
+        rows = bundles[groups].swapaxes(1, 2).reshape(dp, -1)
+    if tokens is not None and tokens[rows].sum(axis=1).max() > job.most_rank_tokens(job.max_tokens):
+        return np.sort(_back_and_forth(tokens, dp), axis=1)
+    return rows
 
 
 def paces(work: np.ndarray, experts: np.ndarray, job: Job) -> np.ndarray:
@@ -63,12 +74,17 @@ def paces(work: np.ndarray, experts: np.ndarray, job: Job) -> np.ndarray:
 def _deal(work: np.ndarray, ranks: int, job: Job) -> np.ndarray:
     if native.core is not None:
         return native.core.place(work, ranks, job.parallel.pp, job.parallel.vpp)
-    rounds = np.argsort(-work, kind="stable").reshape(-1, ranks)
-    rounds[1::2] = rounds[1::2, ::-1]
-    rows = np.ascontiguousarray(rounds.T)
+    rows = _back_and_forth(work, ranks)
     while _swap(rows, work[rows], job):
         pass
     return np.sort(rows, axis=1)
+
+
+def _back_and_forth(sizes: np.ndarray, ranks: int) -> np.ndarray:
+    """Micro-batches of every rank, dealt in descending size, int64 [ranks, N / ranks]."""
+    rounds = np.argsort(-sizes, kind="stable").reshape(-1, ranks)
+    rounds[1::2] = rounds[1::2, ::-1]
+    return np.ascontiguousarray(rounds.T)
 
 
 def rank_cost(work: np.ndarray, job: Job) -> np.ndarray:

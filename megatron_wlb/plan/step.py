@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.plan import metrics, placement, sharding
+from megatron_wlb.plan.deferral import weight_gradients_before
 from megatron_wlb.plan.packer import Packer, Snapshot
 from megatron_wlb.plan.types import Packing, ShardPlan
 
@@ -51,6 +52,8 @@ class StepPlan:
     step: int
     micro_batches: tuple[MicroBatchPlan, ...]
     """Micro-batches of this data-parallel rank, in pipeline order."""
+    weight_gradients_before: np.ndarray | None
+    """Of `plan.deferral`; None: none are put off."""
     packing: Packing
     """All N micro-batches."""
     work: np.ndarray
@@ -92,9 +95,12 @@ def plan_step(packer: Packer, job: "Job", dp_rank: int = 0) -> StepPlan:
     work = packing.sums(document_work(packing.documents["length"], job.crossover_tokens))
     rows, paces = _placed(work, packing.sums(packing.documents["length"]), job)
     mine = rows[dp_rank][placement.order(paces[dp_rank], job)]
+    micro_batches = tuple(_micro_batch(packed.step, packing.micro_batch(i), job) for i in mine)
+    shards = [m.shards for m in micro_batches]
     return StepPlan(
         step=packed.step,
-        micro_batches=tuple(_micro_batch(packed.step, packing.micro_batch(i), job) for i in mine),
+        micro_batches=micro_batches,
+        weight_gradients_before=weight_gradients_before(job, shards) if job.defer_weight_gradients else None,
         packing=packing,
         work=work,
         cost=int(placement.rank_cost(paces, job).max()),
@@ -129,7 +135,7 @@ def _placed(work: np.ndarray, tokens: np.ndarray, job: "Job") -> tuple[np.ndarra
     `work` and `tokens` are those of all N, int64 [N].
     """
     experts = tokens * job.expert_crossover_tokens
-    rows = placement.place(work, job, experts)
+    rows = placement.place(work, job, experts, tokens)
     return rows, placement.paces(work[rows], experts[rows], job)
 
 

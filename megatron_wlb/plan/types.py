@@ -107,8 +107,8 @@ class Stage(NamedTuple):
     heads: tuple[int, int] | None = None
     """Key heads of a rank [first, stop), with the query heads that read them; None: all."""
     keys: tuple[float, float] | None = None
-    """For a set of one document in parts, which are merged by their log-sum-exps: (0, 0) is each segment with its own
-    keys, which runs first; (low, high) that share of all others, by the rows of every segment. None: all keys at once.
+    """For documents in parts, which are merged by their log-sum-exps: (0, 0) is each segment with its own keys, which
+    runs first; (low, high) that share of all others, by the rows of every segment. None: all keys at once.
     """
 
 
@@ -128,12 +128,6 @@ class ShardPlan:
     """The set of documents, counted from 0, that each call of every shard is for; ascending."""
     stages: tuple[Stage, ...] = (Stage(0),)
     """The order in which attention runs; every head of every set of documents once."""
-
-    @property
-    def key(self) -> bytes:
-        """Equal where lengths and calls are."""
-        arrays = (self.lengths, *(call for shard in self.shards for call in shard.calls))
-        return b"|".join(array.tobytes() for array in arrays)
 
     def first_row(self, cp_rank: int, document_set: int) -> int:
         """Local rows that a rank holds before those of a set of documents."""

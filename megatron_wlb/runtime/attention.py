@@ -2,9 +2,10 @@
 
 Shapes: s local rows; Hq query heads, a multiple of the Hkv key heads; head size D. Attention runs in stages
 (`ShardPlan.stages`), each for a set of documents, which has n of the rows and P keys, and for h of the key heads with
-their query heads. K and V of the next stage arrive, and dK and dV of the last one leave, while this one computes. `kv`
-holds K and V side by side, [rows, 2, h, D]: they are copied together once, which frees the QKV projection that they are
-views of, and one collective and one index_select move both.
+their query heads. K and V of the next stage arrive, and dK and dV of the last one leave, while this one computes; the
+first K and V of backward may be sent before (`send_ahead`). `kv` holds K and V side by side, [rows, 2, h, D]: they are
+copied together once, which frees the QKV projection that they are views of, and one collective and one index_select
+move both.
 """
 
 import functools
@@ -74,6 +75,15 @@ def context_parallel_attention(
     return _ContextParallelAttention.apply(q, k, v, metadata, group, options)
 
 
+def send_ahead(node: Any) -> None:
+    """Send the first K and V of a backward that will run, while what comes before it computes.
+
+    `node` is `out.grad_fn` of `context_parallel_attention`, and every rank of its group must call, in the same order
+    among their collectives. What arrives is held from now on.
+    """
+    node.begun = _begin_backward(node)
+
+
 class _ContextParallelAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -102,34 +112,32 @@ class _ContextParallelAttention(torch.autograd.Function):
             if not (options.save_gathered and part.sent):
                 kept.pop()
         ctx.save_for_backward(q, kv, out, *lse, *kept)
-        ctx.setup = group, options, stages
+        ctx.setup, ctx.begun = (group, options, stages), None
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         group, options, stages = ctx.setup
-        q, kv, out, *rest = ctx.saved_tensors
+        (q, kv, out, *lses), order, arriving = ctx.begun or _begin_backward(ctx)
+        ctx.begun = None
         # A gradient may have any strides, that of a plain sum 0.
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         dq = torch.empty_like(q)
         if len(stages) == 1 and stages[0].part.keys_are_rows:
-            dkv = attend_backward(dout, q, kv, out, rest, dq, stages[0].part, options)
+            dkv = attend_backward(dout, q, kv, out, lses, dq, stages[0].part, options)
             return dq, *dkv.to(kv.dtype).unbind(1), None, None, None
         dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in kv.unbind(1))
         lse: dict[int, list[Tensor]] = {}
         for i, stage in enumerate(stages):
             number, keys = stage.part.of
             if stage.part.causal:
-                lse[i] = [rest.pop(0) for _ in stage.part.calls]
+                lse[i] = [lses.pop(0) for _ in stage.part.calls]
             else:
                 own = next(j for j, other in enumerate(stages) if other.part.of == (number, OWN))
                 lse[i] = [lse[own][0][:, call.rows].contiguous() for call in stage.part.calls]
             if keys == OWN:
                 dq[stage.q].zero_()
-        # What is not exchanged goes last, and hides the last gradients that leave.
-        order = sorted(range(len(stages)), key=lambda i: not stages[i].part.sent)
-        arriving = _arriving(kv, [stages[i] for i in order], group, kept=rest)
         sums: dict[tuple[int, int], _Sum] = {}
         for stage in stages:
             sums.setdefault(stage.rows_and_heads, _Sum(dk[stage.k], dv[stage.k])).left += 1
@@ -153,6 +161,27 @@ class _ContextParallelAttention(torch.autograd.Function):
         return dq, dk, dv, None, None, None
 
 
+class _Begun(NamedTuple):
+    """A backward whose first K and V are on their way."""
+
+    saved: list[Tensor]
+    """q, kv, out and the log-sum-exps of calls with keys of their own."""
+    order: list[int]
+    """Of stages."""
+    arriving: Iterator[Tensor]
+
+
+def _begin_backward(ctx: Any) -> _Begun:
+    group, _, stages = ctx.setup
+    q, kv, out, *rest = ctx.saved_tensors
+    calls = sum(len(stage.part.calls) for stage in stages if stage.part.causal)
+    # What is not exchanged goes last, and hides the last gradients that leave.
+    order = sorted(range(len(stages)), key=lambda i: not stages[i].part.sent)
+    return _Begun(
+        [q, kv, out, *rest[:calls]], order, _arriving(kv, [stages[i] for i in order], group, kept=rest[calls:])
+    )
+
+
 def attend(
     q: Tensor, kv: Tensor, out: Tensor, part: Part, options: AttentionOptions, merged: Tensor | None = None
 ) -> list[Tensor]:
@@ -171,7 +200,7 @@ def attend(
             else:
                 before = merged[:, call.rows]
                 share = torch.sigmoid(sums - before).T.to(out.dtype)
-                out[call.rows] = torch.lerp(out[call.rows], values, share[:, :, None])
+                out[call.rows].lerp_(values, share[:, :, None])
                 merged[:, call.rows] = torch.logaddexp(before, sums)
     streams.join()
     return lse
@@ -264,17 +293,24 @@ def _stages(q: Tensor, k: Tensor, metadata: ShardMetadata) -> list[_Stage]:
 def _arriving(
     kv: Tensor, stages: list[_Stage], group: dist.ProcessGroup | None, kept: list[Tensor] | None = None
 ) -> Iterator[Tensor]:
-    """K and V [P, 2, h, D] of one stage after the other; the next ones are on their way while these are used.
+    """K and V [P, 2, h, D] of one stage after the other; the first ones are on their way when this returns, and the
+    next ones while these are used.
 
     With `kept`, the keys of the stages with an exchange, nothing travels.
     """
     of_stage = (kv[stage.k[0], :, stage.k[1]] for stage in stages)
     if kept:
-        for stage, own in zip(stages, of_stage, strict=True):
-            yield kept.pop(0) if stage.part.sent else _arrived(own, None, stage.part)
-        return
+        pairs = zip(stages, of_stage, strict=True)
+        return (kept.pop(0) if stage.part.sent else _arrived(own, None, stage.part) for stage, own in pairs)
     starts = (_start(own, stage.part, group) for stage, own in zip(stages, of_stage, strict=True))
-    under_way = [next(starts)]
+    return _ahead(stages, starts, [next(starts)])
+
+
+def _ahead(
+    stages: list[_Stage],
+    starts: Iterator[tuple[Tensor, dist.Work | None]],
+    under_way: list[tuple[Tensor, dist.Work | None]],
+) -> Iterator[Tensor]:
     for stage in stages:
         under_way += islice(starts, 1)
         yield _arrived(*under_way.pop(0), stage.part)

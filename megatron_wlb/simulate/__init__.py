@@ -5,16 +5,27 @@ neither torch nor megatron nor a GPU.
 """
 
 from megatron_wlb.cost.passes import Hardware
-from megatron_wlb.simulate.step import Breakdown, SimulatedStep, balanced_time, breakdown, limit_time, simulate_step
+from megatron_wlb.simulate.step import (
+    SHARES,
+    Breakdown,
+    SimulatedStep,
+    balanced_time,
+    breakdown,
+    limit_time,
+    shares,
+    simulate_step,
+)
 from megatron_wlb.simulate.trace import trace_events, write_trace
 
 __all__ = [
+    "SHARES",
     "Breakdown",
     "Hardware",
     "SimulatedStep",
     "balanced_time",
     "breakdown",
     "limit_time",
+    "shares",
     "simulate_step",
     "trace_events",
     "write_trace",

@@ -13,6 +13,7 @@ from megatron_wlb.job import Job
 from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.step import shard_step, step_cost
 from megatron_wlb.plan.stream import DocumentStream
+from megatron_wlb.plan.types import Packing
 from megatron_wlb.simulate.step import simulate_step
 
 SHARES = (1, 2, 3, 4, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
@@ -36,7 +37,7 @@ class Prediction(NamedTuple):
 
 
 def predictions(
-    default: Job, make: Callable[[int], Job], stream: Callable[[int], DocumentStream], *, memory_known: bool
+    default: Job, make: Callable[[int], Job], stream: Callable[[], DocumentStream], *, memory_known: bool
 ) -> tuple[Job, list[Prediction]]:
     """The job with the best number of micro-batches, and all that were tried, by their number; [] if `default` it is.
 
@@ -46,15 +47,17 @@ def predictions(
     Args:
         default: the job with a micro-batch for every window.
         make: the job with so many micro-batches; raises ValueError where it cannot have them.
-        stream: of the run's documents from the beginning, without end, for a context window.
+        stream: of the run's documents from the beginning, without end.
         memory_known: `make` refuses micro-batches that are too long for memory; else none of several windows is tried.
     """
+    if not default.packing.steady_tokens:
+        return default, []
     windows, jobs = default.global_batch_size, {default.num_micro_batches: default}
     for count in sorted({windows * share for share in SHARES if windows * share == int(windows * share)}):
         if count >= windows or memory_known:
             with contextlib.suppress(ValueError):
                 jobs.setdefault(int(count), make(int(count)))
-    if not default.packing.steady_tokens or len(jobs) == 1:
+    if len(jobs) == 1:
         return default, []
     tried = [Prediction(job, *_measured(_scaled(job), stream)) for job in jobs.values()]
     best, unit = min(each.time for each in tried), tried[0].time
@@ -62,6 +65,13 @@ def predictions(
     chosen = min(alike, key=lambda each: (round(each.late_steps, 2), each.time)).job
     rows = [each._replace(time=each.time / unit) for each in tried]
     return chosen, sorted(rows, key=lambda each: each.job.num_micro_batches)
+
+
+def step_time(job: Job, packing: Packing) -> float:
+    """What a step is predicted to take: us as simulated, or where the job cannot be timed (`untimed`) its cost."""
+    if untimed(job):
+        return step_cost(packing, job)
+    return simulate_step(job, shard_step(job, [packing.micro_batch(i)["length"] for i in range(len(packing))])).time
 
 
 def _scaled(job: Job) -> Job:
@@ -72,9 +82,9 @@ def _scaled(job: Job) -> Job:
     return replace(job, parallel=replace(parallel, dp=ranks), global_batch_size=windows, num_micro_batches=count)
 
 
-def _measured(job: Job, stream: Callable[[int], DocumentStream]) -> tuple[float, float]:
+def _measured(job: Job, stream: Callable[[], DocumentStream]) -> tuple[float, float]:
     """Time of steps per work, and how late their documents are."""
-    packer = make_packer(stream(job.context_length), job, fingerprint="")
+    packer = make_packer(stream(), job, fingerprint="")
     steps = min(MOST_STEPS, max(LEAST_STEPS, WINDOWS // job.global_batch_size))
     time = work = late = tokens = 0.0
     for k in range(WARM_UP + steps):
@@ -82,11 +92,7 @@ def _measured(job: Job, stream: Callable[[int], DocumentStream]) -> tuple[float,
         packing, lengths = step.packing, step.packing.documents["length"]
         if k < WARM_UP:
             continue
-        if untimed(job):
-            time += step_cost(packing, job)
-        else:
-            shards = shard_step(job, [packing.micro_batch(i)["length"] for i in range(len(packing))])
-            time += simulate_step(job, shards).time
+        time += step_time(job, packing)
         work += float(document_work(lengths, job.crossover_tokens).sum())
         tokens += float(lengths.sum())
         late += float((np.maximum(step.step - packing.documents["arrival"], 0) * lengths).sum())

@@ -1,7 +1,7 @@
 """One training step of a job, simulated: from its micro-batches to its time, and where the time is lost."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 import numpy as np
@@ -10,8 +10,8 @@ from megatron_wlb.cost.exchange import FP32
 from megatron_wlb.cost.network import Group
 from megatron_wlb.cost.passes import H100, Hardware, LayerTimes, Passes, layers_of, pass_times, synchronised
 from megatron_wlb.job import Job
-from megatron_wlb.pipeline.schedule import schedule_of
-from megatron_wlb.pipeline.timeline import Timeline, run
+from megatron_wlb.pipeline.timeline import Timeline
+from megatron_wlb.plan.deferral import timeline_of
 from megatron_wlb.plan.types import ShardPlan
 
 ADAM_BYTES = 30
@@ -81,8 +81,17 @@ class Breakdown:
     parameters: float
 
 
-USEFUL = ("attention", "linear", "tensor", "vocabulary", "gradients", "optimizer", "parameters")
-"""Parts of a `Breakdown` that no plan can spare."""
+SHARES = {
+    "busy": ("attention", "linear", "vocabulary", "tensor", "gradients", "optimizer", "parameters"),
+    "bubble": ("bubble",),
+    "exchange": ("exchange", "cp_wait"),
+    "waiting": ("ep_wait", "imbalance", "dp_wait"),
+}
+"""The words for where a step's time goes, everywhere and in this order, and the parts of a `Breakdown` that they sum.
+
+Busy is what no plan can spare: the limit over the step. A rank waits for a slower context-parallel one when it needs
+its K and V, so the two are one.
+"""
 
 
 def simulate_step(job: Job, shards: Sequence[Sequence[ShardPlan]], hardware: Hardware = H100) -> SimulatedStep:
@@ -104,11 +113,10 @@ def simulate_step(job: Job, shards: Sequence[Sequence[ShardPlan]], hardware: Har
             f"the plan has {[len(m) for m in shards]} micro-batches by data-parallel rank; the job has "
             f"{job.parallel.dp} ranks, which run equally many; plan for them"
         )
-    schedule = schedule_of(job, counts.pop())
     passes = synchronised(job, [pass_times(job, hardware, micro_batches) for micro_batches in shards])
-    timelines = tuple(run(schedule, p.forward, p.backward, p.transfer) for p in passes)
+    timelines = tuple(timeline_of(job, p) for p in passes)
     reduce, optimizer, gather = _update(job, hardware)
-    ends = np.stack([t.end.max(axis=(0, 2, 3)) for t in timelines])  # [dp, stages]
+    ends = np.stack([t.ends for t in timelines])  # [dp, stages]
     return SimulatedStep(
         job=job,
         shards=tuple(map(tuple, shards)),
@@ -134,7 +142,7 @@ def breakdown(step: SimulatedStep) -> Breakdown:
     ep_wait = float(np.mean([p.expert_wait.sum() for p in step.passes])) / job.parallel.pp
     busy = float(np.mean([t.busy for t in step.timelines]))
     makespans = [t.makespan for t in step.timelines]
-    alike = float(np.mean([_alike(step, [p.forward], [p.backward], [p.transfer]) for p in step.passes]))
+    alike = float(np.mean([_alike(job, [p]) for p in step.passes]))
     return Breakdown(
         attention=attention,
         linear=linear,
@@ -154,8 +162,13 @@ def breakdown(step: SimulatedStep) -> Breakdown:
 
 def limit_time(step: SimulatedStep) -> float:
     """Time of the step in us if its work were spread evenly over all GPUs, and nobody ever waited for anything."""
+    return shares(step)["busy"] * step.time
+
+
+def shares(step: SimulatedStep) -> dict[str, float]:
+    """What each of `SHARES` has of the step's time; they sum to 1."""
     parts = breakdown(step)
-    return sum(getattr(parts, name) for name in USEFUL)
+    return {name: sum(getattr(parts, part) for part in of) / step.time for name, of in SHARES.items()}
 
 
 def balanced_time(step: SimulatedStep) -> float:
@@ -164,25 +177,35 @@ def balanced_time(step: SimulatedStep) -> float:
     The limit of what packing and sharding can gain: the same tokens and attention, nobody waits for a slower one.
     """
     layers = layers_of(step.job)[:, :, None]
-    forward, backward = (
-        [
-            getattr(p, name)
-            - p.expert_wait[d]
-            - layers * (p.layers[d].attention.max(axis=1) - p.layers[d].attention.mean(axis=1))
-            for p in step.passes
-        ]
-        for d, name in enumerate(("forward", "backward"))
-    )
-    makespan = _alike(step, forward, backward, [p.transfer for p in step.passes])
-    return makespan + step.gradients + step.optimizer + step.parameters
+    balanced = []
+    for p in step.passes:
+        forward, backward = (
+            time - p.expert_wait[d] - layers * (p.layers[d].attention.max(axis=1) - p.layers[d].attention.mean(axis=1))
+            for d, time in enumerate((p.forward, p.backward))
+        )
+        balanced.append(replace(p, forward=forward, backward=backward))
+    return _alike(step.job, balanced) + step.gradients + step.optimizer + step.parameters
 
 
-def _alike(
-    step: SimulatedStep, forward: list[np.ndarray], backward: list[np.ndarray], transfer: list[np.ndarray]
-) -> float:
+def _alike(job: Job, passes: Sequence[Passes]) -> float:
     """Makespan of a pipeline in which every micro-batch takes the mean of these."""
-    times = (np.concatenate(part, axis=-1).mean(axis=-1, keepdims=True) for part in (forward, backward, transfer))
-    return run(step.timelines[0].schedule, *times).makespan
+    first = passes[0]
+
+    def mean(parts: Sequence[np.ndarray]) -> np.ndarray:
+        whole = np.concatenate(parts, axis=-1).mean(axis=-1, keepdims=True)
+        return np.repeat(whole, len(first.rows), axis=-1)
+
+    return timeline_of(
+        job,
+        replace(
+            first,
+            forward=mean([p.forward for p in passes]),
+            backward=mean([p.backward for p in passes]),
+            transfer=mean([p.transfer for p in passes]),
+            weights=(mean([p.weights[0] for p in passes]), mean([p.weights[1] for p in passes])),
+            rows=mean([p.rows for p in passes]),
+        ),
+    ).makespan
 
 
 def _update(job: Job, hardware: Hardware) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -17,7 +17,8 @@ def write_trace(path: Path | str, step: SimulatedStep) -> None:
 
 
 def trace_events(step: SimulatedStep) -> Iterator[dict[str, Any]]:
-    """One process per data-parallel rank, one thread per stage, one event per pass ("F c0 m3": chunk 0, micro-batch 3).
+    """One process per data-parallel rank, one thread per stage, one event per pass ("F c0 m3": chunk 0, micro-batch 3)
+    and per wait in which weight gradients run ("W").
 
     Arguments of an event are the micro-batch's tokens (with padding), its documents, the longest of them, its work and
     how it is sharded. Times are in us.
@@ -40,6 +41,8 @@ def trace_events(step: SimulatedStep) -> Iterator[dict[str, Any]]:
                 at = (int(backward), stage, chunk, micro_batch)
                 name = f"{'FB'[backward]} c{chunk} m{micro_batch}"
                 yield _event(name, rank, stage, timeline.start[at], timeline.end[at], described[micro_batch])
+            for begin, duration in timeline.weight_gradients(stage).tolist():
+                yield _event("W", rank, stage, begin, begin + duration, {})
             begin = max(t.makespan for t in step.timelines)
             for name in ("gradients", "optimizer", "parameters"):
                 yield _event(name, rank, stage, begin, begin + getattr(step, name), {})

@@ -11,7 +11,7 @@ from typing import Any
 
 type Step = dict[str, Any]
 
-UNREPRODUCIBLE = {"step_ms", "plan_wait_ms"}
+UNREPRODUCIBLE = {"step_ms", "plan_wait_ms", "measured"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

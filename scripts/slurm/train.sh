@@ -4,7 +4,16 @@
 # A signal USR1 to the batch script (before the time limit, by `scancel --batch --signal=USR1 JOB`, or on preemption where
 # PreemptParameters has send_user_signal) lets training save and stop; the job is then requeued and resumes. A job that
 # Slurm itself requeues resumes from its last checkpoint as well.
+#
+# `bash scripts/slurm/7b.sbatch --dry-run` prints what would be run, with or without Slurm, for megatron-wlb analyze.
 set -euo pipefail
+
+dry_run=false
+if [[ " $* " == *" --dry-run "* ]]; then
+    dry_run=true
+    TOKENIZER=${TOKENIZER:-TOKENIZER} RUNS=${RUNS:-runs}
+    SLURM_JOB_NAME=${SLURM_JOB_NAME:-job} SLURM_JOB_ID=${SLURM_JOB_ID:-0} SLURM_JOB_NODELIST=${SLURM_JOB_NODELIST:-}
+fi
 
 stopped=false
 trap 'stopped=true' USR1
@@ -39,17 +48,21 @@ required() {
 
 # nodes N: what this layout needs. The default of the .sbatch file is one of several layouts.
 nodes() {
-    if [[ $SLURM_JOB_NUM_NODES != "$1" ]]; then
+    if $dry_run; then
+        SLURM_JOB_NUM_NODES=$1
+    elif [[ $SLURM_JOB_NUM_NODES != "$1" ]]; then
         echo "this layout needs $1 nodes and the job has $SLURM_JOB_NUM_NODES; give sbatch --nodes $1" >&2
         exit 2
     fi
 }
 
 train() { # FLAGS of pretrain_gpt.py
-    required MEGATRON_WLB_HOME DATA_PATH RUNS
-    local run=$RUNS/$SLURM_JOB_NAME home=$MEGATRON_WLB_HOME head status=0
-    mkdir -p "$run"
-    head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    local run=$RUNS/$SLURM_JOB_NAME home=$MEGATRON_WLB_HOME head=HOST status=0
+    if ! $dry_run; then
+        required MEGATRON_WLB_HOME DATA_PATH RUNS
+        mkdir -p "$run"
+        head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    fi
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # upstream demands it before Blackwell
     # Micro-batches differ in length, and the caching allocator's fixed segments fragment by it. Under its newer name,
@@ -59,7 +72,7 @@ train() { # FLAGS of pretrain_gpt.py
     fi
     local container=()
     if [[ -n ${CONTAINER_IMAGE:-} ]]; then
-        if [[ $(srun --help) != *--container-image* ]]; then # not by grep -q, which may end srun early
+        if ! $dry_run && [[ $(srun --help) != *--container-image* ]]; then # not by grep -q, which may end srun early
             echo "CONTAINER_IMAGE is set, but this cluster's srun has no --container-image (pyxis); leave it empty" >&2
             exit 2
         fi
@@ -76,20 +89,32 @@ train() { # FLAGS of pretrain_gpt.py
         script=(-m megatron_wlb.run "$CHECKOUT/pretrain_gpt.py")
     fi
     local data
-    read -ra data <<<"$DATA_PATH"
+    read -ra data <<<"${DATA_PATH:-}"
     local flags=(
-        --data-path "${data[@]}"
+        ${data[@]+--data-path "${data[@]}"}
         --save "$run/checkpoints" --load "$run/checkpoints" --exit-signal-handler --ckpt-format torch_dist
         --tensorboard-dir "$run/tensorboard" --log-throughput
     )
     # Unbound: a task is all trainers of its node, and Slurm takes it for one of a single CPU; where the site binds by
     # default (TaskPluginParam, CpuBind), it would hold them all on one core. The step has all CPUs of the job anyway.
-    srun --kill-on-bad-exit=1 --ntasks-per-node=1 --cpu-bind=none "${container[@]}" \
-        bash "$home/scripts/slurm/node.sh" \
-        --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "${PROCESSES_PER_NODE:-8}" \
-        --rdzv-backend c10d --rdzv-endpoint "$head:$((20000 + SLURM_JOB_ID % 20000))" \
-        --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
-        "${script[@]}" "${flags[@]}" "$@" &
+    local command=(
+        srun --kill-on-bad-exit=1 --ntasks-per-node=1 --cpu-bind=none "${container[@]}"
+        bash "$home/scripts/slurm/node.sh"
+        --nnodes "${SLURM_JOB_NUM_NODES:-1}" --nproc-per-node "${PROCESSES_PER_NODE:-8}"
+        --rdzv-backend c10d --rdzv-endpoint "$head:$((20000 + SLURM_JOB_ID % 20000))"
+        --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
+        "${script[@]}" "${flags[@]}"
+    )
+    local word
+    for word; do
+        [[ $word == --dry-run ]] || command+=("$word")
+    done
+    if $dry_run; then
+        printf '%q ' "${command[@]}"
+        echo
+        exit
+    fi
+    "${command[@]}" &
     local step=$!
     while kill -0 "$step" 2>/dev/null; do
         if $stopped; then

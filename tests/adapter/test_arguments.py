@@ -73,6 +73,9 @@ REFUSED = {
     "--use-torch-fsdp2 --use-distributed-optimizer": "--use-torch-fsdp2 .*use --use-distributed-optimizer",
     "--use-torch-fsdp2 --save x": "--use-torch-fsdp2 with --save or --load",
     "--use-torch-fsdp2 --load x": "--use-torch-fsdp2 with --save or --load",
+    "--use-torch-fsdp2 --mtp-num-layers 1": "--use-torch-fsdp2 .*use --use-distributed-optimizer",
+    "--mtp-num-layers 1 --wlb-max-tokens auto": "give a number",
+    "--mtp-num-layers 1 --pipeline-model-parallel-layout Et|tL": "on the last stage; leave the latter out",
     "--attention-dropout 0.1": "give --attention-dropout 0",
     "--window-size 128,128": "give LEFT,0",
     "--softmax-type learnable": "give vanilla",
@@ -88,7 +91,7 @@ REFUSED = {
         "leave --no-overlap-p2p-communication out"
     ),
 }
-SINCE = {"eval-micro-batch-size": 18, "ncclep": 19, "quantile_balancing": 19}
+SINCE = {"ncclep": 19, "quantile_balancing": 19}
 """Minor version of megatron-core that first has a flag, by a part of it."""
 
 
@@ -173,6 +176,31 @@ def test_interleaving_is_refused_with_the_nearest_numbers_that_fit(parse, monkey
         describe.evaluation_job(job, args)
 
 
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("", ""),
+        ("--transformer-impl transformer_engine", ""),
+        ("--transformer-impl transformer_engine --add-qkv-bias", "--transformer-impl transformer_engine with biases"),
+        ("--decoder-first-pipeline-num-layers 1", "--decoder-first-pipeline-num-layers"),
+        ("--pipeline-model-parallel-size 1", "a single pipeline stage waits for nobody"),
+        ("--pipeline-model-parallel-size 4 --num-layers 6", "6 layers do not divide over 4 stages"),
+    ],
+)
+def test_weight_gradients_are_put_off_where_layers_can(flags, why, parse):
+    args = parse(*"--pipeline-model-parallel-size 2 --transformer-impl local".split(), *flags.split(), world_size=4)
+    args.kv_channels, args.params_dtype, args.padded_vocab_size = 8, torch.float32, 256
+    args.virtual_pipeline_model_parallel_size, args.num_query_groups = None, 2
+    assert describe.make_job(args).defer_weight_gradients == (not why)
+    args.wlb_defer_weight_gradients = "on"
+    with (
+        pytest.raises(ValueError, match=f"--wlb-defer-weight-gradients on.*{why}") if why else contextlib.nullcontext()
+    ):
+        assert describe.make_job(args).defer_weight_gradients
+    args.wlb_defer_weight_gradients = "off"
+    assert not describe.make_job(args).defer_weight_gradients
+
+
 def test_a_job_has_all_that_memory_depends_on(parse):
     experts = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-shared-expert-intermediate-size 32"
     flags = f"{experts} --moe-token-dispatcher-type alltoall --qk-layernorm --cpu-offloading-num-layers 3"
@@ -212,24 +240,26 @@ def test_every_setting_is_a_flag_with_help_and_its_default(parse, capsys):
     assert all(f"--wlb-{f.name.replace('_', '-')}" in text for each in settings for f in fields(each))
 
 
-@pytest.mark.parametrize("version", ["0.12.1", "0.17.0", "0.18.0", "0.20.0", "1.17.1"])
+@pytest.mark.parametrize("version", ["0.12.1", "0.17.1", "0.18.0", "0.21.0", "1.18.2"])
 def test_unsupported_megatron_core_names_the_supported_ones(version):
-    """0.17.0 and 0.18.0 exist and are not tested."""
-    with pytest.raises(ValueError, match=f"megatron-core {version} is not supported; install 0.17.1 or a later 0.17,"):
+    with pytest.raises(ValueError, match=f"megatron-core {version} is not supported; install 0.18.2 or a later 0.18,"):
         compat.check_version(version)
 
 
-@pytest.mark.parametrize("version", ["0.17.1", "0.18.2", "0.18.3+a1b2", "0.19.0", "0.19.2", megatron.core.__version__])
+@pytest.mark.parametrize(
+    "version", ["0.18.2", "0.18.3+a1b2", "0.19.0", "0.19.2", "0.20.0+d98e", megatron.core.__version__]
+)
 def test_supported_megatron_core(version):
     compat.check_version(version)
 
 
-@pytest.mark.parametrize("minor", [17, 18, 19])
+@pytest.mark.parametrize("minor", [18, 19])
 def test_what_an_older_megatron_core_lacks_is_refused(minor, monkeypatch):
     monkeypatch.setattr(compat, "minor", lambda: minor)
-    message = "--use-torch-fsdp2 is not supported with megatron-core .*; leave it out, or install 0.19"
-    with pytest.raises(ValueError, match=message) if minor < 19 else contextlib.nullcontext():
-        compat.check_flags(Namespace(use_torch_fsdp2=True))
+    for name in ("use_torch_fsdp2", "mtp_num_layers"):
+        message = f"--{name.replace('_', '-')} is not supported with megatron-core .*; leave it out, or install 0.19"
+        with pytest.raises(ValueError, match=message) if minor < 19 else contextlib.nullcontext():
+            compat.check_flags(Namespace(**{name: 1}))
     mine = functools.partial(print, "mine")
     message = "builds its model with mine; with megatron-core before 0.19 only gpt_builder"
     with pytest.raises(ValueError if minor < 19 else KeyError, match=message if minor < 19 else "cfg_container"):

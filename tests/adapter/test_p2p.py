@@ -1,16 +1,10 @@
 """Pipeline shapes come from the plan: nothing but tensors on the wire, of the shapes that upstream would exchange."""
 
-from types import SimpleNamespace
-
 import pytest
-import torch
-import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
 
 from megatron_wlb.adapter import p2p
 from tests.adapter.training import train
-from tests.worlds import run_world
 
 LAYOUTS = {
     "pp2": (2, "--pipeline-model-parallel-size 2"),
@@ -55,36 +49,3 @@ def test_a_wrong_plan_is_found(dataset, exchange, monkeypatch):
     monkeypatch.setattr(p2p.PlannedP2PCommunicator, "_shape", one_row_more)
     with pytest.raises(RuntimeError, match="the plan is wrong"):
         train(2, dataset, *LAYOUTS["pp2"][1].split())
-
-
-def test_an_output_may_be_released_while_it_is_sent():
-    """The interleaved schedule of 0.17 does so; without the communicator's alias the next stage gets other memory."""
-    assert run_world(_send_and_release, 2)[1] == 1.0
-
-
-def _send_and_release():
-    config = SimpleNamespace(
-        virtual_pipeline_model_parallel_size=None,
-        microbatch_group_size_per_vp_stage=None,
-        variable_seq_lengths=True,
-        hidden_size=64,
-        pipeline_dtype=torch.float32,
-        use_ring_exchange_p2p=False,
-        batch_p2p_comm=False,
-        timers=None,
-    )
-    communicator = p2p.PlannedP2PCommunicator(dist.new_group(), config, [256])
-    store, first = dist.distributed_c10d._get_default_store(), dist.get_rank() == 0
-    output = torch.ones(256, 1, 64) if first else None
-    if not first:
-        store.wait(["released"])  # gloo reads what is sent when it is asked for
-    received, handles = communicator.send_forward_recv_forward(
-        output, recv_prev=not first, tensor_shape=(256, 1, 64), overlap_p2p_comm=True
-    )
-    if first:
-        deallocate_output_tensor(output, True)
-        others = [torch.zeros(256, 1, 64) for _ in range(8)]  # in the memory that was released, if it was
-        store.set("released", "")
-    for handle in handles.values():
-        handle.wait()
-    return float(others[0].sum()) if first else float(received.mean())

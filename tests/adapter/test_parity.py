@@ -37,9 +37,12 @@ YARN = (
     "--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 64 "
     "--yarn-beta-fast 32 --yarn-beta-slow 1 --mscale 1 --mscale-all-dim 0"
 )
+MTP = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5"
 UNTIE = "--untie-embeddings-and-output-weights"
 FSDP2 = "--use-torch-fsdp2"
 ADAM = "--optimizer adam --adam-eps 0.01 --lr 0.01 --train-iters 3"  # this epsilon keeps Adam smooth
+
+needs_mtp = pytest.mark.skipif(compat.minor() < 19, reason="MTP is refused with this megatron-core")
 
 ONE_STEP = "--train-iters 1 --split 100,0,0".split()
 
@@ -122,6 +125,11 @@ MODELS = [
     ("moe", MOE, 2, f"{EP2} {TP2} --expert-tensor-parallel-size 1"),
     full("moe", MOE, 2, f"{EP2} {CP2}"),
     full("moe", MOE, 4, f"{EP2} {VPP2}"),
+    ("mtp", MTP, 2, VPP2),
+    ("mtp", MTP, 4, f"{TP2} {CP2} {FULL} --wlb-cp-sharding hybrid"),
+    full("mtp", MTP, 2, f"{CP2} --wlb-cp-sharding per-sequence"),
+    full("mtp", f"{MTP} --mtp-use-repeated-layer", 8, f"{TP2} {CP2} {VPP2} {FULL}"),
+    full("mtp-moe", f"{MTP} {MOE}", 4, f"{EP2} {CP2} {PP2}"),
     full("moe-shared", f"{MOE} --moe-shared-expert-intermediate-size 64", 2, f"{EP2} {CP2}"),
 ]
 
@@ -147,11 +155,11 @@ def test_more_and_fewer_micro_batches_than_windows(count, s_max, size, layout, d
 @pytest.mark.parametrize(("name", "model", "size", "layout"), MODELS)
 def test_model_equals_single_process(name, model, size, layout, dataset, alone, single, tmp_path):
     """A token of MoE goes to another expert if rounding swaps two scores: an error of per cents, which none has."""
-    if name == "yarn" and compat.minor() < 19:
-        pytest.skip("this megatron-core has YaRN for multi-latent attention only")
+    if name.startswith(("yarn", "mtp")) and compat.minor() < 19:
+        pytest.skip("this megatron-core has YaRN for multi-latent attention only, and MTP is refused")
     run = train(size, dataset, *layout.split(), *model.split(), log=tmp_path / "log.jsonl")
     compare(run, alone(model))
-    assert run["log"][0]["loss"] != pytest.approx(single["log"][0]["loss"], rel=1e-7)  # the flags do something
+    assert run["log"][1]["loss"] != pytest.approx(single["log"][1]["loss"], rel=1e-7)  # the flags do something
 
 
 @pytest.mark.parametrize("coefficient", ["--moe-aux-loss-coeff 0.1", full("--moe-z-loss-coeff 0.1")])
@@ -163,10 +171,11 @@ def test_losses_of_the_router(coefficient, dataset, tmp_path, monkeypatch):
     compare(train(2, dataset, *flags, *EP2.split(), *CP2.split(), log=tmp_path / "two.jsonl"), one)
 
 
-def test_logged_losses_of_the_router_are_means_over_micro_batches(dataset, tmp_path, monkeypatch):
+def test_logged_losses_of_routers_and_mtp_are_means_over_micro_batches(dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(Job, "unit_tokens", 4)
-    names = ["load_balancing_loss"] + ["z_loss"] * (compat.minor() >= 18)  # 0.17 logs the latter of one rank
+    names = ["load_balancing_loss", "z_loss"] + ["mtp_1 loss", "mtp_2 loss"] * (compat.minor() >= 19)
     flags = [*MOE.split(), *"--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1".split()]
+    flags += MTP.split() if compat.minor() >= 19 else []
 
     def trained(size, *more):
         board = tmp_path / "_".join(more)
@@ -182,10 +191,16 @@ def test_logged_losses_of_the_router_are_means_over_micro_batches(dataset, tmp_p
     assert twice == pytest.approx(as_many, rel=0.2)  # of shorter micro-batches
 
 
-@pytest.mark.parametrize(("size", "layout"), [(2, PP2), full(2, VPP2), full(4, f"{PP2} {TP2}"), full(2, CP2)])
-def test_tied_embeddings(size, layout, dataset, alone, tmp_path):
-    run = train(size, dataset, *layout.split(), without=UNTIE, log=tmp_path / "log.jsonl")
-    compare(run, alone(without=UNTIE))
+@pytest.mark.parametrize(
+    ("size", "layout", "model"),
+    [
+        *((2, PP2, ""), full(2, VPP2, ""), full(4, f"{PP2} {TP2}", ""), full(2, CP2, "")),
+        pytest.param(2, VPP2, MTP, marks=[pytest.mark.full, needs_mtp]),
+    ],
+)
+def test_tied_embeddings(size, layout, model, dataset, alone, tmp_path):
+    run = train(size, dataset, *layout.split(), *model.split(), without=UNTIE, log=tmp_path / "log.jsonl")
+    compare(run, alone(model, without=UNTIE))
     assert "output_layer.weight" not in run["params"]
 
 
@@ -257,11 +272,12 @@ def test_interleaving_without_overlap(dataset, tmp_path):
     compare(run, one)
 
 
-def test_tokens_count_the_same_in_micro_batches_of_any_length(tmp_path):
+@pytest.mark.parametrize("model", ["", pytest.param(MTP, marks=needs_mtp)])
+def test_tokens_count_the_same_in_micro_batches_of_any_length(model, tmp_path):
     """The same documents in eight micro-batches, and in two, one on each of two ranks."""
     lengths = np.array([250, 6, 30, 226, 100, 156, 90, 166, 1, 255, 128, 128, 17, 239, 40, 216])
     documents = write_lengths(tmp_path / "corpus", lengths + 1)
-    flags = [*ONE_STEP, *"--wlb-outlier-thresholds 2000 --wlb-max-tokens 2048".split()]
+    flags = [*ONE_STEP, *model.split(), *"--wlb-outlier-thresholds 2000 --wlb-max-tokens 2048".split()]
     long = "--seq-length 1024 --max-position-embeddings 1024 --global-batch-size 2".split()
     many = train(1, documents, *flags, log=tmp_path / "many.jsonl")
     few = train(2, documents, *flags, *long, log=tmp_path / "few.jsonl")
@@ -287,13 +303,25 @@ def one_document(tmp_path_factory):
 @pytest.fixture(scope="module")
 def upstream(one_document, tmp_path_factory):
     """A step of upstream's own training: its data, its attention and its loss."""
-    flags = ["--data-cache-path", str(tmp_path_factory.mktemp("cache")), *ONE_STEP]
-    return train(1, one_document, *flags, wlb=False)
+
+    @functools.cache
+    def run(model):
+        flags = ["--data-cache-path", str(tmp_path_factory.mktemp("cache")), *ONE_STEP, *model.split()]
+        return train(1, one_document, *flags, wlb=False)
+
+    return run
 
 
-@pytest.mark.parametrize(("size", "layout"), [(1, ""), (4, f"{CP2} {PP2}"), full(2, TP2), full(2, ""), full(2, VPP2)])
-def test_original_packing_trains_as_upstream_does(size, layout, one_document, upstream):
+@pytest.mark.parametrize(
+    ("size", "layout", "model"),
+    [
+        *((1, "", ""), (4, f"{CP2} {PP2}", ""), full(2, TP2, ""), full(2, "", ""), full(2, VPP2, "")),
+        pytest.param(1, "", MTP, marks=needs_mtp),
+    ],
+)
+def test_original_packing_trains_as_upstream_does(size, layout, model, one_document, upstream):
     """Windows of the same tokens, in another order within the step."""
-    run = train(size, one_document, *layout.split(), *ONE_STEP, "--wlb-packing", "original")
-    assert relative_error(run["grads"][0], upstream["grads"][0]) <= TOLERANCE
-    assert relative_error(run["params"], upstream["params"]) <= TOLERANCE
+    run = train(size, one_document, *layout.split(), *ONE_STEP, *model.split(), "--wlb-packing", "original")
+    theirs = upstream(model)
+    assert relative_error(run["grads"][0], theirs["grads"][0]) <= TOLERANCE
+    assert relative_error(run["params"], theirs["params"]) <= TOLERANCE

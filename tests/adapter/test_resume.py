@@ -80,6 +80,8 @@ def test_no_document_is_lost_or_doubled_when_layout_and_batch_size_change(packin
     for name, sizes in (("num_micro_batches", counts), ("global_batch_size", windows)):
         for i, (before, now) in enumerate(itertools.pairwise(sizes)):
             expected[i] += f", {name} {before} -> {now}" * (before != now)
+    for change, pipelined in ((0, "False -> True"), (1, "True -> False")):
+        expected[change] += f", defer_weight_gradients {pipelined}"
     assert changes == [(str(3 * part), change) for part, change in enumerate(expected, 1)]
     entries = document_log.read(log)
     micro_batches = [len(np.unique(entries["micro_batch"][entries["step"] == step])) for step in range(12)]

@@ -9,9 +9,18 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_wlb.adapter import clock, log, report
 from megatron_wlb.cli.main import main
+from megatron_wlb.cost.attention import load_profile
+from megatron_wlb.cost.passes import layers_of
+from megatron_wlb.plan.packing.adaptive import AdaptivePacking
+from megatron_wlb.plan.step import shard_step
+from megatron_wlb.simulate import SHARES, Hardware, shares, simulate_step
 from tests.adapter.training import train
+from tests.jobs import job
+from tests.simulate.test_step import FREE
 
+MEASURED = {"busy": 0.75, "bubble": 0.2, "exchange": None, "waiting": 0.05}
 PP2 = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2".split()
 FLAGS = "--optimizer adam --lr 1e-3 --train-iters 4".split()
 
@@ -19,7 +28,8 @@ FLAGS = "--optimizer adam --lr 1e-3 --train-iters 4".split()
 @pytest.mark.parametrize(("size", "flags"), [(1, []), (4, PP2)])
 def test_scalars_of_tensorboard_are_those_of_the_log(size, flags, dataset, tmp_path):
     board = tmp_path / "board"
-    run = train(size, dataset, *flags, *FLAGS, "--tensorboard-dir", str(board), log=tmp_path / "log.jsonl")
+    timed = "--wlb-profile", "h100-fa2", "--tensorboard-dir", str(board)
+    run = train(size, dataset, *flags, *FLAGS, *timed, log=tmp_path / "log.jsonl")
     events = EventAccumulator(str(board), size_guidance={"histograms": 0}).Reload()
     found = {tag: [e.value for e in events.Scalars(tag)] for tag in events.Tags()["scalars"] if tag.startswith("wlb/")}
 
@@ -36,8 +46,9 @@ def test_scalars_of_tensorboard_are_those_of_the_log(size, flags, dataset, tmp_p
     assert [1e3 * seconds for seconds in found["wlb/step-time"]] == of_log("step_ms")
     assert len(found["wlb/step-time-predicted"]) == 3  # the first step says how fast the machine is
     assert all(0 < seconds < math.inf for seconds in found["wlb/step-time-predicted"])
-    assert all(value >= 1 for value in found["wlb/imbalance-measured"])
-    assert len(found["wlb/imbalance-measured"]) == 4
+    for how in ("predicted", "measured"):
+        for name in SHARES:
+            assert found[f"wlb/{how}-{name}"] == pytest.approx([e[how][name] for e in run["log"]], rel=1e-6, abs=1e-9)
     assert found["wlb/sharding-whole"] == [1.0] * 4
     for event, entry in zip(events.Histograms("wlb/delay"), run["log"], strict=True):
         counts = dict(zip(event.histogram_value.bucket_limit, event.histogram_value.bucket, strict=True))
@@ -45,12 +56,12 @@ def test_scalars_of_tensorboard_are_those_of_the_log(size, flags, dataset, tmp_p
 
 
 def test_nothing_is_written_or_measured_without_a_writer(dataset, tmp_path, monkeypatch):
-    from megatron_wlb.adapter import telemetry
-
-    monkeypatch.setattr(telemetry, "_now", lambda: pytest.fail("measured a pass"))
-    train(1, dataset, *FLAGS)
+    monkeypatch.setattr(clock, "_seconds", lambda *ends: pytest.fail("measured a pass"))
+    monkeypatch.setattr(report, "predicted_shares", lambda *step: pytest.fail("simulated a step"))
+    rarely = *FLAGS, "--log-interval", "5", "--wlb-profile", "h100-fa2"
+    train(1, dataset, *rarely)
     with pytest.raises(Exception, match="measured a pass"):
-        train(1, dataset, *FLAGS, "--tensorboard-dir", str(tmp_path))
+        train(1, dataset, *rarely, "--tensorboard-dir", str(tmp_path))
 
 
 def test_the_interval_counts(dataset, tmp_path):
@@ -72,10 +83,12 @@ def test_wandb_gets_the_same(monkeypatch):
     micro_batch = SimpleNamespace(shards=SimpleNamespace(strategy="hybrid"))
     plan = SimpleNamespace(num_waiting=1, cost=10, delays={-1: 10, 2: 20}, micro_batches=[micro_batch])
     names = "tokens num_micro_batches imbalance imbalance_original delay_mean_steps delay_max_steps".split()
-    telemetry.Telemetry(args).write(7, plan, dict.fromkeys([*names, "plan_wait_ms", "step_ms"], 1.0), 1.25)
+    entry = dict.fromkeys([*names, "plan_wait_ms", "step_ms"], 1.0) | {"predicted": None, "measured": MEASURED}
+    telemetry.Telemetry(args).write(7, plan, entry)
     ((values, step),) = logged
     assert step == 7
-    assert values["wlb/imbalance-measured"] == 1.25
+    assert (values["wlb/measured-busy"], values["wlb/measured-waiting"]) == (0.75, 0.05)
+    assert not {"wlb/measured-exchange", "wlb/predicted-busy"} & values.keys()
     assert values["wlb/sharding-hybrid"] == 1.0
     counts, edges = values["wlb/delay"]
     assert np.array_equal(counts, [10, 0, 0, 20])
@@ -105,3 +118,50 @@ def test_the_log_is_what_compare_reads(size, flags, dataset, tmp_path):
     assert compared["job"]["parallel"]["dp"] == (2 if size > 1 else 1)
     assert [s["step"] for s in compared["steps"]] == [2, 3]
     assert [s["measured_us"] for s in compared["steps"]] == pytest.approx([1e3 * e["step_ms"] for e in entries[1:]])
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("layout", [{}, {"dp": 2}, {"pp": 4, "dp": 2}, {"pp": 2, "vpp": 2, "cp": 2}], ids=str)
+def test_what_is_measured_of_a_simulated_step_is_what_was_predicted(layout, deferred):
+    """Of its passes as a `Clock` sees them, which does not see transfers between stages, nor which layer a weight
+    gradient is of, and memory."""
+    ours = job(
+        **layout,
+        defer_weight_gradients=deferred and "pp" in layout,
+        num_micro_batches=16,
+        profile=load_profile("h100-fa2"),
+        packing=AdaptivePacking(),
+    )
+    lengths = [np.array([16 * (1 + i % 4)] * (1 + i % 3)) for i in range(16)]
+    step = simulate_step(ours, shard_step(ours, lengths), Hardware(network=FREE))
+    passes = np.stack([np.mean([getattr(p, way).mean(-1) for p in step.passes], 0) for way in ("forward", "backward")])
+    weights = np.zeros((1, *passes.shape[1:]))
+    if ours.defer_weight_gradients:
+        layer, output = (np.mean([p.weights[i].mean() for p in step.passes]) for i in range(2))
+        weights[0] = layers_of(ours) * layer
+        weights[0, -1, -1] += output
+    passes = np.concatenate((passes[:1], passes[1:] - weights, weights))
+    predicted, span = shares(step), max(line.makespan for line in step.timelines)
+    assert list(predicted) == list(SHARES) == ["busy", "bubble", "exchange", "waiting"]
+    assert sum(predicted.values()) == pytest.approx(1)
+    exchange = predicted["exchange"] * step.time
+    measured = clock.measured_shares(ours, passes, exchange, span, step.time)
+    assert list(measured) == list(predicted)
+    assert sum(measured.values()) == pytest.approx(1)
+    assert measured == pytest.approx(predicted, abs=0.02 if ours.defer_weight_gradients else 1e-9)
+    unseen = clock.measured_shares(ours, passes, None, span, step.time)
+    assert unseen == measured | {"busy": pytest.approx(measured["busy"] + predicted["exchange"]), "exchange": None}
+
+
+def test_the_line_says_where_the_time_of_a_step_goes(dataset, tmp_path):
+    flags = "--context-parallel-size 2 --pipeline-model-parallel-size 2 --wlb-cp-sharding per-document".split()
+    run = train(4, dataset, *flags, *FLAGS, log=tmp_path / "log", prints=tmp_path / "prints")
+    lines = [line for line in (tmp_path / "prints").read_text().splitlines() if line.startswith(" wlb step")]
+    for entry, line in zip(run["log"], lines, strict=True):
+        assert entry["predicted"] is None  # flops is no time
+        assert sum(entry["measured"].values()) == pytest.approx(1)
+        assert entry["measured"]["exchange"] > 0 and entry["measured"]["bubble"] > 0
+        assert line == log.line(entry)
+    text = log.line(entry | {"predicted": MEASURED, "measured": MEASURED})
+    assert text.endswith("| predicted busy 75, bubble 20, exchange -, waiting 5 % | measured busy 75, bubble 20, "
+                         "exchange -, waiting 5 %")  # fmt: skip

@@ -146,6 +146,8 @@ def _parameters(chunks: list[Any]) -> Any:
                 number = model.decoder.layers[int(match[1])].layer_number
                 name = f"layer{number}.{match[2]}"
             if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+                if model.mtp_process:
+                    continue  # this stage has the embedding, too, and does not use the copy
                 name = "embedding.word_embeddings.weight"  # the last stage has a copy
             if match := re.match(r"(.*local_experts\.)(\d+)(\..*)", name):
                 first = mpu.get_expert_model_parallel_rank() * model.config.num_moe_experts

@@ -60,9 +60,6 @@ def model_provider(builder, pre_process=True, post_process=True, vp_stage=None, 
 
 def main():
     model = functools.partial(model_provider, gpt_builder)
-    if MINOR < 18:
-        pretrain(datasets, model, ModelType.encoder_or_decoder, forward_step, args_defaults=DEFAULTS)
-        return
     args = arguments.parse_and_validate_args(args_defaults=DEFAULTS)
     if MINOR < 19:
         config = argument_utils.pretrain_cfg_container_from_args(args)

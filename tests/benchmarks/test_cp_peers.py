@@ -6,11 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import cp_peers
+from benchmarks.cp_balance import once_a_node
 from megatron_wlb.cost.attention import attention_kernels, load_profile
 from megatron_wlb.cost.exchange import exchange_model, exposed_exchange
 from megatron_wlb.cost.network import load_network
 from megatron_wlb.plan.sharding import moved_rows, per_document
 from megatron_wlb.plan.sharding.volume import Held
+from megatron_wlb.plan.types import SEGMENT, Shard, ShardPlan
 from tests.jobs import job
 
 lengths = st.lists(st.integers(1, 500), min_size=1, max_size=30).map(lambda x: np.array(x, np.int64))
@@ -35,6 +37,18 @@ def test_dynamic_takes_the_fewest_ranks_that_have_room():
     plan = cp_peers.dynamic(np.array([100, 30, 10, 10, 10], np.int64), 4)
     lives = [sum(d in np.concatenate(each.calls)["document"] for each in plan.shards) for d in range(5)]
     assert lives == [4, 1, 1, 1, 1]
+
+
+def test_rows_go_to_a_node_once():
+    """Of a document on four ranks, the second pair needs two heads of the first, which needs nothing of it."""
+    two_chunks = np.array([[(0, 0, 10)], [(0, 10, 20)], [(0, 20, 30)], [(0, 30, 40)]], SEGMENT)
+    plan = ShardPlan(
+        lengths=np.array([40]), shards=tuple(Shard(calls=(c,)) for c in two_chunks), strategy="", call_sets=(0,)
+    )
+    assert once_a_node(plan, 1) == 1
+    # Twenty rows come to each rank of the second node, and to the node; each of the first sends ten twice, or once.
+    assert once_a_node(plan, 2) == 10 / 20
+    assert once_a_node(plan, 4) == 1
 
 
 def test_dynamic_takes_a_whole_step_with_the_room_of_a_micro_batch():

@@ -14,6 +14,7 @@ from benchmarks.end_to_end_cpu import (
     even_path,
     fit,
     measure,
+    over_layout,
     planned_work,
     summarise,
 )
@@ -33,6 +34,10 @@ def test_critical_path():
     assert critical_path("PP=2", np.array([[6.0, 3.0], [6.0, 3.0]])) == pytest.approx(14)
     assert critical_path("PP=2", np.array([[8.0, 3.0], [4.0, 3.0]])) == pytest.approx(14)
     assert even_path("PP=2", np.array([[6.0, 3.0], [6.0, 3.0]])) == pytest.approx(3 * 4.5)
+    # A third of the work put off fills what both stages would wait for, but for the first forward of the other.
+    assert critical_path("PP=2", np.full((2, 4), 3.0), np.ones((2, 4))) == pytest.approx(3 * 4 + 1)
+    # With virtual stages half a micro-batch goes through the other stage alone.
+    assert even_path("PP=2 VPP=2", np.array([[6.0, 3.0], [6.0, 3.0]])) == pytest.approx(2.5 * 4.5)
 
 
 def total(seconds: float, critical: float, even: float, tokens: float = 1.0) -> dict[str, float]:
@@ -68,6 +73,16 @@ def test_gains():
     assert whole["speedup_per_work"] == pytest.approx(20 / 14)
 
 
+def test_layouts_are_compared_by_planned_work():
+    dp = {"seconds": 10.0, "critical": 8.0, "other": 1.0, "work": 100, "model critical": 6.0, "model ideal": 4.0}
+    cp = {"seconds": 6.0, "critical": 5.0, "other": 0.4, "work": 90, "model critical": 30.0, "model ideal": 30.0}
+    found = over_layout(dp, cp)
+    assert found["over_plain_dp"] == pytest.approx(10 / 100 / (6 / 90))
+    assert found["over_plain_dp_by_cpu_time"] == pytest.approx(9 / 100 / (5.4 / 90))
+    assert found["over_plain_dp_computing"] == pytest.approx(8 / 100 / (5 / 90))
+    assert found["over_plain_dp by model"] == 1.5
+
+
 def test_fit_finds_what_micro_batches_cost():
     rng = np.random.default_rng(0)
     rows, pairs, kernel = (rng.integers(1, 1000, (5, 2)) * scale for scale in (1, 1000, 1))
@@ -87,7 +102,10 @@ def test_summary():
     def rounds(*busy_and_seconds):
         return [
             [
-                [{"tokens": 8, "seconds": s, "other": 0, "busy": [b], "rows": [4], "pairs": [b], "kernel_us": [0]}]
+                [
+                    {"tokens": 8, "work": 4, "late": 2, "seconds": s, "other": 0, "busy": [b], "weights": [0.0]}
+                    | {"rows": [4], "pairs": [b], "kernel_us": [0]}
+                ]
                 for b in busy
             ]
             for busy, s in busy_and_seconds
@@ -95,7 +113,7 @@ def test_summary():
 
     measured = {"plain": rounds(((3, 1), 4), ((6, 2), 8)), "even": rounds(((2, 2), 3), ((4, 4), 6))}
     work = {"plain": 10.0, "even": 12.0}
-    plain, even = summarise(LAYOUTS[0], measured, {"exact": Costs(crossover=0, row=1.0)}, work)
+    plain, even = summarise(LAYOUTS[0], measured, {"exact": Costs(crossover=0, row=1.0)}, work, measured["plain"])
     assert (plain["method"], even["method"]) == ("plain", "even")
     assert even["fraction"] == pytest.approx(1)
     assert even["speedup_in_tokens_min"] == even["speedup_in_tokens_max"] == pytest.approx(4 / 3)
@@ -106,6 +124,10 @@ def test_summary():
     assert plain["imbalance by exact"] == 1.5
     assert plain["share_error_p90"] == even["share_error_p90"] == 0
     assert (plain["tokens"], plain["seconds"]) == (16, 12)
+    assert plain["late_steps"] == 0.25
+    assert even["computing_gain"] == even["computing_gain by exact"] == pytest.approx(1.5)
+    assert even["over_plain_dp"] == pytest.approx(4 / 3)
+    assert plain["over_plain_dp by exact"] == 1 and even["over_plain_dp by exact"] == pytest.approx(1.5)
 
 
 def test_planned_work_of_whole_documents_and_of_windows(monkeypatch):
@@ -123,14 +145,14 @@ def test_planned_work_of_whole_documents_and_of_windows(monkeypatch):
 def test_real_runs_are_measured(layout, tmp_path):
     warm()
     dataset = write_dataset(tmp_path, np.random.default_rng(0).integers(2, 100, 200))
-    method = "plain" if layout.name == "CP=2" else "adaptive"  # ranks of the former are not alike
+    method = "plain" if layout.name == "CP=2" else list(layout.methods)[-1]  # ranks of the former are not alike
     layout = layout._replace(methods={method: f"{layout.methods[method]} --wlb-log {tmp_path / 'log'}"})
     ((first, second),) = measure(layout, Size(window=64, steps=2, rounds=1), dataset, "flops", 50)[method]
     log = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()][1:]  # the first warms up
     assert [entry["step"] for entry in log] == [101, 102]
     assert [step["tokens"] for step in first] == [step["tokens"] for step in second] == [e["tokens"] for e in log]
     for a, b, entry in zip(first, second, log, strict=True):
-        own = entry["num_micro_batches"] // (2 if layout.name == "DP=2" else 1)
+        own = entry["num_micro_batches"] // layout.ranks
         for step in (a, b):
             assert len(step["busy"]) == len(step["rows"]) == len(step["pairs"]) == len(step["kernel_us"]) == own
             assert all(busy > 0 for busy in step["busy"])
@@ -147,5 +169,9 @@ def test_real_runs_are_measured(layout, tmp_path):
         else:
             ranks = (a, b) if layout.name == "DP=2" else (a,)
             rows, pairs = (sum(sum(step[key]) for step in ranks) for key in ("rows", "pairs"))
-            assert 0 <= rows - entry["tokens"] <= layout.micro_batches  # padding
-            assert pairs + 50 * entry["tokens"] == sum(entry["work"])
+            if layout.name.startswith("CP"):
+                rows *= 2
+            assert 0 <= rows - entry["tokens"] <= 2 * entry["num_micro_batches"]  # padding
+            assert pairs + 50 * entry["tokens"] == sum(entry["work"]) == a["work"] == b["work"]
+            late = sum(max(0, int(steps)) * tokens for steps, tokens in entry["delays_tokens"].items())
+            assert a["late"] == b["late"] == late

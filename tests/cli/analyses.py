@@ -1,13 +1,13 @@
 """Small jobs as flags, what flags describe, and `megatron-wlb analyze` as tests call it."""
 
-import argparse
 import json
 import re
+from argparse import Namespace
 from typing import NamedTuple
 
 from megatron_wlb.cli.data import Data, data_of
 from megatron_wlb.cli.flags import add_job_flags, job_of
-from megatron_wlb.cli.main import main
+from megatron_wlb.cli.main import Parser, main
 from megatron_wlb.job import Job
 from tests.cli.commands import refusal
 
@@ -26,7 +26,7 @@ LARGE = (
 class Described(NamedTuple):
     """What a command line describes."""
 
-    args: argparse.Namespace
+    args: Namespace
     job: Job
     data: Data | None
     """None without flags of data."""
@@ -34,7 +34,7 @@ class Described(NamedTuple):
 
 
 def described(*words):
-    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser = Parser(prog="megatron-wlb analyze")
     add_job_flags(parser)
     args = parser.parse_known_args(" ".join(words).split())[0]
     notes = list(args.remarks)

@@ -82,13 +82,14 @@ def test_the_explicit_profile_says_the_same(steps, base):
 
 
 def test_scales_are_those_of_attention_and_of_the_rest(steps, base):
+    """Of attention but for adding parts up, which takes what the memory takes."""
     one, other = scale(base, 2.0, 1.0), scale(base, 1.6, 3.0)
     shards = shard_step(JOB, steps[0])
     layers, slower, longer = (simulate_step(job, shards).passes[0].layers for job in (base, one, other))
     for direction in range(2):
-        np.testing.assert_allclose(slower[direction].attention, 2 * layers[direction].attention)
+        np.testing.assert_allclose(slower[direction].attention, 2 * layers[direction].attention, rtol=0.03)
         np.testing.assert_allclose(slower[direction].linear, layers[direction].linear)
-        np.testing.assert_allclose(longer[direction].attention, 1.6 * layers[direction].attention)
+        np.testing.assert_allclose(longer[direction].attention, 1.6 * layers[direction].attention, rtol=0.03)
         np.testing.assert_allclose(longer[direction].linear, 3 * layers[direction].linear)
 
 

@@ -68,13 +68,32 @@ def test_offloaded_layers():
 def test_what_is_assumed():
     _, job, _, notes = described(
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --pipeline-model-parallel-size 2 "
-        "--num-query-groups 2"
+        "--num-query-groups 2 --tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Llama-3.1-8B"
     )
     assert (job.parallel.num_gpus, job.num_micro_batches, job.profile.name) == (2, 2, "h100-fa2")
-    assert (job.model.padded_vocab_size, job.model.num_query_groups) == (32000, 4)
+    assert (job.model.padded_vocab_size, job.model.num_query_groups) == (128256, 4)
     assert [note.partition(":")[0].partition(" counts")[0] for note in notes] == [
-        *("Assumed", "--num-query-groups", "Assumed", "Assumed")
+        *("--num-query-groups", "Assumed", "Assumed", "Assumed")
     ]
+
+
+def test_the_vocabulary_of_a_tokenizer(tmp_path):
+    words = f"{MODEL.split('--vocab')[0]} --seq-length 64"
+    assert (
+        described(words, "--tokenizer-type GPT2BPETokenizer --tensor-model-parallel-size 2").job.model.padded_vocab_size
+        == 50432
+    )
+    tokens = {"model": {"vocab": {"a": 0, "b": 299}}, "added_tokens": [{"id": 300}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokens))
+    named = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}"
+    assert described(words, named, "--make-vocab-size-divisible-by 10").job.model.padded_vocab_size == 310
+    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(ValueError, match=r"is no tokenizer of Hugging Face .*give --vocab-size"):
+        described(words, named)
+    with pytest.raises(
+        ValueError, match="the vocabulary is not known; x has no tokenizer.json here; give --vocab-size"
+    ):
+        described(words, "--tokenizer-model x")
 
 
 def test_sizes_beside_a_known_model():
@@ -125,7 +144,6 @@ def test_memory_bounds_micro_batches():
         ("--num-gpus 3", r"4 micro-batches a step cannot be shared by 3 data-parallel ranks"),
         ("--expert-model-parallel-size 2 --num-gpus 2", r"without --num-experts; give both or none"),
         ("--num-experts 4 --expert-model-parallel-size 4 --num-gpus 2", r"4 expert-parallel x 1 .* do not divide"),
-        ("--micro-batch-size 2", r"--micro-batch-size is 2; .* give 1"),
         ("--account-for-loss-in-pipeline-split", r"give both or none"),
         ("--wlb-packing best", r"--wlb-packing is 'best'; choose one of"),
         ("--wlb-max-tokens 100", r"--wlb-max-tokens 100 is under --seq-length 4096"),

@@ -205,7 +205,12 @@ PROFILE = {"name": "mine", "kernel": {"tile_rows": 1, "forward": {"launch": 0, "
         ),
         ("--wlb-crossover 9 --wlb-max-tokens auto", 80, 9, "Assumed: an S_max of 1.25 windows; how much memory"),
         ("--wlb-profile PROFILE", 80, 1234, None),
-        ("--wlb-crossover 9 --fp8-format e4m3 --fp8-recipe mxfp8", 96, 9, "FP8 and FP4 (--fp8-format --fp8-recipe) a"),
+        (
+            "--wlb-crossover 9 --fp8-format e4m3 --fp8-recipe mxfp8",
+            96,
+            9,
+            "FP8 and FP4 (--fp8-format) are not modelled",
+        ),
         ("--wlb-crossover 9 --seq-lenght 9", 80, 9, "Not simulated, and so without effect on these numbers: --seq-len"),
     ],
 )

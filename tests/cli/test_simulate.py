@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cli.main import main
+from megatron_wlb.cost.memory import H100_BYTES
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.describe import make_job
 from megatron_wlb.job import Job, Parallel
@@ -31,6 +32,7 @@ JOB = make_job(
     crossover_tokens=50_000,
     packing=AdaptivePacking(),
     default_profile="h100-fa2",
+    device_bytes=H100_BYTES,
     hidden_dropout=True,
 )
 HEADER = {
@@ -162,16 +164,14 @@ def test_a_launch_line_says_the_rest(plan_file, tmp_path, capsys):
         "torchrun --nproc-per-node 8 --nnodes 2 pretrain_gpt.py --num-layers 32 --hidden-size 4096 --ffn-hidden-size "
         f"11008 --num-attention-heads 32 --swiglu --vocab-size 32000 {LAYOUT} --num-virtual-stages-per-pipeline-rank 2 "
         f"--seq-length {C} --global-batch-size {N} --wlb --wlb-packing adaptive --profile --profile-step-start 4 "
-        "--data-path corpus --attention-backend flash --bf16"
+        "--data-path corpus --attention-backend flash --bf16 --cp-comm-type a2a"
     )
     (tmp_path / "train.sh").write_text(line)
     expected = simulated(plan_file, tmp_path, *FLAGS)
     for words in (line.split(), ["--launch", str(tmp_path / "train.sh")]):
         capsys.readouterr()
         assert simulated(plan_file, tmp_path, *words) == expected
-        assert (
-            "- Not simulated, and so without effect on these numbers: --attention-backend.\n" in capsys.readouterr().err
-        )
+        assert "- Not simulated, and so without effect on these numbers: --cp-comm-type.\n" in capsys.readouterr().err
 
 
 def step_of(*micro_batches):

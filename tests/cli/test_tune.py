@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,15 +11,23 @@ import pytest
 
 from megatron_wlb.adapter.arguments import add_wlb_arguments
 from megatron_wlb.cli.main import main
+from megatron_wlb.cli.plan import UnflushedStream
+from megatron_wlb.cli.tune import Result
+from megatron_wlb.job import Job
+from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.packing import from_args
+from megatron_wlb.plan.packing.adaptive import AdaptivePacking
+from megatron_wlb.plan.step import plan_step, shard_step
 from megatron_wlb.plan.stream import DocumentStream, Source
+from megatron_wlb.simulate import simulate_step
+from megatron_wlb.simulate.micro_batches import predictions
 from tests.adapter.datasets import write_index
 from tests.cli.commands import process, refusal, write_json
 
 N, C = 4, 64
-FLAGS = f"--global-batch-size {N} --seq-length {C} --wlb-crossover 30".split()
+FLAGS = f"--global-batch-size {N} --seq-length {C} --wlb-crossover 30 --wlb-profile flops".split()
 SMALL = [*FLAGS, "--wlb-max-tokens", "72", "--steps", "60"]
-COLUMNS = {"imbalance_mean": 4, "late_steps": 3, "token_cv": 3}
+COLUMNS = {"time": 2, "late_steps": 2, "token_cv": 3}
 
 
 def make_lengths(num_documents=1500, seed=5):
@@ -44,6 +53,7 @@ def test_rows_are_a_sorted_front(tuned):
     assert len(rows) > 3
     assert {row["policy"] for row in rows} == {"wlb", "adaptive"}
     assert points == sorted(points)
+    assert min(row["held_out"]["time"] for row in rows) >= 1
     for a in points:
         for b in points:
             assert a is b or any(x > y for x, y in zip(a, b, strict=True))
@@ -72,6 +82,7 @@ def test_flags_are_those_of_training(tuned):
         args = parser.parse_args(["--wlb", *row["flags"].split()])
         packing = from_args(args)
         assert (packing.name, args.wlb_max_tokens) == (row["policy"], row["max_tokens"])
+        assert args.wlb_micro_batches == (N if row["policy"] == "adaptive" else "auto")
         if row["policy"] == "wlb":
             assert packing.outlier_thresholds == tuple(row["outlier_thresholds"])
         else:
@@ -87,11 +98,15 @@ def test_table_and_limit(tuned, tmp_path, capsys):
         outputs.append(capsys.readouterr())
     assert outputs[0] == outputs[1]
     rows = json.loads(outputs[0].out)["rows"]
-    lines = [line for line in outputs[0].err.splitlines() if "--wlb-packing" in line]
-    for row, line in zip(rows, lines, strict=True):
-        assert line.rstrip().endswith(row["flags"])
-        assert line.split()[0] == f"{row['held_out']['imbalance_mean']:.4f}"
+    lines = outputs[0].err.splitlines()
+    assert lines[0].split() == "time late at most token CV S_max / C micro-batches packing".split()
+    flags = [line for line in lines if "--wlb-packing" in line]
+    for number, (row, line, flag_line) in enumerate(zip(rows, lines[1:], flags, strict=False), 1):
+        assert flag_line == f"{number}: {row['flags']}"
+        assert line.split()[:2] == [str(number), f"{row['held_out']['time']:.2f}"]
+        assert len(line) <= 100
         assert row["held_out"]["late_steps"] <= 0.4 and row["fit"]["late_steps"] <= 0.4
+    assert len(flags) == len(rows)
 
 
 def test_the_data_of_a_run(tmp_path, capsys):
@@ -107,10 +122,63 @@ def test_the_data_of_a_run(tmp_path, capsys):
     assert outputs[0] == outputs[1]
 
 
+PIPELINE = "--num-gpus 8 --pipeline-model-parallel-size 4".split()
+"""Two data-parallel ranks of four stages."""
+
+
+@pytest.mark.parametrize("profile", ["flops", "h100-fa2"])
+def test_time_is_that_of_training_in_its_layout(tmp_path, profile, monkeypatch):
+    """By work or simulated, with as many micro-batches as auto takes."""
+    monkeypatch.setattr("megatron_wlb.cli.tune.MAX_QUEUES", 1)
+    lengths = [1024 * d for d in make_lengths(1000)]
+    sizes = f"--global-batch-size {N} --seq-length {1024 * C} --wlb-profile {profile} --model llama2-7b".split()
+    words = [write_json(tmp_path, lengths), *sizes, *PIPELINE, "--wlb-max-tokens", str(1024 * C), "--steps", "40"]
+    assert main(["tune", *words, "--json", str(tmp_path / "rows")]) == 0
+    written = json.loads((tmp_path / "rows").read_text())
+    job = Job.from_json(written["job"])
+    assert (job.parallel.pp, job.parallel.dp, job.num_micro_batches) == (4, 2, N)
+    fit, held_out = (np.array(lengths[slice(*written["documents"][half])]) for half in ("fit", "held_out"))
+
+    def time(row, documents):
+        tuning = replace(
+            job, num_micro_batches=row["micro_batches"], max_tokens=row["max_tokens"], packing=packing_of(row)
+        )
+        packer = make_packer(stream(documents, UnflushedStream), tuning)
+        total = work = 0
+        for _ in range(row["held_out"]["steps"]):
+            planned = plan_step(packer, tuning)
+            each = [planned.packing.micro_batch(i)["length"] for i in range(row["micro_batches"])]
+            timed = profile != "flops"
+            total += simulate_step(tuning, shard_step(tuning, each)).time if timed else planned.cost
+            work += int(planned.work.sum())
+        return total / work
+
+    def stream(documents, kind=DocumentStream):
+        epochs = None if kind is DocumentStream else 1
+        sources = [Source(lengths=documents)]
+        return kind(sources, seed=0, context_length=1024 * C, shuffle=False, num_epochs=epochs)
+
+    rows = written["rows"]
+    assert {row["policy"] for row in rows} == {"wlb", "adaptive"}
+    quickest, *others = [time(row, held_out) / row["held_out"]["time"] for row in rows]
+    assert others == pytest.approx([quickest] * len(others), rel=1e-9)
+    adaptive = replace(job, packing=AdaptivePacking())
+    best, tried = predictions(
+        adaptive, lambda count: replace(adaptive, num_micro_batches=count), lambda: stream(fit), memory_known=False
+    )
+    assert len(tried) > 1 and best.num_micro_batches > N
+    assert {row["micro_batches"] for row in rows if row["policy"] == "adaptive"} == {best.num_micro_batches}
+
+
+def packing_of(row):
+    args = add_wlb_arguments(argparse.ArgumentParser()).parse_args(["--wlb", *row["flags"].split()])
+    return from_args(args)
+
+
 def test_documents_that_never_run_do_not_flatter(tmp_path):
     """Six full windows in a half: under any threshold they would wait for ten more, and what runs is balanced."""
     lengths = [C if i % 1000 == 500 else 3 for i in range(15_000)]
-    flags = ["--global-batch-size", "16", "--seq-length", str(C), "--wlb-max-tokens", "80", "--steps", "40"]
+    flags = ["--global-batch-size", "16", *FLAGS[2:], "--wlb-max-tokens", "80", "--steps", "40"]
     assert main(["tune", write_json(tmp_path, lengths), *flags, "--json", str(tmp_path / "rows")]) == 0
     assert {row["policy"] for row in json.loads((tmp_path / "rows").read_text())["rows"]} == {"adaptive"}
 
@@ -135,14 +203,17 @@ def test_errors(tmp_path, capsys, lengths, flags, message):
 
 
 @pytest.mark.parametrize(
-    ("summary", "message"),
+    ("result", "message"),
     [
         (None, "documents wait for over half of the fit steps whatever the tuning; give more documents"),
-        (SimpleNamespace(late_steps=0.5), "no tuning keeps --max-late 0; the fit steps reach 0.500, give more than"),
+        (
+            Result(None, 1.0, SimpleNamespace(late_steps=0.5)),
+            "no tuning keeps --max-late 0; the fit steps reach 0.500, give more than",
+        ),
     ],
 )
-def test_nothing_to_recommend(tmp_path, capsys, monkeypatch, summary, message):
-    monkeypatch.setattr("megatron_wlb.cli.tune.run_half", lambda lengths, job: summary)
+def test_nothing_to_recommend(tmp_path, capsys, monkeypatch, result, message):
+    monkeypatch.setattr("megatron_wlb.cli.tune.run_half", lambda lengths, job: result)
     arguments = [write_json(tmp_path, make_lengths()), *SMALL, "--max-late", "0", "--json", str(tmp_path / "rows")]
     assert message in refusal(capsys, "tune", *arguments)
     assert not (tmp_path / "rows").exists()

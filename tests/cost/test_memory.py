@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from megatron_wlb.cost.memory import (
@@ -10,12 +11,17 @@ from megatron_wlb.cost.memory import (
     layer_bytes,
     layer_input_bytes,
     mlp_backward_bytes,
+    most_in_flight,
     peak_bytes,
 )
 from megatron_wlb.job import Parallel, Recompute
 from megatron_wlb.model import MODELS, ModelShape
+from megatron_wlb.pipeline.schedule import schedule_of
+from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.packing.wlb import WlbPacking
+from megatron_wlb.plan.step import shard_step
+from megatron_wlb.plan.stream import DocumentStream, Source
 from tests.jobs import job
 
 GPT3_SHAPE = ModelShape(
@@ -181,3 +187,30 @@ def test_the_largest_micro_batch_that_fits(packing, count):
         assert at[0] <= budget < at[1]
     every = replace(given, packing=WlbPacking())
     assert (peaks[1] < max(peak_bytes(every, stage, 50_000) for stage in range(8))) == packing.steady_tokens
+
+
+@pytest.mark.parametrize(("dp", "vpp", "count"), [(1, 2, 32), (2, 2, 64), (4, 1, 16), (4, 2, 64)])
+def test_no_stage_keeps_more_than_is_predicted(dp, vpp, count):
+    """In the order of 1F1B, of few long documents and many of far less work a token."""
+    windows, longest = 4 * dp, 640
+    given = job(
+        pp=4, vpp=vpp, dp=dp, global_batch_size=windows, num_micro_batches=count, context_length=512,
+        max_tokens=longest, crossover_tokens=1, packing=AdaptivePacking(),
+    )  # fmt: skip
+    lengths = np.random.default_rng(0).permutation(np.repeat([512, 362, 256, 181, 5], [30, 30, 30, 30, 44_000]))
+    packer = make_packer(DocumentStream([Source(lengths=lengths)], seed=0, context_length=512), given)
+    kept = np.zeros(4)
+    for _ in range(30):
+        packing = packer.next().packing
+        ranks = shard_step(given, [packing.micro_batch(i)["length"] for i in range(count)])
+        for tokens in (np.array([int(plan.lengths.sum()) for plan in plans]) for plans in ranks):
+            assert tokens[tokens > 1].sum() <= given.most_rank_tokens(longest)  # the rest is padding
+            for stage in range(4):
+                ops = schedule_of(given).ops(stage)
+                passes = np.where(ops["backward"], -1, 1) * tokens[ops["micro_batch"]]
+                kept[stage] = max(kept[stage], passes.cumsum().max())
+    most = np.array([most_in_flight(given, stage, longest) for stage in range(4)])
+    assert (kept <= most).all() and (kept > most / 2).all()
+    # Which is less than if all passes in flight had the longest micro-batch, wherever micro-batches are many.
+    if vpp == 2:
+        assert most[0] < schedule_of(given).in_flight(0) * longest

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_wlb.cli import command
 from megatron_wlb.cli.compare import read_log
-from megatron_wlb.cli.launch import words_of
 from megatron_wlb.cli.lengths import read_lengths
 from megatron_wlb.cli.simulate import read_plan
 from megatron_wlb.cost import attention
@@ -239,14 +239,20 @@ def _profile_seeds() -> list[bytes]:
 
 
 def _launch(data: bytes, folder: Path) -> None:
-    require(all(isinstance(word, str) for word in words_of(data.decode())), "a launch line is words")
+    file = folder / "train.log"
+    file.write_bytes(data)
+    launched = command.of_file(str(file))
+    require(bool(launched.arguments) != bool(launched.flags), "it is a log or a command")
 
 
 def _launch_seeds() -> list[bytes]:
     return [
-        b"torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 4 \\\n  --data-path a b 'c d' # not read\n",
-        b'ARGS=(\n  --seq-length 8192 # window\n  --split "99,1,0"\n)\nW=16; python x.py "${ARGS[@]}" --n $W & wait\n',
-        b'A="x --n ${B:-3}"; A+=" --m $((C*2))"; C=4\nR=("$A" 1)\nR+=("${R[@]}"); bash -lc "$A"; eval "${R[*]}"\n',
+        b"cd x && WORLD_SIZE=8 torchrun --nproc-per-node 8 x.py --num-layers 4 \\\n 'c d' --bf16 2>&1 | tee x\n",
+        b"srun -N 4 bash -c 'python x.py --seq-length 8' # c\nsrun -N 4 bash -c 'python x.py --seq-length 8'\n",
+        b"------------------------ arguments ------------------------\n  num_layers ............................... 4\n"
+        b"  world_size ..................................... 8\n"
+        b"-------------------- end of arguments ---------------------\n"
+        b" > padded vocab (size: 100) with 28 dummy tokens (new size: 128)\n",
     ]
 
 

@@ -19,8 +19,8 @@ from tests.jobs import job
 
 WINDOW = 512
 LEAST_DELAY = 20
-LAYOUTS = {"one rank": (1, 1, 1), "ranks": (99, 1, 1), "stages": (1, 4, 1), "virtual": (1, 4, 2), "both": (3, 2, 1)}
-"""DP (at most; it divides M), PP, VPP."""
+LAYOUTS = {"one rank": (1, 1, 1), "ranks": (None, 1, 1), "stages": (1, 4, 1), "virtual": (1, 4, 2), "both": (3, 2, 1)}
+"""DP (as far as it divides M; None: M), PP, VPP."""
 
 
 def stream_of(lengths, epochs=1):
@@ -28,7 +28,7 @@ def stream_of(lengths, epochs=1):
     return DocumentStream([source], seed=0, context_length=WINDOW, shuffle=False, num_epochs=epochs)
 
 
-def packer_of(lengths, *, n=4, windows=None, s_max=1.25, delay=LEAST_DELAY, epochs=1, layout=(99, 1, 1)):
+def packer_of(lengths, *, n=4, windows=None, s_max=1.25, delay=LEAST_DELAY, epochs=1, layout=(None, 1, 1)):
     windows = windows or n
     described = job(
         packing=AdaptivePacking(max_delay_steps=delay),
@@ -37,7 +37,7 @@ def packer_of(lengths, *, n=4, windows=None, s_max=1.25, delay=LEAST_DELAY, epoc
         context_length=WINDOW,
         max_tokens=int(WINDOW * s_max) * max(1, -(-windows // n)),
         crossover_tokens=200,
-        dp=math.gcd(layout[0], n) if layout[0] < 99 else n,
+        dp=math.gcd(layout[0] or n, n),
         pp=layout[1],
         vpp=layout[2] if n % layout[1] == 0 else 1,
     )

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_wlb.runtime import attention
-from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
+from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention, send_ahead
 from megatron_wlb.runtime.backends import get_backend
 from megatron_wlb.runtime.metadata import ShardMetadata
 from tests.runtime.oracle import SHARDINGS, TOLERANCE, assert_close, dense, in_parts, inputs, local_rows
@@ -31,6 +31,7 @@ def _attend(cp, sharding, dtype, backend, heads, settings):
     groups = [dist.new_group(range(i, i + cp)) for i in range(0, dist.get_world_size(), cp)]
     group = groups[dist.get_rank() // cp]
     plan = _plan(LENGTHS, sharding, cp, settings.pop("stages", None) and [(0, 1), (1, heads[1])])
+    is_ahead = settings.pop("ahead", False)
     rows = local_rows(plan, group.rank())
     options = AttentionOptions(backend=get_backend(backend, "cpu"), scale=0.3, **settings)
     metadata = ShardMetadata.build(plan, group.rank(), options.backend.encode)
@@ -39,6 +40,8 @@ def _attend(cp, sharding, dtype, backend, heads, settings):
 
     def run(options):
         out = context_parallel_attention(q, k, v, metadata, group, options)
+        if is_ahead:
+            send_ahead(out.grad_fn)
         return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
 
     first, again = run(options), run(options)
@@ -71,9 +74,9 @@ def _attend(cp, sharding, dtype, backend, heads, settings):
         (4, 4, "staged", torch.float32, "cpu", {"window": 20, "save_gathered": True}),
         (4, 2, "per-document", torch.float32, "cpu", {"save_gathered": True}),
         (2, 2, "in parts", torch.float32, "cpu", {}),
-        (3, 3, "in parts", torch.bfloat16, "cpu", {"save_gathered": True}),
-        (8, 8, "in parts", torch.float64, "reference", {}),
-        (3, 3, "staged", torch.float32, "cpu", {}),
+        (3, 3, "in parts", torch.bfloat16, "cpu", {"save_gathered": True, "ahead": True}),
+        (8, 8, "in parts", torch.float64, "reference", {"ahead": True}),
+        (3, 3, "staged", torch.float32, "cpu", {"ahead": True}),
         (8, 8, "staged", torch.float32, "cpu", {"stages": "heads"}),
         (8, 8, "per-document", torch.bfloat16, "cpu", {}),
         (2, 2, "per-document", torch.bfloat16, "cpu", BF16_GRADIENTS),

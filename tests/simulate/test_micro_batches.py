@@ -17,8 +17,8 @@ WINDOW = 1 << 14
 LENGTHS = np.random.default_rng(0).lognormal(7.5, 1.3, 20_000).astype(np.int64).clip(1, WINDOW)
 
 
-def stream(window):
-    return DocumentStream([Source(lengths=LENGTHS)], seed=0, context_length=window)
+def stream():
+    return DocumentStream([Source(lengths=LENGTHS)], seed=0, context_length=WINDOW)
 
 
 def chosen(*, windows=8, memory_known=True, packing=None, refuses=(), **changes):

@@ -27,7 +27,7 @@ FREE = Network(
 
 @pytest.mark.parametrize(("vpp", "micro_batches"), [(1, 7), (2, 8)])
 def test_uniform_work_takes_the_closed_form(vpp, micro_batches):
-    one = job(pp=4, vpp=vpp)
+    one = job(pp=4, vpp=vpp, defer_weight_gradients=False)
     step = simulate_step(one, [shards_of(one, [[3000, 1000]] * micro_batches)], Hardware(network=FREE))
     times = step.passes[0]
     assert (times.forward == times.forward[0, 0, 0]).all()
@@ -103,6 +103,16 @@ def test_the_limit_of_balancing_does_not_wait_for_other_ranks():
     assert balanced_time(step) == pytest.approx(balanced_time(alone))
 
 
+@pytest.mark.parametrize("one", JOBS)
+def test_weight_gradients_put_off_are_the_same_work_in_less_time(one):
+    shards = [shards_of(one, [[3000, 1000], [8000], [500] * 9, [4000, 4000]])] * one.parallel.dp
+    steps = [simulate_step(replace(one, defer_weight_gradients=on), shards) for on in (False, True)]
+    for before, after in zip(*(step.timelines for step in steps), strict=True):
+        np.testing.assert_allclose(after.busy, before.busy)
+        assert (after.filled.sum() > 0) and (before.filled.sum() == 0)
+    assert steps[1].time < steps[0].time
+
+
 def test_shards_of_another_layout_are_refused():
     one = job(dp=2)
     shards = shards_of(one, [[100]])
@@ -123,8 +133,14 @@ def test_the_trace_shows_every_pass(tmp_path):
     for rank in range(2):
         for stage in range(2):
             row = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (rank, stage)]
-            assert len(row) == 2 * 2 * 4 + 3
+            passes = [e for e in row if e["cat"] in "FB"]
+            assert len(passes) == 2 * 2 * 4
+            filled = sum(e["dur"] for e in row if e["cat"] == "W")
+            timeline = step.timelines[rank]
+            assert filled == pytest.approx(timeline.filled[:, stage].sum() + timeline.left[stage], abs=0.1)
+            assert sum(e["dur"] for e in passes) + filled == pytest.approx(timeline.busy[stage], abs=0.1)
             assert [e["name"] for e in row[-3:]] == ["gradients", "optimizer", "parameters"]
+            row.sort(key=lambda e: e["ts"])
             assert all(b["ts"] >= a["ts"] + a["dur"] - 0.01 for a, b in itertools.pairwise(row))
             assert row[-1]["ts"] + row[-1]["dur"] == pytest.approx(step.time, abs=0.01)
     first = next(e for e in events if e["name"] == "F c0 m0")

@@ -4,7 +4,7 @@ Predicts what --wlb would bring to a run, from the lengths of its documents and 
 GPU, nor Megatron, nor torch, and of the dataset only the .idx file.
 
     megatron-wlb analyze --html report.html torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
-    megatron-wlb analyze --launch train.sh --html report.html
+    megatron-wlb analyze --launch train.log --html report.html
     megatron-wlb analyze --model llama2-7b --seq-length 131072 --tensor-model-parallel-size 8 ... --data-path DATA
 
 Flags of Megatron that don't matter, are not simulated, or are refused by training with --wlb are listed. Plain Megatron
@@ -13,13 +13,16 @@ same data, shuffled as in training; steps are packed, sharded and simulated as t
 """
 
 import argparse
+import sys
 
 from megatron_wlb.cli.analyze import report, table
 from megatron_wlb.cli.analyze.setup import schemes, setup_of
 from megatron_wlb.cli.common import console, integer, progress, write_json, writer
 from megatron_wlb.cli.flags import add_job_flags
 
-USAGE = "[--html FILE] [--json FILE] [LAUNCH LINE | --launch FILE | FLAGS]"
+WIDTH = 100
+"""Columns, where no terminal says how many there are."""
+USAGE = "[--html FILE] [--json FILE] [COMMAND | --launch FILE | FLAGS]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Analyse, print and write. Raises ValueError on wrong input, before anything is written."""
-    terminal = console(args.json, args.html)
+    terminal = console(args.json, args.html, width=None if sys.stdout.isatty() else WIDTH)
     if args.html == args.json == "-":
         raise ValueError("--html - and --json - would be mixed on standard output; name a file for one")
     if args.html is not None:
@@ -45,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     packed, simulated = report.steps_of(setup.free or setup.job)
     if args.steps is not None:
         packed, simulated = max(args.steps, packed // args.steps * args.steps), args.steps
-    total = len(schemes(setup.job, setup.free)) * packed + len(report.tunings(setup.job))
+    total = len(schemes(setup.job, setup.free)) * packed
     with (
         writer(args.json, "--json") as file,
         writer(args.html, "--html") as html,

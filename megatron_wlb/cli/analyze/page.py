@@ -13,19 +13,23 @@ from megatron_wlb.cli import pictures
 from megatron_wlb.cli.analyze import table
 from megatron_wlb.cli.analyze.report import Report, Sample
 from megatron_wlb.cli.balance import attention_of_ranks, micro_batch_times
-from megatron_wlb.cli.pictures import BLUE, GREY, ORANGE
+from megatron_wlb.cli.pictures import BLUE, COLORS, GREEN, GREY, ORANGE
 from megatron_wlb.simulate import SimulatedStep
 
+MOST_EDGES = 48
+"""Passes of a stage beyond which white edges would hide them."""
 MOST_BARS = 160
 """Beyond which micro-batches are drawn as an outline."""
 _STYLE = """\
+.source { color: #555; font-size: .9rem; overflow-wrap: anywhere }
+.scroll { overflow-x: auto }
 .lead { font-size: 1.15rem; border-left: 4px solid #0072b2; padding-left: .75rem; margin: 1rem 0 }
 table { border-collapse: collapse; width: 100%; max-width: 48rem; margin: 1rem 0; font-variant-numeric: tabular-nums }
 th, td { padding: .2rem 0 .2rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e3e3e3 }
 th:first-child, td:first-child { text-align: left; white-space: normal; padding-left: 0 }
 td.part { padding-left: 1rem !important; color: #555 }
 tbody tr:first-child { font-weight: 600 }
-:is(th, td):nth-last-child(2) { color: #0072b2 }
+:is(th, td):nth-child(PROPOSED) { color: #0072b2 }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f3f5f7; padding: .75rem; border-radius: 4px;
       font-size: .85rem }
 ul { padding-left: 1.1rem }
@@ -44,11 +48,12 @@ def page(report: Report) -> str:
     facts = [f"<li>{escape(fact)}</li>" for fact in table.facts(report)]
     titles, *rows = table.rows(report)
     body = [
-        f"<h1>What <code>--wlb</code> would bring</h1><p>{escape(table.job_line(report))}</p>",
+        "<h1>What <code>--wlb</code> would bring</h1>",
         f'<p class="lead">{escape(table.headline(report))}</p>',
-        f"<table><thead>{_row(titles, 'th')}</thead><tbody>",
+        f"<p>{escape(table.job_line(report))}</p><p class=source>{escape(table.source(report))}</p>",
+        f"<div class=scroll><table><thead>{_row(titles, 'th')}</thead><tbody>",
         *(_row(row, "td") for row in rows),
-        "</tbody></table>",
+        "</tbody></table></div>",
         *flags,
         "<main>",
         *sections,
@@ -56,7 +61,8 @@ def page(report: Report) -> str:
         *facts,
         "</ul>\n",
     ]
-    return pictures.page("What --wlb would bring", "\n".join(body), _STYLE)
+    proposed = 2 + list(report.entries["schemes"]).index(report.entries["proposed"])
+    return pictures.page("What --wlb would bring", "\n".join(body), _STYLE.replace("PROPOSED", str(proposed)))
 
 
 def _row(cells: table.Row, tag: str) -> str:
@@ -73,10 +79,29 @@ def lengths(report: Report, figure: Figure) -> None:
     pictures.shares(figure, edges, shares, report.setup.job.context_length, "share per doubling of length")
 
 
+def time(report: Report, figure: Figure) -> None:
+    """Where the time of a token goes, in the run and with --wlb."""
+    axes = figure.subplots()
+    names = (report.entries["reference"], report.entries["proposed"])
+    for row, name in enumerate(names):
+        left = 0.0
+        for (part, seconds), color in zip(table.parts(report, name).items(), COLORS, strict=True):
+            axes.barh(row, seconds, left=left, color=color, label="" if row else part, height=0.6)
+            left += seconds
+        axes.annotate(f"{left:.3g} s", (left, row), (3, 0), textcoords="offset points", va="center", fontsize=9)
+    limit = report.entries["limit"]["us_per_token"]
+    axes.axvline(limit, color="black", linewidth=0.8, linestyle=":", label="limit")
+    axes.set_yticks(range(len(names)), [table.TITLES[name] for name in names])
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.margins(x=0.12)
+    axes.set_xlabel("seconds per million tokens")
+    figure.legend(loc="outside lower center", ncols=2, fontsize=9)
+
+
 def _panels(report: Report, figure: Figure) -> Iterator[tuple[Axes, Sample, str]]:
-    """Plain Megatron over --wlb: the step that is shown, and its title."""
+    """The run over --wlb as proposed: the step that is shown, and its title."""
     panels = figure.subplots(2, sharex=True, sharey=True)
-    for axes, name in zip(panels, ("plain", "ours"), strict=True):
+    for axes, name in zip(panels, (report.entries["reference"], report.entries["proposed"]), strict=True):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         yield axes, report.examples[name], table.TITLES[name]
 
@@ -122,7 +147,7 @@ def timelines(report: Report, figure: Figure) -> None:
     for axes, (step, _, documents, _), title in _panels(report, figure):
         _timeline(axes, step)
         tokens = sum(int(lengths.sum()) for lengths in documents)
-        axes.set_title(f"{title}: {step.time / 1e3:,.0f} ms for {tokens:,} tokens", loc="left", fontsize=10)
+        axes.set_title(f"{title}: {step.time / tokens:.2f} s per million tokens", loc="left", fontsize=10)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylim(report.setup.job.parallel.pp - 0.5, -0.5)
     figure.axes[-1].set_xlabel("ms")
@@ -131,25 +156,25 @@ def timelines(report: Report, figure: Figure) -> None:
 
 def _timeline(axes: Axes, step: SimulatedStep) -> None:
     slowest = max(step.timelines, key=lambda timeline: timeline.makespan)
-    for direction, color in ((0, BLUE), (1, ORANGE)):
-        for stage in range(slowest.schedule.num_stages):
-            start = slowest.start[direction, stage].ravel() / 1e3
-            duration = slowest.end[direction, stage].ravel() / 1e3 - start
-            bars = np.stack((start, duration), axis=1).tolist()
+    for stage in range(slowest.schedule.num_stages):
+        forward, backward = (
+            np.stack((start.ravel(), (end - start).ravel()), axis=1)
+            for start, end in zip(slowest.start[:, stage], slowest.end[:, stage], strict=True)
+        )
+        for spans, color in ((forward, BLUE), (backward, ORANGE), (slowest.weight_gradients(stage), GREEN)):
+            bars = (spans / 1e3).tolist()
+            edges = {"edgecolor": "white", "linewidth": 0.3} if len(bars) <= MOST_EDGES else {"linewidth": 0}
             # Thousands of passes are a picture of the order of 100 KB as pixels, and of megabytes as shapes.
-            axes.broken_barh(bars, (stage - 0.4, 0.8), color=color, edgecolor="white", linewidth=0.3, rasterized=True)
-
-
-def alternatives(report: Report, figure: Figure) -> None:
-    """The front of the report, and its schemes with --wlb."""
-    stars = {}
-    for name in ("paper", "ours"):
-        numbers = report.entries["schemes"][name]
-        stars[table.TITLES[name]] = numbers | {"imbalance_mean": numbers["imbalance"]["work_mean"]}
-    pictures.front(figure, report.entries["front"], report.setup.job.context_length, stars)
+            axes.broken_barh(bars, (stage - 0.4, 0.8), color=color, rasterized=True, **edges)
 
 
 _PICTURES: tuple[tuple[str, str, Callable[[Report, Figure], None], float], ...] = (
+    (
+        "Where the time goes",
+        "Time of a million tokens now and with --wlb, by what GPUs do in it on average. The dotted line is the limit.",
+        time,
+        3.2,
+    ),
     (
         "Documents",
         "Documents by length: their share of all documents, of the tokens, and of the work (attention and the rest, "
@@ -173,17 +198,10 @@ _PICTURES: tuple[tuple[str, str, Callable[[Report, Figure], None], float], ...] 
     ),
     (
         "The pipeline",
-        "Forward (blue) and backward (orange) passes of every stage in that step, on the slowest data-parallel rank; "
-        "white is waiting. Tokens differ between the two.",
+        "Forward (blue) and backward (orange) passes of every stage in that step, and weight gradients that were put "
+        "off (green), on the slowest data-parallel rank; white is waiting. Steps differ in tokens.",
         timelines,
         4.4,
-    ),
-    (
-        "What else could be had",
-        "Packings that megatron-wlb tune would try: down and to the left is better. Filled: no other is as good in "
-        "imbalance, delay, tokens per step and S_max. Stars: the paper's scheme and --wlb as simulated here.",
-        alternatives,
-        5.6,
     ),
 )
 """Title, explanation, what draws it, and inches."""

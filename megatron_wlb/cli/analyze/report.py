@@ -1,17 +1,19 @@
 """The numbers: steps of plain Megatron, of the paper's scheme and of --wlb, packed, sharded and simulated."""
 
+import datetime
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_wlb.cli import tune
-from megatron_wlb.cli.analyze.setup import WARM_UP, Setup, flags_of, schemes
+from megatron_wlb import __version__
+from megatron_wlb.cli.analyze import layouts
+from megatron_wlb.cli.analyze.setup import MEGATRON, WARM_UP, Megatron, Setup, flags_of, schemes
 from megatron_wlb.cli.balance import imbalances
 from megatron_wlb.cli.flags import DEFAULT_PROFILE
 from megatron_wlb.cost.attention import Profile, shipped_profiles
@@ -19,19 +21,18 @@ from megatron_wlb.cost.memory import peak_bytes
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job
 from megatron_wlb.plan import metrics
-from megatron_wlb.plan.packing.adaptive import AdaptivePacking
-from megatron_wlb.plan.packing.wlb import WlbPacking
-from megatron_wlb.plan.step import shard_step
-from megatron_wlb.simulate import SimulatedStep, breakdown, limit_time, simulate_step
+from megatron_wlb.simulate import SimulatedStep, breakdown, limit_time
 from megatron_wlb.simulate.micro_batches import ALIKE
 
 FORMAT = "megatron-wlb-analysis"
-VERSION = 2
+VERSION = 4
 MAX_STEPS, LEAST_SIMULATED, LEAST_PACKED = 200, 4, 40
 PASSES, MICRO_BATCHES = 60_000, 20_000
 """About how much is simulated and packed of each scheme, where that is between the bounds above."""
-FRONT_STEPS, FRONT_MICRO_BATCHES = 150, 6_000
-FRONT_THRESHOLDS = ((0.5,), (0.75,), (0.25, 0.5), (0.5, 0.75), (0.375, 0.625, 0.875))
+LAYOUT_STEPS, LAYOUT_PACKED = 24, 96
+"""Of every other layout."""
+LOST_STEPS = 20
+"""That say what Megatron would lose without a flag."""
 
 Advance = Callable[[int], None]
 
@@ -53,7 +54,7 @@ class Report(NamedTuple):
     entries: dict[str, Any]
     """As JSON types."""
     examples: dict[str, Sample]
-    """A typical step of every scheme, for the pictures: the median of time over limit."""
+    """A typical step of every scheme, for the pictures: the one whose time per token is nearest to that of all."""
 
 
 def steps_of(job: Job) -> tuple[int, int]:
@@ -66,12 +67,14 @@ def steps_of(job: Job) -> tuple[int, int]:
 
 
 def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Report:
-    """Simulate all schemes and sweep the front. `advance` is told of every step and every tuning."""
+    """Simulate all schemes. `advance` is told of every step."""
     numbers, examples, jobs = {}, {}, schemes(setup.job, setup.free)
     for name, job in jobs.items():
-        numbers[name], examples[name] = measure(setup, job, packed, simulated, advance)
-    limit = _compare(numbers)
-    better = "free" in jobs and numbers["free"]["speedup"] > (1 + ALIKE) * numbers["ours"]["speedup"]
+        megatron = setup.megatron if name in MEGATRON else Megatron()
+        numbers[name], examples[name] = measure(setup, job, packed, simulated, advance, megatron)
+    reference = setup.megatron.name
+    limit = _compare(numbers, numbers[reference])
+    better = "free" in jobs and _is_faster(numbers["free"], numbers["ours"])
     proposed = "free" if better else "ours"
     entries = {
         "format": FORMAT,
@@ -80,6 +83,12 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
         "job": setup.job.to_json(),
         "model": setup.model,
         "data": data_entries(setup),
+        "launch": setup.launch,
+        "date": datetime.date.today().isoformat(),
+        "release": __version__,
+        "left_out": setup.left_out,
+        "reference": reference,
+        "lost": lost(setup, jobs[reference], min(packed, LOST_STEPS)),
         "steps": {"warm_up": WARM_UP, "packed": packed, "simulated": simulated},
         "profile": profile_entries(setup.settings.profile or DEFAULT_PROFILE, setup.job.profile),
         "limit": limit,
@@ -88,7 +97,7 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
             for each in setup.tried
         ],
         "schemes": numbers,
-        "front": front(setup, advance),
+        "layouts": other_layouts(setup, numbers[proposed], numbers[reference]),
         "proposed": proposed,
         "flags": flags_of(setup, jobs[proposed]),
         "notes": setup.notes,
@@ -98,9 +107,46 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
     return Report(setup, entries, examples)
 
 
-def _compare(schemes: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Add to the numbers of schemes what they bring over plain Megatron. Returns what nobody could exceed."""
-    plain = schemes["plain"]
+def other_layouts(setup: Setup, best: dict[str, Any], reference: dict[str, Any]) -> list[dict[str, Any]]:
+    """Layouts that are faster than `best` by two standard errors, the fastest first."""
+    found = []
+    for job in setup.layouts:
+        _, simulated = steps_of(job)
+        simulated = min(simulated, LAYOUT_STEPS)
+        packed = LAYOUT_PACKED // simulated * simulated
+        numbers, _ = measure(setup, job, packed, simulated, lambda _: None, Megatron())
+        if _is_faster(numbers, best):
+            speedup = reference["us_per_token"] / numbers["us_per_token"]
+            error = speedup * math.hypot(numbers["us_per_token_error"], reference["us_per_token_error"])
+            parallel = {name: getattr(job.parallel, name) for name in ("tp", "cp", "pp", "dp")}
+            shown = {name: numbers[name] for name in ("us_per_token", "num_micro_batches", "late_steps")}
+            shown |= {"speedup": speedup, "speedup_error": error, "gib": layouts.gib(job), "max_tokens": job.max_tokens}
+            found.append(parallel | shown)
+    return sorted(found, key=lambda each: each["us_per_token"])
+
+
+def lost(setup: Setup, job: Job, steps: int) -> dict[str, float]:
+    """What Megatron loses without each of the flags that --wlb refuses, as shares of its tokens a second."""
+    without = setup.megatron.refused
+    if not without:
+        return {}
+    times = dict.fromkeys(("", *without), 0.0)
+    for step in setup.steps(job, steps):
+        lengths = [step.packing.micro_batch(k)["length"] for k in range(len(step.packing))]
+        for flag, megatron in {"": setup.megatron, **without}.items():
+            times[flag] += megatron.simulate(job, lengths).time
+    return {flag: 1 - times[""] / times[flag] for flag in without}
+
+
+def _is_faster(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """By over 1 % and by two standard errors."""
+    ratio = other["us_per_token"] / one["us_per_token"]
+    error = math.hypot(one["us_per_token_error"], other["us_per_token_error"])
+    return bool(ratio - 1 > max(ALIKE, 2 * ratio * error))
+
+
+def _compare(schemes: dict[str, dict[str, Any]], plain: dict[str, Any]) -> dict[str, float]:
+    """Add to the numbers of schemes what they bring over `plain`, one of them. Returns what nobody could exceed."""
     us_per_token = min(numbers["limit_us_per_token"] for name, numbers in schemes.items() if name in ("ours", "free"))
     limit = {"us_per_token": us_per_token, "speedup": plain["us_per_token"] / us_per_token}
     for name, numbers in schemes.items():
@@ -109,12 +155,14 @@ def _compare(schemes: dict[str, dict[str, Any]]) -> dict[str, float]:
         numbers["speedup"] = speedup
         numbers["speedup_error"] = 0.0 if numbers is plain else speedup * error
         # Megatron has its own, since it cuts documents where windows end, which is less work a token.
-        own = numbers["limit_us_per_token"] if name == "plain" else us_per_token
+        own = numbers["limit_us_per_token"] if name in MEGATRON else us_per_token
         numbers["of_limit"] = own / numbers["us_per_token"]
     return limit
 
 
-def measure(setup: Setup, job: Job, packed: int, simulated: int, advance: Advance) -> tuple[dict[str, Any], Sample]:
+def measure(
+    setup: Setup, job: Job, packed: int, simulated: int, advance: Advance, megatron: Megatron
+) -> tuple[dict[str, Any], Sample]:
     """Pack `packed` steps of a scheme, simulate `simulated` of them, evenly spread; means as JSON types, an example.
 
     Few steps have more or fewer long documents than all data has. So time per token is time per work of what was
@@ -130,19 +178,21 @@ def measure(setup: Setup, job: Job, packed: int, simulated: int, advance: Advanc
         total_work, waiting = total_work + work, step.num_waiting
         if i % (packed // simulated) == 0:
             lengths = [packing.micro_batch(k)["length"] for k in range(len(packing))]
-            result = simulate_step(job, shard_step(job, lengths))
+            result = megatron.simulate(job, lengths)
             samples.append(Sample(result, limit_time(result), lengths, work))
         advance(1)
     summary = metrics.summarise(measured, num_waiting=waiting)
-    over_limit = np.array([sample.step.time / sample.limit_us for sample in samples])
-    example = samples[int(np.abs(over_limit - np.median(over_limit)).argmin())]
+    times = _times(samples, total_work / sum(step.tokens for step in measured))
+    tokens = np.array([sum(int(lengths.sum()) for lengths in sample.documents) for sample in samples])
+    per_token = np.array([sample.step.time for sample in samples]) / tokens
+    example = samples[int(np.abs(per_token - times["us_per_token"]).argmin())]
     typical = {part: us / 1e3 for part, us in asdict(breakdown(example.step)).items()}
     numbers = {
         "packing": job.packing.name,
-        "num_micro_batches": job.num_micro_batches,
+        "num_micro_batches": job.num_micro_batches // megatron.micro_batch_size,
         "cp_sharding": job.cp_sharding if job.parallel.cp > 1 else None,
-        **_times(samples, total_work / sum(step.tokens for step in measured)),
-        **_packing(job, summary),
+        **times,
+        **_packing(job, summary, megatron.micro_batch_size),
         "imbalance": _imbalance(samples, summary),
         "typical_step_ms": {"step": example.step.time / 1e3, **typical},
     }
@@ -170,9 +220,9 @@ def _imbalance(samples: Sequence[Sample], summary: metrics.Summary) -> dict[str,
     return means | {"work_mean": summary.imbalance_mean, "work_p95": summary.imbalance_p95}
 
 
-def _packing(job: Job, summary: metrics.Summary) -> dict[str, Any]:
+def _packing(job: Job, summary: metrics.Summary, size: int) -> dict[str, Any]:
     """What packing costs in delay, in even steps and in memory."""
-    longest = job.context_length if job.packing.fixed_length else job.max_tokens
+    longest = size * job.context_length if job.packing.fixed_length else job.max_tokens
     return {
         "late_steps": summary.late_steps,
         "max_delay_steps": summary.max_delay_steps,
@@ -221,25 +271,3 @@ def profile_entries(name: str, profile: Profile) -> dict[str, Any]:
         "linear_measured": profile.linear_tflops is not None,
         "network": {key: network[key] for key in ("name", "device", "source", "error")},
     }
-
-
-def tunings(job: Job) -> list[Job]:
-    """What `front` tries, to make micro-batches alike: one for every window, on a data-parallel rank each."""
-    window, count = job.context_length, job.global_batch_size
-    ranks = replace(job.parallel, pp=1, vpp=1, group_size=None, dp=count, ep=1, etp=None)
-    job = replace(job, parallel=ranks, num_micro_batches=count)
-    packings = [
-        *(AdaptivePacking(max_delay_steps=delay) for delay in tune.MAX_DELAYS[::2]),
-        *(WlbPacking(outlier_thresholds=tune.thresholds_at(shares, window)) for shares in FRONT_THRESHOLDS),
-    ]
-    return list(tune.variants(job, tune.s_max_candidates(job), packings))
-
-
-def front(setup: Setup, advance: Advance) -> list[dict[str, Any]]:
-    """What `megatron-wlb tune` finds of some tunings that no other one beats, on documents in the order of training."""
-    job = setup.job
-    tokens = job.batch_tokens * min(FRONT_STEPS, max(tune.LEAST_STEPS, FRONT_MICRO_BATCHES // job.num_micro_batches))
-    lengths = setup.data.stream(setup.seed, job.context_length).take(tokens)["length"].astype(np.int64)
-    results = tune.sweep(lengths, tunings(job), advance)
-    best = {tuning for tuning, _ in tune.front(results)}
-    return [tune.point(tuning, summary, best=tuning in best) for tuning, summary in results]

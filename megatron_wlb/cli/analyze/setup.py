@@ -6,10 +6,14 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
 from megatron_wlb.adapter.settings import RunSettings
-from megatron_wlb.cli.analyze import crossover
+from megatron_wlb.cli.analyze import crossover, layouts
 from megatron_wlb.cli.data import Data, data_of
 from megatron_wlb.cli.flags import job_of
+from megatron_wlb.cli.launch import DYNAMIC
+from megatron_wlb.cost.passes import H100, Hardware
 from megatron_wlb.describe import PlanSettings
 from megatron_wlb.job import Job
 from megatron_wlb.plan.packer import PackedStep, make_packer
@@ -17,11 +21,66 @@ from megatron_wlb.plan.packing import DEFAULT_POLICY, POLICIES
 from megatron_wlb.plan.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.packing.original import OriginalPacking
 from megatron_wlb.plan.packing.wlb import WlbPacking
+from megatron_wlb.plan.step import shard_step
+from megatron_wlb.plan.types import Shard, ShardPlan
 from megatron_wlb.settings import flag_with_value
+from megatron_wlb.simulate import SimulatedStep, simulate_step
 from megatron_wlb.simulate.micro_batches import Prediction, predictions
 
+MEGATRON = ("plain", "thd")
+"""Schemes without --wlb, which may use what --wlb refuses."""
 WARM_UP = 30
 """Steps that are packed and not counted: queues fill."""
+
+
+class Megatron(NamedTuple):
+    """What a run without --wlb has beside its job."""
+
+    name: str = "plain"
+    """The scheme that it is."""
+    micro_batch_size: int = 1
+    """Windows of a micro-batch."""
+    tp_comm_overlap: bool = False
+
+    @property
+    def hardware(self) -> Hardware:
+        """With --tp-comm-overlap all of tensor-parallel communication is taken to hide, which favours Megatron."""
+        return replace(H100, tp_overlap=1.0) if self.tp_comm_overlap else H100
+
+    @property
+    def refused(self) -> dict[str, "Megatron"]:
+        """What --wlb refuses of it, and the run without that."""
+        without = {"--tp-comm-overlap": self._replace(tp_comm_overlap=False)} if self.tp_comm_overlap else {}
+        if self.micro_batch_size > 1:
+            without[f"--micro-batch-size {self.micro_batch_size}"] = self._replace(micro_batch_size=1)
+        return without
+
+    def simulate(self, job: Job, lengths: Sequence[np.ndarray]) -> SimulatedStep:
+        """A step of windows with these documents, so many of them a micro-batch."""
+        shards, size = shard_step(job, lengths), self.micro_batch_size
+        if size > 1:
+            if len(shards[0]) % size:
+                raise ValueError(
+                    f"--micro-batch-size {size} does not divide the {len(shards[0])} windows of a data-parallel rank; "
+                    "change it, or --global-batch-size"
+                )
+            shards = [[_joined(row[i : i + size]) for i in range(0, len(row), size)] for row in shards]
+        return simulate_step(job, shards, self.hardware)
+
+
+def _joined(plans: Sequence[ShardPlan]) -> ShardPlan:
+    """Windows that run at once, each sharded by itself."""
+    first = np.cumsum([0, *(len(plan.lengths) for plan in plans)])
+
+    def calls(rank: int) -> tuple[np.ndarray, ...]:
+        moved = [[call.copy() for call in plan.shards[rank].calls] for plan in plans]
+        for of_plan, begin in zip(moved, first, strict=False):
+            for call in of_plan:
+                call["document"] += begin
+        return tuple(np.concatenate(of_all) for of_all in zip(*moved, strict=True))
+
+    shards = tuple(Shard(calls=calls(rank)) for rank in range(len(plans[0].shards)))
+    return replace(plans[0], lengths=np.concatenate([plan.lengths for plan in plans]), shards=shards)
 
 
 class Setup(NamedTuple):
@@ -37,10 +96,19 @@ class Setup(NamedTuple):
     refused: list[str]
     ignored: list[str]
     """Flags, as `launch.accept` sorts them."""
+    megatron: Megatron
+    left_out: list[str]
+    """What an estimate on request is without."""
+    launch: str | None
+    """The file that the flags come from."""
     notes: list[str]
     """What the flags did not say, and what of them is not simulated: sentences."""
+    needs_dispatcher: bool = False
+    """The run's dispatcher of tokens to experts is one that --wlb refuses."""
     free: Job | None = None
     """The job with adaptive packing and the best number of micro-batches, where flags leave both to the defaults."""
+    layouts: Sequence[Job] = ()
+    """The job in other layouts of the same GPUs, where packing and micro-batches are left to the defaults."""
     tried: Sequence[Prediction] = ()
     """What other numbers of micro-batches would bring."""
 
@@ -58,7 +126,28 @@ def setup_of(args: argparse.Namespace) -> Setup:
     notes = list(args.remarks)
     job = job_of(args, notes)
     settings, data = (PlanSettings.from_args(args), RunSettings.from_args(args)), data_of(args, notes)
-    setup = Setup(job, *settings, data, args.seed, args.model, args.refused, args.ignored, notes)
+    stated = args.stated
+    overlaps = stated.get("tp_comm_overlap") and job.parallel.tp > 1
+    megatron = Megatron(
+        "thd" if stated.get("sft") and job.parallel.cp > 1 else "plain", args.micro_batch_size, bool(overlaps)
+    )
+    dynamic = [f"--{name.replace('_', '-')}" for name in DYNAMIC if stated.get(name)]
+    if dynamic:
+        notes.append(f"{dynamic[0]} is not simulated: Megatron here has a ring of all context-parallel ranks.")
+    setup = Setup(
+        job,
+        *settings,
+        data,
+        args.seed,
+        args.model,
+        args.refused,
+        args.ignored,
+        megatron,
+        args.left_out,
+        args.launch,
+        notes,
+        needs_dispatcher=args.needs_dispatcher,
+    )
     if setup.settings.crossover or job.profile.crossover_tokens or job.profile.linear_tflops:
         return _with_best_count(setup, args)
     count = -(-crossover.MICRO_BATCHES // 2 // job.global_batch_size)
@@ -84,43 +173,48 @@ def _with_best_count(setup: Setup, args: argparse.Namespace) -> Setup:
         found = job_of(words, [], num_micro_batches=count)
         return replace(found, packing=packing, crossover_tokens=setup.job.crossover_tokens)
 
-    stream = partial(setup.data.stream, setup.seed)
+    stream = partial(setup.data.stream, setup.seed, setup.job.context_length)
     known = setup.settings.memory_budget is not None
     best, tried = predictions(replace(setup.job, packing=packing), make, stream, memory_known=known)
     if not known:
         setup.notes.append("Micro-batches of several windows are tried where --wlb-memory-budget says what fits.")
-    if packing is given:
-        return setup._replace(job=best, tried=tried)
-    return setup._replace(free=best, tried=tried)
+    setup = setup._replace(job=best) if packing is given else setup._replace(free=best)
+    return setup._replace(tried=tried, layouts=tuple(layouts.jobs(setup, args)))
 
 
 def flags_of(setup: Setup, job: Job) -> str:
     """What a launch line needs for a run as `job`, one of the two with --wlb, beside what it has."""
     by_default = setup.settings.crossover is None and job.crossover_tokens == job.profile.crossover_for(job.model)
     settings = replace(setup.settings, max_tokens=None, crossover=None if by_default else job.crossover_tokens)
-    settings = replace(settings, micro_batches=job.num_micro_batches)
+    if job.packing.steady_tokens:  # else it is what `settings` has
+        settings = replace(settings, micro_batches=job.num_micro_batches)
     flags = ["--wlb --calculate-per-token-loss --attention-dropout 0 --micro-batch-size 1"]
     flags += [f"--global-batch-size {job.global_batch_size}", flag_with_value("packing", job.packing.name)]
     for each in (settings, job.packing, setup.run_settings):
         values = ((f, getattr(each, f.name)) for f in fields(each))  # type: ignore[arg-type]
         flags += [flag_with_value(f.name, value) for f, value in values if value != f.default]
     flags.append(flag_with_value("max_tokens", job.max_tokens))
+    if setup.needs_dispatcher:
+        flags.append("--moe-token-dispatcher-type alltoall")
     return " ".join(flags) + " --eval-iters 0" * (not setup.data.has_validation)
 
 
 def schemes(job: Job, free: Job | None = None) -> dict[str, Job]:
-    """Ways to train the same data, by name: two with a micro-batch for every window, `job` as it is, and `Setup.free`.
+    """Ways to train the same data, by name: `MEGATRON`, the paper's, `job` as it is, and `Setup.free`.
 
-    Plain Megatron exchanges K and V in a ring (`--cp-comm-type p2p`, its default), the paper's scheme all at once.
+    Megatron exchanges K and V in a ring (`--cp-comm-type p2p`, its default), and shards over context-parallel ranks per
+    sequence, or per document, where sequences come to it packed (THD); the paper's scheme exchanges all at once.
     """
     wlb = job.packing if isinstance(job.packing, WlbPacking) else WlbPacking()
     plain = replace(
         job,
         num_micro_batches=job.global_batch_size,
         reorder=False,
+        defer_weight_gradients=False,
         packing=OriginalPacking(),
         cp_sharding="per-sequence",
         cp_exchange="ring",
     )
     paper = replace(plain, packing=wlb, cp_sharding="wlb", cp_exchange="all")
-    return {"plain": plain, "paper": paper, "ours": job} | ({"free": free} if free else {})
+    thd = {"thd": replace(plain, cp_sharding="per-document")} if job.parallel.cp > 1 else {}
+    return {"plain": plain, **thd, "paper": paper, "ours": job} | ({"free": free} if free else {})

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from megatron_wlb.cli import common
 from megatron_wlb.cli.analyze.report import Report
 from megatron_wlb.cli.analyze.setup import WARM_UP
+from megatron_wlb.cost.memory import H100_BYTES
+from megatron_wlb.simulate import SHARES
 
-DEVICE_GIB = 80
-
-
-TITLES = {"plain": "Megatron", "paper": "paper", "ours": "--wlb", "free": "adaptive"}
+TITLES = {"plain": "Megatron", "thd": "THD", "paper": "paper", "ours": "--wlb", "free": "adaptive"}
 """What schemes are called."""
 SPEEDUP = "speed-up per token"
 
@@ -36,7 +36,18 @@ def rows(report: Report) -> list[Row]:
             typical = numbers["typical_step_ms"]
             return f"{100 * sum(typical[name] for name in names) / typical['step']:.1f}"
 
-        return row(f"{title}, % of a step", percent)
+        return row(title, percent)
+
+    finer = {
+        "exchange": [part("  for the slowest CP rank", "cp_wait")],
+        "waiting": [part("  for the slowest EP rank", "ep_wait")] if parallel.expert_dp_ranks > 1 else [],
+    }
+    has = {"bubble": pp > 1, "exchange": cp > 1, "waiting": parallel.num_gpus > parallel.tp * cp}
+    words = [
+        [part(f"{word}, % of a step", *parts), *finer.get(word, [])]
+        for word, parts in SHARES.items()
+        if has.get(word, True)
+    ]
 
     def speed(numbers: dict[str, float]) -> str:
         return f"{1e6 / numbers['us_per_token'] / gpus:,.0f}"
@@ -46,16 +57,14 @@ def rows(report: Report) -> list[Row]:
         ("", *(TITLES[name] for name in report.entries["schemes"]), "limit"),
         row(SPEEDUP, lambda n: f"{n['speedup']:.3f}", f"{limit['speedup']:.3f}"),
         row("  standard error", lambda n: f"{n['speedup_error']:.3f}" if n["speedup_error"] else ""),
-        row("  of the limit", lambda n: f"{100 * n['of_limit']:.0f} %", "100 %"),
+        row("  of the limit", lambda n: f"{100 * min(1, n['of_limit']):.0f} %", "100 %"),
         row("micro-batches a step", lambda n: f"{n['num_micro_batches']:,}"),
-        row("step, ms", lambda n: f"{n['step_ms']:.1f}"),
+        row("time per million tokens, s", lambda n: f"{n['us_per_token']:.3f}", f"{limit['us_per_token']:.3f}"),
         row("tokens a second and GPU", speed, speed(limit)),
         *(imbalance(f"{title}: slowest / mean", name) for name, title, size in levels if size > 1),
-        imbalance("work by length: largest / mean", "work_mean"),
+        imbalance("work: largest / mean", "work_mean"),
         imbalance("  p95 over steps", "work_p95", ""),
-        *([part("exchange of K and V", "exchange"), part("waiting for CP ranks", "cp_wait")] if cp > 1 else []),
-        *([part("waiting for EP ranks", "ep_wait")] if parallel.expert_dp_ranks > 1 else []),
-        *([part("uneven pipelines", "imbalance", "dp_wait")] if pp * dp > 1 else []),
+        *chain(*words),
         row("delay of a token, steps", lambda n: f"{n['late_steps']:.2f}"),
         row("  of the latest", lambda n: str(n["max_delay_steps"])),
         row("tokens per step, CV", lambda n: f"{n['token_cv']:.3f}"),
@@ -76,25 +85,42 @@ def gains(report: Report) -> bool:
     return bool(best["speedup"] - 1 > max(0.005, 2 * best["speedup_error"]))
 
 
+def loses(report: Report) -> bool:
+    """Whether the run would be slower with --wlb."""
+    best = _best(report)
+    return bool(1 - best["speedup"] > max(0.005, 2 * best["speedup_error"]))
+
+
 def headline(report: Report) -> str:
-    """The report in a sentence, or two."""
+    """The report in a few sentences."""
+    entries, schemes = report.entries, report.entries["schemes"]
+    without = f" without {', '.join(entries['left_out'])}" if entries["left_out"] else ""
+    predicted = f"An estimate{without}" if without else "Predicted"
+    best, ours, plain = _best(report), schemes["ours"], schemes[entries["reference"]]
+    lost = "".join(f" {flag} out: {-100 * share:+.0f} %." for flag, share in entries["lost"].items())
+    if loses(report):
+        return f"{predicted}: --wlb would lose, {best['speedup']:.2f} times as many tokens a second.{lost}"
     if not gains(report):
-        return "Predicted: nothing to gain with these flags."
-    best, ours, plain = (_best(report), *map(report.entries["schemes"].get, ("ours", "plain")))
-    shares = f"{100 * best['of_limit']:.0f} % of the limit instead of {100 * plain['of_limit']:.0f} %"
-    text = f"Predicted: {best['speedup']:.2f} times as many tokens a second, {shares}."
-    if best is ours:
-        return text
-    return (
-        f"{text} That is with adaptive packing and {best['num_micro_batches']:,} micro-batches a step for "
-        f"{report.setup.job.global_batch_size:,} windows of tokens; by its defaults --wlb brings "
-        f"{ours['speedup']:.2f} times."
-    )
+        return f"{predicted}: nothing to gain with these flags.{lost}"
+    shares = f"{100 * min(1, best['of_limit']):.0f} % of the limit instead of {100 * min(1, plain['of_limit']):.0f} %"
+    text = f"{predicted}: {best['speedup']:.2f} times as many tokens a second, {shares}."
+    if lost:
+        text += f" What --wlb refuses is lost in that:{lost}"
+    if best is not ours:
+        text += (
+            f" That is with adaptive packing and {best['num_micro_batches']:,} micro-batches a step for "
+            f"{report.setup.job.global_batch_size:,} windows of tokens; by its defaults --wlb brings "
+            f"{ours['speedup']:.2f} times."
+        )
+    if "thd" in schemes and entries["reference"] != "thd":
+        over = schemes["thd"]["us_per_token"] / best["us_per_token"]
+        text += f" Over Megatron on packed sequences (THD), which shards every document: {over:.2f} times."
+    return text
 
 
 def to_paste(report: Report) -> list[tuple[str, str]]:
     """Titles, and the flags below them; nothing where there is nothing to gain."""
-    pairs = [("Add to the launch line", report.entries["flags"]), ("Take out", " ".join(report.entries["refused"]))]
+    pairs = [("Add to the command", report.entries["flags"]), ("Take out", " ".join(report.entries["refused"]))]
     return [(title, flags) for title, flags in pairs if flags and gains(report)]
 
 
@@ -107,16 +133,17 @@ def facts(report: Report) -> list[str]:
     measured = "measured" if profile["linear_measured"] else "assumed"
     backward = "" if profile["backward_measured"] else "; backward of attention is assumed to take 2.5 times forward"
     exchange = (
-        "Megatron exchanges K and V in a ring; the paper's scheme gathers all of them before it computes, --wlb moves "
-        "those that a rank needs, in stages of which one computes while the next travels. "
+        "Megatron exchanges K and V in a ring, and shards sequences, or, packed (THD), every document; the paper's "
+        "scheme gathers all of them before it computes, --wlb moves those that a rank needs, in stages of which one "
+        "computes while the next travels. "
     )
-    waits = [numbers["typical_step_ms"] for numbers in map(entries["schemes"].get, ("plain", "ours"))]
+    waits = [numbers["typical_step_ms"] for numbers in map(entries["schemes"].get, (entries["reference"], "ours"))]
     plain, ours = (f"{100 * typical['ep_wait'] / typical['step']:.1f} %" for typical in waits)
     experts = (
         f"{job.parallel.expert_dp_ranks} data-parallel ranks divide experts and wait for each other in every layer: "
         f"{plain} of a typical step of Megatron, {ours} of --wlb."
     )
-    over_device = any(numbers["activation_gib"] > DEVICE_GIB for numbers in entries["schemes"].values())
+    over_device = any(numbers["activation_gib"] > H100_BYTES / 2**30 for numbers in entries["schemes"].values())
     return [
         f"This is a prediction by simulation. Attention: profile {profile['name']}{device}. Its errors on what it was "
         f"not fitted to: {stated}{backward}.",
@@ -128,14 +155,42 @@ def facts(report: Report) -> list[str]:
         *([experts] if job.parallel.expert_dp_ranks > 1 else []),
         exchange * (job.parallel.cp > 1) + "In all columns attention stays inside of documents, and sequence "
         "parallelism is on. All numbers are those of bf16: FP8 is not modelled.",
-        "Activations are the peak if every micro-batch in flight had S_max tokens; weights and optimizer come on top."
-        + f" They alone are more than the {DEVICE_GIB} GiB of an H100." * over_device,
+        "Activations are the peak if every micro-batch in flight had S_max tokens, as far as a rank can hold so many; "
+        "weights and optimizer come on top, and what is held for weight gradients that were put off, as far as an "
+        f"H100 has room ({H100_BYTES >> 30} GiB)." + " Activations alone are more than that." * over_device,
         "The limit has the same work spread evenly over all GPUs, and nobody ever waits: no bubble, no exchange. The "
         f"work of a document of d tokens is d x {job.crossover_tokens:,} + d x d.",
+        *([_BELOW] if entries["limit"]["speedup"] < 1 else []),
+        *([_OVERLAP] if "--tp-comm-overlap" in entries["lost"] else []),
         *([_of_counts(entries["micro_batches"])] if entries["micro_batches"] else []),
+        *_of_layouts(report),
         *entries["notes"],
-        *([] if gains(report) else [f"Nothing is to be added to the launch line. Simulated was {entries['flags']}."]),
+        *([] if gains(report) else [f"Nothing is to be added to the command. Simulated was {entries['flags']}."]),
         *([f"Ignored, since nothing here depends on them: {ignored}."] if ignored else []),
+    ]
+
+
+_BELOW = "The limit is below 1: whole documents have more work a token than those that Megatron cuts where windows end."
+_OVERLAP = (
+    "--tp-comm-overlap is taken to hide all tensor-parallel communication of Megatron, which is more than it does; "
+    "--wlb runs without."
+)
+
+
+def _of_layouts(report: Report) -> list[str]:
+    """Layouts that are faster, with their sizes and memory."""
+    found = report.entries["layouts"]
+    if not found:
+        return []
+    each = (
+        f"CP {n['cp']} x PP {n['pp']} x DP {n['dp']} with {n['num_micro_batches']:,} micro-batches of up to "
+        f"{n['max_tokens']:,} tokens: {n['speedup']:.2f} ± {n['speedup_error']:.2f} times, {n['late_steps']:.2f} steps "
+        f"late, {n['gib']:.0f} GiB a GPU"
+        for n in found
+    )
+    return [
+        f"Faster on the same GPUs, with TP {found[0]['tp']} and adaptive packing: {'; '.join(each)}. Memory is "
+        "activations, weights and a distributed optimizer."
     ]
 
 
@@ -164,6 +219,35 @@ def errors_of(profile: dict[str, Any]) -> list[str]:
     return list(walk("", profile.get("error", {})))
 
 
+PARTS = {
+    "attention": ("attention",),
+    "linear layers": ("linear", "vocabulary"),
+    "tensor parallelism": ("tensor",),
+    "exchange of K and V": ("exchange", "cp_wait"),
+    "waiting in the pipeline": ("bubble", "imbalance"),
+    "waiting for other ranks": ("dp_wait", "ep_wait"),
+    "gradients and optimizer": ("gradients", "optimizer", "parameters"),
+}
+"""Where the time goes, in few words, and the parts of a `Breakdown` that it is."""
+
+
+def parts(report: Report, scheme: str) -> dict[str, float]:
+    """Seconds of a million tokens by `PARTS`, as a typical step has them."""
+    numbers = report.entries["schemes"][scheme]
+    typical = numbers["typical_step_ms"]
+    shares = {title: max(0.0, sum(typical[name] for name in names)) for title, names in PARTS.items()}
+    return {title: numbers["us_per_token"] * share / sum(shares.values()) for title, share in shares.items()}
+
+
+def source(report: Report) -> str:
+    """What the report is of, when it was made, and by what."""
+    entries = report.entries
+    named = entries["launch"] and not entries["launch"].startswith(("-", "/dev/"))
+    run = entries["launch"] if named else "flags and command as given"
+    data = ", ".join(entries["data"]["prefixes"])
+    return f"{run}; data: {data}; {entries['date']}, megatron_wlb {entries['release']}"
+
+
 def job_line(report: Report) -> str:
     """The job in a line."""
     job, data = report.setup.job, report.entries["data"]
@@ -183,10 +267,10 @@ def show(report: Report, console: Any) -> None:
     from rich.text import Text
 
     say = partial(console.print, soft_wrap=True)
+    say(Text(headline(report), style="bold"))
     say(Text(job_line(report)))
     titles, *cells = rows(report)
     console.print(common.table(titles, cells, bold=(SPEEDUP,)))
-    say(Text(headline(report), style="bold"))
     for fact in facts(report):
         say(Text(f"- {fact}"))
     for title, flags in to_paste(report):

@@ -106,7 +106,7 @@ class _Bins:
         """As `placement.rank_cost` has it: chunks * all work + (stages - 1) * that of the largest micro-batch."""
         self.total_work, self.total_tokens = 0, 0
         self.alike = 0.0
-        """Sum of length * work over the documents; see `_Step._judge`."""
+        """Sum of length * work over the documents; see `_Step._judged`."""
 
     def copy(self) -> "_Bins":
         other = _Bins(self._sizes)
@@ -140,7 +140,18 @@ class _Bins:
         """Add so much to a micro-batch."""
         self.work[rank][i] += work
         self.tokens[rank][i] += tokens
-        self.cost[rank] = self._sizes.chunks * sum(self.work[rank]) + (self._sizes.stages - 1) * max(self.work[rank])
+        self.cost[rank] = self.cost_of(self.work[rank])
+
+    def cost_of(self, works: Sequence[int]) -> int:
+        """Of a rank with micro-batches of such work."""
+        return self._sizes.chunks * sum(works) + (self._sizes.stages - 1) * max(works)
+
+    def cost_after(self, here: tuple[int, int], there: tuple[int, int], work: int) -> int:
+        """Of the costlier one of two ranks, once so much work has gone from a micro-batch to another."""
+        works = {rank: list(self.work[rank]) for rank, _ in (here, there)}
+        works[here[0]][here[1]] -= work
+        works[there[0]][there[1]] += work
+        return max(map(self.cost_of, works.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,9 +281,9 @@ class _Step:
                     relief += float(document.length) * float(self._step - document.arrival + 1)
             if k < len(documents) and (only_last or len(chosen) % every):
                 continue
-            judged = self._judged(bins, fluid, relief, chosen)
-            if best is None or (judged.full, judged.value) > (best.full, best.value):
-                best = judged._replace(documents=list(chosen))
+            full, loss, value = self._judged(bins, fluid, relief)
+            if best is None or (full, value) > (best.full, best.value):
+                best = _Set(list(chosen), full, loss, value)
         assert best is not None  # the last one
         return best
 
@@ -285,8 +296,8 @@ class _Step:
         mean = (float(bins.total_work + document.work) + poured) / self._sizes.num_micro_batches
         return (rank, i) if work <= cap or work <= mean else None
 
-    def _judged(self, bins: _Bins, fluid: _Fluid, relief: float, documents: list[_Document]) -> _Set:
-        """The step with these bins, once the fluid is in.
+    def _judged(self, bins: _Bins, fluid: _Fluid, relief: float) -> tuple[float, float, float]:
+        """How full the step is with these bins once the fluid is in, what it loses, and its value; see `_Set`.
 
         What is lost is the time of the costliest rank beyond an even share of the work and the bubble that could not be
         spared: a document of length d and work w fills d / T of the step's T tokens, and steps of such documents alone
@@ -302,7 +313,7 @@ class _Step:
         lost = self._filled(bins, fluid, fluid.density * float(poured)) - max(clustered, self._even(work))
         unit = float(sizes.chunks) * float(sizes.crossover_tokens) * (float(sizes.batch_tokens) / sizes.ranks)
         relief += float(min(poured, fluid.arrived))
-        return _Set(documents, full, lost / unit, WAIT_PRICE * (relief / float(sizes.batch_tokens)) - lost / unit)
+        return full, lost / unit, WAIT_PRICE * (relief / float(sizes.batch_tokens)) - lost / unit
 
     def _even(self, work: float) -> float:
         """Cost of a rank if all micro-batches had an even share of the work."""
@@ -366,7 +377,7 @@ class _Step:
                 return
             heavy = bins.work[worst].index(max(bins.work[worst]))
             others = sorted((r for r in range(sizes.ranks) if r != worst), key=lambda r: (bins.cost[r], r))[:LIGHTEST]
-            lightest = [(r, bins.work[r].index(min(bins.work[r]))) for r in others]
+            here, lightest = (worst, heavy), [(r, bins.work[r].index(min(bins.work[r]))) for r in others]
             if sizes.stages > 1:
                 inside = sorted(range(len(bins.work[worst])), key=lambda i: (bins.work[worst][i], i))
                 lightest += [(worst, i) for i in inside[:LIGHTEST] if i != heavy]
@@ -376,9 +387,9 @@ class _Step:
                     for b in range(-1, len(held[rank][i])):
                         up = held[rank][i][b] if b >= 0 else None
                         work, tokens = down.work - (up.work if up else 0), down.length - (up.length if up else 0)
-                        if work <= 0 or not self._have_room(bins, (worst, heavy), (rank, i), tokens):
+                        if work <= 0 or not self._have_room(bins, here, (rank, i), tokens):
                             continue
-                        cost = self._cost_after(bins, worst, heavy, rank, i, work)
+                        cost = bins.cost_after(here, (rank, i), work)
                         if cost < best:
                             best, exchange = cost, (rank, i, a, b)
             if exchange is None:
@@ -395,16 +406,6 @@ class _Step:
     def _have_room(self, bins: _Bins, here: tuple[int, int], there: tuple[int, int], tokens: int) -> bool:
         most = self._sizes.max_tokens
         return bins.tokens[there[0]][there[1]] + tokens <= most and bins.tokens[here[0]][here[1]] - tokens <= most
-
-    def _cost_after(self, bins: _Bins, worst: int, heavy: int, rank: int, i: int, work: int) -> int:
-        """Of the costlier of the two ranks, once so much work has gone from one micro-batch to the other."""
-        costs = []
-        for r, changes in (
-            {worst: {heavy: -work}, rank: {i: work}}.items() if rank != worst else [(worst, {heavy: -work, i: work})]
-        ):
-            works = [w + changes.get(k, 0) for k, w in enumerate(bins.work[r])]
-            costs.append(self._sizes.chunks * sum(works) + (self._sizes.stages - 1) * max(works))
-        return max(costs)
 
 
 def _first(documents: Iterable[_Document], tokens: int, target: int) -> list[_Document]:

@@ -5,6 +5,7 @@ part of attention, what arrives at a rank, in the order of the ranks, and then t
 make up a *pool*; its *keys* are the rows of the pool, every document's together and in packed order.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,20 +79,28 @@ def exchange(plan: ShardPlan, cp_rank: int, document_set: int, keys: tuple[float
                 row += int((call["stop"] - call["start"]).sum())
         place = begins[segments["document"]] + segments["start"]
     else:
-        # Of the one document, what arrives and, with the first share, the head, which the tail sees, in packed order.
-        counts, mine = arriving[1] - arriving[0], home == cp_rank
-        own_rows = (0, int(first_rows[1]) if keys[0] == 0 and len(own) > 1 else 0)
-        if own_rows[1]:
-            counts[mine & (segments["start"] == own["start"][0])] = own_rows[1]
-        order = np.argsort(segments["start"], kind="stable")
+        # What arrives and, with the first share, the heads, which tails see; every document's keys in packed order.
+        counts, mine = arriving[1] - arriving[0], np.flatnonzero(home == cp_rank)
+        of_set = [of == document_set for of in plan.call_sets]
+        heads, tails = itertools.compress(plan.shards[cp_rank].calls, of_set)
+        num_heads = len(heads) if keys[0] == 0 and len(tails) else 0
+        counts[mine[:num_heads]] = heads["stop"][:num_heads] - heads["start"][:num_heads]
+        own_rows = (0, int(counts[mine].sum()))
+        order = np.lexsort((segments["start"], segments["document"]))
         place = np.empty(len(segments), np.int64)
         place[order] = document_begins(counts[order])[:-1]
-        begins = np.array([0, counts.sum()])
-        for row, segment in zip(first_rows.tolist(), own, strict=True):
-            visible = int(counts[segments["start"] < segment["start"]].sum())
-            rows = int(segment["stop"] - segment["start"])
-            if visible:
-                calls.append((row, np.array([(0, visible - rows, visible)], SEGMENT)))
+        begins = np.zeros(len(plan.lengths) + 1, np.int64)
+        np.add.at(begins[1:], segments["document"], counts)
+        begins = begins.cumsum()
+        seeing = own.copy()
+        seeing["stop"] = place[mine] - begins[own["document"]]
+        seeing["start"] = seeing["stop"] - (own["stop"] - own["start"])
+        # Rows without keys are in no call.
+        is_tail = np.arange(len(own)) >= len(heads)
+        for _, run in itertools.groupby(range(len(own)), lambda i: (is_tail[i], seeing["stop"][i] > 0)):
+            some = seeing[(found := list(run))]
+            if some["stop"][0]:
+                calls.append((int(first_rows[found[0]]), some))
     first_own = place[home == cp_rank]
     own_counts = np.clip(own_rows[1] - first_rows, 0, own["stop"] - own["start"])
     moves = bool(((seen > 0).sum(axis=0) > 1).any())

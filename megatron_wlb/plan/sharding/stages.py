@@ -1,9 +1,9 @@
 """In which stages the attention of a micro-batch runs, so that K and V of each travel while the one before computes.
 
 Documents that are whole on a rank need no exchange and go first. The others go in up to three sets, or together but
-some key heads after the other; or the one with most work goes in parts, every rank its own keys first, then shares of
-all others as they arrive. Whichever is predicted to be fastest is taken: little travels before there is anything to
-compute, and little leaves when nothing is left to compute.
+some key heads after the other; or the one with most work, or all of them, go in parts, every rank its own keys first,
+then shares of all others as they arrive. Whichever is predicted to be fastest is taken: little travels before there is
+anything to compute, and little leaves when nothing is left to compute.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from megatron_wlb.cost.attention import KernelModel, attention_kernels
-from megatron_wlb.cost.exchange import ExchangeModel, exchange_model, stage_times
+from megatron_wlb.cost.exchange import LINEAR_TFLOPS, MEMORY_GB_PER_S, ExchangeModel, exchange_model, stage_times
 from megatron_wlb.cost.network import Network, load_network
 from megatron_wlb.plan.sharding.exchange import OWN
 from megatron_wlb.plan.sharding.volume import Held
@@ -35,7 +35,7 @@ SHARES = (
     (0.0, 1 / 4, 1 / 2, 3 / 4, 1.0),
     (0.0, 1 / 8, 3 / 8, 5 / 8, 7 / 8, 1.0),
 )
-"""Where the parts begin and end in which the keys of other ranks are tried to arrive, of a document in parts."""
+"""Where the parts begin and end in which the keys of other ranks are tried to arrive, of documents in parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,8 @@ class Staging:
     forward: KernelModel
     backward: KernelModel
     exchange: ExchangeModel
+    merge: float
+    """To add one tile of queries of a head, in us, to what other parts have: read twice and written once."""
     kept: bool
     """K and V that forward has got need not travel again."""
     num_heads: int
@@ -63,6 +65,7 @@ def staging(job: "Job") -> Staging:
         forward=forward,
         backward=backward,
         exchange=exchange_model(job, load_network()),
+        merge=3 * job.bytes_per_value * job.model.kv_channels * forward.tile_rows / MEMORY_GB_PER_S / 1e3,
         kept=job.save_gathered_kv,
         num_heads=1 if together else job.model.heads_per_rank(job.parallel.tp)[1],
         edges=(0,) if together else EDGES,
@@ -77,11 +80,10 @@ class _Load(NamedTuple):
     """int64 [cp]: attention calls."""
     tiles: np.ndarray
     """float64 [2, cp]: tiles and query tiles, see `KernelModel`."""
+    merged: np.ndarray
+    """int64 [cp]: query tiles that are added to what other parts have."""
     rows: np.ndarray
     """float64 [2, cp]: rows of K and V that arrive, and that leave, once for every rank that needs them."""
-
-    def plus(self, other: "_Load") -> "_Load":
-        return _Load(*(mine + its for mine, its in zip(self, other, strict=True)))
 
 
 class _Way(NamedTuple):
@@ -113,7 +115,7 @@ def staged(plan: ShardPlan, job: "Job") -> ShardPlan:
         loaded = [load(each) for each in way if each.keys != OWN]
         own.append(alone[0] if alone else whole)
         during.append(loaded + [nothing] * (most - len(loaded)))
-    forward, backward = _times(own, during, tried)[1]
+    forward, backward = _times(own, during, tried, plan)[1]
     both = forward + backward
     best = ways[int(np.argmin(both))]
     numbers = {bounds: number for number, bounds in enumerate(dict.fromkeys(way[:2] for way in best), 1)}
@@ -135,19 +137,19 @@ def _ways(num_shared: int, tried: Staging) -> Iterator[list[_Way]]:
             bounds = list(itertools.pairwise((0, *inner, num_heads)))
             if all(first < stop for first, stop in bounds):
                 yield [_Way(0, num_shared, heads) for heads in bounds]
-    last = num_shared - 1
-    for shares in tried.shares:
-        arriving = [_Way(last, num_shared, keys=keys) for keys in itertools.pairwise(shares)]
-        yield [_Way(last, num_shared, keys=OWN), *([_Way(0, last)] if last else []), *arriving]
+    for first, shares in itertools.product(dict.fromkeys((num_shared - 1, 0)), tried.shares):
+        arriving = [_Way(first, num_shared, keys=keys) for keys in itertools.pairwise(shares)]
+        yield [_Way(first, num_shared, keys=OWN), *([_Way(0, first)] if first else []), *arriving]
 
 
 def attention_times(
-    plan: ShardPlan, job: "Job", kernels: Sequence[KernelModel], network: Network
+    plan: ShardPlan, job: "Job", kernels: Sequence[KernelModel], network: Network, linear_tflops: float = LINEAR_TFLOPS
 ) -> tuple[list[np.ndarray], list[float]]:
     """Predicted attention of a layer, forward and backward: kernels of every rank, float64 [cp] us each, and what the
-    exchange adds to those of the slowest rank, us each."""
+    exchange adds to those of the slowest rank, us each. `linear_tflops` as in `exchange_model`."""
     forward, backward = kernels
-    costs = replace(staging(job), forward=forward, backward=backward, exchange=exchange_model(job, network))
+    model = exchange_model(job, network, linear_tflops)
+    costs = replace(staging(job), forward=forward, backward=backward, exchange=model)
     held = Held(plan)
     loads = _Loads(held, forward)
     own: list[_Load] = []
@@ -158,19 +160,20 @@ def attention_times(
         )
         exchanged = stage.keys != OWN and held.is_shared[documents].any()
         (during if exchanged else own).append(loads.of(documents, stage.heads, stage.keys, costs.num_heads))
-    busy, took = _times([_sum([*own, loads.of(documents[:0])])], [during], costs)
+    busy, took = _times([_sum([*own, loads.of(documents[:0])])], [during], costs, plan)
     return [each[0] for each in busy], [float(end[0] - each[0].max()) for each, end in zip(busy, took, strict=True)]
 
 
 def _times(
-    own: list[_Load], during: list[list[_Load]], costs: Staging
+    own: list[_Load], during: list[list[_Load]], costs: Staging, plan: ShardPlan
 ) -> tuple[list[np.ndarray], Sequence[np.ndarray]]:
     """Kernels of every rank, forward and backward, float64 [ways, cp] us each, and the time of attention with the
     exchange, float64 [ways] each: of what needs none, and of stages that do, as many for every way."""
 
     def times(loads: list[_Load]) -> list[np.ndarray]:
         calls, tiles = np.array([load.calls for load in loads]), np.stack([load.tiles for load in loads], axis=1)
-        return [kernel.time(calls, *tiles) for kernel in (costs.forward, costs.backward)]
+        merging = costs.merge * np.array([load.merged for load in loads])
+        return [kernel.time(calls, *tiles) + kernel.heads * merging for kernel in (costs.forward, costs.backward)]
 
     before, (num_ways, num_stages) = times(own), (len(during), len(during[0]))
     if not num_stages:
@@ -180,8 +183,9 @@ def _times(
     each = [took.reshape(shape) for took in times(loads)]
     busiest = np.array([load.rows.max() for load in loads]).reshape(num_ways, num_stages)
     moved = costs.exchange.times(busiest)
+    ahead = costs.exchange.ahead * int(plan.lengths.sum() // len(plan.shards))
     busy = [first + stages.sum(axis=1) for first, stages in zip(before, each, strict=True)]
-    return busy, stage_times(before, each, moved, kept=costs.kept)
+    return busy, stage_times(before, each, moved, kept=costs.kept, ahead=ahead)
 
 
 def _sum(loads: Sequence[_Load]) -> _Load:
@@ -206,7 +210,7 @@ class _Loads:
         tiles = np.zeros((2, held.cp))
         np.add.at(tiles.T, ranks, np.stack(self._kernel.tiles(segments), axis=1))
         calls = (np.bincount(ranks, minlength=held.cp) > 0).astype(np.int64)
-        return _Load(calls, tiles, np.zeros((2, held.cp)))
+        return _Load(calls, tiles, np.zeros(held.cp, np.int64), np.zeros((2, held.cp)))
 
     def of(
         self,
@@ -215,29 +219,35 @@ class _Loads:
         keys: tuple[float, float] | None = None,
         num_heads: int = 1,
     ) -> _Load:
-        """Of some documents, int64 [n], in one stage; with `keys`, which are those of `Stage`, of a single one."""
+        """Of some documents, int64 [n], in one stage; `keys` are those of `Stage`."""
+        held, nothing = self._held, np.zeros(self._held.cp, np.int64)
         share = 1.0 if heads is None else (heads[1] - heads[0]) / num_heads
         if keys is None:
             calls = (self._pieces[documents].sum(axis=0) > 0).sum(axis=0)
-            return _Load(calls, share * self.tiles[documents].sum(axis=0), share * self._rows[documents].sum(axis=0))
-        (document,) = documents
-        segments, ranks = self._held.of_document(document)
+            tiles, moved = (share * each[documents].sum(axis=0) for each in (self.tiles, self._rows))
+            return _Load(calls, tiles, nothing, moved)
+        segments, ranks, tails = held.of_documents(documents)
         rows, tile = segments["stop"] - segments["start"], self._kernel.tile_rows
-        calls, tiles = np.zeros(self._held.cp, np.int64), np.zeros((2, self._held.cp))
+        calls, tiles = nothing.copy(), np.zeros((2, held.cp))
         if keys == OWN:
             calls[ranks] = 1
-            own = segments.copy()
-            own["start"], own["stop"] = 0, rows
-            np.add.at(tiles.T, ranks, np.stack(self._kernel.tiles(own), axis=1))
-            return _Load(calls, tiles, np.zeros((2, self._held.cp)))
+            segments["start"], segments["stop"] = 0, rows
+            np.add.at(tiles.T, ranks, np.stack(self._kernel.tiles(segments), axis=1))
+            return _Load(calls, tiles, nothing, np.zeros((2, held.cp)))
         low, high = keys
-        mine = np.where(ranks[:, None] == ranks, rows, 0)  # of the same rank, those before
-        before = np.where(segments["start"][:, None] > segments["start"], mine, 0).sum(axis=1)
+        # A tail comes after the head of the same rank and document, if there is one.
+        place = segments["document"] * held.cp + ranks
+        head_rows = np.zeros(len(held.lengths) * held.cp, np.int64)
+        head_rows[place[tails == 0]] = rows[tails == 0]
+        before = head_rows[place] * tails
         visible = ((segments["start"] - before) * (high - low)).astype(np.int64) + before * (low == 0)
-        np.add.at(calls, ranks, visible > 0)
-        query_tiles = -(-rows // tile) * (visible > 0)
+        # Rows without keys interrupt a call.
+        call, sees = 2 * ranks + tails, visible > 0
+        begins = sees & ~(np.append(False, sees[:-1]) & (np.diff(call, prepend=-1) == 0))
+        np.add.at(calls, ranks, begins)
+        query_tiles = -(-rows // tile) * sees
         np.add.at(tiles.T, ranks, np.stack((query_tiles * -(-visible // tile), query_tiles), axis=1))
-        return _Load(calls, tiles, (high - low) * self._rows[document])
+        return _Load(calls, tiles, tiles[1].astype(np.int64), (high - low) * self._rows[documents].sum(axis=0))
 
 
 def regrouped(plan: ShardPlan, sets: np.ndarray, stages: list[Stage] | None = None) -> ShardPlan:

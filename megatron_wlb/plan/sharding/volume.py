@@ -35,10 +35,10 @@ class Held:
         self.is_shared = (self.seen > 0).sum(axis=1) > 1
         """bool [documents]: on several ranks."""
 
-    def of_document(self, document: int) -> tuple[np.ndarray, np.ndarray]:
-        """Its segments, and the ranks that hold them."""
-        (found,) = np.nonzero(self.segments["document"] == document)
-        return self.segments[found], self.ranks[found]
+    def of_documents(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Segments of some documents, the ranks that hold them, and whether they are tails."""
+        (found,) = np.nonzero(np.isin(self.segments["document"], documents))
+        return self.segments[found], self.ranks[found], self.tails[found]
 
     def rows(self) -> np.ndarray:
         """Rows of each document that each rank receives, and sends to all that need them, int64 [documents, 2, cp]."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 _MAX_HEAD_SIZE = 256
 WORKSPACE_SHARE = 0.1
-"""Of a GPU's memory, what deterministic gradients may take: what `adapter.describe.DEVICE_SHARE` leaves free."""
+"""Of a GPU's memory, what deterministic gradients may take: what `cost.memory.DEVICE_SHARE` leaves free."""
 
 
 def import_for(backend: str, module: str, package: str) -> Any:

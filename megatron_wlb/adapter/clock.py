@@ -1,0 +1,156 @@
+"""Where the time of a step goes, measured on every rank: by events on a GPU, by the clock on a CPU."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+
+from megatron_wlb.job import Job
+from megatron_wlb.pipeline.deferral import WeightGradients, run_deferred
+from megatron_wlb.pipeline.schedule import schedule_of
+from megatron_wlb.pipeline.timeline import run
+from megatron_wlb.plan.deferral import part_counts
+
+Span = tuple[Any, Any]
+"""What `_now` gave at the beginning and at the end."""
+
+
+class Clock:
+    """The passes of a step and what they waited for the exchange of K and V; asks the device nothing while it runs."""
+
+    def __init__(self, job: Job, *, sees_exchange: bool) -> None:
+        """`sees_exchange`: attention is ours, whose `exchange` is measured."""
+        self._job, self._sees_exchange = job, sees_exchange or job.parallel.cp == 1
+        self._spans: dict[str, list[Span]] | None = None
+
+    def begin(self) -> None:
+        """A forward-backward pass begins, of which nothing is recorded before `measure`."""
+        self._spans, self._began = None, _now()
+
+    def measure(self) -> None:
+        """It is of a training step that is to be measured."""
+        self._spans = {"forward": [], "backward": [], "weights": [], "exchange": []}
+
+    @contextlib.contextmanager
+    def span(self, what: str) -> Iterator[None]:
+        """Around a "forward" or "backward" pass, "weights" that it put off, or the wait for an "exchange" within."""
+        if self._spans is None:
+            yield
+            return
+        began = _now()
+        yield
+        self._spans[what].append((began, _now()))
+
+    def backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Upstream's backward pass, measured."""
+
+        def backward_step(*args: Any, **kwargs: Any) -> Any:
+            with self.span("backward"):
+                return original(*args, **kwargs)
+
+        return backward_step
+
+    def exchange(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The all-to-all of `runtime.attention`, whose waits are measured."""
+
+        def all_to_all(*args: Any, **kwargs: Any) -> _Exchange:
+            return _Exchange(original(*args, **kwargs), self)
+
+        return all_to_all
+
+    def shares(self, step_seconds: float | None) -> dict[str, float | None] | None:
+        """`measured_shares` of the step, mean over all ranks. All ranks call; None on those that give no time.
+
+        The device is waited for up to the end of backward, which upstream has done, too: it has read the norm of the
+        gradients.
+        """
+        if self._spans is None:
+            return None
+        parallel, stage = self._job.parallel, mpu.get_pipeline_model_parallel_rank()
+        chunks = schedule_of(self._job).table()[:, 1]
+        passes = np.zeros((3, parallel.pp, parallel.vpp))
+        for direction, (name, of) in enumerate((("forward", chunks), ("backward", parallel.vpp - 1 - chunks))):
+            seconds = [_seconds(*span) for span in self._spans[name]]
+            np.add.at(passes[direction, stage], of, seconds)
+        exchange, weights = (sum(_seconds(*span) for span in self._spans[name]) for name in ("exchange", "weights"))
+        passes[2, stage] = weights / parallel.vpp
+        ends = [self._spans[name][-1][1] for name in ("backward", "weights") if self._spans[name]]
+        span = max(_seconds(self._began, end) for end in ends)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        sums = torch.tensor([*passes.ravel(), exchange], device=device, dtype=torch.float64)
+        longest = torch.tensor([span], device=device, dtype=torch.float64)
+        dist.all_reduce(sums)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        if step_seconds is None:
+            return None
+        *passes_of_all, exchange = (sums / dist.get_world_size()).tolist()
+        mean = np.reshape(passes_of_all, passes.shape) * parallel.pp / self._job.micro_batches_per_rank
+        return measured_shares(self._job, mean, exchange if self._sees_exchange else None, float(longest), step_seconds)
+
+
+class _Exchange:
+    """An exchange that is under way."""
+
+    def __init__(self, work: dist.Work, clock: Clock) -> None:
+        self._work, self._clock = work, clock
+
+    def wait(self) -> None:
+        """Wait for it, measured."""
+        with self._clock.span("exchange"):
+            self._work.wait()
+
+
+def measured_shares(
+    job: Job, passes: np.ndarray, exchange: float | None, span: float, step: float
+) -> dict[str, float | None]:
+    """Shares of a step, as `simulate.shares` predicts them, as far as they can be told from outside.
+
+    Bubble is what a pipeline idles whose micro-batches all take the mean; waiting is how much longer the passes of the
+    slowest rank took than such a pipeline, for whatever reason; all after them is busy. What tensor- and
+    expert-parallel ranks wait for each other lies within a pass and is busy, too. The wait for an exchange has that
+    for a slower context-parallel rank in it.
+
+    Args:
+        job: what ran.
+        passes: mean time of a forward pass, a backward pass and the weights it put off, float64 [3, stages, chunks];
+            any unit, the same in all.
+        exchange: mean over ranks of the waits in a step; None where they were not seen, which are busy then.
+        span: from the beginning of the step to the end of the last pass of any rank.
+        step: the time of the step.
+    """
+    forward, backward, weights = passes[:, :, :, None]
+    schedule, backward = schedule_of(job), backward + weights
+    if job.defer_weight_gradients:
+        each = np.repeat(weights, job.micro_batches_per_rank, axis=2)
+        parts = WeightGradients.alike(part_counts(job), each)
+        alike = run_deferred(schedule, forward, backward, 0.0, parts)[0].makespan
+    else:
+        alike = run(schedule, forward, backward).makespan
+    in_passes = float(passes.sum()) * job.micro_batches_per_rank / job.parallel.pp
+    times = {
+        "busy": in_passes - (exchange or 0) + step - span,
+        "bubble": alike - in_passes,
+        "exchange": exchange,
+        "waiting": span - alike,
+    }
+    return {name: None if part is None else part / step for name, part in times.items()}
+
+
+def _now() -> Any:
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(began: Any, ended: Any) -> float:
+    if not torch.cuda.is_available():
+        return float(ended - began)
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) / 1e3

@@ -1,0 +1,58 @@
+"""Other layouts of the same GPUs: context parallelism in the place of the pipeline or of data parallelism, and back."""
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from megatron_wlb.cli.flags import job_of
+from megatron_wlb.cost.memory import DEVICE_SHARE, H100_BYTES, peak_bytes, weight_bytes
+from megatron_wlb.job import Job
+from megatron_wlb.simulate.micro_batches import predictions
+
+if TYPE_CHECKING:
+    from megatron_wlb.cli.analyze.setup import Setup
+
+
+def sizes(job: Job) -> list[tuple[int, int]]:
+    """CP and PP that take the place of those of a job, and of its data-parallel ranks; TP stays within its node."""
+    p = job.parallel
+    wanted = [(p.cp * p.pp, 1), (p.cp, 1), (p.cp * p.dp, p.pp), (p.cp * p.pp * p.dp, 1)]
+    if p.pp % 2 == 0:
+        wanted.append((2 * p.cp, p.pp // 2))
+    return [each for each in dict.fromkeys(wanted) if each != (p.cp, p.pp)]
+
+
+def jobs(setup: "Setup", args: argparse.Namespace) -> Iterator[Job]:
+    """The job in every other layout that memory allows, adaptive, with the best number of micro-batches.
+
+    None for experts, of whose weights a job knows only what a token is multiplied with.
+    """
+    stream = partial(setup.data.stream, setup.seed, setup.job.context_length)
+    for cp, pp in sizes(setup.job) if not setup.job.model.moe_router_topk else ():
+        layout = {"context_parallel_size": cp, "pipeline_model_parallel_size": pp, "wlb_packing": "adaptive"}
+        layout |= {"num_gpus": setup.job.parallel.num_gpus, "wlb_max_tokens": None}
+        layout |= {"wlb_crossover": setup.job.crossover_tokens, **dict.fromkeys(_VIRTUAL)}
+        with contextlib.suppress(ValueError):
+            given = argparse.Namespace(**vars(args) | layout)
+            given.wlb_memory_budget = (DEVICE_SHARE * H100_BYTES - weight_bytes(job_of(given, []))) / 2**30
+            if given.wlb_memory_budget > 0:
+                make = partial(_with_count, given)
+                yield predictions(make(setup.job.global_batch_size), make, stream, memory_known=True)[0]
+
+
+_VIRTUAL = (
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
+    "microbatch_group_size_per_virtual_pipeline_stage",
+)
+
+
+def _with_count(args: argparse.Namespace, count: int) -> Job:
+    return job_of(args, [], num_micro_batches=count)
+
+
+def gib(job: Job) -> float:
+    """What the fullest GPU holds, with the activations of `peak_bytes`."""
+    return (weight_bytes(job) + max(peak_bytes(job, stage) for stage in range(job.parallel.pp))) / 2**30

@@ -1,0 +1,111 @@
+"""Weight gradients put off in upstream's `pretrain()`: equal to the bit to those of backward, and run in waits."""
+
+import contextlib
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import layers
+
+from megatron_wlb.adapter import deferral
+from megatron_wlb.cost import memory
+from megatron_wlb.job import Job
+from tests.adapter.test_parity import EP2, FULL, MOE, PP2, TP2, VPP2, full
+from tests.adapter.training import train
+
+DISTRIBUTED = "--overlap-grad-reduce --use-distributed-optimizer --overlap-param-gather --optimizer adam --lr 0.01"
+
+
+@pytest.mark.parametrize(
+    ("size", "flags"),
+    [
+        (4, f"{PP2} {DISTRIBUTED}"),
+        (4, f"{VPP2} --overlap-grad-reduce"),  # upstream starts the reduction of a chunk itself
+        (4, f"{VPP2} {FULL} --overlap-grad-reduce --no-align-grad-reduce"),
+        (4, f"{TP2} {VPP2}"),
+        (4, f"{EP2} {VPP2} {MOE}"),
+        full(4, f"{TP2} {PP2} --no-overlap-p2p-communication --wlb-micro-batches 16 --overlap-grad-reduce"),
+    ],
+)
+def test_equal_to_the_bit(size, flags, dataset, tmp_path, monkeypatch):
+    runs, ran = [], tmp_path / "ran"
+
+    def finished_before(step, finalize, original=deferral.Step.finished_before):
+        then = original(step, finalize)
+
+        def finalized(*args, **kwargs):
+            with ran.open("a") as file:
+                file.write(f"{step._done} {len(step._order)}\n")
+            return then(*args, **kwargs)
+
+        return finalized
+
+    monkeypatch.setattr(deferral.Step, "finished_before", finished_before)
+    for choice in ("on", "off"):
+        log = tmp_path / f"{choice}.jsonl"
+        runs.append(train(size, dataset, *flags.split(), "--wlb-defer-weight-gradients", choice, log=log))
+    on, off = runs
+    assert [entry["loss"] for entry in on["log"]] == [entry["loss"] for entry in off["log"]]
+    for mine, its in zip([*on["grads"], on["params"]], [*off["grads"], off["params"]], strict=True):
+        assert all(torch.equal(mine[name], its[name]) for name in its)
+    counts = [tuple(map(int, line.split())) for line in ran.read_text().splitlines()]
+    assert len(counts) == 2 * size  # two steps, with "on" alone
+    assert all(before > 0 for before, _ in counts) and any(before < of for before, of in counts)
+
+
+def test_fused_accumulation_and_tied_embeddings(dataset, tmp_path, monkeypatch):
+    """With a stand-in for apex' kernel, which adds to the gradient that DDP reduces."""
+    kernel = SimpleNamespace(wgrad_gemm_accum_fp32=lambda x, gradient, total: total.add_(gradient.t().matmul(x)))
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", kernel, raising=False)
+
+    def put_off(linear, original=deferral._put_off):
+        original(linear)
+        linear.gradient_accumulation_fusion = True
+
+    monkeypatch.setattr(deferral, "_put_off", put_off)
+    flags, tied = [*PP2.split(), "--overlap-grad-reduce"], "--untie-embeddings-and-output-weights"
+    on = train(4, dataset, *flags, without=tied)
+    off = train(4, dataset, *flags, "--wlb-defer-weight-gradients", "off", without=tied)
+    assert all(torch.equal(on["params"][name], off["params"][name]) for name in off["params"])
+
+
+def test_what_is_held_is_what_is_predicted(dataset, tmp_path, monkeypatch):
+    """Of a layer and of the output layer, without tensor parallelism."""
+    seen = tmp_path / "seen"
+
+    def fill(step, original=deferral.Step.fill):
+        for part in step._parts[0]:
+            if all(module.wgrad_store.context.qsize() for module in part):
+                held = [module.wgrad_store.context.queue[0][:2] for module in part]
+                total = sum(tensor.untyped_storage().nbytes() for pair in held for tensor in pair)
+                with seen.open("a") as file:
+                    file.write(json.dumps([len(part), total / len(held[0][0])]) + "\n")
+        original(step)
+
+    monkeypatch.setattr(deferral.Step, "fill", fill)
+    log = tmp_path / "log.jsonl"
+    run = train(2, dataset, *PP2.split(), log=log)
+    layer, output = memory.weight_gradient_bytes(Job.from_json(run["log"][0]["job"]))
+    found = {tuple(json.loads(line)) for line in seen.read_text().splitlines()}
+    assert found == {(4, layer), (1, output)}
+
+
+def test_gradients_that_would_be_lost_are_refused():
+    class Old(torch.nn.Linear):
+        """Puts its gradient off, and DDP does not know."""
+
+        wgrad_store = type("Store", (), {"delay_wgrad_compute": lambda self: True})()
+
+    chunk = torch.nn.Module()
+    chunk.decoder, chunk.post_process = torch.nn.Module(), False
+    chunk.decoder.layers = torch.nn.ModuleList([Old(2, 2)])
+    chunk.bucket_groups = chunk.expert_parallel_bucket_groups = []
+    with pytest.raises(RuntimeError, match="1] layers by model chunk can be put off, and the plan has .2.; give"):
+        deferral.WeightGradients([chunk], [2], contextlib.nullcontext)
+    chunk.extra = Old(2, 2)
+    with pytest.raises(RuntimeError, match="Old puts gradients off, and the plan does not know of it; give"):
+        deferral.WeightGradients([chunk], [1], contextlib.nullcontext)
+    del chunk.extra
+    with pytest.raises(RuntimeError, match="Old puts gradients off that would be lost; .* give off"):
+        deferral.WeightGradients([chunk], [1], contextlib.nullcontext)
