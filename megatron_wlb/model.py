@@ -39,6 +39,14 @@ class ModelShape:
         return self.hidden_size * (2 * self.query_size + 2 * self.key_size + mlp)
 
     @property
+    def column_weights(self) -> tuple[int, ...]:
+        """Weights of each column-parallel matrix of one layer but experts', whose tokens are exchanged apart: QKV, and
+        the first of the MLP."""
+        attention = self.hidden_size * (self.query_size + 2 * self.key_size)
+        mlp = self.hidden_size * self.ffn_hidden_size * (2 if self.gated_linear_unit else 1)
+        return (attention,) if self.moe_router_topk else (attention, mlp)
+
+    @property
     def expert_weights(self) -> int:
         """The part of `layer_weights` that is in experts; 0 in a dense model."""
         mlp = self.ffn_hidden_size * (3 if self.gated_linear_unit else 2)
