@@ -195,7 +195,7 @@ def goals(rows: list[Row]) -> list[results.Goal]:
             wanted.append(results.at_least(f"{what}: per token over a ring per sequence", row["per_token"], speedup))
         elif row["layout"] == "550M PP4":
             wanted.append(results.at_least(f"{what}: per token over a ring per sequence", row["per_token"], 1.65))
-        elif not row["layout"].endswith("PP2"):
+        elif "PP" not in row["layout"]:
             wanted.append(results.at_least(f"{what}: share of the limit", row["of_limit"], 0.98))
             wanted.append(results.at_most(f"{what}: mean delay, steps", row["late_steps"], 0.05))
     return wanted
