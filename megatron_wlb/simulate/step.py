@@ -114,13 +114,20 @@ def simulate_step(job: Job, shards: Sequence[Sequence[ShardPlan]], hardware: Har
             f"{job.parallel.dp} ranks, which run equally many; plan for them"
         )
     passes = synchronised(job, [pass_times(job, hardware, micro_batches) for micro_batches in shards])
+    return step_of(job, shards, passes, hardware)
+
+
+def step_of(
+    job: Job, shards: Sequence[Sequence[ShardPlan]], passes: Sequence[Passes], hardware: Hardware
+) -> SimulatedStep:
+    """The step that these passes make, of every data-parallel rank."""
     timelines = tuple(timeline_of(job, p) for p in passes)
     reduce, optimizer, gather = _update(job, hardware)
     ends = np.stack([t.ends for t in timelines])  # [dp, stages]
     return SimulatedStep(
         job=job,
         shards=tuple(map(tuple, shards)),
-        passes=passes,
+        passes=tuple(passes),
         timelines=timelines,
         gradients=float((ends.max(axis=0) + reduce).max() - ends.max()),
         optimizer=float(optimizer.max()),

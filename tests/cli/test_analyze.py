@@ -203,6 +203,27 @@ def test_what_is_refused_is_lost(tmp_path, lengths, capsys):
     assert f"--tp-comm-overlap out: {-100 * found['lost']['--tp-comm-overlap']:+.0f} %" in printed
 
 
+def test_dynamic_context_parallelism_is_what_gains_are_over(tmp_path, lengths, capsys):
+    """It is compared with Megatron's ring per document, and a page begins with what comes of it."""
+    write_index(tmp_path / "long.idx", 8 * lengths + 1)
+    layout = LARGE.replace("--pipeline-model-parallel-size 2", "--wlb-crossover 900 --wlb-micro-batches 8")
+    words = layout, f"--max-seqlen-per-dp-cp-rank {2 * C} --steps 40 --data-path", str(tmp_path / "long")
+    found = analyse(tmp_path, *words, f"--dynamic-context-parallel --html {tmp_path / 'page'}")
+    assert (found["reference"], found["refused"]) == ("dynamic", ["--dynamic-context-parallel"])
+    dynamic, thd = (found["schemes"][name] for name in ("dynamic", "thd"))
+    assert list(found["schemes"]) == ["plain", "thd", "dynamic", "paper", "ours"] and dynamic["speedup"] == 1
+    # Of other steps than those of the table.
+    assert found["lost"]["--dynamic-context-parallel"] == pytest.approx(1 - thd["speedup"], abs=0.1)
+    first = found["headline"].partition(". ")[0]
+    assert f"<h1>{first}" in (tmp_path / "page").read_text()
+    printed = capsys.readouterr().out
+    assert printed.startswith(first) and "(dynamic CP) is the run that gains are over" in printed
+    for flag, packs in (("--dynamic-context-parallel", True), ("--hybrid-context-parallel", False)):
+        assert setup_of(described(*words, flag).args).megatron.packs == packs
+    piped = setup_of(described(*words, "--hybrid-context-parallel --pipeline-model-parallel-size 2").args)
+    assert piped.megatron.name == "plain" and "is not simulated with a pipeline" in " ".join(piped.notes)
+
+
 def test_ranks_that_divide_experts_wait(tmp_path, lengths, capsys):
     write_index(tmp_path / "long.idx", 8 * lengths + 1)
     words = LARGE, "--steps 10 --num-experts 4 --moe-ffn-hidden-size 256 --data-path", str(tmp_path / "long")
@@ -303,6 +324,7 @@ def test_without_torch(data):
          "--num-gpus 8", r"cannot be interleaved over 2 pipeline stages in groups of 2"),
         ("--data-path DATA --wlb-profile flops", r"profile flops counts attended pairs"),
         ("--data-path DATA --wlb-attention-backend cuda", r"--wlb-attention-backend is 'cuda'; choose"),
+        ("--data-path DATA --hybrid-context-parallel", r"no --max-seqlen-per-dp-cp-rank: 1 ranks .* at least 4096"),
         ("--data-path DATA --html - --json -", r"would be mixed on standard output"),
         ("--data-path DATA --html no/such/report.html", r"--html no/such/report.html: the folder .* does not exist"),
         ("--data-path DATA --json no/such/report.json", r"--json no/such/report.json: the folder .* does not exist"),

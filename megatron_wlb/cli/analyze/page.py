@@ -42,14 +42,15 @@ def page(report: Report) -> str:
     sections = [
         pictures.section(title, text, partial(draw, report), height)
         for title, text, draw, height in _PICTURES
-        if draw is not ranks or report.setup.job.parallel.cp > 1
+        if draw is not ranks or (report.setup.job.parallel.cp > 1 and not report.setup.megatron.dynamic)
     ]
     flags = [f"<h2>{title}</h2><pre>{escape(flags)}</pre>" for title, flags in table.to_paste(report)]
     facts = [f"<li>{escape(fact)}</li>" for fact in table.facts(report)]
     titles, *rows = table.rows(report)
+    first, rest = table.headline(report)
     body = [
-        "<h1>What <code>--wlb</code> would bring</h1>",
-        f'<p class="lead">{escape(table.headline(report))}</p>',
+        f"<h1>{escape(first)}</h1>",
+        *([f'<p class="lead">{escape(rest)}</p>'] if rest else []),
         f"<p>{escape(table.job_line(report))}</p><p class=source>{escape(table.source(report))}</p>",
         f"<div class=scroll><table><thead>{_row(titles, 'th')}</thead><tbody>",
         *(_row(row, "td") for row in rows),
@@ -62,7 +63,7 @@ def page(report: Report) -> str:
         "</ul>\n",
     ]
     proposed = 2 + list(report.entries["schemes"]).index(report.entries["proposed"])
-    return pictures.page("What --wlb would bring", "\n".join(body), _STYLE.replace("PROPOSED", str(proposed)))
+    return pictures.page(f"--wlb: {first}", "\n".join(body), _STYLE.replace("PROPOSED", str(proposed)))
 
 
 def _row(cells: table.Row, tag: str) -> str:

@@ -68,9 +68,11 @@ def steps_of(job: Job) -> tuple[int, int]:
 
 def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Report:
     """Simulate all schemes. `advance` is told of every step."""
-    numbers, examples, jobs = {}, {}, schemes(setup.job, setup.free)
+    numbers, examples, jobs = {}, {}, schemes(setup)
     for name, job in jobs.items():
         megatron = setup.megatron if name in MEGATRON else Megatron()
+        if name != "dynamic":
+            megatron = megatron._replace(dynamic="")
         numbers[name], examples[name] = measure(setup, job, packed, simulated, advance, megatron)
     reference = setup.megatron.name
     limit = _compare(numbers, numbers[reference])
@@ -147,7 +149,11 @@ def _is_faster(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def _compare(schemes: dict[str, dict[str, Any]], plain: dict[str, Any]) -> dict[str, float]:
     """Add to the numbers of schemes what they bring over `plain`, one of them. Returns what nobody could exceed."""
-    us_per_token = min(numbers["limit_us_per_token"] for name, numbers in schemes.items() if name in ("ours", "free"))
+    least = {
+        with_wlb: min(n["limit_us_per_token"] for name, n in schemes.items() if name in names)
+        for with_wlb, names in ((False, MEGATRON), (True, ("ours", "free")))
+    }
+    us_per_token = least[True]
     limit = {"us_per_token": us_per_token, "speedup": plain["us_per_token"] / us_per_token}
     for name, numbers in schemes.items():
         speedup = plain["us_per_token"] / numbers["us_per_token"]
@@ -155,8 +161,7 @@ def _compare(schemes: dict[str, dict[str, Any]], plain: dict[str, Any]) -> dict[
         numbers["speedup"] = speedup
         numbers["speedup_error"] = 0.0 if numbers is plain else speedup * error
         # Megatron has its own, since it cuts documents where windows end, which is less work a token.
-        own = numbers["limit_us_per_token"] if name in MEGATRON else us_per_token
-        numbers["of_limit"] = own / numbers["us_per_token"]
+        numbers["of_limit"] = least[name not in MEGATRON] / numbers["us_per_token"]
     return limit
 
 
@@ -189,10 +194,10 @@ def measure(
     typical = {part: us / 1e3 for part, us in asdict(breakdown(example.step)).items()}
     numbers = {
         "packing": job.packing.name,
-        "num_micro_batches": job.num_micro_batches // megatron.micro_batch_size,
+        "num_micro_batches": None if megatron.dynamic else job.num_micro_batches // megatron.micro_batch_size,
         "cp_sharding": job.cp_sharding if job.parallel.cp > 1 else None,
         **times,
-        **_packing(job, summary, megatron.micro_batch_size),
+        **_packing(job, summary, megatron),
         "imbalance": _imbalance(samples, summary),
         "typical_step_ms": {"step": example.step.time / 1e3, **typical},
     }
@@ -220,9 +225,12 @@ def _imbalance(samples: Sequence[Sample], summary: metrics.Summary) -> dict[str,
     return means | {"work_mean": summary.imbalance_mean, "work_p95": summary.imbalance_p95}
 
 
-def _packing(job: Job, summary: metrics.Summary, size: int) -> dict[str, Any]:
+def _packing(job: Job, summary: metrics.Summary, megatron: Megatron) -> dict[str, Any]:
     """What packing costs in delay, in even steps and in memory."""
-    longest = size * job.context_length if job.packing.fixed_length else job.max_tokens
+    longest = megatron.micro_batch_size * job.context_length if job.packing.fixed_length else job.max_tokens
+    if megatron.dynamic:
+        on_rank = megatron.rank_tokens if megatron.packs else min(megatron.rank_tokens, job.context_length)
+        longest = on_rank * job.parallel.cp
     return {
         "late_steps": summary.late_steps,
         "max_delay_steps": summary.max_delay_steps,
