@@ -242,25 +242,26 @@ def _packing(job: Job, summary: metrics.Summary, megatron: Megatron) -> dict[str
 
 def data_entries(setup: Setup) -> dict[str, Any]:
     """Documents and tokens of the training split, and their shares by length (powers of 2)."""
-    lengths = np.concatenate([source.lengths for source in setup.data.sources])
-    edges = 2 ** np.arange(0, math.ceil(math.log2(max(2, int(lengths.max())))) + 1)
+    every = np.concatenate([source.lengths for source in setup.data.sources])
+    lengths, counts = np.unique(every, return_counts=True)
+    edges = 2 ** np.arange(0, math.ceil(math.log2(max(2, int(lengths[-1])))) + 1)
     # Every share of a document counts where its length is; one over the window is attended to window by window.
     window, crossover_tokens = setup.job.context_length, setup.job.crossover_tokens
     full, rest = np.divmod(lengths, window)
     work = lengths.astype(np.float64) * crossover_tokens + full * float(window) ** 2 + rest.astype(np.float64) ** 2
     place = np.searchsorted(edges, lengths, side="left")
     shares = {
-        name: (np.bincount(place, weights=values, minlength=len(edges)) / values.sum()).tolist()
-        for name, values in (("documents", (lengths > 0).astype(np.float64)), ("tokens", lengths), ("work", work))
+        name: (np.bincount(place, weights=counts * values, minlength=len(edges)) / (counts * values).sum()).tolist()
+        for name, values in (("documents", lengths > 0), ("tokens", lengths), ("work", work))
     }
-    quantiles = np.quantile(lengths, (0.5, 0.9, 0.99, 1.0)).astype(int).tolist()
+    quantiles = np.quantile(every, (0.5, 0.9, 0.99, 1.0)).astype(int).tolist()
     return {
         "prefixes": setup.data.prefixes,
         "seed": setup.seed,
-        "documents": len(lengths),
-        "tokens": int(lengths.sum()),
+        "documents": len(every),
+        "tokens": int(every.sum()),
         "length_quantiles": dict(zip(("p50", "p90", "p99", "max"), quantiles, strict=True)),
-        "over_window": int((lengths > window).sum()),
+        "over_window": int(counts[lengths > window].sum()),
         "up_to": edges.tolist(),
         "shares": shares,
     }
