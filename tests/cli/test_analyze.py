@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from megatron_wlb.adapter.arguments import add_wlb_arguments
-from megatron_wlb.cli.analyze.report import data_entries
+from megatron_wlb.cli.analyze.report import data_entries, other_policy
 from megatron_wlb.cli.analyze.setup import flags_of, setup_of
 from megatron_wlb.cli.main import main
 from megatron_wlb.describe import PlanSettings
 from megatron_wlb.job import Job
 from megatron_wlb.plan import packing
+from megatron_wlb.plan.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.packing.wlb import WlbPacking
 from megatron_wlb.plan.stream import shuffled
 from tests.adapter.datasets import write_index
@@ -215,13 +216,30 @@ def test_dynamic_context_parallelism_is_what_gains_are_over(tmp_path, lengths, c
     # Of other steps than those of the table.
     assert found["lost"]["--dynamic-context-parallel"] == pytest.approx(1 - thd["speedup"], abs=0.1)
     first = found["headline"].partition(". ")[0]
-    assert f"<h1>{first}" in (tmp_path / "page").read_text()
+    assert first in Page((tmp_path / "page").read_text()).text.replace("\u00a0", " ")
     printed = capsys.readouterr().out
     assert printed.startswith(first) and "(dynamic CP) is the run that gains are over" in printed
     for flag, packs in (("--dynamic-context-parallel", True), ("--hybrid-context-parallel", False)):
         assert setup_of(described(*words, flag).args).megatron.packs == packs
     piped = setup_of(described(*words, "--hybrid-context-parallel --pipeline-model-parallel-size 2").args)
     assert piped.megatron.name == "plain" and "is not simulated with a pipeline" in " ".join(piped.notes)
+
+
+def test_the_other_policy_is_mentioned_where_it_is_faster(data):
+    """Of Algorithm 1 and adaptive packing, the one that flags did not choose; by default both are shown."""
+    for words, other in (
+        ("", None),
+        ("--wlb-packing adaptive", WlbPacking()),
+        ("--wlb-outlier-thresholds 500", AdaptivePacking()),
+        ("--wlb-packing original", None),
+    ):
+        setup = setup_of(described(JOB, "--wlb-crossover 900 --data-path", data, words).args)
+        assert (setup.other and setup.other.packing) == other
+        slow, fast = ({"us_per_token": us, "us_per_token_error": 0.01} for us in (1e3, 1e-3))
+        assert other_policy(setup, fast, slow, 2, 2) is None
+        found = other_policy(setup, slow, slow, 2, 2)
+        assert (found and found["packing"]) == (other and other.name)
+        assert found is None or found["speedup"] > 2
 
 
 def test_ranks_that_divide_experts_wait(tmp_path, lengths, capsys):

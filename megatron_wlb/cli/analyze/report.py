@@ -100,6 +100,7 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
         ],
         "schemes": numbers,
         "layouts": other_layouts(setup, numbers[proposed], numbers[reference]),
+        "other_policy": other_policy(setup, numbers[proposed], numbers[reference], packed, simulated),
         "proposed": proposed,
         "flags": flags_of(setup, jobs[proposed]),
         "notes": setup.notes,
@@ -118,13 +119,27 @@ def other_layouts(setup: Setup, best: dict[str, Any], reference: dict[str, Any])
         packed = LAYOUT_PACKED // simulated * simulated
         numbers, _ = measure(setup, job, packed, simulated, lambda _: None, Megatron())
         if _is_faster(numbers, best):
-            speedup = reference["us_per_token"] / numbers["us_per_token"]
-            error = speedup * math.hypot(numbers["us_per_token_error"], reference["us_per_token_error"])
             parallel = {name: getattr(job.parallel, name) for name in ("tp", "cp", "pp", "dp")}
             shown = {name: numbers[name] for name in ("us_per_token", "num_micro_batches", "late_steps")}
-            shown |= {"speedup": speedup, "speedup_error": error, "gib": layouts.gib(job), "max_tokens": job.max_tokens}
+            shown |= _speedup(numbers, reference) | {"gib": layouts.gib(job), "max_tokens": job.max_tokens}
             found.append(parallel | shown)
     return sorted(found, key=lambda each: each["us_per_token"])
+
+
+def other_policy(
+    setup: Setup, best: dict[str, Any], reference: dict[str, Any], packed: int, simulated: int
+) -> dict[str, Any] | None:
+    """`Setup.other`, if it is faster than `best` by two standard errors."""
+    if setup.other is None:
+        return None
+    numbers, _ = measure(setup, setup.other, packed, simulated, lambda _: None, Megatron())
+    return {"packing": setup.other.packing.name} | _speedup(numbers, reference) if _is_faster(numbers, best) else None
+
+
+def _speedup(numbers: dict[str, Any], over: dict[str, Any]) -> dict[str, float]:
+    speedup = over["us_per_token"] / numbers["us_per_token"]
+    error = math.hypot(numbers["us_per_token_error"], over["us_per_token_error"])
+    return {"speedup": speedup, "speedup_error": 0.0 if numbers is over else speedup * error}
 
 
 def lost(setup: Setup, job: Job, steps: int) -> dict[str, float]:
@@ -156,10 +171,7 @@ def _compare(schemes: dict[str, dict[str, Any]], plain: dict[str, Any]) -> dict[
     us_per_token = least[True]
     limit = {"us_per_token": us_per_token, "speedup": plain["us_per_token"] / us_per_token}
     for name, numbers in schemes.items():
-        speedup = plain["us_per_token"] / numbers["us_per_token"]
-        error = math.hypot(numbers["us_per_token_error"], plain["us_per_token_error"])
-        numbers["speedup"] = speedup
-        numbers["speedup_error"] = 0.0 if numbers is plain else speedup * error
+        numbers |= _speedup(numbers, plain)
         # Megatron has its own, since it cuts documents where windows end, which is less work a token.
         numbers["of_limit"] = least[name not in MEGATRON] / numbers["us_per_token"]
     return limit

@@ -128,6 +128,14 @@ class Setup(NamedTuple):
     tried: Sequence[Prediction] = ()
     """What other numbers of micro-batches would bring."""
 
+    @property
+    def other(self) -> Job | None:
+        """The job with the other policy, where it is no scheme and flags have chosen one of the two."""
+        if self.free or not isinstance(self.job.packing, WlbPacking | AdaptivePacking):
+            return None
+        packing = AdaptivePacking() if isinstance(self.job.packing, WlbPacking) else WlbPacking()
+        return replace(self.job, packing=packing, num_micro_batches=self.job.global_batch_size)
+
     def steps(self, job: Job, count: int) -> Iterator[PackedStep]:
         """`count` steps as `job`, a scheme of this one, would train them, after those that warm up."""
         packer = make_packer(self.data.stream(self.seed, job.context_length), job, fingerprint="")

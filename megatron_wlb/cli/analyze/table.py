@@ -163,8 +163,10 @@ def facts(report: Report) -> list[str]:
         "The limit has the same work spread evenly over all GPUs, and nobody ever waits: no bubble, no exchange. The "
         f"work of a document of d tokens is d x {job.crossover_tokens:,} + d x d.",
         *([_BELOW] if entries["limit"]["speedup"] < 1 else []),
+        *([_NEGATIVE] if any(_waiting(each) < 0 for each in entries["schemes"].values()) else []),
         *([_OVERLAP] if "--tp-comm-overlap" in entries["lost"] else []),
         *([_of_counts(entries["micro_batches"])] if entries["micro_batches"] else []),
+        *_of_other_policy(entries["other_policy"]),
         *_of_layouts(report),
         *entries["notes"],
         *([] if gains(report) else [f"Nothing is to be added to the command. Simulated was {entries['flags']}."]),
@@ -173,10 +175,26 @@ def facts(report: Report) -> list[str]:
 
 
 _BELOW = "The limit is below 1: whole documents have more work a token than those that Megatron cuts where windows end."
+_NEGATIVE = "Waiting is below 0 where uneven micro-batches, in a good order, are done sooner than even ones would be."
 _OVERLAP = (
     "--tp-comm-overlap is taken to hide all tensor-parallel communication of Megatron, which is more than it does; "
     "--wlb runs without."
 )
+
+
+def _waiting(numbers: dict[str, Any]) -> float:
+    """Per mille of a typical step, as far as it is shown."""
+    typical = numbers["typical_step_ms"]
+    return round(1000 * sum(typical[name] for name in SHARES["waiting"]) / typical["step"])
+
+
+def _of_other_policy(other: dict[str, Any] | None) -> list[str]:
+    if other is None:
+        return []
+    return [
+        f"--wlb-packing {other['packing']} in its place is faster: {other['speedup']:.2f} ± "
+        f"{other['speedup_error']:.2f} times as many tokens a second."
+    ]
 
 
 def _dynamic(megatron: Megatron) -> str:
