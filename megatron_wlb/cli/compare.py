@@ -333,13 +333,14 @@ def _table(rows: dict[str, dict[str, Any]], profile_name: str) -> Any:
 
 
 def _words_table(found: dict[str, dict[str, float | None]]) -> Any:
-    def row(title: str, name: str, scale: float, form: str) -> tuple[str, ...]:
-        values = [found[how][name] for how in found]
-        return title, *("-" if value is None else format(scale * value, form) for value in values)
+    def row(title: str, name: str, digits: int, scale: float = 1) -> tuple[str, ...]:
+        values = [each[name] for each in found.values()]
+        # Never -0.0.
+        return title, *("-" if v is None else f"{round(scale * v, digits) + 0:,.{digits}f}" for v in values)
 
-    rows = [row("time per million tokens, s", "us_per_token", 1, ".3f")]
-    rows.append(row("tokens a second and GPU", "tokens_per_second_and_gpu", 1, ",.0f"))
-    rows += [row(f"{name}, % of a step", name, 100, ".1f") for name in SHARES]
+    rows = [row("time per million tokens, s", "us_per_token", 3)]
+    rows.append(row("tokens a second and GPU", "tokens_per_second_and_gpu", 0))
+    rows += [row(f"{name}, % of a step", name, 1, 100) for name in SHARES]
     return common.table(("", *found), rows)
 
 
