@@ -13,12 +13,12 @@ import numpy as np
 from megatron_wlb.cost.attention import KernelModel, attention_kernels
 from megatron_wlb.cost.exchange import exchange_model, exposed_exchange, stage_times
 from megatron_wlb.cost.network import Network
-from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job
 from megatron_wlb.plan.sharding import moved_rows
 from megatron_wlb.plan.sharding.segments import document_begins
 from megatron_wlb.plan.sharding.volume import Held
 from megatron_wlb.plan.types import SEGMENT, Shard, ShardPlan
+from megatron_wlb.simulate.dynamic_cp import ranks_of
 
 MAGI_STAGES = (1, 2, 4, 8)
 """Stages in which MagiAttention's ranks get keys of others: one by default, in its dynamic mode up to eight."""
@@ -59,26 +59,17 @@ def magi(lengths: np.ndarray, cp: int) -> ShardPlan:
 
 
 def dynamic(lengths: np.ndarray, cp: int, room: int | None = None, crossover_tokens: int = 0) -> ShardPlan:
-    """Dynamic context parallelism: a document on the fewest ranks, 1, 2, 4, ..., that have room for it alone.
-
-    Longest first, on the aligned group of ranks whose slowest has least work; equal heads and tails within the group.
-    `cp` is a power of two. Nothing makes the numbers of tokens equal.
+    """Dynamic context parallelism: documents on the ranks of `ranks_of`, equal heads and tails on each.
 
     Args:
         lengths: int64 [n], of a micro-batch or of a whole step.
         cp: context-parallel ranks.
         room: tokens that all ranks together hold at a time; default: all.
-        crossover_tokens: for `document_work`; by default work is quadratic, as in Megatron.
+        crossover_tokens: as `ranks_of` takes it.
     """
-    room, work_of = room or int(lengths.sum()), document_work(lengths, crossover_tokens)
-    work = np.zeros(cp)
+    place = ranks_of(lengths, cp, (room or int(lengths.sum())) / cp, crossover_tokens).tolist()
     calls: list[tuple[list[tuple[int, int, int]], ...]] = [([], []) for _ in range(cp)]
-    for document in np.argsort(-lengths, kind="stable").tolist():
-        length, k = int(lengths[document]), 1
-        while k < cp and length * cp > k * room:
-            k *= 2
-        group = k * int(work.reshape(-1, k).max(axis=1).argmin())
-        work[group : group + k] += work_of[document] / k
+    for document, (length, (group, k)) in enumerate(zip(lengths.tolist(), place, strict=True)):
         cuts = np.arange(2 * k + 1) * length // (2 * k)
         for chunk in range(2 * k) if k > 1 else ():
             rank = group + min(chunk, 2 * k - 1 - chunk)

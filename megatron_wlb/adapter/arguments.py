@@ -28,7 +28,7 @@ _REASONS = {
     "is not supported; use --use-torch-fsdp2 or --use-distributed-optimizer": "use_megatron_fsdp",
     "is not supported; use plain attention": "multi_latent_attention experimental_attention_variant",
     "is not supported; pre-train on .bin/.idx datasets (--data-path)": (
-        "sft mock_data fim_data perform_rl_step hybrid_context_parallel"
+        "sft mock_data fim_data perform_rl_step hybrid_context_parallel dynamic_context_parallel"
     ),
     "is not supported; give --eval-iters": "full_validation multiple_validation_sets",
     "is not supported; give flags": "spec yaml_cfg",

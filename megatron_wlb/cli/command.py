@@ -18,6 +18,8 @@ MOST_BYTES = 1 << 28
 """Of a file that is read; a log may be longer than what is of interest in it."""
 SILENT_SECONDS = 5.0
 """How long a pipe whose other end is open may say nothing."""
+LONGEST_NAME = 200
+"""Of a file, as errors have it."""
 BLOCK = "sed -n '/- arguments -/,/- end of arguments -/p'"
 """Prints the blocks of a log."""
 _BEGIN, _END = re.compile(r"-{9,} arguments -{9,}"), "- end of arguments -"
@@ -165,34 +167,36 @@ def _asked(what: str, name: str) -> ValueError:
 
 def _text(name: str) -> str:
     """The text of a file, however odd. Raises ValueError with the remedy, soon, for what holds none."""
-    remedy = "give the log of a run, or a file with its command"
+    remedy, called = "give the log of a run, or a file with its command", f"--launch {short(name, LONGEST_NAME)}"
     if name == "-":
         data = _read(sys.stdin.fileno(), "standard input") if _has_number(sys.stdin) else sys.stdin.read().encode()
     else:
         try:
             number = os.open(name, os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
-            raise ValueError(f"--launch {name}: {error.strerror}; {remedy}") from None
+            raise ValueError(f"{called}: {error.strerror}; {remedy}") from None
         try:
             mode = os.fstat(number)
             if stat.S_ISDIR(mode.st_mode):
-                raise ValueError(f"--launch {name} is a folder; {remedy}")
+                raise ValueError(f"{called} is a folder; {remedy}")
             if not stat.S_ISREG(mode.st_mode) and not stat.S_ISFIFO(mode.st_mode):
-                raise ValueError(f"--launch {name} is a device; {remedy}")
+                raise ValueError(f"{called} is a device; {remedy}")
             if mode.st_size > MOST_BYTES:
                 raise ValueError(
-                    f"--launch {name} has {mode.st_size >> 20:,} MiB, over {MOST_BYTES >> 20}; give what is of "
+                    f"{called} has {mode.st_size >> 20:,} MiB, over {MOST_BYTES >> 20}; give what is of "
                     f"interest: {BLOCK} {shlex.quote(name)} >block.log"
                 )
-            data = _read(number, name)
+            data = _read(number, short(name, LONGEST_NAME))
+        except OSError as error:
+            raise ValueError(f"{called}: {error.strerror}; {remedy}") from None
         finally:
             os.close(number)
     if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise ValueError(f"--launch {name} is UTF-16; give it as iconv -f UTF-16 -t UTF-8 writes it")
+        raise ValueError(f"{called} is UTF-16; give it as iconv -f UTF-16 -t UTF-8 writes it")
     if b"\0" in data:
-        raise ValueError(f"--launch {name} is binary; {remedy}")
+        raise ValueError(f"{called} is binary; {remedy}")
     if not data.strip():
-        raise ValueError(f"--launch {name} holds nothing; {remedy}")
+        raise ValueError(f"{called} holds nothing; {remedy}")
     return data.decode("utf-8-sig", errors="replace")
 
 

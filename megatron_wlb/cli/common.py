@@ -110,8 +110,8 @@ def provenance(argv: Sequence[str], **versions: str | None) -> dict[str, Any]:
     }
 
 
-def short(text: str) -> str:
-    return text if len(text) <= 40 else f"{text[:37]}..."
+def short(text: str, most: int = 40) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def printable(text: str) -> str:

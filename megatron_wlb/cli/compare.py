@@ -29,7 +29,7 @@ from megatron_wlb.cost.passes import H100, pass_times
 from megatron_wlb.job import MAX_TOKENS, Job, Recompute, differences
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.plan.types import ShardPlan
-from megatron_wlb.simulate import simulate_step
+from megatron_wlb.simulate import SHARES, shares, simulate_step
 
 FORMAT = "megatron-wlb-comparison"
 VERSION = 2
@@ -57,6 +57,8 @@ class LoggedStep(NamedTuple):
     lengths: list[np.ndarray]
     """Lengths of the documents of every micro-batch."""
     job: Job
+    shares: dict[str, float | None]
+    """What of the time is busy and so on, by `SHARES`: {} where the run did not tell, None where it could not."""
 
 
 class Scales(NamedTuple):
@@ -107,12 +109,15 @@ def run(args: argparse.Namespace) -> None:
         writer(args.json, "--json") as out,
         writer(args.output) as written,
     ):
-        shards, times = [], []
+        shards, times, parts = [], [], []
         for step in steps:
             shards.append(shard_step(ran, step.lengths))
-            times.append(simulate_step(job, shards[-1]).time)
+            simulated = simulate_step(job, shards[-1])
+            times.append(simulated.time)
+            parts.append(shares(simulated))
             advance(1)
         predicted = np.array(times)
+        words = in_words(steps, times, parts)
         rows = {"all steps": errors(predicted, measured)}
         result: dict[str, Any] = {"format": FORMAT, "version": VERSION, "job": job.to_json()}
         if written is not None:
@@ -126,8 +131,9 @@ def run(args: argparse.Namespace) -> None:
             {"step": step.number, "measured_us": step.measured_us, "predicted_us": us}
             for step, us in zip(steps, times, strict=True)
         ]
-        write_json(out, result | {"errors": rows, "steps": both})
+        write_json(out, result | {"errors": rows, "in_words": words, "steps": both})
     console.print(_table(rows, job.profile.name))
+    console.print(_words_table(words))
     if written is not None:
         console.print(_sentence(scales), soft_wrap=True)
     remark(notes)
@@ -181,7 +187,10 @@ def _logged_step(entry: dict[str, Any]) -> LoggedStep:
     if not isinstance(lengths, list):
         raise ValueError(f"lengths is not a list of micro-batches but {str(lengths)[:40]}")
     micro_batches = [lengths_of(each, i, MAX_TOKENS) for i, each in enumerate(lengths)]
-    return LoggedStep(number, 1e3 * measured, micro_batches, Job.from_json(entry["job"]))
+    told = entry.get("measured") or {}
+    if not isinstance(told, dict) or any(type(told.get(name)) not in (int, float, type(None)) for name in SHARES):
+        raise ValueError(f"measured is {str(told)[:40]}; it must be shares of {', '.join(SHARES)}")
+    return LoggedStep(number, 1e3 * measured, micro_batches, Job.from_json(entry["job"]), told)
 
 
 def warm(steps: Sequence[LoggedStep], skip: int) -> list[LoggedStep]:
@@ -206,6 +215,30 @@ def errors(predicted: np.ndarray, measured: np.ndarray) -> dict[str, Any]:
         "error_p90": p90,
         "correlation": float(np.corrcoef(predicted, measured)[0, 1]) if varies else None,
     }
+
+
+def in_words(
+    steps: Sequence[LoggedStep], times: Sequence[float], parts: Sequence[dict[str, float]]
+) -> dict[str, dict[str, float | None]]:
+    """What a report of `analyze` says of time, measured and predicted, means over steps.
+
+    Shares are those of the steps of which the run told its own, or of all; None is what it could not tell.
+
+    Args:
+        steps: as logged.
+        times: as predicted, us.
+        parts: predicted shares of each.
+    """
+    tokens, gpus = sum(int(sum(map(np.sum, step.lengths))) for step in steps), steps[0].job.parallel.num_gpus
+    told = [(ran.shares, each) for ran, each in zip(steps, parts, strict=True) if ran.shares]
+    found: dict[str, dict[str, float | None]] = {}
+    for how, us in (("measured", [step.measured_us for step in steps]), ("predicted", times)):
+        found[how] = {"us_per_token": sum(us) / tokens, "tokens_per_second_and_gpu": 1e6 * tokens / sum(us) / gpus}
+    for name in SHARES:
+        own = [share for ran, _ in told if (share := ran.get(name)) is not None]
+        found["measured"][name] = float(np.mean(own)) if own else None
+        found["predicted"][name] = float(np.mean([each[name] for _, each in told] or [each[name] for each in parts]))
+    return found
 
 
 def recalibrate(job: Job, shards: Sequence[StepShards], measured: np.ndarray) -> tuple[Job, Scales]:
@@ -297,6 +330,18 @@ def _table(rows: dict[str, dict[str, Any]], profile_name: str) -> Any:
         shares = [f"{row[name]:.1%}" for name in ("error_median", "error_p90")]
         cells.append((title, str(row["steps"]), *times, *shares, correlation))
     return common.table(titles, cells, text)
+
+
+def _words_table(found: dict[str, dict[str, float | None]]) -> Any:
+    def row(title: str, name: str, digits: int, scale: float = 1) -> tuple[str, ...]:
+        values = [each[name] for each in found.values()]
+        # Never -0.0.
+        return title, *("-" if v is None else f"{round(scale * v, digits) + 0:,.{digits}f}" for v in values)
+
+    rows = [row("time per million tokens, s", "us_per_token", 3)]
+    rows.append(row("tokens a second and GPU", "tokens_per_second_and_gpu", 0))
+    rows += [row(f"{name}, % of a step", name, 1, 100) for name in SHARES]
+    return common.table(("", *found), rows)
 
 
 def _sentence(scales: Scales) -> str:

@@ -55,9 +55,9 @@ _WEIGHT_SHARDS = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_n
 """Arguments that a log has as TP and ETP where they were not given."""
 _WITHIN_DOCUMENTS = ("reset_attention_mask", "dataloader_inter_document_masking", "sft")
 """Arguments of upstream with any of which attention ends with the document."""
-DYNAMIC = ("hybrid_context_parallel", "dynamic_context_parallel")
-"""Arguments by which Megatron chooses a number of context-parallel ranks for every sequence."""
-_SIMULATED = ("tp_comm_overlap", *DYNAMIC, *_WITHIN_DOCUMENTS)
+DYNAMIC = {name: f"--{name.replace('_', '-')}" for name in ("hybrid_context_parallel", "dynamic_context_parallel")}
+"""Arguments by which Megatron chooses context-parallel ranks for every document, up to 0.20 and on its dev branch."""
+_SIMULATED = ("tp_comm_overlap", *DYNAMIC, "max_seqlen_per_dp_cp_rank", *_WITHIN_DOCUMENTS)
 """Arguments that `analyze` reads of what is stated."""
 _OTHER_MODELS = {
     "is_hybrid_model": "pretrain_hybrid.py",
@@ -68,6 +68,7 @@ _OTHER_MODELS = {
 """Arguments of a log that are set where something else than a GPT of Megatron-core is trained, and by what."""
 _MATTER = {
     **{"moe_layer_freq": (1,), "cp_comm_type": ("p2p", "allgather"), "hierarchical_context_parallel_sizes": (None,)},
+    "min_dynamic_context_parallel_size": (1,),
     **dict.fromkeys(("use_torch_fsdp2", "optimizer_cpu_offload", "attention_output_gate", "offload_optimizer_states"),
         (False,)),
     **{"num_distributed_optimizer_instances": (1,), "moe_expert_capacity_factor": (None,)},
@@ -267,7 +268,7 @@ def _stated(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _number(text: str) -> Any:
-    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else text
+    return int(text) if text.isdecimal() else float(text) if re.fullmatch(r"\d+\.\d+", text) else text
 
 
 def _value_of(text: str) -> Any:

@@ -6,10 +6,10 @@ Simulates the training steps of a plan file (`megatron-wlb plan --output`) on GP
     megatron-wlb simulate plan.jsonl --model llama2-7b --tensor-model-parallel-size 8 --num-gpus 64
 
 Micro-batches are placed on data-parallel ranks, ordered and sharded as in training; a discrete-event simulation of the
-pipeline then gives the time of every step, where it goes, and its limit: the time if all micro-batches and all
-context-parallel shards were alike. (Uneven micro-batches in a good order, small ones first and last, can be a little
-faster.) Times are predictions: `megatron-wlb profile` measures what they go by, `megatron-wlb compare` holds them
-against a run.
+pipeline then gives the time of every step, where it goes, and its limit of balance: the time if all micro-batches and
+all context-parallel shards were alike. (Uneven micro-batches in a good order, small ones first and last, can be a
+little faster.) Times are predictions: `megatron-wlb profile` measures what they go by, `megatron-wlb compare` holds
+them against a run.
 """
 
 import argparse
@@ -191,7 +191,7 @@ def _mean(entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _table(result: dict[str, Any]) -> Any:
     mean, slowest = result["mean"], max(_middle(result["steps"]), key=lambda e: e["time_us"])
-    step, limit = mean["time_us"], "limit: all alike"
+    step, limit = mean["time_us"], "limit of balance"
     rows = [("step", step, slowest["time_us"])]
     for name, parts in SHARES.items():
         both = [(PARTS[part], mean["breakdown_us"][part], slowest["breakdown_us"][part]) for part in parts]
@@ -209,10 +209,10 @@ def _sentence(result: dict[str, Any], job: Job) -> str:
     without = f" without {edge} at either end, where queues fill and drain," if edge else ""
     beside, wait = job.parallel.expert_dp_ranks, mean["breakdown_us"]["ep_wait"] / mean["time_us"]
     experts = f"; {beside} data-parallel ranks divide experts and wait for each other {wait:.1%} of the time"
+    us_per_token = mean["time_us"] / mean["tokens"]
     return (
         f"{len(result['steps'])} steps{without} on {gpus} GPUs, simulated with profile {job.profile.name}: "
-        f"{mean['of_limit']:.1%} of the limit's speed; imbalance of micro-batches {mean['imbalance']:.3f}, of CP ranks "
-        f"{mean['cp_imbalance']:.3f}; {1e6 * mean['tokens'] / mean['time_us'] / gpus:.0f} tokens a second and GPU"
-        + experts
-        * (beside > 1)
+        f"{mean['of_limit']:.1%} of the speed at the limit of balance; imbalance of micro-batches "
+        f"{mean['imbalance']:.3f}, of CP ranks {mean['cp_imbalance']:.3f}; {us_per_token:.3f} s per million tokens, "
+        f"{1e6 / us_per_token / gpus:,.0f} tokens a second and GPU" + experts * (beside > 1)
     )

@@ -9,9 +9,9 @@ Not counted: a few values a row of norms and routers, what kernels other than Fl
 """
 
 import math
-from dataclasses import replace
+from collections.abc import Collection
 
-from megatron_wlb.job import Job, Recompute
+from megatron_wlb.job import Job
 from megatron_wlb.pipeline.schedule import schedule_of
 
 DEVICE_SHARE = 0.9
@@ -38,7 +38,7 @@ def layer_input_bytes(job: Job) -> float:
 
 def layer_bytes(job: Job) -> float:
     """What one layer that is not wholly recomputed keeps for backward, per token of a rank's part of the sequence."""
-    return _attention_bytes(job) + _mlp_bytes(job)
+    return _attention_bytes(job) + _mlp_bytes(job, _dropped(job))
 
 
 def mtp_bytes(job: Job) -> float:
@@ -86,9 +86,9 @@ def _core_attention_bytes(job: Job) -> float:
     return (job.bytes_per_value * values + 4 * model.num_attention_heads) / job.parallel.tp
 
 
-def _mlp_bytes(job: Job) -> float:
+def _mlp_bytes(job: Job, dropped: Collection[str]) -> float:
     """Input and output of the norm; the tokens that experts are sent; the MLP before and after its activation."""
-    model, dropped = job.model, _dropped(job)
+    model = job.model
     if model.moe_router_topk:
         outputs, whole, activation = "layernorm" not in dropped, "moe", "moe_act" not in dropped
     else:
@@ -118,7 +118,7 @@ def mlp_backward_bytes(job: Job) -> float:
     and after a matrix product, an activation or an exchange. The larger ones are either the activation's, or rows that
     ranks which divide the sequence gather, or that experts are sent.
     """
-    recomputed = _mlp_bytes(replace(job, recompute=Recompute())) - _mlp_bytes(job)
+    recomputed = _mlp_bytes(job, ()) - _mlp_bytes(job, _dropped(job))
     rows = _expert_input_bytes(job)
     if job.parallel.sequence_ranks > 1:
         rows = max(rows, layer_input_bytes(job) * job.parallel.sequence_ranks)
@@ -232,7 +232,7 @@ def _token_bytes(job: Job, stage: int) -> tuple[float, float]:
     # Offloading as in TransformerEngine's `OffloadSynchronizer`; before, only what its own modules save left the GPU.
     layers = (model.num_layers + 2 * parallel.edge_layers) / (parallel.pp * parallel.vpp) - job.offloaded_layers
     ahead = 0 if "core_attn" in _dropped(job) else arrived_bytes(job)
-    at_once = max(mlp_backward_bytes(job) + ahead, attention_backward_bytes(job) - _mlp_bytes(job))
+    at_once = max(mlp_backward_bytes(job) + ahead, attention_backward_bytes(job) - _mlp_bytes(job, _dropped(job)))
     if recompute.granularity == "full":
         block = recompute.method == "block"
         recomputed = min(recompute.num_layers or 0, layers) if block else layers

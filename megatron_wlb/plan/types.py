@@ -137,4 +137,4 @@ class ShardPlan:
     def segments(self, cp_rank: int, document_set: int) -> np.ndarray:
         """SEGMENT rows that a rank holds of a set of documents, in local order."""
         calls = zip(self.shards[cp_rank].calls, self.call_sets, strict=True)
-        return np.concatenate([call for call, of in calls if of == document_set])
+        return np.concatenate([call for call, of in calls if of == document_set], dtype=SEGMENT)

@@ -114,13 +114,20 @@ def simulate_step(job: Job, shards: Sequence[Sequence[ShardPlan]], hardware: Har
             f"{job.parallel.dp} ranks, which run equally many; plan for them"
         )
     passes = synchronised(job, [pass_times(job, hardware, micro_batches) for micro_batches in shards])
+    return step_of(job, shards, passes, hardware)
+
+
+def step_of(
+    job: Job, shards: Sequence[Sequence[ShardPlan]], passes: Sequence[Passes], hardware: Hardware
+) -> SimulatedStep:
+    """The step that these passes make, of every data-parallel rank."""
     timelines = tuple(timeline_of(job, p) for p in passes)
     reduce, optimizer, gather = _update(job, hardware)
     ends = np.stack([t.ends for t in timelines])  # [dp, stages]
     return SimulatedStep(
         job=job,
         shards=tuple(map(tuple, shards)),
-        passes=passes,
+        passes=tuple(passes),
         timelines=timelines,
         gradients=float((ends.max(axis=0) + reduce).max() - ends.max()),
         optimizer=float(optimizer.max()),
@@ -130,6 +137,22 @@ def simulate_step(job: Job, shards: Sequence[Sequence[ShardPlan]], hardware: Har
 
 def breakdown(step: SimulatedStep) -> Breakdown:
     """Where the time goes. Simulates the step once more with all micro-batches of a rank alike."""
+    busy = float(np.mean([t.busy for t in step.timelines]))
+    makespans = [t.makespan for t in step.timelines]
+    alike = float(np.mean([_alike(step.job, [p]) for p in step.passes]))
+    return Breakdown(
+        **_in_passes(step),
+        bubble=alike - busy,
+        imbalance=float(np.mean(makespans)) - alike,
+        dp_wait=max(makespans) - float(np.mean(makespans)),
+        gradients=step.gradients,
+        optimizer=step.optimizer,
+        parameters=step.parameters,
+    )
+
+
+def _in_passes(step: SimulatedStep) -> dict[str, float]:
+    """The parts of a `Breakdown` that passes are made of."""
     job = step.job
     layers = layers_of(job).sum() / job.parallel.pp
 
@@ -140,29 +163,22 @@ def breakdown(step: SimulatedStep) -> Breakdown:
     in_layers = per_gpu(lambda layer: layer.total)
     linear, tensor, exchange = (per_gpu(attrgetter(name)) for name in ("linear", "tensor", "exchange"))
     ep_wait = float(np.mean([p.expert_wait.sum() for p in step.passes])) / job.parallel.pp
-    busy = float(np.mean([t.busy for t in step.timelines]))
-    makespans = [t.makespan for t in step.timelines]
-    alike = float(np.mean([_alike(job, [p]) for p in step.passes]))
-    return Breakdown(
-        attention=attention,
-        linear=linear,
-        tensor=tensor,
-        exchange=exchange,
-        vocabulary=busy - in_layers - ep_wait,
-        cp_wait=in_layers - attention - linear - tensor - exchange,
-        ep_wait=ep_wait,
-        bubble=alike - busy,
-        imbalance=float(np.mean(makespans)) - alike,
-        dp_wait=max(makespans) - float(np.mean(makespans)),
-        gradients=step.gradients,
-        optimizer=step.optimizer,
-        parameters=step.parameters,
-    )
+    return {
+        "attention": attention,
+        "linear": linear,
+        "tensor": tensor,
+        "exchange": exchange,
+        "vocabulary": float(np.mean([t.busy for t in step.timelines])) - in_layers - ep_wait,
+        "cp_wait": in_layers - attention - linear - tensor - exchange,
+        "ep_wait": ep_wait,
+    }
 
 
 def limit_time(step: SimulatedStep) -> float:
     """Time of the step in us if its work were spread evenly over all GPUs, and nobody ever waited for anything."""
-    return shares(step)["busy"] * step.time
+    parts = _in_passes(step)
+    update = step.gradients + step.optimizer + step.parameters
+    return sum(parts[name] for name in SHARES["busy"] if name in parts) + update
 
 
 def shares(step: SimulatedStep) -> dict[str, float]:

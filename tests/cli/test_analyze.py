@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from megatron_wlb.adapter.arguments import add_wlb_arguments
-from megatron_wlb.cli.analyze.report import data_entries
+from megatron_wlb.cli.analyze.report import data_entries, other_policy
 from megatron_wlb.cli.analyze.setup import flags_of, setup_of
 from megatron_wlb.cli.main import main
 from megatron_wlb.describe import PlanSettings
 from megatron_wlb.job import Job
 from megatron_wlb.plan import packing
+from megatron_wlb.plan.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.packing.wlb import WlbPacking
 from megatron_wlb.plan.stream import shuffled
 from tests.adapter.datasets import write_index
@@ -203,6 +204,44 @@ def test_what_is_refused_is_lost(tmp_path, lengths, capsys):
     assert f"--tp-comm-overlap out: {-100 * found['lost']['--tp-comm-overlap']:+.0f} %" in printed
 
 
+def test_dynamic_context_parallelism_is_what_gains_are_over(tmp_path, lengths, capsys):
+    """It is compared with Megatron's ring per document, and a page begins with what comes of it."""
+    write_index(tmp_path / "long.idx", 8 * lengths + 1)
+    layout = LARGE.replace("--pipeline-model-parallel-size 2", "--wlb-crossover 900 --wlb-micro-batches 8")
+    words = layout, f"--max-seqlen-per-dp-cp-rank {2 * C} --steps 40 --data-path", str(tmp_path / "long")
+    found = analyse(tmp_path, *words, f"--dynamic-context-parallel --html {tmp_path / 'page'}")
+    assert (found["reference"], found["refused"]) == ("dynamic", ["--dynamic-context-parallel"])
+    dynamic, thd = (found["schemes"][name] for name in ("dynamic", "thd"))
+    assert list(found["schemes"]) == ["plain", "thd", "dynamic", "paper", "ours"] and dynamic["speedup"] == 1
+    # Of other steps than those of the table.
+    assert found["lost"]["--dynamic-context-parallel"] == pytest.approx(1 - thd["speedup"], abs=0.1)
+    first = found["headline"].partition(". ")[0]
+    assert first in Page((tmp_path / "page").read_text()).text.replace("\u00a0", " ")
+    printed = capsys.readouterr().out
+    assert printed.startswith(first) and "(dynamic CP) is the run that gains are over" in printed
+    for flag, packs in (("--dynamic-context-parallel", True), ("--hybrid-context-parallel", False)):
+        assert setup_of(described(*words, flag).args).megatron.packs == packs
+    piped = setup_of(described(*words, "--hybrid-context-parallel --pipeline-model-parallel-size 2").args)
+    assert piped.megatron.name == "plain" and "is not simulated with a pipeline" in " ".join(piped.notes)
+
+
+def test_the_other_policy_is_mentioned_where_it_is_faster(data):
+    """Of Algorithm 1 and adaptive packing, the one that flags did not choose; by default both are shown."""
+    for words, other in (
+        ("", None),
+        ("--wlb-packing adaptive", WlbPacking()),
+        ("--wlb-outlier-thresholds 500", AdaptivePacking()),
+        ("--wlb-packing original", None),
+    ):
+        setup = setup_of(described(JOB, "--wlb-crossover 900 --data-path", data, words).args)
+        assert (setup.other and setup.other.packing) == other
+        slow, fast = ({"us_per_token": us, "us_per_token_error": 0.01} for us in (1e3, 1e-3))
+        assert other_policy(setup, fast, slow, 2, 2) is None
+        found = other_policy(setup, slow, slow, 2, 2)
+        assert (found and found["packing"]) == (other and other.name)
+        assert found is None or found["speedup"] > 2
+
+
 def test_ranks_that_divide_experts_wait(tmp_path, lengths, capsys):
     write_index(tmp_path / "long.idx", 8 * lengths + 1)
     words = LARGE, "--steps 10 --num-experts 4 --moe-ffn-hidden-size 256 --data-path", str(tmp_path / "long")
@@ -303,6 +342,7 @@ def test_without_torch(data):
          "--num-gpus 8", r"cannot be interleaved over 2 pipeline stages in groups of 2"),
         ("--data-path DATA --wlb-profile flops", r"profile flops counts attended pairs"),
         ("--data-path DATA --wlb-attention-backend cuda", r"--wlb-attention-backend is 'cuda'; choose"),
+        ("--data-path DATA --hybrid-context-parallel", r"no --max-seqlen-per-dp-cp-rank: 1 ranks .* at least 4096"),
         ("--data-path DATA --html - --json -", r"would be mixed on standard output"),
         ("--data-path DATA --html no/such/report.html", r"--html no/such/report.html: the folder .* does not exist"),
         ("--data-path DATA --json no/such/report.json", r"--json no/such/report.json: the folder .* does not exist"),

@@ -1,6 +1,7 @@
 """Logs of runs whose times are known, compared with predictions; scales are found again; broken logs are refused."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,7 @@ from megatron_wlb.plan.packing.original import OriginalPacking
 from megatron_wlb.plan.packing.wlb import WlbPacking
 from megatron_wlb.plan.step import plan_step, shard_step
 from megatron_wlb.plan.stream import DocumentStream, Source
-from megatron_wlb.simulate import simulate_step
+from megatron_wlb.simulate import shares, simulate_step
 from tests.cli.commands import refusal
 
 JOB = make_job(
@@ -106,6 +107,27 @@ def test_predictions_are_those_of_the_simulator(steps, tmp_path):
     assert row["measured_us_median"] == pytest.approx(np.median(measured[1:]))
 
 
+def test_steps_in_the_words_of_a_report(steps, tmp_path, capsys):
+    """Shares are compared on the steps of which the run told its own; what it could not tell is a dash."""
+    measured = 1.25 * times(JOB, steps)
+    path = write(tmp_path / "run.jsonl", steps, measured)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[3]["measured"] = {"busy": 0.5, "bubble": 0.3, "exchange": None, "waiting": 0.2}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = compared(path)["in_words"]
+    parts = shares(simulate_step(JOB, shard_step(JOB, steps[3])))
+    tokens = sum(int(lengths.sum()) for step in steps[1:] for lengths in step)
+    assert found["measured"] == lines[3]["measured"] | {
+        "us_per_token": pytest.approx(measured[1:].sum() / tokens),
+        "tokens_per_second_and_gpu": pytest.approx(1e6 * tokens / measured[1:].sum() / 4),
+    }
+    assert {name: found["predicted"][name] for name in parts} == pytest.approx(parts)
+    assert re.search(r"^exchange, % of a step +- +\d+\.\d$", capsys.readouterr().out, re.M)
+    lines[3]["measured"] = {"busy": "much"}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "line 4: measured is {'busy': 'much'}; it must be shares of busy," in refusal(capsys, "compare", str(path))
+
+
 def test_the_job_is_that_of_the_log(steps, tmp_path, capsys):
     """Steps are placed and sharded as the run did it; times are of the profile that is asked for, or has a unit."""
     packing = {"packing": OriginalPacking(), "cp_sharding": "per-document"}
@@ -164,7 +186,7 @@ def test_steps_that_are_alike_get_one_scale(steps, base):
 
 def test_the_first_steps_of_every_start_are_left_out():
     numbers = [1, 2, 3, 4, 3, 4, 5, 9, 10]
-    steps = [LoggedStep(n, 1.0, [], JOB) for n in numbers]
+    steps = [LoggedStep(n, 1.0, [], JOB, {}) for n in numbers]
     assert [s.number for s in warm(steps, 0)] == numbers
     assert [s.number for s in warm(steps, 1)] == [2, 3, 4, 4, 5, 10]
     assert [s.number for s in warm(steps, 2)] == [3, 4, 5]

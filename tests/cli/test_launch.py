@@ -239,6 +239,7 @@ def test_flags_beside_launch_overrule_what_is_no_number(script, data, capsys):
         (lambda path: path.write_bytes(b"\xe9\xff\n" * 99), "neither a log .* nor a command"),
         (lambda path: os.mkfifo(path), "holds nothing"),
         (lambda path: path.symlink_to("/dev/zero"), "is a device"),
+        (lambda path: path.symlink_to("/proc/self/mem"), "Input/output error; give the log"),
         (lambda path: (path.touch(), os.truncate(path, 1 << 40)), "has 1,048,576 MiB, over 256; give .*sed -n"),
     ],
 )
@@ -263,6 +264,7 @@ def test_pipes(monkeypatch):
 
 
 def test_values_are_cut(capsys):
+    assert len(refusal(capsys, "analyze", "--launch", "x" * 9999)) < 400
     assert len(refusal(capsys, "analyze", "--num-layers", "9" * 9999)) < 300
     assert len(refusal(capsys, "analyze", *JOB.split(), "--recompute-granularity", "x" * 9999)) < 400
 

@@ -93,8 +93,11 @@ def test_what_is_printed_and_written(plan_file, tmp_path, capsys):
     out = capsys.readouterr().out
     mean = result["mean"]
     assert re.search(rf"^step +{mean['time_us'] / 1e3:.2f} +100.0%", out, re.M)
-    assert re.search(rf"^limit: all alike +{mean['limit_us'] / 1e3:.2f} +{mean['of_limit']:.1%}", out, re.M)
-    assert f"on 16 GPUs, simulated with profile h100-fa2: {mean['of_limit']:.1%} of the limit's speed" in out
+    assert re.search(rf"^limit of balance +{mean['limit_us'] / 1e3:.2f} +{mean['of_limit']:.1%}", out, re.M)
+    assert (
+        f"on 16 GPUs, simulated with profile h100-fa2: {mean['of_limit']:.1%} of the speed at the limit of balance"
+        in out
+    )
     edge = len(result["steps"]) // 10
     assert result["left_out"] == edge > 0
     middle = result["steps"][edge:-edge]
@@ -103,7 +106,7 @@ def test_what_is_printed_and_written(plan_file, tmp_path, capsys):
     assert main(["simulate", str(plan_file), *FLAGS, "--json", "-"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out) == result
-    assert "limit: all alike" in printed.err
+    assert "limit of balance" in printed.err
 
 
 def test_uneven_plans_are_slower_and_further_from_their_limit(tmp_path):

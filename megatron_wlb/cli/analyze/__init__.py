@@ -48,14 +48,14 @@ def run(args: argparse.Namespace) -> None:
     packed, simulated = report.steps_of(setup.free or setup.job)
     if args.steps is not None:
         packed, simulated = max(args.steps, packed // args.steps * args.steps), args.steps
-    total = len(schemes(setup.job, setup.free)) * packed
+    total = len(schemes(setup)) * packed
     with (
         writer(args.json, "--json") as file,
         writer(args.html, "--html") as html,
         progress(total, args.json, "analysing") as advance,
     ):
         results = report.analyse(setup, packed, simulated, advance)
-        write_json(file, results.entries)
+        write_json(file, {"headline": " ".join(table.headline(results)).strip()} | results.entries)
         if html is not None:
             from megatron_wlb.cli.analyze import page
 

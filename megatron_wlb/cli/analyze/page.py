@@ -26,7 +26,8 @@ _STYLE = """\
 .lead { font-size: 1.15rem; border-left: 4px solid #0072b2; padding-left: .75rem; margin: 1rem 0 }
 table { border-collapse: collapse; width: 100%; max-width: 48rem; margin: 1rem 0; font-variant-numeric: tabular-nums }
 th, td { padding: .2rem 0 .2rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e3e3e3 }
-th:first-child, td:first-child { text-align: left; white-space: normal; padding-left: 0 }
+th:first-child, td:first-child { text-align: left; white-space: normal; padding-left: 0; min-width: 7rem;
+                                 position: sticky; left: 0; background: #fff }
 td.part { padding-left: 1rem !important; color: #555 }
 tbody tr:first-child { font-weight: 600 }
 :is(th, td):nth-child(PROPOSED) { color: #0072b2 }
@@ -42,14 +43,15 @@ def page(report: Report) -> str:
     sections = [
         pictures.section(title, text, partial(draw, report), height)
         for title, text, draw, height in _PICTURES
-        if draw is not ranks or report.setup.job.parallel.cp > 1
+        if draw is not ranks or (report.setup.job.parallel.cp > 1 and not report.setup.megatron.dynamic)
     ]
     flags = [f"<h2>{title}</h2><pre>{escape(flags)}</pre>" for title, flags in table.to_paste(report)]
     facts = [f"<li>{escape(fact)}</li>" for fact in table.facts(report)]
     titles, *rows = table.rows(report)
+    first, rest = table.headline(report)
     body = [
-        "<h1>What <code>--wlb</code> would bring</h1>",
-        f'<p class="lead">{escape(table.headline(report))}</p>',
+        f"<h1>{escape(first).replace(' %', '&nbsp;%')}</h1>",
+        *([f'<p class="lead">{escape(rest)}</p>'] if rest else []),
         f"<p>{escape(table.job_line(report))}</p><p class=source>{escape(table.source(report))}</p>",
         f"<div class=scroll><table><thead>{_row(titles, 'th')}</thead><tbody>",
         *(_row(row, "td") for row in rows),
@@ -62,7 +64,7 @@ def page(report: Report) -> str:
         "</ul>\n",
     ]
     proposed = 2 + list(report.entries["schemes"]).index(report.entries["proposed"])
-    return pictures.page("What --wlb would bring", "\n".join(body), _STYLE.replace("PROPOSED", str(proposed)))
+    return pictures.page(f"--wlb: {first}", "\n".join(body), _STYLE.replace("PROPOSED", str(proposed)))
 
 
 def _row(cells: table.Row, tag: str) -> str:
@@ -148,7 +150,7 @@ def timelines(report: Report, figure: Figure) -> None:
         _timeline(axes, step)
         tokens = sum(int(lengths.sum()) for lengths in documents)
         axes.set_title(f"{title}: {step.time / tokens:.2f} s per million tokens", loc="left", fontsize=10)
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.set_ylim(report.setup.job.parallel.pp - 0.5, -0.5)
     figure.axes[-1].set_xlabel("ms")
     figure.supylabel("pipeline stage", fontsize=10)

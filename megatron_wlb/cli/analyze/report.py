@@ -68,9 +68,11 @@ def steps_of(job: Job) -> tuple[int, int]:
 
 def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Report:
     """Simulate all schemes. `advance` is told of every step."""
-    numbers, examples, jobs = {}, {}, schemes(setup.job, setup.free)
+    numbers, examples, jobs = {}, {}, schemes(setup)
     for name, job in jobs.items():
         megatron = setup.megatron if name in MEGATRON else Megatron()
+        if name != "dynamic":
+            megatron = megatron._replace(dynamic="")
         numbers[name], examples[name] = measure(setup, job, packed, simulated, advance, megatron)
     reference = setup.megatron.name
     limit = _compare(numbers, numbers[reference])
@@ -98,6 +100,7 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
         ],
         "schemes": numbers,
         "layouts": other_layouts(setup, numbers[proposed], numbers[reference]),
+        "other_policy": other_policy(setup, numbers[proposed], numbers[reference], packed, simulated),
         "proposed": proposed,
         "flags": flags_of(setup, jobs[proposed]),
         "notes": setup.notes,
@@ -116,13 +119,27 @@ def other_layouts(setup: Setup, best: dict[str, Any], reference: dict[str, Any])
         packed = LAYOUT_PACKED // simulated * simulated
         numbers, _ = measure(setup, job, packed, simulated, lambda _: None, Megatron())
         if _is_faster(numbers, best):
-            speedup = reference["us_per_token"] / numbers["us_per_token"]
-            error = speedup * math.hypot(numbers["us_per_token_error"], reference["us_per_token_error"])
             parallel = {name: getattr(job.parallel, name) for name in ("tp", "cp", "pp", "dp")}
             shown = {name: numbers[name] for name in ("us_per_token", "num_micro_batches", "late_steps")}
-            shown |= {"speedup": speedup, "speedup_error": error, "gib": layouts.gib(job), "max_tokens": job.max_tokens}
+            shown |= _speedup(numbers, reference) | {"gib": layouts.gib(job), "max_tokens": job.max_tokens}
             found.append(parallel | shown)
     return sorted(found, key=lambda each: each["us_per_token"])
+
+
+def other_policy(
+    setup: Setup, best: dict[str, Any], reference: dict[str, Any], packed: int, simulated: int
+) -> dict[str, Any] | None:
+    """`Setup.other`, if it is faster than `best` by two standard errors."""
+    if setup.other is None:
+        return None
+    numbers, _ = measure(setup, setup.other, packed, simulated, lambda _: None, Megatron())
+    return {"packing": setup.other.packing.name} | _speedup(numbers, reference) if _is_faster(numbers, best) else None
+
+
+def _speedup(numbers: dict[str, Any], over: dict[str, Any]) -> dict[str, float]:
+    speedup = over["us_per_token"] / numbers["us_per_token"]
+    error = math.hypot(numbers["us_per_token_error"], over["us_per_token_error"])
+    return {"speedup": speedup, "speedup_error": 0.0 if numbers is over else speedup * error}
 
 
 def lost(setup: Setup, job: Job, steps: int) -> dict[str, float]:
@@ -147,16 +164,16 @@ def _is_faster(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def _compare(schemes: dict[str, dict[str, Any]], plain: dict[str, Any]) -> dict[str, float]:
     """Add to the numbers of schemes what they bring over `plain`, one of them. Returns what nobody could exceed."""
-    us_per_token = min(numbers["limit_us_per_token"] for name, numbers in schemes.items() if name in ("ours", "free"))
+    least = {
+        with_wlb: min(n["limit_us_per_token"] for name, n in schemes.items() if name in names)
+        for with_wlb, names in ((False, MEGATRON), (True, ("ours", "free")))
+    }
+    us_per_token = least[True]
     limit = {"us_per_token": us_per_token, "speedup": plain["us_per_token"] / us_per_token}
     for name, numbers in schemes.items():
-        speedup = plain["us_per_token"] / numbers["us_per_token"]
-        error = math.hypot(numbers["us_per_token_error"], plain["us_per_token_error"])
-        numbers["speedup"] = speedup
-        numbers["speedup_error"] = 0.0 if numbers is plain else speedup * error
+        numbers |= _speedup(numbers, plain)
         # Megatron has its own, since it cuts documents where windows end, which is less work a token.
-        own = numbers["limit_us_per_token"] if name in MEGATRON else us_per_token
-        numbers["of_limit"] = own / numbers["us_per_token"]
+        numbers["of_limit"] = least[name not in MEGATRON] / numbers["us_per_token"]
     return limit
 
 
@@ -189,10 +206,10 @@ def measure(
     typical = {part: us / 1e3 for part, us in asdict(breakdown(example.step)).items()}
     numbers = {
         "packing": job.packing.name,
-        "num_micro_batches": job.num_micro_batches // megatron.micro_batch_size,
+        "num_micro_batches": None if megatron.dynamic else job.num_micro_batches // megatron.micro_batch_size,
         "cp_sharding": job.cp_sharding if job.parallel.cp > 1 else None,
         **times,
-        **_packing(job, summary, megatron.micro_batch_size),
+        **_packing(job, summary, megatron),
         "imbalance": _imbalance(samples, summary),
         "typical_step_ms": {"step": example.step.time / 1e3, **typical},
     }
@@ -220,9 +237,12 @@ def _imbalance(samples: Sequence[Sample], summary: metrics.Summary) -> dict[str,
     return means | {"work_mean": summary.imbalance_mean, "work_p95": summary.imbalance_p95}
 
 
-def _packing(job: Job, summary: metrics.Summary, size: int) -> dict[str, Any]:
+def _packing(job: Job, summary: metrics.Summary, megatron: Megatron) -> dict[str, Any]:
     """What packing costs in delay, in even steps and in memory."""
-    longest = size * job.context_length if job.packing.fixed_length else job.max_tokens
+    longest = megatron.micro_batch_size * job.context_length if job.packing.fixed_length else job.max_tokens
+    if megatron.dynamic:
+        on_rank = megatron.rank_tokens if megatron.packs else min(megatron.rank_tokens, job.context_length)
+        longest = on_rank * job.parallel.cp
     return {
         "late_steps": summary.late_steps,
         "max_delay_steps": summary.max_delay_steps,
@@ -234,25 +254,26 @@ def _packing(job: Job, summary: metrics.Summary, size: int) -> dict[str, Any]:
 
 def data_entries(setup: Setup) -> dict[str, Any]:
     """Documents and tokens of the training split, and their shares by length (powers of 2)."""
-    lengths = np.concatenate([source.lengths for source in setup.data.sources])
-    edges = 2 ** np.arange(0, math.ceil(math.log2(max(2, int(lengths.max())))) + 1)
+    every = np.concatenate([source.lengths for source in setup.data.sources])
+    lengths, counts = np.unique(every, return_counts=True)
+    edges = 2 ** np.arange(0, math.ceil(math.log2(max(2, int(lengths[-1])))) + 1)
     # Every share of a document counts where its length is; one over the window is attended to window by window.
     window, crossover_tokens = setup.job.context_length, setup.job.crossover_tokens
     full, rest = np.divmod(lengths, window)
     work = lengths.astype(np.float64) * crossover_tokens + full * float(window) ** 2 + rest.astype(np.float64) ** 2
     place = np.searchsorted(edges, lengths, side="left")
     shares = {
-        name: (np.bincount(place, weights=values, minlength=len(edges)) / values.sum()).tolist()
-        for name, values in (("documents", (lengths > 0).astype(np.float64)), ("tokens", lengths), ("work", work))
+        name: (np.bincount(place, weights=counts * values, minlength=len(edges)) / (counts * values).sum()).tolist()
+        for name, values in (("documents", lengths > 0), ("tokens", lengths), ("work", work))
     }
-    quantiles = np.quantile(lengths, (0.5, 0.9, 0.99, 1.0)).astype(int).tolist()
+    quantiles = np.quantile(every, (0.5, 0.9, 0.99, 1.0)).astype(int).tolist()
     return {
         "prefixes": setup.data.prefixes,
         "seed": setup.seed,
-        "documents": len(lengths),
-        "tokens": int(lengths.sum()),
+        "documents": len(every),
+        "tokens": int(every.sum()),
         "length_quantiles": dict(zip(("p50", "p90", "p99", "max"), quantiles, strict=True)),
-        "over_window": int((lengths > window).sum()),
+        "over_window": int(counts[lengths > window].sum()),
         "up_to": edges.tolist(),
         "shares": shares,
     }

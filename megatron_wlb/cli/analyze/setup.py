@@ -4,12 +4,13 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_wlb.adapter.settings import RunSettings
 from megatron_wlb.cli.analyze import crossover, layouts
+from megatron_wlb.cli.common import short
 from megatron_wlb.cli.data import Data, data_of
 from megatron_wlb.cli.flags import job_of
 from megatron_wlb.cli.launch import DYNAMIC
@@ -25,10 +26,11 @@ from megatron_wlb.plan.step import shard_step
 from megatron_wlb.plan.types import Shard, ShardPlan
 from megatron_wlb.settings import flag_with_value
 from megatron_wlb.simulate import SimulatedStep, simulate_step
+from megatron_wlb.simulate.dynamic_cp import simulate_dynamic
 from megatron_wlb.simulate.micro_batches import Prediction, predictions
 
-MEGATRON = ("plain", "thd")
-"""Schemes without --wlb, which may use what --wlb refuses."""
+MEGATRON = {"plain": "per-sequence", "thd": "per-document", "dynamic": "per-document"}
+"""Schemes without --wlb, which may use what --wlb refuses, and how each shards."""
 WARM_UP = 30
 """Steps that are packed and not counted: queues fill."""
 
@@ -41,6 +43,15 @@ class Megatron(NamedTuple):
     micro_batch_size: int = 1
     """Windows of a micro-batch."""
     tp_comm_overlap: bool = False
+    dynamic: str = ""
+    """The flag by which every document has context-parallel ranks of its own, if there is one."""
+    rank_tokens: int = 0
+    """`--max-seqlen-per-dp-cp-rank`, with `dynamic`."""
+
+    @property
+    def packs(self) -> bool:
+        """Whether documents of the same ranks run at once; without `--dynamic-context-parallel` each runs by itself."""
+        return self.dynamic == DYNAMIC["dynamic_context_parallel"]
 
     @property
     def hardware(self) -> Hardware:
@@ -51,12 +62,17 @@ class Megatron(NamedTuple):
     def refused(self) -> dict[str, "Megatron"]:
         """What --wlb refuses of it, and the run without that."""
         without = {"--tp-comm-overlap": self._replace(tp_comm_overlap=False)} if self.tp_comm_overlap else {}
-        if self.micro_batch_size > 1:
+        if self.dynamic:
+            without[self.dynamic] = self._replace(dynamic="")
+        elif self.micro_batch_size > 1:
             without[f"--micro-batch-size {self.micro_batch_size}"] = self._replace(micro_batch_size=1)
         return without
 
     def simulate(self, job: Job, lengths: Sequence[np.ndarray]) -> SimulatedStep:
-        """A step of windows with these documents, so many of them a micro-batch."""
+        """A step of windows with these documents, so many of them a micro-batch, or all of them as one pool."""
+        if self.dynamic:
+            pool = np.concatenate(lengths)
+            return simulate_dynamic(job, pool, self.rank_tokens, packs=self.packs, hardware=self.hardware)
         shards, size = shard_step(job, lengths), self.micro_batch_size
         if size > 1:
             if len(shards[0]) % size:
@@ -112,6 +128,14 @@ class Setup(NamedTuple):
     tried: Sequence[Prediction] = ()
     """What other numbers of micro-batches would bring."""
 
+    @property
+    def other(self) -> Job | None:
+        """The job with the other policy, where it is no scheme and flags have chosen one of the two."""
+        if self.free or not isinstance(self.job.packing, WlbPacking | AdaptivePacking):
+            return None
+        packing = AdaptivePacking() if isinstance(self.job.packing, WlbPacking) else WlbPacking()
+        return replace(self.job, packing=packing, num_micro_batches=self.job.global_batch_size)
+
     def steps(self, job: Job, count: int) -> Iterator[PackedStep]:
         """`count` steps as `job`, a scheme of this one, would train them, after those that warm up."""
         packer = make_packer(self.data.stream(self.seed, job.context_length), job, fingerprint="")
@@ -131,9 +155,12 @@ def setup_of(args: argparse.Namespace) -> Setup:
     megatron = Megatron(
         "thd" if stated.get("sft") and job.parallel.cp > 1 else "plain", args.micro_batch_size, bool(overlaps)
     )
-    dynamic = [f"--{name.replace('_', '-')}" for name in DYNAMIC if stated.get(name)]
-    if dynamic:
-        notes.append(f"{dynamic[0]} is not simulated: Megatron here has a ring of all context-parallel ranks.")
+    dynamic = next((flag for name, flag in DYNAMIC.items() if stated.get(name)), "")
+    if dynamic and job.parallel.pp > 1:
+        notes.append(f"{dynamic} is not simulated with a pipeline: Megatron here has a ring of all CP ranks.")
+    elif dynamic:
+        tokens = _rank_tokens(job, stated.get("max_seqlen_per_dp_cp_rank"), dynamic)
+        megatron = megatron._replace(name="dynamic", dynamic=dynamic, rank_tokens=tokens)
     setup = Setup(
         job,
         *settings,
@@ -151,7 +178,7 @@ def setup_of(args: argparse.Namespace) -> Setup:
     if setup.settings.crossover or job.profile.crossover_tokens or job.profile.linear_tflops:
         return _with_best_count(setup, args)
     count = -(-crossover.MICRO_BATCHES // 2 // job.global_batch_size)
-    by_times = crossover.fit(job, (step.packing for step in setup.steps(schemes(job)["plain"], count)))
+    by_times = crossover.fit(job, (step.packing for step in setup.steps(schemes(setup)["plain"], count)))
     if by_times in (None, job.crossover_tokens):
         return _with_best_count(setup, args)
     notes.append(
@@ -159,6 +186,18 @@ def setup_of(args: argparse.Namespace) -> Setup:
         f"{job.crossover_tokens}."
     )
     return _with_best_count(setup._replace(job=replace(job, crossover_tokens=by_times)), args)
+
+
+def _rank_tokens(job: Job, given: Any, flag: str) -> int:
+    """Tokens that a rank has room for. Raises ValueError where nothing is said, or a window has no room."""
+    ranks = job.parallel.cp * job.parallel.dp
+    if not isinstance(given, int | float) or given * ranks < job.context_length:
+        said = "no --max-seqlen-per-dp-cp-rank" if given is None else f"--max-seqlen-per-dp-cp-rank {short(str(given))}"
+        raise ValueError(
+            f"{flag} with {said}: {ranks} ranks must have room for a window of {job.context_length} tokens; give at "
+            f"least {-(-job.context_length // ranks)}"
+        )
+    return int(given)
 
 
 def _with_best_count(setup: Setup, args: argparse.Namespace) -> Setup:
@@ -199,12 +238,14 @@ def flags_of(setup: Setup, job: Job) -> str:
     return " ".join(flags) + " --eval-iters 0" * (not setup.data.has_validation)
 
 
-def schemes(job: Job, free: Job | None = None) -> dict[str, Job]:
-    """Ways to train the same data, by name: `MEGATRON`, the paper's, `job` as it is, and `Setup.free`.
+def schemes(setup: Setup) -> dict[str, Job]:
+    """Ways to train the same data, by name: `MEGATRON`, the paper's, `Setup.job` as it is, and `Setup.free`.
 
     Megatron exchanges K and V in a ring (`--cp-comm-type p2p`, its default), and shards over context-parallel ranks per
-    sequence, or per document, where sequences come to it packed (THD); the paper's scheme exchanges all at once.
+    sequence, or per document, where sequences come to it packed (THD), on ranks of its own where the flags have that
+    (dynamic); the paper's scheme exchanges all at once.
     """
+    job = setup.job
     wlb = job.packing if isinstance(job.packing, WlbPacking) else WlbPacking()
     plain = replace(
         job,
@@ -212,9 +253,9 @@ def schemes(job: Job, free: Job | None = None) -> dict[str, Job]:
         reorder=False,
         defer_weight_gradients=False,
         packing=OriginalPacking(),
-        cp_sharding="per-sequence",
         cp_exchange="ring",
     )
     paper = replace(plain, packing=wlb, cp_sharding="wlb", cp_exchange="all")
-    thd = {"thd": replace(plain, cp_sharding="per-document")} if job.parallel.cp > 1 else {}
-    return {"plain": plain, **thd, "paper": paper, "ours": job} | ({"free": free} if free else {})
+    has = {"plain": True, "thd": job.parallel.cp > 1, "dynamic": bool(setup.megatron.dynamic)}
+    megatron = {name: replace(plain, cp_sharding=way) for name, way in MEGATRON.items() if has[name]}
+    return megatron | {"paper": paper, "ours": job} | ({"free": setup.free} if setup.free else {})

@@ -7,11 +7,12 @@ from typing import Any
 
 from megatron_wlb.cli import common
 from megatron_wlb.cli.analyze.report import Report
-from megatron_wlb.cli.analyze.setup import WARM_UP
+from megatron_wlb.cli.analyze.setup import WARM_UP, Megatron
 from megatron_wlb.cost.memory import H100_BYTES
 from megatron_wlb.simulate import SHARES
 
-TITLES = {"plain": "Megatron", "thd": "THD", "paper": "paper", "ours": "--wlb", "free": "adaptive"}
+TITLES = {"plain": "Megatron", "thd": "THD", "dynamic": "dynamic CP"}
+TITLES |= {"paper": "paper", "ours": "--wlb", "free": "adaptive"}
 """What schemes are called."""
 SPEEDUP = "speed-up per token"
 
@@ -34,7 +35,8 @@ def rows(report: Report) -> list[Row]:
     def part(title: str, *names: str) -> Row:
         def percent(numbers: dict[str, Any]) -> str:
             typical = numbers["typical_step_ms"]
-            return f"{100 * sum(typical[name] for name in names) / typical['step']:.1f}"
+            share = round(100 * sum(typical[name] for name in names) / typical["step"], 1)
+            return f"{share + 0:.1f}"  # never -0.0
 
         return row(title, percent)
 
@@ -42,7 +44,8 @@ def rows(report: Report) -> list[Row]:
         "exchange": [part("  for the slowest CP rank", "cp_wait")],
         "waiting": [part("  for the slowest EP rank", "ep_wait")] if parallel.expert_dp_ranks > 1 else [],
     }
-    has = {"bubble": pp > 1, "exchange": cp > 1, "waiting": parallel.num_gpus > parallel.tp * cp}
+    dynamic = bool(report.setup.megatron.dynamic)  # whose ranks count as data-parallel ones
+    has = {"bubble": pp > 1, "exchange": cp > 1, "waiting": pp * dp > 1 or dynamic}
     words = [
         [part(f"{word}, % of a step", *parts), *finer.get(word, [])]
         for word, parts in SHARES.items()
@@ -52,13 +55,13 @@ def rows(report: Report) -> list[Row]:
     def speed(numbers: dict[str, float]) -> str:
         return f"{1e6 / numbers['us_per_token'] / gpus:,.0f}"
 
-    levels = (("pp", "micro-batches", pp), ("dp", "DP ranks", dp), ("cp", "CP ranks", cp))
+    levels = (("pp", "micro-batches", pp), ("dp", "DP ranks", dp + dynamic), ("cp", "CP ranks", cp))
     return [
         ("", *(TITLES[name] for name in report.entries["schemes"]), "limit"),
         row(SPEEDUP, lambda n: f"{n['speedup']:.3f}", f"{limit['speedup']:.3f}"),
         row("  standard error", lambda n: f"{n['speedup_error']:.3f}" if n["speedup_error"] else ""),
         row("  of the limit", lambda n: f"{100 * min(1, n['of_limit']):.0f} %", "100 %"),
-        row("micro-batches a step", lambda n: f"{n['num_micro_batches']:,}"),
+        row("micro-batches a step", lambda n: f"{n['num_micro_batches']:,}" if n["num_micro_batches"] else ""),
         row("time per million tokens, s", lambda n: f"{n['us_per_token']:.3f}", f"{limit['us_per_token']:.3f}"),
         row("tokens a second and GPU", speed, speed(limit)),
         *(imbalance(f"{title}: slowest / mean", name) for name, title, size in levels if size > 1),
@@ -91,21 +94,19 @@ def loses(report: Report) -> bool:
     return bool(1 - best["speedup"] > max(0.005, 2 * best["speedup_error"]))
 
 
-def headline(report: Report) -> str:
-    """The report in a few sentences."""
+def headline(report: Report) -> tuple[str, str]:
+    """What is to be read first, and the rest of the report in a few sentences."""
     entries, schemes = report.entries, report.entries["schemes"]
     without = f" without {', '.join(entries['left_out'])}" if entries["left_out"] else ""
     predicted = f"An estimate{without}" if without else "Predicted"
     best, ours, plain = _best(report), schemes["ours"], schemes[entries["reference"]]
     lost = "".join(f" {flag} out: {-100 * share:+.0f} %." for flag, share in entries["lost"].items())
     if loses(report):
-        return f"{predicted}: --wlb would lose, {best['speedup']:.2f} times as many tokens a second.{lost}"
+        return f"{predicted}: --wlb would lose, {best['speedup']:.2f} times as many tokens a second.", lost.strip()
     if not gains(report):
-        return f"{predicted}: nothing to gain with these flags.{lost}"
+        return f"{predicted}: nothing to gain with these flags.", lost.strip()
     shares = f"{100 * min(1, best['of_limit']):.0f} % of the limit instead of {100 * min(1, plain['of_limit']):.0f} %"
-    text = f"{predicted}: {best['speedup']:.2f} times as many tokens a second, {shares}."
-    if lost:
-        text += f" What --wlb refuses is lost in that:{lost}"
+    text = f"What --wlb refuses counts in that:{lost}" if lost else ""
     if best is not ours:
         text += (
             f" That is with adaptive packing and {best['num_micro_batches']:,} micro-batches a step for "
@@ -115,7 +116,7 @@ def headline(report: Report) -> str:
     if "thd" in schemes and entries["reference"] != "thd":
         over = schemes["thd"]["us_per_token"] / best["us_per_token"]
         text += f" Over Megatron on packed sequences (THD), which shards every document: {over:.2f} times."
-    return text
+    return f"{predicted}: {best['speedup']:.2f} times as many tokens a second, {shares}.", text.strip()
 
 
 def to_paste(report: Report) -> list[tuple[str, str]]:
@@ -153,6 +154,7 @@ def facts(report: Report) -> list[str]:
         f"{steps['simulated']} steps of each scheme were simulated and {steps['packed']} packed, after {WARM_UP} that "
         "fill queues. Time per token is that of the simulated steps' work, at the work per token of all packed ones.",
         *([experts] if job.parallel.expert_dp_ranks > 1 else []),
+        *([_dynamic(report.setup.megatron)] if report.setup.megatron.dynamic else []),
         exchange * (job.parallel.cp > 1) + "In all columns attention stays inside of documents, and sequence "
         "parallelism is on. All numbers are those of bf16: FP8 is not modelled.",
         "Activations are the peak if every micro-batch in flight had S_max tokens, as far as a rank can hold so many; "
@@ -161,8 +163,10 @@ def facts(report: Report) -> list[str]:
         "The limit has the same work spread evenly over all GPUs, and nobody ever waits: no bubble, no exchange. The "
         f"work of a document of d tokens is d x {job.crossover_tokens:,} + d x d.",
         *([_BELOW] if entries["limit"]["speedup"] < 1 else []),
+        *([_NEGATIVE] if any(_waiting(each) < 0 for each in entries["schemes"].values()) else []),
         *([_OVERLAP] if "--tp-comm-overlap" in entries["lost"] else []),
         *([_of_counts(entries["micro_batches"])] if entries["micro_batches"] else []),
+        *_of_other_policy(entries["other_policy"]),
         *_of_layouts(report),
         *entries["notes"],
         *([] if gains(report) else [f"Nothing is to be added to the command. Simulated was {entries['flags']}."]),
@@ -171,10 +175,35 @@ def facts(report: Report) -> list[str]:
 
 
 _BELOW = "The limit is below 1: whole documents have more work a token than those that Megatron cuts where windows end."
+_NEGATIVE = "Waiting is below 0 where uneven micro-batches, in a good order, are done sooner than even ones would be."
 _OVERLAP = (
     "--tp-comm-overlap is taken to hide all tensor-parallel communication of Megatron, which is more than it does; "
     "--wlb runs without."
 )
+
+
+def _waiting(numbers: dict[str, Any]) -> float:
+    """Per mille of a typical step, as far as it is shown."""
+    typical = numbers["typical_step_ms"]
+    return round(1000 * sum(typical[name] for name in SHARES["waiting"]) / typical["step"])
+
+
+def _of_other_policy(other: dict[str, Any] | None) -> list[str]:
+    if other is None:
+        return []
+    return [
+        f"--wlb-packing {other['packing']} in its place is faster: {other['speedup']:.2f} ± "
+        f"{other['speedup_error']:.2f} times as many tokens a second."
+    ]
+
+
+def _dynamic(megatron: Megatron) -> str:
+    each = "those of the same ranks at once, as far as there is room" if megatron.packs else "each by itself"
+    return (
+        f"{megatron.dynamic} (dynamic CP) is the run that gains are over. A document runs on as few of all context- "
+        f"and data-parallel ranks as have room for it, of {megatron.rank_tokens:,} tokens each; {each}. Ranks, here "
+        "counted as DP ranks, are taken to wait for each other at the end of a step only, which favours Megatron."
+    )
 
 
 def _of_layouts(report: Report) -> list[str]:
@@ -267,7 +296,7 @@ def show(report: Report, console: Any) -> None:
     from rich.text import Text
 
     say = partial(console.print, soft_wrap=True)
-    say(Text(headline(report), style="bold"))
+    say(Text(" ".join(headline(report)).strip(), style="bold"))
     say(Text(job_line(report)))
     titles, *cells = rows(report)
     console.print(common.table(titles, cells, bold=(SPEEDUP,)))

@@ -155,9 +155,9 @@ def attention_times(
     own: list[_Load] = []
     during: list[_Load] = []
     for stage in plan.stages:
-        documents = np.unique(
-            np.concatenate([plan.segments(r, stage.document_set) for r in range(held.cp)])["document"]
-        )
+        calls = (zip(shard.calls, plan.call_sets, strict=True) for shard in plan.shards)
+        of_set = [call["document"] for call, number in itertools.chain(*calls) if number == stage.document_set]
+        documents = np.unique(np.concatenate(of_set))
         exchanged = stage.keys != OWN and held.is_shared[documents].any()
         (during if exchanged else own).append(loads.of(documents, stage.heads, stage.keys, costs.num_heads))
     busy, took = _times([_sum([*own, loads.of(documents[:0])])], [during], costs, plan)
