@@ -16,7 +16,7 @@ from megatron_wlb.cli.common import short
 
 MOST_BYTES = 1 << 28
 """Of a file that is read; a log may be longer than what is of interest in it."""
-SILENT_SECONDS = 5.0
+SILENT_SECONDS = 0.5
 """How long a pipe whose other end is open may say nothing."""
 LONGEST_NAME = 200
 """Of a file, as errors have it."""
