@@ -160,6 +160,15 @@ def _model_shape(args: Namespace) -> ModelShape:
     ffn = args.ffn_hidden_size
     if args.num_experts:
         ffn = args.moe_router_topk * (args.moe_ffn_hidden_size or ffn) + (args.moe_shared_expert_intermediate_size or 0)
+    sizes = {"kv_channels": args.kv_channels}
+    if args.multi_latent_attention:
+        sizes = {
+            "kv_channels": args.qk_head_dim + args.qk_pos_emb_head_dim,
+            "v_head_dim": args.v_head_dim,
+            "kv_lora_rank": args.kv_lora_rank,
+            "q_lora_rank": args.q_lora_rank or 0,
+            "qk_pos_emb_head_dim": args.qk_pos_emb_head_dim,
+        }
     return ModelShape(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -167,10 +176,10 @@ def _model_shape(args: Namespace) -> ModelShape:
         num_attention_heads=args.num_attention_heads,
         num_query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
         padded_vocab_size=args.padded_vocab_size or 0,
-        kv_channels=args.kv_channels,
         gated_linear_unit=args.swiglu,
         qk_layernorm=args.qk_layernorm,
         moe_router_topk=args.moe_router_topk if args.num_experts else 0,
+        **sizes,
     )
 
 

@@ -7,7 +7,7 @@ import torch
 from megatron_wlb.plan.sharding import per_document
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.backends import BACKENDS, choose_backend, get_backend
-from megatron_wlb.runtime.backends.trial import kernel_args, try_backend
+from megatron_wlb.runtime.backends.trial import HEAD_SIZES, kernel_args, try_backend
 from megatron_wlb.runtime.metadata import ShardMetadata
 from tests.runtime.calls import CALLS, FULL, WINDOWS, check, expected, run, tensors
 from tests.runtime.oracle import SHARDINGS, TOLERANCE, all_ranks, assert_close, dense, in_parts, inputs
@@ -141,7 +141,7 @@ def test_the_trial_of_auto(backend):
 
 
 def test_auto_finds_one():
-    assert choose_backend("cuda").name in BACKENDS
+    assert all(choose_backend("cuda", sizes).name in BACKENDS for sizes in (HEAD_SIZES, (192, 128)))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

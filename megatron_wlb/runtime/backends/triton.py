@@ -21,6 +21,7 @@ class TritonBackend:
     name = "triton"
     device_types: tuple[str, ...] = ("cuda",)
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
+    any_value_size = False
     encode = staticmethod(varlen)
 
     def __init__(self) -> None:
@@ -28,7 +29,7 @@ class TritonBackend:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""
-        check_head_size(self.name, q)
+        check_head_size(self.name, q, v)
         out = q.new_empty(q.shape)
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
         sizes = _sizes(q, k)
