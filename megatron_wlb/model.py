@@ -102,6 +102,15 @@ class ModelShape:
         return self.qkv_weights + self.hidden_size * self.output_size + self._mlp_weights
 
     @property
+    def column_weights(self) -> tuple[int, ...]:
+        """Weights of each column-parallel matrix of one layer but experts', whose tokens are exchanged apart: QKV,
+        where there are latents those from them, and the first of the MLP."""
+        projections = [outputs * inputs for outputs, inputs in self.projections]
+        attention = sum(projections[1:] or projections)
+        mlp = self.hidden_size * self.ffn_hidden_size * (2 if self.gated_linear_unit else 1)
+        return (attention,) if self.moe_router_topk else (attention, mlp)
+
+    @property
     def expert_weights(self) -> int:
         """The part of `layer_weights` that is in experts; 0 in a dense model."""
         return self._mlp_weights if self.moe_router_topk else 0

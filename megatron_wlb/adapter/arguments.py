@@ -134,8 +134,6 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
         )
     if (getattr(args, "window_size", None) or (0, 0))[1] != 0:
         yield f"--window-size is {args.window_size}; causal attention sees nothing to its right, give LEFT,0"
-    if getattr(args, "softmax_type", "vanilla") != "vanilla":
-        yield f"--softmax-type {args.softmax_type} (attention sinks) is not supported; give vanilla"
     if has("multi_latent_attention"):
         yield from _latent_refusals(args)
     if args.position_embedding_type in ("mrope", "relative"):

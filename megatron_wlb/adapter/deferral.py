@@ -3,6 +3,9 @@
 TransformerEngine's layers can (`delay_wgrad_compute`), and upstream's own learn it here (`put_off`): what backward
 needs for the product waits in a queue of the layer, and `backward_dw` computes the oldest and calls the hooks by which
 upstream's DDP adds it up. Upstream itself runs `backward_dw` only in its overlap of experts' communication.
+
+Layers that compute it while the gradient of their input is reduced over tensor-parallel ranks go on doing so, but for
+the output layer, whose product is far longer than that.
 """
 
 import contextlib
@@ -21,17 +24,34 @@ from megatron_wlb.pipeline.schedule import Schedule
 
 Measured = Callable[[], contextlib.AbstractContextManager[None]]
 
-# Upstream's own linear layers ----------------------------------------------------------------------------------------
+# Linear layers -------------------------------------------------------------------------------------------------------
 
 
 def put_off(chunks: list[Any]) -> list[Any]:
-    """Let upstream's own linear layers put the gradients of their weights off; a `pre_wrap_hook` of its model."""
+    """Choose the linear layers that put the gradients of their weights off; a `pre_wrap_hook` of upstream's model."""
     for chunk in chunks:
         for module in chunk.modules():
             kinds = layers.ColumnParallelLinear | layers.RowParallelLinear
-            if isinstance(module, kinds) and module.weight is not None and module.weight.requires_grad:
+            if module is not getattr(chunk, "output_layer", None) and _reduces_input_gradient(module):
+                if _puts_off(module):
+                    _keep(module)
+            elif isinstance(module, kinds) and module.weight is not None and module.weight.requires_grad:
                 _put_off(module)
     return chunks
+
+
+def _reduces_input_gradient(module: Any) -> bool:
+    """Whether backward of a layer reduces the gradient of its input, and computes that of its weight meanwhile."""
+    if isinstance(module, layers.ColumnParallelLinear):
+        return (module.sequence_parallel or module.allreduce_dgrad) and not module.explicit_expert_comm
+    return getattr(module, "parallel_mode", None) == "column" and module.tp_size > 1
+
+
+def _keep(linear: Any) -> None:
+    """Let a layer of TransformerEngine compute the gradient of its weight in backward."""
+    linear.wgrad_store = type(linear.wgrad_store)()
+    for weight in _weights(linear):
+        weight.skip_backward_post_hook = False  # type: ignore[attr-defined]
 
 
 def _put_off(linear: Any) -> None:

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import mappings, set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from megatron.core.utils import divide
 
 from megatron_wlb.adapter import compat
 from megatron_wlb.adapter.thd import ThdCoreAttention, ThdPackedSeqParams
@@ -59,7 +60,8 @@ class WlbCoreAttention(MegatronModule):
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         window = config.window_size[0] if windowed and config.window_size[0] >= 0 else None
         self._options = replace(options, scale=softmax_scale, window=window)
-        self._cp_group = pg_collection.cp
+        self._cp_group, self._tp_group = pg_collection.cp, pg_collection.tp
+        self._add_sink()
         self.last: weakref.ref[Any] | None = None
         """The last call's node of the graph; None if it has none, and will be recomputed."""
 
@@ -84,10 +86,38 @@ class WlbCoreAttention(MegatronModule):
                 "this model was built with --wlb and needs its batches; the batch carries no shard, train by pretrain()"
                 " or leave --wlb out"
             )
+        sink = self.softmax_offset
+        if sink is None and self.config.softmax_type == "off-by-one":
+            sink = query.new_zeros(query.shape[-2])
         q, k, v = (x.flatten(0, -3) for x in (query, key, value))
-        out = context_parallel_attention(q, k, v, metadata, self._cp_group, self._options)
+        out = context_parallel_attention(q, k, v, metadata, self._cp_group, self._options, sink)
         self.last = None if out.grad_fn is None else weakref.ref(out.grad_fn)
         return out.reshape(out.shape[0], 1, -1)
+
+    def _add_sink(self) -> None:
+        """The score of a sink for every head of this rank, by the name that it has in upstream's checkpoints."""
+        self.register_parameter("softmax_offset", None)
+        if self.config.softmax_type != "learnable":
+            return
+        heads = divide(self.config.num_attention_heads, self._tp_group.size())
+        device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
+        self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=self.config.params_dtype, device=device))
+        set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+        if self.config.perform_initialization:
+            self.config.init_method(self.softmax_offset)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        """The sinks', as upstream's core attention has it."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self._tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
 
 
 class WlbSelfAttention(SelfAttention):  # type: ignore[misc]

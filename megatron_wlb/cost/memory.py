@@ -196,12 +196,18 @@ def largest_max_tokens(job: Job, budget_bytes: float) -> int:
 def weight_gradient_bytes(job: Job) -> tuple[float, float]:
     """What products for weights that are put off hold of a layer, and of the output layer, per token of a rank's part
     of the sequence: inputs and gradients of outputs, as TransformerEngine holds them, gathered where tensor-parallel
-    ranks divide the sequence."""
+    ranks divide the sequence; of those in `passes.put_off_weights`."""
     model, p = job.model, job.parallel
-    gated = 2 if model.gated_linear_unit else 1
-    hidden = 2 + 2 * max(1, model.moe_router_topk)
-    divided = model.attention_size + (1 + gated) * model.ffn_hidden_size
-    layer = hidden * model.hidden_size + 2 * model.latent_size + divided / p.tp
+    hidden, divided = 1 + max(1, model.moe_router_topk), model.output_size + model.ffn_hidden_size
+    latents = 2 * model.latent_size if p.tp == 1 else model.latent_size
+    if p.tp == 1 or latents:
+        hidden += 1
+    if p.tp == 1:
+        divided += model.query_size + model.key_size + model.value_size
+    if p.tp == 1 or model.moe_router_topk:
+        hidden += max(1, model.moe_router_topk)
+        divided += model.ffn_hidden_size * (2 if model.gated_linear_unit else 1)
+    layer = hidden * model.hidden_size + latents + divided / p.tp
     return job.bytes_per_value * layer, job.bytes_per_value * (model.hidden_size + model.padded_vocab_size / p.tp)
 
 

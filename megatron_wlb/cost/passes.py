@@ -64,7 +64,8 @@ class Passes:
     layers: tuple[LayerTimes, LayerTimes]
     """Forward and backward (with recomputation)."""
     weights: tuple[np.ndarray, np.ndarray]
-    """The part of `backward` that is products for the weights of a layer, and of the output layer: float64 [M] each."""
+    """The part of `backward` that is products for weights of a layer and of the output layer, as far as they can be put
+    off: float64 [M] each."""
     rows: np.ndarray
     """float64 [M]: tokens of a micro-batch that a context-parallel rank has."""
     expert_wait: np.ndarray
@@ -103,6 +104,15 @@ def untimed(job: Job) -> str:
     return ""
 
 
+def put_off_weights(job: Job) -> int:
+    """Weights of a layer whose gradients can be put off.
+
+    With tensor parallelism not those of column-parallel matrices: the gradient of their input is reduced meanwhile.
+    """
+    kept = sum(job.model.column_weights) if job.parallel.tp > 1 else 0
+    return job.model.layer_weights - kept
+
+
 def pass_times(job: Job, hardware: Hardware, shards: Sequence[ShardPlan]) -> Passes:
     """What the cost model says of M micro-batches of a data-parallel rank. Sequence parallelism is taken for granted.
 
@@ -124,9 +134,12 @@ def pass_times(job: Job, hardware: Hardware, shards: Sequence[ShardPlan]) -> Pas
     gather, scatter = (
         hardware.network.collective(name, hidden_bytes, tensor) for name in ("all_gather", "reduce_scatter")
     )
-    # Forward: gathered before and scattered after attention and feed-forward; backward mirrors that, and gathers the
-    # inputs again for the gradients of the weights.
-    moved = 2 * (gather + scatter), 4 * gather + 2 * scatter
+    # Forward: gathered before and scattered after attention and feed-forward. Backward mirrors that, and gathers inputs
+    # again for the gradients of weights. Upstream and TransformerEngine do that during the product for the input, and
+    # scatter during that for the weight, if it is not put off.
+    hiding = [_products(job, hardware, weights, tokens)[1] / 2 for weights in model.column_weights]
+    hidden = sum(np.minimum(gather, product) + np.minimum(scatter, product) for product in hiding)
+    moved = 2 * (gather + scatter), 4 * gather + 2 * scatter - hidden
     exposed = 1 - hardware.tp_overlap
     attention, exchange = _attention(job, hardware, shards)
     linear = _linear(job, hardware, tokens)
@@ -148,7 +161,9 @@ def pass_times(job: Job, hardware: Hardware, shards: Sequence[ShardPlan]) -> Pas
     times[0][0, 0] += scatter * exposed
     times[1][0, 0] += gather * exposed
     times[0][-1, -1] += output[0] + gather * exposed
-    times[1][-1, -1] += output[1] + (gather + scatter) * exposed
+    of_output = _products(job, hardware, model.vocabulary_weights, tokens)[1] / 2
+    hidden = np.minimum(gather, of_output) + (0 if job.defer_weight_gradients else np.minimum(scatter, of_output))
+    times[1][-1, -1] += output[1] + (gather + scatter - hidden) * exposed
     between = Group(size=job.parallel.pp, stride=tp * cp * job.parallel.dp)
     transfer = hardware.network.point_to_point(hidden_bytes / tp, between)
     return Passes(
@@ -156,10 +171,7 @@ def pass_times(job: Job, hardware: Hardware, shards: Sequence[ShardPlan]) -> Pas
         backward=times[1],
         transfer=transfer,
         layers=(forward, backward),
-        weights=(
-            _products(job, hardware, model.layer_weights, tokens)[1] / 2,
-            _products(job, hardware, model.vocabulary_weights, tokens)[1] / 2,
-        ),
+        weights=(_products(job, hardware, put_off_weights(job), tokens)[1] / 2, of_output),
         rows=tokens,
         expert_wait=np.zeros((2, *times[0].shape)),
     )
@@ -180,7 +192,7 @@ def synchronised(job: Job, passes: Sequence[Passes]) -> tuple[Passes, ...]:
         alone = own - experts + experts.mean(axis=0)
         times = alone.max(axis=0)
         transfer = np.max([p.transfer for p in group], axis=0)
-        share = job.model.expert_weights / job.model.layer_weights
+        share = job.model.expert_weights / put_off_weights(job)
         weights = np.mean([p.weights[0] for p in group], axis=0) * share
         together += [
             replace(

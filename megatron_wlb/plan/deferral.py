@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_wlb.cost import memory
-from megatron_wlb.cost.passes import H100, Passes, layers_of, pass_times, untimed
+from megatron_wlb.cost.passes import H100, Passes, layers_of, pass_times, put_off_weights, untimed
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.pipeline.deferral import WeightGradients, run_deferred
 from megatron_wlb.pipeline.schedule import schedule_of
@@ -57,7 +57,9 @@ def weight_gradients_before(job: "Job", shards: Sequence[ShardPlan]) -> np.ndarr
         output = layer * (job.model.vocabulary_weights / job.model.layer_weights)
         forward = layers_of(job)[:, :, None] * work.astype(np.float64)
         forward[-1, -1] += output
-        weights = _weight_gradients(job, tokens / job.parallel.cp, layer, output)
+        weights = _weight_gradients(
+            job, tokens / job.parallel.cp, layer * (put_off_weights(job) / job.model.layer_weights), output
+        )
         return run_deferred(schedule_of(job, len(shards)), forward, 2 * forward, 0.0, weights)[1]
     return _deferred(job, pass_times(job, H100, shards))[1]
 

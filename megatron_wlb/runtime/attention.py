@@ -65,22 +65,23 @@ def context_parallel_attention(
     metadata: ShardMetadata,
     group: dist.ProcessGroup | None,
     options: AttentionOptions,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Every row attends to the rows up to itself of its own document, wherever these are; differentiable once.
 
     q [s, Hq, D], k [s, Hkv, D], v [s, Hkv, Dv] are the local rows in the order of `metadata`; returns out [s, Hq, Dv],
-    where Dv is D unless the backend takes any. `group` has
-    one rank per shard of the plan (None: a single shard), and all of them must call. Communication, for every stage
-    with documents that are on several ranks: an all-to-all of the K and V that are needed, in forward and again in
-    backward, and one of their gradients. Saved for backward: q, k, v, out and the log-sum-exps, none of them a view of
-    anything larger.
+    where Dv is D unless the backend takes any. With `sink` [Hq], every row also attends to a key of that score, by
+    head, whose value is 0. `group` has one rank per shard of the plan (None: a single shard), and all of them must
+    call. Communication, for every stage with documents that are on several ranks: an all-to-all of the K and V that are
+    needed, in forward and again in backward, and one of their gradients. Saved for backward: q, k, v, out and the
+    log-sum-exps, none of them a view of anything larger.
 
     Raises ValueError where shapes, dtypes, devices or ranks do not fit each other. Source: WLB-LLM (OSDI'25),
     section 5.
     """
     _check_shapes(q, k, v, metadata, options)
     _check_placement(q, k, v, metadata, group, options.backend)
-    return _ContextParallelAttention.apply(q, k, v, metadata, group, options)
+    return _ContextParallelAttention.apply(q, k, v, sink, metadata, group, options)
 
 
 def send_ahead(node: Any) -> None:
@@ -99,6 +100,7 @@ class _ContextParallelAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sink: Tensor | None,
         metadata: ShardMetadata,
         group: dist.ProcessGroup | None,
         options: AttentionOptions,
@@ -119,7 +121,12 @@ class _ContextParallelAttention(torch.autograd.Function):
                 merged[part.of[0]] = lse[-1]
             if not (options.save_gathered and part.sent):
                 kept.pop()
-        ctx.save_for_backward(q, kv, out, *lse, *kept)
+        if sink is not None:
+            for (stage, call), sums in zip(_own_calls(stages), lse, strict=True):
+                score = sink[stage.q[1], None].to(sums.dtype)
+                out[stage.q][call.rows] *= torch.sigmoid(sums - score).T[:, :, None].to(out.dtype)
+                torch.logaddexp(sums, score, out=sums)
+        ctx.save_for_backward(q, kv, out, sink, *lse, *kept)
         ctx.setup, ctx.begun = (group, options, stages), None
         return out
 
@@ -127,14 +134,14 @@ class _ContextParallelAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         group, options, stages = ctx.setup
-        (q, kv, out, *lses), order, arriving = ctx.begun or _begin_backward(ctx)
+        (q, kv, out, sink, *lses), order, arriving = ctx.begun or _begin_backward(ctx)
         ctx.begun = None
         # A gradient may have any strides, that of a plain sum 0.
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        dq = torch.empty_like(q)
+        dq, dsink = torch.empty_like(q), _sink_gradient(sink, stages, dout, out, lses) if sink is not None else None
         if len(stages) == 1 and stages[0].part.keys_are_rows:
             dkv = attend_backward(dout, q, kv, out, lses, dq, stages[0].part, options)
-            return dq, *keys_and_values(dkv.to(kv.dtype), q.shape[-1]), None, None, None
+            return dq, *keys_and_values(dkv.to(kv.dtype), q.shape[-1]), dsink, None, None, None
         dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in keys_and_values(kv, q.shape[-1]))
         lse: dict[int, list[Tensor]] = {}
         for i, stage in enumerate(stages):
@@ -166,14 +173,14 @@ class _ContextParallelAttention(torch.autograd.Function):
             if len(leaving) > 1:
                 leaving.pop(0).arrive()
         leaving.pop().arrive()
-        return dq, dk, dv, None, None, None
+        return dq, dk, dv, dsink, None, None, None
 
 
 class _Begun(NamedTuple):
     """A backward whose first K and V are on their way."""
 
-    saved: list[Tensor]
-    """q, kv, out and the log-sum-exps of calls with keys of their own."""
+    saved: list[Any]
+    """q, kv, out, the sink or None, and the log-sum-exps of `_own_calls`."""
     order: list[int]
     """Of stages."""
     arriving: Iterator[Tensor]
@@ -181,13 +188,23 @@ class _Begun(NamedTuple):
 
 def _begin_backward(ctx: Any) -> _Begun:
     group, _, stages = ctx.setup
-    q, kv, out, *rest = ctx.saved_tensors
-    calls = sum(len(stage.part.calls) for stage in stages if stage.part.causal)
+    q, kv, out, sink, *rest = ctx.saved_tensors
+    calls = len(_own_calls(stages))
     # What is not exchanged goes last, and hides the last gradients that leave.
     order = sorted(range(len(stages)), key=lambda i: not stages[i].part.sent)
     return _Begun(
-        [q, kv, out, *rest[:calls]], order, _arriving(kv, [stages[i] for i in order], group, kept=rest[calls:])
+        [q, kv, out, sink, *rest[:calls]], order, _arriving(kv, [stages[i] for i in order], group, kept=rest[calls:])
     )
+
+
+def _sink_gradient(sink: Tensor, stages: list["_Stage"], dout: Tensor, out: Tensor, lses: list[Tensor]) -> Tensor:
+    """That of `sink` [Hq]. The other gradients need nothing for it: out and the log-sum-exps know of it."""
+    gradient = torch.zeros_like(sink, dtype=torch.promote_types(sink.dtype, torch.float32))
+    for (stage, call), lse in zip(_own_calls(stages), lses, strict=True):
+        share = torch.exp(sink[stage.q[1], None] - lse)
+        products = dout[stage.q][call.rows] * out[stage.q][call.rows]
+        gradient[stage.q[1]] -= (share * products.sum(-1, dtype=lse.dtype).T).sum(1)
+    return gradient.to(sink.dtype)
 
 
 def attend(
@@ -296,6 +313,11 @@ def _stages(q: Tensor, k: Tensor, metadata: ShardMetadata) -> list[_Stage]:
         query_heads = slice(first * per_key, stop * per_key)
         stages.append(_Stage((part.rows, query_heads), (part.rows, slice(first, stop)), part))
     return stages
+
+
+def _own_calls(stages: list[_Stage]) -> list[tuple[_Stage, Call]]:
+    """The calls with keys of their own, of each of which a log-sum-exp is kept."""
+    return [(stage, call) for stage in stages if stage.part.causal for call in stage.part.calls]
 
 
 def _arriving(

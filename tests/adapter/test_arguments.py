@@ -78,7 +78,6 @@ REFUSED = {
     "--mtp-num-layers 1 --pipeline-model-parallel-layout Et|tL": "on the last stage; leave the latter out",
     "--attention-dropout 0.1": "give --attention-dropout 0",
     "--window-size 128,128": "give LEFT,0",
-    "--softmax-type learnable": "give vanilla",
     "--position-embedding-type mrope": "give rope, yarn",
     "--multi-latent-attention --position-embedding-type yarn": "give rope, and --rope-type yarn",
     "--multi-latent-attention": "give --no-rope-fusion",

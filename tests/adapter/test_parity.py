@@ -37,6 +37,7 @@ YARN = (
     "--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 64 "
     "--yarn-beta-fast 32 --yarn-beta-slow 1 --mscale 1 --mscale-all-dim 0"
 )
+SINKS = "--softmax-type learnable --window-size 16,0 --window-attn-skip-freq 2"
 MTP = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5"
 LATENT = "--multi-latent-attention --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16"
 QUERY_LATENT = "--q-lora-rank 24 --qk-layernorm --rope-type rope"
@@ -126,6 +127,8 @@ MODELS = [
     ("window", "--window-size 16,0", 2, CP2),
     full("window", "--window-size 16,0", 2, f"{CP2} --wlb-cp-sharding hybrid"),
     ("window-skip", "--window-size 16,0 --window-attn-skip-freq 2", 2, CP2),
+    ("sinks", SINKS, 4, f"{TP2} {CP2}"),
+    full("sinks", "--softmax-type off-by-one", 4, f"{CP2} {VPP2} {FULL}"),
     ("moe", MOE, 2, EP2),
     ("moe", MOE, 2, f"{EP2} {TP2} --expert-tensor-parallel-size 1"),
     full("moe", MOE, 2, f"{EP2} {CP2}"),

@@ -15,23 +15,22 @@ from megatron_wlb.plan import document_log, state
 from megatron_wlb.plan.packing import POLICIES
 from tests.adapter.audit import audit
 from tests.adapter.datasets import write_dataset
+from tests.adapter.test_parity import CP2, MTP, PP2, SINKS, TP2, VPP2, needs_mtp
 from tests.adapter.training import train
 
 ADAM = "--optimizer adam --lr 1e-3".split()
-LAYOUTS = {
-    "one-process": (1, ""),
-    "cp2-pp2-vpp2": (
-        4,
-        "--context-parallel-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
-    ),
-}
+LAYOUTS = ((1, ""), (4, f"{CP2} {VPP2}"))
 EXACT = ("step", "digest", "loss", "tokens", "imbalance", "imbalance_original", "delays_tokens", "work")
 
 
-@pytest.mark.parametrize("packing", ["wlb", "original", "adaptive", "fixed"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_resumed_equals_uninterrupted(layout, packing, dataset, tmp_path):
-    size, flags = LAYOUTS[layout]
+@pytest.mark.parametrize(
+    ("size", "flags", "packing"),
+    [
+        *((*layout, packing) for layout in LAYOUTS for packing in ("wlb", "original", "adaptive", "fixed")),
+        pytest.param(4, f"{TP2} {PP2} {MTP} {SINKS}", "adaptive", marks=needs_mtp, id="mtp and sinks"),
+    ],
+)
+def test_resumed_equals_uninterrupted(size, flags, packing, dataset, tmp_path):
     common = [*flags.split(), *ADAM, "--wlb-packing", packing, "--train-iters", "4"]
     whole = train(size, dataset, *common, log=tmp_path / "whole.jsonl")
 

@@ -8,7 +8,7 @@ import pytest
 from megatron_wlb.cost.attention import ATTENTION_BACKWARD, FLOPS_PROFILE, KernelTimes, attention_kernels, load_profile
 from megatron_wlb.cost.exchange import exchange_model, stage_times
 from megatron_wlb.cost.network import Group
-from megatron_wlb.cost.passes import H100, layers_of, pass_times, synchronised
+from megatron_wlb.cost.passes import H100, layers_of, pass_times, put_off_weights, synchronised
 from megatron_wlb.job import Recompute
 from megatron_wlb.model import MODELS
 from megatron_wlb.plan.sharding import rank_work
@@ -143,6 +143,28 @@ def test_keys_and_values_are_not_gathered_again_if_kept_and_else_while_the_mlp_r
     kept = layer_times(replace(given, save_gathered_kv=True), shards)
     assert early[0].exchange == kept[0].exchange == forward.exchange
     assert kept[1].exchange == early[1].exchange < backward.exchange
+
+
+def test_products_of_column_parallel_matrices_hide_what_tensor_parallel_ranks_move():
+    """Exposed in backward: gradients of the outputs of two row-parallel matrices, and what outlasts a product."""
+    given = job(tp=8, model=replace(SMALL, ffn_hidden_size=512))
+    tokens, hidden = 65536, 4096
+    tensor = layer_times(given, shards_of(given, [[tokens]]))[1].tensor
+    gather, scatter = (
+        H100.network.collective(name, tokens * hidden * 2, Group(size=8, stride=1))
+        for name in ("all_gather", "reduce_scatter")
+    )
+    qkv, fc1 = (2 * tokens * hidden * wide / 8 / 600e6 for wide in (3 * hidden, 2 * 512))
+    assert qkv > max(gather, scatter) and fc1 < min(gather, scatter)
+    assert tensor == pytest.approx(2 * gather + gather - fc1 + scatter - fc1)
+
+
+def test_weight_gradients_that_hide_a_reduction_are_not_put_off():
+    whole, divided = (job(tp=tp, model=SMALL) for tp in (1, 8))
+    assert put_off_weights(whole) == SMALL.layer_weights
+    assert put_off_weights(divided) == 4096 * (4096 + 11008)
+    experts = replace(SMALL, moe_router_topk=2)
+    assert put_off_weights(job(tp=8, model=experts)) == 4096 * (4096 + 3 * 11008)
 
 
 def test_recomputation_repeats_the_forward():

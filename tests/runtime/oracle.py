@@ -67,9 +67,17 @@ def inputs(
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lengths: list[int], scale: float, window: int | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """float64 out, dq, dk, dv: one block-diagonal causal mask, gradients by autograd."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lengths: list[int],
+    scale: float,
+    window: int | None = None,
+    sink: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """float64 out, dq, dk, dv, and of a `sink` [Hq] its gradient: one block-diagonal causal mask, gradients by
+    autograd."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     row = torch.arange(len(document))
@@ -78,8 +86,13 @@ def dense(
         visible &= (row[:, None] - row[None, :] <= window).to(q.device)
     keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, keys) * scale
-    out = torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, float("-inf")).softmax(-1), values)
-    return out.detach(), *torch.autograd.grad(out, (q, k, v), dout.double())
+    scores, sinks = scores.masked_fill(~visible, float("-inf")), ()
+    if sink is not None:
+        sinks = (sink.detach().double().requires_grad_(),)
+        scores = torch.cat((scores, sinks[0][:, None, None].expand(-1, len(q), 1)), dim=-1)
+        values = torch.cat((values, torch.zeros_like(values[:1])))
+    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+    return out.detach(), *torch.autograd.grad(out, (q, k, v, *sinks), dout.double())
 
 
 def local_rows(plan: ShardPlan, cp_rank: int) -> Tensor:

@@ -31,18 +31,19 @@ def _attend(cp, sharding, dtype, backend, heads, settings):
     groups = [dist.new_group(range(i, i + cp)) for i in range(0, dist.get_world_size(), cp)]
     group = groups[dist.get_rank() // cp]
     plan = _plan(LENGTHS, sharding, cp, settings.pop("stages", None) and [(0, 1), (1, heads[1])])
-    is_ahead, sizes = settings.pop("ahead", False), settings.pop("sizes", 16)
+    is_ahead, has_sink, sizes = (settings.pop(*each) for each in (("ahead", False), ("sink", False), ("sizes", 16)))
     rows = local_rows(plan, group.rank())
     options = AttentionOptions(backend=get_backend(backend, "cpu"), scale=0.3, **settings)
     metadata = ShardMetadata.build(plan, group.rank(), options.backend.encode)
     q, k, v, dout = (x[rows] for x in inputs(sum(LENGTHS), heads, sizes, dtype))
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    sinks = (_sink(heads, dtype),) if has_sink else ()
+    q, k, v, *sinks = (x.requires_grad_() for x in (q, k, v, *sinks))
 
     def run(options):
-        out = context_parallel_attention(q, k, v, metadata, group, options)
+        out = context_parallel_attention(q, k, v, metadata, group, options, *sinks)
         if is_ahead:
             send_ahead(out.grad_fn)
-        return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
+        return out.detach(), *torch.autograd.grad(out, (q, k, v, *sinks), dout)
 
     first, again = run(options), run(options)
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True)), "two runs differ"
@@ -87,17 +88,26 @@ def _attend(cp, sharding, dtype, backend, heads, settings):
         (4, 2, "in parts", torch.float32, "cpu", BF16_GRADIENTS),
         (2, 2, "staged", torch.float64, "reference", BF16_GRADIENTS),
         (4, 4, "staged", torch.float32, "cpu", {"sizes": (24, 16), "stages": "heads", "save_gathered": True}),
-        (3, 3, "in parts", torch.float64, "reference", {"sizes": (24, 16), "ahead": True}),
+        (3, 3, "in parts", torch.float64, "reference", {"sizes": (24, 16), "ahead": True, "sink": True}),
+        (2, 2, "per-sequence", torch.float32, "cpu", {"window": 7, "sink": True}),
+        (3, 3, "in parts", torch.bfloat16, "cpu", {"ahead": True, "sink": True}),
+        (4, 4, "staged", torch.float64, "reference", {"stages": "heads", "sink": True}),
     ],
 )
 def test_processes_together_are_dense_attention(world_size, cp, sharding, dtype, backend, heads, settings):
     answers = run_world(_attend, world_size, cp, sharding, dtype, backend, heads, settings)
     tensors = inputs(sum(LENGTHS), heads, settings.get("sizes", 16), dtype)
-    want = dense(*tensors, LENGTHS, 0.3, settings.get("window"))
+    sink = _sink(heads, dtype) if "sink" in settings else None
+    want = dense(*tensors, LENGTHS, 0.3, settings.get("window"), sink)
     for i in range(0, world_size, cp):
         rows = torch.cat([rows for rows, _ in answers[i : i + cp]])
-        got = [torch.cat(parts) for parts in zip(*(parts for _, parts in answers[i : i + cp]), strict=True)]
-        assert_close(tuple(got), tuple(x[rows] for x in want), TOLERANCE[dtype])
+        *parts, sinks = zip(*((*parts[:4], parts[4:]) for _, parts in answers[i : i + cp]), strict=True)
+        got = [*map(torch.cat, parts), *map(sum, zip(*sinks, strict=True))]
+        assert_close(tuple(got), (*(x[rows] for x in want[:4]), *want[4:]), TOLERANCE[dtype])
+
+
+def _sink(heads, dtype):
+    return torch.linspace(-2, 3, heads[0], dtype=dtype)
 
 
 def _calls(lengths, sharding, settings):
