@@ -159,7 +159,21 @@ def _shape(layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: i
     )
 
 
-_LATENT = {"kv_channels": 192, "v_head_dim": 128, "kv_lora_rank": 512, "qk_pos_emb_head_dim": 64}
+def latent_sizes(
+    *, kv_lora_rank: int, q_lora_rank: int | None, qk_head_dim: int, qk_pos_emb_head_dim: int, v_head_dim: int
+) -> dict[str, int]:
+    """The fields of `ModelShape` that Megatron's sizes of multi-latent attention settle."""
+    return {
+        "kv_channels": qk_head_dim + qk_pos_emb_head_dim,
+        "v_head_dim": v_head_dim,
+        "kv_lora_rank": kv_lora_rank,
+        "q_lora_rank": q_lora_rank or 0,
+        "qk_pos_emb_head_dim": qk_pos_emb_head_dim,
+    }
+
+
+_DEEPSEEK = {"kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+_V2_LITE, _V3 = (latent_sizes(q_lora_rank=rank, **_DEEPSEEK) for rank in (None, 1536))
 MODELS = {
     "550m": _shape(24, 1280, 3456, 10, 10, 32000),
     "llama2-7b": _shape(32, 4096, 11008, 32, 32, 32000),
@@ -168,8 +182,8 @@ MODELS = {
     "codellama-34b": _shape(48, 8192, 22016, 64, 8, 32000),
     "llama2-70b": _shape(80, 8192, 28672, 64, 8, 32000),
     "llama3-405b": _shape(126, 16384, 53248, 128, 8, 128256),
-    "deepseek-v2-lite": _shape(27, 2048, 8 * 1408, 16, 16, 102400, moe_router_topk=6, **_LATENT),
-    "deepseek-v3": _shape(61, 7168, 9 * 2048, 128, 128, 129280, moe_router_topk=8, q_lora_rank=1536, **_LATENT),
+    "deepseek-v2-lite": _shape(27, 2048, 8 * 1408, 16, 16, 102400, moe_router_topk=6, **_V2_LITE),
+    "deepseek-v3": _shape(61, 7168, 9 * 2048, 128, 128, 129280, moe_router_topk=8, **_V3),
 }
 """llama2-7b, codellama-34b, llama2-70b: the published configurations (Touvron et al. 2023, Roziere et al. 2023);
 llama3-8b, llama3-405b: The Llama 3 Herd of Models, table 3; deepseek-v2-lite, deepseek-v3: their technical reports

@@ -165,6 +165,11 @@ def _latent_refusals(args: argparse.Namespace) -> Iterator[str]:
         )
     if args.apply_rope_fusion:
         yield "fused rotary embeddings of --multi-latent-attention count rows of whole documents; give --no-rope-fusion"
+    if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
+        yield (
+            "--multi-latent-attention with --tensor-model-parallel-size over 1 and without --sequence-parallel has "
+            "gradients of latents that upstream does not sum over ranks, or twice; give --sequence-parallel"
+        )
     if getattr(args, "wlb_attention_backend", None) == "megatron":
         yield "--wlb-attention-backend megatron with --multi-latent-attention is not supported; choose another"
 

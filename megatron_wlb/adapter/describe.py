@@ -12,7 +12,7 @@ from megatron_wlb.adapter.settings import RunSettings
 from megatron_wlb.cost.memory import DEVICE_SHARE
 from megatron_wlb.describe import PlanSettings
 from megatron_wlb.job import Job, Parallel, Recompute
-from megatron_wlb.model import MODELS, ModelShape
+from megatron_wlb.model import MODELS, ModelShape, latent_sizes
 from megatron_wlb.plan import packing
 from megatron_wlb.plan.packing.original import OriginalPacking
 from megatron_wlb.plan.stream import DocumentStream
@@ -162,13 +162,13 @@ def _model_shape(args: Namespace) -> ModelShape:
         ffn = args.moe_router_topk * (args.moe_ffn_hidden_size or ffn) + (args.moe_shared_expert_intermediate_size or 0)
     sizes = {"kv_channels": args.kv_channels}
     if args.multi_latent_attention:
-        sizes = {
-            "kv_channels": args.qk_head_dim + args.qk_pos_emb_head_dim,
-            "v_head_dim": args.v_head_dim,
-            "kv_lora_rank": args.kv_lora_rank,
-            "q_lora_rank": args.q_lora_rank or 0,
-            "qk_pos_emb_head_dim": args.qk_pos_emb_head_dim,
-        }
+        sizes = latent_sizes(
+            kv_lora_rank=args.kv_lora_rank,
+            q_lora_rank=args.q_lora_rank,
+            qk_head_dim=args.qk_head_dim,
+            qk_pos_emb_head_dim=args.qk_pos_emb_head_dim,
+            v_head_dim=args.v_head_dim,
+        )
     return ModelShape(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,

@@ -128,20 +128,15 @@ class WlbSelfAttention(SelfAttention):  # type: ignore[misc]
 
 
 class WlbLatentAttention(MLASelfAttention):  # type: ignore[misc]
-    """Upstream's. The gradient of what all heads share of a key is summed over the tensor-parallel ranks."""
+    """Upstream's. Tensor-parallel ranks add up the gradients of what all heads share of a key, each of its heads."""
 
     def _qkv_down_projection(self, hidden_states: Any) -> Any:
-        """Latents of queries, and of keys and values with the shared part of keys, as upstream's sequence parallelism
-        has them: there, and only there, it sums that gradient."""
+        """Local layers divide latents over ranks. Upstream gathers them, and does not sum that gradient; it does where
+        ranks divide rows, as TransformerEngine's layers do."""
         q, kv = super()._qkv_down_projection(hidden_states)
-        ranks = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
-        if kv.shape[-1] != sum(ranks):
+        if kv.shape[-1] != self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim:
             kv = mappings.gather_from_tensor_model_parallel_region(kv, group=self.tp_group)
-            if self.config.sequence_parallel:
-                kv = mappings.scatter_to_sequence_parallel_region(kv, group=self.tp_group)
-        if not self.config.sequence_parallel:
-            latent, shared = kv.split(ranks, dim=-1)
-            kv = torch.cat((latent, mappings.copy_to_tensor_model_parallel_region(shared, group=self.tp_group)), dim=-1)
+            kv = mappings.scatter_to_sequence_parallel_region(kv, group=self.tp_group)
         return q, kv
 
 

@@ -175,7 +175,6 @@ def test_model_equals_single_process(name, model, size, layout, dataset, alone, 
     [
         (8, f"{TP2} {CP2} {PP2} {EP2} --expert-tensor-parallel-size 1", V2_LITE),
         (4, f"{TP2} {CP2} --recompute-activations", f"{LATENT} {QUERY_LATENT}"),
-        full(2, "--tensor-model-parallel-size 2", f"{LATENT} {QUERY_LATENT}"),
         full(4, f"{CP2} {VPP2} --wlb-cp-sharding hybrid", f"{LATENT} {QUERY_LATENT}"),
         full(4, f"{TP2} {CP2} {FULL}", f"{LATENT} {QUERY_LATENT}"),
         full(2, f"{CP2} --recompute-granularity selective --recompute-modules mla_up_proj", f"{LATENT} {QUERY_LATENT}"),
