@@ -63,7 +63,7 @@ def check_value_size(backend: Backend | type[Backend], head_sizes: tuple[int, in
     if len(set(head_sizes)) > 1 and not backend.any_value_size:
         raise ValueError(
             f"attention backend {backend.name!r} wants values of the head size of keys, {head_sizes[0]}, and they have "
-            f"{head_sizes[1]}; choose flash_attn_3, te, or cpu on a CPU"
+            f"{head_sizes[1]}; choose flash_attn_3, te or triton"
         )
 
 
