@@ -140,7 +140,7 @@ class Follower:
 
 
 def soak(minutes: float, num_micro_batches: int) -> tuple[list[Row], Follower]:
-    """Plan until the time is over; what was noted when, and what the reference said."""
+    """Plan until the time is over and the reference has said something; what was noted when, and what it said."""
     planner = Planner(packer(num_micro_batches), job_of(num_micro_batches), 0, first_step=0)
     follower = Follower(num_micro_batches, 60 * minutes / MOST_COMPARED)
     begin, noted = time.monotonic(), 0.0
@@ -148,7 +148,7 @@ def soak(minutes: float, num_micro_batches: int) -> tuple[list[Row], Follower]:
     rows: list[Row] = []
     documents = step = 0
     allocated: list[tuple[float, int]] = []
-    while not rows or rows[-1]["seconds"] < 60 * minutes:
+    while not rows or rows[-1]["seconds"] < 60 * minutes or not (follower.compared or follower.differ):
         plan = planner.get(step)
         planner.release(step)
         follower.see(plan)

@@ -30,6 +30,9 @@ class ModelShape:
     """Norms of Q and K."""
     moe_router_topk: int = 0
     """Experts that a token goes to; 0: a dense model."""
+    mtp_num_layers: int = 0
+    """Layers that predict tokens further ahead, on the last stage. Each has a matrix before it that joins two hidden
+    states, and runs the output layer once more."""
 
     @property
     def query_size(self) -> int:
@@ -126,8 +129,15 @@ class ModelShape:
 
     @property
     def token_weights(self) -> int:
-        """Weights that a token is multiplied with in one layer, with an even share of the output layer."""
-        return self.layer_weights + self.vocabulary_weights // self.num_layers
+        """Weights that a token is multiplied with in one layer, with an even share of what is beside layers."""
+        ahead = self.mtp_num_layers
+        beside = (1 + ahead) * self.vocabulary_weights + ahead * self.joining_weights
+        return self.layer_weights + beside // (self.num_layers + ahead)
+
+    @property
+    def joining_weights(self) -> int:
+        """Weights of the matrix before an MTP layer."""
+        return 2 * self.hidden_size * self.hidden_size
 
     @property
     def crossover_tokens(self) -> int:

@@ -22,6 +22,7 @@ for argument in "$@"; do
 done
 if ! $path_given; then
     $versions && arguments+=(tests/adapter) || arguments+=(tests)
+    arguments+=(-n auto --maxprocesses 4 --dist worksteal)
 fi
 
 failed=()

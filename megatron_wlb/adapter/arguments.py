@@ -97,8 +97,6 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
             "--mtp-num-layers with --pipeline-model-parallel-layout is not supported: MTP layers must be on the last "
             "stage; leave the latter out"
         )
-    if has("mtp_num_layers") and getattr(args, "wlb_max_tokens", None) == "auto":
-        yield "--wlb-max-tokens auto does not know the memory that --mtp-num-layers takes; give a number"
     if has("num_experts"):
         yield from _expert_refusals(args)
     if (

@@ -20,7 +20,7 @@ from megatron_wlb.simulate.micro_batches import Prediction, predictions
 
 _UNDEFERRABLE = (
     "defer_embedding_wgrad_compute fp4 fp8 moe_shared_expert_overlap overlap_dispatch_backward_with_experts_wgrad "
-    "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers mtp_num_layers pipeline_model_parallel_layout "
+    "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout "
     "use_torch_fsdp2"
 ).split()
 """Arguments of upstream with which weight gradients stay in the backward pass: with other hooks or layers, or where it
@@ -179,6 +179,7 @@ def _model_shape(args: Namespace) -> ModelShape:
         gated_linear_unit=args.swiglu,
         qk_layernorm=args.qk_layernorm,
         moe_router_topk=args.moe_router_topk if args.num_experts else 0,
+        mtp_num_layers=args.mtp_num_layers or 0,
         **sizes,
     )
 

@@ -77,6 +77,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--ffn-hidden-size", type=size, metavar="N", help="default: 4 x hidden size, or as for --swiglu")
     model.add_argument("--swiglu", action="store_true", help="a gated MLP")
     model.add_argument("--qk-layernorm", action="store_true", help="norms of Q and K, which count in memory")
+    model.add_argument("--mtp-num-layers", type=integer(1, 1 << 12), metavar="N", help="for multi-token prediction")
     model.add_argument("--vocab-size", "--padded-vocab-size", type=integer(1, 1 << 24), metavar="N")
 
 

@@ -15,7 +15,6 @@ from megatron_wlb.cli.common import printable, short
 
 NOT_SIMULATED = {
     "window-size": "sliding windows",
-    "mtp-num-layers": "multi-token prediction",
     "hybrid-layer-pattern": "layers of several kinds",
     "hybrid-override-pattern": "layers of several kinds",
     "experimental-attention-variant": "another attention",

@@ -25,6 +25,9 @@ def weight_bytes(job: Job) -> float:
     """Weights, gradients and optimizer of the fullest GPU, with the distributed optimizer; of a dense model."""
     p, model = job.parallel, job.model
     weights = model.layer_weights * model.num_layers / p.pp + model.vocabulary_weights * (2 if p.pp == 1 else 1)
+    if model.mtp_num_layers:
+        weights += model.mtp_num_layers * (model.layer_weights + model.joining_weights)
+        weights += model.vocabulary_weights * (p.pp > 1)  # the last stage embeds, too
     return weights / p.tp * (WEIGHT_BYTES + OPTIMIZER_BYTES / (p.dp * p.cp))
 
 
@@ -36,6 +39,19 @@ def layer_input_bytes(job: Job) -> float:
 def layer_bytes(job: Job) -> float:
     """What one layer that is not wholly recomputed keeps for backward, per token of a rank's part of the sequence."""
     return _attention_bytes(job) + _mlp_bytes(job)
+
+
+def mtp_bytes(job: Job) -> float:
+    """What one MTP layer and its logits keep for backward, per token of a rank's part of the sequence."""
+    if job.recompute.granularity == "full":
+        return 2 * layer_input_bytes(job) + logits_bytes(job)
+    # Inputs of three norms, two of which are joined.
+    return 5 * layer_input_bytes(job) + layer_bytes(job) + logits_bytes(job)
+
+
+def logits_bytes(job: Job) -> float:
+    """Logits, and their softmax in fp32, per token of a rank's part of the sequence."""
+    return (job.bytes_per_value + 4) * job.model.padded_vocab_size / job.parallel.tp
 
 
 def _dropped(job: Job) -> frozenset[str]:
@@ -242,7 +258,6 @@ def _token_bytes(job: Job, stage: int) -> tuple[float, float]:
     else:
         kept = layers * layer_bytes(job)
     if stage == parallel.pp - 1:
-        # Input of the output layer, its logits, and their softmax in fp32.
-        at_once += job.bytes_per_value * model.hidden_size
-        at_once += (job.bytes_per_value + 4) * model.padded_vocab_size / parallel.tp
+        at_once += job.bytes_per_value * model.hidden_size + logits_bytes(job)
+        at_once += model.mtp_num_layers * mtp_bytes(job)
     return kept, at_once

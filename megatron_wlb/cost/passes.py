@@ -73,7 +73,8 @@ class Passes:
 
 
 def layers_of(job: Job) -> np.ndarray:
-    """Layers of every virtual stage, int64 [pp, vpp]. Raises ValueError where they do not divide."""
+    """Layers of every virtual stage, MTP layers on the last, int64 [pp, vpp]. Raises ValueError where they do not
+    divide."""
     pp, vpp, edge = job.parallel.pp, job.parallel.vpp, job.parallel.edge_layers
     each, rest = divmod(job.model.num_layers + 2 * edge, pp * vpp)
     if rest:
@@ -83,7 +84,7 @@ def layers_of(job: Job) -> np.ndarray:
         )
     layers = np.full((pp, vpp), each)
     layers[0, 0] -= edge
-    layers[-1, -1] -= edge
+    layers[-1, -1] += job.model.mtp_num_layers - edge
     return layers
 
 
@@ -156,14 +157,18 @@ def pass_times(job: Job, hardware: Hardware, shards: Sequence[ShardPlan]) -> Pas
     if job.recompute.granularity == "full":
         backward = LayerTimes(**{f.name: getattr(backward, f.name) + getattr(forward, f.name) for f in fields(forward)})
     times = [layers * forward.total, layers * backward.total]
-    # The embedding scatters its rows; the output layer gathers them.
-    output = _output(job, hardware, tokens)
+    # The embedding scatters its rows; the output layer gathers them. Each MTP layer embeds once more, gathers two
+    # hidden states for the matrix that joins them and one after it, and goes through the output layer.
+    output, ahead = _output(job, hardware, tokens), model.mtp_num_layers
+    joining = _products(job, hardware, model.joining_weights, tokens)
     times[0][0, 0] += scatter * exposed
     times[1][0, 0] += gather * exposed
-    times[0][-1, -1] += output[0] + gather * exposed
+    times[0][-1, -1] += (1 + ahead) * (output[0] + gather * exposed)
+    times[0][-1, -1] += ahead * (joining[0] + (3 * gather + scatter) * exposed)
+    times[1][-1, -1] += ahead * (joining[1] + (2 * gather + 2 * scatter) * exposed)
     of_output = _products(job, hardware, model.vocabulary_weights, tokens)[1] / 2
     hidden = np.minimum(gather, of_output) + (0 if job.defer_weight_gradients else np.minimum(scatter, of_output))
-    times[1][-1, -1] += output[1] + (gather + scatter - hidden) * exposed
+    times[1][-1, -1] += (1 + ahead) * (output[1] + (gather + scatter - hidden) * exposed)
     between = Group(size=job.parallel.pp, stride=tp * cp * job.parallel.dp)
     transfer = hardware.network.point_to_point(hidden_bytes / tp, between)
     return Passes(

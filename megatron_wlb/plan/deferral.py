@@ -21,6 +21,8 @@ def undeferrable(job: "Job") -> str:
     """Why weight gradients of a job cannot be put off; "" if they can."""
     if job.parallel.pp == 1:
         return "a single pipeline stage waits for nobody"
+    if job.model.mtp_num_layers:
+        return "weight gradients of layers for multi-token prediction cannot be put off"
     try:
         layers_of(job)
     except ValueError as error:

@@ -131,7 +131,7 @@ def simulate_step(job: Job, shards: Sequence[Sequence[ShardPlan]], hardware: Har
 def breakdown(step: SimulatedStep) -> Breakdown:
     """Where the time goes. Simulates the step once more with all micro-batches of a rank alike."""
     job = step.job
-    layers = job.model.num_layers / job.parallel.pp
+    layers = layers_of(job).sum() / job.parallel.pp
 
     def per_gpu(part: Callable[[LayerTimes], np.ndarray]) -> float:
         return layers * sum(float(part(layer).sum()) for p in step.passes for layer in p.layers) / job.parallel.dp

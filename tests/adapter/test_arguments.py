@@ -74,7 +74,6 @@ REFUSED = {
     "--use-torch-fsdp2 --save x": "--use-torch-fsdp2 with --save or --load",
     "--use-torch-fsdp2 --load x": "--use-torch-fsdp2 with --save or --load",
     "--use-torch-fsdp2 --mtp-num-layers 1": "--use-torch-fsdp2 .*use --use-distributed-optimizer",
-    "--mtp-num-layers 1 --wlb-max-tokens auto": "give a number",
     "--mtp-num-layers 1 --pipeline-model-parallel-layout Et|tL": "on the last stage; leave the latter out",
     "--attention-dropout 0.1": "give --attention-dropout 0",
     "--window-size 128,128": "give LEFT,0",

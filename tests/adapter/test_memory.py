@@ -11,7 +11,8 @@ import weakref
 import pytest
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_wlb.cost.memory import layer_bytes, layer_input_bytes
+from megatron_wlb.adapter import compat
+from megatron_wlb.cost.memory import layer_bytes, layer_input_bytes, mtp_bytes
 from tests.adapter.training import MODEL, WLB, _less, _train
 from tests.worlds import run_world
 
@@ -134,3 +135,16 @@ def test_autograd_keeps_of_a_layer_what_is_predicted(model, size, flags, dataset
     added = sum(two[0] - one[0] for one, two in zip(alone, both, strict=True)) / sum(rows for _, rows, _ in both)
     predicted = layer_input_bytes(job) if FULL in flags else layer_bytes(job) + _local_extra(job)
     assert predicted == pytest.approx(added, rel=0.02)
+
+
+@pytest.mark.skipif(compat.minor() < 19, reason="MTP is refused with this megatron-core")
+@pytest.mark.parametrize(("size", "flags"), [(1, "--bf16"), (2, f"--bf16 {TP2}"), (1, f"--bf16 {FULL}")])
+def test_autograd_keeps_of_an_mtp_layer_what_is_predicted(size, flags, dataset):
+    """Three norms of its own keep their inputs in fp32 here."""
+    argv = ["pretrain_gpt.py", *MODELS["llama"], *WLB, *SIZES, *flags.split(), "--data-path", dataset]
+    one, two = (run_world(_kept, size, [*argv, "--mtp-num-layers", str(count)]) for count in (1, 2))
+    job = two[0][-1]
+    added = sum(b[0] - a[0] for a, b in zip(one, two, strict=True)) / sum(rows for _, rows, _ in two)
+    norms = 3 * (8 - job.bytes_per_value) * job.model.hidden_size / job.parallel.sequence_ranks
+    extra = 0 if FULL in flags else _local_extra(job) + norms
+    assert mtp_bytes(job) + extra == pytest.approx(added, rel=0.02)

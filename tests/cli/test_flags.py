@@ -15,8 +15,8 @@ from tests.cli.analyses import FFN, JOB, MODEL, C, N, described
 def test_a_job_with_all_flags():
     words = (
         "--num-layers 14 --hidden-size 64 --num-attention-heads 8 --group-query-attention --num-query-groups 4 "
-        "--qk-layernorm --kv-channels 16 --swiglu --vocab-size 100 --seq-length 512 --global-batch-size 24 "
-        "--num-gpus 48 "
+        "--qk-layernorm --kv-channels 16 --mtp-num-layers 1 --swiglu --vocab-size 100 --seq-length 512 "
+        "--global-batch-size 24 --num-gpus 48 "
         "--tensor-model-parallel-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 4 "
         "--num-layers-per-virtual-pipeline-stage 2 --microbatch-group-size-per-virtual-pipeline-stage 4 "
         "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --recompute-granularity "
@@ -30,7 +30,7 @@ def test_a_job_with_all_flags():
     assert description["model"] == {
         **{"num_layers": 14, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 8},
         **{"num_query_groups": 4, "padded_vocab_size": 256, "kv_channels": 16, "gated_linear_unit": True},
-        **{"qk_layernorm": True, "moe_router_topk": 0},
+        **{"qk_layernorm": True, "moe_router_topk": 0, "mtp_num_layers": 1},
         **dict.fromkeys(("v_head_dim", "kv_lora_rank", "q_lora_rank", "qk_pos_emb_head_dim"), 0),
     }
     assert description["parallel"] == {

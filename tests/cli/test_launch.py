@@ -85,7 +85,6 @@ VALUES = {
     "position_embedding_type": "mrope",
     "rerun_mode": "report_stats",
     "save": "s3://bucket",
-    "softmax_type": "learnable",
 }
 """Of flags of which not every value is refused."""
 
@@ -128,9 +127,10 @@ def test_what_to_take_out_is_printed(tmp_path, lengths, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "gpus", "shape"), [("550m", 32, (24, 1280)), ("7b", 64, (32, 4096)), ("70b", 256, (80, 8192))]
+    ("name", "gpus", "chunks", "shape"),
+    [("550m", 32, 3, (24, 1280)), ("7b", 64, 4, (32, 4096)), ("70b", 256, 5, (80, 8192))],
 )
-def test_our_own_slurm_scripts(name, gpus, shape, tmp_path, script):
+def test_our_own_slurm_scripts(name, gpus, chunks, shape, tmp_path, script):
     """By `--dry-run`, without Slurm: the nodes that they ask for, and 128K by default."""
     write_index(tmp_path / "corpus.idx", np.full(99, 9000))
     job = ["bash", str(ROOT / f"scripts/slurm/{name}.sbatch"), "--dry-run", "--seed", "7"]
@@ -138,7 +138,7 @@ def test_our_own_slurm_scripts(name, gpus, shape, tmp_path, script):
     line = subprocess.run(job, env=env, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     args, job, blend, notes = described(script(line), "--vocab-size 32000")
     parallel = job.parallel
-    assert (parallel.num_gpus, job.context_length, parallel.pp, parallel.vpp) == (gpus, 131072, 4, 2)
+    assert (parallel.num_gpus, job.context_length, parallel.pp, parallel.vpp) == (gpus, 131072, 4, chunks)
     assert (job.global_batch_size, job.packing.name, args.seed) == (4 * parallel.dp, "adaptive", 7)
     assert (job.model.num_layers, job.model.hidden_size, job.model.gated_linear_unit) == (*shape, True)
     assert blend.prefixes == [str(tmp_path / "corpus")]

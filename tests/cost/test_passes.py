@@ -167,6 +167,24 @@ def test_weight_gradients_that_hide_a_reduction_are_not_put_off():
     assert put_off_weights(job(tp=8, model=experts)) == 4096 * (4096 + 3 * 11008)
 
 
+def test_mtp_layers_run_on_the_last_stage_and_through_the_output_layer():
+    model = replace(SMALL, num_layers=4, padded_vocab_size=32000)
+    plain, ahead = (job(model=replace(model, mtp_num_layers=count), pp=2) for count in (0, 2))
+    shards = shards_of(plain, [[4096, 4096]])
+    without, given = (pass_times(each, H100, shards) for each in (plain, ahead))
+    joining = 2 * 8192 * 2 * 4096 * 4096 / 600e6
+    for i, (fewer, more) in enumerate(
+        zip((without.forward, without.backward), (given.forward, given.backward), strict=True)
+    ):
+        layer, output = without.layers[i].total, fewer[1, 0] - 2 * without.layers[i].total
+        assert (more[0] == fewer[0]).all()
+        assert more[1, 0] - fewer[1, 0] == pytest.approx(2 * (layer + (1 + i) * joining + output))
+    assert layers_of(ahead).sum() == 6
+    assert replace(model, mtp_num_layers=2).token_weights == pytest.approx(
+        model.layer_weights + (3 * 32000 * 4096 + 2 * 2 * 4096**2) / 6, abs=1
+    )
+
+
 def test_recomputation_repeats_the_forward():
     given = job(cp=2)
     shards = shards_of(given, [[65536, 65536]])

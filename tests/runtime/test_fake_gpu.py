@@ -48,7 +48,7 @@ def forward_and_backward() -> None:
             metadata = replace(metadata, integers=mode.from_tensor(metadata.integers)).to("cuda")
             q, k, v = (gpu(metadata.num_rows, heads) for heads in (HEADS[0], HEADS[1], HEADS[1]))
             # By hand: autograd asks the driver for the device.
-            out = _ContextParallelAttention.forward(ctx, q, k, v, metadata, dist.group.WORLD, options)
+            out = _ContextParallelAttention.forward(ctx, q, k, v, None, metadata, dist.group.WORLD, options)
             gradients = _ContextParallelAttention.backward(ctx, torch.empty_like(out))[:3]
         for got, like in zip((out, *gradients), (q, q, k, v), strict=True):
             assert (got.shape, got.dtype, got.device) == (like.shape, like.dtype, like.device)
@@ -106,7 +106,7 @@ def what_fake_tensors_refuse() -> None:
         on_host = replace(metadata, integers=mode.from_tensor(metadata.integers))
         q, k = gpu(metadata.num_rows, HEADS[0]), gpu(metadata.num_rows, HEADS[1])
         with pytest.raises(RuntimeError, match="device"):
-            _ContextParallelAttention.forward(SimpleNamespace(), q, k, k, on_host, dist.group.WORLD, options)
+            _ContextParallelAttention.forward(SimpleNamespace(), q, k, k, None, on_host, dist.group.WORLD, options)
         with pytest.raises(DataDependentOutputException):
             int(on_host.to("cuda").positions.max())
 

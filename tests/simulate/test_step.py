@@ -49,6 +49,7 @@ JOBS = [
         edge_layers=1,
         recompute=Recompute(granularity="full"),
     ),
+    job(model=replace(MODELS["llama2-7b"], num_layers=8, mtp_num_layers=2), pp=4),
     job(model=replace(MODELS["llama2-7b"], num_layers=8, moe_router_topk=2), cp=2, pp=2, dp=4, ep=4),
 ]
 
