@@ -16,6 +16,15 @@ class ModelShape:
     padded_vocab_size: int
     """0 leaves the embedding and the output layer out."""
     kv_channels: int = 128
+    """Values of a query head and of a key head."""
+    v_head_dim: int = 0
+    """Values of a value head; 0: `kv_channels`."""
+    kv_lora_rank: int = 0
+    """Multi-latent attention: values of the latent that a token's keys and values are projected from; 0: none."""
+    q_lora_rank: int = 0
+    """The same of queries; 0: they are projected from the hidden state."""
+    qk_pos_emb_head_dim: int = 0
+    """Values of a key that are rotated, which all heads of multi-latent attention share."""
     gated_linear_unit: bool = True
     qk_layernorm: bool = False
     """Norms of Q and K."""
@@ -36,24 +45,82 @@ class ModelShape:
         return self.num_query_groups * self.kv_channels
 
     @property
+    def head_sizes(self) -> tuple[int, int]:
+        """Values of a key head and of a value head."""
+        return self.kv_channels, self.value_channels
+
+    @property
+    def head_size(self) -> int:
+        """Values of a head, by which attention's products count: the mean of those of keys and of values."""
+        return sum(self.head_sizes) // 2
+
+    @property
+    def value_channels(self) -> int:
+        """Values of a value head."""
+        return self.v_head_dim or self.kv_channels
+
+    @property
+    def value_size(self) -> int:
+        """Values of all value heads of a token."""
+        return self.num_query_groups * self.value_channels
+
+    @property
+    def output_size(self) -> int:
+        """Values of a token that attention gives."""
+        return self.num_attention_heads * self.value_channels
+
+    @property
+    def attention_size(self) -> int:
+        """Values of a token in Q, K, V and what attention gives."""
+        return self.query_size + self.key_size + self.value_size + self.output_size
+
+    @property
+    def latent_size(self) -> int:
+        """Values that are projected from the hidden state in place of Q, K and V; 0 without multi-latent attention."""
+        return self.q_lora_rank + self.kv_lora_rank + self.qk_pos_emb_head_dim if self.kv_lora_rank else 0
+
+    @property
+    def projections(self) -> list[tuple[int, int]]:
+        """Outputs and inputs of the matrices between the input of one attention and its Q, K and V.
+
+        With latents: that from the hidden state to latents, then those to queries, and to keys and values.
+        """
+        if not self.kv_lora_rank:
+            return [(self.query_size + self.key_size + self.value_size, self.hidden_size)]
+        rotated = self.num_query_groups * self.qk_pos_emb_head_dim
+        return [
+            (self.latent_size, self.hidden_size),
+            (self.query_size, self.q_lora_rank or self.hidden_size),
+            (self.key_size - rotated + self.value_size, self.kv_lora_rank),
+        ]
+
+    @property
+    def qkv_weights(self) -> int:
+        """Weights of `projections`."""
+        return sum(outputs * inputs for outputs, inputs in self.projections)
+
+    @property
     def layer_weights(self) -> int:
         """Weights of the matrices of one layer."""
-        mlp = self.ffn_hidden_size * (3 if self.gated_linear_unit else 2)
-        return self.hidden_size * (2 * self.query_size + 2 * self.key_size + mlp)
+        return self.qkv_weights + self.hidden_size * self.output_size + self._mlp_weights
 
     @property
     def column_weights(self) -> tuple[int, ...]:
-        """Weights of each column-parallel matrix of one layer but experts', whose tokens are exchanged apart: QKV, and
-        the first of the MLP."""
-        attention = self.hidden_size * (self.query_size + 2 * self.key_size)
+        """Weights of each column-parallel matrix of one layer but experts', whose tokens are exchanged apart: QKV,
+        where there are latents those from them, and the first of the MLP."""
+        projections = [outputs * inputs for outputs, inputs in self.projections]
+        attention = sum(projections[1:] or projections)
         mlp = self.hidden_size * self.ffn_hidden_size * (2 if self.gated_linear_unit else 1)
         return (attention,) if self.moe_router_topk else (attention, mlp)
 
     @property
     def expert_weights(self) -> int:
         """The part of `layer_weights` that is in experts; 0 in a dense model."""
-        mlp = self.ffn_hidden_size * (3 if self.gated_linear_unit else 2)
-        return self.hidden_size * mlp if self.moe_router_topk else 0
+        return self._mlp_weights if self.moe_router_topk else 0
+
+    @property
+    def _mlp_weights(self) -> int:
+        return self.hidden_size * self.ffn_hidden_size * (3 if self.gated_linear_unit else 2)
 
     @property
     def vocabulary_weights(self) -> int:
@@ -76,17 +143,21 @@ class ModelShape:
     def crossover_tokens(self) -> int:
         """Crossover length Lc in tokens by the FLOPs of matrix products alone.
 
-        Per token and layer: 2 FLOPs per weight, and 2 * heads * kv_channels per token that is attended to (causal
-        attention: QK^T and PV over half of the document).
+        Per token and layer: 2 FLOPs per weight, and heads * (kv_channels + value_channels) per token of the document
+        (causal attention: QK^T and PV over half of it).
         """
-        return max(1, self.token_weights // self.query_size)
+        return max(1, 2 * self.token_weights // (self.query_size + self.output_size))
+
+    def kv_values_per_rank(self, tp: int) -> int:
+        """Values of a token's K and V that a tensor-parallel rank has."""
+        return self.heads_per_rank(tp)[1] * sum(self.head_sizes)
 
     def heads_per_rank(self, tp: int) -> tuple[int, int]:
         """Query and key heads of a tensor-parallel rank."""
         return max(1, self.num_attention_heads // tp), max(1, self.num_query_groups // tp)
 
 
-def _shape(layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: int) -> ModelShape:
+def _shape(layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: int, **rest: int) -> ModelShape:
     return ModelShape(
         num_layers=layers,
         hidden_size=hidden,
@@ -94,9 +165,25 @@ def _shape(layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: i
         num_attention_heads=heads,
         num_query_groups=groups,
         padded_vocab_size=vocab,
+        **rest,  # type: ignore[arg-type]
     )
 
 
+def latent_sizes(
+    *, kv_lora_rank: int, q_lora_rank: int | None, qk_head_dim: int, qk_pos_emb_head_dim: int, v_head_dim: int
+) -> dict[str, int]:
+    """The fields of `ModelShape` that Megatron's sizes of multi-latent attention settle."""
+    return {
+        "kv_channels": qk_head_dim + qk_pos_emb_head_dim,
+        "v_head_dim": v_head_dim,
+        "kv_lora_rank": kv_lora_rank,
+        "q_lora_rank": q_lora_rank or 0,
+        "qk_pos_emb_head_dim": qk_pos_emb_head_dim,
+    }
+
+
+_DEEPSEEK = {"kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+_V2_LITE, _V3 = (latent_sizes(q_lora_rank=rank, **_DEEPSEEK) for rank in (None, 1536))
 MODELS = {
     "550m": _shape(24, 1280, 3456, 10, 10, 32000),
     "llama2-7b": _shape(32, 4096, 11008, 32, 32, 32000),
@@ -105,8 +192,11 @@ MODELS = {
     "codellama-34b": _shape(48, 8192, 22016, 64, 8, 32000),
     "llama2-70b": _shape(80, 8192, 28672, 64, 8, 32000),
     "llama3-405b": _shape(126, 16384, 53248, 128, 8, 128256),
+    "deepseek-v2-lite": _shape(27, 2048, 8 * 1408, 16, 16, 102400, moe_router_topk=6, **_V2_LITE),
+    "deepseek-v3": _shape(61, 7168, 9 * 2048, 128, 128, 129280, moe_router_topk=8, **_V3),
 }
 """llama2-7b, codellama-34b, llama2-70b: the published configurations (Touvron et al. 2023, Roziere et al. 2023);
-llama3-8b, llama3-405b: The Llama 3 Herd of Models, table 3. The paper's 550M and 30B are internal models "scaled in
+llama3-8b, llama3-405b: The Llama 3 Herd of Models, table 3; deepseek-v2-lite, deepseek-v3: their technical reports
+(2024), with experts in the first layers, too. The paper's 550M and 30B are internal models "scaled in
 layers and dimensions" of unpublished shape; ours are assumed: 550m has 24 layers of 10 heads (558 M parameters), 30b
 the layers, width and heads of OPT-30B, both LLaMA's feed-forward ratio of 8/3."""

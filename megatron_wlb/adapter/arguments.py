@@ -26,7 +26,8 @@ _REASONS = {
     "goes by the order of documents of a run without --wlb; leave it out": "logits_load_dir logits_save_dir",
     "saves checkpoints without the packer state; use --save-interval": "non_persistent_save_interval",
     "is not supported; use --use-torch-fsdp2 or --use-distributed-optimizer": "use_megatron_fsdp",
-    "is not supported; use plain attention": "multi_latent_attention experimental_attention_variant",
+    "is not supported; use plain attention": "experimental_attention_variant",
+    "is for inference; leave it out": "cache_mla_latents",
     "is not supported; pre-train on .bin/.idx datasets (--data-path)": (
         "sft mock_data fim_data perform_rl_step hybrid_context_parallel dynamic_context_parallel"
     ),
@@ -34,7 +35,7 @@ _REASONS = {
     "is not supported; give flags": "spec yaml_cfg",
     "is not supported; leave it out": (
         "enable_mhc_connections heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json "
-        "inprocess_restart iterations_to_skip result_rejected_tracker_filename"
+        "inprocess_restart iterations_to_skip mla_down_proj_fusion result_rejected_tracker_filename"
     ),
 }
 REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
@@ -131,6 +132,8 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
         )
     if (getattr(args, "window_size", None) or (0, 0))[1] != 0:
         yield f"--window-size is {args.window_size}; causal attention sees nothing to its right, give LEFT,0"
+    if has("multi_latent_attention"):
+        yield from _latent_refusals(args)
     if args.position_embedding_type in ("mrope", "relative"):
         yield (
             f"--position-embedding-type {args.position_embedding_type} is not supported; give rope, yarn, "
@@ -150,6 +153,23 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
             "--save and --load to object storage are not supported, the packer state is a file beside the checkpoint; "
             "give a folder"
         )
+
+
+def _latent_refusals(args: argparse.Namespace) -> Iterator[str]:
+    if args.position_embedding_type == "yarn":
+        yield (
+            "--position-embedding-type yarn with --multi-latent-attention, whose layers rotate by themselves; give "
+            "rope, and --rope-type yarn"
+        )
+    if args.apply_rope_fusion:
+        yield "fused rotary embeddings of --multi-latent-attention count rows of whole documents; give --no-rope-fusion"
+    if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
+        yield (
+            "--multi-latent-attention with --tensor-model-parallel-size over 1 and without --sequence-parallel has "
+            "gradients of latents that upstream does not sum over ranks, or twice; give --sequence-parallel"
+        )
+    if getattr(args, "wlb_attention_backend", None) == "megatron":
+        yield "--wlb-attention-backend megatron with --multi-latent-attention is not supported; choose another"
 
 
 def _expert_refusals(args: argparse.Namespace) -> Iterator[str]:

@@ -12,7 +12,7 @@ from megatron_wlb.adapter.settings import RunSettings
 from megatron_wlb.cost.memory import DEVICE_SHARE
 from megatron_wlb.describe import PlanSettings
 from megatron_wlb.job import Job, Parallel, Recompute
-from megatron_wlb.model import MODELS, ModelShape
+from megatron_wlb.model import MODELS, ModelShape, latent_sizes
 from megatron_wlb.plan import packing
 from megatron_wlb.plan.packing.original import OriginalPacking
 from megatron_wlb.plan.stream import DocumentStream
@@ -160,6 +160,15 @@ def _model_shape(args: Namespace) -> ModelShape:
     ffn = args.ffn_hidden_size
     if args.num_experts:
         ffn = args.moe_router_topk * (args.moe_ffn_hidden_size or ffn) + (args.moe_shared_expert_intermediate_size or 0)
+    sizes = {"kv_channels": args.kv_channels}
+    if args.multi_latent_attention:
+        sizes = latent_sizes(
+            kv_lora_rank=args.kv_lora_rank,
+            q_lora_rank=args.q_lora_rank,
+            qk_head_dim=args.qk_head_dim,
+            qk_pos_emb_head_dim=args.qk_pos_emb_head_dim,
+            v_head_dim=args.v_head_dim,
+        )
     return ModelShape(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -167,11 +176,11 @@ def _model_shape(args: Namespace) -> ModelShape:
         num_attention_heads=args.num_attention_heads,
         num_query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
         padded_vocab_size=args.padded_vocab_size or 0,
-        kv_channels=args.kv_channels,
         gated_linear_unit=args.swiglu,
         qk_layernorm=args.qk_layernorm,
         moe_router_topk=args.moe_router_topk if args.num_experts else 0,
         mtp_num_layers=args.mtp_num_layers or 0,
+        **sizes,
     )
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import mappings, set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
@@ -75,7 +76,10 @@ class WlbCoreAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **unused: Any,
     ) -> torch.Tensor:
-        """query [s, 1, Hq, D], key and value [s, 1, Hkv, D] -> [s, 1, Hq * D]."""
+        """query [s, 1, Hq, D], key [s, 1, Hkv, D], value [s, 1, Hkv, Dv] -> [s, 1, Hq * Dv].
+
+        Multi-latent attention leaves the 1 out.
+        """
         metadata = getattr(packed_seq_params, "wlb", None)
         if metadata is None:
             raise ValueError(
@@ -84,10 +88,9 @@ class WlbCoreAttention(MegatronModule):
             )
         sink = self.softmax_offset
         if sink is None and self.config.softmax_type == "off-by-one":
-            sink = query.new_zeros(query.shape[2])
-        out = context_parallel_attention(
-            query.squeeze(1), key.squeeze(1), value.squeeze(1), metadata, self._cp_group, self._options, sink
-        )
+            sink = query.new_zeros(query.shape[-2])
+        q, k, v = (x.flatten(0, -3) for x in (query, key, value))
+        out = context_parallel_attention(q, k, v, metadata, self._cp_group, self._options, sink)
         self.last = None if out.grad_fn is None else weakref.ref(out.grad_fn)
         return out.reshape(out.shape[0], 1, -1)
 
@@ -122,6 +125,19 @@ class WlbSelfAttention(SelfAttention):  # type: ignore[misc]
 
     def _checkpointed_attention_forward(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         return super()._checkpointed_attention_forward(owned(query), owned(key), owned(value), *args, **kwargs)
+
+
+class WlbLatentAttention(MLASelfAttention):  # type: ignore[misc]
+    """Upstream's. Tensor-parallel ranks add up the gradients of what all heads share of a key, each of its heads."""
+
+    def _qkv_down_projection(self, hidden_states: Any) -> Any:
+        """Local layers divide latents over ranks. Upstream gathers them, and does not sum that gradient; it does where
+        ranks divide rows, as TransformerEngine's layers do."""
+        q, kv = super()._qkv_down_projection(hidden_states)
+        if kv.shape[-1] != self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim:
+            kv = mappings.gather_from_tensor_model_parallel_region(kv, group=self.tp_group)
+            kv = mappings.scatter_to_sequence_parallel_region(kv, group=self.tp_group)
+        return q, kv
 
 
 def configure(model: Any, *, options: AttentionOptions | None, context_length: int) -> Any:
@@ -164,13 +180,18 @@ def _adapt(layer: Any, config: Any, options: AttentionOptions | None) -> None:
     attention = submodules.self_attention.submodules
     if options is None:
         attention.core_attention = ThdCoreAttention.of(attention.core_attention)
+    elif config.multi_latent_attention:
+        attention.core_attention = ModuleSpec(module=WlbCoreAttention, params={"options": options})
+        submodules.self_attention.module = WlbLatentAttention
     else:
         attention.core_attention = partial(WlbCoreAttention, options=options)
         submodules.self_attention.module = WlbSelfAttention
     if config.transformer_impl == "local":
         submodules.input_layernorm = submodules.pre_mlp_layernorm = _torch_norm
         if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = _torch_norm
+            key = "kv_layernorm" if config.multi_latent_attention else "k_layernorm"
+            attention.q_layernorm = _torch_norm
+            setattr(attention, key, _torch_norm)
 
 
 def _torch_norm(config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> torch.nn.Module:
@@ -185,7 +206,9 @@ def _torch_norm(config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any)
 def _follow_positions(chunks: list[GPTModel], *, max_positions: int) -> list[GPTModel]:
     for chunk in chunks:
         if (rotary := getattr(chunk, "rotary_pos_emb", None)) is not None:
-            _rotate_by_position(rotary, max_positions)
+            _rotate_by_position([rotary], max_positions)
+        if latent := [module.rotary_pos_emb for module in chunk.modules() if isinstance(module, MLASelfAttention)]:
+            _rotate_by_position(latent, max_positions, rows_only=True)
     return chunks
 
 
@@ -218,10 +241,11 @@ def _send_ahead(chunks: list[GPTModel]) -> list[GPTModel]:
     return chunks
 
 
-def _rotate_by_position(rotary: Any, max_positions: int) -> None:
-    """Make a rotary embedding look positions up instead of counting rows.
+def _rotate_by_position(embeddings: list[Any], max_positions: int, rows_only: bool = False) -> None:
+    """Make rotary embeddings, which are all alike, look positions up instead of counting rows.
 
-    Upstream hands the result of `get_rotary_seq_len` to `forward`, so that the first may return the positions.
+    Upstream hands the result of `get_rotary_seq_len` to `forward`, so that the first may return the positions. A row is
+    [1, 1, D], or with `rows_only` [1, D], since multi-latent attention drops the dimension of the batch.
     """
     tables: dict[torch.device, Any] = {}
 
@@ -233,10 +257,12 @@ def _rotate_by_position(rotary: Any, max_positions: int) -> None:
 
     def forward(positions: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if positions.device not in tables:
-            tables[positions.device] = rotary.get_emb(max_positions)
+            tables[positions.device] = embeddings[0].get_emb(max_positions)
         table = tables[positions.device]
-        if isinstance(table, tuple):  # YaRN: embedding and magnitude
-            return table[0].index_select(0, positions), *table[1:]
-        return table.index_select(0, positions)
+        rows, *magnitude = table if isinstance(table, tuple) else (table,)  # YaRN has both
+        rows = rows.index_select(0, positions)
+        rows = rows.squeeze(1) if rows_only else rows
+        return (rows, *magnitude) if magnitude else rows
 
-    rotary.get_rotary_seq_len, rotary.forward = get_rotary_seq_len, forward
+    for rotary in embeddings:
+        rotary.get_rotary_seq_len, rotary.forward = get_rotary_seq_len, forward

@@ -77,9 +77,9 @@ class Report:
         )
         backend = attention.backend.name if attention else "megatron"
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        chosen = str(choose_backend(device)) if self._run.attention_backend == "auto" else backend
+        chosen = str(choose_backend(device, job.model.head_sizes)) if self._run.attention_backend == "auto" else backend
         other = job.profile.differences(
-            head_size=job.model.kv_channels, dtype=_DTYPES[self._args.params_dtype], backend=backend
+            head_size=job.model.head_size, dtype=_DTYPES[self._args.params_dtype], backend=backend
         )
         measured = f" (measured with {other})" if other else ""
         print_rank_0(f"> wlb: attention backend {chosen}, profile {job.profile.name}{measured}")

@@ -49,7 +49,7 @@ class Training:
         """None for Megatron's own."""
         if run.attention_backend != "megatron":
             self.attention = AttentionOptions(
-                backend=get_backend(run.attention_backend, self._device),
+                backend=get_backend(run.attention_backend, self._device, job.model.head_sizes),
                 save_gathered=job.save_gathered_kv,
                 gradients_in_fp32=job.cp_gradients == "fp32",
                 two_streams=job.profile.two_streams,

@@ -261,7 +261,7 @@ def complete_profile(job: Job, shards: StepShards) -> Profile:
         flops = 2e-6 * job.model.layer_weights / job.parallel.tp * tokens
         rates = flops / float(forward.linear[0]), 2 * flops / float(backward.linear[0])
     times = profile.backward or _times(profile.forward, ATTENTION_BACKWARD)
-    return replace(profile, backward=times, linear_tflops=rates, head_size=job.model.kv_channels)
+    return replace(profile, backward=times, linear_tflops=rates, head_size=job.model.head_size)
 
 
 def scale(job: Job, attention: float, linear: float) -> Job:

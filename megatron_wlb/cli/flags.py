@@ -15,7 +15,7 @@ from megatron_wlb.cli.common import integer, short
 from megatron_wlb.cost.memory import H100_BYTES
 from megatron_wlb.describe import PlanSettings, make_job
 from megatron_wlb.job import MAX_TOKENS, Job, Parallel, Recompute
-from megatron_wlb.model import MODELS, ModelShape
+from megatron_wlb.model import MODELS, ModelShape, latent_sizes
 from megatron_wlb.plan.packing import from_args
 
 MAX_GPUS = 1 << 17
@@ -30,6 +30,8 @@ _NAMED = {"llama-?3": "llama3-8b", "llama-?2": "llama2-7b"}
 """Models by the names of their tokenizers."""
 _SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
 """Sizes that describe a model without a name; the others have defaults."""
+_LATENT_DEFAULTS = {"kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+"""Sizes of multi-latent attention where a run does not say."""
 _NEEDED = {
     "data_path": "the prefix of a .bin/.idx dataset, or a blend",
     "seq_length": "the context window in tokens",
@@ -50,7 +52,7 @@ def add_job_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
         "--launch", metavar="FILE", help="the log of a run, or a file with its command; - for standard input"
     )
     parser.add_argument(
-        "--approximate", action="store_true", help="estimate without what is not simulated, such as latent attention"
+        "--approximate", action="store_true", help="estimate without what is not simulated, such as sliding windows"
     )
     launch.accept(parser, script)
 
@@ -66,6 +68,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--group-query-attention", action="store_true")
     model.add_argument("--num-query-groups", type=size, metavar="N", help="with --group-query-attention; default: 1")
     model.add_argument("--kv-channels", type=size, metavar="N", help="default: hidden size / attention heads")
+    latent = parser.add_argument_group("multi-latent attention")
+    latent.add_argument("--multi-latent-attention", action="store_true")
+    latent.add_argument("--q-lora-rank", type=size, metavar="N", help="default: none")
+    for name, default in _LATENT_DEFAULTS.items():
+        flag = f"--{name.replace('_', '-')}"
+        latent.add_argument(flag, type=size, metavar="N", help=f"default: {default}")
     model.add_argument("--ffn-hidden-size", type=size, metavar="N", help="default: 4 x hidden size, or as for --swiglu")
     model.add_argument("--swiglu", action="store_true", help="a gated MLP")
     model.add_argument("--qk-layernorm", action="store_true", help="norms of Q and K, which count in memory")
@@ -314,6 +322,11 @@ def model_of(args: argparse.Namespace, notes: list[str], tp: int = 1) -> ModelSh
     """The model of `add_model_flags`, with Megatron's defaults for sizes that are missing; dense without experts."""
     sizes = {f.name: getattr(args, f.name) for f in fields(ModelShape) if getattr(args, f.name, None) is not None}
     sizes.pop("moe_router_topk", None)
+    for name in ("kv_lora_rank", "q_lora_rank", "qk_pos_emb_head_dim", "v_head_dim"):
+        sizes.pop(name, None)  # logs have them without latents, too
+    if args.multi_latent_attention:
+        given = {name: getattr(args, name) or default for name, default in _LATENT_DEFAULTS.items()}
+        sizes |= latent_sizes(q_lora_rank=args.q_lora_rank, **given)
     vocabulary = args.vocab_size
     if args.model is None:
         sizes = _with_defaults(args, sizes, notes)

@@ -14,7 +14,6 @@ from megatron_wlb.cli.command import Launched
 from megatron_wlb.cli.common import printable, short
 
 NOT_SIMULATED = {
-    "multi-latent-attention": "multi-latent attention",
     "window-size": "sliding windows",
     "hybrid-layer-pattern": "layers of several kinds",
     "hybrid-override-pattern": "layers of several kinds",

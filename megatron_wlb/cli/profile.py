@@ -92,7 +92,7 @@ def _target(args: argparse.Namespace) -> Target:
     device = args.device or ("cuda" if has_gpu else "cpu")
     if device == "cuda" and not has_gpu:
         raise ValueError(f"--device cuda, but torch {torch.__version__} finds none; install a driver or choose cpu")
-    backend = get_backend(args.backend, device)
+    backend = get_backend(args.backend, device, model.head_sizes)
     dtype = args.dtype or ("bf16" if device == "cuda" else "fp32")
     tensors = {"device": device, "dtype": {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]}
     if tensors["dtype"] not in backend.dtypes:
@@ -143,7 +143,7 @@ def _fit(
         name=Path(args.output).stem if args.output != "-" else target.backend.name,
         **kernel,
         linear_tflops=(flops / linear_us[0], 2 * flops / linear_us[1]),
-        head_size=model.kv_channels,
+        head_size=model.head_size,
         dtype=target.dtype,
         backend=target.backend.name,
         two_streams=two_streams,
@@ -161,16 +161,20 @@ def attention_times(
     import torch
 
     from megatron_wlb.runtime.attention import AttentionOptions, attend, attend_backward
+    from megatron_wlb.runtime.backends import side_by_side
     from megatron_wlb.runtime.metadata import ShardMetadata
 
     metadata = ShardMetadata.build(*shape, target.backend.encode).to(target.device)
     options = AttentionOptions(backend=target.backend, two_streams=two_streams)
     model = target.model
-    heads, key_heads, head_size = model.num_attention_heads, model.num_query_groups, model.kv_channels
-    q, dout = torch.randn(2, metadata.num_rows, heads, head_size, **target.tensors)
+    q, dout = (
+        torch.randn(metadata.num_rows, model.num_attention_heads, size, **target.tensors) for size in model.head_sizes
+    )
     (part,) = metadata.parts
-    kv = torch.randn(part.gather.shape[0], 2, key_heads, head_size, **target.tensors)
-    out, dq = torch.empty_like(q), torch.empty_like(q)
+    kv = side_by_side(
+        *(torch.randn(len(part.gather), model.num_query_groups, size, **target.tensors) for size in model.head_sizes)
+    )
+    out, dq = torch.empty_like(dout), torch.empty_like(q)
     lse = attend(q, kv, out, part, options)
     return (
         stopwatch(lambda: attend(q, kv, out, part, options)),
@@ -179,22 +183,27 @@ def attention_times(
 
 
 def linear_times(target: Target, tokens: int, stopwatch: Callable[..., float]) -> tuple[float, float]:
-    """A layer without attention and RoPE, forward and backward, in us per token of a micro-batch of `tokens`."""
+    """A layer without attention, RoPE and norms of latents, forward and backward, in us per token of `tokens`."""
     import torch
     from torch.nn import functional as F
 
     model = target.model
     h, ffn, gated = model.hidden_size, model.ffn_hidden_size, model.gated_linear_unit
-    query, qkv = model.query_size, model.query_size + 2 * model.key_size
-    sizes = [(h,), (qkv, h), (h, query), (h,), (ffn * (1 + gated), h), (h, ffn)]
+    latents = model.q_lora_rank, model.kv_lora_rank, model.qk_pos_emb_head_dim
+    sizes = [(h,), (h,), (h, model.output_size), (ffn * (1 + gated), h), (h, ffn), *model.projections]
     x, dy = torch.randn(2, tokens, h, **target.tensors)
     leaves = [x.requires_grad_()]
     leaves += [torch.randn(size, **target.tensors).mul_(h**-0.5).requires_grad_() for size in sizes]
 
     def forward() -> torch.Tensor:
-        x, norm1, to_qkv, projection, norm2, up, down = leaves
-        attended = F.linear(F.rms_norm(x, (h,), norm1), to_qkv)[:, :query]
-        x = x + F.linear(attended, projection)
+        x, norm1, norm2, projection, up, down, from_hidden, *from_latents = leaves
+        y = F.rms_norm(x, (h,), norm1)
+        qkv = F.linear(y, from_hidden)
+        if from_latents:
+            q, kv, _ = qkv.split(latents, dim=1)
+            rows = (q if model.q_lora_rank else y, kv)
+            qkv = torch.cat([F.linear(*each) for each in zip(rows, from_latents, strict=True)], dim=1)
+        x = x + F.linear(qkv[:, : model.output_size], projection)
         y = F.linear(F.rms_norm(x, (h,), norm2), up)
         y = F.silu(y[:, :ffn]) * y[:, ffn:] if gated else F.gelu(y)
         return x + F.linear(y, down)

@@ -108,22 +108,30 @@ class Profile:
         return self.name == FLOPS_PROFILE.name
 
     def kernels(
-        self, *, heads: int = 1, parts: int = 1, backward_ratio: float = ATTENTION_BACKWARD
+        self,
+        *,
+        heads: int = 1,
+        head_size: int | None = None,
+        parts: int = 1,
+        backward_ratio: float = ATTENTION_BACKWARD,
     ) -> tuple[KernelModel, KernelModel]:
         """Forward and backward of one layer on one rank.
 
         Args:
             heads: query heads of a tensor-parallel rank.
+            head_size: tiles of another one than was measured are taken to cost in proportion; None: the same.
             parts: in which K and V arrive.
             backward_ratio: backward time per forward time where backward was not measured.
         """
+
+        size = 1.0 if head_size is None or self.head_size is None else head_size / self.head_size
 
         def kernel(times: KernelTimes, ratio: float) -> KernelModel:
             return KernelModel(
                 tile_rows=self.tile_rows,
                 launch=times.launch * ratio,
-                tile=times.tile * ratio,
-                query_tile=times.query_tile * ratio,
+                tile=times.tile * ratio * size,
+                query_tile=times.query_tile * ratio * size,
                 heads=heads,
                 parts=parts,
             )
@@ -135,15 +143,13 @@ class Profile:
         """Crossover length Lc in tokens of a model on this device.
 
         From times where `linear_tflops` is known: a document of d tokens, whole tiles of them, takes
-        d * per_token + d * d * per_pair, so with Lc = per_token / per_pair its work is proportional to its time. Tiles
-        of another head size than the measured one are taken to cost in proportion. Launches, which are one per
-        micro-batch, don't count. Else `crossover_tokens` if stated, else from FLOPs.
+        d * per_token + d * d * per_pair, so with Lc = per_token / per_pair its work is proportional to its time.
+        Launches, which are one per micro-batch, don't count. Else `crossover_tokens` if stated, else from FLOPs.
         """
         if self.linear_tflops is None:
             return self.crossover_tokens or model.crossover_tokens
-        forward, backward = self.kernels()
-        both, t = forward + backward, self.tile_rows
-        heads = model.query_size / (self.head_size or model.kv_channels)
+        forward, backward = self.kernels(head_size=model.head_size)
+        both, t, heads = forward + backward, self.tile_rows, model.num_attention_heads
         flops = model.token_weights * (2 / self.linear_tflops[0] + 4 / self.linear_tflops[1]) / 1e6
         # n tiles of rows have n * (n + 1) / 2 visible tiles: d * d / (2 * t * t) + d / (2 * t).
         per_token = flops + heads * (both.tile / 2 + both.query_tile) / t
@@ -171,8 +177,8 @@ FLOPS_PROFILE = Profile(
 
 def attention_kernels(job: "Job", backward_ratio: float = ATTENTION_BACKWARD) -> tuple[KernelModel, KernelModel]:
     """Attention of one layer on one rank, forward and backward, communication aside."""
-    heads = job.model.heads_per_rank(job.parallel.tp)[0]
-    return job.profile.kernels(heads=heads, parts=exchange_parts(job), backward_ratio=backward_ratio)
+    heads, size, parts = job.model.heads_per_rank(job.parallel.tp)[0], job.model.head_size, exchange_parts(job)
+    return job.profile.kernels(heads=heads, head_size=size, parts=parts, backward_ratio=backward_ratio)
 
 
 @lru_cache(maxsize=16)

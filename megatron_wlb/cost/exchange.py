@@ -54,9 +54,9 @@ def exchange_model(job: "Job", network: Network, linear_tflops: float = LINEAR_T
     if job.profile.counts_pairs:
         return ExchangeModel(latency=0.0, arrive=0.0, leave=0.0, ahead=0.0)
     latency, byte = network.all_to_all(Group(size=job.parallel.cp, stride=job.parallel.tp))
-    value = 2 * job.model.heads_per_rank(job.parallel.tp)[1] * job.model.kv_channels * byte
+    value = job.model.kv_values_per_rank(job.parallel.tp) * byte
     model, recomputed = job.model, job.recompute.granularity == "selective" and "core_attn" in job.recompute.modules
-    before = 0 if recomputed else model.layer_weights - model.hidden_size * (model.query_size + 2 * model.key_size)
+    before = 0 if recomputed else model.layer_weights - model.qkv_weights
     flops = 2 * before / job.parallel.tp
     return ExchangeModel(
         latency=latency,
@@ -116,7 +116,7 @@ def exposed_exchange(job: "Job", rows: np.ndarray, attention: Directions, networ
     if cp == 1:
         return np.zeros_like(rows), np.zeros_like(rows)
     ranks = Group(size=cp, stride=job.parallel.tp)
-    values = rows * 2 * job.model.heads_per_rank(job.parallel.tp)[1] * job.model.kv_channels
+    values = rows * job.model.kv_values_per_rank(job.parallel.tp)
     arrive = collective("all_gather", values * job.bytes_per_value, ranks)
     if job.cp_exchange == "ring":
         return _exposed_hops(arrive / (cp - 1), cp, *(times / cp for times in attention))

@@ -70,19 +70,30 @@ def _attention_bytes(job: Job) -> float:
     model = job.model
     if "core_attn" in _dropped(job):
         # Its inputs are kept, and its output by the layer after it.
-        heads = 2 * job.bytes_per_value * (model.query_size + model.key_size) / job.parallel.tp
+        heads = job.bytes_per_value * model.attention_size / job.parallel.tp
     else:
         heads = _core_attention_bytes(job)
-    if model.qk_layernorm:
+    if "mla_up_proj" in _dropped(job):
+        heads -= job.bytes_per_value * model.query_size / job.parallel.tp
+    if model.kv_lora_rank:
+        heads += _latent_bytes(job)
+    elif model.qk_layernorm:
         heads += job.bytes_per_value * (model.query_size + model.key_size) / job.parallel.tp
     return _between_bytes(job, 2) + heads
+
+
+def _latent_bytes(job: Job) -> float:
+    """Latents before and after their norms, and sines and cosines for queries and keys, which every layer has."""
+    model = job.model
+    latents = (model.latent_size - model.qk_pos_emb_head_dim) * (2 if model.qk_layernorm else 1)
+    return job.bytes_per_value * (latents / job.parallel.sequence_ranks + 4 * model.qk_pos_emb_head_dim)
 
 
 def _core_attention_bytes(job: Job) -> float:
     """Q, K, V and the output of attention, and its log-sum-exps."""
     model, cp = job.model, job.parallel.cp
-    copies = 1 + cp if job.save_gathered_kv and cp > 1 else 1
-    values = 2 * model.query_size + 2 * copies * model.key_size
+    gathered = cp * (model.key_size + model.value_size) if job.save_gathered_kv and cp > 1 else 0
+    values = model.attention_size + gathered
     return (job.bytes_per_value * values + 4 * model.num_attention_heads) / job.parallel.tp
 
 
@@ -136,10 +147,10 @@ def attention_backward_bytes(job: Job) -> float:
     and dV for every query head.
     """
     model, p, w = job.model, job.parallel, job.bytes_per_value
-    q, kv = model.query_size / p.tp, 2 * model.key_size / p.tp
-    recomputed = _core_attention_bytes(job) - w * q if "core_attn" in _dropped(job) else 0
-    gradients = layer_input_bytes(job) + w * (2 * q + kv)
-    expanded = 2 * q if model.query_size > model.key_size else 0
+    q, out, kv = model.query_size / p.tp, model.output_size / p.tp, (model.key_size + model.value_size) / p.tp
+    recomputed = _core_attention_bytes(job) - w * out if "core_attn" in _dropped(job) else 0
+    gradients = layer_input_bytes(job) + w * (q + out + kv)
+    expanded = q + out if model.query_size > model.key_size else 0
     kernel = (w + 4) * q / min(p.cp, 2) + w * p.cp * (kv + expanded)
     if p.cp == 1:
         return recomputed + gradients + kernel
@@ -153,7 +164,9 @@ def arrived_bytes(job: Job) -> float:
     """K and V that have come from other ranks for backward of one attention, per token of a rank's part of the
     sequence, counted alike."""
     model, p = job.model, job.parallel
-    return 0 if p.cp == 1 or job.save_gathered_kv else job.bytes_per_value * p.cp * 2 * model.key_size / p.tp
+    if p.cp == 1 or job.save_gathered_kv:
+        return 0
+    return job.bytes_per_value * p.cp * (model.key_size + model.value_size) / p.tp
 
 
 def peak_bytes(job: Job, stage: int, max_tokens: int | None = None) -> float:
@@ -201,13 +214,16 @@ def weight_gradient_bytes(job: Job) -> tuple[float, float]:
     of the sequence: inputs and gradients of outputs, as TransformerEngine holds them, gathered where tensor-parallel
     ranks divide the sequence; of those in `passes.put_off_weights`."""
     model, p = job.model, job.parallel
-    hidden, divided = 1 + max(1, model.moe_router_topk), model.query_size + model.ffn_hidden_size
+    hidden, divided = 1 + max(1, model.moe_router_topk), model.output_size + model.ffn_hidden_size
+    latents = 2 * model.latent_size if p.tp == 1 else model.latent_size
+    if p.tp == 1 or latents:
+        hidden += 1
     if p.tp == 1:
-        hidden, divided = hidden + 1, divided + model.query_size + 2 * model.key_size
+        divided += model.query_size + model.key_size + model.value_size
     if p.tp == 1 or model.moe_router_topk:
         hidden += max(1, model.moe_router_topk)
         divided += model.ffn_hidden_size * (2 if model.gated_linear_unit else 1)
-    layer = hidden * model.hidden_size + divided / p.tp
+    layer = hidden * model.hidden_size + latents + divided / p.tp
     return job.bytes_per_value * layer, job.bytes_per_value * (model.hidden_size + model.padded_vocab_size / p.tp)
 
 

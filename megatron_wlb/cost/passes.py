@@ -235,9 +235,9 @@ def _linear(job: Job, hardware: Hardware, tokens: np.ndarray) -> Directions:
     forward, backward = _products(job, hardware, model.layer_weights, tokens)
     if job.profile.linear_tflops:
         return forward, backward
-    # Reads and writes of two norms and two residual sums, rotary embedding, and the activation.
+    # Reads and writes of two norms and two residual sums, norms of latents, rotary embedding, and the activation.
     values = 2 * 2 * model.hidden_size + 2 * 3 * model.hidden_size + 2 * (model.query_size + model.key_size)
-    values += model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
+    values += 2 * model.latent_size + model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
     memory = _memory(job, hardware, values * job.bytes_per_value, tokens)
     return forward + memory, backward + 2 * memory
 

@@ -1,11 +1,11 @@
 """Causal attention of packed documents over context-parallel ranks: exchange K and V, run every call, save only shards.
 
-Shapes: s local rows; Hq query heads, a multiple of the Hkv key heads; head size D. Attention runs in stages
-(`ShardPlan.stages`), each for a set of documents, which has n of the rows and P keys, and for h of the key heads with
-their query heads. K and V of the next stage arrive, and dK and dV of the last one leave, while this one computes; the
-first K and V of backward may be sent before (`send_ahead`). `kv` holds K and V side by side, [rows, 2, h, D]: they are
-copied together once, which frees the QKV projection that they are views of, and one collective and one index_select
-move both.
+Shapes: s local rows; Hq query heads, a multiple of the Hkv key heads; head size D, Dv of values. Attention runs in
+stages (`ShardPlan.stages`), each for a set of documents, which has n of the rows and P keys, and for h of the key heads
+with their query heads. K and V of the next stage arrive, and dK and dV of the last one leave, while this one computes;
+the first K and V of backward may be sent before (`send_ahead`). `kv` holds K and V side by side, [rows, 2, h, D], or
+[rows, h, D + Dv] where Dv is not D: they are copied together once, which frees the QKV projection that they are views
+of, and one collective and one index_select move both.
 """
 
 import functools
@@ -21,7 +21,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_wlb.plan.sharding.exchange import OWN
-from megatron_wlb.runtime.backends import Backend, KernelArgs, owned
+from megatron_wlb.runtime.backends import (
+    Backend,
+    KernelArgs,
+    check_value_size,
+    keys_and_values,
+    owned,
+    side_by_side,
+)
 from megatron_wlb.runtime.metadata import Call, Part, ShardMetadata
 
 _all_to_all = dist.all_to_all_single
@@ -62,11 +69,12 @@ def context_parallel_attention(
 ) -> Tensor:
     """Every row attends to the rows up to itself of its own document, wherever these are; differentiable once.
 
-    q [s, Hq, D], k and v [s, Hkv, D] are the local rows in the order of `metadata`; returns out [s, Hq, D]. With `sink`
-    [Hq], every row also attends to a key of that score, by head, whose value is 0. `group` has one rank per shard of
-    the plan (None: a single shard), and all of them must call. Communication, for every stage with documents that are
-    on several ranks: an all-to-all of the K and V that are needed, in forward and again in backward, and one of their
-    gradients. Saved for backward: q, k, v, out and the log-sum-exps, none of them a view of anything larger.
+    q [s, Hq, D], k [s, Hkv, D], v [s, Hkv, Dv] are the local rows in the order of `metadata`; returns out [s, Hq, Dv],
+    where Dv is D unless the backend takes any. With `sink` [Hq], every row also attends to a key of that score, by
+    head, whose value is 0. `group` has one rank per shard of the plan (None: a single shard), and all of them must
+    call. Communication, for every stage with documents that are on several ranks: an all-to-all of the K and V that are
+    needed, in forward and again in backward, and one of their gradients. Saved for backward: q, k, v, out and the
+    log-sum-exps, none of them a view of anything larger.
 
     Raises ValueError where shapes, dtypes, devices or ranks do not fit each other. Source: WLB-LLM (OSDI'25),
     section 5.
@@ -97,8 +105,8 @@ class _ContextParallelAttention(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         options: AttentionOptions,
     ) -> Tensor:
-        q, kv = owned(q), torch.stack((k, v), dim=1)
-        out = torch.empty_like(q)
+        q, kv = owned(q), side_by_side(k, v)
+        out = q.new_empty((*q.shape[:2], v.shape[-1]))
         stages = _stages(q, k, metadata)
         arriving = _arriving(kv, stages, group)
         lse: list[Tensor] = []
@@ -133,8 +141,8 @@ class _ContextParallelAttention(torch.autograd.Function):
         dq, dsink = torch.empty_like(q), _sink_gradient(sink, stages, dout, out, lses) if sink is not None else None
         if len(stages) == 1 and stages[0].part.keys_are_rows:
             dkv = attend_backward(dout, q, kv, out, lses, dq, stages[0].part, options)
-            return dq, *dkv.to(kv.dtype).unbind(1), dsink, None, None, None
-        dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in kv.unbind(1))
+            return dq, *keys_and_values(dkv.to(kv.dtype), q.shape[-1]), dsink, None, None, None
+        dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in keys_and_values(kv, q.shape[-1]))
         lse: dict[int, list[Tensor]] = {}
         for i, stage in enumerate(stages):
             number, keys = stage.part.of
@@ -202,12 +210,12 @@ def _sink_gradient(sink: Tensor, stages: list["_Stage"], dout: Tensor, out: Tens
 def attend(
     q: Tensor, kv: Tensor, out: Tensor, part: Part, options: AttentionOptions, merged: Tensor | None = None
 ) -> list[Tensor]:
-    """Attention of queries q [n, Hq, D] to all keys kv [P, 2, Hkv, D] of a part, into out [n, Hq, D].
+    """Attention of queries q [n, Hq, D] to all keys kv of a part (`side_by_side`, P rows), into out [n, Hq, Dv].
 
     Returns one log-sum-exp [Hq, rows] per call. With `merged` [Hq, n], the log-sum-exps of what out already has, none
     is returned: both are brought to what they are with these keys as well.
     """
-    streams, lse, (k, v) = _Streams(q, part, options), [], kv.unbind(1)
+    streams, lse, (k, v) = _Streams(q, part, options), [], keys_and_values(kv, q.shape[-1])
     for i, (call, args) in enumerate(options.calls(part, q.shape[-1])):
         with streams.of(i):
             values, sums = options.backend.forward(q[call.rows], k, v, args)
@@ -233,7 +241,7 @@ def attend_backward(
     part: Part,
     options: AttentionOptions,
 ) -> Tensor:
-    """Gradients of `attend`: into dq [n, Hq, D]; returns this rank's share of dK and dV, [P, 2, Hkv, D].
+    """Gradients of `attend`: into dq [n, Hq, D]; returns this rank's share of dK and dV, like kv.
 
     In fp32 (fp64 for fp64), in which calls and ranks are summed, or in the dtype of kv if there is one of both. Of a
     document in parts, out and lse are those of all of them, and dq is added to what it has.
@@ -241,7 +249,7 @@ def attend_backward(
     summed = len(part.calls) > 1 or part.sent or part.of[1] is not None
     dtype = torch.promote_types(kv.dtype, torch.float32) if summed else kv.dtype
     dkv = torch.empty_like(kv, dtype=dtype, memory_format=torch.contiguous_format)
-    streams, (k, v) = _Streams(q, part, options), kv.unbind(1)
+    streams, (k, v) = _Streams(q, part, options), keys_and_values(kv, q.shape[-1])
     for i, ((call, args), sums) in enumerate(zip(options.calls(part, q.shape[-1]), lse, strict=True)):
         local = dout[call.rows], q[call.rows], k, v, out[call.rows], sums
         args = args._replace(adds_up=i > 0, before_adding=streams.join if i > 0 else None)
@@ -315,12 +323,12 @@ def _own_calls(stages: list[_Stage]) -> list[tuple[_Stage, Call]]:
 def _arriving(
     kv: Tensor, stages: list[_Stage], group: dist.ProcessGroup | None, kept: list[Tensor] | None = None
 ) -> Iterator[Tensor]:
-    """K and V [P, 2, h, D] of one stage after the other; the first ones are on their way when this returns, and the
+    """K and V of P rows of one stage after the other; the first ones are on their way when this returns, and the
     next ones while these are used.
 
     With `kept`, the keys of the stages with an exchange, nothing travels.
     """
-    of_stage = (kv[stage.k[0], :, stage.k[1]] for stage in stages)
+    of_stage = (kv[stage.k[0], ..., stage.k[1], :] for stage in stages)
     if kept:
         pairs = zip(stages, of_stage, strict=True)
         return (kept.pop(0) if stage.part.sent else _arrived(own, None, stage.part) for stage, own in pairs)
@@ -339,7 +347,7 @@ def _ahead(
 
 
 def _start(kv: Tensor, part: Part, group: dist.ProcessGroup | None) -> tuple[Tensor, dist.Work | None]:
-    """The pool [rows that arrive and the rank's own, 2, h, D] of kv, its n rows."""
+    """The pool of kv, its n rows: rows that arrive, and the rank's own."""
     if not part.sent:
         return kv, None
     own, arrived = kv[part.own_rows], part.arrived_keys.shape[0]
@@ -349,7 +357,7 @@ def _start(kv: Tensor, part: Part, group: dist.ProcessGroup | None) -> tuple[Ten
 
 
 def _arrived(pool: Tensor, work: dist.Work | None, part: Part) -> Tensor:
-    """K and V [P, 2, h, D] of a pool. A function, so that nothing holds the pool while they are used."""
+    """K and V of P rows from a pool. A function, so that nothing holds the pool while they are used."""
     if work is not None:
         work.wait()
     return pool if part.keys_are_rows else pool.index_select(0, part.gather)
@@ -359,12 +367,12 @@ class _Sum:
     """dK and dV of rows, added up over the parts that they are in."""
 
     def __init__(self, dk: Tensor, dv: Tensor) -> None:
-        """dk and dv [n, h, D] are filled when `done` has been called for each of `left` parts."""
+        """dk [n, h, D] and dv [n, h, Dv] are filled when `done` has been called for each of `left` parts."""
         self._into, self.left = (dk, dv), 0
         self._total: Tensor | None = None
 
     def add(self, values: Tensor, rows: slice) -> None:
-        """Add values [rows, 2, h, D], which belong to this from now on."""
+        """Add values, K and V of rows side by side, which belong to this from now on."""
         num_rows = self._into[0].shape[0]
         if self._total is None and values.shape[0] == num_rows:
             self._total = values
@@ -380,7 +388,7 @@ class _Sum:
             self._total.index_add_(0, rows, back.to(self._total.dtype))
         self.left -= 1
         if not self.left:
-            for local, values in zip(self._into, self._total.unbind(1), strict=True):
+            for local, values in zip(self._into, keys_and_values(self._total, self._into[0].shape[-1]), strict=True):
                 local.copy_(values)
 
 
@@ -390,7 +398,7 @@ class _Leaving:
     def __init__(
         self, dkv: Tensor, total: _Sum, part: Part, group: dist.ProcessGroup | None, dtype: torch.dtype | None
     ) -> None:
-        """dkv [P, 2, h, D] is what `attend_backward` gave; it leaves in `dtype`, by default its own."""
+        """dkv is what `attend_backward` gave; it leaves in `dtype`, by default its own."""
         self._total, self._rows, self._back, self._work = total, part.sent_rows, None, None
         total.add(dkv if part.keys_are_rows else dkv.index_select(0, part.own_keys), part.own_rows)
         if part.sent:
@@ -416,11 +424,12 @@ def _exchanged(
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, metadata: ShardMetadata, options: AttentionOptions) -> None:
-    if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[-1] != k.shape[-1]:
+    if q.dim() != 3 or k.dim() != 3 or k.shape[:2] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:
         raise ValueError(
             f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; they must be [s, Hq, D], "
-            "[s, Hkv, D], [s, Hkv, D]: drop the batch dimension, and give K and V the same head size"
+            "[s, Hkv, D], [s, Hkv, Dv]: drop the batch dimension, and give Q and K the same head size"
         )
+    check_value_size(options.backend, (k.shape[-1], v.shape[-1]))
     if q.shape[1] % k.shape[1]:
         raise ValueError(
             f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads; "

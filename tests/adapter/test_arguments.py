@@ -25,7 +25,7 @@ from megatron_wlb.job import Parallel, Recompute
 from megatron_wlb.model import ModelShape
 from megatron_wlb.plan.packing import POLICIES
 from tests.adapter.datasets import write_index, write_lengths
-from tests.adapter.training import MODEL
+from tests.adapter.training import MODEL, _less
 
 
 @pytest.fixture
@@ -78,6 +78,10 @@ REFUSED = {
     "--attention-dropout 0.1": "give --attention-dropout 0",
     "--window-size 128,128": "give LEFT,0",
     "--position-embedding-type mrope": "give rope, yarn",
+    "--multi-latent-attention --position-embedding-type yarn": "give rope, and --rope-type yarn",
+    "--multi-latent-attention": "give --no-rope-fusion",
+    "--multi-latent-attention --no-rope-fusion --tensor-model-parallel-size 2": "give --sequence-parallel",
+    "--multi-latent-attention --no-rope-fusion --wlb-attention-backend megatron": "choose another",
     "--dataloader-type cyclic": "leave it out",
     "--save msc://bucket/run": "to object storage",
     "--load msc://bucket/run": "to object storage",
@@ -156,6 +160,24 @@ def test_a_job_has_what_the_flags_say(parse, monkeypatch):
     assert (job.cp_sharding, job.save_gathered_kv, job.hidden_dropout, job.bytes_per_value) == ("hybrid", True, True, 2)
     assert (job.cp_gradients, job.cp_gradient_bytes) == ("model", 2)
     assert job.profile.name == "flops" and job.offloaded_layers == 0
+
+
+LATENT = "--multi-latent-attention --no-rope-fusion --kv-lora-rank 32 --qk-head-dim 16 --v-head-dim 24"
+
+
+@pytest.mark.parametrize("flags", ["", LATENT, f"{LATENT} --q-lora-rank 40", f"{MOE} alltoall --moe-router-topk 2"])
+def test_a_job_has_the_operations_that_upstream_counts(flags, parse):
+    """Of weights and attended tokens; upstream counts norms of latents, too, as a weight for each of their values."""
+    base = _less(MODEL, "--group-query-attention --num-query-groups") if LATENT in flags else MODEL
+    args = parse(*flags.split(), "--transformer-impl", "local", model=base)
+    model, lengths = job_of(args).model, np.array([250, 3, 77])
+    counted = training.num_floating_point_operations(
+        args, 1, seqlen_squared_sum_in_batch=(lengths**2).sum(), total_real_tokens_in_batch=lengths.sum()
+    )
+    layer = model.layer_weights * lengths.sum() + (model.query_size + model.output_size) / 2 * (lengths**2).sum()
+    expected = 6 * (model.num_layers * layer + model.vocabulary_weights * lengths.sum())
+    norms = 6 * model.num_layers * (model.kv_lora_rank + model.q_lora_rank) * lengths.sum()
+    assert counted == pytest.approx(expected + norms, rel=1e-9)
 
 
 def test_interleaving_is_refused_with_the_nearest_numbers_that_fit(parse, monkeypatch):

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_wlb.adapter import compat
 from megatron_wlb.cost.memory import layer_bytes, layer_input_bytes, mtp_bytes
-from tests.adapter.training import MODEL, WLB, _train
+from tests.adapter.training import MODEL, WLB, _less, _train
 from tests.worlds import run_world
 
 SIZES = "--hidden-size 256 --ffn-hidden-size 704 --kv-channels 32 --global-batch-size 1 --train-iters 1".split()
@@ -24,7 +24,14 @@ CP2 = "--context-parallel-size 2"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 
-MODELS = {"llama": MODEL, "gpt": [flag for flag in MODEL if flag not in LLAMA.split()]}
+LATENT = """--multi-latent-attention --q-lora-rank 48 --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 16
+--v-head-dim 24 --qk-layernorm --rope-type rope"""
+
+MODELS = {
+    "llama": MODEL,
+    "gpt": [flag for flag in MODEL if flag not in LLAMA.split()],
+    "latent": [*_less(MODEL, "--group-query-attention --num-query-groups"), *LATENT.split()],
+}
 
 
 class _Held:
@@ -75,9 +82,13 @@ def _local_extra(job):
     model, w, h = job.model, job.bytes_per_value, job.model.hidden_size
     sequence, tp = job.parallel.sequence_ranks, job.parallel.tp
     # Cosines and sines in the training dtype, for Q and for K; TE's rotation has the angles that all layers share.
-    rotary = 4 * w * model.kv_channels
+    rotary = 0 if model.kv_lora_rank else 4 * w * model.kv_channels
     # torch's RMSNorm keeps its input and what comes of it in fp32, TE's its input.
-    normed = 2 * h / sequence + ((model.query_size + model.key_size) / tp if model.qk_layernorm else 0)
+    normed = 2 * h / sequence
+    if model.kv_lora_rank:
+        normed += (model.q_lora_rank + model.kv_lora_rank) / sequence
+    elif model.qk_layernorm:
+        normed += (model.query_size + model.key_size) / tp
     norms = (8 - w) * normed if model.gated_linear_unit else 0
     # Dropout on a CPU keeps its factors in the training dtype, on a GPU one byte.
     dropout = 2 * (w - 1) * h / sequence if job.hidden_dropout else 0
@@ -99,6 +110,9 @@ CASES = [
     ("llama", 1, f"--bf16 {FULL}"),
     ("llama", 1, f"--bf16 {SELECTIVE} core_attn"),
     ("llama", 1, f"--bf16 {SELECTIVE} mlp"),
+    ("latent", 2, f"--bf16 {TP2}"),
+    full("latent", 1, f"--bf16 {SELECTIVE} core_attn"),
+    full("latent", 1, f"--bf16 {SELECTIVE} mla_up_proj"),
     ("gpt", 1, "--bf16 --hidden-dropout 0.1"),
     full("gpt", 1, ""),
     ("llama", 1, f"--bf16 {MOE}"),

@@ -39,6 +39,11 @@ YARN = (
 )
 SINKS = "--softmax-type learnable --window-size 16,0 --window-attn-skip-freq 2"
 MTP = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5"
+LATENT = "--multi-latent-attention --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16"
+QUERY_LATENT = "--q-lora-rank 24 --qk-layernorm --rope-type rope"
+LATENT_YARN = "--rope-type yarn --rotary-scaling-factor 4 --mscale-all-dim 1"
+V2_LITE = f"{LATENT} {LATENT_YARN} {MOE} --moe-shared-expert-intermediate-size 64 --moe-layer-freq ([0]+[1]*3)"
+GQA = "--group-query-attention --num-query-groups"
 UNTIE = "--untie-embeddings-and-output-weights"
 FSDP2 = "--use-torch-fsdp2"
 ADAM = "--optimizer adam --adam-eps 0.01 --lr 0.01 --train-iters 3"  # this epsilon keeps Adam smooth
@@ -163,6 +168,23 @@ def test_model_equals_single_process(name, model, size, layout, dataset, alone, 
     run = train(size, dataset, *layout.split(), *model.split(), log=tmp_path / "log.jsonl")
     compare(run, alone(model))
     assert run["log"][1]["loss"] != pytest.approx(single["log"][1]["loss"], rel=1e-7)  # the flags do something
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "model"),
+    [
+        (8, f"{TP2} {CP2} {PP2} {EP2} --expert-tensor-parallel-size 1", V2_LITE),
+        (4, f"{TP2} {CP2} --recompute-activations", f"{LATENT} {QUERY_LATENT}"),
+        full(4, f"{CP2} {VPP2} --wlb-cp-sharding hybrid", f"{LATENT} {QUERY_LATENT}"),
+        full(4, f"{TP2} {CP2} {FULL}", f"{LATENT} {QUERY_LATENT}"),
+        full(2, f"{CP2} --recompute-granularity selective --recompute-modules mla_up_proj", f"{LATENT} {QUERY_LATENT}"),
+        pytest.param(2, CP2, f"{LATENT} {QUERY_LATENT} {MTP}", marks=[pytest.mark.full, needs_mtp]),
+    ],
+)
+def test_latent_attention(size, layout, model, dataset, alone, tmp_path):
+    """One rank of a tensor-parallel group has the gradient of the shared part of keys from its own heads only."""
+    run = train(size, dataset, *layout.split(), *model.split(), without=GQA, log=tmp_path / "log.jsonl")
+    compare(run, alone(model, without=GQA))
 
 
 @pytest.mark.parametrize("coefficient", ["--moe-aux-loss-coeff 0.1", full("--moe-z-loss-coeff 0.1")])

@@ -1,5 +1,6 @@
 """Interrupted and resumed equals uninterrupted: the same documents, losses and parameters, to the bit."""
 
+import functools
 import itertools
 import json
 import os
@@ -13,9 +14,10 @@ from megatron_wlb.adapter import model
 from megatron_wlb.adapter.plans import state_path
 from megatron_wlb.plan import document_log, state
 from megatron_wlb.plan.packing import POLICIES
+from tests.adapter import training
 from tests.adapter.audit import audit
 from tests.adapter.datasets import write_dataset
-from tests.adapter.test_parity import CP2, MTP, PP2, SINKS, TP2, VPP2, needs_mtp
+from tests.adapter.test_parity import CP2, GQA, LATENT, MTP, PP2, QUERY_LATENT, SINKS, TP2, VPP2, needs_mtp
 from tests.adapter.training import train
 
 ADAM = "--optimizer adam --lr 1e-3".split()
@@ -27,11 +29,18 @@ EXACT = ("step", "digest", "loss", "tokens", "imbalance", "imbalance_original", 
     ("size", "flags", "packing"),
     [
         *((*layout, packing) for layout in LAYOUTS for packing in ("wlb", "original", "adaptive", "fixed")),
-        pytest.param(4, f"{TP2} {PP2} {MTP} {SINKS}", "adaptive", marks=needs_mtp, id="mtp and sinks"),
+        pytest.param(
+            4,
+            f"{TP2} {PP2} {MTP} {SINKS} {LATENT} {QUERY_LATENT}",
+            "adaptive",
+            marks=needs_mtp,
+            id="mtp, sinks and latents",
+        ),
     ],
 )
 def test_resumed_equals_uninterrupted(size, flags, packing, dataset, tmp_path):
     common = [*flags.split(), *ADAM, "--wlb-packing", packing, "--train-iters", "4"]
+    train = functools.partial(training.train, without=GQA if LATENT in flags else "")
     whole = train(size, dataset, *common, log=tmp_path / "whole.jsonl")
 
     save = ["--save", str(tmp_path / "ckpt"), "--save-interval", "2", "--wlb-log", str(tmp_path / "parts.jsonl")]

@@ -32,9 +32,9 @@ def _events(recompute: bool) -> list[str]:
     class Layer(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            config = SimpleNamespace(window_size=None, window_attn_skip_freq=None)
+            config = SimpleNamespace(window_size=None, window_attn_skip_freq=None, softmax_type="vanilla")
             options = attention.AttentionOptions(backend=backend)
-            groups = SimpleNamespace(cp=dist.group.WORLD)
+            groups = SimpleNamespace(cp=dist.group.WORLD, tp=None)
             core = model.WlbCoreAttention(config, 1, None, "self", options, pg_collection=groups)
             self.self_attention = torch.nn.Module()
             self.self_attention.core_attention = core

@@ -31,6 +31,7 @@ def test_a_job_with_all_flags():
         **{"num_layers": 14, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 8},
         **{"num_query_groups": 4, "padded_vocab_size": 256, "kv_channels": 16, "gated_linear_unit": True},
         **{"qk_layernorm": True, "moe_router_topk": 0, "mtp_num_layers": 1},
+        **dict.fromkeys(("v_head_dim", "kv_lora_rank", "q_lora_rank", "qk_pos_emb_head_dim"), 0),
     }
     assert description["parallel"] == {
         **{"tp": 2, "cp": 2, "pp": 4, "vpp": 2, "dp": 3, "ep": 1, "sequence_parallel": True, "group_size": 4},
@@ -45,6 +46,18 @@ def test_a_job_with_all_flags():
         "flops",
         True,
     )
+
+
+def test_a_job_with_latent_attention():
+    """Sizes of latents count with the flag only: a log has them always."""
+    words = "--q-lora-rank 48 --kv-lora-rank 64 --v-head-dim 96"
+    model = described(JOB, words, "--multi-latent-attention").job.model
+    assert (model.head_sizes, model.latent_size, model.num_query_groups) == ((192, 96), 48 + 64 + 64, 4)
+    heads, hidden = model.num_attention_heads, model.hidden_size
+    projections = [(48 + 64 + 64, hidden), (heads * 192, 48), (heads * (128 + 96), 64)]
+    assert model.projections == projections
+    assert model.layer_weights == sum(m * n for m, n in projections) + hidden * (heads * 96 + FFN * 2)
+    assert described(JOB, words).job.model == described(JOB).job.model
 
 
 def test_a_job_with_experts():

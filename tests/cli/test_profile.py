@@ -165,7 +165,7 @@ def test_no_gpu(tmp_path, capsys, monkeypatch):
 
 def test_a_dtype_that_the_backend_does_not_run(tmp_path, capsys, monkeypatch):
     backend = SimpleNamespace(name="te", dtypes=())
-    monkeypatch.setattr("megatron_wlb.runtime.backends.get_backend", lambda name, device: backend)
+    monkeypatch.setattr("megatron_wlb.runtime.backends.get_backend", lambda name, device, head_sizes: backend)
     refused("attention backend te does not run fp32; choose another --dtype", capsys, tmp_path, *MODEL, *SMALL)
 
 

@@ -18,6 +18,7 @@ from megatron_wlb.cost.attention import (
     load_profile,
     shipped_profiles,
 )
+from megatron_wlb.cost.exchange import exchange_model
 from megatron_wlb.cost.network import Group, load_network
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import MAX_TOKENS
@@ -156,6 +157,19 @@ def test_the_crossover_of_other_head_sizes():
     assert MEASURED.crossover_for(halved) == MEASURED.crossover_for(LLAMA2_7B)
     unstated = replace(MEASURED, head_size=None)
     assert unstated.crossover_for(LLAMA2_7B) == MEASURED.crossover_for(LLAMA2_7B)
+
+
+def test_kernels_and_exchange_of_latent_attention():
+    """Products of 192 values and of 128 take as long as of 160 and 160; K and V of a head are 320 values."""
+    latent = job(model=replace(MODELS["deepseek-v3"], num_layers=8), tp=8, cp=8, profile=MEASURED)
+    plain = replace(latent, model=replace(latent.model, kv_channels=128, v_head_dim=0, kv_lora_rank=0))
+    for of_latent, of_plain in zip(attention_kernels(latent), attention_kernels(plain), strict=True):
+        assert (of_latent.tile, of_latent.query_tile) == pytest.approx(
+            (1.25 * of_plain.tile, 1.25 * of_plain.query_tile)
+        )
+        assert (of_latent.launch, of_latent.heads) == (of_plain.launch, 16)
+    one, two = (exchange_model(each, load_network()) for each in (latent, plain))
+    assert (one.arrive, one.leave) == pytest.approx((two.arrive * 320 / 256, two.leave * 320 / 256))
 
 
 def test_what_a_crossover_is_taken_from():

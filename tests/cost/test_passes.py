@@ -252,5 +252,7 @@ def test_models_have_the_parameters_of_their_name():
     billions = {name: (m.num_layers * m.layer_weights + 2 * m.vocabulary_weights) / 1e9 for name, m in MODELS.items()}
     expected = {"550m": 0.55, "llama2-7b": 6.74, "llama3-8b": 8.03, "30b": 30, "codellama-34b": 33.74}
     expected |= {"llama2-70b": 68.98, "llama3-405b": 405.8}
+    # With experts that a token goes to, in every layer.
+    expected |= {"deepseek-v2-lite": 2.7, "deepseek-v3": 38.2}
     assert billions == pytest.approx(expected, rel=0.02)
     assert MODELS["llama2-7b"].crossover_tokens == pytest.approx(50_000, rel=0.02)

@@ -1,13 +1,13 @@
 """Attention calls made by hand, and the attention of one in float64 from its entries alone.
 
-Shapes: sq query rows, P keys, Hq query heads, Hkv key heads, head size D.
+Shapes: sq query rows, P keys, Hq query heads, Hkv key heads, head size D, Dv of values.
 """
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_wlb.runtime.backends import Backend, KernelArgs
+from megatron_wlb.runtime.backends import Backend, KernelArgs, keys_and_values, side_by_side
 from megatron_wlb.runtime.backends.trial import kernel_args
 from tests.runtime.oracle import TOLERANCE, assert_close
 
@@ -31,7 +31,7 @@ def check(
     backend: Backend,
     entries: list[tuple[int, int]],
     heads: tuple[int, int] = (4, 2),
-    head_size: int = 16,
+    head_size: int | tuple[int, int] = 16,
     dtype: torch.dtype = torch.float32,
     *,
     scale: float = 0.3,
@@ -48,14 +48,20 @@ def check(
 
 
 def tensors(
-    entries: list[tuple[int, int]], heads: tuple[int, int], head_size: int, dtype: torch.dtype, device: str = "cpu"
+    entries: list[tuple[int, int]],
+    heads: tuple[int, int],
+    head_size: int | tuple[int, int],
+    dtype: torch.dtype,
+    device: str = "cpu",
 ) -> tuple[Tensor, ...]:
     """Random q, k, v, dout for (Hq, Hkv) heads; k and v interleaved, q and dout as views of wider ones, as in use."""
-    generator = torch.Generator().manual_seed(head_size)
+    size, value_size = (head_size, head_size) if isinstance(head_size, int) else head_size
+    generator = torch.Generator().manual_seed(size)
     num_queries, num_keys = np.sum(entries, axis=0).tolist()
-    kv = torch.randn(num_keys, 2, heads[1], head_size, generator=generator).to(device, dtype)
-    wide = torch.randn(num_queries, 2 * heads[0] + 1, head_size, generator=generator).to(device, dtype)
-    return wide[:, : heads[0]], *kv.unbind(1), wide[:, heads[0] : -1]
+    shape = (2, heads[1], size) if size == value_size else (heads[1], size + value_size)
+    kv = torch.randn(num_keys, *shape, generator=generator).to(device, dtype)
+    wide = torch.randn(num_queries, 2 * heads[0] + 1, max(size, value_size), generator=generator).to(device, dtype)
+    return wide[:, : heads[0], :size], *keys_and_values(kv, size), wide[:, heads[0] : -1, :value_size]
 
 
 def run(backend: Backend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, args: KernelArgs) -> tuple[Tensor, ...]:
@@ -65,7 +71,7 @@ def run(backend: Backend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, args: K
     """
     out, lse = backend.forward(q, k, v, args)
     dtype = torch.promote_types(k.dtype, torch.float32)
-    dkv = torch.ones((k.shape[0], 2, *k.shape[1:]), dtype=dtype, device=k.device)
+    dkv = torch.ones_like(side_by_side(k, v), dtype=dtype)
     dq = backend.backward(dout, q, k, v, out, lse, dkv, args)
     for dtype in (dkv.dtype, k.dtype):
         alone = torch.full_like(dkv, float("nan"), dtype=dtype)
@@ -75,7 +81,7 @@ def run(backend: Backend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, args: K
         torch.testing.assert_close(alone.double(), dkv.double() - 1, rtol=eps, atol=2e-6 if on_cpu else eps)
     assert out.dtype == dq.dtype == q.dtype and out.is_contiguous()
     assert all(x.untyped_storage().nbytes() == x.nbytes for x in (out, lse))
-    return out, lse, dq, *(dkv - 1).unbind(1)
+    return out, lse, dq, *keys_and_values(dkv - 1, k.shape[-1])
 
 
 def expected(

@@ -36,10 +36,12 @@ def test_calls_where_queries_see_all_keys(entries):
         (torch.float32, (3, 1), 8),
         (torch.float32, (2, 2), 80),
         (torch.float32, (1, 1), 256),
+        (HALF, (2, 2), (192, 128)),
+        (torch.float32, (3, 1), (16, 40)),
     ],
 )
 def test_head_sizes_dtypes_and_groups(dtype, heads, head_size):
-    check(TritonBackend(), [(0, 70), (67, 131), (0, 1), (1, 1)], heads, head_size, dtype, scale=head_size**-0.5)
+    check(TritonBackend(), [(0, 70), (67, 131), (0, 1), (1, 1)], heads, head_size, dtype, scale=0.1)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -51,7 +53,7 @@ def test_windows(window):
 @pytest.mark.parametrize("window", [None, 20])
 def test_blocks_of_other_sizes(window, block_q, block_k, monkeypatch):
     sizes = triton._sizes
-    monkeypatch.setattr(triton, "_sizes", lambda q, k: sizes(q, k) | {"BLOCK_Q": block_q, "BLOCK_K": block_k})
+    monkeypatch.setattr(triton, "_sizes", lambda q, k, v: sizes(q, k, v) | {"BLOCK_Q": block_q, "BLOCK_K": block_k})
     check(TritonBackend(), [(0, 3), (80, 130), (33, 33), (2, 2)], (2, 1), dtype=HALF, window=window)
 
 

@@ -1,6 +1,6 @@
 """Attention of a micro-batch from its document lengths alone, and all ranks of a shard plan in one process.
 
-Shapes: P rows in packed order, Hq query heads, Hkv key heads, head size D.
+Shapes: P rows in packed order, Hq query heads, Hkv key heads, head size D, Dv of values.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from megatron_wlb.plan.sharding.stages import regrouped
 from megatron_wlb.plan.sharding.volume import Held
 from megatron_wlb.plan.types import ShardPlan, Stage
 from megatron_wlb.runtime.attention import AttentionOptions, attend, attend_backward
+from megatron_wlb.runtime.backends import keys_and_values, side_by_side
 from megatron_wlb.runtime.metadata import ShardMetadata
 
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -55,11 +56,14 @@ SHARDINGS: dict[str, Callable[[np.ndarray, int], ShardPlan]] = {
 }
 
 
-def inputs(num_rows: int, heads: tuple[int, int], head_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def inputs(
+    num_rows: int, heads: tuple[int, int], head_size: int | tuple[int, int], dtype: torch.dtype
+) -> tuple[Tensor, ...]:
     """Random q, k, v, dout for (Hq, Hkv) heads, the same in every process."""
     generator = torch.Generator().manual_seed(num_rows)
-    sizes = (heads[0], heads[1], heads[1], heads[0])
-    return tuple(torch.randn(num_rows, h, head_size, generator=generator).to(dtype) for h in sizes)
+    size, value_size = (head_size, head_size) if isinstance(head_size, int) else head_size
+    shapes = ((heads[0], size), (heads[1], size), (heads[1], value_size), (heads[0], value_size))
+    return tuple(torch.randn(num_rows, *shape, generator=generator).to(dtype) for shape in shapes)
 
 
 def dense(
@@ -103,8 +107,8 @@ def all_ranks(
     ranks = range(len(plan.shards))
     rows = [local_rows(plan, rank).to(q.device) for rank in ranks]
     metadata = [ShardMetadata.build(plan, rank, options.backend.encode).to(q.device) for rank in ranks]
-    kv = torch.stack((k, v), dim=1)
-    out, dq, dkv = torch.empty_like(q), torch.zeros_like(q), torch.zeros_like(kv, dtype=_summed(k.dtype))
+    kv = side_by_side(k, v)
+    out, dq, dkv = torch.empty_like(dout), torch.zeros_like(q), torch.zeros_like(kv, dtype=_summed(k.dtype))
     keys, lse, merged = {}, {}, [{} for _ in ranks]
     stages = list(enumerate(zip(*(m.parts for m in metadata), strict=True)))
     for i, parts in stages:
@@ -133,7 +137,7 @@ def all_ranks(
         for r, part, others in zip(held, parts, _exchanged(back, [p.received for p in parts]), strict=True):
             if part.sent:
                 dkv.index_add_(0, r[part.sent_rows], others)
-    return out, dq, *dkv.to(k.dtype).unbind(1)
+    return out, dq, *keys_and_values(dkv.to(k.dtype), k.shape[-1])
 
 
 def _summed(dtype: torch.dtype) -> torch.dtype:

@@ -31,11 +31,11 @@ def _attend(cp, sharding, dtype, backend, heads, settings):
     groups = [dist.new_group(range(i, i + cp)) for i in range(0, dist.get_world_size(), cp)]
     group = groups[dist.get_rank() // cp]
     plan = _plan(LENGTHS, sharding, cp, settings.pop("stages", None) and [(0, 1), (1, heads[1])])
-    is_ahead, has_sink = settings.pop("ahead", False), settings.pop("sink", False)
+    is_ahead, has_sink, sizes = (settings.pop(*each) for each in (("ahead", False), ("sink", False), ("sizes", 16)))
     rows = local_rows(plan, group.rank())
     options = AttentionOptions(backend=get_backend(backend, "cpu"), scale=0.3, **settings)
     metadata = ShardMetadata.build(plan, group.rank(), options.backend.encode)
-    q, k, v, dout = (x[rows] for x in inputs(sum(LENGTHS), heads, 16, dtype))
+    q, k, v, dout = (x[rows] for x in inputs(sum(LENGTHS), heads, sizes, dtype))
     sinks = (_sink(heads, dtype),) if has_sink else ()
     q, k, v, *sinks = (x.requires_grad_() for x in (q, k, v, *sinks))
 
@@ -87,6 +87,8 @@ def _attend(cp, sharding, dtype, backend, heads, settings):
         (8, 8, "per-sequence", torch.bfloat16, "cpu", {"window": 20, **BF16_GRADIENTS}),
         (4, 2, "in parts", torch.float32, "cpu", BF16_GRADIENTS),
         (2, 2, "staged", torch.float64, "reference", BF16_GRADIENTS),
+        (4, 4, "staged", torch.float32, "cpu", {"sizes": (24, 16), "stages": "heads", "save_gathered": True}),
+        (3, 3, "in parts", torch.float64, "reference", {"sizes": (24, 16), "ahead": True, "sink": True}),
         (2, 2, "per-sequence", torch.float32, "cpu", {"window": 7, "sink": True}),
         (3, 3, "in parts", torch.bfloat16, "cpu", {"ahead": True, "sink": True}),
         (4, 4, "staged", torch.float64, "reference", {"stages": "heads", "sink": True}),
@@ -94,7 +96,7 @@ def _attend(cp, sharding, dtype, backend, heads, settings):
 )
 def test_processes_together_are_dense_attention(world_size, cp, sharding, dtype, backend, heads, settings):
     answers = run_world(_attend, world_size, cp, sharding, dtype, backend, heads, settings)
-    tensors = inputs(sum(LENGTHS), heads, 16, dtype)
+    tensors = inputs(sum(LENGTHS), heads, settings.get("sizes", 16), dtype)
     sink = _sink(heads, dtype) if "sink" in settings else None
     want = dense(*tensors, LENGTHS, 0.3, settings.get("window"), sink)
     for i in range(0, world_size, cp):

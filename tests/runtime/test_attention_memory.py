@@ -26,6 +26,7 @@ class FlashAttention2:
     name = "flash-attention-2"
     device_types = ("cpu",)
     dtypes = (BF16, FP32)
+    any_value_size = False
     encode = staticmethod(varlen)
 
     def forward(self, q, k, v, args):

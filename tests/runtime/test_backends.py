@@ -13,7 +13,7 @@ from megatron_wlb.runtime.backends import BACKENDS, Choice, aten, choose_backend
 from megatron_wlb.runtime.backends.aten import AtenBackend
 from megatron_wlb.runtime.backends.cpu import CpuBackend
 from megatron_wlb.runtime.backends.reference import ReferenceBackend
-from megatron_wlb.runtime.backends.trial import kernel_args, try_backend
+from megatron_wlb.runtime.backends.trial import HEAD_SIZES, kernel_args, try_backend
 from tests.runtime.calls import CALLS, FULL, WINDOWS, check, tensors
 
 
@@ -50,6 +50,23 @@ def test_cpu_in_one_call_or_two(monkeypatch, entries, long, heads, dtype):
 @pytest.mark.parametrize("entries", FULL.values(), ids=FULL)
 def test_queries_that_see_all_keys(backend, entries, heads, dtype):
     check(backend, entries, heads, dtype=dtype, causal=False)
+
+
+@pytest.mark.parametrize("head_sizes", [(24, 16), (16, 24)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_values_of_another_size_than_keys(backend, head_sizes, dtype):
+    for heads, window in (((4, 2), None), ((2, 2), 20)):
+        check(backend, CALLS["many"], heads, head_sizes, dtype, window=window)
+    check(backend, FULL["many"], (3, 1), head_sizes, dtype, causal=False)
+
+
+@pytest.mark.parametrize("name", ["aten", "flash_attn"])
+def test_backends_that_want_values_of_the_size_of_keys_refuse_others(name):
+    with pytest.raises(
+        ValueError, match=f"{name!r} wants values of the head size of keys, 192, .* choose flash_attn_3"
+    ):
+        get_backend(name, "cuda", (192, 128))
+    assert get_backend("auto", "cpu", (192, 128)).name == "cpu"
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -158,7 +175,7 @@ def choose(monkeypatch):
         monkeypatch.setattr(backends, "BACKENDS", classes)
         monkeypatch.setattr(backends, "_PREFERENCE", {"cpu": tuple(classes)})
         choose_backend.cache_clear()
-        return choose_backend("cpu")
+        return choose_backend("cpu", HEAD_SIZES)
 
     yield choose
     choose_backend.cache_clear()
@@ -194,13 +211,13 @@ def test_auto_prefers_by_device(monkeypatch, capability, deterministic, order):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     with pytest.raises(ValueError, match=re.escape(f"({'; '.join(f'{name}: not installed' for name in order)});")):
-        choose_backend.__wrapped__("cuda")
+        choose_backend.__wrapped__("cuda", HEAD_SIZES)
 
 
 def test_auto_tries_once_per_process(choose, monkeypatch):
     choose(good=CpuBackend)
     monkeypatch.setattr(backends, "try_backend", None)
-    assert choose_backend("cpu").name == "good"
+    assert choose_backend("cpu", HEAD_SIZES).name == "good"
     assert isinstance(get_backend("auto", "cpu"), CpuBackend)
 
 

@@ -163,14 +163,19 @@ def te_module(version):
 
     def checked(a):
         heads, size, storage = *a["k"].shape[1:], a["k"].untyped_storage().data_ptr()
-        assert a["q"].is_contiguous() and storage == a["v"].untyped_storage().data_ptr()
-        assert a["k"].stride() == a["v"].stride() == (2 * heads * size, size, 1)
-        assert a["v"].storage_offset() == a["k"].storage_offset() + heads * size
+        layout = "thd_t2hd" if a["k"].shape == a["v"].shape else "thd_thd_thd"
+        assert a["q"].is_contiguous() and a["qkv_layout"] == layout
+        if layout == "thd_t2hd":
+            assert a["k"].stride() == a["v"].stride() == (2 * heads * size, size, 1)
+            assert storage == a["v"].untyped_storage().data_ptr()
+            assert a["v"].storage_offset() == a["k"].storage_offset() + heads * size
+        else:
+            assert a["k"].is_contiguous() and a["v"].is_contiguous()
         assert (a["fused_attention_backend"], a["fake_dtype"], a["dropout"]) == ("cuDNN", a["q"].dtype, 0.0)
         causal = a["attn_mask_type"] == "padding_causal_bottom_right"
-        assert a["qkv_layout"] == "thd_t2hd" and (causal or a["attn_mask_type"] == "padding")
+        assert causal or a["attn_mask_type"] == "padding"
         assert (a.get("o_format", "thd"), a.get("do_format", "thd")) == ("thd", "thd")
-        assert a.get("dqkv_layout", "thd_t2hd") in ("thd_t2hd", "sbh3d")  # forward has only the default
+        assert a.get("dqkv_layout", layout) in (layout, "sbh3d")  # forward has only the default
         assert a["window_size"][1] == 0 if causal else a["window_size"] == (-1, -1)
         lengths, used = a["cu_seqlens_q"].diff(), a["cu_seqlens_kv"].diff() > 0
         assert torch.equal(lengths > 0, used), "an entry without queries"
@@ -250,6 +255,12 @@ def test_calls_say_what_is_meant(backend, name, window, heads):
 @pytest.mark.parametrize("name", FULL)
 def test_calls_where_queries_see_all_keys(backend, name, heads):
     check(backend, FULL[name], heads, dtype=torch.bfloat16, causal=False)
+
+
+def test_values_of_another_size_than_keys(backend):
+    if backend.any_value_size:
+        check(backend, CALLS["many"], (2, 2), (24, 16), torch.bfloat16)
+    assert backend.any_value_size == (backend.name != "flash_attn")
 
 
 @pytest.mark.parametrize("head_size", [12, 264])

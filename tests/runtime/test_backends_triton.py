@@ -57,8 +57,9 @@ from triton.compiler import ASTSource
 from megatron_wlb.runtime.backends import triton_kernels
 from megatron_wlb.runtime.backends.triton import _sizes
 
-for capability, head_size in ((80, 128), (90, 96)):
-    sizes = _sizes(*(torch.empty(1, heads, head_size, dtype=torch.bfloat16) for heads in (8, 2)))
+for capability, *head_sizes in ((80, 128, 128), (90, 192, 128)):
+    shapes = zip((8, 2, 2), (head_sizes[0], *head_sizes))
+    sizes = _sizes(*(torch.empty(1, *shape, dtype=torch.bfloat16) for shape in shapes))
     options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
     types = dict.fromkeys(("q", "k", "v", "out", "dout", "dq"), "*bf16") | {"scale": "fp32"}
     types |= dict.fromkeys(("lse", "delta", "dk", "dv"), "*fp32") | dict.fromkeys(("cu_q", "cu_k"), "*i32")
@@ -88,7 +89,7 @@ def test_no_kernel_is_compiled_again_for_another_micro_batch():
 @pytest.mark.parametrize("head_size", range(8, 257, 8))
 def test_blocks_of_every_head_size(head_size):
     for dtype in TritonBackend.dtypes:
-        sizes = _sizes(torch.empty(1, 6, head_size, dtype=dtype), torch.empty(1, 2, head_size, dtype=dtype))
+        sizes = _sizes(*(torch.empty(1, heads, head_size, dtype=dtype) for heads in (6, 2, 2)))
         assert sizes["D"] == head_size <= sizes["D_PAD"] and sizes["D_PAD"] & (sizes["D_PAD"] - 1) == 0
         assert sizes["GROUP"] == 3 and sizes["BLOCK_Q"] >= 16 and sizes["BLOCK_K"] >= 16
 

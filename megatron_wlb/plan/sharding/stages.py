@@ -65,7 +65,7 @@ def staging(job: "Job") -> Staging:
         forward=forward,
         backward=backward,
         exchange=exchange_model(job, load_network()),
-        merge=3 * job.bytes_per_value * job.model.kv_channels * forward.tile_rows / MEMORY_GB_PER_S / 1e3,
+        merge=3 * job.bytes_per_value * job.model.value_channels * forward.tile_rows / MEMORY_GB_PER_S / 1e3,
         kept=job.save_gathered_kv,
         num_heads=1 if together else job.model.heads_per_rank(job.parallel.tp)[1],
         edges=(0,) if together else EDGES,

@@ -6,15 +6,27 @@ from dataclasses import dataclass
 import torch
 
 from megatron_wlb.runtime.backends.aten import AtenBackend
+from megatron_wlb.runtime.backends.checks import check_value_size
 from megatron_wlb.runtime.backends.cpu import CpuBackend
 from megatron_wlb.runtime.backends.flash_attn import FlashAttn3Backend, FlashAttnBackend
-from megatron_wlb.runtime.backends.protocol import Backend, KernelArgs, owned
+from megatron_wlb.runtime.backends.protocol import Backend, KernelArgs, keys_and_values, owned, side_by_side
 from megatron_wlb.runtime.backends.reference import ReferenceBackend
 from megatron_wlb.runtime.backends.te import TeBackend
-from megatron_wlb.runtime.backends.trial import try_backend
+from megatron_wlb.runtime.backends.trial import HEAD_SIZES, try_backend
 from megatron_wlb.runtime.backends.triton import TritonBackend
 
-__all__ = ["BACKENDS", "Backend", "Choice", "KernelArgs", "choose_backend", "get_backend", "owned"]
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Choice",
+    "KernelArgs",
+    "check_value_size",
+    "choose_backend",
+    "get_backend",
+    "keys_and_values",
+    "owned",
+    "side_by_side",
+]
 
 BACKENDS: dict[str, type[Backend]] = {
     "aten": AtenBackend,
@@ -44,8 +56,9 @@ class Choice:
 
 
 @functools.cache
-def choose_backend(device_type: str) -> Choice:
-    """The backend of "auto": the first in order of preference that computes the right thing on a small call here.
+def choose_backend(device_type: str, head_sizes: tuple[int, int]) -> Choice:
+    """The backend of "auto": the first in order of preference that computes the right thing on a small call here, with
+    keys and values of these head sizes.
 
     Tried once per process, without a word between ranks: on the same machine image all come to the same. On Hopper and
     later (compute capability 9.0) the kernels written for it come first:
@@ -60,7 +73,8 @@ def choose_backend(device_type: str) -> Choice:
     refused: list[tuple[str, str]] = []
     for name in _preference(device_type):
         try:
-            try_backend(BACKENDS[name](), torch.device(device_type))
+            check_value_size(BACKENDS[name], head_sizes)
+            try_backend(BACKENDS[name](), torch.device(device_type), head_sizes)
         except Exception as error:  # what a broken installation raises is anyone's guess
             refused.append((name, str(error).strip().split("\n")[0] or type(error).__name__))
         else:
@@ -80,15 +94,16 @@ def _preference(device_type: str) -> tuple[str, ...]:
     return _PREFERENCE_ON_HOPPER
 
 
-def get_backend(name: str, device: torch.device | str) -> Backend:
-    """The backend `name`, or for "auto" that of `choose_backend`.
+def get_backend(name: str, device: torch.device | str, head_sizes: tuple[int, int] = HEAD_SIZES) -> Backend:
+    """The backend `name`, or for "auto" that of `choose_backend`. `head_sizes` are of keys and values.
 
-    Raises ValueError for an unknown name and for a backend that cannot run on `device` or with what is installed.
+    Raises ValueError for an unknown name and for a backend that cannot run on `device`, with what is installed, or with
+    values of another size than keys.
     """
     device = torch.device(device)
     choices = ", ".join(("auto", *BACKENDS))
     if name == "auto":
-        name = choose_backend(device.type).name
+        name = choose_backend(device.type, head_sizes).name
     if name not in BACKENDS:
         raise ValueError(f"unknown attention backend {name!r}; choose one of {choices}")
     backend = BACKENDS[name]
@@ -98,4 +113,5 @@ def get_backend(name: str, device: torch.device | str) -> Backend:
             f"attention backend {name!r} is not available on device {str(device)!r}: it runs on {runs_on}; "
             f"choose one of {choices}"
         )
+    check_value_size(backend, head_sizes)
     return backend()

@@ -32,6 +32,7 @@ class AtenBackend:
     name = "aten"
     device_types: tuple[str, ...] = ("cuda",)
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+    any_value_size = False
     encode = staticmethod(varlen)
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class AtenBackend:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""
-        check_head_size(self.name, q)
+        check_head_size(self.name, q, v)
         out, lse, _, _, _ = self._forward(query=q, key=k, value=v, return_debug_mask=False, **_arguments(args))
         return out, lse
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_wlb.runtime.backends.protocol import Backend
+
 _MAX_HEAD_SIZE = 256
 WORKSPACE_SHARE = 0.1
 """Of a GPU's memory, what deterministic gradients may take: what `cost.memory.DEVICE_SHARE` leaves free."""
@@ -45,12 +47,23 @@ def schema_parameters(schema: Any) -> dict[str, bool]:
     return {argument.name: argument.has_default_value() for argument in schema.arguments}
 
 
-def check_head_size(backend: str, q: Tensor) -> None:
-    """Raise ValueError unless the head size of q [sq, Hq, D] is one that FlashAttention kernels are made for."""
-    if q.shape[-1] % 8 or q.shape[-1] > _MAX_HEAD_SIZE:
+def check_head_size(backend: str, q: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless the head sizes of q [sq, Hq, D] and v [P, Hkv, Dv] are some that FlashAttention kernels
+    are made for."""
+    for size in (q.shape[-1], v.shape[-1]):
+        if size % 8 or size > _MAX_HEAD_SIZE:
+            raise ValueError(
+                f"attention backend {backend!r} cannot run head size {size}: it must be a multiple of 8 and at most "
+                f"{_MAX_HEAD_SIZE}; choose another kv_channels"
+            )
+
+
+def check_value_size(backend: Backend | type[Backend], head_sizes: tuple[int, int]) -> None:
+    """Raise ValueError where the head sizes of keys and values differ, and the backend wants them equal."""
+    if len(set(head_sizes)) > 1 and not backend.any_value_size:
         raise ValueError(
-            f"attention backend {backend!r} cannot run head size {q.shape[-1]}: it must be a multiple of 8 and at most "
-            f"{_MAX_HEAD_SIZE}; choose another kv_channels"
+            f"attention backend {backend.name!r} wants values of the head size of keys, {head_sizes[0]}, and they have "
+            f"{head_sizes[1]}; choose flash_attn_3, te or triton"
         )
 
 

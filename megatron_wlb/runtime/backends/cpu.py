@@ -6,7 +6,8 @@ a long one the hidden half of the square would cost more than a second call: a c
 all queries see are merged by their log-sum-exps. Given the merged output and log-sum-exp, backward returns each part's
 share of the exact gradients, since it recomputes P = exp(scores - lse) and needs nothing else of the softmax. Half
 precision is computed in fp32: the kernel is several times slower in it where a CPU has no such units. Where a window
-hides keys, queries are worked off in masked blocks, each with the keys that one of them sees.
+hides keys, queries are worked off in masked blocks, each with the keys that one of them sees. Torch's kernel wants one
+head size: where values have another one, zeros make it the larger of the two.
 
 Shapes: n query rows of a call; Hq = Hkv * g heads, head size D; g query heads share a key head.
 """
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from megatron_wlb.runtime.backends.protocol import KernelArgs
 from megatron_wlb.runtime.encoding import Encoded, offsets
@@ -51,6 +53,7 @@ class CpuBackend:
     name = "cpu"
     device_types: tuple[str, ...] = ("cpu",)
     dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    any_value_size = True
 
     @staticmethod
     def encode(key_begins: np.ndarray, segments: np.ndarray) -> Encoded:
@@ -61,6 +64,10 @@ class CpuBackend:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""
+        if q.shape[-1] != v.shape[-1]:
+            wide_q, wide_k, wide_v = _of_one_size(q, k, v)
+            out, lse = self.forward(wide_q, wide_k, wide_v, args)
+            return out[..., : v.shape[-1]].contiguous(), lse
         g = q.shape[1] // k.shape[1]
         out = q.new_empty(q.shape)
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
@@ -93,6 +100,12 @@ class CpuBackend:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, args: KernelArgs
     ) -> Tensor:
         """See `Backend.backward`."""
+        if q.shape[-1] != v.shape[-1]:
+            dout, wide_q, wide_k, wide_v, out = _of_one_size(dout, q, k, v, out)
+            wide = torch.empty((len(k), 2, *wide_k.shape[1:]), dtype=lse.dtype)
+            dq = self.backward(dout, wide_q, wide_k, wide_v, out, lse, wide, args._replace(adds_up=False))
+            args.store(dkv, *(x[..., : y.shape[-1]] for x, y in zip(wide.unbind(1), (k, v), strict=True)))
+            return dq[..., : q.shape[-1]]
         g = q.shape[1] // k.shape[1]
         dq = q.new_empty(q.shape)
         masked, long = _parts(args)
@@ -129,6 +142,12 @@ class CpuBackend:
         if given is not dkv:
             given.copy_(dkv)
         return dq
+
+
+def _of_one_size(*tensors: Tensor) -> list[Tensor]:
+    """The tensors [..., any] with zeros up to the largest."""
+    size = max(x.shape[-1] for x in tensors)
+    return [F.pad(x, (0, size - x.shape[-1])) for x in tensors]
 
 
 def _parts(args: KernelArgs) -> tuple[list[SegmentRows], list[SegmentRows]]:

@@ -30,6 +30,7 @@ class _Operators:
     name: str
     device_types: tuple[str, ...] = ("cuda",)
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+    any_value_size = False
     encode = staticmethod(varlen)
 
     def __init__(
@@ -48,7 +49,7 @@ class _Operators:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""
-        check_head_size(self.name, q)
+        check_head_size(self.name, q, v)
         out, lse, *_ = self._forward(q=q, k=k, v=v, **self._arguments(args), **self._in_forward)
         return out, lse
 
@@ -119,10 +120,12 @@ class FlashAttnBackend(_Operators):
 class FlashAttn3Backend(_Operators):
     """FlashAttention-3, package `flash_attn_interface`: `torch.ops.flash_attn_3.fwd` and `bwd`. Compute capability 9.0.
 
-    As `FlashAttnBackend`, but deterministic gradients are refused for head sizes over 192, and take no more memory.
+    As `FlashAttnBackend`, but value heads may have another size, and deterministic gradients are refused for head sizes
+    over 192, and take no more memory.
     """
 
     name = "flash_attn_3"
+    any_value_size = True
 
     def __init__(self) -> None:
         import_for(self.name, "flash_attn_interface", "FlashAttention-3 (flash_attn_interface)")

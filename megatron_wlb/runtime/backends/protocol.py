@@ -15,6 +15,16 @@ def owned(x: Tensor) -> Tensor:
     return x if whole else x.clone(memory_format=torch.contiguous_format)
 
 
+def side_by_side(k: Tensor, v: Tensor) -> Tensor:
+    """K and V in one tensor: [P, Hkv, D] each -> [P, 2, Hkv, D], or [P, Hkv, D + Dv] for v [P, Hkv, Dv]."""
+    return torch.stack((k, v), dim=1) if k.shape == v.shape else torch.cat((k, v), dim=-1)
+
+
+def keys_and_values(kv: Tensor, head_size: int) -> tuple[Tensor, ...]:
+    """K [P, Hkv, D = head_size] and V of `side_by_side`, as views."""
+    return kv.unbind(1) if kv.dim() == 4 else kv.split((head_size, kv.shape[-1] - head_size), dim=-1)
+
+
 class KernelArgs(NamedTuple):
     """What an attention call is given beside its q, k and v."""
 
@@ -39,9 +49,9 @@ class KernelArgs(NamedTuple):
             self.before_adding()
 
     def store(self, dkv: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Write dK and dV, [P, Hkv, D] each, to dkv [P, 2, Hkv, D]."""
+        """Write dK [P, Hkv, D] and dV [P, Hkv, Dv] to dkv, which is as `side_by_side` makes it."""
         self.wait_to_add()
-        for total, part in zip(dkv.unbind(1), (dk, dv), strict=True):
+        for total, part in zip(keys_and_values(dkv, dk.shape[-1]), (dk, dv), strict=True):
             if self.adds_up:
                 total.add_(part)
             else:
@@ -51,14 +61,17 @@ class KernelArgs(NamedTuple):
 class Backend(Protocol):
     """Attention of the queries of one call to all keys of the rank, as plain functions.
 
-    Shapes: sq query rows of the call, P keys, Hq query heads, a multiple of the Hkv key heads, head size D. Query head
-    h reads key head h // (Hq / Hkv); K and V are never expanded to Hq heads over all P rows. Every tensor but `lse`
-    has stride 1 in D and may be strided otherwise; k and v may be the two halves of one tensor [P, 2, Hkv, D].
+    Shapes: sq query rows of the call, P keys, Hq query heads, a multiple of the Hkv key heads, head size D of queries
+    and keys, Dv of values. Query head h reads key head h // (Hq / Hkv); K and V are never expanded to Hq heads over all
+    P rows. Every tensor but `lse` has stride 1 in its last dimension and may be strided otherwise; k and v may be the
+    halves of one tensor (`side_by_side`).
     """
 
     name: str
     device_types: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
+    any_value_size: bool
+    """Dv may differ from D."""
 
     @property
     def encode(self) -> Encoding:
@@ -66,7 +79,7 @@ class Backend(Protocol):
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
-        """q [sq, Hq, D], k and v [P, Hkv, D] -> out [sq, Hq, D], contiguous, and lse [Hq, sq].
+        """q [sq, Hq, D], k [P, Hkv, D], v [P, Hkv, Dv] -> out [sq, Hq, Dv], contiguous, and lse [Hq, sq].
 
         Neither is a view of anything larger. lse is the natural logarithm of the sum of exp(scale * q k^T), fp32 (fp64
         for fp64 inputs). Raises ValueError for a head size that the backend cannot run.
@@ -76,7 +89,7 @@ class Backend(Protocol):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, args: KernelArgs
     ) -> Tensor:
-        """dq [sq, Hq, D] in the dtype of q; the call's dK and dV go into dkv [P, 2, Hkv, D].
+        """dq [sq, Hq, D] in the dtype of q; the call's dK and dV go into dkv, K and V `side_by_side`.
 
         dkv is fp32 (fp64 for fp64 inputs) where calls are summed in it (`KernelArgs.adds_up`), else it may have
         the dtype of k.

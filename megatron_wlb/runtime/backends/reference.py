@@ -1,6 +1,6 @@
 """Reference backend: dense masked attention in float64, the oracle of the others.
 
-Shapes: sq query rows, P keys, Hq = Hkv * g heads, head size D.
+Shapes: sq query rows, P keys, Hq = Hkv * g heads, head size D, Dv of values.
 """
 
 import torch
@@ -16,6 +16,7 @@ class ReferenceBackend:
     name = "reference"
     device_types: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    any_value_size = True
     encode = staticmethod(varlen)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,8 @@ _FORWARD = (*_COMMON, "is_training", "rng_gen")
 _BACKWARD = (*_COMMON, "o", "d_o", "aux_ctx_tensors", "deterministic")
 _LEAST_ENTRIES = 32
 # Since 2.15 the layouts of results are arguments; before, the dtype of the gradients was.
-_LAYOUTS_OF_RESULTS = {"o_format": "thd", "do_format": "thd", "dqkv_layout": "thd_t2hd"}
+_FORMATS_OF_RESULTS = {"o_format": "thd", "do_format": "thd"}
+_LAYOUT_OF_GRADIENTS = "dqkv_layout"
 
 
 class TeBackend:
@@ -36,9 +37,10 @@ class TeBackend:
     cuDNN takes the place of an entry's first key from an array of its own (padded offsets), so only entries with
     queries are given, and keys that nobody reads are skipped. It builds a plan for every number of entries, rows and
     keys, all rounded up: the first steps are slow. Needs compute capability 9.0; head sizes over 128 run on 9.0, and
-    256 on the newest versions for 10.0. It takes K and V side by side as they are, and copies others. Deterministic
-    under `torch.use_deterministic_algorithms(True)`: on 9.0 for few rows only, see `_check_workspace`, on 10.0 with
-    cuDNN 9.18.1 or newer. What cuDNN cannot run, it says itself, as a RuntimeError.
+    256 on the newest versions for 10.0. It takes K and V side by side as they are, and copies others,
+    those with value heads of another size among them. Deterministic under `torch.use_deterministic_algorithms(True)`:
+    on 9.0 for few rows only, see `_check_workspace`, on 10.0 with cuDNN 9.18.1 or newer. What cuDNN cannot run, it says
+    itself, as a RuntimeError.
 
     Raises ValueError where the package is missing or takes other arguments, at the first call where cuDNN is so old
     that log-sum-exps are not packed, and in backward where that workspace is too large.
@@ -47,6 +49,7 @@ class TeBackend:
     name = "te"
     device_types: tuple[str, ...] = ("cuda",)
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+    any_value_size = True
 
     @staticmethod
     def encode(key_begins: np.ndarray, segments: np.ndarray) -> Encoded:
@@ -66,13 +69,14 @@ class TeBackend:
         self._forward = _function(te.fused_attn_fwd, _FORWARD)
         self._backward = _function(te.fused_attn_bwd, _BACKWARD)
         self._dtypes: dict[torch.dtype, Any] = {}
+        self._states_layout = _LAYOUT_OF_GRADIENTS in inspect.signature(te.fused_attn_bwd).parameters
         if "dqkv_dtype" in inspect.signature(te.fused_attn_bwd).parameters:
             constants = import_for(self.name, f"{_MODULE}.constants", _PACKAGE)
             self._dtypes = constants.TE_DType
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""
-        check_head_size(self.name, q)
+        check_head_size(self.name, q, v)
         arguments = self._arguments(q, k, v, args)
         out, aux, *_ = self._forward(is_training=True, rng_gen=_generator(q.device), **arguments)
         stats = aux[0]
@@ -83,14 +87,16 @@ class TeBackend:
                 "a newer cuDNN, or choose another backend"
             )
         # As it is in memory, [rows, heads]; older versions round the number of rows up.
-        return out.view(q.shape), owned(stats[: q.shape[0], :, 0]).T
+        return out.view(*q.shape[:2], v.shape[-1]), owned(stats[: q.shape[0], :, 0]).T
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, args: KernelArgs
     ) -> Tensor:
         """See `Backend.backward`."""
-        dtype = {"dqkv_dtype": self._dtypes[q.dtype]} if self._dtypes else {}
         arguments = self._arguments(q, k, v, args)
+        gradients = {"dqkv_dtype": self._dtypes[q.dtype]} if self._dtypes else {}
+        if self._states_layout:
+            gradients[_LAYOUT_OF_GRADIENTS] = arguments["qkv_layout"]
         deterministic = torch.are_deterministic_algorithms_enabled()
         if deterministic:
             _check_workspace(q, k, args.table.shape[1] - 1)
@@ -101,7 +107,7 @@ class TeBackend:
             aux_ctx_tensors=aux,
             deterministic=deterministic,
             **arguments,
-            **dtype,
+            **gradients,
         )
         # Rows of K and V between the entries are 0: TransformerEngine clears gradients of packed rows first.
         args.store(dkv, dk, dv)
@@ -109,7 +115,8 @@ class TeBackend:
 
     def _arguments(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> dict[str, Any]:
         cu_q, cu_k, k_begins = args.table
-        k, v = _side_by_side(k, v)
+        layout = "thd_t2hd" if k.shape == v.shape else "thd_thd_thd"
+        k, v = _side_by_side(k, v) if k.shape == v.shape else (k.contiguous(), v.contiguous())
         return {
             "max_seqlen_q": args.max_q,
             "max_seqlen_kv": args.max_k,
@@ -125,7 +132,7 @@ class TeBackend:
             "attn_scale": args.scale,
             "window_size": (-1 if args.window is None else args.window, 0 if args.causal else -1),
             "attn_mask_type": "padding_causal_bottom_right" if args.causal else "padding",
-            "qkv_layout": "thd_t2hd",
+            "qkv_layout": layout,
             **_KINDS,
         }
 
@@ -140,13 +147,14 @@ def _side_by_side(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 
 
 def _function(function: Any, passed: tuple[str, ...]) -> Any:
-    """The function, checked, with those of `_LAYOUTS_OF_RESULTS` that it takes."""
+    """The function, checked, with those of `_FORMATS_OF_RESULTS` that it takes."""
     parameters = {
         name: parameter.default is not inspect.Parameter.empty
         for name, parameter in inspect.signature(function).parameters.items()
     }
-    extra = {name: value for name, value in _LAYOUTS_OF_RESULTS.items() if name in parameters}
-    parameters.pop("dqkv_dtype", None)
+    extra = {name: value for name, value in _FORMATS_OF_RESULTS.items() if name in parameters}
+    for name in ("dqkv_dtype", _LAYOUT_OF_GRADIENTS):
+        parameters.pop(name, None)
     check_arguments("te", function.__name__, parameters, (*passed, *extra), "transformer-engine 2.2 to 2.20")
     return functools.partial(function, **extra)
 

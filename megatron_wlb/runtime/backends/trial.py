@@ -5,37 +5,42 @@ import torch
 
 from megatron_wlb.plan.sharding.segments import document_begins
 from megatron_wlb.plan.types import SEGMENT
-from megatron_wlb.runtime.backends.protocol import Backend, KernelArgs
+from megatron_wlb.runtime.backends.protocol import Backend, KernelArgs, keys_and_values, side_by_side
 from megatron_wlb.runtime.backends.reference import ReferenceBackend
 
 # (queries, keys): gaps, causal squares, prefixes, lengths of 1, nothing divisible by a block.
 _ENTRIES = [(0, 70), (130, 130), (0, 1), (67, 200), (1, 1), (0, 300), (2, 150), (1, 90), (0, 5)]
 _WINDOWS = (None, 50)
-_HEADS, _HEAD_SIZE = (4, 2), 64
+_HEADS = (4, 2)
+HEAD_SIZES = (64, 64)
+"""Of keys and values, of models whose are equal."""
 _TOLERANCE = 2**-6
 
 
-def try_backend(backend: Backend, device: torch.device) -> None:
-    """Run forward and backward in bf16. Raises ValueError where they differ from float64, else whatever they raise.
+def try_backend(backend: Backend, device: torch.device, head_sizes: tuple[int, int] = HEAD_SIZES) -> None:
+    """Run forward and backward in bf16, with keys and values of `head_sizes`.
+
+    Raises ValueError where they differ from float64, else whatever they raise.
 
     About 200 rows; no random numbers but its own, and the same on every machine.
     """
     generator = torch.Generator().manual_seed(0)
 
-    def random(rows: int, heads: int) -> torch.Tensor:
-        return torch.randn(rows, heads, _HEAD_SIZE, generator=generator).to(device, torch.bfloat16)
+    def random(rows: int, heads: int, size: int) -> torch.Tensor:
+        return torch.randn(rows, heads, size, generator=generator).to(device, torch.bfloat16)
 
     num_queries, num_keys = (sum(lengths) for lengths in zip(*_ENTRIES, strict=True))
-    q, dout = random(num_queries, _HEADS[0]), random(num_queries, _HEADS[0])
-    k, v = random(num_keys, 2 * _HEADS[1]).chunk(2, dim=1)
+    q, dout = (random(num_queries, _HEADS[0], size) for size in head_sizes)
+    kv = side_by_side(*(random(num_keys, _HEADS[1], size) for size in head_sizes))
+    k, v = keys_and_values(kv, head_sizes[0])
     for window in _WINDOWS:
         results = []
         for each in (backend, ReferenceBackend()):
             args = kernel_args(each, _ENTRIES, device, 0.1, window)
             out, lse = each.forward(q, k, v, args)
-            dkv = torch.zeros((num_keys, 2, *k.shape[1:]), device=device)
+            dkv = torch.zeros(kv.shape, device=device)
             dq = each.backward(dout, q, k, v, out, lse, dkv, args)
-            results.append((out, lse, dq, *dkv.unbind(1)))
+            results.append((out, lse, dq, *keys_and_values(dkv, head_sizes[0])))
         for name, got, want in zip(("out", "lse", "dq", "dk", "dv"), *results, strict=True):
             error = ((got.double() - want.double()).norm() / want.double().norm()).item()
             if not error <= _TOLERANCE:  # NaN, too

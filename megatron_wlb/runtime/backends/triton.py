@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron_wlb.runtime.backends.checks import check_head_size, import_for
-from megatron_wlb.runtime.backends.protocol import KernelArgs
+from megatron_wlb.runtime.backends.protocol import KernelArgs, keys_and_values
 from megatron_wlb.runtime.encoding import varlen
 
 # More keys than any entry has, so that kernels need not know of a case without a window.
@@ -21,6 +21,7 @@ class TritonBackend:
     name = "triton"
     device_types: tuple[str, ...] = ("cuda",)
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
+    any_value_size = True
     encode = staticmethod(varlen)
 
     def __init__(self) -> None:
@@ -28,10 +29,10 @@ class TritonBackend:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""
-        check_head_size(self.name, q)
-        out = q.new_empty(q.shape)
+        check_head_size(self.name, q, v)
+        out = q.new_empty((*q.shape[:2], v.shape[-1]))
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-        sizes = _sizes(q, k)
+        sizes = _sizes(q, k, v)
         self._kernels.forward_kernel[_grid(q, args, sizes["BLOCK_Q"])](
             q, k, v, out, lse, *_arguments(q, args), *_strides(q, k, v, out), **sizes
         )
@@ -41,8 +42,8 @@ class TritonBackend:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, args: KernelArgs
     ) -> Tensor:
         """See `Backend.backward`."""
-        dq, delta, sizes = q.new_empty(q.shape), torch.empty_like(lse), _sizes(q, k)
-        arguments, (dk, dv) = _arguments(q, args), dkv.unbind(1)
+        dq, delta, sizes = q.new_empty(q.shape), torch.empty_like(lse), _sizes(q, k, v)
+        arguments, (dk, dv) = _arguments(q, args), keys_and_values(dkv, k.shape[-1])
         if not args.adds_up:
             dkv.zero_()  # the kernels leave keys out that nobody reads
         self._kernels.dq_kernel[_grid(q, args, sizes["BLOCK_Q"])](
@@ -73,17 +74,19 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for x in tensors for stride in x.stride()[:2])
 
 
-def _sizes(q: Tensor, k: Tensor) -> dict[str, int]:
+def _sizes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
     """Compile-time arguments. Blocks are the largest that compile for H100 with next to no spilled registers."""
-    padded = max(16, 1 << (q.shape[-1] - 1).bit_length())
-    full = q.dtype == torch.float32
-    block = (64 if padded <= 128 else 32) >> full
+    padded, v_padded = (max(16, 1 << (x.shape[-1] - 1).bit_length()) for x in (q, v))
+    full, widest = q.dtype == torch.float32, max(padded, v_padded)
+    block = (64 if widest <= 128 else 32) >> full
     return {
         "GROUP": q.shape[1] // k.shape[1],
         "D": q.shape[-1],
         "D_PAD": padded,
+        "DV": v.shape[-1],
+        "DV_PAD": v_padded,
         "BLOCK_Q": block,
         "BLOCK_K": block,
-        "num_warps": 8 if full or padded > 64 else 4,
+        "num_warps": 8 if full or widest > 64 else 4,
         "num_stages": 2,
     }

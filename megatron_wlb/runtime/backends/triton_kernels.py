@@ -7,8 +7,8 @@ Where `causal` is 0, `ahead` is the number of keys, so that all are seen.
 Which rows a program works on is found in the kernel. Entry e gets the programs from cu[e] // BLOCK + e on, at least as
 many as it has blocks, so cu[entries] // BLOCK + entries programs, which the host knows, are enough; the others return.
 
-Shapes: q, dout, out, dq [sq, Hq, D], k, v, dk, dv [P, Hkv, D], lse and delta [Hq, sq]; strides are those of rows and
-heads, and D is padded with zeros to D_PAD, a power of two.
+Shapes: q, dq [sq, Hq, D], k, dk [P, Hkv, D], v, dv [P, Hkv, DV], out, dout [sq, Hq, DV], lse and delta [Hq, sq];
+strides are those of rows and heads, and D and DV are padded with zeros to D_PAD and DV_PAD, powers of two.
 """
 
 import triton
@@ -43,7 +43,7 @@ def _block(cu, entries, program, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rows(tensor, begin, stride, rows, columns, num_rows, D: tl.constexpr):
-    """Rows begin + rows of one head, [BLOCK, D_PAD]; zeros past num_rows and past D."""
+    """Rows begin + rows of one head, [BLOCK, columns]; zeros past num_rows and past D."""
     pointers = tensor + (begin + rows[:, None]).to(tl.int64) * stride + columns[None, :]
     return tl.load(pointers, mask=(rows[:, None] < num_rows) & (columns[None, :] < D), other=0.0)
 
@@ -59,7 +59,8 @@ def _store(tensor, begin, stride, rows, columns, num_rows, values, D: tl.constex
 def forward_kernel(
     q, k, v, out, lse, cu_q, cu_k, entries, num_queries, scale, window, causal,
     q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head,
-    GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program for a block of queries and a query head: grid (sq // BLOCK_Q + entries, Hq)."""
     # Last blocks first: they see most keys.
@@ -70,11 +71,11 @@ def forward_kernel(
         return
     head, ahead = tl.program_id(1), k_len - q_len * causal
     k_of_head, v_of_head = k + head // GROUP * k_head, v + head // GROUP * v_head
-    i, columns = start + tl.arange(0, BLOCK_Q), tl.arange(0, D_PAD)
+    i, columns, v_columns = start + tl.arange(0, BLOCK_Q), tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
     queries = _rows(q + head * q_head, q_begin, q_row, i, columns, q_len, D)
     highest = tl.full([BLOCK_Q], _HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
-    values = tl.zeros([BLOCK_Q, D_PAD], tl.float32)
+    values = tl.zeros([BLOCK_Q, DV_PAD], tl.float32)
     for first in range(tl.maximum(start + ahead - window, 0), tl.minimum(start + BLOCK_Q + ahead, k_len), BLOCK_K):
         j = first + tl.arange(0, BLOCK_K)
         keys = _rows(k_of_head, k_begin, k_row, j, columns, k_len, D)
@@ -87,8 +88,8 @@ def forward_kernel(
         highest, total = new_highest, total * shrink + tl.sum(p, 1)
         p = p.to(v.dtype.element_ty)
         values *= shrink[:, None]
-        values += tl.dot(p, _rows(v_of_head, k_begin, v_row, j, columns, k_len, D), input_precision="ieee")
-    _store(out + head * out_head, q_begin, out_row, i, columns, q_len, values / total[:, None], D)
+        values += tl.dot(p, _rows(v_of_head, k_begin, v_row, j, v_columns, k_len, DV), input_precision="ieee")
+    _store(out + head * out_head, q_begin, out_row, i, v_columns, q_len, values / total[:, None], DV)
     tl.store(lse + head * num_queries + q_begin + i, (highest + tl.log2(total)) * _LN_2, mask=i < q_len)
 
 
@@ -96,9 +97,10 @@ def forward_kernel(
 def dq_kernel(
     dout, q, k, v, out, lse, dq, delta, cu_q, cu_k, entries, num_queries, scale, window, causal,
     dout_row, dout_head, q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head, dq_row, dq_head,
-    GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """As `forward_kernel`; also leaves delta = sum(dout * out) over D for `dkv_kernel`."""
+    """As `forward_kernel`; also leaves delta = sum(dout * out) over DV for `dkv_kernel`."""
     entry, start = _block(cu_q, entries, tl.num_programs(0) - 1 - tl.program_id(0), BLOCK_Q)
     q_begin, k_begin = tl.load(cu_q + entry), tl.load(cu_k + entry)
     q_len, k_len = tl.load(cu_q + entry + 1) - q_begin, tl.load(cu_k + entry + 1) - k_begin
@@ -106,10 +108,10 @@ def dq_kernel(
         return
     head, ahead = tl.program_id(1), k_len - q_len * causal
     k_of_head, v_of_head = k + head // GROUP * k_head, v + head // GROUP * v_head
-    i, columns = start + tl.arange(0, BLOCK_Q), tl.arange(0, D_PAD)
+    i, columns, v_columns = start + tl.arange(0, BLOCK_Q), tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
     queries = _rows(q + head * q_head, q_begin, q_row, i, columns, q_len, D)
-    do = _rows(dout + head * dout_head, q_begin, dout_row, i, columns, q_len, D)
-    o = _rows(out + head * out_head, q_begin, out_row, i, columns, q_len, D)
+    do = _rows(dout + head * dout_head, q_begin, dout_row, i, v_columns, q_len, DV)
+    o = _rows(out + head * out_head, q_begin, out_row, i, v_columns, q_len, DV)
     row_delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
     per_row = head * num_queries + q_begin + i
     tl.store(delta + per_row, row_delta, mask=i < q_len)
@@ -122,7 +124,7 @@ def dq_kernel(
         back = i[:, None] + ahead - j[None, :]
         visible = (back >= 0) & (back <= window) & (j[None, :] < k_len)
         p = tl.exp2(tl.where(visible, scores - row_lse[:, None], _HIDDEN))
-        values = _rows(v_of_head, k_begin, v_row, j, columns, k_len, D)
+        values = _rows(v_of_head, k_begin, v_row, j, v_columns, k_len, DV)
         dp = tl.dot(do, tl.trans(values), input_precision="ieee")
         ds = p * (dp - row_delta[:, None])
         gradient += tl.dot(ds.to(k.dtype.element_ty), keys, input_precision="ieee")
@@ -133,7 +135,8 @@ def dq_kernel(
 def dkv_kernel(
     dout, q, k, v, lse, delta, dk, dv, cu_q, cu_k, entries, num_queries, scale, window, causal,
     dout_row, dout_head, q_row, q_head, k_row, k_head, v_row, v_head, dk_row, dk_head, dv_row, dv_head,
-    GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program for a block of keys and a key head: grid (P // BLOCK_K + entries, Hkv).
 
@@ -147,16 +150,16 @@ def dkv_kernel(
     if (start >= k_len) | (first_query >= stop_query):
         return
     k_of_head, v_of_head = k + tl.program_id(1) * k_head, v + tl.program_id(1) * v_head
-    j, columns = start + tl.arange(0, BLOCK_K), tl.arange(0, D_PAD)
+    j, columns, v_columns = start + tl.arange(0, BLOCK_K), tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
     keys = _rows(k_of_head, k_begin, k_row, j, columns, k_len, D)
-    values = _rows(v_of_head, k_begin, v_row, j, columns, k_len, D)
+    values = _rows(v_of_head, k_begin, v_row, j, v_columns, k_len, DV)
     k_gradient = tl.zeros([BLOCK_K, D_PAD], tl.float32)
-    v_gradient = tl.zeros([BLOCK_K, D_PAD], tl.float32)
+    v_gradient = tl.zeros([BLOCK_K, DV_PAD], tl.float32)
     for head in range(tl.program_id(1) * GROUP, tl.program_id(1) * GROUP + GROUP):
         for first in range(first_query, stop_query, BLOCK_Q):
             i = first + tl.arange(0, BLOCK_Q)
             queries = _rows(q + head * q_head, q_begin, q_row, i, columns, q_len, D)
-            do = _rows(dout + head * dout_head, q_begin, dout_row, i, columns, q_len, D)
+            do = _rows(dout + head * dout_head, q_begin, dout_row, i, v_columns, q_len, DV)
             per_row = head * num_queries + q_begin + i
             row_lse = tl.load(lse + per_row, mask=i < q_len, other=0.0) * _LOG2_E
             row_delta = tl.load(delta + per_row, mask=i < q_len, other=0.0)
@@ -170,5 +173,5 @@ def dkv_kernel(
             k_gradient += tl.dot(ds.to(q.dtype.element_ty), queries, input_precision="ieee")
     old = _rows(dk + tl.program_id(1) * dk_head, k_begin, dk_row, j, columns, k_len, D)
     _store(dk + tl.program_id(1) * dk_head, k_begin, dk_row, j, columns, k_len, old + k_gradient * scale, D)
-    old = _rows(dv + tl.program_id(1) * dv_head, k_begin, dv_row, j, columns, k_len, D)
-    _store(dv + tl.program_id(1) * dv_head, k_begin, dv_row, j, columns, k_len, old + v_gradient, D)
+    old = _rows(dv + tl.program_id(1) * dv_head, k_begin, dv_row, j, v_columns, k_len, DV)
+    _store(dv + tl.program_id(1) * dv_head, k_begin, dv_row, j, v_columns, k_len, old + v_gradient, DV)
