@@ -302,7 +302,11 @@ def test_tokens_count_the_same_in_micro_batches_of_any_length(model, tmp_path):
     """The same documents in eight micro-batches, and in two, one on each of two ranks."""
     lengths = np.array([250, 6, 30, 226, 100, 156, 90, 166, 1, 255, 128, 128, 17, 239, 40, 216])
     documents = write_lengths(tmp_path / "corpus", lengths + 1)
-    flags = [*ONE_STEP, *model.split(), *"--wlb-outlier-thresholds 2000 --wlb-max-tokens 2048".split()]
+    flags = [
+        *ONE_STEP,
+        *model.split(),
+        *"--wlb-outlier-thresholds 2000 --wlb-max-tokens 2048 --wlb-crossover 500".split(),
+    ]
     long = "--seq-length 1024 --max-position-embeddings 1024 --global-batch-size 2".split()
     many = train(1, documents, *flags, log=tmp_path / "many.jsonl")
     few = train(2, documents, *flags, *long, log=tmp_path / "few.jsonl")
