@@ -4,6 +4,7 @@ import argparse
 import base64
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import chain
 from xml.etree import ElementTree
@@ -12,11 +13,13 @@ import numpy as np
 import pytest
 
 from megatron_wlb.adapter.arguments import add_wlb_arguments
+from megatron_wlb.cli.analyze import layouts
 from megatron_wlb.cli.analyze.report import data_entries, other_policy
 from megatron_wlb.cli.analyze.setup import flags_of, setup_of
 from megatron_wlb.cli.main import main
-from megatron_wlb.describe import PlanSettings
-from megatron_wlb.job import Job
+from megatron_wlb.describe import PlanSettings, make_job
+from megatron_wlb.job import Job, Parallel
+from megatron_wlb.model import MODELS
 from megatron_wlb.plan import packing
 from megatron_wlb.plan.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.packing.wlb import WlbPacking
@@ -350,3 +353,15 @@ def test_without_torch(data):
 )  # fmt: skip
 def test_errors(data, capsys, words, message):
     refused(capsys, f"{JOB} {words.replace('DATA', data)}", message)
+
+
+def test_other_layouts_are_those_of_the_same_gpus_in_chunks_of_two_layers():
+    job = make_job(
+        model=MODELS["llama2-7b"],
+        context_length=4096,
+        global_batch_size=4,
+        parallel=Parallel(tp=8, cp=2, pp=4, vpp=2, dp=2),
+    )
+    assert layouts.sizes(job) == [(2, 4, 4), (8, 1, 1), (2, 1, 1), (4, 4, 4), (16, 1, 1), (4, 2, 8)]
+    assert (2, 4, 4) not in layouts.sizes(replace(job, parallel=replace(job.parallel, vpp=4)))
+    assert [layouts.virtual_stages(layers, 4) for layers in (24, 36, 28, 4, 126)] == [3, 3, 1, 1, 1]

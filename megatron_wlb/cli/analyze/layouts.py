@@ -1,4 +1,5 @@
-"""Other layouts of the same GPUs: context parallelism in the place of the pipeline or of data parallelism, and back."""
+"""Other layouts of the same GPUs: context parallelism in the place of the pipeline or of data parallelism, and back,
+and pipelines of short chunks."""
 
 import argparse
 import contextlib
@@ -15,13 +16,23 @@ if TYPE_CHECKING:
     from megatron_wlb.cli.analyze.setup import Setup
 
 
-def sizes(job: Job) -> list[tuple[int, int]]:
-    """CP and PP that take the place of those of a job, and of its data-parallel ranks; TP stays within its node."""
+def sizes(job: Job) -> list[tuple[int, int, int]]:
+    """CP, PP and virtual stages that take the place of those of a job, and of its data-parallel ranks; TP stays within
+    its node."""
     p = job.parallel
-    wanted = [(p.cp * p.pp, 1), (p.cp, 1), (p.cp * p.dp, p.pp), (p.cp * p.pp * p.dp, 1)]
+    wanted = [(p.cp, p.pp), (p.cp * p.pp, 1), (p.cp, 1), (p.cp * p.dp, p.pp), (p.cp * p.pp * p.dp, 1)]
     if p.pp % 2 == 0:
         wanted.append((2 * p.cp, p.pp // 2))
-    return [each for each in dict.fromkeys(wanted) if each != (p.cp, p.pp)]
+    found = [(cp, pp, virtual_stages(job.model.num_layers + 2 * p.edge_layers, pp)) for cp, pp in wanted]
+    return [each for each in dict.fromkeys(found) if each != (p.cp, p.pp, p.vpp)]
+
+
+def virtual_stages(layers: int, pp: int) -> int:
+    """Chunks of a stage with two layers each, or the least number above that divides them; one without a pipeline."""
+    each, rest = divmod(layers, pp)
+    if pp == 1 or rest or each < 2:
+        return 1
+    return each // next(size for size in range(2, each + 1) if each % size == 0)
 
 
 def jobs(setup: "Setup", args: argparse.Namespace) -> Iterator[Job]:
@@ -30,10 +41,11 @@ def jobs(setup: "Setup", args: argparse.Namespace) -> Iterator[Job]:
     None for experts, of whose weights a job knows only what a token is multiplied with.
     """
     stream = partial(setup.data.stream, setup.seed, setup.job.context_length)
-    for cp, pp in sizes(setup.job) if not setup.job.model.moe_router_topk else ():
+    for cp, pp, vpp in sizes(setup.job) if not setup.job.model.moe_router_topk else ():
         layout = {"context_parallel_size": cp, "pipeline_model_parallel_size": pp, "wlb_packing": "adaptive"}
         layout |= {"num_gpus": setup.job.parallel.num_gpus, "wlb_max_tokens": None}
         layout |= {"wlb_crossover": setup.job.crossover_tokens, **dict.fromkeys(_VIRTUAL)}
+        layout["num_virtual_stages_per_pipeline_rank"] = vpp if vpp > 1 else None
         with contextlib.suppress(ValueError):
             given = argparse.Namespace(**vars(args) | layout)
             given.wlb_memory_budget = (DEVICE_SHARE * H100_BYTES - weight_bytes(job_of(given, []))) / 2**30

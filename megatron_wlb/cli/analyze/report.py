@@ -119,7 +119,7 @@ def other_layouts(setup: Setup, best: dict[str, Any], reference: dict[str, Any])
         packed = LAYOUT_PACKED // simulated * simulated
         numbers, _ = measure(setup, job, packed, simulated, lambda _: None, Megatron())
         if _is_faster(numbers, best):
-            parallel = {name: getattr(job.parallel, name) for name in ("tp", "cp", "pp", "dp")}
+            parallel = {name: getattr(job.parallel, name) for name in ("tp", "cp", "pp", "vpp", "dp")}
             shown = {name: numbers[name] for name in ("us_per_token", "num_micro_batches", "late_steps")}
             shown |= _speedup(numbers, reference) | {"gib": layouts.gib(job), "max_tokens": job.max_tokens}
             found.append(parallel | shown)

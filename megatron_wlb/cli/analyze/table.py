@@ -212,15 +212,19 @@ def _of_layouts(report: Report) -> list[str]:
     if not found:
         return []
     each = (
-        f"CP {n['cp']} x PP {n['pp']} x DP {n['dp']} with {n['num_micro_batches']:,} micro-batches of up to "
-        f"{n['max_tokens']:,} tokens: {n['speedup']:.2f} ± {n['speedup_error']:.2f} times, {n['late_steps']:.2f} steps "
-        f"late, {n['gib']:.0f} GiB a GPU"
+        f"CP {n['cp']} x PP {n['pp']}{_chunks(n['vpp'])} x DP {n['dp']} with {n['num_micro_batches']:,} micro-batches "
+        f"of up to {n['max_tokens']:,} tokens: {n['speedup']:.2f} ± {n['speedup_error']:.2f} times, "
+        f"{n['late_steps']:.2f} steps late, {n['gib']:.0f} GiB a GPU"
         for n in found
     )
     return [
         f"Faster on the same GPUs, with TP {found[0]['tp']} and adaptive packing: {'; '.join(each)}. Memory is "
         "activations, weights and a distributed optimizer."
     ]
+
+
+def _chunks(vpp: int) -> str:
+    return f" of {vpp} virtual stages" if vpp > 1 else ""
 
 
 def _of_counts(counts: list[dict[str, Any]]) -> str:
