@@ -359,7 +359,7 @@ def test_other_layouts_are_those_of_the_same_gpus_in_chunks_of_two_layers():
     job = make_job(
         model=MODELS["llama2-7b"],
         context_length=4096,
-        global_batch_size=4,
+        global_batch_size=8,
         parallel=Parallel(tp=8, cp=2, pp=4, vpp=2, dp=2),
     )
     assert layouts.sizes(job) == [(2, 4, 4), (8, 1, 1), (2, 1, 1), (4, 4, 4), (16, 1, 1), (4, 2, 8)]
