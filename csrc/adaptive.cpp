@@ -21,7 +21,7 @@ constexpr int kRounds = 200;
 constexpr size_t kLightest = 4;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr int64_t kMaxSteps = int64_t{1} << 62, kMaxCost = int64_t{1} << 62, kMaxStages = int64_t{1} << 20;
+constexpr int64_t kMaxSteps = int64_t{1} << 62, kMaxCost = int64_t{1} << 62, kMaxWeight = int64_t{1} << 20;
 
 double real(int64_t value) { return static_cast<double>(value); }
 
@@ -34,8 +34,8 @@ struct Place {
 struct Bins {
   explicit Bins(const Sizes& sizes)
       : each(static_cast<size_t>(sizes.num_micro_batches / sizes.ranks)),
-        chunks(sizes.chunks),
-        behind(sizes.stages - 1),
+        per_work(sizes.total_weight),
+        per_largest(sizes.largest_weight),
         work(static_cast<size_t>(sizes.num_micro_batches)),
         tokens(work.size()),
         ranks(work.size() / each),
@@ -85,7 +85,7 @@ struct Bins {
       rank.largest = std::max(rank.largest, work[at(place)]);
     else
       rank.largest = largest_without(place.rank, each, each);
-    cost.add(place.rank, chunks * rank.work + behind * rank.largest - cost[place.rank]);
+    cost.add(place.rank, per_work * rank.work + per_largest * rank.largest - cost[place.rank]);
     int64_t fewest = tokens[begin];
     for (size_t i = 1; i < each; ++i) fewest = std::min(fewest, tokens[begin + i]);
     shortest.add(place.rank, fewest - shortest[place.rank]);
@@ -100,7 +100,7 @@ struct Bins {
   }
 
   size_t each;
-  int64_t chunks, behind;
+  int64_t per_work, per_largest;
   std::vector<int64_t> work, tokens;
   std::vector<Rank> ranks;
   Ranking cost, shortest;  // of ranks; tokens of the shortest micro-batch
@@ -285,23 +285,24 @@ Set Step::judged(const Bins& bins, const Fluid& fluid, double relief) const {
   const int64_t poured = fluid.poured(bins.total_tokens), tokens = bins.total_tokens + poured;
   const double work = real(bins.total_work) + fluid.density * real(poured);
   const double full = std::min(1.0, real(tokens) / (real(fluid.target) * kFull));
-  double clustered = real(sizes_.chunks) * (work / real(sizes_.ranks));
-  clustered += real(sizes_.stages - 1) * (bins.alike / real(std::max<int64_t>(1, tokens)));
+  double clustered = real(sizes_.total_weight) * (work / real(sizes_.ranks));
+  clustered += real(sizes_.largest_weight) * (bins.alike / real(std::max<int64_t>(1, tokens)));
   const double lost = filled(bins, fluid, fluid.density * real(poured)) - std::max(clustered, even(work));
   const double unit =
-      real(sizes_.chunks) * real(sizes_.crossover_tokens) * (real(sizes_.batch_tokens) / real(sizes_.ranks));
+      real(sizes_.unit_weight) * real(sizes_.crossover_tokens) * (real(sizes_.batch_tokens) / real(sizes_.ranks));
   relief += real(std::min(poured, fluid.arrived));
   return {full, lost / unit, kWaitPrice * (relief / real(sizes_.batch_tokens)) - lost / unit, {}};
 }
 
 double Step::even(double work) const {
-  return real(sizes_.chunks) * (work / real(sizes_.ranks)) +
-         real(sizes_.stages - 1) * (work / real(sizes_.num_micro_batches));
+  return real(sizes_.total_weight) * (work / real(sizes_.ranks)) +
+         real(sizes_.largest_weight) * (work / real(sizes_.num_micro_batches));
 }
 
 double Step::filled(const Bins& bins, const Fluid& fluid, double work) const {
-  const double each = real(static_cast<int64_t>(bins.each)), chunks = real(bins.chunks), behind = real(bins.behind);
-  const double spread = chunks + behind / each;
+  const double each = real(static_cast<int64_t>(bins.each));
+  const double per_work = real(bins.per_work), per_largest = real(bins.per_largest);
+  const double spread = per_work + per_largest / each;
   int64_t highest = 0;
   for (size_t r = 0; r < bins.ranks.size(); ++r) highest = std::max(highest, bins.cost[r]);
   double cost = real(highest);
@@ -309,15 +310,15 @@ double Step::filled(const Bins& bins, const Fluid& fluid, double work) const {
     double lacking = work, slope = 0.0;
     for (const Bins::Rank& rank : bins.ranks) {
       const double largest = real(rank.largest), total = real(rank.work);
-      const bool under = cost <= (chunks * each + behind) * largest;
-      const double more = under ? (cost - behind * largest) / chunks - total : cost / spread - total;
+      const bool under = cost <= (per_work * each + per_largest) * largest;
+      const double more = under ? (cost - per_largest * largest) / per_work - total : cost / spread - total;
       const double most =
           fluid.density * real(static_cast<int64_t>(bins.each) * sizes_.max_tokens - rank.tokens);
       if (more >= most) {
         lacking -= most;
       } else {
         lacking -= more;
-        slope += under ? 1.0 / chunks : 1.0 / spread;
+        slope += under ? 1.0 / per_work : 1.0 / spread;
       }
     }
     if (lacking <= 0.0) return cost;
@@ -371,7 +372,7 @@ void Step::refine(std::vector<std::vector<Document>>& held, Bins& bins) const {
       if (r != worst.rank) ranks.push_back(r);
     std::vector<Place> lightest;
     for (size_t r : lightest_of(ranks, [&](size_t r) { return bins.cost[r]; })) lightest.push_back({r, bins.lightest(r)});
-    if (sizes_.stages > 1) {
+    if (sizes_.largest_weight) {
       std::vector<size_t> all(bins.each);
       std::iota(all.begin(), all.end(), size_t{0});
       for (size_t i : lightest_of(all, [&](size_t i) { return bins.work[bins.at({worst.rank, i})]; }))
@@ -397,11 +398,11 @@ void Step::refine(std::vector<std::vector<Document>>& held, Bins& bins) const {
           const int64_t lower = std::max(rest, bins.work[here] - work), higher = bins.work[there] + work;
           int64_t cost;
           if (same)
-            cost = bins.chunks * bins.ranks[worst.rank].work + bins.behind * std::max(lower, higher);
+            cost = bins.per_work * bins.ranks[worst.rank].work + bins.per_largest * std::max(lower, higher);
           else
-            cost = std::max(bins.chunks * (bins.ranks[worst.rank].work - work) + bins.behind * lower,
-                            bins.chunks * (bins.ranks[place.rank].work + work) +
-                                bins.behind * std::max(rest_there, higher));
+            cost = std::max(bins.per_work * (bins.ranks[worst.rank].work - work) + bins.per_largest * lower,
+                            bins.per_work * (bins.ranks[place.rank].work + work) +
+                                bins.per_largest * std::max(rest_there, higher));
           if (cost < best) best = cost, other = place, best_a = a, best_b = b;
         }
       }
@@ -430,14 +431,15 @@ Packed choose_adaptive(const std::vector<Document>& waiting, int64_t step, int64
   if (sizes.num_micro_batches % sizes.ranks)
     throw std::invalid_argument(std::to_string(sizes.num_micro_batches) + " micro-batches cannot be shared by " +
                                 std::to_string(sizes.ranks) + " ranks");
-  check_range("stages", sizes.stages, 1, kMaxStages);
-  check_range("chunks", sizes.chunks, 1, kMaxStages);
+  check_range("total_weight", sizes.total_weight, 1, kMaxWeight);
+  check_range("largest_weight", sizes.largest_weight, 0, kMaxWeight);
+  check_range("unit_weight", sizes.unit_weight, 1, kMaxWeight);
   check_range("batch_tokens", sizes.batch_tokens, 1, kMaxMicroBatches * kMaxTokens);
   check_range("crossover_tokens", sizes.crossover_tokens, 1, kMaxCost);
   check_range("max_delay_steps", sizes.max_delay_steps, 1, kMaxSteps);
   check_range("step", step, 0, kMaxSteps);
   check_documents(waiting, sizes.max_tokens);
-  int64_t left = kMaxCost / (sizes.chunks + sizes.stages - 1);
+  int64_t left = kMaxCost / (sizes.total_weight + sizes.largest_weight);
   for (const Document& d : waiting) {
     check_range("arrival", d.arrival, 0, kMaxSteps);
     check_range("the work of a document after those before it", d.work, 0, left);

@@ -13,7 +13,8 @@ namespace wlb {
 
 // As `Sizes` of adaptive_core.py.
 struct Sizes {
-  int64_t num_micro_batches, ranks, stages, chunks, max_tokens, batch_tokens, crossover_tokens, max_delay_steps;
+  int64_t num_micro_batches, ranks, total_weight, largest_weight, unit_weight, max_tokens, batch_tokens,
+      crossover_tokens, max_delay_steps;
 };
 
 struct Packed {

@@ -112,37 +112,38 @@ PYBIND11_MODULE(_native, module) {
   module.def(
       "choose_adaptive",
       [](const py::array& length, const py::array& work, const py::array& arrival, int64_t step, int64_t credit,
-         int64_t num_micro_batches, int64_t ranks, int64_t stages, int64_t chunks, int64_t max_tokens,
-         int64_t batch_tokens, int64_t crossover_tokens, int64_t max_delay_steps) {
+         int64_t num_micro_batches, int64_t ranks, int64_t total_weight, int64_t largest_weight, int64_t unit_weight,
+         int64_t max_tokens, int64_t batch_tokens, int64_t crossover_tokens, int64_t max_delay_steps) {
         auto waiting = documents(length, work);
         const auto arrivals = column<int64_t>(arrival, "arrival", length);
         for (size_t k = 0; k < waiting.size(); ++k) waiting[k].arrival = arrivals(static_cast<py::ssize_t>(k));
         const auto packed = [&] {
           py::gil_scoped_release release;
           return wlb::choose_adaptive(waiting, step, credit,
-                                      {num_micro_batches, ranks, stages, chunks, max_tokens, batch_tokens,
-                                       crossover_tokens, max_delay_steps});
+                                      {num_micro_batches, ranks, total_weight, largest_weight, unit_weight, max_tokens,
+                                       batch_tokens, crossover_tokens, max_delay_steps});
         }();
         return std::make_tuple(array(packed.rows), array(packed.bounds));
       },
       py::arg("length"), py::arg("work"), py::arg("arrival"), py::arg("step"), py::arg("credit"),
-      py::arg("num_micro_batches"), py::arg("ranks"), py::arg("stages"), py::arg("chunks"), py::arg("max_tokens"),
-      py::arg("batch_tokens"), py::arg("crossover_tokens"), py::arg("max_delay_steps"));
+      py::arg("num_micro_batches"), py::arg("ranks"), py::arg("total_weight"), py::arg("largest_weight"),
+      py::arg("unit_weight"), py::arg("max_tokens"), py::arg("batch_tokens"), py::arg("crossover_tokens"),
+      py::arg("max_delay_steps"));
   module.def("makespans", &makespans<double>, py::arg("first"), py::arg("second"), py::arg("end"), py::arg("time"),
              py::arg("num_slots"), py::arg("work").noconvert());
   module.def("makespans", &makespans<int64_t>, py::arg("first"), py::arg("second"), py::arg("end"), py::arg("time"),
              py::arg("num_slots"), py::arg("work").noconvert());
   module.def(
       "place",
-      [](const py::array& work, size_t dp, int64_t pp, int64_t vpp) {
+      [](const py::array& work, size_t dp, int64_t total_weight, int64_t largest_weight) {
         const std::vector<int64_t> works = int64s(work, "work");
         return array([&] {
                  py::gil_scoped_release release;
-                 return wlb::place(works, dp, pp, vpp);
+                 return wlb::place(works, dp, total_weight, largest_weight);
                }())
             .reshape({static_cast<py::ssize_t>(dp), py::ssize_t{-1}});
       },
-      py::arg("work"), py::arg("dp"), py::arg("pp"), py::arg("vpp"));
+      py::arg("work"), py::arg("dp"), py::arg("total_weight"), py::arg("largest_weight"));
   module.def(
       "choose_sharding",
       [](const py::array& length, int64_t cp_size, const std::vector<std::string>& strategies,

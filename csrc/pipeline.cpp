@@ -18,8 +18,8 @@ struct Rank {
 // Ranks by cost, as `rank_cost` of the reference has it, which swap micro-batches.
 class Placement {
  public:
-  Placement(const std::vector<int64_t>& work, size_t dp, int64_t pp, int64_t vpp)
-      : work_(work), waits_(pp - 1), chunks_(vpp), ranks_(dp) {
+  Placement(const std::vector<int64_t>& work, size_t dp, int64_t total_weight, int64_t largest_weight)
+      : work_(work), total_weight_(total_weight), largest_weight_(largest_weight), ranks_(dp) {
     std::vector<size_t> falling(work.size());
     std::iota(falling.begin(), falling.end(), size_t{0});
     std::stable_sort(falling.begin(), falling.end(), [&](size_t a, size_t b) { return work[a] > work[b]; });
@@ -72,7 +72,7 @@ class Placement {
     by_cost_.insert({rank.cost, r});
   }
 
-  int64_t cost(int64_t total, int64_t largest) const { return chunks_ * total + waits_ * largest; }
+  int64_t cost(int64_t total, int64_t largest) const { return total_weight_ * total + largest_weight_ * largest; }
 
   // The swap after which the costlier of both is cheapest, if it costs less than `limit`.
   bool swap(Rank& a, Rank& b, int64_t limit) const {
@@ -95,18 +95,18 @@ class Placement {
   }
 
   const std::vector<int64_t>& work_;
-  int64_t waits_, chunks_;
+  int64_t total_weight_, largest_weight_;
   std::vector<Rank> ranks_;
   std::set<std::pair<int64_t, size_t>> by_cost_;  // cost and rank
 };
 
 }  // namespace
 
-std::vector<int64_t> place(const std::vector<int64_t>& work, size_t dp, int64_t pp, int64_t vpp) {
+std::vector<int64_t> place(const std::vector<int64_t>& work, size_t dp, int64_t total_weight, int64_t largest_weight) {
   if (dp < 1 || work.empty() || work.size() % dp)
     throw std::invalid_argument(std::to_string(work.size()) + " micro-batches cannot be shared by " +
                                 std::to_string(dp) + " data-parallel ranks; give a multiple");
-  Placement placement(work, dp, pp, vpp);
+  Placement placement(work, dp, total_weight, largest_weight);
   while (placement.swap()) continue;
   return placement.rows();
 }

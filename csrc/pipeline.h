@@ -39,7 +39,7 @@ std::vector<Time> makespans(const PassGraph& graph, const Time* work, size_t cou
 }
 
 // Micro-batches by rank, ascending; throws std::invalid_argument where not each rank can have as many. Work is not
-// negative, and (vpp * its size + pp) * the largest fits 64 bits.
-std::vector<int64_t> place(const std::vector<int64_t>& work, size_t dp, int64_t pp, int64_t vpp);
+// negative, and (total_weight * its size + largest_weight) * the largest fits 64 bits.
+std::vector<int64_t> place(const std::vector<int64_t>& work, size_t dp, int64_t total_weight, int64_t largest_weight);
 
 }  // namespace wlb

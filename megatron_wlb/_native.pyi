@@ -14,8 +14,9 @@ def choose_adaptive(
     credit: int,
     num_micro_batches: int,
     ranks: int,
-    stages: int,
-    chunks: int,
+    total_weight: int,
+    largest_weight: int,
+    unit_weight: int,
     max_tokens: int,
     batch_tokens: int,
     crossover_tokens: int,
@@ -29,7 +30,7 @@ def makespans[Time: (np.float64, np.int64)](
     num_slots: int,
     work: NDArray[Time],
 ) -> NDArray[Time]: ...
-def place(work: np.ndarray, dp: int, pp: int, vpp: int) -> NDArray[np.int64]: ...
+def place(work: np.ndarray, dp: int, total_weight: int, largest_weight: int) -> NDArray[np.int64]: ...
 def choose_sharding(
     length: np.ndarray,
     cp_size: int,

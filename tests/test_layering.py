@@ -22,7 +22,7 @@ ALLOWED = {
     "cost.passes": (("cost", "job", "plan.types", "plan.sharding"), ()),
     "cost.memory": (("job", "pipeline"), ()),
     "plan": (PLANNING, ()),
-    "plan.packing": ((*BOTTOM, "cost", "plan.native", "plan.types"), ()),
+    "plan.packing": ((*BOTTOM, "cost", "pipeline.timeline", "plan.native", "plan.types"), ()),
     "plan.sharding": ((*BOTTOM, "cost", "plan.native", "plan.types"), ()),
     "job": (("model", "cost", "pipeline.schedule", "plan.packing", "plan.sharding"), ()),
     "describe": (PLANNING, ()),

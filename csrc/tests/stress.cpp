@@ -151,8 +151,9 @@ class AdaptiveRound {
     window_ = window;
     sizes_ = {n,
               ranks,
-              choose.of<int64_t>({1, 2, 7}),
-              choose.of<int64_t>({1, 2}),
+              choose.between(1, 24),
+              choose.of<int64_t>({0, 1, 6, 40}),
+              choose.between(1, 24),
               window * choose.of<int64_t>({100, 110, 125, 200}) / 100 * std::max<int64_t>(1, windows / n),
               windows * window,
               choose.of<int64_t>({1, 50, int64_t{1} << 35}),
@@ -184,7 +185,7 @@ class AdaptiveRound {
                              [&](int64_t total, const Document& d) { return total + d.*member; });
     };
     int64_t room = 4 * sizes_.batch_tokens - sum(&Document::length);
-    int64_t work_left = kMaxCost / (sizes_.chunks + sizes_.stages - 1) - sum(&Document::work);
+    int64_t work_left = kMaxCost / (sizes_.total_weight + sizes_.largest_weight) - sum(&Document::work);
     for (Document d : documents(choose_, choose_.between(0, 250), wild_ ? sizes_.max_tokens : window_, step)) {
       if ((!wild_ && room <= 0) || d.work > work_left) break;
       if (wild_) d.arrival = choose_.between(0, int64_t{1} << 62);
@@ -206,8 +207,8 @@ class AdaptiveRound {
     for (int64_t bad : {int64_t{-1}, kLowest, kHighest}) {
       require(refused(pool_, bad, sizes_), "a bad step is refused");
       for (int64_t wlb::Sizes::*size :
-           {&wlb::Sizes::num_micro_batches, &wlb::Sizes::ranks, &wlb::Sizes::stages, &wlb::Sizes::chunks,
-            &wlb::Sizes::max_tokens, &wlb::Sizes::batch_tokens, &wlb::Sizes::max_delay_steps}) {
+           {&wlb::Sizes::num_micro_batches, &wlb::Sizes::ranks, &wlb::Sizes::total_weight, &wlb::Sizes::largest_weight,
+            &wlb::Sizes::unit_weight, &wlb::Sizes::max_tokens, &wlb::Sizes::batch_tokens, &wlb::Sizes::max_delay_steps}) {
         wlb::Sizes changed = sizes_;
         changed.*size = bad;
         require(refused(pool_, step, changed), "a bad size is refused");
@@ -374,18 +375,18 @@ void stress_sharding(Choices& choose) {
 
 // Work of so many micro-batches, up to what the predicted times allow.
 void stress_pipeline(Choices& choose) {
-  const int64_t pp = choose.between(1, 6), vpp = choose.between(1, 3), dp = choose.between(1, 9);
-  const int64_t rounds = choose.between(1, 20), total = dp * rounds, limit = kHighest / (vpp * total + pp);
+  const int64_t all = choose.between(1, 20), largest = choose.between(0, 60), dp = choose.between(1, 9);
+  const int64_t rounds = choose.between(1, 20), total = dp * rounds, limit = kHighest / (all * total + largest);
   const int64_t most = choose.of<int64_t>({0, 1, 5, 1'000'000, limit});
   std::vector<int64_t> work;
   while (work.size() < static_cast<size_t>(total)) work.push_back(choose.one_in(20) ? limit : choose.between(0, most));
-  std::vector<int64_t> rows = wlb::place(work, static_cast<size_t>(dp), pp, vpp);
+  std::vector<int64_t> rows = wlb::place(work, static_cast<size_t>(dp), all, largest);
   for (auto row = rows.begin(); row != rows.end(); row += rounds)
     require(std::is_sorted(row, row + rounds), "a rank's micro-batches ascend");
   std::sort(rows.begin(), rows.end());
   for (size_t i = 0; i < rows.size(); ++i) require(rows[i] == static_cast<int64_t>(i), "a micro-batch is on one rank");
   for (size_t bad : {size_t{0}, work.size() + 1})
-    require(refuses([&] { wlb::place(work, bad, pp, vpp); }), "a bad number of ranks is refused");
+    require(refuses([&] { wlb::place(work, bad, all, largest); }), "a bad number of ranks is refused");
 
   // A chain of passes ends after all of them.
   const auto width = static_cast<size_t>(choose.between(1, 40)), count = static_cast<size_t>(choose.between(1, 40));

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -125,3 +126,28 @@ def makespans(schedule: Schedule, work: np.ndarray) -> np.ndarray:
         waiting = np.maximum(ends[graph.first[i:j]], ends[graph.second[i:j]])
         ends[graph.end[i:j]] = waiting + times[graph.time[i:j]]
     return ends[graph.end[-1]]
+
+
+class CostWeights(NamedTuple):
+    """About when 1F1B ends: so much for all work of a rank's micro-batches, and so much for that of the largest."""
+
+    total: int
+    largest: int
+    unit: int
+    """For work that is spread evenly and waits for nothing."""
+
+
+def cost_weights(num_stages: int, num_chunks: int, num_micro_batches: int) -> CostWeights:
+    """What work costs in a pipeline of P stages with V chunks each and M micro-batches, on one data-parallel rank.
+
+    Every stage computes all of them, and waits in warm-up and cool-down for the others. With one chunk a stage that is
+    P - 1 times the largest. Interleaved, P micro-batches go round through all chunks, and in each of V rounds a stage
+    waits until the largest has been through all P stages, beyond what the others of its round take; these are taken to
+    be alike. Warm-up and cool-down are then P - 1 times the mean.
+    """
+    if num_chunks == 1:
+        return CostWeights(1, num_stages - 1, 1)
+    scale = 8  # what is less than an eighth is left out
+    largest = scale * num_chunks * (num_stages - 1) * num_micro_batches // (num_micro_batches - 1)
+    total = scale * num_chunks - (largest - scale * (num_stages - 1)) // num_micro_batches
+    return CostWeights(total, largest, scale * num_chunks)

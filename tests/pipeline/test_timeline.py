@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb.pipeline.graph import graph_of
-from megatron_wlb.pipeline.schedule import Schedule, nearest_counts
-from megatron_wlb.pipeline.timeline import makespans, run
+from megatron_wlb.pipeline.schedule import Schedule, nearest_counts, schedule_of
+from megatron_wlb.pipeline.timeline import cost_weights, makespans, run
+from megatron_wlb.plan.placement import order
+from tests.jobs import job
 from tests.pipeline.schedules import schedules, timed_schedules
 from tests.pipeline.upstream import replay
 
@@ -162,3 +164,16 @@ def test_free_transfers_end_no_later_than_those_that_wait(schedule):
     if not schedule.forward_only:
         work = np.random.default_rng(0).integers(0, 100, (1, schedule.num_micro_batches))
         assert makespans(schedule, work)[0] <= run(schedule, work[0], 2 * work[0]).makespan
+
+
+@pytest.mark.parametrize(("stages", "chunks", "count"), [(4, 1, 8), (2, 4, 4), (4, 4, 4), (4, 4, 8), (14, 3, 14)])
+def test_cost_weights_say_about_when_1f1b_ends(stages, chunks, count):
+    """In a good order. Exact where all micro-batches are alike; else no less than 1F1B takes, nor a fifth more."""
+    rng, weights = np.random.default_rng(count), cost_weights(stages, chunks, count)
+    one = job(num_micro_batches=count, pp=stages, vpp=chunks)
+    for spread in (0, 0.1, 0.3):
+        work = (10_000 * np.exp(rng.normal(0, spread, count))).astype(np.int64)
+        time = makespans(schedule_of(one, count), work[order(work, one)][None])[0] / 3
+        cost = (weights.total * work.sum() + weights.largest * work.max()) * chunks / weights.unit
+        assert 0.8 <= time / cost <= 1.03
+        assert spread or time == pytest.approx(cost, rel=0.03)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import megatron_wlb
 from megatron_wlb import _native
 from megatron_wlb.job import MAX_TOKENS
+from megatron_wlb.pipeline.timeline import CostWeights
 from megatron_wlb.plan import native
 from megatron_wlb.plan.packing.adaptive_core import Sizes, choose
 from megatron_wlb.plan.packing.wlb import place
@@ -56,18 +57,18 @@ def documents(draw):
     st.integers(1, 9),
     st.integers(0, 40),
     st.sampled_from([0, -(2**63), 2**63 - 1, 13, -13]),
-    st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 7]), st.integers(1, 3)),
+    st.tuples(st.integers(1, 3), st.integers(1, 24), st.sampled_from([0, 1, 6, 40]), st.integers(1, 24)),
 )
 def test_cores_are_equal(case, n, step, credit, layout):
     max_tokens, lengths, crossover = case
     lengths, work = columns(lengths, crossover)
     both(place, lengths, work, n, max_tokens)
     arrivals = np.sort(np.arange(len(lengths)) * 7 % 20)
-    ranks, stages, chunks = layout
-    if work.astype(object).sum() > (1 << 62) // (stages + chunks - 1):
+    ranks, *weights = layout
+    if work.astype(object).sum() > (1 << 62) // sum(weights[:2]):
         return
     batch = max(1, max_tokens * 4 // 5 * n)
-    sizes = Sizes(n * ranks, ranks, stages, chunks, max_tokens, batch, crossover, 20)
+    sizes = Sizes(n * ranks, ranks, CostWeights(*weights), max_tokens, batch, crossover, 20)
     both(choose, lengths, work, arrivals, step=step, credit=credit, sizes=sizes)
 
 
@@ -76,7 +77,7 @@ def test_cores_are_equal_at_scale():
     lengths, work = columns(lengths, 50_000)
     placed = both(place, lengths, work, 256, 163_840)
     assert (placed == 256).any()
-    sizes = Sizes(64, 8, 4, 2, 163_840, 64 * 131_072, 50_000, 20)
+    sizes = Sizes(64, 8, CostWeights(11, 55, 16), 163_840, 64 * 131_072, 50_000, 20)
     rows, bounds = both(choose, lengths, work, np.arange(9_000) // 3000, step=2, credit=0, sizes=sizes)
     assert 100 < len(rows) == bounds[-1]
 
@@ -101,8 +102,9 @@ ARGUMENTS = {
     "credit": 0,
     "num_micro_batches": 2,
     "ranks": 1,
-    "stages": 1,
-    "chunks": 1,
+    "total_weight": 1,
+    "largest_weight": 0,
+    "unit_weight": 1,
     "max_tokens": 100,
     "batch_tokens": 160,
     "crossover_tokens": 50,
@@ -130,8 +132,9 @@ PLACE = ("length", "work", "num_micro_batches", "max_tokens")
         ("max_tokens", MAX_TOKENS + 1, f"max_tokens is {MAX_TOKENS + 1}; it must be 1 to {MAX_TOKENS}"),
         ("ranks", 3, "ranks is 3; it must be 1 to 2"),
         ("ranks", 0, "ranks is 0; it must be 1 to 2"),
-        ("stages", 0, f"stages is 0; it must be 1 to {2**20}"),
-        ("chunks", 2**62, f"chunks is {2**62}; it must be 1 to {2**20}"),
+        ("total_weight", 0, f"total_weight is 0; it must be 1 to {2**20}"),
+        ("largest_weight", -1, f"largest_weight is -1; it must be 0 to {2**20}"),
+        ("unit_weight", 2**62, f"unit_weight is {2**62}; it must be 1 to {2**20}"),
         ("batch_tokens", 0, f"batch_tokens is 0; it must be 1 to {2**46}"),
         ("crossover_tokens", -1, f"crossover_tokens is -1; it must be 1 to {2**62}"),
         ("max_delay_steps", -(2**63), f"max_delay_steps is -{2**63}; it must be 1 to {2**62}"),

@@ -13,7 +13,7 @@ from megatron_wlb.plan import native
 from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.packing.fixed import FixedPacking
 from megatron_wlb.plan.packing.original import OriginalPacking
-from megatron_wlb.plan.placement import order, paces, place, rank_cost
+from megatron_wlb.plan.placement import order, paces, place, rank_cost, weights_of
 from megatron_wlb.plan.step import plan_step
 from megatron_wlb.plan.stream import DocumentStream, Source
 from tests.jobs import job
@@ -60,9 +60,10 @@ def snake(work, dp):
     return np.array([row[::-1] if k % 2 else row for k, row in enumerate(rounds)]).T
 
 
-def greatest_cost(work, ranks, pp, vpp=1):
+def greatest_cost(work, ranks, given):
     """In Python's integers."""
-    return max(vpp * sum(rank) + (pp - 1) * max(rank) for rank in ([int(work[i]) for i in row] for row in ranks))
+    total, largest, _ = weights_of(given)
+    return max(total * sum(rank) + largest * max(rank) for rank in ([int(work[i]) for i in row] for row in ranks))
 
 
 def ending(work, orders, given):
@@ -71,26 +72,27 @@ def ending(work, orders, given):
 
 @given(dp=st.integers(1, 9), rounds=st.integers(1, 9), pp=st.integers(1, 9), vpp=st.integers(1, 4), data=st.data())
 def test_placement_is_a_partition_never_worse_than_dealing(dp, rounds, pp, vpp, data):
-    work = data.draw(works(dp * rounds, LARGEST // (vpp * dp * rounds + pp)))
-    given = job_of(work, dp, pp, vpp)
-    vpp = given.parallel.vpp
+    given = job_of(range(dp * rounds), dp, pp, vpp)
+    total, largest, _ = weights_of(given)
+    work = data.draw(works(dp * rounds, LARGEST // (total * dp * rounds + largest)))
     placement = both(place, work, given)
     assert placement.shape == (dp, rounds)
     assert sorted(placement.ravel()) == list(range(len(work)))
     assert (np.diff(placement, axis=1) > 0).all()
-    cost = greatest_cost(work, placement, pp, vpp)
+    cost = greatest_cost(work, placement, given)
     assert cost == rank_cost(work[placement], given).max()
-    assert cost <= greatest_cost(work, snake(work, dp), pp, vpp)
+    assert cost <= greatest_cost(work, snake(work, dp), given)
 
 
 @given(pp=st.integers(1, 4), rounds=st.integers(1, 3), data=st.data())
 def test_placement_is_the_best_for_two_ranks_of_up_to_three(pp, rounds, data):
     work = data.draw(works(2 * rounds, 1000))
-    everything = set(range(len(work)))
+    everything, given = set(range(len(work))), job_of(work, 2, pp)
     best = min(
-        greatest_cost(work, (ours, everything - set(ours)), pp) for ours in itertools.combinations(everything, rounds)
+        greatest_cost(work, (ours, everything - set(ours)), given)
+        for ours in itertools.combinations(everything, rounds)
     )
-    assert greatest_cost(work, place(work, job_of(work, 2, pp)), pp) == best
+    assert greatest_cost(work, place(work, given), given) == best
 
 
 @pytest.mark.parametrize("name", WORKS)
@@ -102,7 +104,7 @@ def test_placement_of_extremes(name, dp):
     if name == "one giant" and dp > 1:
         # Its rank has the least of the others, or what is as good: none costs more.
         least = sum(sorted(WORKS[name])[: 8 // dp - 1])
-        assert greatest_cost(work, placement, 4) - 4 * 10**15 - least in range(4 * 10**15 >> 13)
+        assert greatest_cost(work, placement, job_of(work, dp, 4)) - 4 * 10**15 - least in range(4 * 10**15 >> 13)
 
 
 def test_placement_by_hand(core):

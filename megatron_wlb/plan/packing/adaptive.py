@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_wlb.cost.work import document_work
+from megatron_wlb.pipeline.timeline import cost_weights
 from megatron_wlb.plan.packing import base
 from megatron_wlb.plan.packing.adaptive_core import FORCED_STEPS, LOOK_AHEAD_BATCHES, Sizes, choose, most_tokens
 from megatron_wlb.plan.types import DOCUMENT, Draw, Packing
@@ -64,8 +65,7 @@ class AdaptivePolicy:
             num_micro_batches=count,
             # Ranks that divide experts wait for each other in every layer, so all micro-batches should be alike.
             ranks=p.dp if p.expert_dp_ranks == 1 else count,
-            stages=p.pp,
-            chunks=p.vpp,
+            weights=cost_weights(p.pp, p.vpp, job.micro_batches_per_rank),
             max_tokens=job.max_tokens,
             batch_tokens=job.batch_tokens,
             crossover_tokens=job.crossover_tokens,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_wlb.pipeline.timeline import CostWeights
 from megatron_wlb.plan import native
 
 # csrc/adaptive.cpp has these numbers, too.
@@ -38,10 +39,7 @@ class Sizes(NamedTuple):
     """M."""
     ranks: int
     """That run M / ranks micro-batches each, and wait for each other at the end of a step."""
-    stages: int
-    """Of the pipeline."""
-    chunks: int
-    """Virtual stages of a stage."""
+    weights: CostWeights
     max_tokens: int
     """S_max, at least the longest document."""
     batch_tokens: int
@@ -68,7 +66,7 @@ def choose(
     """
     if native.core is not None:
         choice: tuple[np.ndarray, np.ndarray] = native.core.choose_adaptive(
-            lengths, work, arrivals, step, credit, *sizes
+            lengths, work, arrivals, step, credit, *sizes[:2], *sizes.weights, *sizes[3:]
         )
         return choice
     columns = (lengths.tolist(), work.tolist(), arrivals.tolist())
@@ -103,7 +101,7 @@ class _Bins:
         self.work = [[0] * each for _ in range(sizes.ranks)]
         self.tokens = [[0] * each for _ in range(sizes.ranks)]
         self.cost = [0] * sizes.ranks
-        """As `placement.rank_cost` has it: chunks * all work + (stages - 1) * that of the largest micro-batch."""
+        """As `placement.rank_cost` has it."""
         self.total_work, self.total_tokens = 0, 0
         self.alike = 0.0
         """Sum of length * work over the documents; see `_Step._judged`."""
@@ -144,7 +142,7 @@ class _Bins:
 
     def cost_of(self, works: Sequence[int]) -> int:
         """Of a rank with micro-batches of such work."""
-        return self._sizes.chunks * sum(works) + (self._sizes.stages - 1) * max(works)
+        return self._sizes.weights.total * sum(works) + self._sizes.weights.largest * max(works)
 
     def cost_after(self, here: tuple[int, int], there: tuple[int, int], work: int) -> int:
         """Of the costlier one of two ranks, once so much work has gone from a micro-batch to another."""
@@ -308,17 +306,18 @@ class _Step:
         poured = fluid.poured(bins.total_tokens)
         tokens, work = bins.total_tokens + poured, float(bins.total_work) + fluid.density * float(poured)
         full = min(1.0, float(tokens) / (float(fluid.target) * FULL))
-        clustered = float(sizes.chunks) * (work / sizes.ranks)
-        clustered += float(sizes.stages - 1) * (bins.alike / float(max(1, tokens)))
+        clustered = float(sizes.weights.total) * (work / sizes.ranks)
+        clustered += float(sizes.weights.largest) * (bins.alike / float(max(1, tokens)))
         lost = self._filled(bins, fluid, fluid.density * float(poured)) - max(clustered, self._even(work))
-        unit = float(sizes.chunks) * float(sizes.crossover_tokens) * (float(sizes.batch_tokens) / sizes.ranks)
+        unit = float(sizes.weights.unit) * float(sizes.crossover_tokens) * (float(sizes.batch_tokens) / sizes.ranks)
         relief += float(min(poured, fluid.arrived))
         return full, lost / unit, WAIT_PRICE * (relief / float(sizes.batch_tokens)) - lost / unit
 
     def _even(self, work: float) -> float:
         """Cost of a rank if all micro-batches had an even share of the work."""
         sizes = self._sizes
-        return float(sizes.chunks) * (work / sizes.ranks) + float(sizes.stages - 1) * (work / sizes.num_micro_batches)
+        total, largest = float(sizes.weights.total), float(sizes.weights.largest)
+        return total * (work / sizes.ranks) + largest * (work / sizes.num_micro_batches)
 
     def _filled(self, bins: _Bins, fluid: _Fluid, work: float) -> float:
         """Cost of the costliest rank, once so much work of fluid has been poured where costs are least.
@@ -326,15 +325,15 @@ class _Step:
         By Newton's method from below; a rank's work is a concave function of its cost.
         """
         sizes, each = self._sizes, len(bins.work[0])
-        chunks, behind = float(sizes.chunks), float(sizes.stages - 1)
-        spread = chunks + behind / each  # once all of a rank's micro-batches are alike
+        per_work, per_largest = float(sizes.weights.total), float(sizes.weights.largest)
+        spread = per_work + per_largest / each  # once all of a rank's micro-batches are alike
         cost = float(max(bins.cost))
         for _ in range(8):
             lacking, slope = work, 0.0
             for works, tokens in zip(bins.work, bins.tokens, strict=True):
                 largest, total = float(max(works)), float(sum(works))
-                if cost <= (chunks * each + behind) * largest:
-                    more, gain = (cost - behind * largest) / chunks - total, 1.0 / chunks
+                if cost <= (per_work * each + per_largest) * largest:
+                    more, gain = (cost - per_largest * largest) / per_work - total, 1.0 / per_work
                 else:
                     more, gain = cost / spread - total, 1.0 / spread
                 most = fluid.density * float(each * sizes.max_tokens - sum(tokens))
@@ -378,7 +377,7 @@ class _Step:
             heavy = bins.work[worst].index(max(bins.work[worst]))
             others = sorted((r for r in range(sizes.ranks) if r != worst), key=lambda r: (bins.cost[r], r))[:LIGHTEST]
             here, lightest = (worst, heavy), [(r, bins.work[r].index(min(bins.work[r]))) for r in others]
-            if sizes.stages > 1:
+            if sizes.weights.largest:
                 inside = sorted(range(len(bins.work[worst])), key=lambda i: (bins.work[worst][i], i))
                 lightest += [(worst, i) for i in inside[:LIGHTEST] if i != heavy]
             best, exchange = bins.cost[worst], None
