@@ -28,7 +28,10 @@ def exchange_parts(job: "Job") -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeModel:
-    """Time in us of an exchange: `latency`, and more for every row of K and V through the busiest rank; 0 for none."""
+    """Time in us of an exchange: `latency`, and more for every row of K and V through the busiest rank; 0 for none.
+
+    Where latents travel, a row of K and V is one of latents and the time to expand it.
+    """
 
     latency: float
     arrive: float
@@ -54,6 +57,11 @@ def exchange_model(job: "Job", network: Network, linear_tflops: float = LINEAR_T
     if job.profile.counts_pairs:
         return ExchangeModel(latency=0.0, arrive=0.0, leave=0.0, ahead=0.0)
     latency, byte = network.all_to_all(Group(size=job.parallel.cp, stride=job.parallel.tp))
+    if job.cp_exchange == "latents":
+        value = (job.model.kv_lora_rank + job.model.qk_pos_emb_head_dim) * job.bytes_per_value * byte
+        forward, backward = expansion(job, linear_tflops)
+        again = forward if job.expands_again else 0.0
+        return ExchangeModel(latency=latency, arrive=value + forward, leave=value + again + backward, ahead=0.0)
     value = job.model.kv_values_per_rank(job.parallel.tp) * byte
     model, recomputed = job.model, job.recompute.granularity == "selective" and "core_attn" in job.recompute.modules
     before = 0 if recomputed else model.layer_weights - model.qkv_weights
@@ -64,6 +72,13 @@ def exchange_model(job: "Job", network: Network, linear_tflops: float = LINEAR_T
         leave=value * job.cp_gradient_bytes,
         ahead=flops / (job.profile.linear_tflops or (0, linear_tflops))[1] / 1e6,
     )
+
+
+def expansion(job: "Job", linear_tflops: float = LINEAR_TFLOPS) -> tuple[float, float]:
+    """Forward and backward time in us of K and V of one row from its latents, on a rank."""
+    flops = 2 * job.model.expanded_weights / job.parallel.tp / 1e6
+    forward, backward = job.profile.linear_tflops or (linear_tflops, linear_tflops)
+    return flops / forward, 2 * flops / backward
 
 
 def stage_times(

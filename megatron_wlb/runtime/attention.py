@@ -138,8 +138,8 @@ def attention_to_keys(
     rows = _only_part(metadata).gather.shape[0]
     if (q.shape[0], kv.shape[0]) != (metadata.num_rows, rows):
         raise ValueError(
-            f"q has {q.shape[0]} and kv {kv.shape[0]} rows, but the shard has {metadata.num_rows} and sees {rows}; pass "
-            "the metadata of the same micro-batch and rank, and kv of what `exchange_rows` gave"
+            f"q has {q.shape[0]} and kv {kv.shape[0]} rows, but the shard has {metadata.num_rows} and sees {rows}; "
+            "pass the metadata of the same micro-batch and rank, and kv of what `exchange_rows` gave"
         )
     _check_heads(q, k, v, options)
     _check_inputs(q, k, v, metadata, options.backend)
