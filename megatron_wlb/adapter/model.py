@@ -79,7 +79,7 @@ class WlbCoreAttention(MegatronModule):
     ) -> torch.Tensor:
         """query [s, 1, Hq, D], key [s, 1, Hkv, D], value [s, 1, Hkv, Dv] -> [s, 1, Hq * Dv].
 
-        Multi-latent attention leaves the 1 out. Without value, key is what `attention_to_keys` takes.
+        Multi-latent attention leaves the 1 out. Where latents travel, key is what `attention_to_keys` takes.
         """
         metadata = getattr(packed_seq_params, "wlb", None)
         if metadata is None:
@@ -90,9 +90,10 @@ class WlbCoreAttention(MegatronModule):
         sink = self.softmax_offset
         if sink is None and self.config.softmax_type == "off-by-one":
             sink = query.new_zeros(query.shape[-2])
-        if value is None:
+        if self.options.latents:
             out = attention_to_keys(query, key, metadata, self.options, sink)
             return out.reshape(out.shape[0], 1, -1)
+        assert value is not None
         q, k, v = (x.flatten(0, -3) for x in (query, key, value))
         out = context_parallel_attention(q, k, v, metadata, self._cp_group, self.options, sink)
         self.last = None if out.grad_fn is None else weakref.ref(out.grad_fn)

@@ -48,7 +48,9 @@ class Sharding(Settings):
         choices=tuple(STRATEGIES),
     )
     save_gathered_kv: bool = setting(
-        False, "Keep gathered K and V for backward instead of gathering them again: faster, for memory in every layer."
+        False,
+        "Keep gathered K and V for backward instead of gathering them, or expanding them from latents, again: faster, "
+        "for memory in every layer.",
     )
     cp_gradients: str = setting(
         "fp32",
