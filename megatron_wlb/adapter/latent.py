@@ -82,16 +82,21 @@ class WlbLatentExchange(WlbLatentAttention):
         """latents [T, R] and shared [T, E] of own rows -> those of all keys, [P', R] divided over tensor-parallel ranks
         and [P, E], where P' is P filled up to what they can share.
 
-        Every tensor-parallel rank has the whole gradient of a latent, and that of its own heads of what they share.
+        Each of these ranks brings its columns of a row. All have the whole gradient of a latent, and of what heads
+        share that of their own, which are added up before columns are divided.
         """
-        gathered = partial(mappings.gather_from_sequence_parallel_region, group=self.tp_group)
-        shared = rotated(gathered(shared)[:, None])[:, 0]
-        latents = gathered(latents, tensor_parallel_output_grad=False)
-        rows = exchange_rows(torch.cat((latents, shared), dim=-1), metadata, self.pg_collection.cp)
-        latents, shared = rows.split((latents.shape[-1], shared.shape[-1]), dim=-1)
+        group, sizes = self.tp_group, (latents.shape[-1], shared.shape[-1])
+        own = torch.cat((latents, shared), dim=-1)
+        own = mappings.gather_from_sequence_parallel_region(own, tensor_parallel_output_grad=False, group=group)
+        latents, shared = own.split(sizes, dim=-1)
+        own = torch.cat((latents, rotated(shared[:, None])[:, 0]), dim=-1)
+        own = mappings.scatter_to_tensor_model_parallel_region(pad(own, (0, -sum(sizes) % group.size())), group=group)
+        rows = exchange_rows(own, metadata, self.pg_collection.cp)
+        rows = mappings.gather_from_tensor_model_parallel_region(rows, group=group)
+        latents, shared = rows[:, : sum(sizes)].split(sizes, dim=-1)
         latents = pad(latents, (0, 0, 0, -len(latents) % self._row_multiple))
-        latents = mappings.scatter_to_sequence_parallel_region(latents, group=self.tp_group)
-        return owned(latents), owned(shared)
+        latents = mappings.scatter_to_sequence_parallel_region(latents, group=group)
+        return owned(latents), mappings.copy_to_tensor_model_parallel_region(owned(shared), group=group)
 
     def _queries(self, q: Any, rotated: Any) -> Any:
         """q [T, latent or hidden state] -> [s, H, D]."""

@@ -207,23 +207,37 @@ def test_keys_and_values_travel_where_latents_cannot(changes):
 
 
 def test_costs_of_latents_by_hand():
-    """512 + 64 values of 16 bits come once, and gradients return; K and V are expanded twice, and go back once."""
+    """512 + 64 values of 16 bits come once, an eighth to each rank of 8, and so do gradients; K and V are expanded
+    twice. Within the node an eighth of a row is there already."""
     given = job(model=V3, tp=8, cp=8, profile=replace(MEASURED, linear_tflops=None), cp_exchange="latents")
-    _, byte = load_network().all_to_all(Group(size=8, stride=8))
-    moved, product = 576 * 2 * byte, 2 * 512 * 128 * (128 + 128) / 8 / 600e6
-    model = exchange_model(given, load_network())
-    assert (model.arrive, model.leave, model.ahead) == pytest.approx((moved + product, moved + 3 * product, 0))
+    network, inside = load_network(), load_network().node
+    latency, byte = network.all_to_all(Group(size=8, stride=8))
+    moved, product = 576 * 2 * byte / 8, 2 * 512 * 128 * (128 + 128) / 8 / 600e6
+    gather, scatter, reduce = (
+        7 / 8 * 2e-3 / inside[name][8][1] for name in ("all_gather", "reduce_scatter", "all_reduce")
+    )
+    arrive = moved + (576 + 512) * gather + product
+    leave = moved + 2 * product + 512 * (gather + scatter) + 64 * 2 * reduce
+    again = product + 512 * gather
+    model = exchange_model(given, network)
+    assert (model.arrive, model.leave, model.ahead) == pytest.approx((arrive, leave + again, 0))
+    assert model.latency == pytest.approx(latency + 2 * inside["all_gather"][8][0])
     for kept in ({"save_gathered_kv": True}, {"recompute": Recompute(granularity="full", method="uniform")}):
-        assert exchange_model(replace(given, **kept), load_network()).leave == pytest.approx(moved + 2 * product)
-    one, other = (
-        pass_times(each, H100, [shard(np.array([64]), each)[1]])
-        for each in (given, replace(given, save_gathered_kv=True))
-    )
-    added = one.layers[1].linear - other.layers[1].linear
-    assert added == pytest.approx(64 / 8 * product), "a rank expands its own rows again, too"
-    assert one.layers[0].exchange == pytest.approx(
-        model.times(np.array([moved_rows(shard(np.array([64]), given)[1]).max()]))[0]
-    )
+        assert exchange_model(replace(given, **kept), network).leave == pytest.approx(leave)
+    alone = replace(given, parallel=replace(given.parallel, tp=1))
+    _, byte = network.all_to_all(Group(size=8, stride=1))
+    assert exchange_model(alone, network).arrive == pytest.approx(576 * 2 * byte + 8 * product)
+
+
+def test_passes_of_latents_by_hand():
+    """Nothing hides them; a rank expands its own rows again, too."""
+    given = job(model=V3, tp=8, cp=8, profile=replace(MEASURED, linear_tflops=None), cp_exchange="latents")
+    plan = shard(np.array([64]), given)[1]
+    forward, backward = pass_times(given, H100, [plan]).layers
+    kept = pass_times(replace(given, save_gathered_kv=True), H100, [plan]).layers[1]
+    assert backward.linear - kept.linear == pytest.approx(8 * 2 * 512 * 128 * (128 + 128) / 8 / 600e6)
+    exchange = exchange_model(given, load_network()).times(moved_rows(plan).max())
+    assert [forward.exchange[0], backward.exchange[0]] == pytest.approx([float(each) for each in exchange])
 
 
 def test_what_a_crossover_is_taken_from():
