@@ -222,7 +222,8 @@ class Job(Sharding):
     @property
     def expands_again(self) -> bool:
         """Whether backward expands K and V of all keys from latents once more, which forward did not keep."""
-        return self.cp_exchange == "latents" and not self.save_gathered_kv and self.recompute.granularity != "full"
+        again = not self.save_gathered_kv or "mla_up_proj" in self.recompute.modules
+        return self.cp_exchange == "latents" and again and self.recompute.granularity != "full"
 
     @property
     def expert_crossover_tokens(self) -> int:

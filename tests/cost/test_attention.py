@@ -224,6 +224,10 @@ def test_costs_of_latents_by_hand():
     assert model.latency == pytest.approx(latency + 2 * inside["all_gather"][8][0])
     for kept in ({"save_gathered_kv": True}, {"recompute": Recompute(granularity="full", method="uniform")}):
         assert exchange_model(replace(given, **kept), network).leave == pytest.approx(leave)
+    asked = replace(
+        given, recompute=Recompute(granularity="selective", modules=("mla_up_proj",)), save_gathered_kv=True
+    )
+    assert exchange_model(asked, network) == model
     alone = replace(given, parallel=replace(given.parallel, tp=1))
     _, byte = network.all_to_all(Group(size=8, stride=1))
     assert exchange_model(alone, network).arrive == pytest.approx(576 * 2 * byte + 8 * product)
