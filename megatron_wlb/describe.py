@@ -6,14 +6,17 @@ from dataclasses import dataclass, replace
 from operator import index
 from typing import Any, Literal
 
+import numpy as np
+
 from megatron_wlb.cost.attention import load_profile
+from megatron_wlb.cost.exchange import expansion
 from megatron_wlb.cost.memory import DEVICE_SHARE, largest_max_tokens, weight_bytes
 from megatron_wlb.job import MAX_TOKENS, Job, Parallel
 from megatron_wlb.model import ModelShape
 from megatron_wlb.plan.deferral import undeferrable
 from megatron_wlb.plan.packing import DEFAULT_POLICY, POLICIES
 from megatron_wlb.plan.packing.base import Packing
-from megatron_wlb.plan.sharding.select import Sharding
+from megatron_wlb.plan.sharding.select import Sharding, shard
 from megatron_wlb.settings import integer_or_auto, setting
 
 
@@ -119,6 +122,8 @@ def make_job(
         global_batch_size=windows,
         **fields | rest,
     )
+    if "cp_exchange" not in rest:
+        job = replace(job, cp_exchange=_cp_exchange(job))
     if settings.memory_budget is not None:
         budget_bytes = settings.memory_budget * 2**30
     known = budget_bytes
@@ -134,6 +139,22 @@ def make_job(
     if "max_tokens" in rest:
         return job
     return replace(job, max_tokens=_max_tokens(job, settings.max_tokens, budget_bytes))
+
+
+def _cp_exchange(job: Job) -> str:
+    """shared, or latents where attention is predicted to take less time with them, for a window of documents each as
+    long as all shorter ones together."""
+    if not job.model.kv_lora_rank or job.parallel.cp == 1 or job.profile.counts_pairs or job.offloaded_layers:
+        return "shared"
+    halves = [job.context_length >> i for i in range(1, job.context_length.bit_length()) if job.context_length >> i]
+    lengths = np.array([*halves, job.context_length - sum(halves)], np.int64)
+
+    def time(cp_exchange: str) -> float:
+        tried = replace(job, cp_exchange=cp_exchange)
+        again = expansion(tried)[0] * job.context_length / job.parallel.cp if tried.expands_again else 0.0
+        return shard(lengths, tried)[1].time + again
+
+    return min(("shared", "latents"), key=time)
 
 
 def _max_tokens(job: Job, wanted: int | str | None, budget_bytes: float | None) -> int:

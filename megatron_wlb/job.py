@@ -17,7 +17,7 @@ from megatron_wlb.plan.sharding.select import Sharding
 
 MAX_TOKENS = 1 << 26
 """Longest micro-batch for which work stays exact in 64 bits, with room for sums over a global batch."""
-CP_EXCHANGES = ("shared", "all", "ring")
+CP_EXCHANGES = ("shared", "latents", "all", "ring")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,8 @@ class Job(Sharding):
     may change places. False keeps them as they were packed, as Megatron and the paper do."""
     cp_exchange: str = "shared"
     """Which K and V context-parallel ranks exchange. shared: what is needed of documents that live on several ranks, in
-    stages; all: of all documents, by one all-gather, as in the paper; ring: of all, from rank to rank
+    stages; latents: the same rows before attention, as the latents of multi-latent attention that K and V are then
+    expanded from; all: of all documents, by one all-gather, as in the paper; ring: of all, from rank to rank
     (`--cp-comm-type p2p`)."""
     defer_weight_gradients: bool = False
     """Products for weights leave the backward passes and run while their pipeline stage waits (`plan.deferral`)."""
@@ -200,6 +201,8 @@ class Job(Sharding):
             )
         if self.cp_exchange not in CP_EXCHANGES:
             raise ValueError(f"cp_exchange is {self.cp_exchange!r}; choose one of {', '.join(CP_EXCHANGES)}")
+        if self.cp_exchange == "latents" and not self.model.kv_lora_rank:
+            raise ValueError("cp_exchange is 'latents', and the model has none; choose another")
 
     @property
     def unit_tokens(self) -> int:
@@ -215,6 +218,12 @@ class Job(Sharding):
     def cp_gradient_bytes(self) -> int:
         """Bytes of a value of dK and dV as they travel between context-parallel ranks."""
         return FP32 if self.cp_gradients == "fp32" else self.bytes_per_value
+
+    @property
+    def expands_again(self) -> bool:
+        """Whether backward expands K and V of all keys from latents once more, which forward did not keep."""
+        again = not self.save_gathered_kv or "mla_up_proj" in self.recompute.modules
+        return self.cp_exchange == "latents" and again and self.recompute.granularity != "full"
 
     @property
     def expert_crossover_tokens(self) -> int:

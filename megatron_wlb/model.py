@@ -1,5 +1,6 @@
 """Shapes of decoder-only models, by Megatron's names for their sizes."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -93,6 +94,11 @@ class ModelShape:
             (self.query_size, self.q_lora_rank or self.hidden_size),
             (self.key_size - rotated + self.value_size, self.kv_lora_rank),
         ]
+
+    @property
+    def expanded_weights(self) -> int:
+        """Weights of the matrix from latents to keys and values; 0 without multi-latent attention."""
+        return math.prod(self.projections[2]) if self.kv_lora_rank else 0
 
     @property
     def qkv_weights(self) -> int:

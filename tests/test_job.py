@@ -102,6 +102,7 @@ def test_s_max_that_memory_limits():
         ({"crossover_tokens": 1 << 60}, "overflows 64 bits"),
         ({"cp_sharding": "paper"}, "choose one of"),
         ({"cp_exchange": "none"}, "choose one of"),
+        ({"cp_exchange": "latents"}, "the model has none"),
         ({"cp_gradients": "fp16"}, "--wlb-cp-gradients is 'fp16'; choose one of fp32, model"),
     ],
 )

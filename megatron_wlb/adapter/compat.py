@@ -162,6 +162,24 @@ def default_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     return get_gpt_decoder_block_spec(t, use_te, t.normalization, t.qk_l2_norm, vp_stage=vp_stage)
 
 
+def row_multiple(args: Any) -> int:
+    """What FP8 and FP4 kernels align rows to, by arguments or the configuration of a model."""
+    if args.fp8:
+        from megatron.core.fp8_utils import get_fp8_align_size
+
+        return int(get_fp8_align_size(args.fp8_recipe))
+    if getattr(args, "fp4", None):
+        from megatron.core.fp4_utils import get_fp4_align_size
+
+        return int(get_fp4_align_size(args.fp4_recipe))
+    return 1
+
+
+def latent_rotation() -> dict[str, bool]:
+    """Arguments that make upstream's rotation that of multi-latent attention; before 0.19 its config does."""
+    return {"mla_rotary_interleaved": True} if minor() >= 19 else {}
+
+
 # A script that calls pretrain() --------------------------------------------------------------------------------------
 
 

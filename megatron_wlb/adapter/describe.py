@@ -51,7 +51,7 @@ def check(args: Namespace) -> None:
             settings=replace(
                 settings, memory_budget=None, max_tokens=None if settings.max_tokens == "auto" else settings.max_tokens
             ),
-            row_multiple=_row_multiple(args),
+            row_multiple=compat.row_multiple(args),
         )
     except ValueError as error:
         raise ValueError(f"--wlb: {error}") from error
@@ -82,7 +82,7 @@ def make_job(args: Namespace, **fixed: int) -> Job:
         default_profile="h100-fa2" if torch.cuda.is_available() else "flops",
         budget_bytes=_budget_bytes(args) if settings.memory_budget is None else None,
         bytes_per_value=args.params_dtype.itemsize,
-        row_multiple=_row_multiple(args),
+        row_multiple=compat.row_multiple(args),
         windowed=getattr(args, "window_size", None) is not None,
         hidden_dropout=args.hidden_dropout > 0,
         recompute=Recompute(
@@ -182,19 +182,6 @@ def _model_shape(args: Namespace) -> ModelShape:
         mtp_num_layers=args.mtp_num_layers or 0,
         **sizes,
     )
-
-
-def _row_multiple(args: Namespace) -> int:
-    """What FP8 and FP4 kernels align rows to."""
-    if args.fp8:
-        from megatron.core.fp8_utils import get_fp8_align_size
-
-        return int(get_fp8_align_size(args.fp8_recipe))
-    if getattr(args, "fp4", None):
-        from megatron.core.fp4_utils import get_fp4_align_size
-
-        return int(get_fp4_align_size(args.fp4_recipe))
-    return 1
 
 
 def _budget_bytes(args: Namespace) -> float | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import mappings, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -19,8 +19,9 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from megatron.core.utils import divide
 
 from megatron_wlb.adapter import compat
+from megatron_wlb.adapter.latent import WlbLatentAttention, WlbLatentExchange
 from megatron_wlb.adapter.thd import ThdCoreAttention, ThdPackedSeqParams
-from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention, send_ahead
+from megatron_wlb.runtime.attention import AttentionOptions, attention_to_keys, context_parallel_attention, send_ahead
 from megatron_wlb.runtime.backends import owned
 from megatron_wlb.runtime.metadata import ShardMetadata
 
@@ -59,7 +60,7 @@ class WlbCoreAttention(MegatronModule):
             raise ValueError(f"--wlb supports self attention, not {attention_type} attention; leave --wlb out")
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         window = config.window_size[0] if windowed and config.window_size[0] >= 0 else None
-        self._options = replace(options, scale=softmax_scale, window=window)
+        self.options = replace(options, scale=softmax_scale, window=window)
         self._cp_group, self._tp_group = pg_collection.cp, pg_collection.tp
         self._add_sink()
         self.last: weakref.ref[Any] | None = None
@@ -69,7 +70,7 @@ class WlbCoreAttention(MegatronModule):
         self,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
         attn_mask_type: Any = None,
         attention_bias: torch.Tensor | None = None,
@@ -78,7 +79,7 @@ class WlbCoreAttention(MegatronModule):
     ) -> torch.Tensor:
         """query [s, 1, Hq, D], key [s, 1, Hkv, D], value [s, 1, Hkv, Dv] -> [s, 1, Hq * Dv].
 
-        Multi-latent attention leaves the 1 out.
+        Multi-latent attention leaves the 1 out. Where latents travel, key is what `attention_to_keys` takes.
         """
         metadata = getattr(packed_seq_params, "wlb", None)
         if metadata is None:
@@ -89,8 +90,12 @@ class WlbCoreAttention(MegatronModule):
         sink = self.softmax_offset
         if sink is None and self.config.softmax_type == "off-by-one":
             sink = query.new_zeros(query.shape[-2])
+        if self.options.latents:
+            out = attention_to_keys(query, key, metadata, self.options, sink)
+            return out.reshape(out.shape[0], 1, -1)
+        assert value is not None
         q, k, v = (x.flatten(0, -3) for x in (query, key, value))
-        out = context_parallel_attention(q, k, v, metadata, self._cp_group, self._options, sink)
+        out = context_parallel_attention(q, k, v, metadata, self._cp_group, self.options, sink)
         self.last = None if out.grad_fn is None else weakref.ref(out.grad_fn)
         return out.reshape(out.shape[0], 1, -1)
 
@@ -125,19 +130,6 @@ class WlbSelfAttention(SelfAttention):  # type: ignore[misc]
 
     def _checkpointed_attention_forward(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         return super()._checkpointed_attention_forward(owned(query), owned(key), owned(value), *args, **kwargs)
-
-
-class WlbLatentAttention(MLASelfAttention):  # type: ignore[misc]
-    """Upstream's. Tensor-parallel ranks add up the gradients of what all heads share of a key, each of its heads."""
-
-    def _qkv_down_projection(self, hidden_states: Any) -> Any:
-        """Local layers divide latents over ranks. Upstream gathers them, and does not sum that gradient; it does where
-        ranks divide rows, as TransformerEngine's layers do."""
-        q, kv = super()._qkv_down_projection(hidden_states)
-        if kv.shape[-1] != self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim:
-            kv = mappings.gather_from_tensor_model_parallel_region(kv, group=self.tp_group)
-            kv = mappings.scatter_to_sequence_parallel_region(kv, group=self.tp_group)
-        return q, kv
 
 
 def configure(model: Any, *, options: AttentionOptions | None, context_length: int) -> Any:
@@ -182,7 +174,7 @@ def _adapt(layer: Any, config: Any, options: AttentionOptions | None) -> None:
         attention.core_attention = ThdCoreAttention.of(attention.core_attention)
     elif config.multi_latent_attention:
         attention.core_attention = ModuleSpec(module=WlbCoreAttention, params={"options": options})
-        submodules.self_attention.module = WlbLatentAttention
+        submodules.self_attention.module = WlbLatentExchange if options.latents else WlbLatentAttention
     else:
         attention.core_attention = partial(WlbCoreAttention, options=options)
         submodules.self_attention.module = WlbSelfAttention

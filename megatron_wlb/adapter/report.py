@@ -61,6 +61,8 @@ class Report:
             f"> wlb: {documents} documents ({short} under 2 tokens are left out), {' '.join(policy)} ({core}) into "
             f"{job.num_micro_batches} micro-batches a step for {job.global_batch_size} windows of {job.context_length} "
             f"tokens, S_max {job.max_tokens}, crossover {job.crossover_tokens} tokens, CP sharding {job.cp_sharding}"
+            + " of latents"
+            * (job.cp_exchange == "latents")
         )
         if self._tried:
             why = untimed(job)

@@ -53,6 +53,7 @@ class Training:
                 save_gathered=job.save_gathered_kv,
                 gradients_in_fp32=job.cp_gradients == "fp32",
                 two_streams=job.profile.two_streams,
+                latents=job.cp_exchange == "latents",
             )
         self._plans = Plans(args, job, run)
         self._report = Report(args, job, run, self._plans, tried)

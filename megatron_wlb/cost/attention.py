@@ -186,10 +186,10 @@ def attention_kernel(job: "Job") -> KernelModel:
     """Attention of one layer on one rank, forward and backward, with an exchange that nothing hides."""
     forward, backward = attention_kernels(job)
     # Where all rows travel, whatever the sharding, the exchange decides nothing.
-    if job.cp_exchange != "shared":
+    if job.cp_exchange not in ("shared", "latents"):
         return forward + backward
     arrive, leave = exchange_model(job, load_network()).times(np.array(job.context_length))
-    times = 1 if job.save_gathered_kv else 2
+    times = 1 if job.save_gathered_kv or job.cp_exchange == "latents" else 2
     return replace(forward + backward, exchange=float(times * arrive + leave) / job.context_length)
 
 

@@ -28,7 +28,10 @@ def exchange_parts(job: "Job") -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeModel:
-    """Time in us of an exchange: `latency`, and more for every row of K and V through the busiest rank; 0 for none."""
+    """Time in us of an exchange: `latency`, and more for every row of K and V through the busiest rank; 0 for none.
+
+    Where latents travel, a row of K and V is one of latents and the time to expand it.
+    """
 
     latency: float
     arrive: float
@@ -54,6 +57,8 @@ def exchange_model(job: "Job", network: Network, linear_tflops: float = LINEAR_T
     if job.profile.counts_pairs:
         return ExchangeModel(latency=0.0, arrive=0.0, leave=0.0, ahead=0.0)
     latency, byte = network.all_to_all(Group(size=job.parallel.cp, stride=job.parallel.tp))
+    if job.cp_exchange == "latents":
+        return _latents_model(job, network, latency, byte, linear_tflops)
     value = job.model.kv_values_per_rank(job.parallel.tp) * byte
     model, recomputed = job.model, job.recompute.granularity == "selective" and "core_attn" in job.recompute.modules
     before = 0 if recomputed else model.layer_weights - model.qkv_weights
@@ -64,6 +69,38 @@ def exchange_model(job: "Job", network: Network, linear_tflops: float = LINEAR_T
         leave=value * job.cp_gradient_bytes,
         ahead=flops / (job.profile.linear_tflops or (0, linear_tflops))[1] / 1e6,
     )
+
+
+def _latents_model(job: "Job", network: Network, latency: float, byte: float, linear_tflops: float) -> ExchangeModel:
+    """Each tensor-parallel rank brings its part of a row. They put the parts together, gather rows to expand them, and
+    in backward scatter and gather gradients of latents, and add up those of what heads share."""
+    latent, shared, tensor = (
+        job.model.kv_lora_rank,
+        job.model.qk_pos_emb_head_dim,
+        Group(size=job.parallel.tp, stride=1),
+    )
+
+    def time(collective: str, values: int) -> float:
+        return float(np.diff(network.collective(collective, np.array([0, values * job.bytes_per_value]), tensor))[0])
+
+    moved = (latent + shared) * job.bytes_per_value * byte / job.parallel.tp
+    forward, backward = expansion(job, linear_tflops)
+    gathered = time("all_gather", latent)
+    again = forward + gathered if job.expands_again else 0.0
+    # Of collectives that only this needs, forward has one and backward three.
+    return ExchangeModel(
+        latency=latency + 2 * float(network.collective("all_gather", 0, tensor)),
+        arrive=moved + time("all_gather", latent + shared) + gathered + forward,
+        leave=moved + again + backward + time("reduce_scatter", latent) + gathered + time("all_reduce", shared),
+        ahead=0.0,
+    )
+
+
+def expansion(job: "Job", linear_tflops: float = LINEAR_TFLOPS) -> tuple[float, float]:
+    """Forward and backward time in us of K and V of one row from its latents, on a rank."""
+    flops = 2 * job.model.expanded_weights / job.parallel.tp / 1e6
+    forward, backward = job.profile.linear_tflops or (linear_tflops, linear_tflops)
+    return flops / forward, 2 * flops / backward
 
 
 def stage_times(

@@ -70,7 +70,7 @@ def _attention_bytes(job: Job) -> float:
     model = job.model
     if "core_attn" in _dropped(job):
         # Its inputs are kept, and its output by the layer after it.
-        heads = job.bytes_per_value * model.attention_size / job.parallel.tp
+        heads = job.bytes_per_value * _attention_size(job) / job.parallel.tp
     else:
         heads = _core_attention_bytes(job)
     if "mla_up_proj" in _dropped(job):
@@ -83,17 +83,34 @@ def _attention_bytes(job: Job) -> float:
 
 
 def _latent_bytes(job: Job) -> float:
-    """Latents before and after their norms, and sines and cosines for queries and keys, which every layer has."""
-    model = job.model
-    latents = (model.latent_size - model.qk_pos_emb_head_dim) * (2 if model.qk_layernorm else 1)
-    return job.bytes_per_value * (latents / job.parallel.sequence_ranks + 4 * model.qk_pos_emb_head_dim)
+    """Latents before and after their norms, and sines and cosines for queries and keys, which every layer has.
+
+    Where latents travel, those of all keys are kept; to expand them again, not what comes of their norm, but the part
+    of keys that heads share.
+    """
+    model, norm, shared = job.model, 2 if job.model.qk_layernorm else 1, 4 * job.model.qk_pos_emb_head_dim
+    keys = norm * model.kv_lora_rank
+    if job.expands_again:
+        keys, shared = job.parallel.cp * model.kv_lora_rank, shared + job.parallel.cp * model.qk_pos_emb_head_dim
+    elif job.cp_exchange == "latents":
+        keys *= job.parallel.cp
+    return job.bytes_per_value * ((norm * model.q_lora_rank + keys) / job.parallel.sequence_ranks + shared)
+
+
+def _attention_size(job: Job) -> int:
+    """Values of Q, K, V and the output of attention that are kept: of K and V those of the rank's own rows, or where
+    latents travel those of all keys, unless they are expanded again."""
+    model, keys = job.model, job.model.key_size + job.model.value_size
+    if job.cp_exchange != "latents":
+        return model.attention_size
+    return model.query_size + model.output_size + (0 if job.expands_again else job.parallel.cp * keys)
 
 
 def _core_attention_bytes(job: Job) -> float:
     """Q, K, V and the output of attention, and its log-sum-exps."""
     model, cp = job.model, job.parallel.cp
-    gathered = cp * (model.key_size + model.value_size) if job.save_gathered_kv and cp > 1 else 0
-    values = model.attention_size + gathered
+    gathered = job.save_gathered_kv and cp > 1 and job.cp_exchange != "latents"
+    values = _attention_size(job) + (cp * (model.key_size + model.value_size) if gathered else 0)
     return (job.bytes_per_value * values + 4 * model.num_attention_heads) / job.parallel.tp
 
 
@@ -141,7 +158,8 @@ def attention_backward_bytes(job: Job) -> float:
     """What backward of one attention holds beside what forward kept, per token of a rank's part of the sequence.
 
     That is what it recomputes, gradients, and a kernel with K and V that have arrived and dK and dV in fp32, or these
-    as they leave, cast before they are put together unless they leave in fp32. Counted as if a single document lived on
+    as they leave, cast before they are put together unless they leave in fp32; where latents travel, K and V that are
+    expanded again, and dK and dV before they are cast. Counted as if a single document lived on
     all ranks and ran in one stage: the rank that has its beginning and its end sees all keys, and sends its first half,
     half of its rows a call, to all others. Kernels are taken to be of FlashAttention-2, which hold dQ in fp32, and dK
     and dV for every query head.
@@ -155,6 +173,9 @@ def attention_backward_bytes(job: Job) -> float:
     if p.cp == 1:
         return recomputed + gradients + kernel
     keys, arrived = p.cp * kv, arrived_bytes(job)
+    if job.cp_exchange == "latents":
+        again = w * keys if job.expands_again else 0
+        return recomputed + gradients + again + 4 * keys + max(w * keys, kernel)
     sent = job.cp_gradient_bytes
     leaving = 4 * kv + sent * (keys - kv + ((p.cp - 1) / 2 * kv if sent == 4 else keys))
     return recomputed + gradients + 4 * keys + max(leaving, arrived + kernel)
@@ -164,7 +185,7 @@ def arrived_bytes(job: Job) -> float:
     """K and V that have come from other ranks for backward of one attention, per token of a rank's part of the
     sequence, counted alike."""
     model, p = job.model, job.parallel
-    if p.cp == 1 or job.save_gathered_kv:
+    if p.cp == 1 or job.save_gathered_kv or job.cp_exchange == "latents":
         return 0
     return job.bytes_per_value * p.cp * (model.key_size + model.value_size) / p.tp
 
@@ -219,7 +240,10 @@ def weight_gradient_bytes(job: Job) -> tuple[float, float]:
     if p.tp == 1 or latents:
         hidden += 1
     if p.tp == 1:
-        divided += model.query_size + model.key_size + model.value_size
+        # Of latents that have travelled, too.
+        keys = p.cp if job.cp_exchange == "latents" else 1
+        divided += model.query_size + keys * (model.key_size + model.value_size)
+        latents += (keys - 1) * model.kv_lora_rank
     if p.tp == 1 or model.moe_router_topk:
         hidden += max(1, model.moe_router_topk)
         divided += model.ffn_hidden_size * (2 if model.gated_linear_unit else 1)

@@ -6,10 +6,19 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 
 from megatron_wlb.cost.attention import ATTENTION_BACKWARD, attention_kernels
-from megatron_wlb.cost.exchange import FP32, LINEAR_TFLOPS, MEMORY_GB_PER_S, Directions, exposed_exchange
+from megatron_wlb.cost.exchange import (
+    FP32,
+    LINEAR_TFLOPS,
+    MEMORY_GB_PER_S,
+    Directions,
+    exchange_model,
+    expansion,
+    exposed_exchange,
+)
 from megatron_wlb.cost.network import Group, Network, load_network
 from megatron_wlb.job import Job
 from megatron_wlb.plan.sharding.stages import attention_times
+from megatron_wlb.plan.sharding.volume import moved_rows
 from megatron_wlb.plan.types import ShardPlan
 
 
@@ -220,11 +229,16 @@ def _attention(job: Job, hardware: Hardware, shards: Sequence[ShardPlan]) -> tup
         timed = [attention_times(plan, job, kernels, hardware.network, hardware.linear_tflops) for plan in shards]
         busy, added = np.array([each for each, _ in timed]), np.array([each for _, each in timed])
         return (busy[:, 0], busy[:, 1]), (added[:, 0], added[:, 1])
+    rows = np.array([float(p.lengths.sum()) for p in shards])
+    if job.cp_exchange == "latents":
+        rows = np.array([float(moved_rows(p).max()) for p in shards])
     counts = np.array([[kernels[0].count_shard(s.calls) for s in plan.shards] for plan in shards])  # [M, cp, 3]
     calls, tiles, query_tiles = np.moveaxis(counts, 2, 0)
-    rows = np.array([float(p.lengths.sum()) for p in shards])
     launches = kernels[0].launches(calls, rows[:, None])
     forward, backward = (kernel.time(launches, tiles, query_tiles) for kernel in kernels)
+    if job.cp_exchange == "latents":
+        model = exchange_model(job, hardware.network, hardware.linear_tflops)
+        return (forward, backward), model.times(rows)
     slowest = forward.max(axis=1), backward.max(axis=1)
     return (forward, backward), exposed_exchange(job, rows, slowest, hardware.network)
 
@@ -233,6 +247,8 @@ def _linear(job: Job, hardware: Hardware, tokens: np.ndarray) -> Directions:
     """Matrix products of a layer and, unless rates were measured with it, what is bound by memory."""
     model = job.model
     forward, backward = _products(job, hardware, model.layer_weights, tokens)
+    if job.expands_again:
+        backward = backward + expansion(job, hardware.linear_tflops)[0] * tokens
     if job.profile.linear_tflops:
         return forward, backward
     # Reads and writes of two norms and two residual sums, norms of latents, rotary embedding, and the activation.

@@ -6,12 +6,14 @@ with their query heads. K and V of the next stage arrive, and dK and dV of the l
 the first K and V of backward may be sent before (`send_ahead`). `kv` holds K and V side by side, [rows, 2, h, D], or
 [rows, h, D + Dv] where Dv is not D: they are copied together once, which frees the QKV projection that they are views
 of, and one collective and one index_select move both.
+
+Or nothing is exchanged here: `exchange_rows` has moved what K and V are made of, and `attention_to_keys` takes them.
 """
 
 import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -50,6 +52,8 @@ class AttentionOptions:
     """dK and dV travel between ranks in fp32 (fp64 for fp64), else in the dtype of K and V; they are summed in fp32."""
     two_streams: bool = False
     """Run the first of two calls on a CUDA stream of its own, beside the second."""
+    latents: bool = False
+    """The model moves latents by `exchange_rows`, and calls `attention_to_keys`."""
 
     def calls(self, part: Part, head_size: int) -> list[tuple[Call, KernelArgs]]:
         """The calls of a part, each with what `backend` is given."""
@@ -80,8 +84,66 @@ def context_parallel_attention(
     section 5.
     """
     _check_shapes(q, k, v, metadata, options)
-    _check_placement(q, k, v, metadata, group, options.backend)
+    _check_inputs(q, k, v, metadata, options.backend)
+    _check_group(metadata, group)
     return _ContextParallelAttention.apply(q, k, v, sink, metadata, group, options)
+
+
+def exchange_rows(x: Tensor, metadata: ShardMetadata, group: dist.ProcessGroup | None) -> Tensor:
+    """The rows of x [s, ...] that local queries see, wherever they are: [P, ...], as `attention_to_keys` wants them.
+
+    For what K and V are made of, row by row; differentiable once. One all-to-all in forward, and one in backward, in
+    which gradients return in the dtype of x; they are added up in fp32 (fp64 for fp64). Nothing is saved.
+
+    Raises ValueError for a plan of several stages, and for a group of other ranks than the plan's.
+    """
+    part = _only_part(metadata)
+    _check_group(metadata, group)
+    return x if part.keys_are_rows else _ExchangeRows.apply(x, part, group)
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: Part, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.setup = part, group
+        return _arrived(*_start(x, part, group), part)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        part, group = ctx.setup
+        total = gradient.index_select(0, part.own_keys).to(torch.promote_types(gradient.dtype, torch.float32))
+        if part.sent:
+            given = gradient.index_select(0, part.arrived_keys)
+            back = given.new_empty((part.sent_rows.shape[0], *given.shape[1:]))
+            work = _exchanged(given, back, part, group, back=True)
+            if work is not None:
+                work.wait()
+            total.index_add_(0, part.sent_rows, back.to(total.dtype))
+        return total.to(gradient.dtype), None, None
+
+
+def attention_to_keys(
+    q: Tensor, kv: Tensor, metadata: ShardMetadata, options: AttentionOptions, sink: Tensor | None = None
+) -> Tensor:
+    """`context_parallel_attention` of local queries to keys that are all there: nothing is exchanged.
+
+    q [s, Hq, D] are the local rows, kv is K [P, Hkv, D] and V [P, Hkv, Dv] of the rows that they see, `side_by_side`,
+    in the order in which `exchange_rows` gives rows; returns out [s, Hq, Dv]. kv itself is saved for backward, and q
+    where it is not a view, so that what they hold may be let go and made again.
+
+    Raises ValueError where shapes, dtypes or devices do not fit each other, and for a plan of several stages.
+    """
+    k, v = keys_and_values(kv, q.shape[-1])
+    rows = _only_part(metadata).gather.shape[0]
+    if (q.shape[0], kv.shape[0]) != (metadata.num_rows, rows):
+        raise ValueError(
+            f"q has {q.shape[0]} and kv {kv.shape[0]} rows, but the shard has {metadata.num_rows} and sees {rows}; "
+            "pass the metadata of the same micro-batch and rank, and kv of what `exchange_rows` gave"
+        )
+    _check_heads(q, k, v, options)
+    _check_inputs(q, k, v, metadata, options.backend)
+    return _ContextParallelAttention.apply(q, kv, None, sink, metadata, None, options)
 
 
 def send_ahead(node: Any) -> None:
@@ -99,15 +161,16 @@ class _ContextParallelAttention(torch.autograd.Function):
         ctx: Any,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None,
         sink: Tensor | None,
         metadata: ShardMetadata,
         group: dist.ProcessGroup | None,
         options: AttentionOptions,
     ) -> Tensor:
-        q, kv = owned(q), side_by_side(k, v)
-        out = q.new_empty((*q.shape[:2], v.shape[-1]))
-        stages = _stages(q, k, metadata)
+        """Without v, k is K and V of all keys side by side."""
+        q, kv, arrived = owned(q), k if v is None else side_by_side(k, v), v is None
+        out = q.new_empty((*q.shape[:2], keys_and_values(kv, q.shape[-1])[1].shape[-1]))
+        stages = _stages(q, k, metadata, arrived)
         arriving = _arriving(kv, stages, group)
         lse: list[Tensor] = []
         merged: dict[int, Tensor] = {}
@@ -127,21 +190,22 @@ class _ContextParallelAttention(torch.autograd.Function):
                 out[stage.q][call.rows] *= torch.sigmoid(sums - score).T[:, :, None].to(out.dtype)
                 torch.logaddexp(sums, score, out=sums)
         ctx.save_for_backward(q, kv, out, sink, *lse, *kept)
-        ctx.setup, ctx.begun = (group, options, stages), None
+        ctx.setup, ctx.begun = (group, options, stages, arrived), None
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        group, options, stages = ctx.setup
+        group, options, stages, arrived = ctx.setup
         (q, kv, out, sink, *lses), order, arriving = ctx.begun or _begin_backward(ctx)
         ctx.begun = None
         # A gradient may have any strides, that of a plain sum 0.
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         dq, dsink = torch.empty_like(q), _sink_gradient(sink, stages, dout, out, lses) if sink is not None else None
         if len(stages) == 1 and stages[0].part.keys_are_rows:
-            dkv = attend_backward(dout, q, kv, out, lses, dq, stages[0].part, options)
-            return dq, *keys_and_values(dkv.to(kv.dtype), q.shape[-1]), dsink, None, None, None
+            dkv = attend_backward(dout, q, kv, out, lses, dq, stages[0].part, options).to(kv.dtype)
+            of_keys = (dkv, None) if arrived else keys_and_values(dkv, q.shape[-1])
+            return dq, *of_keys, dsink, None, None, None
         dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in keys_and_values(kv, q.shape[-1]))
         lse: dict[int, list[Tensor]] = {}
         for i, stage in enumerate(stages):
@@ -187,7 +251,7 @@ class _Begun(NamedTuple):
 
 
 def _begin_backward(ctx: Any) -> _Begun:
-    group, _, stages = ctx.setup
+    group, _, stages, _ = ctx.setup
     q, kv, out, sink, *rest = ctx.saved_tensors
     calls = len(_own_calls(stages))
     # What is not exchanged goes last, and hides the last gradients that leave.
@@ -304,8 +368,20 @@ class _Stage(NamedTuple):
         return self.part.of[0], self.k[1].start
 
 
-def _stages(q: Tensor, k: Tensor, metadata: ShardMetadata) -> list[_Stage]:
-    """The stages of q [s, Hq, D] and k [s, Hkv, D]."""
+def _only_part(metadata: ShardMetadata) -> Part:
+    if len(metadata.stages) > 1:
+        raise ValueError(
+            f"a plan of {len(metadata.stages)} stages, and all keys are there at once; plan for a job whose "
+            "cp_exchange is latents"
+        )
+    return metadata.parts[0]
+
+
+def _stages(q: Tensor, k: Tensor, metadata: ShardMetadata, arrived: bool = False) -> list[_Stage]:
+    """The stages of q [s, Hq, D] and k [s, Hkv, D]; of K and V side by side where all have `arrived`."""
+    if arrived:
+        part = replace(_only_part(metadata), sent=(), received=(), keys_are_rows=True)
+        return [_Stage((part.rows, slice(None)), (slice(None), slice(None)), part)]
     parts, per_key = {part.of: part for part in metadata.parts}, q.shape[1] // k.shape[1]
     stages = []
     for number, heads, keys in metadata.stages:
@@ -429,12 +505,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, metadata: ShardMetadata, opti
             f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; they must be [s, Hq, D], "
             "[s, Hkv, D], [s, Hkv, Dv]: drop the batch dimension, and give Q and K the same head size"
         )
-    check_value_size(options.backend, (k.shape[-1], v.shape[-1]))
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads; "
-            "choose num_query_groups that divides num_attention_heads on every tensor-parallel rank"
-        )
+    _check_heads(q, k, v, options)
     if options.window is not None and any(stage.keys is not None for stage in metadata.stages):
         raise ValueError(
             f"a window of {options.window} keys, and a document that is computed in parts, which have none; plan for a "
@@ -454,9 +525,16 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, metadata: ShardMetadata, opti
         )
 
 
-def _check_placement(
-    q: Tensor, k: Tensor, v: Tensor, metadata: ShardMetadata, group: dist.ProcessGroup | None, backend: Backend
-) -> None:
+def _check_heads(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
+    check_value_size(options.backend, (k.shape[-1], v.shape[-1]))
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads; "
+            "choose num_query_groups that divides num_attention_heads on every tensor-parallel rank"
+        )
+
+
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, metadata: ShardMetadata, backend: Backend) -> None:
     if not q.dtype == k.dtype == v.dtype or q.dtype not in backend.dtypes:
         raise ValueError(
             f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}, but attention backend {backend.name!r} runs one of "
@@ -472,6 +550,9 @@ def _check_placement(
             f"the metadata is encoded for another attention backend than {backend.name!r}; build it with the backend's "
             "encode"
         )
+
+
+def _check_group(metadata: ShardMetadata, group: dist.ProcessGroup | None) -> None:
     place = (0, 1) if group is None else (group.rank(), group.size())
     if place != (metadata.cp_rank, metadata.cp):
         raise ValueError(

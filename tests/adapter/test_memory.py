@@ -5,6 +5,7 @@ experts one after the other in `SequentialMLP`), which keep more in the few plac
 TransformerEngine has cannot be compared: `TEGroupedMLP` with `moe_act`, and `layernorm` recomputed by itself.
 """
 
+import json
 import os
 import weakref
 
@@ -135,6 +136,21 @@ def test_autograd_keeps_of_a_layer_what_is_predicted(model, size, flags, dataset
     added = sum(two[0] - one[0] for one, two in zip(alone, both, strict=True)) / sum(rows for _, rows, _ in both)
     predicted = layer_input_bytes(job) if FULL in flags else layer_bytes(job) + _local_extra(job)
     assert predicted == pytest.approx(added, rel=0.02)
+
+
+@pytest.mark.parametrize("flags", ["", full(f"{SELECTIVE} core_attn"), full("--wlb-save-gathered-kv")])
+def test_autograd_keeps_latents_that_travel(flags, dataset, tmp_path):
+    """Or with a flag K and V. Predicted as if both ranks saw all keys; one sees three quarters of them."""
+    kernel = {"tile_rows": 1, "forward": {"launch": 0, "tile": 1e-9, "query_tile": 0}}
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps({"name": "made up", "kernel": kernel}))
+    argv = ["pretrain_gpt.py", *MODELS["latent"], *WLB, *SIZES, "--bf16", *CP2.split(), *flags.split()]
+    argv += ["--wlb-cp-sharding", "per-document", "--wlb-profile", str(profile), "--data-path", dataset]
+    alone, both = (run_world(_kept, 2, [*argv, "--num-layers", str(count)]) for count in (1, 2))
+    job = both[0][-1]
+    assert job.cp_exchange == "latents"
+    added = sum(two[0] - one[0] for one, two in zip(alone, both, strict=True)) / sum(rows for _, rows, _ in both)
+    assert layer_bytes(job) + _local_extra(job) == pytest.approx(added, rel=0.04 if job.save_gathered_kv else 0.02)
 
 
 @pytest.mark.skipif(compat.minor() < 19, reason="MTP is refused with this megatron-core")

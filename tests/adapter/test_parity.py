@@ -187,6 +187,33 @@ def test_latent_attention(size, layout, model, dataset, alone, tmp_path):
     compare(run, alone(model, without=GQA))
 
 
+AGAIN = "--recompute-granularity selective --recompute-modules"
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "model"),
+    [
+        (8, f"{TP2} {CP2} {PP2} {EP2} --expert-tensor-parallel-size 1", V2_LITE),
+        (2, f"{CP2} {AGAIN} core_attn", f"{LATENT} {QUERY_LATENT}"),
+        full(4, f"{TP2} {CP2} {AGAIN} mla_up_proj", f"{LATENT} {QUERY_LATENT}"),
+        full(2, f"{CP2} {AGAIN} mla_up_proj core_attn", f"{LATENT} {QUERY_LATENT}"),
+        full(4, f"{TP2} {CP2} {FULL}", f"{LATENT} {QUERY_LATENT}"),
+        full(2, f"{CP2} --wlb-save-gathered-kv", f"{LATENT} {LATENT_YARN}"),
+        full(4, f"{CP2} {VPP2}", f"{LATENT} {QUERY_LATENT} {SINKS}"),
+        pytest.param(2, CP2, f"{LATENT} {QUERY_LATENT} {MTP}", marks=[pytest.mark.full, needs_mtp]),
+    ],
+)
+def test_latents_that_travel(size, layout, model, dataset, alone, tmp_path):
+    """Where kernels take no time, nothing hides an exchange, and latents, which come once, are faster."""
+    kernel = {"tile_rows": 1, "forward": {"launch": 0, "tile": 1e-9, "query_tile": 0}}
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps({"name": "made up", "kernel": kernel}))
+    flags = f"{layout} {model} --wlb-cp-sharding per-document --wlb-profile {profile}"
+    run = train(size, dataset, *flags.split(), without=GQA, log=tmp_path / "log.jsonl")
+    assert run["log"][0]["job"]["cp_exchange"] == "latents"
+    compare(run, alone(model, without=GQA))
+
+
 @pytest.mark.parametrize("coefficient", ["--moe-aux-loss-coeff 0.1", full("--moe-z-loss-coeff 0.1")])
 def test_losses_of_the_router(coefficient, dataset, tmp_path, monkeypatch):
     """Upstream's count padding as tokens, so both runs are given the same."""

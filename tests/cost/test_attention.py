@@ -20,13 +20,18 @@ from megatron_wlb.cost.attention import (
 )
 from megatron_wlb.cost.exchange import exchange_model
 from megatron_wlb.cost.network import Group, load_network
+from megatron_wlb.cost.passes import H100, pass_times
 from megatron_wlb.cost.work import document_work
-from megatron_wlb.job import MAX_TOKENS
+from megatron_wlb.describe import PlanSettings
+from megatron_wlb.job import MAX_TOKENS, Recompute
 from megatron_wlb.model import MODELS
+from megatron_wlb.plan.sharding.select import shard
+from megatron_wlb.plan.sharding.volume import moved_rows
 from megatron_wlb.plan.types import SEGMENT
 from tests.jobs import job
 
 LLAMA2_7B = MODELS["llama2-7b"]
+V3 = replace(MODELS["deepseek-v3"], num_layers=8)
 
 
 def test_attention_costs_as_much_as_the_rest_at_the_crossover():
@@ -161,7 +166,7 @@ def test_the_crossover_of_other_head_sizes():
 
 def test_kernels_and_exchange_of_latent_attention():
     """Products of 192 values and of 128 take as long as of 160 and 160; K and V of a head are 320 values."""
-    latent = job(model=replace(MODELS["deepseek-v3"], num_layers=8), tp=8, cp=8, profile=MEASURED)
+    latent = job(model=V3, tp=8, cp=8, profile=MEASURED, cp_exchange="shared")
     plain = replace(latent, model=replace(latent.model, kv_channels=128, v_head_dim=0, kv_lora_rank=0))
     for of_latent, of_plain in zip(attention_kernels(latent), attention_kernels(plain), strict=True):
         assert (of_latent.tile, of_latent.query_tile) == pytest.approx(
@@ -170,6 +175,73 @@ def test_kernels_and_exchange_of_latent_attention():
         assert (of_latent.launch, of_latent.heads) == (of_plain.launch, 16)
     one, two = (exchange_model(each, load_network()) for each in (latent, plain))
     assert (one.arrive, one.leave) == pytest.approx((two.arrive * 320 / 256, two.leave * 320 / 256))
+
+
+@pytest.mark.parametrize(
+    ("cp", "chosen", "cp_sharding"),
+    [(2, "shared", "auto"), (16, "latents", "auto"), (16, "latents", "wlb"), (32, "latents", "per-sequence")],
+)
+def test_latents_travel_where_that_is_predicted_to_be_faster(cp, chosen, cp_sharding):
+    """DeepSeek-V3 at TP = 8: between nodes nothing hides so many bytes; a few are cheaper than to expand all again."""
+    settings = PlanSettings(cp_sharding=cp_sharding)
+    wide = {"model": V3, "tp": 8, "cp": cp, "context_length": 1 << 17, "settings": settings}
+    given = job(**wide, profile=load_profile("h100-fa2"))
+    assert given.cp_exchange == chosen
+    other = replace(given, cp_exchange="shared" if chosen == "latents" else "latents")
+    documents = np.array([1 << 16, 1 << 15, 1 << 14, 1 << 14], np.int64)
+    times = [
+        sum(float(layer.total[0]) for layer in pass_times(each, H100, [shard(documents, each)[1]]).layers)
+        for each in (given, other)
+    ]
+    assert times[0] < times[1]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"profile": FLOPS_PROFILE}, {"offloaded_layers": 2}, {"cp": 1}, {"model": LLAMA2_7B}]
+)
+def test_keys_and_values_travel_where_latents_cannot(changes):
+    """By a profile without a unit of time, with layers that are offloaded, on one rank, and where there are none."""
+    wide = {"model": V3, "tp": 8, "cp": 16, "context_length": 1 << 17, "profile": load_profile("h100-fa2")}
+    assert job(**wide).cp_exchange == "latents"
+    assert job(**wide | changes).cp_exchange == "shared"
+
+
+def test_costs_of_latents_by_hand():
+    """512 + 64 values of 16 bits come once, an eighth to each rank of 8, and so do gradients; K and V are expanded
+    twice. Within the node an eighth of a row is there already."""
+    given = job(model=V3, tp=8, cp=8, profile=replace(MEASURED, linear_tflops=None), cp_exchange="latents")
+    network, inside = load_network(), load_network().node
+    latency, byte = network.all_to_all(Group(size=8, stride=8))
+    moved, product = 576 * 2 * byte / 8, 2 * 512 * 128 * (128 + 128) / 8 / 600e6
+    gather, scatter, reduce = (
+        7 / 8 * 2e-3 / inside[name][8][1] for name in ("all_gather", "reduce_scatter", "all_reduce")
+    )
+    arrive = moved + (576 + 512) * gather + product
+    leave = moved + 2 * product + 512 * (gather + scatter) + 64 * 2 * reduce
+    again = product + 512 * gather
+    model = exchange_model(given, network)
+    assert (model.arrive, model.leave, model.ahead) == pytest.approx((arrive, leave + again, 0))
+    assert model.latency == pytest.approx(latency + 2 * inside["all_gather"][8][0])
+    for kept in ({"save_gathered_kv": True}, {"recompute": Recompute(granularity="full", method="uniform")}):
+        assert exchange_model(replace(given, **kept), network).leave == pytest.approx(leave)
+    asked = replace(
+        given, recompute=Recompute(granularity="selective", modules=("mla_up_proj",)), save_gathered_kv=True
+    )
+    assert exchange_model(asked, network) == model
+    alone = replace(given, parallel=replace(given.parallel, tp=1))
+    _, byte = network.all_to_all(Group(size=8, stride=1))
+    assert exchange_model(alone, network).arrive == pytest.approx(576 * 2 * byte + 8 * product)
+
+
+def test_passes_of_latents_by_hand():
+    """Nothing hides them; a rank expands its own rows again, too."""
+    given = job(model=V3, tp=8, cp=8, profile=replace(MEASURED, linear_tflops=None), cp_exchange="latents")
+    plan = shard(np.array([64]), given)[1]
+    forward, backward = pass_times(given, H100, [plan]).layers
+    kept = pass_times(replace(given, save_gathered_kv=True), H100, [plan]).layers[1]
+    assert backward.linear - kept.linear == pytest.approx(8 * 2 * 512 * 128 * (128 + 128) / 8 / 600e6)
+    exchange = exchange_model(given, load_network()).times(moved_rows(plan).max())
+    assert [forward.exchange[0], backward.exchange[0]] == pytest.approx([float(each) for each in exchange])
 
 
 def test_what_a_crossover_is_taken_from():

@@ -298,8 +298,10 @@ def jobs(draw):
         "model": replace(MODEL, kv_channels=128, **heads),
         "profile": draw(st.sampled_from(PROFILES)),
         "cp_sharding": draw(st.sampled_from(list(STRATEGIES))),
-        "cp_exchange": draw(st.sampled_from(["shared", "shared", "shared", "all", "ring"])),
+        "cp_exchange": draw(st.sampled_from(["shared", "shared", "shared", "latents", "all", "ring"])),
     }
+    if changes["cp_exchange"] == "latents":
+        changes["model"] = replace(changes["model"], kv_lora_rank=512)
     flags = {name: draw(st.booleans()) for name in ("windowed", "save_gathered_kv", "reorder")}
     return job(context_length=3 << 16, **changes | flags)
 

@@ -8,8 +8,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_wlb.runtime import attention
-from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention, send_ahead
-from megatron_wlb.runtime.backends import get_backend
+from megatron_wlb.runtime.attention import (
+    AttentionOptions,
+    attention_to_keys,
+    context_parallel_attention,
+    exchange_rows,
+    send_ahead,
+)
+from megatron_wlb.runtime.backends import get_backend, side_by_side
 from megatron_wlb.runtime.metadata import ShardMetadata
 from tests.runtime.oracle import SHARDINGS, TOLERANCE, assert_close, dense, in_parts, inputs, local_rows
 from tests.worlds import run_world
@@ -104,6 +110,68 @@ def test_processes_together_are_dense_attention(world_size, cp, sharding, dtype,
         *parts, sinks = zip(*((*parts[:4], parts[4:]) for _, parts in answers[i : i + cp]), strict=True)
         got = [*map(torch.cat, parts), *map(sum, zip(*sinks, strict=True))]
         assert_close(tuple(got), (*(x[rows] for x in want[:4]), *want[4:]), TOLERANCE[dtype])
+
+
+def _attend_to_keys(sharding, dtype, backend, heads, sizes, settings):
+    """The same with K and V that `exchange_rows` brings, and how often it calls for an exchange."""
+    plan, rank = SHARDINGS[sharding](np.array(LENGTHS, np.int64), dist.get_world_size()), dist.get_rank()
+    collective, calls = attention._all_to_all, []
+
+    def counted(output, given, *split, **rest):
+        calls.append((given.shape[1:], given.dtype))
+        return collective(output, given, *split, **rest)
+
+    attention._all_to_all = counted
+    rows, sinks = local_rows(plan, rank), (_sink(heads, dtype),) if settings.pop("sink", False) else ()
+    options = AttentionOptions(backend=get_backend(backend, "cpu"), scale=0.3, **settings)
+    metadata = ShardMetadata.build(plan, rank, options.backend.encode)
+    q, k, v, dout = (x[rows] for x in inputs(sum(LENGTHS), heads, sizes, dtype))
+    q, k, v, *sinks = (x.requires_grad_() for x in (q, k, v, *sinks))
+    kv = exchange_rows(torch.cat((k, v), dim=-1), metadata, dist.group.WORLD)
+    kv = side_by_side(*kv.split((k.shape[-1], v.shape[-1]), dim=-1))
+    out = attention_to_keys(q, kv, metadata, options, *sinks)
+    gradients = torch.autograd.grad(out, (q, k, v, *sinks), dout)
+    return rows, (out.detach(), *gradients), calls
+
+
+@pytest.mark.parametrize(
+    ("size", "sharding", "dtype", "backend", "sizes", "settings"),
+    [
+        (2, "per-sequence", torch.float32, "cpu", (24, 16), {"window": 7}),
+        (3, "per-document", torch.float64, "reference", (24, 16), {"sink": True}),
+        (4, "hybrid", torch.bfloat16, "cpu", (24, 16), {}),
+        (4, "per-document", torch.float32, "cpu", 16, {"sink": True}),
+    ],
+)
+def test_attention_to_keys_that_came_before_is_dense_attention(size, sharding, dtype, backend, sizes, settings):
+    heads = (8, 2)
+    answers = run_world(_attend_to_keys, size, sharding, dtype, backend, heads, sizes, settings)
+    sink = _sink(heads, dtype) if "sink" in settings else None
+    want = dense(*inputs(sum(LENGTHS), heads, sizes, dtype), LENGTHS, 0.3, settings.get("window"), sink)
+    rows = torch.cat([rows for rows, _, _ in answers])
+    parts = list(zip(*(found for _, found, _ in answers), strict=True))
+    got = [*map(torch.cat, parts[:4]), *map(sum, parts[4:])]
+    # Ranks round their shares of dK and dV before they add them up.
+    tolerance = TOLERANCE[dtype] * (2 if dtype == torch.bfloat16 else 1)
+    assert_close(tuple(got), (*(x[rows] for x in want[:4]), *want[4:]), tolerance)
+    values = 32 if sizes == 16 else 40
+    assert all(calls == [((2, values), dtype)] * 2 for _, _, calls in answers), "once each way, in the rows' dtype"
+
+
+def _refuse(group_size, sharding):
+    plan = _plan(LENGTHS, sharding, 2, None)
+    metadata = ShardMetadata.build(plan, dist.get_rank() % 2, get_backend("cpu", "cpu").encode)
+    group = dist.new_group(range(group_size))
+    with pytest.raises(ValueError, match="whose cp_exchange is latents|of the group"):
+        exchange_rows(torch.zeros(metadata.num_rows, 4), metadata, group)
+    q, kv = torch.zeros(metadata.num_rows, 2, 4), torch.zeros(metadata.num_rows, 2, 2, 4)
+    with pytest.raises(ValueError, match="whose cp_exchange is latents|sees"):
+        attention_to_keys(q, kv, metadata, AttentionOptions(backend=get_backend("cpu", "cpu")))
+
+
+@pytest.mark.parametrize(("group_size", "sharding"), [(3, "per-document"), (2, "in parts")])
+def test_rows_that_do_not_fit_the_plan_are_refused(group_size, sharding):
+    run_world(_refuse, group_size, group_size, sharding)
 
 
 def _sink(heads, dtype):

@@ -48,7 +48,9 @@ class Sharding(Settings):
         choices=tuple(STRATEGIES),
     )
     save_gathered_kv: bool = setting(
-        False, "Keep gathered K and V for backward instead of gathering them again: faster, for memory in every layer."
+        False,
+        "Keep gathered K and V for backward instead of gathering them, or expanding them from latents, again: faster, "
+        "for memory in every layer.",
     )
     cp_gradients: str = setting(
         "fp32",
@@ -68,7 +70,8 @@ def shard(lengths: np.ndarray, job: "Job") -> tuple[np.ndarray, ShardPlan]:
     tokens, cp, kernel = int(lengths.sum()), job.parallel.cp, attention_kernel(job)
     padding = -tokens % job.unit_tokens if tokens else job.unit_tokens
     padded = np.append(lengths, [padding] if padding else []).astype(np.int64)
-    exchanges = list(dict.fromkeys(share * kernel.exchange for share in EXPOSED_SHARES))
+    shares = EXPOSED_SHARES if job.cp_exchange == "shared" else (1,)
+    exchanges = list(dict.fromkeys(share * kernel.exchange for share in shares))
     mirrors = cp > 1 and job.reorders and "per-sequence" in STRATEGIES[job.cp_sharding]
     if native.core is not None:
         tried = staging(job) if job.cp_exchange == "shared" else None

@@ -1,0 +1,119 @@
+"""Multi-latent attention: upstream's, and one of which latents travel between context-parallel ranks, not K and V.
+
+Shapes: s local rows, T of them here where tensor-parallel ranks divide rows; P rows that local queries see; H heads of
+this rank, with D values of a query or key, of which the last E are rotated, and Dv of a value; R values of a latent.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings import apply_rotary_pos_emb
+from megatron.core.tensor_parallel import CheckpointWithoutOutput, mappings
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from torch.nn.functional import pad
+
+from megatron_wlb.adapter import compat
+from megatron_wlb.runtime.attention import exchange_rows
+from megatron_wlb.runtime.backends import owned, side_by_side
+
+
+class WlbLatentAttention(MLASelfAttention):  # type: ignore[misc]
+    """Upstream's. Tensor-parallel ranks add up the gradients of what all heads share of a key, each of its heads."""
+
+    def _qkv_down_projection(self, hidden_states: Any) -> Any:
+        """Local layers divide latents over ranks. Upstream gathers them, and does not sum that gradient; it does where
+        ranks divide rows, as TransformerEngine's layers do."""
+        q, kv = super()._qkv_down_projection(hidden_states)
+        if kv.shape[-1] != self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim:
+            kv = mappings.gather_from_tensor_model_parallel_region(kv, group=self.tp_group)
+            kv = mappings.scatter_to_sequence_parallel_region(kv, group=self.tp_group)
+        return q, kv
+
+
+class WlbLatentExchange(WlbLatentAttention):
+    """The same, but the latents of rows that queries see, and what their heads share of a key, come to the rank, and
+    are expanded there together with its own.
+
+    Expanded K and V are let go after attention, and made again for its backward by upstream's recomputation of
+    `mla_up_proj`, of queries only where that was asked for; but not where the layer is recomputed as a whole, or
+    `save_gathered` keeps them.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._queries_again: bool = self.recompute_up_proj
+        kept = self.core_attention.options.save_gathered or self.config.recompute_granularity == "full"
+        self.recompute_up_proj: bool = self._queries_again or not kept
+        self._row_multiple = self.tp_group.size() * compat.row_multiple(self.config)
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Any,
+        key_value_states: Any = None,
+        position_ids: Any = None,
+        packed_seq_params: Any = None,
+        **unused: Any,
+    ) -> Any:
+        """Queries [s, H, D], K and V of all keys `side_by_side`, in place of values None, and both latents."""
+        positions = self.rotary_pos_emb.get_rotary_seq_len(None, None, hidden_states, self.config, packed_seq_params)
+        angles = self.rotary_pos_emb(positions)
+        angles, magnitude = angles if isinstance(angles, tuple) else (angles, 1.0)  # YaRN has both
+        rotated = partial(self._rotated, angles=angles, magnitude=magnitude)
+        q, kv = (x.squeeze(1) for x in self._qkv_down_projection(hidden_states))
+        latents, shared = kv.split((self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim), dim=-1)
+        if self.config.q_lora_rank is not None:
+            q = self.q_layernorm(q)
+        latents = self.kv_layernorm(latents)
+        keys = self._exchanged(latents, shared, rotated, packed_seq_params.wlb)
+
+        def expanded(q: Any, *keys: Any) -> tuple[Any, Any]:
+            return self._queries(q, rotated), self._keys_and_values(*keys)
+
+        if not self.recompute_up_proj:
+            return *expanded(q, *keys), None, q, latents
+        self.qkv_up_checkpoint = CheckpointWithoutOutput(fp8=self.config.fp8 or self.config.fp4)
+        if self._queries_again:
+            return *self.qkv_up_checkpoint.checkpoint(expanded, q, *keys), None, q, latents
+        kv = self.qkv_up_checkpoint.checkpoint(self._keys_and_values, *keys)
+        return self._queries(q, rotated), kv, None, q, latents
+
+    def _exchanged(self, latents: Any, shared: Any, rotated: Any, metadata: Any) -> tuple[Any, Any]:
+        """latents [T, R] and shared [T, E] of own rows -> those of all keys, [P', R] divided over tensor-parallel ranks
+        and [P, E], where P' is P filled up to what they can share.
+
+        Each of these ranks brings its columns of a row. All have the whole gradient of a latent, and of what heads
+        share that of their own, which are added up before columns are divided.
+        """
+        group, sizes = self.tp_group, (latents.shape[-1], shared.shape[-1])
+        own = torch.cat((latents, shared), dim=-1)
+        own = mappings.gather_from_sequence_parallel_region(own, tensor_parallel_output_grad=False, group=group)
+        latents, shared = own.split(sizes, dim=-1)
+        own = torch.cat((latents, rotated(shared[:, None])[:, 0]), dim=-1)
+        own = mappings.scatter_to_tensor_model_parallel_region(pad(own, (0, -sum(sizes) % group.size())), group=group)
+        rows = exchange_rows(own, metadata, self.pg_collection.cp)
+        rows = mappings.gather_from_tensor_model_parallel_region(rows, group=group)
+        latents, shared = rows[:, : sum(sizes)].split(sizes, dim=-1)
+        latents = pad(latents, (0, 0, 0, -len(latents) % self._row_multiple))
+        latents = mappings.scatter_to_sequence_parallel_region(latents, group=group)
+        return owned(latents), mappings.copy_to_tensor_model_parallel_region(owned(shared), group=group)
+
+    def _queries(self, q: Any, rotated: Any) -> Any:
+        """q [T, latent or hidden state] -> [s, H, D]."""
+        project = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
+        q, _ = project(q)
+        q = q.view(len(q), -1, self.q_head_dim)
+        plain, turned = q.split((self.config.qk_head_dim, self.config.qk_pos_emb_head_dim), dim=-1)
+        return torch.cat((plain, rotated(turned)), dim=-1)
+
+    def _keys_and_values(self, latents: Any, shared: Any) -> Any:
+        """What `_exchanged` gave -> K [P, H, D] and V [P, H, Dv], `side_by_side`."""
+        kv, _ = self.linear_kv_up_proj(latents)
+        kv = kv[: len(shared)].view(len(shared), -1, self.config.qk_head_dim + self.config.v_head_dim)
+        keys, values = kv.split((self.config.qk_head_dim, self.config.v_head_dim), dim=-1)
+        return side_by_side(torch.cat((keys, shared[:, None].expand(-1, kv.shape[1], -1)), dim=-1), values)
+
+    def _rotated(self, x: Any, angles: Any, magnitude: float) -> Any:
+        """x [s, heads, E] turned by the positions of its rows."""
+        given = {"config": self.config, "mscale": magnitude, "cp_group": self.pg_collection.cp}
+        return apply_rotary_pos_emb(x, angles, **given, **compat.latent_rotation())
