@@ -1,14 +1,17 @@
 """Killed at any point and resumed in another layout, again and again: every document exactly once, in its turn."""
 
+import functools
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron_wlb.adapter import compat
 from megatron_wlb.plan import document_log
+from tests.adapter import training
 from tests.adapter.audit import audit
-from tests.adapter.training import train
+from tests.adapter.test_parity import GQA, LATENT, MTP, QUERY_LATENT
 from tests.worlds import HANGS_SECONDS
 
 LAYOUTS = [(1, ""), (2, ""), (2, "--context-parallel-size 2"), (2, "--pipeline-model-parallel-size 2")]
@@ -20,12 +23,15 @@ def test_killed_and_resumed_trains_the_same_documents(kills, steps, batches, dat
     """SIGKILL to every process at random moments of starting, training and saving; every start draws its layout.
 
     With one global batch size the sequence of documents that Algorithm 1 makes is that of a run that nothing disturbs,
-    whatever the layout. Adaptive packing goes by the layout, with several sizes, so the audit remains.
+    whatever the layout. Adaptive packing goes by the layout, with several sizes, so the audit remains; of a model with
+    latents, and where it can with layers for multi-token prediction.
     """
     packing = "wlb" if len(batches) == 1 else "adaptive"
+    model = "" if len(batches) == 1 else f"{LATENT} {QUERY_LATENT} {MTP if compat.minor() >= 19 else ''}"
+    train = functools.partial(training.train, without=GQA if model else "")
     whole, log, checkpoint = str(tmp_path / "whole"), str(tmp_path / "documents"), str(tmp_path / "ckpt")
     flags = f"--optimizer adam --lr 1e-3 --wlb-packing {packing} --override-opt-param-scheduler".split()
-    flags += ["--train-iters", str(steps)]
+    flags += ["--train-iters", str(steps), *model.split()]
     resume = [*flags, "--wlb-document-log", log, "--save", checkpoint, "--load", checkpoint, "--save-interval", "1"]
     rng, layouts, saved = np.random.default_rng(kills + len(batches)), set(), []
     begin = time.monotonic()
