@@ -210,6 +210,11 @@ def _check_upstream_attention(args: Namespace) -> None:
             "--wlb-attention-backend megatron with --transformer-impl local, whose attention knows no packed "
             "documents; leave --transformer-impl out"
         )
+    if args.softmax_type != "vanilla":
+        raise ValueError(
+            f"--wlb-attention-backend megatron with --softmax-type {args.softmax_type}, which was never compared; give "
+            "another backend"
+        )
     if args.context_parallel_size > 1 and args.wlb_cp_sharding != "per-document":
         raise ValueError(
             f"--wlb-attention-backend megatron cuts every document over {args.context_parallel_size} context-parallel "

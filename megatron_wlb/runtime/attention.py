@@ -201,7 +201,9 @@ class _ContextParallelAttention(torch.autograd.Function):
         ctx.begun = None
         # A gradient may have any strides, that of a plain sum 0.
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        dq, dsink = torch.empty_like(q), _sink_gradient(sink, stages, dout, out, lses) if sink is not None else None
+        dq, dsink = torch.empty_like(q), None
+        if sink is not None and ctx.needs_input_grad[3]:
+            dsink = _sink_gradient(sink, stages, dout, out, lses)
         if len(stages) == 1 and stages[0].part.keys_are_rows:
             dkv = attend_backward(dout, q, kv, out, lses, dq, stages[0].part, options).to(kv.dtype)
             of_keys = (dkv, None) if arrived else keys_and_values(dkv, q.shape[-1])

@@ -46,6 +46,7 @@ REFUSED = {
     "--wlb-attention-backend cudnn": "choose one of auto, aten, ",
     "--wlb-attention-backend megatron --context-parallel-size 2": "cp-sharding is auto; give per-document",
     "--wlb-attention-backend megatron --transformer-impl local": "leave --transformer-impl out",
+    "--wlb-attention-backend megatron --softmax-type learnable": "softmax-type learnable, .* give another backend",
     "--wlb-profile h200": "no profile 'h200': give a JSON file",
     "--wlb-outlier-thresholds 160,96": "increasing order",
     "--wlb-outlier-thresholds 0,96": "at least 1",
