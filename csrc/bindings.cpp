@@ -16,8 +16,9 @@
 #include "wlb.h"
 
 namespace py = pybind11;
-using Int64s = py::array_t<int64_t>;
+using Int64s = py::array_t<int64_t, py::array::c_style>;
 using Int32s = py::array_t<int32_t, py::array::c_style>;
+using Doubles = py::array_t<double, py::array::c_style>;
 
 namespace {
 
@@ -105,6 +106,29 @@ py::array_t<Time> makespans(const Int32s& first, const Int32s& second, const Int
   return py::array_t<Time>(static_cast<py::ssize_t>(ends.size()), ends.data());
 }
 
+// The fields of `Played`.
+py::tuple play(const py::handle& graph, const Doubles& times, size_t num_passes, size_t num_stages, size_t per_stage,
+               const py::handle& parts) {
+  const auto nodes = value<Int64s>(graph, "nodes"), first = value<Int64s>(graph, "first"),
+             second = value<Int64s>(graph, "second"), bounds = value<Int64s>(parts, "bounds");
+  const auto part = value<Doubles>(parts, "times"), held = value<Doubles>(parts, "held"),
+             needs = value<Doubles>(parts, "needs"), steps = value<Doubles>(parts, "steps"),
+             limit = value<Doubles>(parts, "limit");
+  const wlb::Graph nodes_of{nodes.data(), first.data(), second.data(), times.data(), static_cast<size_t>(times.size()),
+                            num_passes,   num_stages,   per_stage};
+  const wlb::Parts put_off{bounds.data(), part.data(),  held.data(),
+                           needs.data(),  steps.data(), limit.data(), value<int64_t>(parts, "urgent")};
+  const auto played = [&] {
+    py::gil_scoped_release release;
+    return wlb::play(nodes_of, put_off);
+  }();
+  const auto doubles = [](const std::vector<double>& values) {
+    return Doubles(static_cast<py::ssize_t>(values.size()), values.data());
+  };
+  return py::make_tuple(doubles(played.start), doubles(played.end), doubles(played.filled), array(played.before),
+                        doubles(played.left));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
@@ -144,6 +168,8 @@ PYBIND11_MODULE(_native, module) {
             .reshape({static_cast<py::ssize_t>(dp), py::ssize_t{-1}});
       },
       py::arg("work"), py::arg("dp"), py::arg("total_weight"), py::arg("largest_weight"));
+  module.def("play", &play, py::arg("graph"), py::arg("times"), py::arg("num_passes"), py::arg("num_stages"),
+             py::arg("per_stage"), py::arg("parts"));
   module.def(
       "choose_sharding",
       [](const py::array& length, int64_t cp_size, const std::vector<std::string>& strategies,

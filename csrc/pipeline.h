@@ -1,5 +1,5 @@
 // The parts of planning for pipelines that need speed: longest paths through 1F1B, and micro-batches over ranks.
-// megatron_wlb/pipeline/timeline.py and plan/placement.py are the references; both give the same to the bit.
+// megatron_wlb/pipeline/timeline.py, pipeline/play.py and plan/placement.py are the references; both give the same to the bit.
 #pragma once
 
 #include <algorithm>
@@ -37,6 +37,27 @@ std::vector<Time> makespans(const PassGraph& graph, const Time* work, size_t cou
   }
   return last;
 }
+
+// `Graph` of pipeline/graph.py and the times of its nodes.
+struct Graph {
+  const int64_t *nodes, *first, *second;
+  const double* times;
+  size_t size, num_passes, num_stages, per_stage;  // per_stage: passes of one direction on one stage
+};
+
+// `Parts` of pipeline/play.py.
+struct Parts {
+  const int64_t* bounds;
+  const double *times, *held, *needs, *steps, *limit;
+  int64_t urgent;
+};
+
+struct Played {
+  std::vector<double> start, end, filled, left;
+  std::vector<int64_t> before;
+};
+
+Played play(const Graph& graph, const Parts& parts);
 
 // Micro-batches by rank, ascending; throws std::invalid_argument where not each rank can have as many. Work is not
 // negative, and (total_weight * its size + largest_weight) * the largest fits 64 bits.

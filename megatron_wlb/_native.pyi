@@ -4,6 +4,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_wlb.cost.attention import KernelModel
+from megatron_wlb.pipeline.graph import Graph
+from megatron_wlb.pipeline.play import Parts
 from megatron_wlb.plan.sharding.stages import Staging
 
 def choose_adaptive(
@@ -30,6 +32,9 @@ def makespans[Time: (np.float64, np.int64)](
     num_slots: int,
     work: NDArray[Time],
 ) -> NDArray[Time]: ...
+def play(
+    graph: Graph, times: NDArray[np.float64], num_passes: int, num_stages: int, per_stage: int, parts: Parts
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]: ...
 def place(work: np.ndarray, dp: int, total_weight: int, largest_weight: int) -> NDArray[np.int64]: ...
 def choose_sharding(
     length: np.ndarray,

@@ -404,6 +404,28 @@ void stress_pipeline(Choices& choose) {
     require(ends[k] == 3 * std::accumulate(row, row + static_cast<std::ptrdiff_t>(width), int64_t{0}), "chains add up");
     require(static_cast<double>(ends[k]) == same[k], "doubles are exact");
   }
+
+  // So does a chain whose passes leave parts to one stage, whatever they hold, and every part runs.
+  const int64_t passes = choose.between(1, 40);
+  std::vector<int64_t> nodes(passes), earlier(passes), bounds{0};
+  std::iota(nodes.begin(), nodes.end(), 0);
+  std::iota(earlier.begin(), earlier.end(), 0);
+  for (int64_t k = 0; k < passes; ++k) bounds.push_back(bounds.back() + choose.between(0, 3));
+  const auto numbers = [&](int64_t size, int64_t least) {
+    std::vector<double> drawn;
+    while (drawn.size() < static_cast<size_t>(size)) drawn.push_back(static_cast<double>(choose.between(least, 100)));
+    return drawn;
+  };
+  const auto times = numbers(passes, 0), part = numbers(bounds.back(), 0), held = numbers(bounds.back(), 0),
+             needs = numbers(passes, 0), steps = numbers(passes, -100), limit_of = numbers(1, 0);
+  const auto played = wlb::play({nodes.data(), earlier.data(), earlier.data(), times.data(), nodes.size(), nodes.size(),
+                                 1, static_cast<size_t>(passes)},
+                                {bounds.data(), part.data(), held.data(), needs.data(), steps.data(), limit_of.data(),
+                                 choose.between(0, passes)});
+  require(played.end.back() + played.left[0] == std::accumulate(times.begin(), times.end(), 0.0) +
+                                                    std::accumulate(part.begin(), part.end(), 0.0),
+          "passes and parts follow each other");
+  require(std::is_sorted(played.before.begin(), played.before.end()), "parts run in order");
 }
 
 void stress(Choices& choose) {

@@ -5,14 +5,13 @@ pipelines, Qi et al., arXiv 2401.10241). There, all micro-batches are alike and 
 differ and are known, so that the step is played through, and what fits into a wait runs in it.
 """
 
-from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_wlb.pipeline.graph import graph_of
+from megatron_wlb.pipeline.play import Parts
 from megatron_wlb.pipeline.schedule import Schedule
-from megatron_wlb.pipeline.timeline import Timeline, node_times
+from megatron_wlb.pipeline.timeline import Timeline, with_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,81 +50,44 @@ def run_deferred(
     transfer: np.ndarray | float,
     weights: WeightGradients,
 ) -> tuple[Timeline, np.ndarray]:
-    """`timeline.run` with weight gradients put off, and where they run. O(passes + parts).
+    """`timeline.run` with weight gradients put off, and where they run, as `play` says.
 
-    Before a pass runs what has time while the stage waits for it, and what has to for the pass to have memory; after
-    the last pass of a stage, the rest. Nothing runs before a backward pass of the last virtual stage, which waits for
-    nobody.
+    What is left runs after the last pass of a stage. Nothing runs before a backward pass of the last virtual stage,
+    which waits for nobody.
 
     Returns the timeline and, int64 [directions, stages, chunks, micro-batches], how many parts of its stage have run
     before each pass, of all that have gone before in the step.
     """
-    stages, chunks, count = schedule.num_stages, schedule.num_chunks, schedule.num_micro_batches
-    shape, num = (2, stages, chunks, count), 2 * stages * chunks * count
-    parts = _parts(weights)
-    bare = np.broadcast_to(backward, shape[1:]) - weights.times.sum(axis=2)
-    graph, times = graph_of(schedule), node_times(schedule, forward, bare, transfer)
-    needs, steps, stage_of = _memory(schedule, weights), _steps(weights), np.unravel_index(np.arange(num), shape)[1]
-    free, used, done = [0.0] * stages, [0.0] * stages, [0] * stages
-    waiting: list[deque[tuple[float, float]]] = [deque() for _ in range(stages)]
-    limit, stage_list = weights.limit.tolist(), stage_of.tolist()
-    start, end, filled = np.zeros(num), np.zeros(num), np.zeros(num)
-    before = np.zeros(num, np.int64)
-    last = num // 2 + (num // 2 - count)  # backward passes of the last virtual stage
-    ends = [0.0]
-    for i, j, time, node in zip(graph.first, graph.second, times, graph.nodes.tolist(), strict=True):
-        at = max(ends[i], ends[j])
-        if node < num:
-            stage, ready = stage_list[node], free[stage_list[node]]
-            queue = waiting[stage]
-            if node < last:
-                while queue and (ready + queue[0][0] <= at or used[stage] + needs[node] > limit[stage]):
-                    needed, held = queue.popleft()
-                    ready += needed
-                    used[stage] -= held
-                    done[stage] += 1
-            filled[node], before[node], at = ready - free[stage], done[stage], max(at, ready)
-            used[stage] += steps[node]
-            queue.extend(parts.get(node, ()))
-            start[node], end[node], free[stage] = at, at + time, at + time
-        ends.append(at + time)
-    timeline = Timeline(
-        schedule=schedule,
-        start=start.reshape(shape),
-        end=end.reshape(shape),
-        filled=filled.reshape(shape),
-        left=np.array([sum(time for time, _ in queue) for queue in waiting]),
+    bare = np.broadcast_to(backward, weights.kept.shape) - weights.times.sum(axis=2)
+    return with_parts(schedule, forward, bare, transfer, _parts(schedule, weights))
+
+
+def _parts(schedule: Schedule, weights: WeightGradients) -> Parts:
+    """Those of every backward pass; forward passes have none."""
+    passes, count = weights.kept.size, schedule.num_micro_batches
+    is_part = np.arange(weights.times.shape[2]) < weights.counts[:, :, None, None]
+    is_part = np.broadcast_to(is_part, (*weights.kept.shape, is_part.shape[-1]))
+    steps = np.stack((weights.kept, weights.held.sum(axis=2) - weights.kept))
+    return Parts(
+        bounds=np.concatenate((np.zeros(passes + 1, np.int64), np.repeat(weights.counts, count).cumsum())),
+        times=weights.times.swapaxes(2, 3)[is_part],
+        held=weights.held.swapaxes(2, 3)[is_part],
+        needs=_needs(schedule, steps).ravel(),
+        steps=steps.ravel(),
+        limit=np.asarray(weights.limit, np.float64),
+        urgent=2 * passes - count,
     )
-    return timeline, before.reshape(shape)
 
 
-def _parts(weights: WeightGradients) -> dict[int, list[tuple[float, float]]]:
-    """Time and bytes of the parts of every backward pass, by its number in `Graph.nodes`."""
-    stages, chunks, _, count = weights.times.shape
-    found = {}
-    for number, (stage, chunk, i) in enumerate(np.ndindex(stages, chunks, count)):
-        both = (
-            each[stage, chunk, : weights.counts[stage, chunk], i].tolist() for each in (weights.times, weights.held)
-        )
-        found[stages * chunks * count + number] = list(zip(*both, strict=True))
-    return found
-
-
-def _steps(weights: WeightGradients) -> list[float]:
-    """By how many bytes every pass changes what its stage keeps and holds."""
-    return np.concatenate((weights.kept.ravel(), (weights.held.sum(axis=2) - weights.kept).ravel())).tolist()
-
-
-def _memory(schedule: Schedule, weights: WeightGradients) -> list[float]:
-    """Bytes that must be free before every pass: its own, and those of backward passes of the last virtual stage that
-    follow it, before which nothing runs."""
-    own = np.array(_steps(weights)).reshape(2, *weights.kept.shape)
-    needs = np.maximum(own, 0)
+def _needs(schedule: Schedule, steps: np.ndarray) -> np.ndarray:
+    """Bytes that must be free before every pass, shaped as `steps`: its own, and those of backward passes of the last
+    virtual stage that follow it, before which nothing runs."""
+    needs = np.maximum(steps, 0)
     stage, chunk = schedule.num_stages - 1, schedule.num_chunks - 1
     following = 0.0
     for backward, c, i in schedule.ops(stage)[::-1].tolist():
         at = int(backward), stage, c, i
-        following = max(0.0, own[at] + following)
+        following = max(0.0, steps[at] + following)
         if not (backward and c == chunk):
             needs[at], following = following, 0.0
-    return needs.ravel().tolist()
+    return needs

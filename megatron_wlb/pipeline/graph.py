@@ -26,13 +26,11 @@ class Graph:
     nodes: np.ndarray
     """int64 [n]: 0 <= i < num_passes is a pass (numbered as in `Timeline`), num_passes + i its transfer, 2 * num_passes
     + i the point where its stage goes on."""
-    first: list[int]
-    second: list[int]
-    """The two nodes that each waits for: their places in the order, from 1; 0 is the beginning of the step."""
-    passes: np.ndarray
-    """int64 [passes]: place in the order of every pass."""
-    before: np.ndarray
-    """int64 [2, passes]: `first` and `second` of every pass."""
+    first: np.ndarray
+    second: np.ndarray
+    """int64 [n]: the two nodes that each waits for, by their places in the order, from 1; 0 is the beginning of the
+    step."""
+    num_passes: int
 
 
 @lru_cache(maxsize=16)
@@ -55,10 +53,7 @@ def graph_of(schedule: Schedule) -> Graph:
     place[nodes] = 1 + np.arange(len(nodes))
     before = np.stack((place[first[nodes]], place[second[nodes]]))
     assert (before <= np.arange(len(nodes))).all(), schedule
-    passes = place[:num]
-    return Graph(
-        nodes=nodes, first=before[0].tolist(), second=before[1].tolist(), passes=passes, before=before[:, passes - 1]
-    )
+    return Graph(nodes=nodes, first=before[0], second=before[1], num_passes=num)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,13 +2,17 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from megatron_wlb.pipeline.graph import graph_of, passes_of
+from megatron_wlb.pipeline.play import Parts, play
 from megatron_wlb.pipeline.schedule import Schedule
 from megatron_wlb.plan import native
+
+if TYPE_CHECKING:
+    from megatron_wlb.job import Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +64,7 @@ def run(
     backward: np.ndarray | None = None,
     transfer: np.ndarray | float = 0.0,
 ) -> Timeline:
-    """Time the passes of a pipeline step. O(passes): 30 ms for 65,536 of them, and as much for the first of a schedule.
+    """Time the passes of a pipeline step, as `play` does.
 
     Args:
         schedule: of the pipeline.
@@ -75,33 +79,25 @@ def run(
             f"forward_only is {schedule.forward_only} and backward times are {state}; give them to a schedule that is "
             "not forward only, and only to such a one"
         )
-    graph = graph_of(schedule)
-    ends = [0.0]
-    append = ends.append
-    for i, j, time in zip(graph.first, graph.second, node_times(schedule, forward, backward, transfer), strict=True):
-        a, b = ends[i], ends[j]
-        append((a if a > b else b) + time)
-    end = np.array(ends)
-    start = end[graph.before].max(axis=0)
-    shape = (1 if backward is None else 2, schedule.num_stages, schedule.num_chunks, schedule.num_micro_batches)
-    return Timeline(
-        schedule=schedule,
-        start=start.reshape(shape),
-        end=end[graph.passes].reshape(shape),
-        filled=np.zeros(shape),
-        left=np.zeros(schedule.num_stages),
-    )
+    return with_parts(schedule, forward, backward, transfer, None)[0]
 
 
-def node_times(
-    schedule: Schedule, forward: np.ndarray, backward: np.ndarray | None, transfer: np.ndarray | float
-) -> list[float]:
-    """Time of every node of the schedule's graph, in its order; arguments as those of `run`."""
+def with_parts(
+    schedule: Schedule,
+    forward: np.ndarray,
+    backward: np.ndarray | None,
+    transfer: np.ndarray | float,
+    parts: Parts | None,
+) -> tuple[Timeline, np.ndarray]:
+    """`run` with parts of passes put off, and how many of its stage have run before each pass, shaped as `start`."""
     shape = (schedule.num_stages, schedule.num_chunks, schedule.num_micro_batches)
     passes = [np.broadcast_to(forward, shape)] + ([] if backward is None else [np.broadcast_to(backward, shape)])
     work = np.stack(passes).astype(np.float64)
     moves = np.broadcast_to(np.asarray(transfer, np.float64), work.shape)
-    return np.concatenate((work.ravel(), moves.ravel(), np.zeros(work.size)))[graph_of(schedule).nodes].tolist()
+    times = np.concatenate((work.ravel(), moves.ravel(), np.zeros(work.size)))[graph_of(schedule).nodes]
+    played = play(schedule, times, parts or Parts.none(work.size, schedule.num_stages))
+    start, end, filled, before = (each.reshape(work.shape) for each in played[:4])
+    return Timeline(schedule=schedule, start=start, end=end, filled=filled, left=played.left), before
 
 
 def makespans(schedule: Schedule, work: np.ndarray) -> np.ndarray:
@@ -137,17 +133,18 @@ class CostWeights(NamedTuple):
     """For work that is spread evenly and waits for nothing."""
 
 
-def cost_weights(num_stages: int, num_chunks: int, num_micro_batches: int) -> CostWeights:
-    """What work costs in a pipeline of P stages with V chunks each and M micro-batches, on one data-parallel rank.
+def cost_weights(job: "Job") -> CostWeights:
+    """What work costs a data-parallel rank with M micro-batches in its pipeline of P stages with V chunks each.
 
     Every stage computes all of them, and waits in warm-up and cool-down for the others. With one chunk a stage that is
     P - 1 times the largest. Interleaved, P micro-batches go round through all chunks, and in each of V rounds a stage
     waits until the largest has been through all P stages, beyond what the others of its round take; these are taken to
     be alike. Warm-up and cool-down are then P - 1 times the mean.
     """
+    waits, num_chunks, num_micro_batches = job.parallel.pp - 1, job.parallel.vpp, job.micro_batches_per_rank
     if num_chunks == 1:
-        return CostWeights(1, num_stages - 1, 1)
+        return CostWeights(1, waits, 1)
     scale = 8  # what is less than an eighth is left out
-    largest = scale * num_chunks * (num_stages - 1) * num_micro_batches // (num_micro_batches - 1)
-    total = scale * num_chunks - (largest - scale * (num_stages - 1)) // num_micro_batches
+    largest = scale * num_chunks * waits * num_micro_batches // (num_micro_batches - 1)
+    total = scale * num_chunks - (largest - scale * waits) // num_micro_batches
     return CostWeights(total, largest, scale * num_chunks)

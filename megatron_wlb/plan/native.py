@@ -12,7 +12,7 @@ WHY_NOT = "was not built; reinstall with a C++ compiler"
 core: Any
 try:
     from megatron_wlb import _native as core
-    from megatron_wlb._native import choose_adaptive, choose_sharding, makespans, place, place_wlb  # noqa: F401  # or stale
+    from megatron_wlb._native import choose_adaptive, choose_sharding, makespans, place, place_wlb, play  # noqa: F401  # or stale
 except ImportError as error:
     core = None
     if not isinstance(error, ModuleNotFoundError):

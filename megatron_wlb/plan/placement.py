@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_wlb.job import Job
 from megatron_wlb.pipeline.schedule import schedule_of
-from megatron_wlb.pipeline.timeline import CostWeights, cost_weights, makespans
+from megatron_wlb.pipeline.timeline import cost_weights, makespans
 from megatron_wlb.plan import native
 
 EXHAUSTIVE = 6
@@ -73,7 +73,7 @@ def paces(work: np.ndarray, experts: np.ndarray, job: Job) -> np.ndarray:
 
 def _deal(work: np.ndarray, ranks: int, job: Job) -> np.ndarray:
     if native.core is not None:
-        return native.core.place(work, ranks, *weights_of(job)[:2])
+        return native.core.place(work, ranks, *cost_weights(job)[:2])
     rows = _back_and_forth(work, ranks)
     while _swap(rows, work[rows], job):
         pass
@@ -88,17 +88,12 @@ def _back_and_forth(sizes: np.ndarray, ranks: int) -> np.ndarray:
 
 
 def rank_cost(work: np.ndarray, job: Job) -> np.ndarray:
-    """About the time of 1F1B on micro-batches of `work` (int64 [..., M]) on one rank, by `weights_of`: int64 [...]."""
+    """About the time of 1F1B on micro-batches of `work` (int64 [..., M]) on a rank, by `cost_weights`: int64 [...]."""
     return _cost(work.sum(axis=-1), work.max(axis=-1), job)
 
 
-def weights_of(job: Job) -> CostWeights:
-    """What work of a rank costs in the pipeline of a job."""
-    return cost_weights(job.parallel.pp, job.parallel.vpp, job.micro_batches_per_rank)
-
-
 def _cost(total: np.ndarray, largest: np.ndarray, job: Job) -> np.ndarray:
-    weights = weights_of(job)
+    weights = cost_weights(job)
     return weights.total * total + weights.largest * largest
 
 

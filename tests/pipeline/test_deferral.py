@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_wlb.pipeline.deferral import WeightGradients, run_deferred
 from megatron_wlb.pipeline.schedule import Schedule
 from megatron_wlb.pipeline.timeline import run
+from megatron_wlb.plan import native
 from tests.pipeline.schedules import timed_schedules
 
 TRAINING = timed_schedules().filter(lambda timed: not timed[0].forward_only)
@@ -50,6 +52,20 @@ def test_all_run_once_in_memory_and_nothing_gets_later(timed, share, parts, held
     assert (roomy.end <= before.end + 1e-6).all()
     for stage in range(schedule.num_stages):
         _replay(schedule, stage, done, ran, weights)
+
+
+@given(TRAINING, st.floats(0, 0.5), st.integers(1, 4), st.floats(0, 1), st.integers(1, 20))
+def test_the_native_core_plays_the_same_to_the_bit(timed, share, parts, held, limit):
+    schedule, work, transfer = timed
+    weights = weights_of(work[1], share, parts, kept=1, held=held, limit=limit)
+    assert native.core is not None
+    done, ran = run_deferred(schedule, *work, transfer, weights)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "core", None)
+        plain, plain_ran = run_deferred(schedule, *work, transfer, weights)
+    np.testing.assert_array_equal(ran, plain_ran)
+    for name in ("start", "end", "filled", "left"):
+        np.testing.assert_array_equal(getattr(done, name), getattr(plain, name))
 
 
 def _replay(schedule, stage, done, ran, weights):

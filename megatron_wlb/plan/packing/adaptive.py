@@ -65,7 +65,7 @@ class AdaptivePolicy:
             num_micro_batches=count,
             # Ranks that divide experts wait for each other in every layer, so all micro-batches should be alike.
             ranks=p.dp if p.expert_dp_ranks == 1 else count,
-            weights=cost_weights(p.pp, p.vpp, job.micro_batches_per_rank),
+            weights=cost_weights(job),
             max_tokens=job.max_tokens,
             batch_tokens=job.batch_tokens,
             crossover_tokens=job.crossover_tokens,
