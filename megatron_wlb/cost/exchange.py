@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 FP32 = 4
 """Bytes of a value, such as a gradient."""
-LINEAR_TFLOPS = 600.0
-"""bf16 matrix products, achieved. Assumed: 61 % of the 989 TFLOP/s of an H100's data sheet, for large matrices."""
+LINEAR_TFLOPS = 550.0
+"""bf16 matrix products, achieved beside communication. Assumed: 56 % of the 989 TFLOP/s of an H100's data sheet, for
+large matrices; Llama 3 405B is then as fast as published (`benchmarks.paper`)."""
 MEMORY_GB_PER_S = 2700.0
 """What is bound by memory, achieved. Assumed: 80 % of the 3350 GB/s of an H100's data sheet."""
 Directions = tuple[np.ndarray, np.ndarray]

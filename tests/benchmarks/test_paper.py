@@ -57,7 +57,7 @@ def test_the_calibration_is_that_of_the_simulator(monkeypatch):
         ("linear_tflops", 500.0, "") if name == "linear_tflops" else (name, *rest) for name, *rest in CALIBRATION
     )
     monkeypatch.setattr(setups, "CALIBRATION", other)
-    with pytest.raises(ValueError, match="states linear_tflops 500.0, the simulator has 600.0"):
+    with pytest.raises(ValueError, match="states linear_tflops 500.0, the simulator has 550.0"):
         check_calibration()
 
 
@@ -129,8 +129,7 @@ def test_slower_attention_takes_longer():
 
 
 def test_llama_3_is_near_what_was_published():
-    """8 to 10 % too fast: products that hide communication are taken to be none the slower for it."""
-    assert speed.llama3_tflops() == pytest.approx({"8192 GPUs": 430, "16384 GPUs": 400}, rel=0.1)
+    assert speed.llama3_tflops() == pytest.approx({"8192 GPUs": 430, "16384 GPUs": 400}, rel=0.05)
 
 
 @pytest.mark.full

@@ -77,7 +77,7 @@ def test_the_explicit_profile_says_the_same(steps, base):
     layers, same = (simulate_step(job, shard_step(JOB, steps[1])).passes[0].layers for job in (JOB, base))
     for direction in range(2):
         np.testing.assert_allclose(same[direction].total, layers[direction].total)
-    assert times(base, steps) == pytest.approx(times(JOB, steps), rel=0.02)
+    assert times(base, steps) == pytest.approx(times(JOB, steps), rel=0.03)
     assert base.profile.backward is not None
     assert base.profile.linear_tflops is not None
 

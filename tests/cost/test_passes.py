@@ -24,7 +24,7 @@ def test_costs_by_hand():
     given = job(model=replace(SMALL, num_layers=1))
     times = pass_times(given, H100, shards_of(given, [[5000, 3192]]))
     tokens, hidden, ffn = 8192, 4096, 11008
-    products = 2 * tokens * (4 * hidden * hidden + 3 * hidden * ffn) / 600e6
+    products = 2 * tokens * (4 * hidden * hidden + 3 * hidden * ffn) / 550e6
     memory = 2 * tokens * (10 * hidden + 4 * hidden + 3 * ffn) / 2700e3
     kernel, _ = attention_kernels(given)
     attention = kernel.launch + 32 * (kernel.tile * (40 * 41 / 2 + 25 * 26 / 2) + kernel.query_tile * (40 + 25))
@@ -154,7 +154,7 @@ def test_products_of_column_parallel_matrices_hide_what_tensor_parallel_ranks_mo
         H100.network.collective(name, tokens * hidden * 2, Group(size=8, stride=1))
         for name in ("all_gather", "reduce_scatter")
     )
-    qkv, fc1 = (2 * tokens * hidden * wide / 8 / 600e6 for wide in (3 * hidden, 2 * 512))
+    qkv, fc1 = (2 * tokens * hidden * wide / 8 / 550e6 for wide in (3 * hidden, 2 * 512))
     assert qkv > max(gather, scatter) and fc1 < min(gather, scatter)
     assert tensor == pytest.approx(2 * gather + gather - fc1 + scatter - fc1)
 
@@ -172,7 +172,7 @@ def test_mtp_layers_run_on_the_last_stage_and_through_the_output_layer():
     plain, ahead = (job(model=replace(model, mtp_num_layers=count), pp=2) for count in (0, 2))
     shards = shards_of(plain, [[4096, 4096]])
     without, given = (pass_times(each, H100, shards) for each in (plain, ahead))
-    joining = 2 * 8192 * 2 * 4096 * 4096 / 600e6
+    joining = 2 * 8192 * 2 * 4096 * 4096 / 550e6
     for i, (fewer, more) in enumerate(
         zip((without.forward, without.backward), (given.forward, given.backward), strict=True)
     ):
