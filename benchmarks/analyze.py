@@ -31,7 +31,7 @@ SEVEN = (
 JOBS = {"7B, one virtual stage": SEVEN} | {
     name: f"scripts/slurm/{name.lower()}.sbatch" for name in ("550M", "7B", "30B", "70B")
 }
-"""All have a window of 131,072 tokens; the last four have two virtual stages."""
+"""All have a window of 131,072 tokens; the last four have a layer a virtual stage."""
 
 
 def analysed(job: str, folder: Path) -> tuple[dict[str, Any], float]:

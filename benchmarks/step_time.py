@@ -41,14 +41,14 @@ from megatron_wlb.simulate.micro_batches import predictions
 from megatron_wlb.simulate.trace import trace_events
 
 LAYOUTS = {
-    "550M PP4": ("550m", {"tp": 2, "cp": 4, "pp": 4, "vpp": 3}, 4),
-    "7B PP4": ("llama2-7b", {"tp": 8, "cp": 2, "pp": 4, "vpp": 4}, 4),
-    "30B PP4": ("30b", {"tp": 8, "cp": 4, "pp": 4, "vpp": 6}, 4),
-    "70B PP4": ("llama2-70b", {"tp": 16, "cp": 4, "pp": 4, "vpp": 10}, 4),
+    "550M PP4": ("550m", {"tp": 2, "cp": 4, "pp": 4, "vpp": 6}, 4),
+    "7B PP4": ("llama2-7b", {"tp": 8, "cp": 2, "pp": 4, "vpp": 8}, 4),
+    "30B PP4": ("30b", {"tp": 8, "cp": 4, "pp": 4, "vpp": 12}, 4),
+    "70B PP4": ("llama2-70b", {"tp": 16, "cp": 4, "pp": 4, "vpp": 20}, 4),
     "7B PP4, VPP 2": ("llama2-7b", {"tp": 8, "cp": 2, "pp": 4, "vpp": 2}, 4),
     "7B CP8": ("llama2-7b", {"tp": 8, "cp": 8}, 4),
     "405B PP14": ("llama3-405b", {"tp": 8, "cp": 16, "pp": 14}, 14),
-    "405B PP14, VPP 3": ("llama3-405b", {"tp": 8, "cp": 16, "pp": 14, "vpp": 3}, 14),
+    "405B PP14, VPP 9": ("llama3-405b", {"tp": 8, "cp": 16, "pp": 14, "vpp": 9}, 14),
     "8B, 8 nodes": ("llama3-8b", {"tp": 8, "cp": 8}, 16),
     "8B, 8 nodes, PP2": ("llama3-8b", {"tp": 8, "cp": 4, "pp": 2}, 16),
     "8B, 32 nodes": ("llama3-8b", {"tp": 8, "cp": 8, "dp": 4}, 32),

@@ -128,7 +128,7 @@ def test_what_to_take_out_is_printed(tmp_path, lengths, capsys):
 
 @pytest.mark.parametrize(
     ("name", "gpus", "chunks", "shape"),
-    [("550m", 32, 3, (24, 1280)), ("7b", 64, 4, (32, 4096)), ("70b", 256, 10, (80, 8192))],
+    [("550m", 32, 6, (24, 1280)), ("7b", 64, 8, (32, 4096)), ("70b", 256, 20, (80, 8192))],
 )
 def test_our_own_slurm_scripts(name, gpus, chunks, shape, tmp_path, script):
     """By `--dry-run`, without Slurm: the nodes that they ask for, and 128K by default."""

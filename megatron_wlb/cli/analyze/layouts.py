@@ -1,5 +1,5 @@
 """Other layouts of the same GPUs: context parallelism in the place of the pipeline or of data parallelism, and back,
-and pipelines of short chunks."""
+and pipelines whose chunks have one layer."""
 
 import argparse
 import contextlib
@@ -28,11 +28,8 @@ def sizes(job: Job) -> list[tuple[int, int, int]]:
 
 
 def virtual_stages(layers: int, pp: int) -> int:
-    """Chunks of a stage with two layers each, or the least number above that divides them; one without a pipeline."""
-    each, rest = divmod(layers, pp)
-    if pp == 1 or rest or each < 2:
-        return 1
-    return each // next(size for size in range(2, each + 1) if each % size == 0)
+    """Chunks of a stage with a layer each; one without a pipeline, and where layers do not divide."""
+    return 1 if pp == 1 or layers % pp else layers // pp
 
 
 def jobs(setup: "Setup", args: argparse.Namespace) -> Iterator[Job]:
