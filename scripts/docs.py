@@ -5,8 +5,10 @@ import itertools
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from benchmarks.convergence_report import page
+from benchmarks.paper import report
 from megatron_wlb.adapter.arguments import add_wlb_arguments
 
 ROOT = Path(__file__).parents[1]
@@ -25,6 +27,9 @@ def pages() -> dict[Path, str]:
         ("performance", "limit", limit()),
         ("performance", "goals", goals()),
         ("convergence", "results", convergence()),
+        ("paper", "result", paper()),
+        ("paper", "checks", checks()),
+        ("paper", "sensitivity", sensitivity()),
     )
     for stem, name, part in parts:
         path = ROOT / "docs" / f"{stem}.md"
@@ -63,10 +68,10 @@ def flags() -> str:
 
 def limit() -> str:
     """Shares of the limit that a step reaches on F2, by layout and scheme."""
-    rows = json.loads((ROOT / "benchmarks" / "results" / "step_time.json").read_text())["rows"]
+    rows = _result("step_time")["rows"]
     shown = ["ring per sequence", "ring per document", "paper", "ours, M = N", "ours, auto"]
     titles = ["job", "window", *shown[:3], "`--wlb`, M = N", "`--wlb`, auto", "M, N", "over ring per document", "delay"]
-    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    lines = []
     for (layout, window), several in itertools.groupby(
         (row for row in rows if row["data"] == "F2"), key=lambda row: (row["layout"], row["window"])
     ):
@@ -74,13 +79,13 @@ def limit() -> str:
         best, over = schemes["ours, auto"], "over_ring per document"
         cells = [layout, f"{window >> 10}K", *(f"{100 * schemes[name]['of_limit']:.0f} %" for name in shown)]
         cells += [f"{best['micro_batches']}, {best['windows']}", f"{best[over]:.2f} ± {best[f'{over}_error']:.2f}"]
-        lines.append("| " + " | ".join([*cells, f"{best['late_steps']:.2f}"]) + " |")
-    return "\n".join(["", *lines, "", ""])
+        lines.append([*cells, f"{best['late_steps']:.2f}"])
+    return _table(titles, lines)
 
 
 def goals() -> str:
     """The results that set themselves goals, and every goal that they missed."""
-    rows = ["| result | goals that hold | missed |", "|---|---|---|"]
+    rows = []
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         entries = json.loads(path.read_text())["goals"]
         missed = [
@@ -89,13 +94,55 @@ def goals() -> str:
             if not goal["holds"]
         ]
         if entries:
-            rows.append(f"| `{path.name}` | {len(entries) - len(missed)} of {len(entries)} | {'<br>'.join(missed)} |")
-    return "\n".join(["", *rows, "", ""])
+            rows.append([f"`{path.name}`", f"{len(entries) - len(missed)} of {len(entries)}", "<br>".join(missed)])
+    return _table(["result", "goals that hold", "missed"], rows)
 
 
 def convergence() -> str:
     """The comparison of packing policies."""
-    return page(json.loads((ROOT / "benchmarks" / "results" / "convergence.json").read_text()))
+    return page(_result("convergence"))
+
+
+def paper() -> str:
+    """What is simulated beside the paper's numbers, without times and other factors on attention than 1.2."""
+    lines = [
+        [line["figure"], line["what"], *(f"{line[c]:.2f}" if line.get(c) else "" for c in report.COLUMNS)]
+        for line in _result("paper")["settings"]["comparison"]
+        if not re.search(r"^ms |level|fastest|x 1\.[13]|of the two", line["what"])
+    ]
+    return _table(["figure", "what", *report.COLUMNS], lines)
+
+
+def checks() -> str:
+    """Published numbers to which nothing was fitted."""
+    found = _result("paper")["settings"]["checks"]
+    tflops, seconds = found["llama3_tflops"], found["step_seconds"]
+    trained = "Llama 3 405B, {}, 8K tokens: TFLOP/s per GPU (The Llama 3 Herd of Models, table 4)"
+    lines = [
+        [trained.format("8,192 GPUs"), "430", f"{tflops['8192 GPUs']:.0f}"],
+        [trained.format("16,384 GPUs"), "400", f"{tflops['16384 GPUs']:.0f}"],
+        [
+            "a step of 7B-128K, of which 20 ms are under 0.65 % (paper, section 7.4)",
+            f"over {seconds['paper, at least']:.2f} s",
+            f"{seconds['reproduced']:.2f} s",
+        ],
+    ]
+    return _table(["", "published", "simulated"], lines)
+
+
+def sensitivity() -> str:
+    """Averages of Figure 12 with one assumption changed at a time."""
+    first, *names = (lines := report.sensitivity(_result("paper")["rows"]))[0]
+    return _table(["", *names], [[line[first], *(f"{line[name]:.2f}" for name in names)] for line in lines])
+
+
+def _result(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def _table(titles: list[str], lines: list[list[str]]) -> str:
+    rows = [titles, ["---"] * len(titles), *lines]
+    return "\n".join(["", *("| " + " | ".join(row) + " |" for row in rows), "", ""])
 
 
 def _escaped(text: str) -> str:
