@@ -220,6 +220,12 @@ class Job(Sharding):
         return FP32 if self.cp_gradients == "fp32" else self.bytes_per_value
 
     @property
+    def hides_transfers(self) -> bool:
+        """Whether transfers between the stages of an interleaved pipeline hide, as --wlb has it. Not by Megatron's
+        defaults, nor in the paper, which exchange K and V in their own ways."""
+        return self.parallel.vpp > 1 and self.cp_exchange in ("shared", "latents")
+
+    @property
     def expands_again(self) -> bool:
         """Whether backward expands K and V of all keys from latents once more, which forward did not keep."""
         again = not self.save_gathered_kv or "mla_up_proj" in self.recompute.modules

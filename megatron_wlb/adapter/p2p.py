@@ -3,6 +3,9 @@
 Upstream's `variable_seq_lengths` sends the shape of every tensor ahead of it and waits for the answer on the host. All
 ranks know the plan, so this communicator sends nothing: it counts receives and answers with the length of the
 micro-batch that the schedule moves at that point.
+
+The interleaved schedule waits for every output until it is sent, since it frees it then. Here it does not: what is on
+its way is kept until it has arrived.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,16 +45,30 @@ class PlannedP2PCommunicator(P2PCommunicator):
         self._rows, self._fill = rows, fill
         self._forward, self._backward = iter(forward), iter(backward)
 
+        self._sent: list[tuple[Any, torch.Tensor]] = []
+
     def _communicate(self, *, wait_on_reqs: bool = True, **rest: Any) -> Any:
-        if self._fill is None:
-            return super()._communicate(wait_on_reqs=wait_on_reqs, **rest)
+        if wait_on_reqs and self._fill is None:
+            return super()._communicate(**rest)
         *received, requests = super()._communicate(wait_on_reqs=False, **rest)
-        requests = {name: _Filled(request, self._fill) for name, request in requests.items()}
+        if not wait_on_reqs:
+            self._sent = [sent for sent in self._sent if not sent[0].is_completed()]
+            for name in ("send_next", "send_prev"):
+                if name in requests:
+                    self._sent.append((requests.pop(name), rest[f"tensor_{name}"].detach()))
+        if self._fill is not None:
+            requests = {name: _Filled(request, self._fill) for name, request in requests.items()}
         if not wait_on_reqs:
             return *received, requests
         for request in requests.values():
             request.wait()
         return *received, None
+
+    def settle(self) -> None:
+        """Wait for what is still on its way, at the end of a forward-backward."""
+        for request, _ in self._sent:
+            request.wait()
+        self._sent.clear()
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool

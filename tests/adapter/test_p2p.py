@@ -1,6 +1,7 @@
 """Pipeline shapes come from the plan: nothing but tensors on the wire, of the shapes that upstream would exchange."""
 
 import pytest
+import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron_wlb.adapter import p2p
@@ -24,6 +25,41 @@ def exchange(monkeypatch):
         return shapes
 
     monkeypatch.setattr(p2p.PlannedP2PCommunicator, "_communicate_shapes", both)
+
+
+class Request:
+    def __init__(self):
+        self.done = False
+
+    def is_completed(self):
+        return self.done
+
+    def wait(self):
+        self.done = True
+
+
+def test_what_is_sent_is_kept_until_it_has_arrived(monkeypatch):
+    """Upstream is not told of the request, so that it waits for none, and frees its output at once."""
+    posted = []
+
+    def post(self, **given):
+        posted.append(Request())
+        return None, None, {name[len("tensor_") :]: posted[-1] for name in given if name.startswith("tensor_")}
+
+    monkeypatch.setattr(P2PCommunicator, "_communicate", post)
+    communicator = object.__new__(p2p.PlannedP2PCommunicator)
+    communicator._fill, communicator._sent = None, []
+    outputs = [torch.ones(3), torch.ones(3)]
+    for output, name in zip(outputs, ("tensor_send_next", "tensor_send_prev"), strict=True):
+        assert communicator._communicate(wait_on_reqs=False, **{name: output}) == (None, None, {})
+        output.data = torch.zeros(1)
+    assert [kept.tolist() for _, kept in communicator._sent] == [[1, 1, 1]] * 2
+    posted[0].done = True
+    communicator._communicate(wait_on_reqs=False)
+    assert [request for request, _ in communicator._sent] == [posted[1]]
+    communicator.settle()
+    assert posted[1].done
+    assert not communicator._sent
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
