@@ -13,8 +13,8 @@ that nothing hides, as a share of that time ("exposed"); and the limit's share o
 whole documents and the linear work, spread evenly, nothing waited for. No tensor-parallel communication counts. How
 peers are read stands in `cp_peers`; dynamic CP has the documents of a whole step, N micro-batches, at once, and weighs
 their linear work, too. `settings.two_levels` has what an exchange would save at the most that sends a row to every node
-once, for jobs with several context-parallel ranks on a node. Writes benchmarks/results/cp_balance.json and
-docs/cp_balance.png.
+once, for jobs with several context-parallel ranks on a node. What whole steps expose is in `step_time`, with goals.
+Writes benchmarks/results/cp_balance.json and docs/cp_balance.png.
 """
 
 import itertools
