@@ -99,7 +99,7 @@ def schemes(name: str, window: int, lengths: np.ndarray) -> Iterator[tuple[str, 
             **changes,
         )
 
-    others = {"reorder": False, "defer_weight_gradients": False}
+    others = {"reorder": False, "defer_weight_gradients": False, "hidden_transfers": False}
     megatron = others | {"packing": OriginalPacking(), "cp_exchange": "ring"}
     yield "ring per sequence", make(**megatron, cp_sharding="per-sequence")
     yield "ring per document", make(**megatron, cp_sharding="per-document")

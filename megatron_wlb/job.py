@@ -129,6 +129,8 @@ class Job(Sharding):
     (`--cp-comm-type p2p`)."""
     defer_weight_gradients: bool = False
     """Products for weights leave the backward passes and run while their pipeline stage waits (`plan.deferral`)."""
+    hidden_transfers: bool = True
+    """Where chunks are interleaved, transfers between stages hide (`pipeline.Schedule`). Not by Megatron's defaults."""
     activation_bytes: int | None = None
     """What activations may take on a stage; None: not known."""
     profile: Profile
@@ -218,12 +220,6 @@ class Job(Sharding):
     def cp_gradient_bytes(self) -> int:
         """Bytes of a value of dK and dV as they travel between context-parallel ranks."""
         return FP32 if self.cp_gradients == "fp32" else self.bytes_per_value
-
-    @property
-    def hides_transfers(self) -> bool:
-        """Whether transfers between the stages of an interleaved pipeline hide, as --wlb has it. Not by Megatron's
-        defaults, nor in the paper, which exchange K and V in their own ways."""
-        return self.parallel.vpp > 1 and self.cp_exchange in ("shared", "latents")
 
     @property
     def expands_again(self) -> bool:

@@ -1,5 +1,9 @@
 """Pipeline shapes come from the plan: nothing but tensors on the wire, of the shapes that upstream would exchange."""
 
+import os
+from collections import deque
+from types import SimpleNamespace
+
 import pytest
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -28,17 +32,13 @@ def exchange(monkeypatch):
 
 
 class Request:
-    def __init__(self):
-        self.done = False
-
-    def is_completed(self):
-        return self.done
+    done = False
 
     def wait(self):
         self.done = True
 
 
-def test_what_is_sent_is_kept_until_it_has_arrived(monkeypatch):
+def test_what_is_sent_is_kept_for_a_while(monkeypatch):
     """Upstream is not told of the request, so that it waits for none, and frees its output at once."""
     posted = []
 
@@ -48,18 +48,35 @@ def test_what_is_sent_is_kept_until_it_has_arrived(monkeypatch):
 
     monkeypatch.setattr(P2PCommunicator, "_communicate", post)
     communicator = object.__new__(p2p.PlannedP2PCommunicator)
-    communicator._fill, communicator._sent = None, []
+    communicator._fill, communicator._sent = None, deque()
+    communicator.pp_group = SimpleNamespace(size=lambda: 2)
     outputs = [torch.ones(3), torch.ones(3)]
     for output, name in zip(outputs, ("tensor_send_next", "tensor_send_prev"), strict=True):
         assert communicator._communicate(wait_on_reqs=False, **{name: output}) == (None, None, {})
         output.data = torch.zeros(1)
     assert [kept.tolist() for _, kept in communicator._sent] == [[1, 1, 1]] * 2
-    posted[0].done = True
-    communicator._communicate(wait_on_reqs=False)
-    assert [request for request, _ in communicator._sent] == [posted[1]]
+    communicator._communicate(wait_on_reqs=False, tensor_send_next=torch.ones(3))
+    assert [request.done for request in posted] == [True, False, False]
     communicator.settle()
-    assert posted[1].done
-    assert not communicator._sent
+    assert all(request.done for request in posted)
+
+
+def test_transfers_hide(dataset, monkeypatch, tmp_path):
+    """Of training and of evaluation, in a run: upstream receives ahead, something is kept, and nothing at the end."""
+    settle = p2p.PlannedP2PCommunicator.settle
+
+    def settled(self):
+        kept = len(self._sent)
+        settle(self)
+        with (tmp_path / str(os.getpid())).open("a") as file:
+            print(self.config.overlap_p2p_comm_warmup_flush, kept > 0, len(self._sent), file=file)
+
+    monkeypatch.setattr(p2p.PlannedP2PCommunicator, "settle", settled)
+    size, flags = LAYOUTS["pp2-vpp2"]
+    train(size, dataset, *flags.split(), *"--train-iters 2 --eval-iters 1 --eval-interval 1".split())
+    found = [path.read_text().splitlines() for path in tmp_path.iterdir()]
+    assert len(found) == size
+    assert all(len(lines) >= 4 and set(lines) == {"True True 0"} for lines in found)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -62,7 +62,8 @@ class Recorder(P2PCommunicator):
         }
         handles = {name: Handle(self.notes, message) for name, message in messages.items() if message}
         self.notes.append(("post", tuple(handles.values())))
-        if self.config.overlap_p2p_comm_warmup_flush and not wait_on_reqs:  # as `PlannedP2PCommunicator` has it
+        if self.config.overlap_p2p_comm_warmup_flush and not wait_on_reqs:
+            # As `PlannedP2PCommunicator` has it, but for its bound.
             handles = {name: handle for name, handle in handles.items() if name.startswith("recv")}
         if wait_on_reqs:
             for handle in handles.values():
