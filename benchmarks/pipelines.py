@@ -28,6 +28,7 @@ def begin(num_chunks: int, **sizes: Any) -> Any:
         pipeline_dtype=torch.float32,
         variable_seq_lengths=True,
         overlap_p2p_comm=chunks is not None,
+        overlap_p2p_comm_warmup_flush=chunks is not None,
         batch_p2p_comm=chunks is None,
         calculate_per_token_loss=True,
         moe_token_dispatcher_type="alltoall",  # asked for with variable lengths, experts or not
@@ -58,7 +59,8 @@ class Chunk(torch.nn.Module):
 
 
 def step(chunks: Sequence[Chunk], feeds: Sequence[Sequence[Any]], communicator: Any, max_tokens: int) -> None:
-    """Forward and backward of a step; `feeds` has the arguments of every chunk's calls, by micro-batch."""
+    """Forward and backward of a step; `feeds` has the arguments of every chunk's calls, by micro-batch. The
+    communicator is ours (`planned`) or upstream's."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -74,6 +76,8 @@ def step(chunks: Sequence[Chunk], feeds: Sequence[Sequence[Any]], communicator: 
         p2p_communicator=communicator,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
+    if hasattr(communicator, "settle"):
+        communicator.settle()
 
 
 def _forward_step(iterator: Any, chunk: Chunk) -> Any:

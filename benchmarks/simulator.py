@@ -46,7 +46,10 @@ class Layout:
 
 
 LAYOUTS = tuple(
-    Layout(schedule=Schedule(num_stages=stages, num_chunks=chunks, num_micro_batches=8), computes=stages == 2)
+    Layout(
+        schedule=Schedule(num_stages=stages, num_chunks=chunks, num_micro_batches=8, hidden_transfers=chunks > 1),
+        computes=stages == 2,
+    )
     for stages, chunks in itertools.product((2, 4), (1, 2))
 )
 

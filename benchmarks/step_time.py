@@ -36,7 +36,7 @@ from megatron_wlb.plan.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.packing.original import OriginalPacking
 from megatron_wlb.plan.packing.wlb import WlbPacking
 from megatron_wlb.plan.step import shard_step
-from megatron_wlb.simulate import SimulatedStep, limit_time, simulate_step
+from megatron_wlb.simulate import SimulatedStep, breakdown, limit_time, simulate_step
 from megatron_wlb.simulate.micro_batches import predictions
 from megatron_wlb.simulate.trace import trace_events
 
@@ -52,9 +52,11 @@ LAYOUTS = {
     "8B, 8 nodes": ("llama3-8b", {"tp": 8, "cp": 8}, 16),
     "8B, 8 nodes, PP2": ("llama3-8b", {"tp": 8, "cp": 4, "pp": 2}, 16),
     "8B, 32 nodes": ("llama3-8b", {"tp": 8, "cp": 8, "dp": 4}, 32),
+    "8B, 32 nodes, CP32": ("llama3-8b", {"tp": 8, "cp": 32}, 32),
     "34B, 8 nodes": ("codellama-34b", {"tp": 8, "cp": 8}, 16),
     "34B, 8 nodes, PP2": ("codellama-34b", {"tp": 8, "cp": 4, "pp": 2}, 16),
     "34B, 32 nodes": ("codellama-34b", {"tp": 8, "cp": 8, "dp": 4}, 32),
+    "34B, 32 nodes, CP32": ("codellama-34b", {"tp": 8, "cp": 32}, 32),
 }
 """Model, layout, and N at a window of 128K; half of that at 256K, a quarter at 512K, so that tokens a step stay."""
 SHORT = tuple(name for name in LAYOUTS if "node" not in name)
@@ -97,7 +99,7 @@ def schemes(name: str, window: int, lengths: np.ndarray) -> Iterator[tuple[str, 
             **changes,
         )
 
-    others = {"reorder": False, "defer_weight_gradients": False}
+    others = {"reorder": False, "defer_weight_gradients": False, "hidden_transfers": False}
     megatron = others | {"packing": OriginalPacking(), "cp_exchange": "ring"}
     yield "ring per sequence", make(**megatron, cp_sharding="per-sequence")
     yield "ring per document", make(**megatron, cp_sharding="per-document")
@@ -110,9 +112,10 @@ def schemes(name: str, window: int, lengths: np.ndarray) -> Iterator[tuple[str, 
 
 
 def measured(job: Job, lengths: np.ndarray, steps: int) -> dict[str, np.ndarray | float | int]:
-    """Time, limit and work of steps, float64 [steps] each; how late documents are, and how tokens vary."""
+    """Time, limit and work of steps, float64 [steps] each; the share of the exchange in the time, how late documents
+    are, and how tokens vary."""
     packer = make_packer(stream(lengths, job.context_length), job, fingerprint="")
-    times, summaries = [], []
+    times, summaries, exchange = [], [], 0.0
     for k in range(WARM_UP + steps):
         step = packer.next()
         if k < WARM_UP:
@@ -121,10 +124,12 @@ def measured(job: Job, lengths: np.ndarray, steps: int) -> dict[str, np.ndarray 
         simulated = simulate_step(job, shard_step(job, [packing.micro_batch(i)["length"] for i in range(len(packing))]))
         work = document_work(packing.documents["length"], job.crossover_tokens).sum()
         times.append((simulated.time, limit_time(simulated), float(work)))
+        exchange += breakdown(simulated).exchange
         summaries.append(metrics.measure(packing, step.step, job))
     summary = metrics.summarise(summaries, num_waiting=0, skip=0)
     time, limit, work = np.array(times).T
-    return {"time": time, "limit": limit, "work": work, "late": summary.late_steps, "cv": summary.token_cv}
+    found = {"time": time, "limit": limit, "work": work, "exchange": exchange / time.sum()}
+    return found | {"late": summary.late_steps, "cv": summary.token_cv}
 
 
 def rows_of(case: tuple[str, int, str], lengths: np.ndarray, steps: int) -> list[Row]:
@@ -147,7 +152,7 @@ def rows_of(case: tuple[str, int, str], lengths: np.ndarray, steps: int) -> list
                 row |= {f"over_{ring}": over, f"over_{ring}_error": over * np.hypot(error, its_error)}
         row["per_token"] = row["over_ring per sequence"] / row["work_per_token"]
         row["per_token"] *= (rows or [row])[0]["work_per_token"]
-        rows.append(row | {"late_steps": found["late"], "token_cv": found["cv"]})
+        rows.append(row | {"exchange": found["exchange"], "late_steps": found["late"], "token_cv": found["cv"]})
     least = min(limit for scheme, limit in limits.items() if not scheme.startswith("ring"))
     for row in rows:
         limit = limits[row["scheme"]] if row["scheme"].startswith("ring") else least
@@ -193,7 +198,11 @@ def goals(rows: list[Row]) -> list[results.Goal]:
             share, speedup = GOALS[row["layout"]]
             wanted.append(results.at_least(f"{what}: share of the limit", row["of_limit"], share))
             wanted.append(results.at_least(f"{what}: per token over a ring per sequence", row["per_token"], speedup))
-        elif row["layout"] == "550M PP4":
+        cp = LAYOUTS[row["layout"]][1]["cp"]
+        if cp <= 8 or cp == 32:
+            most = 0.02 if cp <= 8 else 0.04
+            wanted.append(results.at_most(f"{what}: exposed exchange, share of the step", row["exchange"], most))
+        if row["layout"] == "550M PP4":
             wanted.append(results.at_least(f"{what}: per token over a ring per sequence", row["per_token"], 1.65))
         elif "PP" not in row["layout"]:
             wanted.append(results.at_least(f"{what}: share of the limit", row["of_limit"], 0.98))

@@ -129,6 +129,8 @@ class Job(Sharding):
     (`--cp-comm-type p2p`)."""
     defer_weight_gradients: bool = False
     """Products for weights leave the backward passes and run while their pipeline stage waits (`plan.deferral`)."""
+    hidden_transfers: bool = True
+    """Where chunks are interleaved, transfers between stages hide (`pipeline.Schedule`). Not by Megatron's defaults."""
     activation_bytes: int | None = None
     """What activations may take on a stage; None: not known."""
     profile: Profile

@@ -167,6 +167,7 @@ def _case(name: str, model: str, kilo_tokens: int, layout: tuple[int, int, int, 
         reorder=False,
         cp_sharding="per-sequence",
         cp_exchange="all",
+        hidden_transfers=False,
     )
     return Case(name=f"{name}-{kilo_tokens}K", job=job).changed()
 

@@ -85,6 +85,7 @@ def make_job(args: Namespace, **fixed: int) -> Job:
         row_multiple=compat.row_multiple(args),
         windowed=getattr(args, "window_size", None) is not None,
         hidden_dropout=args.hidden_dropout > 0,
+        hidden_transfers=args.overlap_p2p_comm,
         recompute=Recompute(
             granularity=args.recompute_granularity,
             method=args.recompute_method,

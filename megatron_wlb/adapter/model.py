@@ -139,6 +139,7 @@ def configure(model: Any, *, options: AttentionOptions | None, context_length: i
     """
     model.transformer_layer_spec = partial(_layer_spec, options=options)
     model.transformer.variable_seq_lengths = True
+    model.transformer.overlap_p2p_comm_warmup_flush = model.transformer.overlap_p2p_comm  # `Job.hidden_transfers`
     model.pre_wrap_hooks += [partial(_follow_positions, max_positions=context_length), _one_layout]
     if options is not None:
         model.pre_wrap_hooks.append(_send_ahead)

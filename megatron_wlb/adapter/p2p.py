@@ -3,8 +3,12 @@
 Upstream's `variable_seq_lengths` sends the shape of every tensor ahead of it and waits for the answer on the host. All
 ranks know the plan, so this communicator sends nothing: it counts receives and answers with the length of the
 micro-batch that the schedule moves at that point.
+
+The interleaved schedule waits for every output until it is sent, since it frees it then. Here, with upstream's overlap
+of transfers, it does not: as many of the last outputs and gradients are kept as there are stages.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,16 +46,32 @@ class PlannedP2PCommunicator(P2PCommunicator):
         self._rows, self._fill = rows, fill
         self._forward, self._backward = iter(forward), iter(backward)
 
+        self._sent: deque[tuple[Any, torch.Tensor]] = deque()
+
     def _communicate(self, *, wait_on_reqs: bool = True, **rest: Any) -> Any:
-        if self._fill is None:
-            return super()._communicate(wait_on_reqs=wait_on_reqs, **rest)
+        if wait_on_reqs and self._fill is None:
+            return super()._communicate(**rest)
         *received, requests = super()._communicate(wait_on_reqs=False, **rest)
-        requests = {name: _Filled(request, self._fill) for name, request in requests.items()}
+        if not wait_on_reqs:
+            for name in ("send_next", "send_prev"):
+                if name in requests:
+                    self._sent.append((requests.pop(name), rest[f"tensor_{name}"].detach()))
+            self._settle(self.pp_group.size())
+        if self._fill is not None:
+            requests = {name: _Filled(request, self._fill) for name, request in requests.items()}
         if not wait_on_reqs:
             return *received, requests
         for request in requests.values():
             request.wait()
         return *received, None
+
+    def settle(self) -> None:
+        """Wait for what is still on its way, at the end of a forward-backward."""
+        self._settle(0)
+
+    def _settle(self, kept: int) -> None:
+        while len(self._sent) > kept:
+            self._sent.popleft()[0].wait()
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool

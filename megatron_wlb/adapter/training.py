@@ -170,22 +170,26 @@ class Training:
         parallel, chunks = self._job.parallel, model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
         with self._deferred(plan, chunks, config) as fill:
+            communicator = None
             if parallel.pp > 1:
                 # Every stage knows all lengths before its first receive.
                 ranks = parallel.cp * parallel.sequence_ranks
-                rest["p2p_communicator"] = PlannedP2PCommunicator(
+                rest["p2p_communicator"] = communicator = PlannedP2PCommunicator(
                     mpu.get_pipeline_model_parallel_group(),
                     config,
                     [m.padded_tokens // ranks for m in plan.micro_batches],
                     fill,
                 )
                 rest["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
-            return schedule(
+            done = schedule(
                 data_iterator=feeds if isinstance(data_iterator, list) else feeds[0],
                 model=model,
                 num_microbatches=count,
                 **rest,
             )
+            if communicator is not None:
+                communicator.settle()
+            return done
 
     @contextlib.contextmanager
     def _deferred(self, plan: StepPlan, chunks: list[Any], config: Any) -> Iterator[Callable[[], None] | None]:

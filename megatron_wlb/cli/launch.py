@@ -56,7 +56,9 @@ _WITHIN_DOCUMENTS = ("reset_attention_mask", "dataloader_inter_document_masking"
 """Arguments of upstream with any of which attention ends with the document."""
 DYNAMIC = {name: f"--{name.replace('_', '-')}" for name in ("hybrid_context_parallel", "dynamic_context_parallel")}
 """Arguments by which Megatron chooses context-parallel ranks for every document, up to 0.20 and on its dev branch."""
-_SIMULATED = ("tp_comm_overlap", *DYNAMIC, "max_seqlen_per_dp_cp_rank", *_WITHIN_DOCUMENTS)
+WARM_UP_OVERLAP = ("overlap_p2p_comm_warmup_flush", "overlap_p2p_communication_warmup_flush")
+"""An argument of upstream, as logs and commands call it."""
+_SIMULATED = ("tp_comm_overlap", *WARM_UP_OVERLAP, *DYNAMIC, "max_seqlen_per_dp_cp_rank", *_WITHIN_DOCUMENTS)
 """Arguments that `analyze` reads of what is stated."""
 _OTHER_MODELS = {
     "is_hybrid_model": "pretrain_hybrid.py",

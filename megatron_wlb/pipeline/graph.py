@@ -4,7 +4,9 @@ A *node* ends at max(end of two earlier nodes) + its own time. A transfer begins
 posts and waits when is what megatron-core 0.19 does with its defaults: the plain schedule sends and receives
 synchronously; the interleaved one (`--overlap-p2p-communication`) does so while it warms up and cools down, and in
 between receives one pass ahead and waits for an output until it is sent, since it frees it then, and for a gradient
-until after the next backward. The tests compare this with upstream's own functions. `passes_of` leaves transfers out.
+until after the next backward. With `Schedule.hidden_transfers` it receives ahead throughout
+(`--overlap-p2p-communication-warmup-flush`) and waits for no send. The tests compare this with upstream's own
+functions. `passes_of` leaves transfers out.
 """
 
 from collections import deque
@@ -39,7 +41,10 @@ def graph_of(schedule: Schedule) -> Graph:
     chains = _chains(schedule)
     num, senders = chains.ids.size, chains.senders
     first, second = np.full(3 * num, NONE), np.full(3 * num, NONE)
-    waits = _plain(chains) if schedule.num_chunks == 1 else _interleaved(schedule, chains)
+    if schedule.num_chunks == 1:
+        waits = _plain(chains)
+    else:
+        waits = (_hidden if schedule.hidden_transfers else _interleaved)(schedule, chains)
     first[:num], second[:num] = waits.arrival, np.where(chains.before != NONE, waits.after[chains.before], NONE)
     first[num + senders], second[num + senders] = senders, waits.ready
     joins = np.flatnonzero(waits.extra != NONE)
@@ -168,13 +173,9 @@ def _plain(chains: _Chains) -> _Waits:
 
 def _interleaved(schedule: Schedule, chains: _Chains) -> _Waits:
     ids, senders, receivers = chains.ids, chains.senders, chains.receivers
-    directions, stages, chunks, count = ids.shape
+    _, stages, chunks, count = ids.shape
     num, total = ids.size, chunks * count
-    # by_turn[d, s, k] is the k-th pass of direction d on stage s, and turn its inverse.
-    by_turn = chains.turns.reshape(directions, stages, total).argsort(axis=2)
-    by_turn += ids[:, :, :1, 0]
-    turn = np.empty(num, np.int64)
-    turn[by_turn] = np.arange(total)
+    by_turn, turn = _turns(chains)
     direction, stage, _, _ = np.unravel_index(np.arange(num), ids.shape)
     warm_up = np.array([total if schedule.forward_only else min(total, schedule.warm_up(s)) for s in range(stages)])
     steady = np.where(direction == 0, turn >= warm_up[stage], turn < total - warm_up[stage])
@@ -201,15 +202,7 @@ def _interleaved(schedule: Schedule, chains: _Chains) -> _Waits:
     arrival = np.full(num, NONE)
     ahead = ~corner & ((slot < 0) | steady[posted])
     arrival[receivers[ahead]] = num + senders[ahead]
-    takes = np.zeros(num, bool)
-    takes[receivers] = True
-    for d in range(directions):
-        pending: deque[int] = deque()
-        for i in by_turn[d, 0 if d == 0 else -1].tolist():
-            if takes[i] and pending:
-                arrival[i] = pending.popleft()
-            if steady[i] and received[i] != NONE:
-                pending.append(received[i])
+    _around_the_corner(arrival, received, by_turn, steady, receivers)
 
     # The first gradient is received after the warm-up: ahead, or at once if there is nothing else to do.
     waits = _Waits(arrival=arrival, sync=sync, extra=extra, ready=posted)
@@ -220,3 +213,64 @@ def _interleaved(schedule: Schedule, chains: _Chains) -> _Waits:
     arrival[receivers[first[idle]]] = NONE
     extra[last[idle]] = num + senders[first[idle]]
     return waits
+
+
+def _hidden(schedule: Schedule, chains: _Chains) -> _Waits:
+    """Interleaved, with `Schedule.hidden_transfers`. Where the pipeline warms up and cools down, what a pass takes is
+    received as the pass before begins; in between, and around the corner, after a pass."""
+    senders, receivers, before = chains.senders, chains.receivers, chains.before
+    _, stages, chunks, count = chains.ids.shape
+    num, total = chains.ids.size, chunks * count
+    by_turn, turn = _turns(chains)
+    direction, stage, _, _ = np.unravel_index(np.arange(num), chains.ids.shape)
+    warm_up = np.array([total if schedule.forward_only else min(total, schedule.warm_up(s)) for s in range(stages)])
+    ramp = np.where(direction == 0, turn < warm_up[stage], turn >= total - warm_up[stage])
+    corner = stage[receivers] == np.where(direction[receivers] == 0, 0, stages - 1)
+
+    # A pass before which the next one's input is received begins when its own has arrived.
+    arrival, extra = np.full(num, NONE), np.full(num, NONE)
+    arrival[receivers[~corner]] = num + senders[~corner]
+    previous = np.where(turn > 0, by_turn[direction, stage, turn - 1], NONE)
+    early = ~corner & (previous[receivers] != NONE) & ramp[previous[receivers]]
+    begins = previous[receivers[early]]
+    after = before[begins]
+    extra[after[after != NONE]] = arrival[begins[after != NONE]]
+    ready = previous[receivers]
+    ready[early] = np.where(after == NONE, arrival[begins], 2 * num + after)
+    first = np.flatnonzero(~corner & (ready == NONE) & (direction[receivers] == 1))
+    of_first = stage[receivers[first]]
+    ready[first] = by_turn[0, of_first, warm_up[of_first] - 1]
+
+    # Around the corner in the order of the receives, each stages - 1 passes after the sender's number.
+    sent, got = senders[corner], receivers[corner]
+    ready[corner] = by_turn[direction[got], stage[got], turn[sent] + stages - 1]
+    received = np.full(num, NONE)
+    received[ready[corner]] = num + sent
+    _around_the_corner(arrival, received, by_turn, np.ones(num, bool), receivers)
+    return _Waits(arrival=arrival, sync=np.arange(num), extra=extra, ready=ready)
+
+
+def _turns(chains: _Chains) -> tuple[np.ndarray, np.ndarray]:
+    """The k-th pass of every direction and stage, int64 [directions, stages, passes], and its inverse, [passes]."""
+    directions, stages, chunks, count = chains.ids.shape
+    by_turn = chains.turns.reshape(directions, stages, chunks * count).argsort(axis=2)
+    by_turn += chains.ids[:, :, :1, 0]
+    turn = np.empty(chains.ids.size, np.int64)
+    turn[by_turn] = np.arange(chunks * count)
+    return by_turn, turn
+
+
+def _around_the_corner(
+    arrival: np.ndarray, received: np.ndarray, by_turn: np.ndarray, ahead: np.ndarray, receivers: np.ndarray
+) -> None:
+    """Let the passes of the first stage, and backward of the last, wait for what was `received` after passes that look
+    `ahead`, in the order of the receives; writes into `arrival`."""
+    takes = np.zeros(len(arrival), bool)
+    takes[receivers] = True
+    for d, of_stages in enumerate(by_turn):
+        pending: deque[int] = deque()
+        for i in of_stages[0 if d == 0 else -1].tolist():
+            if takes[i] and pending:
+                arrival[i] = pending.popleft()
+            if ahead[i] and received[i] != NONE:
+                pending.append(received[i])

@@ -27,6 +27,10 @@ class Schedule:
     """`--microbatch-group-size-per-virtual-pipeline-stage`: consecutive micro-batches in one chunk; None: as many as
     stages."""
     forward_only: bool = False
+    hidden_transfers: bool = False
+    """A stage waits for no send, and receives a pass ahead throughout, as --wlb has it (`adapter/p2p.py`). By
+    upstream's defaults it waits for every output, and while the pipeline warms up and cools down for receives, too.
+    Without interleaving it means nothing."""
 
     def __post_init__(self) -> None:
         stages, count = self.num_stages, self.num_micro_batches
@@ -124,4 +128,5 @@ def schedule_of(job: "Job", num_micro_batches: int | None = None) -> Schedule:
         num_chunks=job.parallel.vpp,
         num_micro_batches=job.micro_batches_per_rank if num_micro_batches is None else num_micro_batches,
         group_size=job.parallel.group_size,
+        hidden_transfers=job.hidden_transfers and job.parallel.vpp > 1,
     )

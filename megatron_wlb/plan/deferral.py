@@ -24,10 +24,10 @@ def undeferrable(job: "Job") -> str:
     if job.model.mtp_num_layers:
         return "weight gradients of layers for multi-token prediction cannot be put off"
     try:
-        layers_of(job)
+        counts = part_counts(job)
     except ValueError as error:
         return str(error)
-    return ""
+    return "" if counts.all() else "a virtual stage has no layer"
 
 
 def part_counts(job: "Job") -> np.ndarray:

@@ -206,6 +206,11 @@ def test_interleaving_is_refused_with_the_nearest_numbers_that_fit(parse, monkey
         ("--decoder-first-pipeline-num-layers 1", "--decoder-first-pipeline-num-layers"),
         ("--pipeline-model-parallel-size 1", "a single pipeline stage waits for nobody"),
         ("--pipeline-model-parallel-size 4 --num-layers 6", "6 layers do not divide over 4 stages"),
+        (
+            "--pipeline-model-parallel-size 4 --num-layers 2 --account-for-embedding-in-pipeline-split "
+            "--account-for-loss-in-pipeline-split",
+            "a virtual stage has no layer",
+        ),
     ],
 )
 def test_weight_gradients_are_put_off_where_layers_can(flags, why, parse):

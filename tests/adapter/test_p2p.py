@@ -1,6 +1,11 @@
 """Pipeline shapes come from the plan: nothing but tensors on the wire, of the shapes that upstream would exchange."""
 
+import os
+from collections import deque
+from types import SimpleNamespace
+
 import pytest
+import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron_wlb.adapter import p2p
@@ -24,6 +29,54 @@ def exchange(monkeypatch):
         return shapes
 
     monkeypatch.setattr(p2p.PlannedP2PCommunicator, "_communicate_shapes", both)
+
+
+class Request:
+    done = False
+
+    def wait(self):
+        self.done = True
+
+
+def test_what_is_sent_is_kept_for_a_while(monkeypatch):
+    """Upstream is not told of the request, so that it waits for none, and frees its output at once."""
+    posted = []
+
+    def post(self, **given):
+        posted.append(Request())
+        return None, None, {name[len("tensor_") :]: posted[-1] for name in given if name.startswith("tensor_")}
+
+    monkeypatch.setattr(P2PCommunicator, "_communicate", post)
+    communicator = object.__new__(p2p.PlannedP2PCommunicator)
+    communicator._fill, communicator._sent = None, deque()
+    communicator.pp_group = SimpleNamespace(size=lambda: 2)
+    outputs = [torch.ones(3), torch.ones(3)]
+    for output, name in zip(outputs, ("tensor_send_next", "tensor_send_prev"), strict=True):
+        assert communicator._communicate(wait_on_reqs=False, **{name: output}) == (None, None, {})
+        output.data = torch.zeros(1)
+    assert [kept.tolist() for _, kept in communicator._sent] == [[1, 1, 1]] * 2
+    communicator._communicate(wait_on_reqs=False, tensor_send_next=torch.ones(3))
+    assert [request.done for request in posted] == [True, False, False]
+    communicator.settle()
+    assert all(request.done for request in posted)
+
+
+def test_transfers_hide(dataset, monkeypatch, tmp_path):
+    """Of training and of evaluation, in a run: upstream receives ahead, something is kept, and nothing at the end."""
+    settle = p2p.PlannedP2PCommunicator.settle
+
+    def settled(self):
+        kept = len(self._sent)
+        settle(self)
+        with (tmp_path / str(os.getpid())).open("a") as file:
+            print(self.config.overlap_p2p_comm_warmup_flush, kept > 0, len(self._sent), file=file)
+
+    monkeypatch.setattr(p2p.PlannedP2PCommunicator, "settle", settled)
+    size, flags = LAYOUTS["pp2-vpp2"]
+    train(size, dataset, *flags.split(), *"--train-iters 2 --eval-iters 1 --eval-interval 1".split())
+    found = [path.read_text().splitlines() for path in tmp_path.iterdir()]
+    assert len(found) == size
+    assert all(len(lines) >= 4 and set(lines) == {"True True 0"} for lines in found)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

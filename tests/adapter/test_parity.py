@@ -25,7 +25,6 @@ LAYOUTS = {
     "cp4": (4, "--context-parallel-size 4"),
     "pp2": (2, PP2),
     "pp2-vpp2": (2, VPP2),
-    "pp2-vpp2-flush": (2, f"{VPP2} --overlap-p2p-communication-warmup-flush"),
     "pp4": (4, "--pipeline-model-parallel-size 4"),
     "dp2": (2, ""),
     "tp2-cp2-pp2-vpp2": (8, f"{TP2} {CP2} {VPP2}"),
@@ -119,6 +118,7 @@ def test_stages_by_predicted_time(flags, launch_us, tile_us, dataset, single, tm
 
 
 MODELS = [
+    ("layers", "--num-layers 8", 4, "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"),
     ("qk-norm", "--qk-layernorm", 2, TP2),
     ("qk-norm", "--qk-layernorm", 2, CP2),
     ("yarn", YARN, 2, CP2),

@@ -207,6 +207,19 @@ def test_what_is_refused_is_lost(tmp_path, lengths, capsys):
     assert f"--tp-comm-overlap out: {-100 * found['lost']['--tp-comm-overlap']:+.0f} %" in printed
 
 
+def test_megatron_waits_for_transfers_unless_the_command_hides_them(tmp_path, lengths):
+    write_index(tmp_path / "long.idx", 8 * lengths + 1)
+    data = "--num-virtual-stages-per-pipeline-rank 2", "--steps 8 --data-path", str(tmp_path / "long")
+    alone, hidden = (
+        analyse(tmp_path, LARGE, *data, *more) for more in ([], ["--overlap-p2p-communication-warmup-flush"])
+    )
+    before, after = (
+        {name: each["us_per_token"] for name, each in found["schemes"].items()} for found in (alone, hidden)
+    )
+    assert after["plain"] < before["plain"]
+    assert after["ours"] == before["ours"]
+
+
 def test_dynamic_context_parallelism_is_what_gains_are_over(tmp_path, lengths, capsys):
     """It is compared with Megatron's ring per document, and a page begins with what comes of it."""
     write_index(tmp_path / "long.idx", 8 * lengths + 1)

@@ -22,6 +22,7 @@ def schedules(draw) -> Schedule:
         num_micro_batches=draw(st.integers(1, 3)) * group + rest,
         group_size=group,
         forward_only=forward_only,
+        hidden_transfers=draw(st.booleans()),
     )
 
 

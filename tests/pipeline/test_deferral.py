@@ -54,6 +54,20 @@ def test_all_run_once_in_memory_and_nothing_gets_later(timed, share, parts, held
         _replay(schedule, stage, done, ran, weights)
 
 
+@given(timed_schedules())
+def test_plain_timelines_are_the_same_in_python_and_natively(timed):
+    schedule, work, transfer = timed
+    assert native.core is not None
+    done = run(schedule, *work, transfer=transfer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "core", None)
+        plain = run(schedule, *work, transfer=transfer)
+    np.testing.assert_array_equal(done.start, plain.start)
+    np.testing.assert_array_equal(done.end, plain.end)
+    assert not done.left.any()
+    assert not done.filled.any()
+
+
 @given(TRAINING, st.floats(0, 0.5), st.integers(1, 4), st.floats(0, 1), st.integers(1, 20))
 def test_the_native_core_plays_the_same_to_the_bit(timed, share, parts, held, limit):
     schedule, work, transfer = timed

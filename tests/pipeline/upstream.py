@@ -34,6 +34,7 @@ class Config:
     def __init__(self, schedule: Schedule) -> None:
         interleaved = schedule.num_chunks > 1
         self.overlap_p2p_comm, self.batch_p2p_comm = interleaved, not interleaved
+        self.overlap_p2p_comm_warmup_flush = interleaved and schedule.hidden_transfers
         self.deallocate_pipeline_outputs = True
         self.microbatch_group_size_per_vp_stage = schedule.group
         self.virtual_pipeline_model_parallel_size = schedule.num_chunks if interleaved else None
@@ -61,6 +62,9 @@ class Recorder(P2PCommunicator):
         }
         handles = {name: Handle(self.notes, message) for name, message in messages.items() if message}
         self.notes.append(("post", tuple(handles.values())))
+        if self.config.overlap_p2p_comm_warmup_flush and not wait_on_reqs:
+            # As `PlannedP2PCommunicator` has it, but for its bound.
+            handles = {name: handle for name, handle in handles.items() if name.startswith("recv")}
         if wait_on_reqs:
             for handle in handles.values():
                 handle.wait()

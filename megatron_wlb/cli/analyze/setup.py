@@ -13,7 +13,7 @@ from megatron_wlb.cli.analyze import crossover, layouts
 from megatron_wlb.cli.common import short
 from megatron_wlb.cli.data import Data, data_of
 from megatron_wlb.cli.flags import job_of
-from megatron_wlb.cli.launch import DYNAMIC
+from megatron_wlb.cli.launch import DYNAMIC, WARM_UP_OVERLAP
 from megatron_wlb.cost.passes import H100, Hardware
 from megatron_wlb.describe import PlanSettings
 from megatron_wlb.job import Job
@@ -43,6 +43,8 @@ class Megatron(NamedTuple):
     micro_batch_size: int = 1
     """Windows of a micro-batch."""
     tp_comm_overlap: bool = False
+    hidden_transfers: bool = False
+    """`--overlap-p2p-communication-warmup-flush`, which is taken to hide all transfers between stages."""
     dynamic: str = ""
     """The flag by which every document has context-parallel ranks of its own, if there is one."""
     rank_tokens: int = 0
@@ -153,7 +155,10 @@ def setup_of(args: argparse.Namespace) -> Setup:
     stated = args.stated
     overlaps = stated.get("tp_comm_overlap") and job.parallel.tp > 1
     megatron = Megatron(
-        "thd" if stated.get("sft") and job.parallel.cp > 1 else "plain", args.micro_batch_size, bool(overlaps)
+        "thd" if stated.get("sft") and job.parallel.cp > 1 else "plain",
+        args.micro_batch_size,
+        bool(overlaps),
+        any(stated.get(name) for name in WARM_UP_OVERLAP),
     )
     dynamic = next((flag for name, flag in DYNAMIC.items() if stated.get(name)), "")
     if dynamic and job.parallel.pp > 1:
@@ -254,6 +259,7 @@ def schemes(setup: Setup) -> dict[str, Job]:
         defer_weight_gradients=False,
         packing=OriginalPacking(),
         cp_exchange="ring",
+        hidden_transfers=setup.megatron.hidden_transfers,
     )
     paper = replace(plain, packing=wlb, cp_sharding="wlb", cp_exchange="all")
     has = {"plain": True, "thd": job.parallel.cp > 1, "dynamic": bool(setup.megatron.dynamic)}
