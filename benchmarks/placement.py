@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks import results
 from benchmarks.lengths import CROSSOVER, S_MAX, WINDOW, f2, job_7b, packer
 from benchmarks.results import Row, at_most
-from megatron_wlb.cli.analyze.setup import WARM_UP, schemes
+from megatron_wlb.cli.analyze.setup import WARM_UP, as_megatron
 from megatron_wlb.cost.attention import load_profile
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job, Parallel
@@ -157,7 +157,7 @@ def with_experts(quick: bool) -> list[Row]:
 
 def simulated(job: Job, steps: int) -> dict[str, float]:
     """Sums over `steps` steps of a job and of Megatron's, as `with_experts` shows them."""
-    ways = schemes(job)
+    ways = {"plain": as_megatron(job), "ours": job}
     own = replace(job, parallel=replace(job.parallel, ep=1, etp=None))
     sums: Counter[str] = Counter()
     for scheme, placed in (("plain", {"megatron": ways["plain"]}), ("ours", {"sums": own, "slots": job})):
@@ -265,7 +265,8 @@ def main() -> None:
     for table in (rows, best, times, experts):
         results.show(table, width=170)
     settings = {"window": WINDOW, "crossover": CROSSOVER, "S_max": S_MAX, "steps": 100, "seed": 0}
-    settings |= {"optima": best, "timings": times, "experts": experts}
+    means = {way: statistics.mean(row[way] for row in experts) for way in ("megatron", "sums", "slots")}
+    settings |= {"optima": best, "timings": times, "experts": experts, "experts, mean": means}
     results.finish(args, "placement", settings=settings, rows=rows, goals=goals(rows, best, times, experts))
 
 

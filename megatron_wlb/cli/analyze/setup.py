@@ -243,24 +243,29 @@ def flags_of(setup: Setup, job: Job) -> str:
     return " ".join(flags) + " --eval-iters 0" * (not setup.data.has_validation)
 
 
-def schemes(setup: Setup) -> dict[str, Job]:
-    """Ways to train the same data, by name: `MEGATRON`, the paper's, `Setup.job` as it is, and `Setup.free`.
-
-    Megatron exchanges K and V in a ring (`--cp-comm-type p2p`, its default), and shards over context-parallel ranks per
-    sequence, or per document, where sequences come to it packed (THD), on ranks of its own where the flags have that
-    (dynamic); the paper's scheme exchanges all at once.
-    """
-    job = setup.job
-    wlb = job.packing if isinstance(job.packing, WlbPacking) else WlbPacking()
-    plain = replace(
+def as_megatron(job: Job) -> Job:
+    """The job by Megatron's defaults: K and V travel in a ring (`--cp-comm-type p2p`), sequences are sharded whole."""
+    return replace(
         job,
         num_micro_batches=job.global_batch_size,
         reorder=False,
         defer_weight_gradients=False,
         packing=OriginalPacking(),
+        cp_sharding="per-sequence",
         cp_exchange="ring",
-        hidden_transfers=setup.megatron.hidden_transfers,
+        hidden_transfers=False,
     )
+
+
+def schemes(setup: Setup) -> dict[str, Job]:
+    """Ways to train the same data, by name: `MEGATRON`, the paper's, `Setup.job` as it is, and `Setup.free`.
+
+    Megatron shards over context-parallel ranks per sequence, or per document, where sequences come to it packed (THD),
+    on ranks of its own where the flags have that (dynamic); the paper's scheme exchanges all at once.
+    """
+    job = setup.job
+    wlb = job.packing if isinstance(job.packing, WlbPacking) else WlbPacking()
+    plain = replace(as_megatron(job), hidden_transfers=setup.megatron.hidden_transfers)
     paper = replace(plain, packing=wlb, cp_sharding="wlb", cp_exchange="all")
     has = {"plain": True, "thd": job.parallel.cp > 1, "dynamic": bool(setup.megatron.dynamic)}
     megatron = {name: replace(plain, cp_sharding=way) for name, way in MEGATRON.items() if has[name]}
