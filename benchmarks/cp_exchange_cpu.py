@@ -44,7 +44,6 @@ from megatron_wlb.plan.sharding import per_document, shard, stages
 from megatron_wlb.plan.sharding.volume import Held
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.plan.types import ShardPlan
-from megatron_wlb.runtime import attention
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.backends import get_backend
 from megatron_wlb.runtime.metadata import ShardMetadata
@@ -313,7 +312,7 @@ def measure(plan: ShardPlan, collective: Collective, rounds: int) -> tuple[list[
     leaves, messages = [x.requires_grad_() for x in (q, k, v)], []
 
     def step(exchange: Collective) -> tuple[float, float]:
-        attention._all_to_all = exchange
+        exchange._all_to_all = exchange
         outs: list[Tensor] = []
         forward = _seconds(
             lambda: outs.append(context_parallel_attention(*leaves, metadata, dist.group.WORLD, options))

@@ -27,7 +27,7 @@ from megatron_wlb.adapter.settings import RunSettings
 from megatron_wlb.pipeline.schedule import schedule_of
 from megatron_wlb.plan.deferral import part_counts
 from megatron_wlb.plan.step import StepPlan
-from megatron_wlb.runtime import attention
+from megatron_wlb.runtime import exchange
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import get_backend
 
@@ -135,7 +135,7 @@ class Training:
             predicts_ahead if self._args.mtp_num_layers else contextlib.nullcontext(),
             compat.replaced(training, "get_forward_backward_func", self._planned_forward_backward, ()),
             compat.replaced(schedules, "backward_step", self._report.clock.backward, ()),
-            compat.replaced(attention, "_all_to_all", self._report.clock.exchange, ()),
+            compat.replaced(exchange, "_all_to_all", self._report.clock.exchange, ()),
             compat.replaced(checkpointing, "maybe_save_dataloader_state", self._saved, ("train_iterator", "iteration")),
             compat.replaced(TorchFullyShardedDataParallel, "scale_gradients", scale_sharded, ("scaling_factor",)),
             compat.whole_router_losses(),

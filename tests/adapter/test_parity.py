@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_wlb.adapter import compat
 from megatron_wlb.job import Job
-from megatron_wlb.runtime import attention
+from megatron_wlb.runtime import exchange
 from tests.adapter.datasets import write_lengths
 from tests.adapter.training import relative_error, train
 
@@ -296,13 +296,13 @@ def test_overlapped_gradient_reduction(layout, dataset, single, tmp_path):
 @pytest.mark.parametrize("gradients", ["fp32", "model"])
 def test_bf16(gradients, dataset, single, tmp_path, monkeypatch):
     """bf16 rounds at 2^-9 = 0.2 % relative; the gradients of four layers reach 1.4 %, on one process as on two."""
-    collective = attention._all_to_all
+    collective = exchange._all_to_all
 
     def noted(output, given, *sizes, **rest):
         (tmp_path / str(given.dtype)).touch()
         return collective(output, given, *sizes, **rest)
 
-    monkeypatch.setattr(attention, "_all_to_all", noted)
+    monkeypatch.setattr(exchange, "_all_to_all", noted)
     flags = f"{CP2} --bf16 --wlb-cp-gradients {gradients}"
     run = train(2, dataset, *flags.split(), log=tmp_path / "log.jsonl")
     assert [path.name for path in tmp_path.glob("torch.float32")] == ["torch.float32"] * (gradients == "fp32")

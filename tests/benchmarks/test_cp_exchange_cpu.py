@@ -12,7 +12,7 @@ from benchmarks.gpu.cases import attention_job
 from megatron_wlb.cost.attention import KernelTimes, Profile, load_profile
 from megatron_wlb.cost.network import Network
 from megatron_wlb.plan.sharding import per_document
-from megatron_wlb.runtime import attention
+from megatron_wlb.runtime import exchange
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.backends import get_backend
 from megatron_wlb.runtime.metadata import ShardMetadata
@@ -49,7 +49,7 @@ def _attend(plan):
     q, k, v, dout = inputs(metadata.num_rows, HEADS, HEAD_SIZE, torch.float32)
     leaves, found = [x.requires_grad_() for x in (q, k, v)], []
     for collective in NETWORKS.values():
-        attention._all_to_all = collective
+        exchange._all_to_all = collective
         out = context_parallel_attention(*leaves, metadata, dist.group.WORLD, options)
         found.append((out.detach(), *torch.autograd.grad(out, leaves, dout)))
     return found, [measure(plan, collective, 2) for collective in NETWORKS.values()]

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megatron_wlb.plan.types import ShardPlan, Stage
-from megatron_wlb.runtime import attention
+from megatron_wlb.runtime import attention, exchange
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.backends import Backend, get_backend
 from megatron_wlb.runtime.backends.aten import AtenBackend
@@ -46,7 +46,7 @@ def silent_group(monkeypatch):
         out.zero_()
         return group  # as the handle of the collective
 
-    monkeypatch.setattr(attention, "_all_to_all", moves_nothing)
+    monkeypatch.setattr(exchange, "_all_to_all", moves_nothing)
     return group
 
 
@@ -217,14 +217,14 @@ def test_a_pool_is_let_go_before_its_keys_are_used(monkeypatch, silent_group):
     plan = by_heads(make_plan("per-document", LENGTHS["mixed"], 2), 4)
     metadata = ShardMetadata.build(plan, 0, get_backend("cpu", "cpu").encode)
     q, k, v, _ = inputs(metadata.num_rows, (8, 4), HEAD_SIZE, torch.float32)
-    start, pools = attention._start, []
+    begin, pools = exchange.begin, []
 
     def watched(*arguments):
-        pool, work = start(*arguments)
+        pool, work = begin(*arguments)
         pools.append(weakref.ref(pool))
         return pool, work
 
-    monkeypatch.setattr(attention, "_start", watched)
+    monkeypatch.setattr(attention, "begin", watched)
     alive = [
         [pool() is not None for pool in pools]
         for _ in attention._arriving(torch.stack((k, v), 1), attention._stages(q, k, metadata), silent_group)
@@ -246,7 +246,7 @@ def test_the_tensors_of_a_stage_are_let_go_before_the_next(monkeypatch, silent_g
         return call
 
     monkeypatch.setattr(attention, "attend_backward", watched(attention.attend_backward))
-    monkeypatch.setattr(attention, "_arrived", watched(attention._arrived))
+    monkeypatch.setattr(attention, "finish", watched(exchange.finish))
     options = AttentionOptions(backend=get_backend("cpu", "cpu"))
     plan = by_heads(make_plan("per-document", LENGTHS["mixed"], 2), 4)
     metadata = ShardMetadata.build(plan, 0, options.backend.encode)

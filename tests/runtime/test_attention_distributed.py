@@ -7,15 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_wlb.runtime import attention
+from megatron_wlb.runtime import exchange
 from megatron_wlb.runtime.attention import (
     AttentionOptions,
     attention_to_keys,
     context_parallel_attention,
-    exchange_rows,
     send_ahead,
 )
 from megatron_wlb.runtime.backends import get_backend, side_by_side
+from megatron_wlb.runtime.exchange import exchange_rows
 from megatron_wlb.runtime.metadata import ShardMetadata
 from tests.runtime.oracle import SHARDINGS, TOLERANCE, assert_close, dense, in_parts, inputs, local_rows
 from tests.worlds import run_world
@@ -54,12 +54,12 @@ def _attend(cp, sharding, dtype, backend, heads, settings):
     first, again = run(options), run(options)
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True)), "two runs differ"
     if not options.gradients_in_fp32:
-        collective = attention._all_to_all
+        collective = exchange._all_to_all
 
         def rounded(output, given, *sizes, **rest):
             return collective(output, given.to(dtype).to(given.dtype), *sizes, **rest)
 
-        attention._all_to_all = rounded
+        exchange._all_to_all = rounded
         want = run(dataclasses.replace(options, gradients_in_fp32=True))
         assert all(torch.equal(x, y) for x, y in zip(first, want, strict=True)), "more is rounded than what leaves"
     return rows, first
@@ -115,13 +115,13 @@ def test_processes_together_are_dense_attention(world_size, cp, sharding, dtype,
 def _attend_to_keys(sharding, dtype, backend, heads, sizes, settings):
     """The same with K and V that `exchange_rows` brings, and how often it calls for an exchange."""
     plan, rank = SHARDINGS[sharding](np.array(LENGTHS, np.int64), dist.get_world_size()), dist.get_rank()
-    collective, calls = attention._all_to_all, []
+    collective, calls = exchange._all_to_all, []
 
     def counted(output, given, *split, **rest):
         calls.append((given.shape[1:], given.dtype))
         return collective(output, given, *split, **rest)
 
-    attention._all_to_all = counted
+    exchange._all_to_all = counted
     rows, sinks = local_rows(plan, rank), (_sink(heads, dtype),) if settings.pop("sink", False) else ()
     options = AttentionOptions(backend=get_backend(backend, "cpu"), scale=0.3, **settings)
     metadata = ShardMetadata.build(plan, rank, options.backend.encode)
@@ -181,13 +181,13 @@ def _sink(heads, dtype):
 def _calls(lengths, sharding, settings):
     """What this rank gives in the collectives of one forward and backward, and rows it sends and receives by set."""
     calls = []
-    collective = attention._all_to_all
+    collective = exchange._all_to_all
 
     def counted(output, input, *sizes, **rest):
         calls.append((tuple(input.shape), input.dtype))
         return collective(output, input, *sizes, **rest)
 
-    attention._all_to_all = counted
+    exchange._all_to_all = counted
     settings = dict(settings)
     plan = _plan(lengths, sharding, dist.get_world_size(), settings.pop("stages", None))
     options = AttentionOptions(backend=get_backend("auto", "cpu"), **settings)

@@ -9,7 +9,7 @@ import torch
 from megatron_wlb.cost.memory import attention_backward_bytes, layer_input_bytes
 from megatron_wlb.model import ModelShape
 from megatron_wlb.plan.sharding.select import shard
-from megatron_wlb.runtime import attention
+from megatron_wlb.runtime import exchange
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.encoding import varlen
 from megatron_wlb.runtime.metadata import ShardMetadata
@@ -79,7 +79,7 @@ def _peak(given, rank):
 )
 def test_backward_of_attention_holds_what_is_predicted(cp, dtype, key_heads, settings, monkeypatch):
     """Of collectives that move nothing: real ones let go of their tensors whenever their thread gets to it."""
-    monkeypatch.setattr(attention, "_all_to_all", lambda out, given, *sizes, group, async_op: group)
+    monkeypatch.setattr(exchange, "_all_to_all", lambda out, given, *sizes, group, async_op: group)
     model = ModelShape(
         num_layers=1,
         hidden_size=8 * HEAD_SIZE,

@@ -1,0 +1,145 @@
+"""What context-parallel ranks exchange: rows of K and V, or of what they are made of, and their gradients.
+
+A *pool* holds the rows that arrive and the rank's own; keys are picked from it in the order of a part.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_wlb.runtime.backends import keys_and_values
+from megatron_wlb.runtime.metadata import Part, ShardMetadata
+
+_all_to_all = dist.all_to_all_single
+
+
+def exchange_rows(x: Tensor, metadata: ShardMetadata, group: dist.ProcessGroup | None) -> Tensor:
+    """The rows of x [s, ...] that local queries see, wherever they are: [P, ...], as `attention_to_keys` wants them.
+
+    For what K and V are made of, row by row; differentiable once. One all-to-all in forward, and one in backward, in
+    which gradients return in the dtype of x; they are added up in fp32 (fp64 for fp64). Nothing is saved.
+
+    Raises ValueError for a plan of several stages, and for a group of other ranks than the plan's.
+    """
+    part = only_part(metadata)
+    check_group(metadata, group)
+    return x if part.keys_are_rows else _ExchangeRows.apply(x, part, group)
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: Part, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.setup = part, group
+        return finish(*begin(x, part, group), part)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        part, group = ctx.setup
+        total = gradient.index_select(0, part.own_keys).to(torch.promote_types(gradient.dtype, torch.float32))
+        if part.sent:
+            given = gradient.index_select(0, part.arrived_keys)
+            back = given.new_empty((part.sent_rows.shape[0], *given.shape[1:]))
+            work = _exchanged(given, back, part, group, back=True)
+            if work is not None:
+                work.wait()
+            total.index_add_(0, part.sent_rows, back.to(total.dtype))
+        return total.to(gradient.dtype), None, None
+
+
+def begin(kv: Tensor, part: Part, group: dist.ProcessGroup | None) -> tuple[Tensor, dist.Work | None]:
+    """The pool of kv, its n rows: rows that arrive, and the rank's own."""
+    if not part.sent:
+        return kv, None
+    own, arrived = kv[part.own_rows], part.arrived_keys.shape[0]
+    pool = kv.new_empty((arrived + own.shape[0], *kv.shape[1:]))
+    pool[arrived:] = own
+    return pool, _exchanged(pool[:arrived], kv.index_select(0, part.sent_rows), part, group)
+
+
+def finish(pool: Tensor, work: dist.Work | None, part: Part) -> Tensor:
+    """K and V of P rows from a pool. A function, so that nothing holds the pool while they are used."""
+    if work is not None:
+        work.wait()
+    return pool if part.keys_are_rows else pool.index_select(0, part.gather)
+
+
+class Sum:
+    """dK and dV of rows, added up over the parts that they are in."""
+
+    def __init__(self, dk: Tensor, dv: Tensor) -> None:
+        """dk [n, h, D] and dv [n, h, Dv] are filled when `done` has been called for each of `left` parts."""
+        self._into, self.left = (dk, dv), 0
+        self._total: Tensor | None = None
+
+    def add(self, values: Tensor, rows: slice) -> None:
+        """Add values, K and V of rows side by side, which belong to this from now on."""
+        num_rows = self._into[0].shape[0]
+        if self._total is None and values.shape[0] == num_rows:
+            self._total = values
+            return
+        if self._total is None:
+            self._total = values.new_zeros((num_rows, *values.shape[1:]))
+        self._total[rows] += values
+
+    def done(self, back: Tensor | None, rows: Tensor) -> None:
+        """Add what came `back` from other ranks to `rows`; after the last part, write all of it down."""
+        assert self._total is not None
+        if back is not None:
+            self._total.index_add_(0, rows, back.to(self._total.dtype))
+        self.left -= 1
+        if not self.left:
+            for local, values in zip(self._into, keys_and_values(self._total, self._into[0].shape[-1]), strict=True):
+                local.copy_(values)
+
+
+class Leaving:
+    """dK and dV of a stage on their way to the ranks that hold the rows."""
+
+    def __init__(
+        self, dkv: Tensor, total: Sum, part: Part, group: dist.ProcessGroup | None, dtype: torch.dtype | None
+    ) -> None:
+        """dkv is what `attend_backward` gave; it leaves in `dtype`, by default its own."""
+        self._total, self._rows, self._back, self._work = total, part.sent_rows, None, None
+        total.add(dkv if part.keys_are_rows else dkv.index_select(0, part.own_keys), part.own_rows)
+        if part.sent:
+            self._given = dkv.to(dtype or dkv.dtype).index_select(0, part.arrived_keys)
+            self._back = self._given.new_empty((part.sent_rows.shape[0], *dkv.shape[1:]))
+            self._work = _exchanged(self._given, self._back, part, group, back=True)
+
+    def arrive(self) -> None:
+        """Wait for the shares of other ranks, and add them."""
+        if self._work is not None:
+            self._work.wait()
+        self._total.done(self._back, self._rows)
+
+
+def _exchanged(
+    arriving: Tensor, leaving: Tensor, part: Part, group: dist.ProcessGroup | None, back: bool = False
+) -> dist.Work | None:
+    """Begin to move `leaving` to the ranks that need it, or with `back`, `arriving` to where it came from."""
+    received, sent = list(part.received), list(part.sent)
+    if back:
+        return _all_to_all(leaving, arriving, sent, received, group=group, async_op=True)
+    return _all_to_all(arriving, leaving, received, sent, group=group, async_op=True)
+
+
+def only_part(metadata: ShardMetadata) -> Part:
+    if len(metadata.stages) > 1:
+        raise ValueError(
+            f"a plan of {len(metadata.stages)} stages, and all keys are there at once; plan for a job whose "
+            "cp_exchange is latents"
+        )
+    return metadata.parts[0]
+
+
+def check_group(metadata: ShardMetadata, group: dist.ProcessGroup | None) -> None:
+    place = (0, 1) if group is None else (group.rank(), group.size())
+    if place != (metadata.cp_rank, metadata.cp):
+        raise ValueError(
+            f"this is rank {place[0]} of {place[1]} context-parallel ranks, but the metadata is for rank "
+            f"{metadata.cp_rank} of {metadata.cp}; build it with the rank and size of the group"
+        )
