@@ -44,6 +44,7 @@ from megatron_wlb.plan.sharding import per_document, shard, stages
 from megatron_wlb.plan.sharding.volume import Held
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.plan.types import ShardPlan
+from megatron_wlb.runtime import exchange
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.backends import get_backend
 from megatron_wlb.runtime.metadata import ShardMetadata
@@ -311,8 +312,8 @@ def measure(plan: ShardPlan, collective: Collective, rounds: int) -> tuple[list[
     q, k, v, dout = inputs(metadata.num_rows, HEADS, HEAD_SIZE, torch.float32)
     leaves, messages = [x.requires_grad_() for x in (q, k, v)], []
 
-    def step(exchange: Collective) -> tuple[float, float]:
-        exchange._all_to_all = exchange
+    def step(moves: Collective) -> tuple[float, float]:
+        exchange._all_to_all = moves
         outs: list[Tensor] = []
         forward = _seconds(
             lambda: outs.append(context_parallel_attention(*leaves, metadata, dist.group.WORLD, options))

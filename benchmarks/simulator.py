@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +96,8 @@ class Recording:
 
     def to_json(self) -> Row:
         """Whole us."""
-        schedule = {
-            "num_stages": self.schedule.num_stages,
-            "num_chunks": self.schedule.num_chunks,
-            "num_micro_batches": self.schedule.num_micro_batches,
-        }
         arrays = {name: getattr(self, name).round().astype(int).tolist() for name in ("start", "end", "transfer")}
-        return {"schedule": schedule, "tokens": self.tokens, **arrays}
+        return {"schedule": asdict(self.schedule), "tokens": self.tokens, **arrays}
 
     @classmethod
     def from_json(cls, data: Row) -> "Recording":

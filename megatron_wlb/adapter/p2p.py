@@ -71,7 +71,8 @@ class PlannedP2PCommunicator(P2PCommunicator):
 
     def _settle(self, kept: int) -> None:
         while len(self._sent) > kept:
-            self._sent.popleft()[0].wait()
+            self._sent[0][0].wait()
+            self._sent.popleft()  # not before: its tensor must live until then
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool

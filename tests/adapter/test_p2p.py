@@ -1,6 +1,7 @@
 """Pipeline shapes come from the plan: nothing but tensors on the wire, of the shapes that upstream would exchange."""
 
 import os
+import weakref
 from collections import deque
 from types import SimpleNamespace
 
@@ -32,9 +33,10 @@ def exchange(monkeypatch):
 
 
 class Request:
-    done = False
+    done, kept = False, None
 
     def wait(self):
+        assert self.kept is None or self.kept() is not None, "what is on its way was let go"
         self.done = True
 
 
@@ -55,6 +57,9 @@ def test_what_is_sent_is_kept_for_a_while(monkeypatch):
         assert communicator._communicate(wait_on_reqs=False, **{name: output}) == (None, None, {})
         output.data = torch.zeros(1)
     assert [kept.tolist() for _, kept in communicator._sent] == [[1, 1, 1]] * 2
+    for request, kept in communicator._sent:
+        request.kept = weakref.ref(kept)
+    del kept
     communicator._communicate(wait_on_reqs=False, tensor_send_next=torch.ones(3))
     assert [request.done for request in posted] == [True, False, False]
     communicator.settle()
