@@ -13,7 +13,7 @@ that nothing hides, as a share of that time ("exposed"); and the limit's share o
 whole documents and the linear work, spread evenly, nothing waited for. No tensor-parallel communication counts. How
 peers are read stands in `cp_peers`; dynamic CP has the documents of a whole step, N micro-batches, at once, and weighs
 their linear work, too. `settings.two_levels` has what an exchange would save at the most that sends a row to every node
-once, for jobs with several context-parallel ranks on a node. What whole steps expose is in `step_time`, with goals.
+once, for jobs with several context-parallel ranks on a node. What whole steps expose is in `step_time`.
 Writes benchmarks/results/cp_balance.json and docs/cp_balance.png.
 """
 
@@ -263,6 +263,20 @@ def goals(rows: list[Row], selected: dict[str, Row]) -> list[results.Goal]:
     return wanted
 
 
+def exchange_goals(rows: list[Row]) -> list[results.Goal]:
+    """Of the worst of all data, windows and packings."""
+    wanted = []
+    for name, (cps, most) in itertools.product(SHAPES, (((2, 4, 8), 0.02), ((32,), 0.04))):
+        some = [row for row in rows if row["model"] == name and row["cp"] in cps]
+        what = f"{name}, CP {'=' if len(cps) == 1 else '<='} {cps[-1]}"
+        if some:
+            worst = max(row[f"{OURS}, exposed"] for row in some)
+            wanted.append(results.at_most(f"{what}: exposed exchange, share of a layer", worst, most))
+        if some and name in ("8B", "34B"):
+            wanted.append(results.at_least(f"{what}: share of the limit", min(row[OURS] for row in some), 0.97))
+    return wanted
+
+
 def draw(rows: list[Row]) -> Path:
     """Share of the attainable gain over CP ranks, F2 at 128K."""
     figure = results.figure(10, 3.6)
@@ -303,9 +317,8 @@ def main() -> None:
     print(selected)
     settings = {"heads": 4, "profile": "h100-fa2", "crossover": CROSSOVER, "S_max": S_MAX, **selected}
     settings |= {"exchange": exchanged, "two_levels": two_levels(found)}
-    results.finish(
-        args, "cp_balance", settings=settings, rows=rows, goals=goals(rows, selected), draw=partial(draw, rows)
-    )
+    draw_rows, wanted = partial(draw, rows), goals(rows, selected) + exchange_goals(exchanged)
+    results.finish(args, "cp_balance", settings=settings, rows=rows, goals=wanted, draw=draw_rows)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ for want of four cores: its passes *wait* for as long as they took when one proc
 its rows say so. Writes benchmarks/results/simulator.json; --record keeps the first step of every layout.
 """
 
-import itertools
 import json
 import os
 import time
@@ -47,10 +46,10 @@ class Layout:
 
 LAYOUTS = tuple(
     Layout(
-        schedule=Schedule(num_stages=stages, num_chunks=chunks, num_micro_batches=8, hidden_transfers=chunks > 1),
+        schedule=Schedule(num_stages=stages, num_chunks=chunks, num_micro_batches=count, hidden_transfers=chunks > 1),
         computes=stages == 2,
     )
-    for stages, chunks in itertools.product((2, 4), (1, 2))
+    for stages, chunks, count in ((2, 1, 8), (2, 2, 4), (4, 1, 8), (4, 2, 8))  # idle for 10 % of a step or more
 )
 
 
@@ -118,7 +117,7 @@ def main() -> None:
     if args.record is not None:
         kept = {layout.name: recordings[0].to_json() for layout, recordings in runs}
         Path(args.record).write_text(json.dumps(kept, separators=(",", ":")).replace('},"PP', '},\n"PP') + "\n")
-    settings = {"micro_batches": 8, "hidden": size.hidden, "layers_per_stage": size.layers, "heads": HEADS}
+    settings = {"hidden": size.hidden, "layers_per_stage": size.layers, "heads": HEADS}
     settings |= {"max_tokens": size.max_tokens, "steps": size.steps, "backend": "gloo, float32"}
     results.finish(args, "simulator", settings=settings, rows=rows, goals=wanted)
 
@@ -155,6 +154,7 @@ def summary(layout: Layout, recordings: list[Recording]) -> Row:
     idle = [1 - (r.end - r.start).sum() / r.end.max() / r.schedule.num_stages for r in recordings]
     return {
         "layout": layout.name,
+        "micro_batches": layout.schedule.num_micro_batches,
         **results.spread("measured_ms", measured_ms),
         "simulated_ms": float(np.median([r.simulated().makespan for r in recordings])) / 1e3,
         "error_median": float(np.median(errors)),

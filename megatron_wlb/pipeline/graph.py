@@ -12,6 +12,7 @@ functions. `passes_of` leaves transfers out.
 from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -175,13 +176,9 @@ def _interleaved(schedule: Schedule, chains: _Chains) -> _Waits:
     ids, senders, receivers = chains.ids, chains.senders, chains.receivers
     _, stages, chunks, count = ids.shape
     num, total = ids.size, chunks * count
-    by_turn, turn = _turns(chains)
-    direction, stage, _, _ = np.unravel_index(np.arange(num), ids.shape)
-    warm_up = np.array([total if schedule.forward_only else min(total, schedule.warm_up(s)) for s in range(stages)])
-    steady = np.where(direction == 0, turn >= warm_up[stage], turn < total - warm_up[stage])
+    by_turn, turn, direction, stage, warm_up, steady, corner = _phases(schedule, chains)
 
     # A receive is posted after the pass before, or around the corner stages - 1 passes after the sender's number.
-    corner = stage[receivers] == np.where(direction[receivers] == 0, 0, stages - 1)
     slot = turn[senders] + np.where(corner, stages - 1, -1)
     posted = np.where(slot >= 0, by_turn[direction[receivers], stage[receivers], slot], NONE)
     received = np.full(num, NONE)
@@ -218,20 +215,14 @@ def _interleaved(schedule: Schedule, chains: _Chains) -> _Waits:
 def _hidden(schedule: Schedule, chains: _Chains) -> _Waits:
     """Interleaved, with `Schedule.hidden_transfers`. Where the pipeline warms up and cools down, what a pass takes is
     received as the pass before begins; in between, and around the corner, after a pass."""
-    senders, receivers, before = chains.senders, chains.receivers, chains.before
-    _, stages, chunks, count = chains.ids.shape
-    num, total = chains.ids.size, chunks * count
-    by_turn, turn = _turns(chains)
-    direction, stage, _, _ = np.unravel_index(np.arange(num), chains.ids.shape)
-    warm_up = np.array([total if schedule.forward_only else min(total, schedule.warm_up(s)) for s in range(stages)])
-    ramp = np.where(direction == 0, turn < warm_up[stage], turn >= total - warm_up[stage])
-    corner = stage[receivers] == np.where(direction[receivers] == 0, 0, stages - 1)
+    senders, receivers, before, num = chains.senders, chains.receivers, chains.before, chains.ids.size
+    by_turn, turn, direction, stage, warm_up, steady, corner = _phases(schedule, chains)
 
     # A pass before which the next one's input is received begins when its own has arrived.
     arrival, extra = np.full(num, NONE), np.full(num, NONE)
     arrival[receivers[~corner]] = num + senders[~corner]
     previous = np.where(turn > 0, by_turn[direction, stage, turn - 1], NONE)
-    early = ~corner & (previous[receivers] != NONE) & ramp[previous[receivers]]
+    early = ~corner & (previous[receivers] != NONE) & ~steady[previous[receivers]]
     begins = previous[receivers[early]]
     after = before[begins]
     extra[after[after != NONE]] = arrival[begins[after != NONE]]
@@ -243,21 +234,42 @@ def _hidden(schedule: Schedule, chains: _Chains) -> _Waits:
 
     # Around the corner in the order of the receives, each stages - 1 passes after the sender's number.
     sent, got = senders[corner], receivers[corner]
-    ready[corner] = by_turn[direction[got], stage[got], turn[sent] + stages - 1]
+    ready[corner] = by_turn[direction[got], stage[got], turn[sent] + schedule.num_stages - 1]
     received = np.full(num, NONE)
     received[ready[corner]] = num + sent
     _around_the_corner(arrival, received, by_turn, np.ones(num, bool), receivers)
     return _Waits(arrival=arrival, sync=np.arange(num), extra=extra, ready=ready)
 
 
-def _turns(chains: _Chains) -> tuple[np.ndarray, np.ndarray]:
-    """The k-th pass of every direction and stage, int64 [directions, stages, passes], and its inverse, [passes]."""
+class _Phases(NamedTuple):
+    """Where the passes of an interleaved pipeline are; [passes] unless stated otherwise."""
+
+    by_turn: np.ndarray
+    """int64 [directions, stages, passes of one direction]: the k-th pass."""
+    turn: np.ndarray
+    """Its inverse."""
+    direction: np.ndarray
+    stage: np.ndarray
+    warm_up: np.ndarray
+    """int64 [stages]: forward passes before the first backward."""
+    steady: np.ndarray
+    """Neither a forward pass of the warm-up nor a backward pass of the cool-down."""
+    corner: np.ndarray
+    """bool [transfers]: from the last stage to the first in forward, the other way in backward."""
+
+
+def _phases(schedule: Schedule, chains: _Chains) -> _Phases:
     directions, stages, chunks, count = chains.ids.shape
-    by_turn = chains.turns.reshape(directions, stages, chunks * count).argsort(axis=2)
+    num, total = chains.ids.size, chunks * count
+    by_turn = chains.turns.reshape(directions, stages, total).argsort(axis=2)
     by_turn += chains.ids[:, :, :1, 0]
-    turn = np.empty(chains.ids.size, np.int64)
-    turn[by_turn] = np.arange(chunks * count)
-    return by_turn, turn
+    turn = np.empty(num, np.int64)
+    turn[by_turn] = np.arange(total)
+    direction, stage, _, _ = np.unravel_index(np.arange(num), chains.ids.shape)
+    warm_up = np.array([total if schedule.forward_only else min(total, schedule.warm_up(s)) for s in range(stages)])
+    steady = np.where(direction == 0, turn >= warm_up[stage], turn < total - warm_up[stage])
+    corner = stage[chains.receivers] == np.where(direction[chains.receivers] == 0, 0, stages - 1)
+    return _Phases(by_turn, turn, direction, stage, warm_up, steady, corner)
 
 
 def _around_the_corner(

@@ -15,16 +15,17 @@ from tests.adapter.test_parity import EP2, FULL, MOE, PP2, TP2, VPP2, full
 from tests.adapter.training import train
 
 DISTRIBUTED = "--overlap-grad-reduce --use-distributed-optimizer --overlap-param-gather --optimizer adam --lr 0.01"
+LONG_VPP2 = f"{VPP2} --global-batch-size 16"  # transfers hide: with 8 some stages wait for nothing
 
 
 @pytest.mark.parametrize(
     ("size", "flags"),
     [
         (4, f"{PP2} {DISTRIBUTED}"),
-        (4, f"{VPP2} --overlap-grad-reduce"),  # upstream starts the reduction of a chunk itself
+        (4, f"{LONG_VPP2} --overlap-grad-reduce"),  # upstream starts the reduction of a chunk itself
         (4, f"{VPP2} {FULL} --overlap-grad-reduce --no-align-grad-reduce"),
-        (4, f"{TP2} {VPP2}"),
-        (4, f"{EP2} {VPP2} {MOE}"),
+        (4, f"{TP2} {LONG_VPP2}"),
+        (4, f"{EP2} {LONG_VPP2} {MOE}"),
         full(4, f"{TP2} {PP2} --no-overlap-p2p-communication --wlb-micro-batches 16 --overlap-grad-reduce"),
     ],
 )
@@ -51,9 +52,7 @@ def test_equal_to_the_bit(size, flags, dataset, tmp_path, monkeypatch):
         assert all(torch.equal(mine[name], its[name]) for name in its)
     counts = [tuple(map(int, line.split())) for line in ran.read_text().splitlines()]
     assert len(counts) == 2 * size  # two steps, with "on" alone
-    assert any(before < of for before, of in counts)
-    # Nobody waits long for the last stage, which has the output layer's as well.
-    assert all(before > 0 for before, of in counts if of == min(of for _, of in counts))
+    assert all(before > 0 for before, _ in counts) and any(before < of for before, of in counts)
 
 
 def test_fused_accumulation_and_tied_embeddings(dataset, tmp_path, monkeypatch):
