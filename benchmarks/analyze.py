@@ -3,8 +3,7 @@
     python -m benchmarks.analyze [--check]
 
 Plain Megatron's context parallelism (a ring, attention inside of documents), the paper's scheme and --wlb by its
-defaults, with the crossover that analyze names. Writes benchmarks/results/analyze.json, in about a minute; its only
-measurement is how long a report takes.
+defaults. Writes benchmarks/results/analyze.json, in about a minute; its only measurement is how long a report takes.
 """
 
 import contextlib

@@ -23,6 +23,7 @@ from benchmarks.lengths import CROSSOVER, S_MAX, WINDOW, f2, job_7b, packer
 from benchmarks.results import Row, at_most
 from megatron_wlb.cli.analyze.setup import WARM_UP, as_megatron
 from megatron_wlb.cost.attention import load_profile
+from megatron_wlb.cost.passes import crossover
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import ModelShape
@@ -143,10 +144,10 @@ def with_experts(quick: bool) -> list[Row]:
                 MICRO_BATCHES * dp,
                 model=model,
                 parallel=parallel,
-                crossover_tokens=model.crossover_tokens,
                 packing=POLICIES["adaptive" if policy == "adaptive" else "wlb"](),
                 profile=load_profile("h100-fa2"),
             )
+            job = replace(job, crossover_tokens=crossover(job))
             rows.append(
                 {"model": name, "policy": policy, "DP": dp, "CP": cp, "PP": pp, "TP": parallel.tp}
                 | {"ranks": parallel.expert_dp_ranks}

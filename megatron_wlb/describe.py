@@ -11,6 +11,7 @@ import numpy as np
 from megatron_wlb.cost.attention import load_profile
 from megatron_wlb.cost.exchange import expansion
 from megatron_wlb.cost.memory import DEVICE_SHARE, largest_max_tokens, weight_bytes
+from megatron_wlb.cost.passes import crossover
 from megatron_wlb.job import MAX_TOKENS, Job, Parallel
 from megatron_wlb.model import ModelShape
 from megatron_wlb.plan.deferral import undeferrable
@@ -54,8 +55,8 @@ class PlanSettings(Sharding):
     )
     crossover: int | None = setting(
         None,
-        "Document length at which attention costs as much as everything else in a layer. Default: from --wlb-profile "
-        "if it states one, else from the FLOPs of the model.",
+        "Document length at which attention costs as much as everything else in a layer. Default: by the predicted "
+        "times of the model with --wlb-profile; by its FLOPs where that is flops.",
         parse=int,
         least=1,
         most=1 << 35,
@@ -108,7 +109,7 @@ def make_job(
     count = windows if settings.micro_batches == "auto" else settings.micro_batches
     count = index(rest.get("num_micro_batches", count))
     fields: dict[str, Any] = {
-        "crossover_tokens": settings.crossover or profile.crossover_for(model),
+        "crossover_tokens": settings.crossover or 1,  # until times can be asked
         "packing": POLICIES[DEFAULT_POLICY]() if packing is None else packing,
         **{f.name: getattr(settings, f.name) for f in dataclasses.fields(Sharding)},
         "profile": profile,
@@ -124,6 +125,8 @@ def make_job(
     )
     if "cp_exchange" not in rest:
         job = replace(job, cp_exchange=_cp_exchange(job))
+    if "crossover_tokens" not in rest and settings.crossover is None:
+        job = replace(job, crossover_tokens=crossover(job))
     if settings.memory_budget is not None:
         budget_bytes = settings.memory_budget * 2**30
     known = budget_bytes

@@ -1,14 +1,13 @@
 """What the kernel times of a profile are fitted to, how, and the file that they are written to."""
 
 import itertools
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from megatron_wlb.cost.attention import KernelModel, KernelTimes, Profile
-from megatron_wlb.model import ModelShape
 from megatron_wlb.plan.sharding.select import divide
 from megatron_wlb.plan.types import Shard, ShardPlan
 
@@ -112,15 +111,13 @@ def rounded(x: float) -> float:
     return float(f"{x:.4g}")
 
 
-def entries(profile: Profile, model: ModelShape, error: dict[str, Any]) -> dict[str, Any]:
-    """What `load_profile` reads of a profile with everything measured: 4 digits, the crossover of `model`, errors."""
+def entries(profile: Profile, error: dict[str, Any]) -> dict[str, Any]:
+    """What `load_profile` reads of a profile with everything measured: 4 digits, and errors."""
     assert profile.backward is not None and profile.linear_tflops is not None
     kernels = [
         {name: rounded(us) for name, us in asdict(times).items()} for times in (profile.forward, profile.backward)
     ]
-    forward, backward = (KernelTimes(**constants) for constants in kernels)
     tflops = rounded(profile.linear_tflops[0]), rounded(profile.linear_tflops[1])
-    written = replace(profile, forward=forward, backward=backward, linear_tflops=tflops)
     directions, stated = ("forward", "backward"), ("head_size", "dtype", "backend", "two_streams")
     return {
         "name": profile.name,
@@ -129,6 +126,5 @@ def entries(profile: Profile, model: ModelShape, error: dict[str, Any]) -> dict[
         | {name: getattr(profile, name) for name in stated},
         "unit": "us; tile and query_tile per query head, launch once",
         "error": error,
-        "crossover_tokens": written.crossover_for(model),
         "linear_tflops": dict(zip(directions, tflops, strict=True)),
     }

@@ -314,7 +314,7 @@ def _file(
     before, after = held_out
     fitted = {"log": Path(args.log).name, "scales": scales, "error_before": before, "job": job.to_json()}
     return {
-        **entries(replace(better.profile, name=name), job.model, {"step_time": after}),
+        **entries(replace(better.profile, name=name), {"step_time": after}),
         "recalibrated": fitted,
         **provenance(args.argv, scipy=version("scipy")),
     }

@@ -210,7 +210,7 @@ def packing_job(args: argparse.Namespace, notes: list[str]) -> Job:
     else:
         parallel = _parallel(args, model.num_layers, notes)
     job = _make(args, notes, model, parallel, {})
-    if unnamed and job.profile.crossover_tokens is None:
+    if unnamed:
         notes.append(
             f"Assumed: a crossover of {job.crossover_tokens} tokens, that of a 7B model ({DEFAULT_MODEL}); describe "
             "yours by --model or its sizes, or give --wlb-crossover."

@@ -1,13 +1,14 @@
 """`megatron-wlb profile`: measure this device.
 
-Measures the kernel times that context-parallel sharding goes by, and the crossover length that packing goes by.
+Measures the kernel times that context-parallel sharding goes by, and what the rest of a layer takes. From both follows
+the crossover length that packing goes by.
 
     megatron-wlb profile --model llama2-7b --output mine.json
     megatron-wlb profile --hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 11008 --swiglu --output mine.json
 
 Attention runs as in training, on shards of single, equal and mixed documents, forward and backward apart. Two thirds of
 the shards are fitted, the error is that on the others. The linear part of a layer (matrix multiplies, norms,
-activation) gives the crossover of this model, and as TFLOP/s that of others. Takes one or two minutes on a GPU. On a
+activation) is kept as TFLOP/s, which hold for other models, too. Takes one or two minutes on a GPU. On a
 CPU shapes are smaller, for demonstrations.
 """
 
@@ -28,6 +29,7 @@ from megatron_wlb.cli.calibration import Shape, entries, fit_directions, rounded
 from megatron_wlb.cli.common import progress, provenance, write_json, writer
 from megatron_wlb.cli.flags import add_model_flags, model_of
 from megatron_wlb.cost.attention import Profile
+from megatron_wlb.describe import make_job
 from megatron_wlb.model import ModelShape
 
 LONGEST_TOKENS = {"cuda": (131072, 16384), "cpu": (4096, 1024)}
@@ -151,7 +153,8 @@ def _fit(
     linear = {"forward_us_per_token": forward, "backward_us_per_token": backward}
     linear["tokens"] = LINEAR_TOKENS[target.device]
     linear |= {name: size for name, size in asdict(model).items() if name not in ("num_layers", "padded_vocab_size")}
-    return entries(profile, model, error) | {"linear": linear}
+    job = make_job(model=model, context_length=LONGEST_TOKENS[target.device][0], global_batch_size=1, profile=profile)
+    return entries(profile, error) | {"crossover_tokens": job.crossover_tokens, "linear": linear}
 
 
 def attention_times(

@@ -12,7 +12,6 @@ import numpy as np
 
 from megatron_wlb.cost.exchange import exchange_model, exchange_parts
 from megatron_wlb.cost.network import load_network
-from megatron_wlb.model import ModelShape
 
 if TYPE_CHECKING:
     from megatron_wlb.job import Job
@@ -83,7 +82,7 @@ class KernelTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Calibration of a device: attention kernels, the rest of a layer, and the crossover if it was measured."""
+    """Calibration of a device: attention kernels, and the rest of a layer if it was measured."""
 
     name: str
     tile_rows: int
@@ -92,8 +91,6 @@ class Profile:
     """None if not measured: `ATTENTION_BACKWARD` times forward."""
     linear_tflops: tuple[float, float] | None = None
     """TFLOP/s of a layer without attention, forward and backward: its matrix products over all of its time."""
-    crossover_tokens: int | None = None
-    """Crossover length of the model that was measured, without its output projection."""
     head_size: int | None = None
     dtype: str | None = None
     """bf16 or fp32."""
@@ -138,23 +135,6 @@ class Profile:
 
         backward = kernel(self.backward, 1.0) if self.backward else kernel(self.forward, backward_ratio)
         return kernel(self.forward, 1.0), backward
-
-    def crossover_for(self, model: ModelShape) -> int:
-        """Crossover length Lc in tokens of a model on this device.
-
-        From times where `linear_tflops` is known: a document of d tokens, whole tiles of them, takes
-        d * per_token + d * d * per_pair, so with Lc = per_token / per_pair its work is proportional to its time.
-        Launches, which are one per micro-batch, don't count. Else `crossover_tokens` if stated, else from FLOPs.
-        """
-        if self.linear_tflops is None:
-            return self.crossover_tokens or model.crossover_tokens
-        forward, backward = self.kernels(head_size=model.head_size)
-        both, t, heads = forward + backward, self.tile_rows, model.num_attention_heads
-        flops = model.token_weights * (2 / self.linear_tflops[0] + 4 / self.linear_tflops[1]) / 1e6
-        # n tiles of rows have n * (n + 1) / 2 visible tiles: d * d / (2 * t * t) + d / (2 * t).
-        per_token = flops + heads * (both.tile / 2 + both.query_tile) / t
-        per_pair = heads * both.tile / (2 * t * t)
-        return max(1, round(per_token / per_pair))
 
     def differences(self, *, head_size: int, dtype: str, backend: str) -> str:
         """What the kernel times were measured for and the run does not have, as "head size 128, not 64"; else ""."""
@@ -229,19 +209,15 @@ def _profile(data: dict[str, Any]) -> Profile:
     stated["two_streams"] = bool(kernel.get("two_streams", False))
     if linear:
         stated["linear_tflops"] = linear["forward"], linear["backward"]
-    profile = Profile(
-        name=data["name"], tile_rows=kernel["tile_rows"], crossover_tokens=data.get("crossover_tokens"), **stated
-    )
+    profile = Profile(name=data["name"], tile_rows=kernel["tile_rows"], **stated)
     for times in directions.values():
         values = (times.launch, times.tile, times.query_tile)
         if not all(np.isfinite(t) and t >= 0 for t in values) or not any(values):
             raise ValueError(f"its kernel times are {values}; they must be finite, at least 0, and not all 0")
     if linear and not all(np.isfinite(x) and x > 0 for x in (*linear.values(), sum(k.tile for k in profile.kernels()))):
         raise ValueError(f"linear_tflops is {linear}; it must be finite and over 0, and go with a tile over 0")
-    for name in ("crossover_tokens", "head_size"):
-        value = getattr(profile, name)
-        if value is not None and not (isinstance(value, int) and value >= 1):
-            raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
+    if profile.head_size is not None and not (isinstance(profile.head_size, int) and profile.head_size >= 1):
+        raise ValueError(f"head_size is {profile.head_size!r}; it must be an integer of at least 1")
     tile = profile.tile_rows
     if not isinstance(tile, int) or tile < 1 or tile & (tile - 1) or tile > 1 << 16:
         raise ValueError(f"tile_rows is {tile!r}; it must be a power of two up to 65536")

@@ -16,7 +16,8 @@ from megatron_wlb.cost.exchange import (
     exposed_exchange,
 )
 from megatron_wlb.cost.network import Group, Network, load_network
-from megatron_wlb.job import Job
+from megatron_wlb.job import Job, Parallel
+from megatron_wlb.plan.sharding.select import shard
 from megatron_wlb.plan.sharding.stages import attention_times
 from megatron_wlb.plan.sharding.volume import moved_rows
 from megatron_wlb.plan.types import ShardPlan
@@ -189,6 +190,31 @@ def pass_times(job: Job, hardware: Hardware, shards: Sequence[ShardPlan]) -> Pas
         rows=tokens,
         expert_wait=np.zeros((2, *times[0].shape)),
     )
+
+
+def crossover(job: Job, hardware: Hardware = H100) -> int:
+    """Lc of a job in tokens, by the times of all passes: a document of d tokens takes as long as d * (d + Lc) says.
+
+    From a document of half a window, two of them, and one of twice the length. What a micro-batch has once, launches
+    and latencies, does not count. Context-parallel ranks divide attention and all else alike, so one stands for them.
+    By FLOPs where the job cannot be timed.
+    """
+    rows = job.profile.tile_rows
+    half = max(1, job.context_length // 2 // rows) * rows
+    alone = replace(
+        job,
+        parallel=Parallel(tp=job.parallel.tp, sequence_parallel=job.parallel.sequence_parallel),
+        num_micro_batches=1,
+        global_batch_size=1,
+        max_tokens=max(job.max_tokens, job.context_length),
+    )
+    if untimed(alone):
+        return job.model.crossover_tokens
+    plans = [shard(np.array(lengths), alone)[1] for lengths in ([half], [half, half], [2 * half])]
+    passes = pass_times(alone, hardware, plans)
+    one, two, twice = (passes.forward + passes.backward)[0, 0]
+    squared = (twice - two) / 2  # what half * half pairs take, of what two - one is that and half * Lc
+    return max(1, round(half * ((two - one) / squared - 1)))
 
 
 def synchronised(job: Job, passes: Sequence[Passes]) -> tuple[Passes, ...]:

@@ -103,26 +103,21 @@ def test_plain_and_ours_by_hand(tmp_path, lengths, data, size):
     assert list(found["lost"]) == [f"--micro-batch-size {size}"] * (size > 1)
 
 
-def test_the_crossover_of_the_simulated_times_by_hand(tmp_path, capsys):
+def test_the_crossover_of_the_simulated_times_by_hand(tmp_path):
     """Whole tiles cost as many pairs as they hold, and half a tile more for every one."""
     documents = np.random.default_rng(0).lognormal(6, 1.2, 4000).astype(np.int64) // 128 * 128
     write_index(tmp_path / "tiles.idx", documents.clip(128, C) + 1)
     line = f"{JOB} --steps 4 --data-path {tmp_path / 'tiles'}"
     weights = HIDDEN * (4 * HIDDEN + 2 * FFN)
     linear = 3 * (2 * weights / 550e6 + 2 * (14 * HIDDEN + 2 * FFN) / 2700e3)
+    linear += 3 * (2 * VOCABULARY * HIDDEN / 550e6 + 10 * VOCABULARY / 2700e3) / LAYERS
     tile = 3.5 * HEADS * 0.0256
     by_times = (linear + tile / 2 / 128) / (tile / 2 / 128**2)
     found = analyse(tmp_path, line)
-    crossover = found["job"]["crossover_tokens"]
-    assert crossover == pytest.approx(by_times, rel=1e-3)
-    assert f"--wlb-crossover {crossover}" in found["flags"]
-    assert "by FLOPs alone, as training has it by default, it is 6656." in capsys.readouterr().out
-    given = described(line).args
-    before = vars(given).copy()
-    assert setup_of(given).job.crossover_tokens == crossover and vars(given) == before
-    for value in (900, 6656):
-        setup = setup_of(described(line, f"--wlb-crossover {value}").args)
-        assert setup.job.crossover_tokens == value and f"--wlb-crossover {value}" in flags_of(setup, setup.job)
+    assert found["job"]["crossover_tokens"] == pytest.approx(by_times, rel=1e-3)
+    assert "--wlb-crossover" not in found["flags"]
+    setup = setup_of(described(line, "--wlb-crossover 900").args)
+    assert setup.job.crossover_tokens == 900 and "--wlb-crossover 900" in flags_of(setup, setup.job)
 
 
 @pytest.mark.parametrize(("words", "added"), [("--split 1", 1), ("--split 99,1,0", 0), ("--split 1 --eval-iters 9", 1)])
@@ -293,7 +288,6 @@ def test_flags_to_paste_are_those_that_were_simulated(tmp_path, data):
     settings = PlanSettings.from_args(args)
     assert packing.from_args(args) == WlbPacking(outlier_thresholds=(500, 2000))
     assert (settings.max_tokens, settings.cp_sharding, args.wlb_log) == (6144, "hybrid", "run.jsonl")
-    assert settings.crossover == found["job"]["crossover_tokens"]
     assert found["schemes"]["ours"]["packing"] == "wlb"
     assert found["schemes"]["ours"]["longest_micro_batch_tokens"] == 6144
     # Algorithm 1 with the same thresholds in both.

@@ -11,6 +11,7 @@ from megatron_wlb.cli import compare
 from megatron_wlb.cli.compare import LoggedStep, complete_profile, fit_scales, read_log, scale, warm
 from megatron_wlb.cli.main import main
 from megatron_wlb.cost.attention import FLOPS_PROFILE, load_profile
+from megatron_wlb.cost.passes import crossover
 from megatron_wlb.describe import make_job
 from megatron_wlb.job import Parallel
 from megatron_wlb.model import MODELS
@@ -164,8 +165,7 @@ def test_recalibration_finds_the_scales_again(steps, base, tmp_path, capsys):
     assert profile.name == "better"
     assert profile.forward.tile == pytest.approx(1.6 * old.forward.tile, rel=0.06)
     assert profile.backward.tile == pytest.approx(2.5 * profile.forward.tile, rel=1e-3)
-    assert profile.crossover_tokens == profile.crossover_for(JOB.model)
-    assert profile.crossover_tokens < base.profile.crossover_for(JOB.model) / 2  # about 0.7 / 1.6
+    assert crossover(replace(JOB, profile=profile)) < crossover(base) / 2  # about 0.7 / 1.6
     assert data["recalibrated"]["job"]["profile"]["name"] == "h100-fa2"
     assert data["recalibrated"]["scales"]["steps_fitted"] == 12
     assert data["recalibrated"]["error_before"] == before

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cli.main import main
+from megatron_wlb.cost.attention import load_profile
+from megatron_wlb.describe import make_job
+from megatron_wlb.model import MODELS
 from megatron_wlb.plan.packing import POLICIES
 from tests.adapter.datasets import write_index
 from tests.cli.commands import ROOT, process, refusal, write_json
@@ -184,27 +187,38 @@ def test_the_flags_of_a_launch_line_are_taken(source, tmp_path):
 
 
 PROFILE = {"name": "mine", "kernel": {"tile_rows": 1, "forward": {"launch": 0, "tile": 1, "query_tile": 0}}}
+PROFILE |= {"linear_tflops": {"forward": 0.01, "backward": 0.01}}
+WEIGHTS = MODELS["llama2-7b"].token_weights
+CROSSOVER = make_job(
+    model=MODELS["llama2-7b"], context_length=C, global_batch_size=N, profile=load_profile("h100-fa2")
+).crossover_tokens
 
 
 @pytest.mark.parametrize(
     ("flags", "max_tokens", "crossover", "note"),
     [
-        ("", 80, 50408, "Assumed: a crossover of 50408 tokens, that of a 7B model (llama2-7b); describe yours by"),
-        ("--model llama2-70b", 80, 104848, None),
+        ("", 80, CROSSOVER, f"Assumed: a crossover of {CROSSOVER} tokens, that of a 7B model (llama2-7b); describe"),
+        ("--wlb-profile flops --model llama2-70b", 80, 104848, None),
         # Weights that a token is multiplied with in a layer, its share of the vocabulary among them, over heads x size.
-        ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 128", 80, 12 * 64 + 64, None),
+        (
+            "--wlb-profile flops --num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 128",
+            80,
+            12 * 64 + 64,
+            None,
+        ),
         ("--wlb-crossover 9 --tensor-model-parallel-size 8 --context-parallel-size 2", 80, 9, None),
         ("--wlb-crossover 9 --num-gpus 4 --pipeline-model-parallel-size 2", 80, 9, None),
         # Memory is that of a layout: two stages of two layers, of 34 h bytes a token, and one MLP's backward.
         (
             "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 128 --pipeline-model-parallel-size 2 "
-            "--wlb-max-tokens auto --wlb-memory-budget 0.001",
+            "--wlb-max-tokens auto --wlb-memory-budget 0.001 --wlb-profile flops",
             int(2**30 / 1000 / (2 * 2 * (34 * 64 + 16) + 2 * 64 + 2 * 2 * 256)),
             12 * 64 + 32,
             "Assumed: 2 GPUs, one data-parallel rank",
         ),
         ("--wlb-crossover 9 --wlb-max-tokens auto", 80, 9, "Assumed: an S_max of 1.25 windows; how much memory"),
-        ("--wlb-profile PROFILE", 80, 1234, None),
+        # A pair takes 1 us and 2.5 in backward in each of 32 heads; half of them are seen, and all of the diagonal.
+        ("--wlb-profile PROFILE --model llama2-7b", 80, round(6 * WEIGHTS / 0.01e6 / (3.5 * 32 / 2) + 1), None),
         (
             "--wlb-crossover 9 --fp8-format e4m3 --fp8-recipe mxfp8",
             96,
@@ -215,7 +229,7 @@ PROFILE = {"name": "mine", "kernel": {"tile_rows": 1, "forward": {"launch": 0, "
     ],
 )
 def test_sizes_are_those_of_training(source, tmp_path, capsys, flags, max_tokens, crossover, note):
-    (tmp_path / "profile.json").write_text(json.dumps(PROFILE | {"crossover_tokens": 1234}))
+    (tmp_path / "profile.json").write_text(json.dumps(PROFILE))
     words = flags.replace("PROFILE", str(tmp_path / "profile.json")).split()
     header = read(plan(tmp_path / "plan", source, *SIZES[:4], *words))[0]
     assert (header["max_tokens"], header["crossover"]) == (max_tokens, crossover)

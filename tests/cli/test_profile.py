@@ -10,6 +10,7 @@ import pytest
 from megatron_wlb.cli import calibration, profile
 from megatron_wlb.cli.main import main
 from megatron_wlb.cost.attention import KernelTimes, load_profile
+from megatron_wlb.describe import make_job
 from megatron_wlb.model import MODELS, ModelShape
 from tests.cli.commands import process, refusal, write_json
 
@@ -118,11 +119,13 @@ def test_what_it_writes_is_a_profile(written, tmp_path):
     assert loaded.forward.tile + loaded.backward.tile > 0
     sizes = {"num_layers": 1, "hidden_size": 64, "ffn_hidden_size": 128, "padded_vocab_size": 0}
     model = ModelShape(**sizes, num_attention_heads=4, num_query_groups=2, kv_channels=16)
-    assert loaded.crossover_for(model) == loaded.crossover_tokens
+    sizes = {"context_length": 4096, "global_batch_size": 1, "profile": loaded}
+    stated = json.loads(written.read_text())["crossover_tokens"]
+    assert make_job(model=model, **sizes).crossover_tokens == pytest.approx(stated, rel=1e-2)
     flags = ["--global-batch-size", "1", "--seq-length", "64", "--wlb-profile", str(written), "--model", "550m"]
     assert main(["plan", write_json(tmp_path, [64, 32, 32]), *flags, "--output", str(tmp_path / "plan")]) == 0
     header = json.loads((tmp_path / "plan").read_text().splitlines()[0])
-    assert header["crossover"] == loaded.crossover_for(MODELS["550m"])
+    assert header["crossover"] == make_job(model=MODELS["550m"], **sizes | {"context_length": 64}).crossover_tokens
 
 
 @pytest.mark.gpu

@@ -141,29 +141,6 @@ MEASURED = Profile(
 )
 
 
-@pytest.mark.parametrize("backward", [True, False])
-def test_with_a_measured_crossover_work_is_proportional_to_time(backward):
-    profile = MEASURED if backward else replace(MEASURED, backward=None)
-    forward, backward = profile.kernels(heads=32)
-    kernel, lengths = forward + backward, np.array([128, 1024, 12800, 131072])
-    flops = LLAMA2_7B.token_weights * lengths
-    linear_us = (2 * flops / 500e12 + 4 * flops / 400e12) * 1e6
-    us = linear_us + [kernel.time(0, *kernel.count(call([(0, n)]))) for n in lengths.tolist()]
-    crossover = profile.crossover_for(LLAMA2_7B)
-    assert crossover > 20_000
-    np.testing.assert_allclose(
-        us / document_work(lengths, crossover), us[-1] / document_work(lengths, crossover)[-1], 1e-4
-    )
-
-
-def test_the_crossover_of_other_head_sizes():
-    """Twice as many heads of half the size do the same multiplications, in as many tiles of half the time."""
-    halved = replace(LLAMA2_7B, num_attention_heads=64, num_query_groups=64, kv_channels=64)
-    assert MEASURED.crossover_for(halved) == MEASURED.crossover_for(LLAMA2_7B)
-    unstated = replace(MEASURED, head_size=None)
-    assert unstated.crossover_for(LLAMA2_7B) == MEASURED.crossover_for(LLAMA2_7B)
-
-
 def test_kernels_and_exchange_of_latent_attention():
     """Products of 192 values and of 128 take as long as of 160 and 160; K and V of a head are 320 values."""
     latent = job(model=V3, tp=8, cp=8, profile=MEASURED, cp_exchange="shared")
@@ -244,13 +221,6 @@ def test_passes_of_latents_by_hand():
     assert [forward.exchange[0], backward.exchange[0]] == pytest.approx([float(each) for each in exchange])
 
 
-def test_what_a_crossover_is_taken_from():
-    stated = replace(MEASURED, crossover_tokens=7)
-    assert stated.crossover_for(LLAMA2_7B) == MEASURED.crossover_for(LLAMA2_7B)  # with the output projection
-    assert replace(stated, linear_tflops=None).crossover_for(LLAMA2_7B) == 7
-    assert replace(MEASURED, linear_tflops=None).crossover_for(LLAMA2_7B) == LLAMA2_7B.crossover_tokens
-
-
 def test_a_profile_says_where_it_differs_from_a_run():
     profile = replace(MEASURED, dtype="bf16", backend="aten")
     assert profile.differences(head_size=128, dtype="bf16", backend="aten") == ""
@@ -267,7 +237,7 @@ def test_shipped_profiles_load():
     assert profile.tile_rows == 128
     assert profile.forward == KernelTimes(launch=23.55, tile=0.0256, query_tile=0.0)
     assert profile.backward is None
-    assert profile.crossover_tokens is profile.linear_tflops is None
+    assert profile.linear_tflops is None
     assert (
         profile.differences(head_size=64, dtype="fp32", backend="cpu") == "head size 128, not 64, dtype bf16, not fp32"
     )
@@ -283,10 +253,10 @@ def profile(**changes):
 
 def test_a_profile_from_a_file(tmp_path):
     path = tmp_path / "mine.json"
-    known = {"crossover_tokens": 40_000, "linear_tflops": {"forward": 3, "backward": 2.5}}
+    known = {"linear_tflops": {"forward": 3, "backward": 2.5}}
     path.write_text(json.dumps(profile(**known, us_per_mib={"gather": 2}, device="anything")))
     loaded = load_profile(str(path))
-    assert (loaded.crossover_tokens, loaded.linear_tflops) == (40_000, (3, 2.5))
+    assert loaded.linear_tflops == (3, 2.5)
     kernel, _ = loaded.kernels()
     assert kernel.time(1, *kernel.count(call([(0, 65)]))) == 3 + 0.5 * 3 + 0.25 * 2
 
@@ -322,9 +292,6 @@ def test_a_profile_that_does_not_exist():
         json.dumps(profile(linear_tflops={"forward": 1})),
         json.dumps(profile(linear_tflops={"forward": 1, "backward": 0})),
         json.dumps(profile(linear_tflops={"forward": 1, "backward": 1}, forward={"tile": 0})),
-        json.dumps(profile(crossover_tokens=0)),
-        json.dumps(profile(crossover_tokens=1.5)),
-        json.dumps(profile(crossover_tokens="50000")),
     ],
 )
 def test_what_is_not_a_profile_is_refused(tmp_path, content):

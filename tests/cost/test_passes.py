@@ -8,7 +8,8 @@ import pytest
 from megatron_wlb.cost.attention import ATTENTION_BACKWARD, FLOPS_PROFILE, KernelTimes, attention_kernels, load_profile
 from megatron_wlb.cost.exchange import exchange_model, stage_times
 from megatron_wlb.cost.network import Group
-from megatron_wlb.cost.passes import H100, layers_of, pass_times, put_off_weights, synchronised
+from megatron_wlb.cost.passes import H100, crossover, layers_of, pass_times, put_off_weights, synchronised
+from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Recompute
 from megatron_wlb.model import MODELS
 from megatron_wlb.plan.sharding import rank_work
@@ -55,6 +56,46 @@ def test_a_measured_backward_and_measured_rates_are_used():
 
 MOE = replace(SMALL, num_layers=4, moe_router_topk=2)
 FULL = Recompute(granularity="full")
+LONG = 1 << 17
+
+
+@pytest.mark.parametrize(
+    ("changes", "within"),
+    [
+        ({}, 1e-3),
+        ({"tp": 8}, 0.01),
+        ({"tp": 8, "cp": 4, "cp_exchange": "all"}, 0.03),
+        ({"tp": 4, "pp": 2, "recompute": FULL}, 0.01),
+        ({"tp": 2, "model": replace(MODELS["deepseek-v3"], num_layers=4)}, 0.01),
+    ],
+)
+@pytest.mark.parametrize("profile", ["h100-fa2", "measured"])
+def test_by_the_crossover_work_is_proportional_to_time(changes, within, profile):
+    """But for what a micro-batch has once, and for the exchange of context-parallel ranks."""
+    shipped = load_profile("h100-fa2")
+    measured = replace(shipped, backward=KernelTimes(launch=40.0, tile=0.07, query_tile=0.2), linear_tflops=(500, 400))
+    given = job(context_length=LONG, profile=measured if profile == "measured" else shipped, **changes)
+    documents = [[LONG], [LONG // 2] * 2, [LONG // 8] * 8, [LONG // 64] * 64, [LONG // 2, *[LONG // 128] * 64]]
+    passes = pass_times(given, H100, shards_of(given, documents, "per-document"))
+    times = (passes.forward + passes.backward).sum(axis=(0, 1))
+    if given.parallel.cp > 1:
+        times -= sum(layer.exchange for layer in passes.layers) * given.model.num_layers
+    work = np.array([document_work(np.array(each), crossover(given)).sum() for each in documents])
+    np.testing.assert_allclose(work / times, work[0] / times[0], within)
+    by_flops = np.array([document_work(np.array(each), given.model.crossover_tokens).sum() for each in documents])
+    assert np.ptp(by_flops / times) > 3 * within * by_flops[0] / times[0]
+
+
+def test_the_crossover_of_other_head_sizes():
+    """Twice as many heads of half the size do the same multiplications, in as many tiles of half the time."""
+    halved = replace(SMALL, num_attention_heads=64, num_query_groups=64, kv_channels=64)
+    unstated = replace(load_profile("h100-fa2"), head_size=None)
+    assert crossover(job(model=halved)) == crossover(job()) == crossover(job(profile=unstated))
+
+
+def test_without_times_the_crossover_is_that_of_flops():
+    assert crossover(job(profile=FLOPS_PROFILE)) == SMALL.crossover_tokens
+    assert crossover(job(tp=64)) == SMALL.crossover_tokens  # 32 heads do not divide, and so cannot be timed
 
 
 @pytest.mark.parametrize("recompute", [Recompute(), FULL])

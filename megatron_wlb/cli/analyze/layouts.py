@@ -41,7 +41,7 @@ def jobs(setup: "Setup", args: argparse.Namespace) -> Iterator[Job]:
     for cp, pp, vpp in sizes(setup.job) if not setup.job.model.moe_router_topk else ():
         layout = {"context_parallel_size": cp, "pipeline_model_parallel_size": pp, "wlb_packing": "adaptive"}
         layout |= {"num_gpus": setup.job.parallel.num_gpus, "wlb_max_tokens": None}
-        layout |= {"wlb_crossover": setup.job.crossover_tokens, **dict.fromkeys(_VIRTUAL)}
+        layout |= dict.fromkeys(_VIRTUAL)
         layout["num_virtual_stages_per_pipeline_rank"] = vpp if vpp > 1 else None
         with contextlib.suppress(ValueError):
             given = argparse.Namespace(**vars(args) | layout)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_wlb.adapter.settings import RunSettings
-from megatron_wlb.cli.analyze import crossover, layouts
+from megatron_wlb.cli.analyze import layouts
 from megatron_wlb.cli.common import short
 from megatron_wlb.cli.data import Data, data_of
 from megatron_wlb.cli.flags import job_of
@@ -180,17 +180,7 @@ def setup_of(args: argparse.Namespace) -> Setup:
         notes,
         needs_dispatcher=args.needs_dispatcher,
     )
-    if setup.settings.crossover or job.profile.crossover_tokens or job.profile.linear_tflops:
-        return _with_best_count(setup, args)
-    count = -(-crossover.MICRO_BATCHES // 2 // job.global_batch_size)
-    by_times = crossover.fit(job, (step.packing for step in setup.steps(schemes(setup)["plain"], count)))
-    if by_times in (None, job.crossover_tokens):
-        return _with_best_count(setup, args)
-    notes.append(
-        f"--wlb-crossover {by_times} fits these times; by FLOPs alone, as training has it by default, it is "
-        f"{job.crossover_tokens}."
-    )
-    return _with_best_count(setup._replace(job=replace(job, crossover_tokens=by_times)), args)
+    return _with_best_count(setup, args)
 
 
 def _rank_tokens(job: Job, given: Any, flag: str) -> int:
@@ -214,8 +204,7 @@ def _with_best_count(setup: Setup, args: argparse.Namespace) -> Setup:
     words = argparse.Namespace(**vars(args) | {"wlb_packing": packing.name})
 
     def make(count: int) -> Job:
-        found = job_of(words, [], num_micro_batches=count)
-        return replace(found, packing=packing, crossover_tokens=setup.job.crossover_tokens)
+        return replace(job_of(words, [], num_micro_batches=count), packing=packing)
 
     stream = partial(setup.data.stream, setup.seed, setup.job.context_length)
     known = setup.settings.memory_budget is not None
@@ -228,8 +217,7 @@ def _with_best_count(setup: Setup, args: argparse.Namespace) -> Setup:
 
 def flags_of(setup: Setup, job: Job) -> str:
     """What a launch line needs for a run as `job`, one of the two with --wlb, beside what it has."""
-    by_default = setup.settings.crossover is None and job.crossover_tokens == job.profile.crossover_for(job.model)
-    settings = replace(setup.settings, max_tokens=None, crossover=None if by_default else job.crossover_tokens)
+    settings = replace(setup.settings, max_tokens=None)
     if job.packing.steady_tokens:  # else it is what `settings` has
         settings = replace(settings, micro_batches=job.num_micro_batches)
     flags = ["--wlb --calculate-per-token-loss --attention-dropout 0 --micro-batch-size 1"]
