@@ -21,7 +21,7 @@ from megatron_wlb.simulate.micro_batches import Prediction, predictions
 _UNDEFERRABLE = (
     "defer_embedding_wgrad_compute fp4 fp8 moe_shared_expert_overlap overlap_dispatch_backward_with_experts_wgrad "
     "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout "
-    "use_torch_fsdp2"
+    "use_torch_fsdp2 use_transformer_engine_op_fuser"
 ).split()
 """Arguments of upstream with which weight gradients stay in the backward pass: with other hooks or layers, or where it
 was not tested that none is lost."""
@@ -49,7 +49,10 @@ def check(args: Namespace) -> None:
             parallel=parallel,
             packing=policy,
             settings=replace(
-                settings, memory_budget=None, max_tokens=None if settings.max_tokens == "auto" else settings.max_tokens
+                settings,
+                memory_budget=None,
+                max_tokens=None if settings.max_tokens == "auto" else settings.max_tokens,
+                defer_weight_gradients="off",  # whether the model's layers divide is not known yet
             ),
             row_multiple=compat.row_multiple(args),
         )
@@ -133,6 +136,10 @@ def _no_deferral(args: Namespace, settings: PlanSettings) -> dict[str, bool]:
     biased = args.transformer_impl == "transformer_engine" and (args.add_bias_linear or args.add_qkv_bias)
     given = [f"--{flag.replace('_', '-')}" for flag in _UNDEFERRABLE if getattr(args, flag, None)]
     given += ["--transformer-impl transformer_engine with biases in linear layers"] * biased
+    if args.virtual_pipeline_model_parallel_size and args.overlap_grad_reduce and not args.align_grad_reduce:
+        # Buckets without a weight gradient that is put off would be reduced before or after those of other chunks, as
+        # the plan has it, which differs between data-parallel ranks.
+        given.append("--overlap-grad-reduce --no-align-grad-reduce and virtual stages")
     if not given:
         return {}
     if settings.defer_weight_gradients == "on":
@@ -192,7 +199,8 @@ def _budget_bytes(args: Namespace) -> float | None:
     """
     if not torch.cuda.is_available():
         return None
-    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    # GPUs of one kind differ by MiB, and all ranks must plan alike.
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory >> 30 << 30
     fixed = compat.weight_and_optimizer_bytes(args)
     if fixed is None:
         return None

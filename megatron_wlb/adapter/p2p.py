@@ -83,6 +83,31 @@ class PlannedP2PCommunicator(P2PCommunicator):
         return [self._rows[next(order)], 1, self.config.hidden_size] if receives else [0, 0, 0]
 
 
+def by_direction(original: Any) -> Any:
+    """Upstream's `_p2p_ops`, where activations and gradients of two stages travel beside each other.
+
+    NCCL runs what a pair of ranks exchanges in one group in the order in which it was posted, so a receive would wait
+    for a send before it, and with `CUDA_DEVICE_MAX_CONNECTIONS=1` so would all kernels after it. Upstream has a second
+    group for pipelines of two stages alone. Each rank posts in upstream's order, in which no two wait for each other.
+    """
+
+    def p2p_ops(*, group: torch.distributed.ProcessGroup, **rest: Any) -> dict[str, Any]:
+        if group.size() == 2 or torch.distributed.get_backend(group) == "ucc":
+            given: dict[str, Any] = original(group=group, **rest)
+            return given
+        forward, backward = ("send_next", "recv_prev"), ("send_prev", "recv_next")
+        requests = {}
+        for names, pair_group in ((forward, group), (backward, torch.distributed.group.WORLD)):
+            for name in names if group.rank() % 2 == 0 else reversed(names):
+                if (tensor := rest[f"tensor_{name}"]) is not None:
+                    move = torch.distributed.isend if name.startswith("send") else torch.distributed.irecv
+                    other = rest[f"{name[5:]}_pipeline_rank"]
+                    requests[name] = move(tensor, other, group=pair_group)
+        return requests
+
+    return p2p_ops
+
+
 class _Filled:
     """A request whose wait has something to do first."""
 

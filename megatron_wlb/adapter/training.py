@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from megatron.core import mpu
 from megatron.core.distributed import TorchFullyShardedDataParallel
-from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from megatron.training import checkpointing, training
@@ -20,7 +20,7 @@ from megatron_wlb.adapter.data import Batch, DocumentDataset
 from megatron_wlb.adapter.deferral import Step, WeightGradients
 from megatron_wlb.adapter.loss import scale_sharded, token_loss
 from megatron_wlb.adapter.model import WlbPackedSeqParams, adapt_mtp
-from megatron_wlb.adapter.p2p import PlannedP2PCommunicator
+from megatron_wlb.adapter.p2p import PlannedP2PCommunicator, by_direction
 from megatron_wlb.adapter.plans import Plans
 from megatron_wlb.adapter.report import Report
 from megatron_wlb.adapter.settings import RunSettings
@@ -135,6 +135,7 @@ class Training:
             predicts_ahead if self._args.mtp_num_layers else contextlib.nullcontext(),
             compat.replaced(training, "get_forward_backward_func", self._planned_forward_backward, ()),
             compat.replaced(schedules, "backward_step", self._report.clock.backward, ()),
+            compat.replaced(p2p_communication, "_p2p_ops", by_direction, ("group", "next_pipeline_rank")),
             compat.replaced(exchange, "_all_to_all", self._report.clock.exchange, ()),
             compat.replaced(checkpointing, "maybe_save_dataloader_state", self._saved, ("train_iterator", "iteration")),
             compat.replaced(TorchFullyShardedDataParallel, "scale_gradients", scale_sharded, ("scaling_factor",)),

@@ -25,8 +25,10 @@ BLOCK = "sed -n '/- arguments -/,/- end of arguments -/p'"
 _BEGIN, _END = re.compile(r"-{9,} arguments -{9,}"), "- end of arguments -"
 _ARGUMENT = re.compile(r"  (\w+) (?:\.+|(?<=\w{48} )) (.*)")
 _PADDED = re.compile(r"> padded vocab \(size: \d+\) with \d+ dummy tokens \(new size: (\d+)\)")
-_STARTS = re.compile(r"(?:.*/)?(?:\w*torchrun|ft_launcher|srun|mpirun|mpiexec|deepspeed|accelerate|env|python[\d.]*)")
-"""Programs that start training, or another of them."""
+_STARTS = re.compile(
+    r"(?:(?:.*/)?bin/|\./)?(?:\w*torchrun|ft_launcher|srun|mpirun|mpiexec|deepspeed|accelerate|env|python[\d.]*)"
+)
+"""Programs that start training, or another of them; of another folder it may as well be data."""
 _ASSIGNED = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _REDIRECTED = re.compile(r"\s(?:\d?>{1,2}|&>|\|).*$|\s&\s*$")
 _KEYWORDS = frozenset("case do done elif else esac eval exit fi for function if then until while".split())

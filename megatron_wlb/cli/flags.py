@@ -238,6 +238,7 @@ def _make(
         "global_batch_size": args.global_batch_size,
         "row_multiple": rows,
         "hidden_dropout": args.hidden_dropout > 0,
+        "hidden_transfers": not any(args.stated.get(name) is value for name, value in launch.TRANSFER_WAITS),
         "offloaded_layers": args.cpu_offloading_num_layers,
         "recompute": Recompute(
             granularity=_granularity(args),

@@ -58,7 +58,16 @@ DYNAMIC = {name: f"--{name.replace('_', '-')}" for name in ("hybrid_context_para
 """Arguments by which Megatron chooses context-parallel ranks for every document, up to 0.20 and on its dev branch."""
 WARM_UP_OVERLAP = ("overlap_p2p_comm_warmup_flush", "overlap_p2p_communication_warmup_flush")
 """An argument of upstream, as logs and commands call it."""
-_SIMULATED = ("tp_comm_overlap", *WARM_UP_OVERLAP, *DYNAMIC, "max_seqlen_per_dp_cp_rank", *_WITHIN_DOCUMENTS)
+TRANSFER_WAITS = ("overlap_p2p_comm", False), ("no_overlap_p2p_communication", True)
+"""Arguments of upstream, as logs and commands call them, by which an interleaved pipeline hides no transfer."""
+_SIMULATED = (
+    "tp_comm_overlap",
+    "max_seqlen_per_dp_cp_rank",
+    *WARM_UP_OVERLAP,
+    *dict(TRANSFER_WAITS),
+    *DYNAMIC,
+    *_WITHIN_DOCUMENTS,
+)
 """Arguments that `analyze` reads of what is stated."""
 _OTHER_MODELS = {
     "is_hybrid_model": "pretrain_hybrid.py",

@@ -131,8 +131,12 @@ class Packer:
         self._stream.load_state(state["stream"])
         self._policy.load_waiting(saved.waiting(state))
         self._step = state["step"]
-        same_size = state["global_batch_size"] == self._global_batch_size
-        self._base = tuple(state["base"]) if same_size else (self._step, self._stream.position)
+        base_step, position = state["base"]
+        if state["global_batch_size"] != self._global_batch_size:
+            # What has been read ahead stays so; global batches have another size from here on.
+            position += (self._step - base_step) * state["global_batch_size"] * self._identity["context_length"]
+            base_step = self._step
+        self._base = (base_step, position)
 
 
 class _Draw:

@@ -31,7 +31,7 @@ from megatron_wlb.runtime.backends import (
     owned,
     side_by_side,
 )
-from megatron_wlb.runtime.exchange import Leaving, Sum, begin, check_group, finish, only_part
+from megatron_wlb.runtime.exchange import Leaving, Sum, begin, check_group, finish, of_gradients, only_part
 from megatron_wlb.runtime.metadata import Call, Part, ShardMetadata
 
 
@@ -188,6 +188,8 @@ class _ContextParallelAttention(torch.autograd.Function):
         for stage in stages:
             sums.setdefault(stage.rows_and_heads, Sum(dk[stage.k], dv[stage.k])).left += 1
         leaving: list[Leaving] = []
+        exchanged = sum(bool(stage.part.sent) for stage in stages)
+        beside = of_gradients(group) if group is not None and exchanged > 2 else group
         for i in order:
             stage = stages[i]
             local = dout[stage.q], q[stage.q]
@@ -197,7 +199,7 @@ class _ContextParallelAttention(torch.autograd.Function):
                     attend_backward(*local, next(arriving), out[stage.q], lse[i], dq[stage.q], stage.part, options),
                     sums[stage.rows_and_heads],
                     stage.part,
-                    group,
+                    beside,
                     None if options.gradients_in_fp32 else kv.dtype,
                 )
             )

@@ -3,6 +3,7 @@
 A *pool* holds the rows that arrive and the rank's own; keys are picked from it in the order of a part.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -125,6 +126,17 @@ def _exchanged(
     if back:
         return _all_to_all(leaving, arriving, sent, received, group=group, async_op=True)
     return _all_to_all(arriving, leaving, received, sent, group=group, async_op=True)
+
+
+@functools.cache
+def of_gradients(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A second group of the same ranks; all of them must call.
+
+    NCCL runs what is exchanged in a group in the order in which it was begun. Gradients, which leave when a stage has
+    been computed, would hold up the K and V of the next but one, and with `CUDA_DEVICE_MAX_CONNECTIONS=1` the attention
+    between them.
+    """
+    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
 
 
 def only_part(metadata: ShardMetadata) -> Part:

@@ -9,7 +9,7 @@ export MEGATRON_WLB_HOME=${MEGATRON_WLB_HOME:-$PWD}
 # A Megatron-LM checkout to train with, as the job sees it; without one, the installed megatron-core.
 export CHECKOUT=${CHECKOUT:-}
 
-# .bin/.idx prefix or blend, tokenizer, and the folder for checkpoints and logs, all on a shared file system.
+# .bin/.idx prefix or blend, tokenizer, and the folder for checkpoints and TensorBoard, all on a shared file system.
 export DATA_PATH=${DATA_PATH:-}
 export TOKENIZER=${TOKENIZER:-}
 export RUNS=${RUNS:-$PWD/runs}

@@ -197,6 +197,9 @@ def test_interleaving_is_refused_with_the_nearest_numbers_that_fit(parse, monkey
         describe.evaluation_job(job, args)
 
 
+VIRTUAL = "--num-virtual-stages-per-pipeline-rank 2"
+
+
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
@@ -204,6 +207,9 @@ def test_interleaving_is_refused_with_the_nearest_numbers_that_fit(parse, monkey
         ("--transformer-impl transformer_engine", ""),
         ("--transformer-impl transformer_engine --add-qkv-bias", "--transformer-impl transformer_engine with biases"),
         ("--decoder-first-pipeline-num-layers 1", "--decoder-first-pipeline-num-layers"),
+        ("--use-transformer-engine-op-fuser", "--use-transformer-engine-op-fuser"),
+        (f"{VIRTUAL} --overlap-grad-reduce", ""),
+        (f"{VIRTUAL} --overlap-grad-reduce --no-align-grad-reduce", "--overlap-grad-reduce --no-align-grad-reduce and"),
         ("--pipeline-model-parallel-size 1", "a single pipeline stage waits for nobody"),
         ("--pipeline-model-parallel-size 4 --num-layers 6", "6 layers do not divide over 4 stages"),
         (
@@ -216,7 +222,7 @@ def test_interleaving_is_refused_with_the_nearest_numbers_that_fit(parse, monkey
 def test_weight_gradients_are_put_off_where_layers_can(flags, why, parse):
     args = parse(*"--pipeline-model-parallel-size 2 --transformer-impl local".split(), *flags.split(), world_size=4)
     args.kv_channels, args.params_dtype, args.padded_vocab_size = 8, torch.float32, 256
-    args.virtual_pipeline_model_parallel_size, args.num_query_groups = None, 2
+    args.virtual_pipeline_model_parallel_size, args.num_query_groups = 2 if VIRTUAL in flags else None, 2
     assert describe.make_job(args).defer_weight_gradients == (not why)
     args.wlb_defer_weight_gradients = "on"
     with (
@@ -225,6 +231,12 @@ def test_weight_gradients_are_put_off_where_layers_can(flags, why, parse):
         assert describe.make_job(args).defer_weight_gradients
     args.wlb_defer_weight_gradients = "off"
     assert not describe.make_job(args).defer_weight_gradients
+
+
+def test_layers_are_counted_once_they_are_known(parse):
+    """24 layers, of the model that stands in before validation, do not divide over 5 stages."""
+    flags = "--pipeline-model-parallel-size 5 --num-layers 40 --wlb-defer-weight-gradients on --transformer-impl local"
+    describe.check(parse(*flags.split(), world_size=5))
 
 
 def test_a_job_has_all_that_memory_depends_on(parse):

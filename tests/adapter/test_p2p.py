@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, _p2p_ops
 
 from megatron_wlb.adapter import p2p
 from tests.adapter.training import train
@@ -64,6 +64,33 @@ def test_what_is_sent_is_kept_for_a_while(monkeypatch):
     assert [request.done for request in posted] == [True, False, False]
     communicator.settle()
     assert all(request.done for request in posted)
+
+
+@pytest.mark.parametrize(
+    ("rank", "posted"),
+    [
+        (2, ["send_next", "recv_prev", "send_prev", "recv_next"]),
+        (1, ["recv_prev", "send_next", "recv_next", "send_prev"]),
+    ],
+)
+def test_activations_and_gradients_travel_in_groups_of_their_own(rank, posted, monkeypatch):
+    """In upstream's order, which is that of its dictionary of requests."""
+    moved = []
+    monkeypatch.setattr(torch.distributed, "isend", lambda tensor, dst, group: moved.append((tensor, dst, group)))
+    monkeypatch.setattr(torch.distributed, "irecv", lambda tensor, src, group: moved.append((tensor, src, group)))
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(torch.distributed, "group", SimpleNamespace(WORLD="world"))
+    group = SimpleNamespace(size=lambda: 4, rank=lambda: rank)
+    given = {f"tensor_{name}": name for name in posted}
+    given |= {"group": group, "prev_pipeline_rank": rank - 1, "next_pipeline_rank": rank + 1}
+    requests = p2p.by_direction(_p2p_ops)(**given)
+    groups = {"send_next": group, "recv_prev": group, "send_prev": "world", "recv_next": "world"}
+    assert moved == [(name, rank + (1 if "next" in name else -1), groups[name]) for name in posted]
+    assert list(requests) == posted == list(_p2p_ops(**given))
+    assert p2p.by_direction(_p2p_ops)(**given | {"tensor_send_prev": None, "tensor_recv_next": None}).keys() == {
+        "send_next",
+        "recv_prev",
+    }
 
 
 def test_transfers_hide(dataset, monkeypatch, tmp_path):

@@ -15,7 +15,7 @@ import pytest
 from megatron_wlb.adapter.arguments import add_wlb_arguments
 from megatron_wlb.cli.analyze import layouts
 from megatron_wlb.cli.analyze.report import data_entries, other_policy
-from megatron_wlb.cli.analyze.setup import flags_of, setup_of
+from megatron_wlb.cli.analyze.setup import flags_of, schemes, setup_of
 from megatron_wlb.cli.main import main
 from megatron_wlb.describe import PlanSettings, make_job
 from megatron_wlb.job import Job, Parallel
@@ -213,6 +213,19 @@ def test_megatron_waits_for_transfers_unless_the_command_hides_them(tmp_path, le
     )
     assert after["plain"] < before["plain"]
     assert after["ours"] == before["ours"]
+    slow = analyse(tmp_path, LARGE, *data, "--no-overlap-p2p-communication")["schemes"]["ours"]["us_per_token"]
+    assert slow > before["ours"]
+
+
+def test_the_paper_has_its_own_number_of_micro_batches(data):
+    """And an S_max to go with it."""
+    line = JOB, "--data-path", data, "--wlb-packing adaptive --wlb-micro-batches 1"
+    setup = setup_of(described(*line).args)
+    assert (setup.job.num_micro_batches, setup.job.max_tokens) == (1, 1.25 * N * C)
+    for paper in (schemes(setup)["paper"], setup.other):
+        assert (paper.num_micro_batches, paper.max_tokens) == (N, 1.25 * C)
+    given = setup_of(described(*line, f"--wlb-max-tokens {6 * C}").args)
+    assert schemes(given)["paper"].max_tokens == given.other.max_tokens == 6 * C
 
 
 def test_dynamic_context_parallelism_is_what_gains_are_over(tmp_path, lengths, capsys):

@@ -69,6 +69,22 @@ def test_a_run_resumed_at_any_step_plans_the_same(packing, core):
             assert_same_step(resumed.next(), expected)
 
 
+@pytest.mark.parametrize(("before", "after"), [(32, 64), (64, 32), (32, 8)])
+def test_a_run_resumed_with_another_global_batch_size_trains_as_many_tokens(before, after):
+    """What has been read ahead is not taken for tokens that are owed."""
+    sizes = {"packing": AdaptivePacking(), "context_length": 512, "crossover_tokens": 200, "dp": 4, "pp": 2}
+    lengths = np.clip(np.random.default_rng(0).lognormal(4, 1.3, 100_000), 1, 512).astype(np.int64)
+    packer = packer_of(lengths=lengths, num_micro_batches=before, **sizes)
+    state = [packer.next().state for _ in range(20)][-1]
+    resumed = packer_of(lengths=lengths, num_micro_batches=after, **sizes)
+    resumed.load_state(through_json(state))
+    steps = [resumed.next().packing.documents for _ in range(40)]
+    tokens = sum(int(documents["length"].sum()) for documents in steps)
+    assert tokens == pytest.approx(40 * after * 512, rel=0.002)
+    late = [np.maximum(20 + k - documents["arrival"], 0).mean() for k, documents in enumerate(steps)]
+    assert np.mean(late[20:]) < 1
+
+
 def test_nothing_is_lost_or_doubled_in_50_steps(packing):
     packer = packer_of(packing)
     steps = [packer.next() for _ in range(50)]

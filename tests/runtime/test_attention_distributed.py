@@ -231,6 +231,27 @@ def test_stages_gather_ahead_of_each_other():
         ]
 
 
+def _groups():
+    """Dtypes that travelled with the group given, and with another."""
+    world, collective, found = dist.group.WORLD, exchange._all_to_all, (set(), set())
+
+    def seen(output, input, *sizes, group, async_op):
+        assert dist.get_process_group_ranks(group) == [0, 1]
+        found[group is not world].add(str(input.dtype))
+        return collective(output, input, *sizes, group=group, async_op=async_op)
+
+    exchange._all_to_all = seen
+    options = AttentionOptions(backend=get_backend("auto", "cpu"))
+    metadata = ShardMetadata.build(_plan(LENGTHS, "in parts", 2, None), dist.get_rank(), options.backend.encode)
+    q, k, v, dout = (x[: metadata.num_rows] for x in inputs(sum(LENGTHS), (8, 2), 16, torch.bfloat16))
+    context_parallel_attention(q.requires_grad_(), k, v, metadata, world, options).backward(dout)
+    return found
+
+
+def test_gradients_of_many_stages_hold_up_no_keys():
+    assert run_world(_groups, 2) == [({"torch.bfloat16"}, {"torch.float32"})] * 2
+
+
 def test_only_documents_on_several_ranks_are_exchanged():
     # Per sequence, documents of which every rank holds whole ones need no communication at all.
     assert run_world(_calls, 2, [4] * 8, "per-sequence", {}) == [([], [])] * 2

@@ -285,6 +285,15 @@ def test_determinism_is_passed_on_or_refused(backend, deterministic, monkeypatch
         check(backend, CALLS["square"], head_size=200, dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+def test_flash_attention_3_is_for_hopper_alone(capability, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", types.ModuleType("flash_attn_interface"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    with pytest.raises(ValueError, match=rf"for compute capability 9.0, not {capability[0]}\.0; choose another"):
+        FlashAttn3Backend()
+
+
 def on_gpu(monkeypatch, capability, gib):
     """As if the GPU were one of 132 multiprocessors."""
     gpu = SimpleNamespace(multi_processor_count=132, total_memory=gib << 30)

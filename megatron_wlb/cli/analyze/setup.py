@@ -15,7 +15,7 @@ from megatron_wlb.cli.data import Data, data_of
 from megatron_wlb.cli.flags import job_of
 from megatron_wlb.cli.launch import DYNAMIC, WARM_UP_OVERLAP
 from megatron_wlb.cost.passes import H100, Hardware
-from megatron_wlb.describe import PlanSettings
+from megatron_wlb.describe import PlanSettings, default_max_tokens
 from megatron_wlb.job import Job
 from megatron_wlb.plan.packer import PackedStep, make_packer
 from megatron_wlb.plan.packing import DEFAULT_POLICY, POLICIES
@@ -136,7 +136,14 @@ class Setup(NamedTuple):
         if self.free or not isinstance(self.job.packing, WlbPacking | AdaptivePacking):
             return None
         packing = AdaptivePacking() if isinstance(self.job.packing, WlbPacking) else WlbPacking()
-        return replace(self.job, packing=packing, num_micro_batches=self.job.global_batch_size)
+        return replace(self.by_windows(), packing=packing)
+
+    def by_windows(self) -> Job:
+        """The job with a micro-batch for every window, and S_max to go with it where no flag says."""
+        job = replace(self.job, num_micro_batches=self.job.global_batch_size)
+        if isinstance(self.settings.max_tokens, int) or job.num_micro_batches == self.job.num_micro_batches:
+            return job
+        return replace(job, max_tokens=default_max_tokens(job))
 
     def steps(self, job: Job, count: int) -> Iterator[PackedStep]:
         """`count` steps as `job`, a scheme of this one, would train them, after those that warm up."""
@@ -253,7 +260,7 @@ def schemes(setup: Setup) -> dict[str, Job]:
     """
     job = setup.job
     wlb = job.packing if isinstance(job.packing, WlbPacking) else WlbPacking()
-    plain = replace(as_megatron(job), hidden_transfers=setup.megatron.hidden_transfers)
+    plain = replace(as_megatron(setup.by_windows()), hidden_transfers=setup.megatron.hidden_transfers)
     paper = replace(plain, packing=wlb, cp_sharding="wlb", cp_exchange="all")
     has = {"plain": True, "thd": job.parallel.cp > 1, "dynamic": bool(setup.megatron.dynamic)}
     megatron = {name: replace(plain, cp_sharding=way) for name, way in MEGATRON.items() if has[name]}

@@ -67,8 +67,8 @@ def choose_backend(device_type: str, head_sizes: tuple[int, int]) -> Choice:
     2. aten, flash_attn: FlashAttention-2, from torch and from its package;
     3. triton: needs no package, and nobody has tuned it.
 
-    Other GPUs have the same without FlashAttention-3, and te after 2. The order is reasoned, not measured: none of it
-    has run on a GPU. Raises ValueError where nothing works.
+    Other GPUs have the same without FlashAttention-3, and those before Hopper te after 2. The order is reasoned, not
+    measured: none of it has run on a GPU. Raises ValueError where nothing works.
     """
     refused: list[tuple[str, str]] = []
     for name in _preference(device_type):

@@ -121,7 +121,8 @@ class FlashAttn3Backend(_Operators):
     """FlashAttention-3, package `flash_attn_interface`: `torch.ops.flash_attn_3.fwd` and `bwd`. Compute capability 9.0.
 
     As `FlashAttnBackend`, but value heads may have another size, and deterministic gradients are refused for head sizes
-    over 192, and take no more memory.
+    over 192, and take no more memory. Raises ValueError on other GPUs, where it would end the process as it starts a
+    kernel.
     """
 
     name = "flash_attn_3"
@@ -129,6 +130,11 @@ class FlashAttn3Backend(_Operators):
 
     def __init__(self) -> None:
         import_for(self.name, "flash_attn_interface", "FlashAttention-3 (flash_attn_interface)")
+        if torch.cuda.is_available() and (capability := torch.cuda.get_device_capability())[0] != 9:
+            raise ValueError(
+                f"attention backend {self.name!r} has kernels for compute capability 9.0, not "
+                f"{'.'.join(map(str, capability))}; choose another backend"
+            )
         super().__init__(
             "flash_attn_3",
             ("fwd", "bwd"),
