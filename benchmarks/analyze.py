@@ -58,7 +58,9 @@ def main() -> None:
             layout = {key: report["job"]["parallel"][key] for key in ("tp", "cp", "pp", "vpp", "dp")}
             shared = {"job": name, **layout, "windows": report["job"]["global_batch_size"]}
             shared |= {"limit": report["limit"]["speedup"], "flags": report["flags"]}
-            rows += [shared | {"scheme": scheme} | numbers for scheme, numbers in report["schemes"].items()]
+            thd = report["schemes"]["thd"]["speedup"]
+            for scheme, numbers in report["schemes"].items():
+                rows.append(shared | {"scheme": scheme, "speedup_over_thd": numbers["speedup"] / thd} | numbers)
             speedups = (f"{scheme} {numbers['speedup']:.3f}" for scheme, numbers in report["schemes"].items())
             print(name, *speedups, f"limit {shared['limit']:.3f}")
     goals = [results.at_most(f"report on {DOCUMENTS} documents, CPU seconds", seconds[0], SECONDS)]

@@ -49,7 +49,7 @@ def summary(
 def details(plan: StepPlan, job: Job) -> dict[str, Any]:
     """What the log keeps besides, as JSON types; work is in units of `cost.work.document_work`.
 
-    The job, and `lengths`, those of the documents of all N micro-batches, are what `megatron-wlb compare` predicts
+    The job, and `lengths`, those of the documents of all M micro-batches, are what `megatron-wlb compare` predicts
     `step_ms` from.
     """
     packing, kernel, cp = plan.packing, attention_kernel(job), job.parallel.cp

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def imbalance(work: np.ndarray) -> float:
-    """max * N / total of the work of N micro-batches: 1 is perfect (paper, section 7.4)."""
+    """max * M / total of the work of M micro-batches: 1 is perfect (paper, section 7.4)."""
     total = float(work.sum())
     return float(work.max()) * len(work) / total if total else 1.0
 

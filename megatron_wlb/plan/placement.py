@@ -19,7 +19,7 @@ ROUNDS, TRIES = 4, 64
 def place(
     work: np.ndarray, job: Job, experts: np.ndarray | None = None, tokens: np.ndarray | None = None
 ) -> np.ndarray:
-    """Which micro-batches each data-parallel rank runs: int64 [dp, N / dp], ascending unless ranks divide experts.
+    """Which micro-batches each data-parallel rank runs: int64 [dp, M / dp], ascending unless ranks divide experts.
 
     Total and largest work of the ranks come out alike: the greatest `rank_cost` is made small, from a start that deals
     micro-batches out in descending work, back and forth over the ranks, by swapping a micro-batch of the costliest rank
@@ -34,10 +34,10 @@ def place(
     differ by no more than the longest.
 
     Args:
-        work: of all N micro-batches, int64 [N].
+        work: of all M micro-batches, int64 [M].
         job: the layout, and whether micro-batches change places.
-        experts: the part of `work` that experts do, int64 [N]; None: no part.
-        tokens: of all N, int64 [N]; None: few enough.
+        experts: the part of `work` that experts do, int64 [M]; None: no part.
+        tokens: of all M, int64 [M]; None: few enough.
     """
     dp, beside = job.parallel.dp, job.parallel.expert_dp_ranks
     if not job.reorders:
@@ -81,7 +81,7 @@ def _deal(work: np.ndarray, ranks: int, job: Job) -> np.ndarray:
 
 
 def _back_and_forth(sizes: np.ndarray, ranks: int) -> np.ndarray:
-    """Micro-batches of every rank, dealt in descending size, int64 [ranks, N / ranks]."""
+    """Micro-batches of every rank, dealt in descending size, int64 [ranks, M / ranks]."""
     rounds = np.argsort(-sizes, kind="stable").reshape(-1, ranks)
     rounds[1::2] = rounds[1::2, ::-1]
     return np.ascontiguousarray(rounds.T)

@@ -55,9 +55,9 @@ class StepPlan:
     weight_gradients_before: np.ndarray | None
     """Of `plan.deferral`; None: none are put off."""
     packing: Packing
-    """All N micro-batches."""
+    """All M micro-batches."""
     work: np.ndarray
-    """Work of all N micro-batches, int64 [N]."""
+    """Work of all M micro-batches, int64 [M]."""
     cost: int
     """About the time of the costliest data-parallel rank, in units of work (`placement.rank_cost`)."""
     original_work: np.ndarray
@@ -71,7 +71,7 @@ class StepPlan:
 
     @property
     def tokens(self) -> int:
-        """Trained tokens of all N micro-batches."""
+        """Trained tokens of all M micro-batches."""
         return int(self.packing.documents["length"].sum())
 
     @property
@@ -119,7 +119,7 @@ def step_cost(packing: Packing, job: "Job") -> int:
 
 
 def shard_step(job: "Job", lengths: Sequence[np.ndarray]) -> list[list[ShardPlan]]:
-    """What `plan_step` makes of N micro-batches whose documents have `lengths` (int64 [n] each), without documents.
+    """What `plan_step` makes of M micro-batches whose documents have `lengths` (int64 [n] each), without documents.
 
     Returns the shards of every data-parallel rank's micro-batches in pipeline order.
     """
@@ -130,9 +130,9 @@ def shard_step(job: "Job", lengths: Sequence[np.ndarray]) -> list[list[ShardPlan
 
 
 def _placed(work: np.ndarray, tokens: np.ndarray, job: "Job") -> tuple[np.ndarray, np.ndarray]:
-    """Micro-batches of every data-parallel rank, and what they take beside each other, int64 [dp, N / dp] each.
+    """Micro-batches of every data-parallel rank, and what they take beside each other, int64 [dp, M / dp] each.
 
-    `work` and `tokens` are those of all N, int64 [N].
+    `work` and `tokens` are those of all M, int64 [M].
     """
     experts = tokens * job.expert_crossover_tokens
     rows = placement.place(work, job, experts, tokens)

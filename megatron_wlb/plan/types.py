@@ -29,12 +29,12 @@ SEGMENT = np.dtype([("document", "<i8"), ("start", "<i8"), ("stop", "<i8")])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """N micro-batches of one step: rows `documents[bounds[i]:bounds[i + 1]]` make up micro-batch i."""
+    """M micro-batches of one step: rows `documents[bounds[i]:bounds[i + 1]]` make up micro-batch i."""
 
     documents: np.ndarray
     """DOCUMENT [n], ordered by micro-batch."""
     bounds: np.ndarray
-    """int64 [N + 1]."""
+    """int64 [M + 1]."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -44,7 +44,7 @@ class Packing:
         return self.documents[self.bounds[i] : self.bounds[i + 1]]
 
     def sums(self, values: np.ndarray) -> np.ndarray:
-        """Per micro-batch sums, int64 [N], of one integer per document."""
+        """Per micro-batch sums, int64 [M], of one integer per document."""
         total = np.concatenate(([0], np.cumsum(values, dtype=np.int64)))
         return total[self.bounds[1:]] - total[self.bounds[:-1]]
 

@@ -20,7 +20,7 @@ SHARES = (1, 2, 3, 4, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
 """Micro-batches for every window of tokens that are tried, where a step can have so many."""
 RANKS = 2
 """Data-parallel ranks that stand for all."""
-WARM_UP, WINDOWS, LEAST_STEPS, MOST_STEPS = 24, 224, 4, 48
+WARM_UP, WINDOWS, LEAST_STEPS, MOST_STEPS = 24, 224, 4, 32
 """Steps that are packed and not counted, until the first long documents have run; then so many windows of documents, in
 as many steps as that makes."""
 ALIKE = 0.01

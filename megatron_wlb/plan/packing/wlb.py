@@ -58,7 +58,7 @@ class WlbPacking(base.Packing):
 class WlbPolicy:
     """Micro-batches of equal work and variable length up to S_max; documents stay whole.
 
-    Queues are looked at after every document, as Algorithm 1 is indented, so that none grows beyond N documents. Where
+    Queues are looked at after every document, as Algorithm 1 is indented, so that none grows beyond M documents. Where
     documents fit badly (most of them over half of S_max, say), steps hold less than arrives, and the algorithm as it
     stands would let what does not fit grow for ever and its shortest documents never run. So the stream waits, and the
     latest come first; where steps hold what arrives, both do nothing.
@@ -91,7 +91,7 @@ class WlbPolicy:
         return Packing(documents=documents[order[: bounds[-1]]], bounds=bounds)
 
     def _released(self, arrived: np.ndarray) -> list[np.ndarray]:
-        """Documents that wait for no others: those below all thresholds, and N from every queue that has so many."""
+        """Documents that wait for no others: those below all thresholds, and M from every queue that has so many."""
         level = np.searchsorted(self._thresholds, arrived["length"], side="right")
         released = [arrived[level == 0]]
         for i, queue in enumerate(self._queues):
@@ -102,7 +102,7 @@ class WlbPolicy:
         return released
 
     def _release_longest(self) -> None:
-        """The longest N outliers remain for this step, without waiting for others."""
+        """The longest M outliers remain for this step, without waiting for others."""
         rows = np.concatenate((np.empty(0, DOCUMENT), *self._queues))
         longest = longest_first(rows, np.zeros(len(rows), bool))[: self._job.num_micro_batches]
         self._load(rows=np.delete(rows, longest), remained=np.concatenate((self._remained, rows[longest])))
@@ -132,7 +132,7 @@ def longest_first(documents: np.ndarray, late: np.ndarray) -> np.ndarray:
 
 
 def place(lengths: np.ndarray, work: np.ndarray, num_micro_batches: int, max_tokens: int) -> np.ndarray:
-    """The micro-batch of each document, int64 [n], or N where it fits nowhere; one after the other, as they stand.
+    """The micro-batch of each document, int64 [n], or M where it fits nowhere; one after the other, as they stand.
 
     To the micro-batch of least work (lines 17 to 25 of Algorithm 1); if it has no room, to the shortest. Ties go to the
     lower index. A micro-batch may hold exactly S_max (equation 2), where line 23 says less than, which would never
@@ -141,7 +141,7 @@ def place(lengths: np.ndarray, work: np.ndarray, num_micro_batches: int, max_tok
     Args:
         lengths: in tokens, int64 [n].
         work: int64 [n].
-        num_micro_batches: N.
+        num_micro_batches: M.
         max_tokens: S_max.
     """
     if native.core is not None:
