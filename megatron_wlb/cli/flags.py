@@ -238,7 +238,9 @@ def _make(
         "global_batch_size": args.global_batch_size,
         "row_multiple": rows,
         "hidden_dropout": args.hidden_dropout > 0,
-        "hidden_transfers": not any(args.stated.get(name) is value for name, value in launch.TRANSFER_WAITS),
+        # Without virtual stages logs have it off, and nothing depends on it.
+        "hidden_transfers": parallel.vpp == 1
+        or not any(args.stated.get(name) is value for name, value in launch.TRANSFER_WAITS),
         "offloaded_layers": args.cpu_offloading_num_layers,
         "recompute": Recompute(
             granularity=_granularity(args),
