@@ -144,7 +144,7 @@ def _fit(
     profile = Profile(
         name=Path(args.output).stem if args.output != "-" else target.backend.name,
         **kernel,
-        linear_tflops=(flops / linear_us[0], 2 * flops / linear_us[1]),
+        linear_tflops=(rounded(flops / linear_us[0]), rounded(2 * flops / linear_us[1])),
         head_size=model.head_size,
         dtype=target.dtype,
         backend=target.backend.name,

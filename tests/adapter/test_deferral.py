@@ -24,6 +24,7 @@ LONG_VPP2 = f"{VPP2} --global-batch-size 16"  # transfers hide: with 8 some stag
         (4, f"{PP2} {DISTRIBUTED}"),
         (4, f"{LONG_VPP2} --overlap-grad-reduce"),  # upstream starts the reduction of a chunk itself
         (4, f"{VPP2} {FULL} --overlap-grad-reduce"),
+        (4, f"{PP2} {FULL} --overlap-grad-reduce --no-align-grad-reduce"),
         (4, f"{TP2} {LONG_VPP2}"),
         (4, f"{EP2} {LONG_VPP2} {MOE}"),
         full(4, f"{TP2} {PP2} --no-overlap-p2p-communication --wlb-micro-batches 16 --overlap-grad-reduce"),
