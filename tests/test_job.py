@@ -133,7 +133,7 @@ def test_a_job_goes_through_json(name):
 
 
 def test_what_changed_is_named():
-    before = job(cp=2).to_json()
+    before = job(cp=2, packing=POLICIES["wlb"]()).to_json()
     changed = differences(before, job(cp=4, packing=POLICIES["adaptive"]()).to_json())
     assert "parallel.cp 2 -> 4" in changed and "packing.name wlb -> adaptive" in changed
 

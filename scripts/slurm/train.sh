@@ -32,10 +32,6 @@ recipe=(
     --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --split 99,1,0
     --eval-interval 500 --eval-iters 4 --log-interval 1 --save-interval 200
 )
-# Adaptive packing chooses the number of micro-batches of a step by itself (docs/packing.md).
-# shellcheck disable=SC2034
-balanced=(--wlb --wlb-packing adaptive)
-
 required() {
     local name
     for name; do

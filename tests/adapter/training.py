@@ -30,7 +30,8 @@ MODEL = """
 --calculate-per-token-loss --num-workers 0 --train-iters 2 --seed 1234 --optimizer sgd --lr 0.5
 """.split()
 
-WLB = "--wlb --wlb-outlier-thresholds 96,160 --wlb-max-tokens 320".split()
+WLB = "--wlb --wlb-max-tokens 320".split()
+ALGORITHM_1 = "--wlb-packing wlb --wlb-outlier-thresholds 96,160".split()
 
 
 def train(
@@ -46,13 +47,17 @@ def train(
 ) -> dict[str, Any]:
     """Train on `size` processes, with the flags of MODEL less those of `without` and their values, and with `flags`.
 
+    Documents are packed by ALGORITHM_1 where `flags` name no packing.
     Without `wlb`, upstream trains by itself (`upstream_script`). What the ranks print goes to the file `prints`.
 
     Returns {"grads": per optimizer step {global name: gradient of the whole parameter}, "params": the same after
     training, "log": the step log, "evaluations": validation losses, "sends": by rank, dtypes of all point-to-point
     sends, "compiled": how often torch.compile compiled each function of upstream, on rank 0 and after its warm-up}.
     """
-    argv = ["pretrain_gpt.py", *_less(MODEL, without), *(WLB if wlb else []), *flags]
+    argv = ["pretrain_gpt.py", *_less(MODEL, without), *(WLB if wlb else [])]
+    if wlb and "--wlb-packing" not in flags:
+        argv += ALGORITHM_1
+    argv += flags
     if dataset:
         argv += ["--data-path", *dataset.split()]
     if log is not None:

@@ -36,7 +36,7 @@ TINY = replace(
     context_length=256,
     crossover_over_window=0.5,
 )
-FLAGS = "--num-query-groups 8 --wlb-crossover 128 --wlb-outlier-thresholds 128,192 --wlb-max-tokens 320"
+FLAGS = "--num-query-groups 8 --wlb-crossover 128 --wlb-max-tokens 320"
 
 
 def full(*values):
@@ -47,7 +47,7 @@ def full(*values):
     ("variant", "flags"),
     [
         full("original", f"{CP2_PP2} --wlb-packing original"),
-        ("wlb", f"{CP2_PP2} --wlb-packing wlb"),
+        ("wlb", f"{CP2_PP2} --wlb-packing wlb --wlb-outlier-thresholds 128,192"),
         full("fixed-8", f"{CP2_PP2} --wlb-packing fixed --wlb-global-batches 8"),
         full("adaptive", f"{DP2_PP2} --wlb-packing adaptive --wlb-micro-batches 8"),
         ("adaptive-2N", f"{DP2_PP2} --wlb-packing adaptive --wlb-micro-batches 16"),

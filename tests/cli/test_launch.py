@@ -122,7 +122,7 @@ def test_what_to_take_out_is_printed(tmp_path, lengths, capsys):
     analyse(tmp_path, LARGE, words, "--data-path", str(tmp_path / "long"))
     printed = capsys.readouterr().out
     assert printed.endswith("Take out:\n  --sft --rampup-batch-size --dataloader-type\n")
-    assert "--wlb-packing wlb" in printed.split("Add to the command:\n")[1]
+    assert "--wlb-packing adaptive" in printed.split("Add to the command:\n")[1]
     assert "<h2>Take out</h2><pre>--sft" in (tmp_path / "page").read_text()
 
 

@@ -13,7 +13,7 @@ from megatron_wlb.cli.main import main
 from megatron_wlb.cost.attention import load_profile
 from megatron_wlb.describe import make_job
 from megatron_wlb.model import MODELS
-from megatron_wlb.plan.packing import POLICIES
+from megatron_wlb.plan.packing import DEFAULT_POLICY, POLICIES
 from tests.adapter.datasets import write_index
 from tests.cli.commands import ROOT, process, refusal, write_json
 from tests.cli.test_lengths import write_parquet
@@ -45,7 +45,7 @@ def plan(output, *words):
     return output.read_text()
 
 
-def packed(source, output, policy="wlb", *flags):
+def packed(source, output, policy=DEFAULT_POLICY, *flags):
     return plan(output, source, *FLAGS, "--wlb-packing", policy, *flags)
 
 
@@ -135,7 +135,7 @@ def test_the_data_of_a_run(tmp_path):
     words = ["--launch", tmp_path / "train.sh", "--split", "3,1"]
     first, again, other = (plan(tmp_path / "plan", *words, "--seed", seed) for seed in (1, 1, 2))
     training = lengths[:300]
-    check(first, 2 * training, "wlb")
+    check(first, 2 * training, DEFAULT_POLICY)
     assert first == again != other
     order = pieces(plan(tmp_path / "plan", *words, "--wlb-packing", "original"))
     assert order != sorted(order)
@@ -254,7 +254,7 @@ def refused(capsys, folder, *words, output="plan"):
         ("--wlb-max-tokens 67108865", "^--wlb-max-tokens is 67108865; it must be from 1 to 67108864"),
         ("--global-batch-size 0", "--global-batch-size: '0' must be an integer from 1 to 1048576"),
         ("--wlb-crossover 1.5", "--wlb-crossover: invalid int value: '1.5'"),
-        ("--wlb-outlier-thresholds 9,3", "is 9,3; give lengths of at least 1 in increasing order"),
+        ("--wlb-packing wlb --wlb-outlier-thresholds 9,3", "is 9,3; give lengths of at least 1 in increasing order"),
         ("--wlb-outlier-thresholds 3,", "--wlb-outlier-thresholds: '3,' must be integers"),
         (f"--wlb-crossover {1 << 35} --wlb-max-tokens {1 << 26}", "overflows 64 bits; lower one of them"),
     ],
@@ -277,7 +277,7 @@ def test_wrong_flags(source, tmp_path, capsys, flags, message):
             "holds 248 tokens, under one global batch of 4 x 64, of which --no-f",
         ),
         (
-            f"LENGTHS {' '.join(FLAGS)} --no-flush --wlb-outlier-thresholds 1,8",
+            f"LENGTHS {' '.join(FLAGS)} --no-flush --wlb-packing wlb --wlb-outlier-thresholds 1,8",
             "^every document waits, so --no-flush leaves no step; leave it out or give more documents$",
         ),
     ],

@@ -142,7 +142,9 @@ def test_documents_that_fit_badly_wait_for_a_bounded_time(lengths):
     n, window = 16, 1000
     data = [Source(lengths=np.random.default_rng(0).integers(*lengths, 4000))]
     stream = DocumentStream(data, seed=1, context_length=window, num_epochs=1)
-    packer = make_packer(stream, job(num_micro_batches=n, context_length=window, crossover_tokens=window))
+    packer = make_packer(
+        stream, job(packing=WlbPacking(), num_micro_batches=n, context_length=window, crossover_tokens=window)
+    )
     seen, remained = [], []
     while not packer.finished:
         step = packer.next()
@@ -162,7 +164,9 @@ def test_what_the_stream_has_waited_for_is_not_owed():
 
     def packer():
         stream = DocumentStream([Source(lengths=lengths)], seed=1, context_length=window, shuffle=False, num_epochs=1)
-        return make_packer(stream, job(num_micro_batches=n, context_length=window, crossover_tokens=window))
+        return make_packer(
+            stream, job(packing=WlbPacking(), num_micro_batches=n, context_length=window, crossover_tokens=window)
+        )
 
     one, other, tokens = packer(), packer(), []
     while len(tokens) < 230:
@@ -406,13 +410,15 @@ def test_flags_of_all_policies_make_the_one_that_is_named():
         return from_args(parser.parse_args(text.split()))
 
     assert parsed("") == POLICIES[DEFAULT_POLICY]()
-    assert parsed("--wlb-outlier-thresholds 7,9") == WlbPacking(outlier_thresholds=(7, 9))
+    assert parsed("--wlb-packing wlb --wlb-outlier-thresholds 7,9") == WlbPacking(outlier_thresholds=(7, 9))
     assert parsed("--wlb-packing adaptive --wlb-max-delay-steps 20") == AdaptivePacking(max_delay_steps=20)
     assert parsed("--wlb-packing ilp --wlb-global-batches 3") == IlpPacking(global_batches=3)
     for text, message in {
         "--wlb-packing best": "--wlb-packing is 'best'; choose one of original, fixed, ilp, wlb, adaptive",
-        "--wlb-outlier-thresholds 9,7": "--wlb-outlier-thresholds is 9,7; give lengths of at least 1 in increasing",
+        "--wlb-packing wlb --wlb-outlier-thresholds 9,7": "--wlb-outlier-thresholds is 9,7; give lengths of at least",
         "--wlb-packing adaptive --wlb-max-delay-steps 19": "--wlb-max-delay-steps is 19; it must be from 20",
+        "--wlb-outlier-thresholds 7,9": "--wlb-outlier-thresholds is of --wlb-packing wlb, and packing is adaptive",
+        "--wlb-packing ilp --wlb-max-delay-steps 20": "--wlb-max-delay-steps is of --wlb-packing adaptive, and",
         "--wlb-packing fixed --wlb-global-batches 0": "--wlb-global-batches is 0; it must be from 1 to 1024",
     }.items():
         with pytest.raises(ValueError, match=f"^{message}"):

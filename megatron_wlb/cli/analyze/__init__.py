@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
     if args.html is not None:
         import matplotlib  # noqa: F401  # missed now rather than after the work
     setup = setup_of(args)
-    packed, simulated = report.steps_of(setup.free or setup.job)
+    packed, simulated = report.steps_of(setup.job)
     if args.steps is not None:
         packed, simulated = max(args.steps, packed // args.steps * args.steps), args.steps
     total = len(schemes(setup)) * packed

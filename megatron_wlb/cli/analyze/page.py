@@ -30,7 +30,7 @@ th:first-child, td:first-child { text-align: left; white-space: normal; padding-
                                  position: sticky; left: 0; background: #fff }
 td.part { padding-left: 1rem !important; color: #555 }
 tbody tr:first-child { font-weight: 600 }
-:is(th, td):nth-child(PROPOSED) { color: #0072b2 }
+:is(th, td):nth-child(OURS) { color: #0072b2 }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f3f5f7; padding: .75rem; border-radius: 4px;
       font-size: .85rem }
 ul { padding-left: 1.1rem }
@@ -63,8 +63,8 @@ def page(report: Report) -> str:
         *facts,
         "</ul>\n",
     ]
-    proposed = 2 + list(report.entries["schemes"]).index(report.entries["proposed"])
-    return pictures.page(f"--wlb: {first}", "\n".join(body), _STYLE.replace("PROPOSED", str(proposed)))
+    ours = 2 + list(report.entries["schemes"]).index("ours")
+    return pictures.page(f"--wlb: {first}", "\n".join(body), _STYLE.replace("OURS", str(ours)))
 
 
 def _row(cells: table.Row, tag: str) -> str:
@@ -84,7 +84,7 @@ def lengths(report: Report, figure: Figure) -> None:
 def time(report: Report, figure: Figure) -> None:
     """Where the time of a token goes, in the run and with --wlb."""
     axes = figure.subplots()
-    names = (report.entries["reference"], report.entries["proposed"])
+    names = (report.entries["reference"], "ours")
     for row, name in enumerate(names):
         left = 0.0
         for (part, seconds), color in zip(table.parts(report, name).items(), COLORS, strict=True):
@@ -101,9 +101,9 @@ def time(report: Report, figure: Figure) -> None:
 
 
 def _panels(report: Report, figure: Figure) -> Iterator[tuple[Axes, Sample, str]]:
-    """The run over --wlb as proposed: the step that is shown, and its title."""
+    """The run over --wlb: the step that is shown, and its title."""
     panels = figure.subplots(2, sharex=True, sharey=True)
-    for axes, name in zip(panels, (report.entries["reference"], report.entries["proposed"]), strict=True):
+    for axes, name in zip(panels, (report.entries["reference"], "ours"), strict=True):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         yield axes, report.examples[name], table.TITLES[name]
 

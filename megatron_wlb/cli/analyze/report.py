@@ -25,7 +25,7 @@ from megatron_wlb.simulate import SimulatedStep, breakdown, limit_time
 from megatron_wlb.simulate.micro_batches import ALIKE
 
 FORMAT = "megatron-wlb-analysis"
-VERSION = 4
+VERSION = 5
 MAX_STEPS, LEAST_SIMULATED, LEAST_PACKED = 200, 4, 40
 PASSES, MICRO_BATCHES = 60_000, 20_000
 """About how much is simulated and packed of each scheme, where that is between the bounds above."""
@@ -76,8 +76,6 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
         numbers[name], examples[name] = measure(setup, job, packed, simulated, advance, megatron)
     reference = setup.megatron.name
     limit = _compare(numbers, numbers[reference])
-    better = "free" in jobs and _is_faster(numbers["free"], numbers["ours"])
-    proposed = "free" if better else "ours"
     entries = {
         "format": FORMAT,
         "version": VERSION,
@@ -99,10 +97,9 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
             for each in setup.tried
         ],
         "schemes": numbers,
-        "layouts": other_layouts(setup, numbers[proposed], numbers[reference]),
-        "other_policy": other_policy(setup, numbers[proposed], numbers[reference], packed, simulated),
-        "proposed": proposed,
-        "flags": flags_of(setup, jobs[proposed]),
+        "layouts": other_layouts(setup, numbers["ours"], numbers[reference]),
+        "other_policy": other_policy(setup, numbers["ours"], numbers[reference], packed, simulated),
+        "flags": flags_of(setup),
         "notes": setup.notes,
         "ignored": setup.ignored,
         "refused": setup.refused,
@@ -164,17 +161,13 @@ def _is_faster(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def _compare(schemes: dict[str, dict[str, Any]], plain: dict[str, Any]) -> dict[str, float]:
     """Add to the numbers of schemes what they bring over `plain`, one of them. Returns what nobody could exceed."""
-    least = {
-        with_wlb: min(n["limit_us_per_token"] for name, n in schemes.items() if name in names)
-        for with_wlb, names in ((False, MEGATRON), (True, ("ours", "free")))
-    }
-    us_per_token = least[True]
-    limit = {"us_per_token": us_per_token, "speedup": plain["us_per_token"] / us_per_token}
+    us_per_token = schemes["ours"]["limit_us_per_token"]
+    # Megatron has its own, since it cuts documents where windows end, which is less work a token.
+    megatron = min(numbers["limit_us_per_token"] for name, numbers in schemes.items() if name in MEGATRON)
     for name, numbers in schemes.items():
         numbers |= _speedup(numbers, plain)
-        # Megatron has its own, since it cuts documents where windows end, which is less work a token.
-        numbers["of_limit"] = least[name not in MEGATRON] / numbers["us_per_token"]
-    return limit
+        numbers["of_limit"] = (megatron if name in MEGATRON else us_per_token) / numbers["us_per_token"]
+    return {"us_per_token": us_per_token, "speedup": plain["us_per_token"] / us_per_token}
 
 
 def measure(

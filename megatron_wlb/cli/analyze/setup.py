@@ -18,7 +18,6 @@ from megatron_wlb.cost.passes import H100, Hardware
 from megatron_wlb.describe import PlanSettings, default_max_tokens
 from megatron_wlb.job import Job
 from megatron_wlb.plan.packer import PackedStep, make_packer
-from megatron_wlb.plan.packing import DEFAULT_POLICY, POLICIES
 from megatron_wlb.plan.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.packing.original import OriginalPacking
 from megatron_wlb.plan.packing.wlb import WlbPacking
@@ -123,17 +122,15 @@ class Setup(NamedTuple):
     """What the flags did not say, and what of them is not simulated: sentences."""
     needs_dispatcher: bool = False
     """The run's dispatcher of tokens to experts is one that --wlb refuses."""
-    free: Job | None = None
-    """The job with adaptive packing and the best number of micro-batches, where flags leave both to the defaults."""
     layouts: Sequence[Job] = ()
-    """The job in other layouts of the same GPUs, where packing and micro-batches are left to the defaults."""
+    """The job in other layouts of the same GPUs, where the number of micro-batches is free."""
     tried: Sequence[Prediction] = ()
     """What other numbers of micro-batches would bring."""
 
     @property
     def other(self) -> Job | None:
-        """The job with the other policy, where it is no scheme and flags have chosen one of the two."""
-        if self.free or not isinstance(self.job.packing, WlbPacking | AdaptivePacking):
+        """The job with the other of Algorithm 1 and adaptive packing, with a micro-batch for every window."""
+        if not isinstance(self.job.packing, WlbPacking | AdaptivePacking):
             return None
         packing = AdaptivePacking() if isinstance(self.job.packing, WlbPacking) else WlbPacking()
         return replace(self.by_windows(), packing=packing)
@@ -204,26 +201,24 @@ def _rank_tokens(job: Job, given: Any, flag: str) -> int:
 
 def _with_best_count(setup: Setup, args: argparse.Namespace) -> Setup:
     """With as many micro-batches as `--wlb-micro-batches auto` would choose."""
-    given = setup.job.packing
-    if setup.settings.micro_batches != "auto" or not (given.steady_tokens or given == POLICIES[DEFAULT_POLICY]()):
+    if setup.settings.micro_batches != "auto" or not setup.job.packing.steady_tokens:
         return setup
-    packing = given if given.steady_tokens else AdaptivePacking()
-    words = argparse.Namespace(**vars(args) | {"wlb_packing": packing.name})
 
     def make(count: int) -> Job:
-        return replace(job_of(words, [], num_micro_batches=count), packing=packing)
+        return job_of(args, [], num_micro_batches=count)
 
     stream = partial(setup.data.stream, setup.seed, setup.job.context_length)
     known = setup.settings.memory_budget is not None
-    best, tried = predictions(replace(setup.job, packing=packing), make, stream, memory_known=known)
+    best, tried = predictions(setup.job, make, stream, memory_known=known)
     if not known:
         setup.notes.append("Micro-batches of several windows are tried where --wlb-memory-budget says what fits.")
-    setup = setup._replace(job=best) if packing is given else setup._replace(free=best)
-    return setup._replace(tried=tried, layouts=tuple(layouts.jobs(setup, args)))
+    setup = setup._replace(job=best, tried=tried)
+    return setup._replace(layouts=tuple(layouts.jobs(setup, args)))
 
 
-def flags_of(setup: Setup, job: Job) -> str:
-    """What a launch line needs for a run as `job`, one of the two with --wlb, beside what it has."""
+def flags_of(setup: Setup) -> str:
+    """What a launch line needs for a run with --wlb, beside what it has."""
+    job = setup.job
     settings = replace(setup.settings, max_tokens=None)
     if job.packing.steady_tokens:  # else it is what `settings` has
         settings = replace(settings, micro_batches=job.num_micro_batches)
@@ -253,7 +248,7 @@ def as_megatron(job: Job) -> Job:
 
 
 def schemes(setup: Setup) -> dict[str, Job]:
-    """Ways to train the same data, by name: `MEGATRON`, the paper's, `Setup.job` as it is, and `Setup.free`.
+    """Ways to train the same data, by name: `MEGATRON`, the paper's, and `Setup.job` as it is.
 
     Megatron shards over context-parallel ranks per sequence, or per document, where sequences come to it packed (THD),
     on ranks of its own where the flags have that (dynamic); the paper's scheme exchanges all at once.
@@ -264,4 +259,4 @@ def schemes(setup: Setup) -> dict[str, Job]:
     paper = replace(plain, packing=wlb, cp_sharding="wlb", cp_exchange="all")
     has = {"plain": True, "thd": job.parallel.cp > 1, "dynamic": bool(setup.megatron.dynamic)}
     megatron = {name: replace(plain, cp_sharding=way) for name, way in MEGATRON.items() if has[name]}
-    return megatron | {"paper": paper, "ours": job} | ({"free": setup.free} if setup.free else {})
+    return megatron | {"paper": paper, "ours": job}

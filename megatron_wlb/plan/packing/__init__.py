@@ -10,6 +10,7 @@ from megatron_wlb.plan.packing.fixed import FixedPacking
 from megatron_wlb.plan.packing.ilp import IlpPacking
 from megatron_wlb.plan.packing.original import OriginalPacking
 from megatron_wlb.plan.packing.wlb import WlbPacking
+from megatron_wlb.settings import flag
 
 POLICIES: dict[str, type[Packing]] = {
     "original": OriginalPacking,
@@ -18,7 +19,7 @@ POLICIES: dict[str, type[Packing]] = {
     "wlb": WlbPacking,
     "adaptive": AdaptivePacking,
 }
-DEFAULT_POLICY = "wlb"
+DEFAULT_POLICY = "adaptive"
 
 
 def add_flags(group: Any) -> None:
@@ -35,7 +36,17 @@ def add_flags(group: Any) -> None:
 
 
 def from_args(args: argparse.Namespace) -> Packing:
-    """The policy that parsed flags name, with its settings. Raises ValueError for an unknown one or bad settings."""
+    """The policy that parsed flags name, with its settings. Raises ValueError for an unknown one, for bad settings, and
+    for those of another policy."""
     if args.wlb_packing not in POLICIES:
         raise ValueError(f"--wlb-packing is {args.wlb_packing!r}; choose one of {', '.join(POLICIES)}")
-    return POLICIES[args.wlb_packing].from_args(args)
+    policy = POLICIES[args.wlb_packing]
+    own = {f.name for f in fields(policy)}  # type: ignore[arg-type]
+    for other in POLICIES.values():
+        for f in fields(other):  # type: ignore[arg-type]
+            if f.name not in own and getattr(args, f"wlb_{f.name}", f.default) != f.default:
+                raise ValueError(
+                    f"{flag(f.name)} is of --wlb-packing {other.name}, and packing is {policy.name}; choose that, or "
+                    f"take the flag out"
+                )
+    return policy.from_args(args)
