@@ -79,7 +79,7 @@ choose_model() {
         --lr 1e-3 --lr-decay-style constant --weight-decay 0.1 --clip-grad 1.0
         --tokenizer-type NullTokenizer --vocab-size "$vocab_size" --data-path "$data" --split '100,0,0'
         --eval-iters 0 --log-interval 1 --ckpt-format torch_dist --calculate-per-token-loss
-        --wlb --wlb-max-tokens 3072
+        --wlb --wlb-packing wlb --wlb-outlier-thresholds '768,1536' --wlb-max-tokens 3072
     )
 }
 

@@ -37,6 +37,8 @@ def check(args: Namespace) -> None:
     policy, run = packing.from_args(args), RunSettings.from_args(args)
     if not policy.trains:
         raise ValueError(f"--wlb-packing {policy.name} is a baseline for plans and benchmarks; train with another")
+    for said in packing.without_effect(args):
+        raise ValueError(f"{said}; choose that, or take the flag out")
     if run.attention_backend == "megatron":
         _check_upstream_attention(args)
     settings = PlanSettings.from_args(args)

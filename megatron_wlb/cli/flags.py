@@ -16,7 +16,7 @@ from megatron_wlb.cost.memory import H100_BYTES
 from megatron_wlb.describe import PlanSettings, make_job
 from megatron_wlb.job import MAX_TOKENS, Job, Parallel, Recompute
 from megatron_wlb.model import MODELS, ModelShape, latent_sizes
-from megatron_wlb.plan.packing import from_args
+from megatron_wlb.plan.packing import from_args, without_effect
 
 MAX_GPUS = 1 << 17
 DEFAULT_MODEL = "llama2-7b"
@@ -228,6 +228,8 @@ def _make(
             "Assumed: an S_max of 1.25 windows; how much memory --wlb-max-tokens auto would find is known on the GPU, "
             "or by --wlb-memory-budget."
         )
+    packing = from_args(args)
+    notes += (f"{said}: without effect." for said in without_effect(args))
     modules = args.recompute_modules
     rows = 1
     if args.fp8_format:
@@ -253,7 +255,7 @@ def _make(
         model=model,
         parallel=parallel,
         context_length=args.seq_length,
-        packing=from_args(args),
+        packing=packing,
         settings=settings,
         default_profile=DEFAULT_PROFILE,
         device_bytes=H100_BYTES,

@@ -2,11 +2,12 @@
 
 Plans the micro-batches of all training steps, without Megatron and without torch.
 
-    megatron-wlb plan LENGTHS --seq-length C --global-batch-size N --wlb-packing adaptive --output plan.jsonl
+    megatron-wlb plan LENGTHS --seq-length C --global-batch-size N --output plan.jsonl
     megatron-wlb plan LENGTHS --output plan.jsonl --launch train.log
     megatron-wlb plan --output plan.jsonl --launch train.log
 
-Flags are those of training, and so are their defaults; --wlb-packing may also be ilp, a baseline. Documents come in the
+Flags are those of training, and so are their defaults, but for --wlb-micro-batches auto, which is a micro-batch for
+every window here: give the number that training printed. --wlb-packing may also be ilp, a baseline. Documents come in the
 order of the file; without LENGTHS they are those of --data-path, one pass over the training split, shuffled as in
 training and numbered through the datasets of a blend. Lengths count what is trained on. A Megatron dataset states
 tokens instead: of a document of T tokens, T - 1 are trained, since the last has no successor. Documents of length 0 are

@@ -225,6 +225,12 @@ CROSSOVER = make_job(
             9,
             "FP8 and FP4 (--fp8-format) are not modelled",
         ),
+        (
+            "--wlb-crossover 9 --wlb-outlier-thresholds 20,30",
+            80,
+            9,
+            "--wlb-outlier-thresholds is of --wlb-packing wlb, and packing is adaptive: without effect.",
+        ),
         ("--wlb-crossover 9 --seq-lenght 9", 80, 9, "Not simulated, and so without effect on these numbers: --seq-len"),
     ],
 )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_wlb.job import Job
 from megatron_wlb.plan import native
 from megatron_wlb.plan.packer import make_packer
-from megatron_wlb.plan.packing import DEFAULT_POLICY, POLICIES, add_flags, base, from_args, ilp
+from megatron_wlb.plan.packing import DEFAULT_POLICY, POLICIES, add_flags, base, from_args, ilp, without_effect
 from megatron_wlb.plan.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.packing.fixed import FixedPacking
 from megatron_wlb.plan.packing.ilp import IlpPacking
@@ -417,12 +417,19 @@ def test_flags_of_all_policies_make_the_one_that_is_named():
         "--wlb-packing best": "--wlb-packing is 'best'; choose one of original, fixed, ilp, wlb, adaptive",
         "--wlb-packing wlb --wlb-outlier-thresholds 9,7": "--wlb-outlier-thresholds is 9,7; give lengths of at least",
         "--wlb-packing adaptive --wlb-max-delay-steps 19": "--wlb-max-delay-steps is 19; it must be from 20",
-        "--wlb-outlier-thresholds 7,9": "--wlb-outlier-thresholds is of --wlb-packing wlb, and packing is adaptive",
-        "--wlb-packing ilp --wlb-max-delay-steps 20": "--wlb-max-delay-steps is of --wlb-packing adaptive, and",
         "--wlb-packing fixed --wlb-global-batches 0": "--wlb-global-batches is 0; it must be from 1 to 1024",
     }.items():
         with pytest.raises(ValueError, match=f"^{message}"):
             parsed(text)
+    for text, said in {
+        "": [],
+        "--wlb-packing fixed --wlb-global-batches 3": [],
+        "--wlb-outlier-thresholds 7,9": ["--wlb-outlier-thresholds is of --wlb-packing wlb, and packing is adaptive"],
+        "--wlb-packing ilp --wlb-max-delay-steps 20": [
+            "--wlb-max-delay-steps is of --wlb-packing adaptive, and packing is ilp"
+        ],
+    }.items():
+        assert without_effect(parser.parse_args(text.split())) == said
 
 
 def test_a_new_policy_is_a_class_and_a_line_of_the_registry(monkeypatch):

@@ -36,17 +36,19 @@ def add_flags(group: Any) -> None:
 
 
 def from_args(args: argparse.Namespace) -> Packing:
-    """The policy that parsed flags name, with its settings. Raises ValueError for an unknown one, for bad settings, and
-    for those of another policy."""
+    """The policy that parsed flags name, with its settings. Raises ValueError for an unknown one or bad settings."""
     if args.wlb_packing not in POLICIES:
         raise ValueError(f"--wlb-packing is {args.wlb_packing!r}; choose one of {', '.join(POLICIES)}")
-    policy = POLICIES[args.wlb_packing]
-    own = {f.name for f in fields(policy)}  # type: ignore[arg-type]
-    for other in POLICIES.values():
-        for f in fields(other):  # type: ignore[arg-type]
-            if f.name not in own and getattr(args, f"wlb_{f.name}", f.default) != f.default:
-                raise ValueError(
-                    f"{flag(f.name)} is of --wlb-packing {other.name}, and packing is {policy.name}; choose that, or "
-                    f"take the flag out"
-                )
-    return policy.from_args(args)
+    return POLICIES[args.wlb_packing].from_args(args)
+
+
+def without_effect(args: argparse.Namespace) -> list[str]:
+    """What parsed flags set of policies that they do not name, as the beginnings of sentences."""
+    own = {f.name for f in fields(POLICIES[args.wlb_packing])}  # type: ignore[arg-type]
+    return [
+        f"{flag(f.name)} is of --wlb-packing {each.name}, and packing is {args.wlb_packing}"
+        for each in POLICIES.values()
+        if each.trains
+        for f in fields(each)  # type: ignore[arg-type]
+        if f.name not in own and getattr(args, f"wlb_{f.name}") != f.default
+    ]

@@ -31,7 +31,7 @@ class WlbPacking(base.Packing):
 
     outlier_thresholds: tuple[int, ...] | None = setting(
         None,
-        "Comma-separated L_1,L_2,...: documents of L_i <= length < L_{i+1} wait in queue i until there is one for "
+        "Of wlb packing: L_1,L_2,...; documents of L_i <= length < L_{i+1} wait in queue i until there is one for "
         "every micro-batch. Default: a half and three quarters of --seq-length.",
         parse=integers,
     )
