@@ -161,7 +161,7 @@ def simulated(job: Job, steps: int) -> Row:
     """Share of the time of the same steps that gradients in the model's dtype save, and shares that are exchange."""
     packs = packer(f2(300_000, 0, job.context_length), job)
     packings = [packs.next().packing for _ in range(WARM_UP + steps)][WARM_UP:]
-    lengths = [[packing.micro_batch(i)["length"] for i in range(len(packing))] for packing in packings]
+    lengths = [packing.lengths for packing in packings]
     times, shares = {}, {}
     for dtype in ("fp32", "model"):
         changed = replace(job, cp_gradients=dtype)

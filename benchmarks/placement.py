@@ -165,7 +165,7 @@ def simulated(job: Job, steps: int) -> dict[str, float]:
         packs = packer(f2(300_000, 0), ways[scheme])
         packings = [packs.next().packing for _ in range(WARM_UP + steps)][WARM_UP:]
         for packing in packings:
-            lengths = [packing.micro_batch(i)["length"] for i in range(len(packing))]
+            lengths = packing.lengths
             sums[scheme] += sum(int(document_work(each, job.crossover_tokens).sum()) for each in lengths)
             for way, placing in placed.items():
                 step = simulate_step(ways[scheme], shard_step(placing, lengths))

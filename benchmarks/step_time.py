@@ -121,7 +121,7 @@ def measured(job: Job, lengths: np.ndarray, steps: int) -> dict[str, np.ndarray 
         if k < WARM_UP:
             continue
         packing = step.packing
-        simulated = simulate_step(job, shard_step(job, [packing.micro_batch(i)["length"] for i in range(len(packing))]))
+        simulated = simulate_step(job, shard_step(job, packing.lengths))
         work = document_work(packing.documents["length"], job.crossover_tokens).sum()
         times.append((simulated.time, limit_time(simulated), float(work)))
         exchange += breakdown(simulated).exchange
@@ -217,7 +217,7 @@ def typical(job: Job, lengths: np.ndarray) -> SimulatedStep:
     for k in range(WARM_UP + DRAWN_FROM):
         packing = packer.next().packing
         if k >= WARM_UP:
-            documents = [packing.micro_batch(i)["length"] for i in range(len(packing))]
+            documents = packing.lengths
             steps.append(simulate_step(job, shard_step(job, documents)))
     return sorted(steps, key=lambda step: step.time / limit_time(step))[DRAWN_FROM // 2]
 

@@ -73,9 +73,9 @@ def warm() -> None:
     import megatron_wlb.adapter.training  # noqa: F401
 
 
-def arguments(dataset: str, window: int, micro_batches: int, last_step: int, flags: str) -> list[str]:
-    """Command line of a run that ends after `last_step`, with `micro_batches` a step."""
-    sizes = f"--seq-length {window} --max-position-embeddings {window} --global-batch-size {micro_batches}"
+def arguments(dataset: str, window: int, windows: int, last_step: int, flags: str) -> list[str]:
+    """Command line of a run that ends after `last_step`, of `windows` context windows a step."""
+    sizes = f"--seq-length {window} --max-position-embeddings {window} --global-batch-size {windows}"
     return [*SHAPE, *TRAINING, *sizes.split(), "--data-path", dataset, "--train-iters", str(last_step), *flags.split()]
 
 

@@ -10,7 +10,7 @@ from megatron_wlb.cost.attention import FLOPS_PROFILE, Profile, attention_kernel
 from megatron_wlb.describe import make_job
 from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import ModelShape
-from megatron_wlb.plan.packing import POLICIES
+from megatron_wlb.plan.packing import DEFAULT_POLICY, POLICIES
 from megatron_wlb.plan.sharding import STRATEGIES, divide, mirrored_order, shard
 from megatron_wlb.plan.sharding.select import candidates
 from megatron_wlb.plan.types import ShardPlan
@@ -59,7 +59,7 @@ QUICK = Scale(
 
 
 def attention_job(
-    window: int, heads: tuple[int, int], cp: int = 1, *, packing: str = "wlb", profile: Profile = FLOPS_PROFILE
+    window: int, heads: tuple[int, int], cp: int = 1, *, packing: str = DEFAULT_POLICY, profile: Profile = FLOPS_PROFILE
 ) -> Job:
     """A job of which only attention counts, for (Hq, Hkv) heads of a rank. Without communication: none is measured.
 

@@ -81,7 +81,7 @@ class AttentionBench(Bench):
 
     def job(self, window: int, heads: tuple[int, int], cp: int) -> Job:
         """What is planned for, by the profile that chooses shardings."""
-        return attention_job(window, heads, cp, profile=self.profiles[self.args.profile])
+        return attention_job(window, heads, cp, packing=self.args.packing, profile=self.profiles[self.args.profile])
 
     def play(self, cases: Sequence[Case], rows: Rows, turn: int) -> list[np.ndarray]:
         """Forward and backward of all ranks of every plan, plans by turns: ms [ROUNDS, ranks] of each.

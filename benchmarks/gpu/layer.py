@@ -234,7 +234,7 @@ def table_2(bench: LayerBench) -> None:
             packing_begin = time.perf_counter()
             packing = by_policy.next().packing
             packing_ms = (time.perf_counter() - packing_begin) * 1e3
-            ms = np.array([forward_ms(bench, packing.micro_batch(i)["length"]) for i in range(len(packing))])
+            ms = np.array([forward_ms(bench, lengths) for lengths in packing.lengths])
             found[name].append((imbalance(ms), float(ms.sum()), packing_ms))
         bench.rows = before + [policy_row(name, steps) for name, steps in found.items()]
         if step % 10 == 0:

@@ -121,7 +121,7 @@ def figure_15(micro_batches: int) -> list[Row]:
         case = LAYER.changed(context_length=kilo_tokens << 10, max_tokens=kilo_tokens * 1280)
         slower = {factor: slower_attention(case, factor) for factor in SLOWER}
         packed, _ = pack(case, PLAIN, -(-micro_batches // case.job.num_micro_batches))
-        micro_batch_lengths = [p.packing.micro_batch(i)["length"] for p in packed for i in range(len(p.packing))]
+        micro_batch_lengths = [lengths for p in packed for lengths in p.packing.lengths]
         times: dict[str, list[float]] = {}
         for lengths in micro_batch_lengths:
             layers = {s: _layer(case, replace(PLAIN, sharding=s), lengths) for s in (*FIXED, "wlb")}

@@ -117,7 +117,7 @@ def tuned(case: Case, num_queues: int = 2) -> tuple[float, ...]:
 def simulate(case: Case, scheme: Scheme, packing: Packing) -> SimulatedStep:
     """One step, placed and sharded as training would."""
     job = scheme.job(case)
-    lengths = [packing.micro_batch(i)["length"] for i in range(len(packing))]
+    lengths = packing.lengths
     return simulate_step(job, shard_step(job, lengths), case.hardware)
 
 

@@ -67,7 +67,7 @@ def details(plan: StepPlan, job: Job) -> dict[str, Any]:
             }
             for m in plan.micro_batches
         ],
-        "lengths": [packing.micro_batch(i)["length"].tolist() for i in range(len(packing))],
+        "lengths": [lengths.tolist() for lengths in packing.lengths],
     }
 
 

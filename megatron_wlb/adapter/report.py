@@ -158,8 +158,7 @@ class Report:
 
 def predicted_shares(job: Job, packing: Packing) -> dict[str, float]:
     """`simulate.shares` of a step."""
-    lengths = [packing.micro_batch(i)["length"] for i in range(len(packing))]
-    return shares(simulate_step(job, shard_step(job, lengths)))
+    return shares(simulate_step(job, shard_step(job, packing.lengths)))
 
 
 def _is_last() -> bool:

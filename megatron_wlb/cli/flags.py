@@ -4,7 +4,7 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from megatron_wlb.describe import PlanSettings, make_job
 from megatron_wlb.job import MAX_TOKENS, Job, Parallel, Recompute
 from megatron_wlb.model import MODELS, ModelShape, latent_sizes
 from megatron_wlb.plan.packing import from_args, without_effect
+from megatron_wlb.plan.stream import DocumentStream
+from megatron_wlb.simulate.micro_batches import predictions
 
 MAX_GPUS = 1 << 17
 DEFAULT_MODEL = "llama2-7b"
@@ -162,7 +164,7 @@ def job_of(args: argparse.Namespace, notes: list[str], **fixed: Any) -> Job:
     Args:
         args: parsed flags; `seq_length` is needed, `global_batch_size` is PP x DP where it is missing.
         notes: of the report.
-        fixed: fields of `Job` that the caller knows better.
+        fixed: arguments of `make_job` that the caller knows better.
 
     Raises ValueError, naming the flags, where they contradict each other.
     """
@@ -189,8 +191,8 @@ def layout_known(args: argparse.Namespace) -> bool:
     return any(size is not None for size in sizes)
 
 
-def packing_job(args: argparse.Namespace, notes: list[str]) -> Job:
-    """The job as far as packing depends on it.
+def packing_job(args: argparse.Namespace, notes: list[str], **fixed: Any) -> Job:
+    """The job as far as packing depends on it; `fixed` as for `job_of`.
 
     Where no flag says how many GPUs or pipeline stages there are, every micro-batch is taken to have a data-parallel
     rank of its own, which makes them alike; but where memory bounds S_max. Without a model it is `DEFAULT_MODEL`, for
@@ -198,7 +200,7 @@ def packing_job(args: argparse.Namespace, notes: list[str]) -> Job:
     """
     require(args, "seq_length", "global_batch_size")
     if args.wlb_memory_budget is not None:
-        return job_of(args, notes)
+        return job_of(args, notes, **fixed)
     tp, cp, _ = _sizes(args)
     if args.model is None and all(getattr(args, name) is None for name in _SHAPE):
         model, unnamed = MODELS[DEFAULT_MODEL], args.wlb_crossover is None
@@ -209,13 +211,24 @@ def packing_job(args: argparse.Namespace, notes: list[str]) -> Job:
         parallel = Parallel(tp=tp, cp=cp, dp=count)
     else:
         parallel = _parallel(args, model.num_layers, notes)
-    job = _make(args, notes, model, parallel, {})
+    job = _make(args, notes, model, parallel, fixed)
     if unnamed:
         notes.append(
             f"Assumed: a crossover of {job.crossover_tokens} tokens, that of a 7B model ({DEFAULT_MODEL}); describe "
             "yours by --model or its sizes, or give --wlb-crossover."
         )
     return job
+
+
+def with_best_count(args: argparse.Namespace, job: Job, stream: Callable[[], DocumentStream]) -> Job:
+    """A `packing_job` with as many micro-batches as training would choose, as far as flags say what that depends on."""
+    if args.wlb_micro_batches != "auto" or not layout_known(args):
+        return job
+
+    def make(count: int) -> Job:
+        return packing_job(args, [], packing=job.packing, num_micro_batches=count)
+
+    return predictions(job, make, stream, memory_known=args.wlb_memory_budget is not None)[0]
 
 
 def _make(
@@ -228,8 +241,9 @@ def _make(
             "Assumed: an S_max of 1.25 windows; how much memory --wlb-max-tokens auto would find is known on the GPU, "
             "or by --wlb-memory-budget."
         )
-    packing = from_args(args)
-    notes += (f"{said}: without effect." for said in without_effect(args))
+    if "packing" not in fixed:
+        fixed = {"packing": from_args(args), **fixed}
+        notes += (f"{said}: without effect." for said in without_effect(args))
     modules = args.recompute_modules
     rows = 1
     if args.fp8_format:
@@ -255,7 +269,6 @@ def _make(
         model=model,
         parallel=parallel,
         context_length=args.seq_length,
-        packing=packing,
         settings=settings,
         default_profile=DEFAULT_PROFILE,
         device_bytes=H100_BYTES,

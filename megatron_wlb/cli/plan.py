@@ -6,8 +6,8 @@ Plans the micro-batches of all training steps, without Megatron and without torc
     megatron-wlb plan LENGTHS --output plan.jsonl --launch train.log
     megatron-wlb plan --output plan.jsonl --launch train.log
 
-Flags are those of training, and so are their defaults, but for --wlb-micro-batches auto, which is a micro-batch for
-every window here: give the number that training printed. --wlb-packing may also be ilp, a baseline. Documents come in the
+Flags are those of training, and so are their defaults; --wlb-packing may also be ilp, a baseline. Of what
+--wlb-micro-batches auto tries, micro-batches of several windows need --wlb-memory-budget here. Documents come in the
 order of the file; without LENGTHS they are those of --data-path, one pass over the training split, shuffled as in
 training and numbered through the datasets of a blend. Lengths count what is trained on. A Megatron dataset states
 tokens instead: of a document of T tokens, T - 1 are trained, since the last has no successor. Documents of length 0 are
@@ -24,13 +24,14 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Any, TextIO
 
 import numpy as np
 
 from megatron_wlb.cli.common import progress, remark, writer
 from megatron_wlb.cli.data import add_lengths, documents_of
-from megatron_wlb.cli.flags import add_job_flags, packing_job
+from megatron_wlb.cli.flags import add_job_flags, packing_job, with_best_count
 from megatron_wlb.job import Job
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.packer import PackedStep, Packer, make_packer
@@ -59,6 +60,7 @@ def run(args: argparse.Namespace) -> None:
     notes = list(args.remarks)
     job = packing_job(args, notes)
     data = documents_of(args, notes)
+    job = with_best_count(args, job, partial(data.stream, args.seed, job.context_length))
     total = sum(int(source.lengths[:].sum()) for source in data.sources)
     until = math.inf if args.flush else total - total % job.batch_tokens
     if not until:
@@ -87,7 +89,7 @@ def run(args: argparse.Namespace) -> None:
         summary = metrics.summarise(measured, num_waiting=len(waiting))
         empty = sum(source.too_short for source in data.sources)
         _write(file, {"summary": without_times(summary) | {"empty_documents": empty}, "waiting": _references(waiting)})
-    _print(summary, empty)
+    _print(summary, job.num_micro_batches, empty)
     remark(notes)
 
 
@@ -96,10 +98,10 @@ def without_times(summary: metrics.Summary) -> dict[str, Any]:
     return {name: value for name, value in asdict(summary).items() if not name.startswith("plan_ms")}
 
 
-def _print(summary: metrics.Summary, num_empty: int) -> None:
+def _print(summary: metrics.Summary, num_micro_batches: int, num_empty: int) -> None:
     print(
-        f"{summary.steps} steps, averages of the middle {summary.middle_steps}: imbalance "
-        f"{summary.imbalance_mean:.4f} (p95 {summary.imbalance_p95:.4f}), late "
+        f"{summary.steps} steps of {num_micro_batches} micro-batches, averages of the middle {summary.middle_steps}: "
+        f"imbalance {summary.imbalance_mean:.4f} (p95 {summary.imbalance_p95:.4f}), late "
         f"{summary.late_steps:.2f} steps (at most {summary.max_delay_steps}), token CV {summary.token_cv:.3f}; waiting "
         f"{summary.waiting_documents}; empty documents left out {num_empty}; planned in {summary.plan_ms_median:.2f} "
         f"ms a step ({summary.plan_ms_min:.2f} to {summary.plan_ms_max:.2f})",

@@ -30,7 +30,7 @@ import numpy as np
 from megatron_wlb.cli import common, plan
 from megatron_wlb.cli.common import integer, progress, remark, write_json, writer
 from megatron_wlb.cli.data import add_lengths, documents_of
-from megatron_wlb.cli.flags import add_job_flags, layout_known, packing_job
+from megatron_wlb.cli.flags import add_job_flags, packing_job, with_best_count
 from megatron_wlb.cost.passes import untimed
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job
@@ -42,7 +42,7 @@ from megatron_wlb.plan.packing.base import Packing
 from megatron_wlb.plan.packing.wlb import WlbPacking
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.settings import flag_with_value
-from megatron_wlb.simulate.micro_batches import predictions, step_time
+from megatron_wlb.simulate.micro_batches import step_time
 
 FORMAT = "megatron-wlb-tune"
 VERSION = 2
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> None:
         if Path(args.picture).suffix != ".png" or not Path(args.picture).resolve().parent.is_dir():
             raise ValueError(f"--picture {args.picture} must end in .png and be in a folder that exists")
     notes = list(args.remarks)
-    job = packing_job(args, notes)
+    job = packing_job(args, notes, packing=WlbPacking())
     fit, held_out = _halves(args, job, notes)
     adaptive = _adaptive(args, fit)
     tunings = list(variants(job, _max_tokens(args, job), wlb_packings(job.context_length)))
@@ -131,18 +131,12 @@ def _timed_by(job: Job) -> str:
 
 def _adaptive(args: argparse.Namespace, fit: np.ndarray) -> Job:
     """The job with adaptive packing, and as many micro-batches as training would choose for these documents."""
-    words = argparse.Namespace(**vars(args) | {"wlb_packing": AdaptivePacking.name})
-    default = packing_job(words, [])
-    if args.wlb_micro_batches != "auto" or not layout_known(args):
-        return default
-
-    def make(count: int) -> Job:
-        return packing_job(argparse.Namespace(**vars(words) | {"wlb_micro_batches": count}), [])
+    default = packing_job(args, [], packing=AdaptivePacking())
 
     def stream() -> DocumentStream:
         return DocumentStream([Source(lengths=fit)], seed=0, context_length=default.context_length, shuffle=False)
 
-    return predictions(default, make, stream, memory_known=args.wlb_memory_budget is not None)[0]
+    return with_best_count(args, default, stream)
 
 
 def _halves(args: argparse.Namespace, job: Job, notes: list[str]) -> tuple[np.ndarray, np.ndarray]:

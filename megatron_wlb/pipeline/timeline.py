@@ -44,11 +44,6 @@ class Timeline:
         """Time in passes and in what they put off, float64 [stages]."""
         return (self.end - self.start + self.filled).sum(axis=(0, 2, 3)) + self.left
 
-    @property
-    def idle(self) -> np.ndarray:
-        """The rest of the makespan, float64 [stages]: nothing to do, or waiting for a transfer."""
-        return self.makespan - self.busy
-
     def weight_gradients(self, stage: int) -> np.ndarray:
         """When those that were put off run on a stage: begin and duration, float64 [n, 2]."""
         ops = self.schedule.ops(stage)

@@ -125,8 +125,8 @@ class Packer:
         for name, value in self._identity.items():
             if state[name] != value:
                 raise ValueError(
-                    f"the packer state was saved with {name} {state[name]!r}, this run has {value!r}; resume with the "
-                    "same setting"
+                    f"the packer state was saved with {name} {state[name]!r}, this run has {value!r}; resume with "
+                    + (f"--wlb-packing {state[name]}" if name == "policy" else "the same setting")
                 )
         self._stream.load_state(state["stream"])
         self._policy.load_waiting(saved.waiting(state))

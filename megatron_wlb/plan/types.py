@@ -43,6 +43,11 @@ class Packing:
         """DOCUMENT rows of micro-batch i, in the order they are concatenated."""
         return self.documents[self.bounds[i] : self.bounds[i + 1]]
 
+    @property
+    def lengths(self) -> list[np.ndarray]:
+        """Of the documents of every micro-batch, int64 [documents] each."""
+        return [self.micro_batch(i)["length"] for i in range(len(self))]
+
     def sums(self, values: np.ndarray) -> np.ndarray:
         """Per micro-batch sums, int64 [M], of one integer per document."""
         total = np.concatenate(([0], np.cumsum(values, dtype=np.int64)))

@@ -72,7 +72,7 @@ def step_time(job: Job, packing: Packing) -> float:
     """What a step is predicted to take: us as simulated, or where the job cannot be timed (`untimed`) its cost."""
     if untimed(job):
         return step_cost(packing, job)
-    return simulate_step(job, shard_step(job, [packing.micro_batch(i)["length"] for i in range(len(packing))])).time
+    return simulate_step(job, shard_step(job, packing.lengths)).time
 
 
 def _scaled(job: Job) -> Job:

@@ -379,6 +379,14 @@ def test_errors(data, capsys, words, message):
     refused(capsys, f"{JOB} {words.replace('DATA', data)}", message)
 
 
+def test_other_layouts_have_the_tokens_of_the_run(data):
+    """Where no flag says how many windows a step has, too."""
+    words = JOB.replace(f"--global-batch-size {N} ", ""), "--wlb-crossover 900 --data-path", data
+    setup = setup_of(described(*words, "--pipeline-model-parallel-size 2 --num-gpus 4").args)
+    windows = setup.job.global_batch_size
+    assert windows == 4 and {each.global_batch_size for each in setup.layouts} == {windows}
+
+
 def test_other_layouts_are_those_of_the_same_gpus_in_chunks_of_a_layer():
     job = make_job(
         model=MODELS["llama2-7b"],

@@ -115,7 +115,8 @@ def test_every_document_is_tiled_once(source, tmp_path, capsys, policy, flags, f
         assert summary["max_delay_steps"] <= 20
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith(f"{summary['steps']} steps, averages of the middle {summary['middle_steps']}: ")
+    steps = f"{summary['steps']} steps of {N} micro-batches, averages of the middle {summary['middle_steps']}: "
+    assert printed.err.startswith(steps)
     assert printed.err.count("\n") == 1
     assert sorted(os.listdir(tmp_path)) == ["lengths.json", "plan"]
 
@@ -141,6 +142,18 @@ def test_the_data_of_a_run(tmp_path):
     assert order != sorted(order)
     source = write_json(tmp_path, lengths)
     assert plan(tmp_path / "plan", source, *words) == packed(source, tmp_path / "plan")
+
+
+@pytest.mark.parametrize(
+    ("flags", "many"), [("", True), ("--wlb-packing wlb", False), ("--wlb-micro-batches 4", False)]
+)
+def test_as_many_micro_batches_as_training_would_choose(source, tmp_path, flags, many):
+    """More than windows in a deep pipeline, by the work of its micro-batches."""
+    words = [*FLAGS, *"--pipeline-model-parallel-size 4 --num-gpus 4 --wlb-profile flops".split(), *flags.split()]
+    text = plan(tmp_path / "plan", source, *words)
+    header, steps, _ = read(text)
+    assert header["micro_batches"] > N if many else header["micro_batches"] == N
+    assert {len(step["micro_batches"]) for step in steps} == {header["micro_batches"]}
 
 
 @pytest.mark.parametrize("policy", ["wlb", "adaptive"])

@@ -170,6 +170,15 @@ def test_time_is_that_of_training_in_its_layout(tmp_path, profile, monkeypatch):
     assert {row["micro_batches"] for row in rows if row["policy"] == "adaptive"} == {best.num_micro_batches}
 
 
+def test_what_the_run_sets_of_a_policy_does_not_stop_the_sweep(tmp_path):
+    """Nor does it bind it."""
+    source, both = write_json(tmp_path, make_lengths()), []
+    for flags in ("", "--wlb-packing wlb --wlb-outlier-thresholds 20,30"):
+        assert main(["tune", source, *SMALL, *flags.split(), "--json", str(tmp_path / "rows")]) == 0
+        both.append(json.loads((tmp_path / "rows").read_text()))
+    assert both[0] == both[1]
+
+
 def packing_of(row):
     args = add_wlb_arguments(argparse.ArgumentParser()).parse_args(["--wlb", *row["flags"].split()])
     return from_args(args)

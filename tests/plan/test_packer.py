@@ -246,7 +246,10 @@ LENGTHS = sources()[1].lengths
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"packing": OriginalPacking()}, "saved with policy 'original', this run has 'wlb'"),
+        (
+            {"packing": OriginalPacking()},
+            "with policy 'original', this run has 'wlb'; resume with --wlb-packing original",
+        ),
         ({"context_length": 32}, "saved with context_length 32, this run has 64"),
         ({"lengths": np.append(LENGTHS[:-1], 7)}, "saved with fingerprint .* resume with the same setting"),
         ({"seed": 2}, "saved with seed 2, this run has 1"),

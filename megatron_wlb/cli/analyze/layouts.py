@@ -33,14 +33,15 @@ def virtual_stages(layers: int, pp: int) -> int:
 
 
 def jobs(setup: "Setup", args: argparse.Namespace) -> Iterator[Job]:
-    """The job in every other layout that memory allows, adaptive, with the best number of micro-batches.
+    """The job in every other layout that memory allows, with the best number of micro-batches.
 
     None for experts, of whose weights a job knows only what a token is multiplied with.
     """
     stream = partial(setup.data.stream, setup.seed, setup.job.context_length)
     for cp, pp, vpp in sizes(setup.job) if not setup.job.model.moe_router_topk else ():
-        layout = {"context_parallel_size": cp, "pipeline_model_parallel_size": pp, "wlb_packing": "adaptive"}
-        layout |= {"num_gpus": setup.job.parallel.num_gpus, "wlb_max_tokens": None}
+        layout: dict[str, int | None] = {"context_parallel_size": cp, "pipeline_model_parallel_size": pp}
+        layout |= {"num_gpus": setup.job.parallel.num_gpus, "global_batch_size": setup.job.global_batch_size}
+        layout |= {"wlb_max_tokens": None, "wlb_memory_budget": None}
         layout |= dict.fromkeys(_VIRTUAL)
         layout["num_virtual_stages_per_pipeline_rank"] = vpp if vpp > 1 else None
         with contextlib.suppress(ValueError):

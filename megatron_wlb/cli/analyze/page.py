@@ -30,7 +30,7 @@ th:first-child, td:first-child { text-align: left; white-space: normal; padding-
                                  position: sticky; left: 0; background: #fff }
 td.part { padding-left: 1rem !important; color: #555 }
 tbody tr:first-child { font-weight: 600 }
-:is(th, td):nth-child(OURS) { color: #0072b2 }
+:is(th, td):nth-last-child(2) { color: #0072b2 }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f3f5f7; padding: .75rem; border-radius: 4px;
       font-size: .85rem }
 ul { padding-left: 1.1rem }
@@ -63,8 +63,7 @@ def page(report: Report) -> str:
         *facts,
         "</ul>\n",
     ]
-    ours = 2 + list(report.entries["schemes"]).index("ours")
-    return pictures.page(f"--wlb: {first}", "\n".join(body), _STYLE.replace("OURS", str(ours)))
+    return pictures.page(f"--wlb: {first}", "\n".join(body), _STYLE)
 
 
 def _row(cells: table.Row, tag: str) -> str:

@@ -127,10 +127,11 @@ def other_policy(
     setup: Setup, best: dict[str, Any], reference: dict[str, Any], packed: int, simulated: int
 ) -> dict[str, Any] | None:
     """`Setup.other`, if it is faster than `best` by two standard errors."""
-    if setup.other is None:
+    other = setup.other
+    if other is None:
         return None
-    numbers, _ = measure(setup, setup.other, packed, simulated, lambda _: None, Megatron())
-    return {"packing": setup.other.packing.name} | _speedup(numbers, reference) if _is_faster(numbers, best) else None
+    numbers, _ = measure(setup, other, packed, simulated, lambda _: None, Megatron())
+    return {"packing": other.packing.name} | _speedup(numbers, reference) if _is_faster(numbers, best) else None
 
 
 def _speedup(numbers: dict[str, Any], over: dict[str, Any]) -> dict[str, float]:
@@ -146,7 +147,7 @@ def lost(setup: Setup, job: Job, steps: int) -> dict[str, float]:
         return {}
     times = dict.fromkeys(("", *without), 0.0)
     for step in setup.steps(job, steps):
-        lengths = [step.packing.micro_batch(k)["length"] for k in range(len(step.packing))]
+        lengths = step.packing.lengths
         for flag, megatron in {"": setup.megatron, **without}.items():
             times[flag] += megatron.simulate(job, lengths).time
     return {flag: 1 - times[""] / times[flag] for flag in without}
@@ -187,7 +188,7 @@ def measure(
         work = int(document_work(packing.documents["length"], job.crossover_tokens).sum())
         total_work, waiting = total_work + work, step.num_waiting
         if i % (packed // simulated) == 0:
-            lengths = [packing.micro_batch(k)["length"] for k in range(len(packing))]
+            lengths = packing.lengths
             result = megatron.simulate(job, lengths)
             samples.append(Sample(result, limit_time(result), lengths, work))
         advance(1)
@@ -266,7 +267,6 @@ def data_entries(setup: Setup) -> dict[str, Any]:
         "documents": len(every),
         "tokens": int(every.sum()),
         "length_quantiles": dict(zip(("p50", "p90", "p99", "max"), quantiles, strict=True)),
-        "over_window": int(counts[lengths > window].sum()),
         "up_to": edges.tolist(),
         "shares": shares,
     }

@@ -1,7 +1,7 @@
 """What is analysed: the job that the flags describe, the data, and the other ways to train the same."""
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,10 +15,11 @@ from megatron_wlb.cli.data import Data, data_of
 from megatron_wlb.cli.flags import job_of
 from megatron_wlb.cli.launch import DYNAMIC, WARM_UP_OVERLAP
 from megatron_wlb.cost.passes import H100, Hardware
-from megatron_wlb.describe import PlanSettings, default_max_tokens
+from megatron_wlb.describe import PlanSettings
 from megatron_wlb.job import Job
 from megatron_wlb.plan.packer import PackedStep, make_packer
 from megatron_wlb.plan.packing.adaptive import AdaptivePacking
+from megatron_wlb.plan.packing.base import Packing
 from megatron_wlb.plan.packing.original import OriginalPacking
 from megatron_wlb.plan.packing.wlb import WlbPacking
 from megatron_wlb.plan.step import shard_step
@@ -120,6 +121,8 @@ class Setup(NamedTuple):
     """The file that the flags come from."""
     notes: list[str]
     """What the flags did not say, and what of them is not simulated: sentences."""
+    make: Callable[..., Job]
+    """The job of the flags, but for what it is given."""
     needs_dispatcher: bool = False
     """The run's dispatcher of tokens to experts is one that --wlb refuses."""
     layouts: Sequence[Job] = ()
@@ -132,15 +135,11 @@ class Setup(NamedTuple):
         """The job with the other of Algorithm 1 and adaptive packing, with a micro-batch for every window."""
         if not isinstance(self.job.packing, WlbPacking | AdaptivePacking):
             return None
-        packing = AdaptivePacking() if isinstance(self.job.packing, WlbPacking) else WlbPacking()
-        return replace(self.by_windows(), packing=packing)
+        return self.by_windows(AdaptivePacking() if isinstance(self.job.packing, WlbPacking) else WlbPacking())
 
-    def by_windows(self) -> Job:
-        """The job with a micro-batch for every window, and S_max to go with it where no flag says."""
-        job = replace(self.job, num_micro_batches=self.job.global_batch_size)
-        if isinstance(self.settings.max_tokens, int) or job.num_micro_batches == self.job.num_micro_batches:
-            return job
-        return replace(job, max_tokens=default_max_tokens(job))
+    def by_windows(self, packing: Packing) -> Job:
+        """The job with another packing, a micro-batch for every window, and S_max to go with that."""
+        return self.make(packing=packing, num_micro_batches=self.job.global_batch_size)
 
     def steps(self, job: Job, count: int) -> Iterator[PackedStep]:
         """`count` steps as `job`, a scheme of this one, would train them, after those that warm up."""
@@ -182,6 +181,7 @@ def setup_of(args: argparse.Namespace) -> Setup:
         args.left_out,
         args.launch,
         notes,
+        partial(job_of, args, []),
         needs_dispatcher=args.needs_dispatcher,
     )
     return _with_best_count(setup, args)
@@ -205,15 +205,14 @@ def _with_best_count(setup: Setup, args: argparse.Namespace) -> Setup:
         return setup
 
     def make(count: int) -> Job:
-        return job_of(args, [], num_micro_batches=count)
+        return setup.make(num_micro_batches=count)
 
     stream = partial(setup.data.stream, setup.seed, setup.job.context_length)
     known = setup.settings.memory_budget is not None
     best, tried = predictions(setup.job, make, stream, memory_known=known)
     if not known:
         setup.notes.append("Micro-batches of several windows are tried where --wlb-memory-budget says what fits.")
-    setup = setup._replace(job=best, tried=tried)
-    return setup._replace(layouts=tuple(layouts.jobs(setup, args)))
+    return setup._replace(job=best, tried=tried, layouts=tuple(layouts.jobs(setup, args)))
 
 
 def flags_of(setup: Setup) -> str:
@@ -255,8 +254,9 @@ def schemes(setup: Setup) -> dict[str, Job]:
     """
     job = setup.job
     wlb = job.packing if isinstance(job.packing, WlbPacking) else WlbPacking()
-    plain = replace(as_megatron(setup.by_windows()), hidden_transfers=setup.megatron.hidden_transfers)
-    paper = replace(plain, packing=wlb, cp_sharding="wlb", cp_exchange="all")
+    by_windows = setup.by_windows(wlb)
+    plain = replace(as_megatron(by_windows), hidden_transfers=setup.megatron.hidden_transfers)
+    paper = replace(plain, packing=by_windows.packing, cp_sharding="wlb", cp_exchange="all")
     has = {"plain": True, "thd": job.parallel.cp > 1, "dynamic": bool(setup.megatron.dynamic)}
     megatron = {name: replace(plain, cp_sharding=way) for name, way in MEGATRON.items() if has[name]}
     return megatron | {"paper": paper, "ours": job}
