@@ -30,6 +30,7 @@ from megatron_wlb.cli.flags import add_job_flags, job_of, settle
 from megatron_wlb.cli.steps import lengths_of, parse_lines
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import MAX_TOKENS, Job
+from megatron_wlb.plan import metrics
 from megatron_wlb.plan.metrics import imbalance
 from megatron_wlb.plan.packing import POLICIES
 from megatron_wlb.plan.step import shard_step
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace) -> None:
                 write_trace(args.trace, step)
             advance(1)
         result: dict[str, Any] = {"format": FORMAT, "version": VERSION, "job": job.to_json(), "plan": header}
-        result |= {"left_out": _edge(entries), "mean": _mean(_middle(entries)), "steps": entries}
+        result |= {"left_out": metrics.edge(len(entries)), "mean": _mean(_middle(entries)), "steps": entries}
         write_json(out, result)
     console.print(_table(result))
     console.print(_sentence(result, job), soft_wrap=True)
@@ -172,13 +173,9 @@ def _entry(job: Job, lengths: Step, step: SimulatedStep) -> dict[str, Any]:
     }
 
 
-def _edge(entries: list[dict[str, Any]]) -> int:
-    """Steps at either end that means leave out, as those of `metrics.summarise` do: queues fill and drain there."""
-    return len(entries) // 10
-
-
 def _middle(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return entries[_edge(entries) : len(entries) - _edge(entries)]
+    left_out = metrics.edge(len(entries))
+    return entries[left_out : len(entries) - left_out]
 
 
 def _mean(entries: list[dict[str, Any]]) -> dict[str, Any]:

@@ -98,17 +98,22 @@ class Summary:
     plan_ms_max: float
 
 
+def edge(count: int, skip: float = 0.1) -> int:
+    """Steps at either end of so many that means leave out: queues fill and drain there."""
+    return int(skip * count)
+
+
 def summarise(steps: Sequence[StepMetrics], *, num_waiting: int, skip: float = 0.1) -> Summary:
     """Summarise all steps of a run.
 
     The first and the last `skip` of the steps (rounded down) are left out of everything but counts, extremes and
     planning time: queues fill and drain there. Raises ValueError if no step is left.
     """
-    edge = int(skip * len(steps))
-    middle = steps[edge : len(steps) - edge]
+    left_out = edge(len(steps), skip)
+    middle = steps[left_out : len(steps) - left_out]
     if not middle:
         raise ValueError(
-            f"nothing to summarise: {len(steps)} steps, of which {edge} at either end are left out; give more steps"
+            f"nothing to summarise: {len(steps)} steps, of which {left_out} at either end are left out; give more steps"
         )
     imbalances = np.array([s.imbalance for s in middle])
     tokens = np.array([s.tokens for s in middle])

@@ -75,16 +75,11 @@ def rows(report: Report) -> list[Row]:
     ]
 
 
-def gains(report: Report) -> bool:
-    """Whether --wlb brings anything."""
+def gain(report: Report) -> float:
+    """What --wlb brings, as a share of the speed without; below 0 where it loses, 0 where that is not certain."""
     ours = report.entries["schemes"]["ours"]
-    return bool(ours["speedup"] - 1 > max(0.005, 2 * ours["speedup_error"]))
-
-
-def loses(report: Report) -> bool:
-    """Whether the run would be slower with --wlb."""
-    ours = report.entries["schemes"]["ours"]
-    return bool(1 - ours["speedup"] > max(0.005, 2 * ours["speedup_error"]))
+    brings: float = ours["speedup"] - 1
+    return brings if abs(brings) > max(0.005, 2 * ours["speedup_error"]) else 0.0
 
 
 def headline(report: Report) -> tuple[str, str]:
@@ -94,9 +89,9 @@ def headline(report: Report) -> tuple[str, str]:
     predicted = f"An estimate{without}" if without else "Predicted"
     ours, plain = schemes["ours"], schemes[entries["reference"]]
     lost = "".join(f" {flag} out: {-100 * share:+.0f} %." for flag, share in entries["lost"].items())
-    if loses(report):
+    if gain(report) < 0:
         return f"{predicted}: --wlb would lose, {ours['speedup']:.2f} times as many tokens a second.", lost.strip()
-    if not gains(report):
+    if gain(report) == 0:
         return f"{predicted}: nothing to gain with these flags.", lost.strip()
     shares = f"{100 * min(1, ours['of_limit']):.0f} % of the limit instead of {100 * min(1, plain['of_limit']):.0f} %"
     text = f"What --wlb refuses counts in that:{lost}" if lost else ""
@@ -109,7 +104,7 @@ def headline(report: Report) -> tuple[str, str]:
 def to_paste(report: Report) -> list[tuple[str, str]]:
     """Titles, and the flags below them; nothing where there is nothing to gain."""
     pairs = [("Add to the command", report.entries["flags"]), ("Take out", " ".join(report.entries["refused"]))]
-    return [(title, flags) for title, flags in pairs if flags and gains(report)]
+    return [(title, flags) for title, flags in pairs if flags and gain(report) > 0]
 
 
 def facts(report: Report) -> list[str]:
@@ -156,7 +151,7 @@ def facts(report: Report) -> list[str]:
         *_of_other_policy(entries["other_policy"]),
         *_of_layouts(report),
         *entries["notes"],
-        *([] if gains(report) else [f"Nothing is to be added to the command. Simulated was {entries['flags']}."]),
+        *([] if gain(report) > 0 else [f"Nothing is to be added to the command. Simulated was {entries['flags']}."]),
         *([f"Ignored, since nothing here depends on them: {ignored}."] if ignored else []),
     ]
 
