@@ -260,8 +260,8 @@ def test_the_other_policy_is_mentioned_where_it_is_faster(data):
         setup = setup_of(described(JOB, "--wlb-crossover 900 --data-path", data, words).args)
         assert (setup.other and setup.other.packing) == other
         slow, fast = ({"us_per_token": us, "us_per_token_error": 0.01} for us in (1e3, 1e-3))
-        assert other_policy(setup, fast, slow, 2, 2) is None
-        found = other_policy(setup, slow, slow, 2, 2)
+        assert other_policy(setup, fast, slow) is None
+        found = other_policy(setup, slow, slow)
         assert (found and found["packing"]) == (other and other.name)
         assert found is None or found["speedup"] > 2
 

@@ -29,8 +29,8 @@ VERSION = 5
 MAX_STEPS, LEAST_SIMULATED, LEAST_PACKED = 200, 4, 40
 PASSES, MICRO_BATCHES = 60_000, 20_000
 """About how much is simulated and packed of each scheme, where that is between the bounds above."""
-LAYOUT_STEPS, LAYOUT_PACKED = 24, 96
-"""Of every other layout."""
+OTHER_SIMULATED, OTHER_PACKED = 24, 96
+"""Of every other layout, and of the other policy."""
 LOST_STEPS = 20
 """That say what Megatron would lose without a flag."""
 
@@ -98,7 +98,7 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
         ],
         "schemes": numbers,
         "layouts": other_layouts(setup, numbers["ours"], numbers[reference]),
-        "other_policy": other_policy(setup, numbers["ours"], numbers[reference], packed, simulated),
+        "other_policy": other_policy(setup, numbers["ours"], numbers[reference]),
         "flags": flags_of(setup),
         "notes": setup.notes,
         "ignored": setup.ignored,
@@ -111,10 +111,7 @@ def other_layouts(setup: Setup, best: dict[str, Any], reference: dict[str, Any])
     """Layouts that are faster than `best` by two standard errors, the fastest first."""
     found = []
     for job in setup.layouts:
-        _, simulated = steps_of(job)
-        simulated = min(simulated, LAYOUT_STEPS)
-        packed = LAYOUT_PACKED // simulated * simulated
-        numbers, _ = measure(setup, job, packed, simulated, lambda _: None, Megatron())
+        numbers = _measure_other(setup, job)
         if _is_faster(numbers, best):
             parallel = {name: getattr(job.parallel, name) for name in ("tp", "cp", "pp", "vpp", "dp")}
             shown = {name: numbers[name] for name in ("us_per_token", "num_micro_batches", "late_steps")}
@@ -123,15 +120,18 @@ def other_layouts(setup: Setup, best: dict[str, Any], reference: dict[str, Any])
     return sorted(found, key=lambda each: each["us_per_token"])
 
 
-def other_policy(
-    setup: Setup, best: dict[str, Any], reference: dict[str, Any], packed: int, simulated: int
-) -> dict[str, Any] | None:
+def other_policy(setup: Setup, best: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any] | None:
     """`Setup.other`, if it is faster than `best` by two standard errors."""
     other = setup.other
     if other is None:
         return None
-    numbers, _ = measure(setup, other, packed, simulated, lambda _: None, Megatron())
+    numbers = _measure_other(setup, other)
     return {"packing": other.packing.name} | _speedup(numbers, reference) if _is_faster(numbers, best) else None
+
+
+def _measure_other(setup: Setup, job: Job) -> dict[str, Any]:
+    simulated = min(steps_of(job)[1], OTHER_SIMULATED)
+    return measure(setup, job, OTHER_PACKED // simulated * simulated, simulated, lambda _: None, Megatron())[0]
 
 
 def _speedup(numbers: dict[str, Any], over: dict[str, Any]) -> dict[str, float]:
