@@ -86,12 +86,12 @@ def schemes(name: str, window: int, lengths: np.ndarray) -> Iterator[tuple[str, 
     model, sizes, count = LAYOUTS[name]
     count = max(1, count * WINDOW // window)
 
-    def make(micro_batches: int = count, packing: Any = None, **changes: Any) -> Job:
+    def make(num_micro_batches: int = count, packing: Any = None, **changes: Any) -> Job:
         return make_job(
             model=MODELS[model],
             context_length=window,
             global_batch_size=count,
-            num_micro_batches=micro_batches,
+            num_micro_batches=num_micro_batches,
             parallel=Parallel(**sizes),
             packing=packing or AdaptivePacking(),
             settings=PlanSettings(profile="h100-fa2"),

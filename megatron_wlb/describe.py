@@ -160,7 +160,7 @@ def _cp_exchange(job: Job) -> str:
     return min(("shared", "latents"), key=time)
 
 
-def _default_max_tokens(job: Job) -> int:
+def default_max_tokens(job: Job) -> int:
     """S_max where neither settings nor memory say."""
     return math.ceil(1.25 * job.least_max_tokens / job.unit_tokens) * job.unit_tokens
 
@@ -180,7 +180,7 @@ def _max_tokens(job: Job, wanted: int | str | None, budget_bytes: float | None) 
             raise ValueError("--wlb-max-tokens auto needs to know the memory: give --wlb-memory-budget in GiB")
         return min(fitting, MAX_TOKENS // job.unit_tokens * job.unit_tokens)
     if wanted is None:
-        wanted = _default_max_tokens(job)
+        wanted = default_max_tokens(job)
     assert isinstance(wanted, int)
     if wanted < least:
         why = f"under --seq-length {least}: a document of a full window would fit nowhere"

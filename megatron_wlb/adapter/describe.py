@@ -3,6 +3,7 @@
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -37,8 +38,8 @@ def check(args: Namespace) -> None:
     policy, run = packing.from_args(args), RunSettings.from_args(args)
     if not policy.trains:
         raise ValueError(f"--wlb-packing {policy.name} is a baseline for plans and benchmarks; train with another")
-    for said in packing.without_effect(args):
-        raise ValueError(f"{said}; choose that, or take the flag out")
+    if said := packing.without_effect(args):
+        raise ValueError(f"{said[0]}; choose that, or take the flag out")
     if run.attention_backend == "megatron":
         _check_upstream_attention(args)
     settings = PlanSettings.from_args(args)
@@ -112,7 +113,7 @@ def best_job(args: Namespace, stream: Callable[[], DocumentStream]) -> tuple[Job
     if settings.micro_batches != "auto":
         return job, []
     known = settings.memory_budget is not None or _budget_bytes(args) is not None
-    return predictions(job, lambda count: make_job(args, num_micro_batches=count), stream, memory_known=known)
+    return predictions(job, partial(make_job, args), stream, memory_known=known)
 
 
 def evaluation_job(job: Job, args: Namespace) -> Job:

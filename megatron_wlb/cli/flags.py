@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -224,10 +225,7 @@ def with_best_count(args: argparse.Namespace, job: Job, stream: Callable[[], Doc
     """A `packing_job` with as many micro-batches as training would choose, as far as flags say what that depends on."""
     if args.wlb_micro_batches != "auto" or not layout_known(args):
         return job
-
-    def make(count: int) -> Job:
-        return packing_job(args, [], packing=job.packing, num_micro_batches=count)
-
+    make = partial(packing_job, args, [], packing=job.packing)
     return predictions(job, make, stream, memory_known=args.wlb_memory_budget is not None)[0]
 
 

@@ -38,7 +38,7 @@ class Prediction(NamedTuple):
 
 
 def predictions(
-    default: Job, make: Callable[[int], Job], stream: Callable[[], DocumentStream], *, memory_known: bool
+    default: Job, make: Callable[..., Job], stream: Callable[[], DocumentStream], *, memory_known: bool
 ) -> tuple[Job, list[Prediction]]:
     """The job with the best number of micro-batches, and all that were tried, by their number; [] if `default` it is.
 
@@ -47,7 +47,7 @@ def predictions(
 
     Args:
         default: the job with a micro-batch for every window.
-        make: the job with so many micro-batches; raises ValueError where it cannot have them.
+        make: the job with `num_micro_batches`; raises ValueError where it cannot have them.
         stream: of the run's documents from the beginning, without end.
         memory_known: `make` refuses micro-batches that are too long for memory; else none of several windows is tried.
     """
@@ -57,7 +57,7 @@ def predictions(
     for count in sorted({windows * share for share in SHARES if windows * share == int(windows * share)}):
         if count >= windows or memory_known:
             with contextlib.suppress(ValueError):
-                jobs.setdefault(int(count), make(int(count)))
+                jobs.setdefault(int(count), make(num_micro_batches=int(count)))
     if len(jobs) == 1:
         return default, []
     tried = [Prediction(job, *_measured(_scaled(job), stream)) for job in jobs.values()]

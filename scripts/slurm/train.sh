@@ -32,6 +32,7 @@ recipe=(
     --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --split 99,1,0
     --eval-interval 500 --eval-iters 4 --log-interval 1 --save-interval 200
 )
+
 required() {
     local name
     for name; do

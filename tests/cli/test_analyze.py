@@ -17,6 +17,7 @@ from megatron_wlb.cli.analyze import layouts
 from megatron_wlb.cli.analyze.report import data_entries, other_policy
 from megatron_wlb.cli.analyze.setup import flags_of, schemes, setup_of
 from megatron_wlb.cli.main import main
+from megatron_wlb.cost.memory import largest_max_tokens
 from megatron_wlb.describe import PlanSettings, make_job
 from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import MODELS
@@ -227,6 +228,18 @@ def test_the_paper_has_its_own_number_of_micro_batches(data):
         assert (paper.num_micro_batches, paper.max_tokens) == (N, 1.25 * C)
     given = setup_of(described(*line, f"--wlb-max-tokens {6 * C}").args)
     assert schemes(given)["paper"].max_tokens == given.other.max_tokens == 6 * C
+
+
+def test_what_it_is_compared_with_need_not_fit(data):
+    """A rank may get micro-batches of S_max only by Algorithm 1, and so need more memory than by adaptive packing."""
+    line = "--model llama2-7b --seq-length 131072 --global-batch-size 4 --num-gpus 64 --tensor-model-parallel-size 8"
+    line += f" --context-parallel-size 2 --pipeline-model-parallel-size 4 --split 1 --data-path {data}"
+    setup = setup_of(described(line, "--wlb-memory-budget 40").args)
+    assert setup.job.max_tokens == schemes(setup)["paper"].max_tokens == 1.25 * 131072
+    assert setup.other is None
+    setup = setup_of(described(line, "--wlb-memory-budget 40 --wlb-max-tokens auto").args)
+    assert setup.other.max_tokens == largest_max_tokens(setup.other, 40 * 2**30) < 1.25 * 131072 < setup.job.max_tokens
+    assert schemes(setup)["paper"].max_tokens == 1.25 * 131072
 
 
 def test_dynamic_context_parallelism_is_what_gains_are_over(tmp_path, lengths, capsys):

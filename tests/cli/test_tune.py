@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -163,9 +164,7 @@ def test_time_is_that_of_training_in_its_layout(tmp_path, profile, monkeypatch):
     quickest, *others = [time(row, held_out) / row["held_out"]["time"] for row in rows]
     assert others == pytest.approx([quickest] * len(others), rel=1e-9)
     adaptive = replace(job, packing=AdaptivePacking())
-    best, tried = predictions(
-        adaptive, lambda count: replace(adaptive, num_micro_batches=count), lambda: stream(fit), memory_known=False
-    )
+    best, tried = predictions(adaptive, partial(replace, adaptive), lambda: stream(fit), memory_known=False)
     assert len(tried) > 1 and best.num_micro_batches > N
     assert {row["micro_batches"] for row in rows if row["policy"] == "adaptive"} == {best.num_micro_batches}
 

@@ -25,13 +25,13 @@ def chosen(*, windows=8, memory_known=True, packing=None, refuses=(), **changes)
     """The number of micro-batches, and what was tried: number -> prediction."""
     policy = packing or AdaptivePacking()
 
-    def make(count):
-        if count in refuses:
+    def make(num_micro_batches=windows):
+        if num_micro_batches in refuses:
             raise ValueError("too long")
-        sizes = {"context_length": WINDOW, "global_batch_size": windows, "num_micro_batches": count}
+        sizes = {"context_length": WINDOW, "global_batch_size": windows, "num_micro_batches": num_micro_batches}
         return job(**sizes, packing=policy, **changes)
 
-    best, tried = predictions(make(windows), make, stream, memory_known=memory_known)
+    best, tried = predictions(make(), make, stream, memory_known=memory_known)
     return best.num_micro_batches, {each.job.num_micro_batches: each for each in tried}
 
 

@@ -48,8 +48,8 @@ def jobs(setup: "Setup", args: argparse.Namespace) -> Iterator[Job]:
             given = argparse.Namespace(**vars(args) | layout)
             given.wlb_memory_budget = (DEVICE_SHARE * H100_BYTES - weight_bytes(job_of(given, []))) / 2**30
             if given.wlb_memory_budget > 0:
-                make = partial(_with_count, given)
-                yield predictions(make(setup.job.global_batch_size), make, stream, memory_known=True)[0]
+                make = partial(job_of, given, [])
+                yield predictions(make(), make, stream, memory_known=True)[0]
 
 
 _VIRTUAL = (
@@ -57,10 +57,6 @@ _VIRTUAL = (
     "num_layers_per_virtual_pipeline_stage",
     "microbatch_group_size_per_virtual_pipeline_stage",
 )
-
-
-def _with_count(args: argparse.Namespace, count: int) -> Job:
-    return job_of(args, [], num_micro_batches=count)
 
 
 def gib(job: Job) -> float:

@@ -1,6 +1,7 @@
 """What is analysed: the job that the flags describe, the data, and the other ways to train the same."""
 
 import argparse
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -15,11 +16,10 @@ from megatron_wlb.cli.data import Data, data_of
 from megatron_wlb.cli.flags import job_of
 from megatron_wlb.cli.launch import DYNAMIC, WARM_UP_OVERLAP
 from megatron_wlb.cost.passes import H100, Hardware
-from megatron_wlb.describe import PlanSettings
+from megatron_wlb.describe import PlanSettings, default_max_tokens
 from megatron_wlb.job import Job
 from megatron_wlb.plan.packer import PackedStep, make_packer
 from megatron_wlb.plan.packing.adaptive import AdaptivePacking
-from megatron_wlb.plan.packing.base import Packing
 from megatron_wlb.plan.packing.original import OriginalPacking
 from megatron_wlb.plan.packing.wlb import WlbPacking
 from megatron_wlb.plan.step import shard_step
@@ -122,7 +122,7 @@ class Setup(NamedTuple):
     notes: list[str]
     """What the flags did not say, and what of them is not simulated: sentences."""
     make: Callable[..., Job]
-    """The job of the flags, but for what it is given."""
+    """The job of the flags, but for what it is given. Raises ValueError where memory has no room for that."""
     needs_dispatcher: bool = False
     """The run's dispatcher of tokens to experts is one that --wlb refuses."""
     layouts: Sequence[Job] = ()
@@ -132,14 +132,18 @@ class Setup(NamedTuple):
 
     @property
     def other(self) -> Job | None:
-        """The job with the other of Algorithm 1 and adaptive packing, with a micro-batch for every window."""
+        """The job with the other of Algorithm 1 and adaptive packing and a micro-batch for every window, if it fits."""
         if not isinstance(self.job.packing, WlbPacking | AdaptivePacking):
             return None
-        return self.by_windows(AdaptivePacking() if isinstance(self.job.packing, WlbPacking) else WlbPacking())
+        packing = AdaptivePacking() if isinstance(self.job.packing, WlbPacking) else WlbPacking()
+        with contextlib.suppress(ValueError):
+            return self.make(packing=packing, num_micro_batches=self.job.global_batch_size)
+        return None
 
-    def by_windows(self, packing: Packing) -> Job:
-        """The job with another packing, a micro-batch for every window, and S_max to go with that."""
-        return self.make(packing=packing, num_micro_batches=self.job.global_batch_size)
+    def by_windows(self) -> Job:
+        """The job with a micro-batch for every window, and S_max as a flag says or by default, even if too long."""
+        job = replace(self.job, num_micro_batches=self.job.global_batch_size)
+        return job if isinstance(self.settings.max_tokens, int) else replace(job, max_tokens=default_max_tokens(job))
 
     def steps(self, job: Job, count: int) -> Iterator[PackedStep]:
         """`count` steps as `job`, a scheme of this one, would train them, after those that warm up."""
@@ -203,13 +207,9 @@ def _with_best_count(setup: Setup, args: argparse.Namespace) -> Setup:
     """With as many micro-batches as `--wlb-micro-batches auto` would choose."""
     if setup.settings.micro_batches != "auto" or not setup.job.packing.steady_tokens:
         return setup
-
-    def make(count: int) -> Job:
-        return setup.make(num_micro_batches=count)
-
     stream = partial(setup.data.stream, setup.seed, setup.job.context_length)
     known = setup.settings.memory_budget is not None
-    best, tried = predictions(setup.job, make, stream, memory_known=known)
+    best, tried = predictions(setup.job, setup.make, stream, memory_known=known)
     if not known:
         setup.notes.append("Micro-batches of several windows are tried where --wlb-memory-budget says what fits.")
     return setup._replace(job=best, tried=tried, layouts=tuple(layouts.jobs(setup, args)))
@@ -254,9 +254,8 @@ def schemes(setup: Setup) -> dict[str, Job]:
     """
     job = setup.job
     wlb = job.packing if isinstance(job.packing, WlbPacking) else WlbPacking()
-    by_windows = setup.by_windows(wlb)
-    plain = replace(as_megatron(by_windows), hidden_transfers=setup.megatron.hidden_transfers)
-    paper = replace(plain, packing=by_windows.packing, cp_sharding="wlb", cp_exchange="all")
+    plain = replace(as_megatron(setup.by_windows()), hidden_transfers=setup.megatron.hidden_transfers)
+    paper = replace(plain, packing=wlb, cp_sharding="wlb", cp_exchange="all")
     has = {"plain": True, "thd": job.parallel.cp > 1, "dynamic": bool(setup.megatron.dynamic)}
     megatron = {name: replace(plain, cp_sharding=way) for name, way in MEGATRON.items() if has[name]}
     return megatron | {"paper": paper, "ours": job}
