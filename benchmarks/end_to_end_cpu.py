@@ -173,7 +173,11 @@ LAYOUTS = (
         "PP=2 VPP=2",
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4",
         4,
-        {"plain": PLAIN, "adaptive": "--wlb-packing adaptive"},
+        # In groups as Megatron has them by default.
+        {
+            "plain": f"{PLAIN} --microbatch-group-size-per-virtual-pipeline-stage 2",
+            "adaptive": "--wlb-packing adaptive",
+        },
         rounds=2,
     ),
 )
@@ -305,32 +309,32 @@ def fit(steps: Steps) -> Costs:
     return Costs(round(ratio(pairs)), ratio(kernel))
 
 
-def critical_path(layout: str, busy: np.ndarray, weights: np.ndarray | None = None) -> float:
+def critical_path(layout: str, busy: np.ndarray, weights: np.ndarray | None = None, group: int | None = None) -> float:
     """Time of a step that computing takes, of busy times float64 [ranks, micro-batches of a rank], in their unit.
 
     The slower rank under data parallelism; under context parallelism the slower one of every micro-batch, as ranks wait
     for each other within; 1F1B, interleaved with VPP=2, of the mean over stages in a pipeline. There, `weights` are the
-    part of `busy` that is put off, if any.
+    part of `busy` that is put off, if any, and `group` is that of the schedule.
     """
     if layout.startswith("DP"):
         return float(busy.sum(axis=1).max())
     if layout.startswith("CP"):
         return float(busy.max(axis=0).sum())
     if weights is not None and weights.any():
-        return _deferred_path(layout, busy.mean(axis=0), weights.mean(axis=0), len(busy))
+        return _deferred_path(layout, busy.mean(axis=0), weights.mean(axis=0), len(busy), group)
     # In whole numbers, a third of a pass forward and two backward.
     scale = 2**40 / busy.sum()
     work = np.rint(busy.mean(axis=0) * scale).astype(np.int64)
     chunks = 2 if "VPP=2" in layout else 1
-    schedule = Schedule(num_stages=len(busy), num_micro_batches=len(work), num_chunks=chunks)
+    schedule = Schedule(num_stages=len(busy), num_micro_batches=len(work), num_chunks=chunks, group_size=group)
     return float(makespans(schedule, work[None])[0]) / 3 / scale / chunks
 
 
-def _deferred_path(layout: str, busy: np.ndarray, weights: np.ndarray, stages: int) -> float:
+def _deferred_path(layout: str, busy: np.ndarray, weights: np.ndarray, stages: int, group: int | None) -> float:
     """The same with weight gradients put off, of a layer or of the output layer at a time."""
     chunks = 2 if "VPP=2" in layout else 1
     shape = stages, chunks, len(busy)
-    schedule = Schedule(num_stages=stages, num_micro_batches=len(busy), num_chunks=chunks)
+    schedule = Schedule(num_stages=stages, num_micro_batches=len(busy), num_chunks=chunks, group_size=group)
     counts = np.ones(shape[:2], np.int64)
     counts[-1, -1] += 1
     put_off = WeightGradients.alike(counts, np.broadcast_to(weights / chunks, shape))
@@ -358,12 +362,13 @@ def totals(layout: str, ranks: list[Steps], models: dict[str, Costs], count: int
         sums["other"] += float(np.mean([step["other"] for step in of_ranks]))
         busy = np.array([step["busy"] for step in of_ranks])
         weights = np.array([step["weights"] for step in of_ranks])
-        sums["critical"] += critical_path(layout, busy, weights)
+        group = of_ranks[0]["group"]
+        sums["critical"] += critical_path(layout, busy, weights, group)
         sums["even"] += even_path(layout, busy, count)
         sums["ideal"] += busy.sum() / len(busy)
         for name, model in models.items():
             work = np.array([model.work(layout, step) for step in of_ranks])
-            sums[f"{name} critical"] += critical_path(layout, work, work * weights / busy)
+            sums[f"{name} critical"] += critical_path(layout, work, work * weights / busy, group)
             sums[f"{name} even"] += even_path(layout, work, count)
             sums[f"{name} ideal"] += work.sum() / len(work)
         if layout.startswith("PP"):  # whose stages differ by more than micro-batches

@@ -42,15 +42,25 @@ class Layout:
     @property
     def name(self) -> str:
         chunks = f" x VPP={self.schedule.num_chunks}" if self.schedule.num_chunks > 1 else ""
+        chunks += f" in groups of {self.schedule.group_size}" if self.schedule.group_size else ""
         return f"PP={self.schedule.num_stages}{chunks}, {'computed' if self.computes else 'waited'}"
 
 
 LAYOUTS = tuple(
     Layout(
-        schedule=Schedule(num_stages=stages, num_chunks=chunks, num_micro_batches=count, hidden_transfers=chunks > 1),
+        schedule=Schedule(
+            num_stages=stages,
+            num_chunks=chunks,
+            num_micro_batches=count,
+            group_size=group,
+            hidden_transfers=chunks > 1,
+        ),
         computes=stages == 2,
     )
-    for stages, chunks, count in ((2, 1, 8), (2, 2, 4), (4, 1, 8), (4, 2, 8))  # idle for 10 % of a step or more
+    for stages, chunks, count, group in (
+        *((2, 1, 8, None), (2, 2, 4, None), (4, 1, 8, None), (4, 2, 8, None)),  # idle for 10 % of a step or more
+        (4, 2, 8, 4),  # upstream's default, with the passes of the one before
+    )
 )
 
 
@@ -270,6 +280,7 @@ def _pipeline(
         num_layers=size.layers // schedule.num_chunks,  # of a chunk; schedules don't look
         hidden_size=size.hidden,
         num_attention_heads=HEADS,
+        microbatch_group_size_per_vp_stage=schedule.group,
         deallocate_pipeline_outputs=True,
     )
     from megatron.core.pipeline_parallel import schedules

@@ -86,13 +86,13 @@ def schemes(name: str, window: int, lengths: np.ndarray) -> Iterator[tuple[str, 
     model, sizes, count = LAYOUTS[name]
     count = max(1, count * WINDOW // window)
 
-    def make(num_micro_batches: int = count, packing: Any = None, **changes: Any) -> Job:
+    def make(num_micro_batches: int = count, packing: Any = None, group_size: int | None = None, **changes: Any) -> Job:
         return make_job(
             model=MODELS[model],
             context_length=window,
             global_batch_size=count,
             num_micro_batches=num_micro_batches,
-            parallel=Parallel(**sizes),
+            parallel=Parallel(**sizes, group_size=group_size),
             packing=packing or AdaptivePacking(),
             settings=PlanSettings(profile="h100-fa2"),
             device_bytes=H100_BYTES,
@@ -100,6 +100,7 @@ def schemes(name: str, window: int, lengths: np.ndarray) -> Iterator[tuple[str, 
         )
 
     others = {"reorder": False, "defer_weight_gradients": False, "hidden_transfers": False}
+    others |= {"group_size": sizes.get("pp")}
     megatron = others | {"packing": OriginalPacking(), "cp_exchange": "ring"}
     yield "ring per sequence", make(**megatron, cp_sharding="per-sequence")
     yield "ring per document", make(**megatron, cp_sharding="per-document")

@@ -37,8 +37,8 @@ TRAINING = f"""
 VOCABULARY = 255
 """Tokens are drawn below it, and it ends a document."""
 Steps = list[Row]
-"""The steps of one rank: "seconds", "other" CPU time (optimizer, planning, logging); of all ranks "tokens", "work" and
-"late", tokens times the steps that they ran late; and for each micro-batch of the rank the CPU time of its passes,
+"""The steps of one rank: "seconds", "other" CPU time (optimizer, planning, logging); of all ranks "tokens", "work",
+"late", tokens times the steps that they ran late, and "group" (`Parallel.group_size`); and for each micro-batch of the rank the CPU time of its passes,
 "busy", in which the weight gradients that were put off are "weights", and what planning knows: "rows", "pairs",
 "kernel_us"."""
 
@@ -144,7 +144,7 @@ def train(argv: list[str], first: int) -> Steps:
     def plan_step_kept(packer: Any, job: Any, dp_rank: int) -> Any:
         plan = plan_step(packer, job, dp_rank)
         late = sum(max(0, steps) * tokens for steps, tokens in plan.delays.items())
-        of_all = {"tokens": plan.tokens, "work": int(plan.work.sum()), "late": late}
+        of_all = {"tokens": plan.tokens, "work": int(plan.work.sum()), "late": late, "group": job.parallel.group_size}
         costs[plan.step] = of_all | costs_of(plan.micro_batches, job)
         order[:] = schedule_of(job).table()[:, 0].tolist()
         return plan

@@ -1,5 +1,6 @@
 """Makes a `Job` from settings and fills in what they leave open, for training and for commands."""
 
+import contextlib
 import dataclasses
 import math
 from dataclasses import dataclass, replace
@@ -141,6 +142,8 @@ def make_job(
         job = replace(job, defer_weight_gradients=not why)
     if "max_tokens" in rest:
         return job
+    if budget_bytes is not None:
+        job = _grouped(job, settings.max_tokens, budget_bytes)
     return replace(job, max_tokens=_max_tokens(job, settings.max_tokens, budget_bytes))
 
 
@@ -158,6 +161,16 @@ def _cp_exchange(job: Job) -> str:
         return shard(lengths, tried)[1].time + again
 
     return min(("shared", "latents"), key=time)
+
+
+def _grouped(job: Job, wanted: int | str | None, budget_bytes: float) -> Job:
+    """The job, in groups of as many micro-batches as stages where memory has no room for longer ones."""
+    parallel = job.parallel
+    least = wanted if isinstance(wanted, int) else default_max_tokens(job)
+    if parallel.vpp > 1 and parallel.group_size is None and largest_max_tokens(job, budget_bytes) < least:
+        with contextlib.suppress(ValueError):  # so many cannot be interleaved
+            return replace(job, parallel=replace(parallel, group_size=parallel.pp))
+    return job
 
 
 def default_max_tokens(job: Job) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_wlb.cost.attention import KernelTimes, Profile
 from megatron_wlb.cost.exchange import FP32
 from megatron_wlb.model import ModelShape
-from megatron_wlb.pipeline.schedule import nearest_counts, schedule_of
+from megatron_wlb.pipeline.schedule import even_groups, nearest_counts, schedule_of
 from megatron_wlb.plan.packing import POLICIES
 from megatron_wlb.plan.packing.base import Packing
 from megatron_wlb.plan.sharding.select import Sharding
@@ -42,7 +42,7 @@ class Parallel:
     """Tensor-parallel ranks divide the sequence between attention and MLP."""
     group_size: int | None = None
     """Consecutive micro-batches in one virtual stage (`--microbatch-group-size-per-virtual-pipeline-stage`);
-    None: PP."""
+    None: as `even_groups` has it. Megatron's default is PP."""
     edge_layers: int = 0
     """1: the embedding and the loss count as a layer each where layers are dealt over stages
     (`--account-for-embedding-in-pipeline-split` and `--account-for-loss-in-pipeline-split`)."""
@@ -181,7 +181,8 @@ class Job(Sharding):
                 f"{count} micro-batches a step cannot be shared by {dp} data-parallel ranks; give a multiple of "
                 f"{dp}{flag}"
             )
-        stages, group, rank_count = self.parallel.pp, self.parallel.group_size or self.parallel.pp, count // dp
+        stages, rank_count = self.parallel.pp, count // dp
+        group = self.parallel.group_size or even_groups(rank_count, stages)
         nearest = nearest_counts(rank_count, stages, group) if self.parallel.vpp > 1 else (rank_count,)
         if rank_count not in nearest:
             raise ValueError(

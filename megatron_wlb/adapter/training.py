@@ -170,6 +170,8 @@ class Training:
         feeds = [_of_step(first, batch, iterator, count) for batch, iterator in zip(batches, iterators, strict=True)]
         parallel, chunks = self._job.parallel, model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
+        if parallel.vpp > 1:
+            config.microbatch_group_size_per_vp_stage = schedule_of(self._job, count).group
         with self._deferred(plan, chunks, config) as fill:
             communicator = None
             if parallel.pp > 1:

@@ -282,7 +282,8 @@ def _token_bytes(job: Job, stage: int) -> tuple[float, float]:
     else:
         kept = layers * layer_bytes(job)
     if parallel.vpp > 1 and job.hidden_transfers:
-        at_once += parallel.pp * layer_input_bytes(job)  # what has been sent, of so many micro-batches
+        # What has been sent, of as many micro-batches as there are stages, and what waits for its group.
+        at_once += schedule_of(job).group * layer_input_bytes(job)
     if stage == parallel.pp - 1:
         at_once += job.bytes_per_value * model.hidden_size + logits_bytes(job)
         at_once += model.mtp_num_layers * mtp_bytes(job)

@@ -24,8 +24,8 @@ class Schedule:
     num_chunks: int = 1
     """Model chunks (virtual stages) per stage; chunk c of stage s is virtual stage c * num_stages + s."""
     group_size: int | None = None
-    """`--microbatch-group-size-per-virtual-pipeline-stage`: consecutive micro-batches in one chunk; None: as many as
-    stages."""
+    """`--microbatch-group-size-per-virtual-pipeline-stage`: consecutive micro-batches in one chunk; None:
+    `even_groups`."""
     forward_only: bool = False
     hidden_transfers: bool = False
     """A stage waits for no send, and receives a pass ahead throughout, as --wlb has it (`adapter/p2p.py`). By
@@ -55,7 +55,7 @@ class Schedule:
 
     @property
     def group(self) -> int:
-        return self.group_size or self.num_stages
+        return self.group_size or even_groups(self.num_micro_batches, self.num_stages)
 
     def table(self) -> np.ndarray:
         """(micro-batch, chunk) of the k-th forward pass of every stage, int64 [num_micro_batches * num_chunks, 2].
@@ -108,6 +108,20 @@ class Schedule:
         all_but_last = micro_batches[chunks < self.num_chunks - 1]
         forward, backward = (all_but_last if stage == end else micro_batches for end in (0, self.num_stages - 1))
         return forward.tolist(), backward.tolist()
+
+
+def even_groups(count: int, num_stages: int) -> int:
+    """How many of `count` micro-batches go through a chunk one after the other: even groups of about 1.5 for a stage.
+
+    Upstream's default, as many as stages, has the first stage wait for the last one in every chunk, for each micro-batch
+    that is longer than the others and for each transfer. Longer groups than this hold more activations and gain little.
+    No group is smaller than the pipeline; where that cannot be, there are that many in a group nevertheless.
+    """
+    for groups in range((4 * count + 3 * num_stages) // (6 * num_stages), 0, -1):
+        size = -(-count // groups)
+        if size >= num_stages and not 0 < count % size < num_stages:
+            return size
+    return num_stages
 
 
 def nearest_counts(count: int, num_stages: int, group: int) -> tuple[int, ...]:

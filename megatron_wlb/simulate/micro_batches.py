@@ -16,7 +16,7 @@ from megatron_wlb.plan.stream import DocumentStream
 from megatron_wlb.plan.types import Packing
 from megatron_wlb.simulate.step import simulate_step
 
-SHARES = (1, 2, 3, 4, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
+SHARES = (1, 3 / 2, 2, 3, 4, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
 """Micro-batches for every window of tokens that are tried, where a step can have so many."""
 RANKS = 2
 """Data-parallel ranks that stand for all."""

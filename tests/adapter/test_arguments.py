@@ -23,6 +23,7 @@ from megatron_wlb.adapter.training import _of_step
 from megatron_wlb.describe import PlanSettings
 from megatron_wlb.job import Parallel, Recompute
 from megatron_wlb.model import ModelShape
+from megatron_wlb.pipeline.schedule import schedule_of
 from megatron_wlb.plan.packing import POLICIES
 from tests.adapter.datasets import write_index, write_lengths
 from tests.adapter.training import MODEL, _less
@@ -186,7 +187,8 @@ def test_interleaving_is_refused_with_the_nearest_numbers_that_fit(parse, monkey
     """Of training and of evaluation."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     flags = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --transformer-impl local"
-    args = parse(*flags.split(), "--wlb-micro-batches", "18", world_size=4)
+    groups = "--microbatch-group-size-per-virtual-pipeline-stage 2"
+    args = parse(*flags.split(), *groups.split(), "--wlb-micro-batches", "18", world_size=4)
     message = r"18 micro-batches a step, 9 of .* groups of 2; give 16 or 20 \(--wlb-micro-batches\)"
     with pytest.raises(ValueError, match=message):
         job_of(args)
@@ -196,6 +198,10 @@ def test_interleaving_is_refused_with_the_nearest_numbers_that_fit(parse, monkey
     args.eval_global_batch_size = 6
     with pytest.raises(ValueError, match=r"evaluation \(--eval-global-batch-size\): 6 .* give 4 or 8$"):
         describe.evaluation_job(job, args)
+    args.microbatch_group_size_per_vp_stage = None
+    free, args.eval_global_batch_size = describe.make_job(args), 8
+    assert schedule_of(free).group == 3  # of the 6 micro-batches that a rank has in training, and of 4 below
+    assert schedule_of(describe.evaluation_job(free, args)).group == 4
 
 
 VIRTUAL = "--num-virtual-stages-per-pipeline-rank 2"

@@ -94,21 +94,28 @@ def test_activations_and_gradients_travel_in_groups_of_their_own(rank, posted, m
 
 
 def test_transfers_hide(dataset, monkeypatch, tmp_path):
-    """Of training and of evaluation, in a run: upstream receives ahead, something is kept, and nothing at the end."""
+    """Of training and of evaluation, in a run: upstream receives ahead, something is kept, and nothing at the end.
+
+    Each has groups of its own: of 4 micro-batches all, of 8 windows 3, 3 and 2.
+    """
     settle = p2p.PlannedP2PCommunicator.settle
 
     def settled(self):
         kept = len(self._sent)
         settle(self)
         with (tmp_path / str(os.getpid())).open("a") as file:
-            print(self.config.overlap_p2p_comm_warmup_flush, kept > 0, len(self._sent), file=file)
+            group = self.config.microbatch_group_size_per_vp_stage
+            print(
+                self.config.overlap_p2p_comm_warmup_flush, kept > 0, len(self._sent), len(self._rows), group, file=file
+            )
 
     monkeypatch.setattr(p2p.PlannedP2PCommunicator, "settle", settled)
     size, flags = LAYOUTS["pp2-vpp2"]
-    train(size, dataset, *flags.split(), *"--train-iters 2 --eval-iters 1 --eval-interval 1".split())
+    flags += " --train-iters 2 --eval-iters 1 --eval-interval 1 --wlb-micro-batches 4 --wlb-max-tokens 640"
+    train(size, dataset, *flags.split())
     found = [path.read_text().splitlines() for path in tmp_path.iterdir()]
     assert len(found) == size
-    assert all(len(lines) >= 4 and set(lines) == {"True True 0"} for lines in found)
+    assert all(len(lines) >= 4 and set(lines) == {"True True 0 4 4", "True True 0 8 3"} for lines in found)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

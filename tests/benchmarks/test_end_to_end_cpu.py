@@ -103,7 +103,16 @@ def test_summary():
         return [
             [
                 [
-                    {"tokens": 8, "work": 4, "late": 2, "seconds": s, "other": 0, "busy": [b], "weights": [0.0]}
+                    {
+                        "tokens": 8,
+                        "work": 4,
+                        "late": 2,
+                        "group": None,
+                        "seconds": s,
+                        "other": 0,
+                        "busy": [b],
+                        "weights": [0.0],
+                    }
                     | {"rows": [4], "pairs": [b], "kernel_us": [0]}
                 ]
                 for b in busy

@@ -3,11 +3,12 @@
 import itertools
 from collections import defaultdict
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
-from megatron_wlb.pipeline.schedule import Schedule, nearest_counts
+from megatron_wlb.pipeline.schedule import Schedule, even_groups, nearest_counts
 from tests.pipeline.schedules import schedules
 from tests.pipeline.upstream import record
 
@@ -53,6 +54,16 @@ def test_the_nearest_counts_are_those_that_upstream_takes():
         assert nearest_counts(count, stages, group) == tuple(sorted({*below, above}))
 
 
+def test_groups_are_even_and_upstream_takes_them():
+    assert [even_groups(count, 4) for count in (4, 6, 8, 9, 12, 16, 24, 32)] == [4, 6, 8, 5, 6, 6, 6, 7]
+    for stages in range(2, 17):
+        groups = {count: even_groups(count, stages) for count in range(1, 300)}
+        for count, group in groups.items():
+            assert nearest_counts(count, stages, group) == ((count,) if count >= stages else (stages,))
+        mean = np.mean([group / stages for count, group in groups.items() if count >= 4 * stages])
+        assert 1.4 < mean < 1.9 and max(groups.values()) <= 4 * stages
+
+
 def test_early_stages_hold_more_micro_batches():
     def in_flight(**sizes):
         schedule = Schedule(**sizes)
@@ -60,7 +71,7 @@ def test_early_stages_hold_more_micro_batches():
 
     assert in_flight(num_stages=8, num_micro_batches=64) == [8, 7, 6, 5, 4, 3, 2, 1]
     assert in_flight(num_stages=8, num_micro_batches=3) == [3, 3, 3, 3, 3, 3, 2, 1]
-    assert in_flight(num_stages=4, num_chunks=3, num_micro_batches=64) == [15, 13, 11, 9]
+    assert in_flight(num_stages=4, num_chunks=3, num_micro_batches=64, group_size=4) == [15, 13, 11, 9]
     assert in_flight(num_stages=4, num_chunks=3, num_micro_batches=64, group_size=10)[0] == 27
     assert in_flight(num_stages=2, num_chunks=3, num_micro_batches=2) == [6, 5]
 
@@ -87,7 +98,7 @@ def test_a_stage_receives_what_upstreams_neighbours_send(schedule):
 
 
 def test_receive_order_by_hand():
-    schedule = Schedule(num_stages=2, num_chunks=2, num_micro_batches=4)
+    schedule = Schedule(num_stages=2, num_chunks=2, num_micro_batches=4, group_size=2)
     assert schedule.receive_order(0) == ([0, 1, 2, 3], [0, 1, 0, 1, 2, 3, 2, 3])
     assert schedule.receive_order(1) == ([0, 1, 0, 1, 2, 3, 2, 3], [0, 1, 2, 3])
     assert Schedule(num_stages=1, num_micro_batches=3).receive_order(0) == ([], [])

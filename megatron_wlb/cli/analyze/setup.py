@@ -236,6 +236,7 @@ def as_megatron(job: Job) -> Job:
     """The job by Megatron's defaults: K and V travel in a ring (`--cp-comm-type p2p`), sequences are sharded whole."""
     return replace(
         job,
+        parallel=replace(job.parallel, group_size=job.parallel.group_size or job.parallel.pp),
         num_micro_batches=job.global_batch_size,
         reorder=False,
         defer_weight_gradients=False,
