@@ -101,7 +101,10 @@ def snake(work: np.ndarray, dp: int) -> np.ndarray:
 
 
 def compare(work: np.ndarray, job: Job, rng: np.random.Generator) -> dict[str, float]:
-    """Predicted time of one step, by how its micro-batches are placed and ordered; `random` orders what is placed."""
+    """Predicted time of one step, by how its micro-batches are placed and ordered; `random` orders what is placed.
+
+    All are interleaved in the groups of --wlb.
+    """
     placed, dealt = place(work, job), snake(work, job.parallel.dp)
 
     def ordered(rows: np.ndarray) -> np.ndarray:

@@ -38,9 +38,9 @@ VOCABULARY = 255
 """Tokens are drawn below it, and it ends a document."""
 Steps = list[Row]
 """The steps of one rank: "seconds", "other" CPU time (optimizer, planning, logging); of all ranks "tokens", "work",
-"late", tokens times the steps that they ran late, and "group" (`Parallel.group_size`); and for each micro-batch of the rank the CPU time of its passes,
-"busy", in which the weight gradients that were put off are "weights", and what planning knows: "rows", "pairs",
-"kernel_us"."""
+"late", tokens times the steps that they ran late, and "group" (`Parallel.group_size`); and for each micro-batch of the
+rank the CPU time of its passes, "busy", in which the weight gradients that were put off are "weights", and what
+planning knows: "rows", "pairs", "kernel_us"."""
 
 
 def document_lengths(name: str, window: int) -> np.ndarray:

@@ -140,10 +140,10 @@ def make_job(
         if why and settings.defer_weight_gradients == "on":
             raise ValueError(f"--wlb-defer-weight-gradients on, and {why}; give auto")
         job = replace(job, defer_weight_gradients=not why)
+    if budget_bytes is not None:
+        job = _grouped(job, rest.get("max_tokens", settings.max_tokens), budget_bytes)
     if "max_tokens" in rest:
         return job
-    if budget_bytes is not None:
-        job = _grouped(job, settings.max_tokens, budget_bytes)
     return replace(job, max_tokens=_max_tokens(job, settings.max_tokens, budget_bytes))
 
 

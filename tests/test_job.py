@@ -10,8 +10,10 @@ import pytest
 from megatron_wlb.cost.memory import peak_bytes
 from megatron_wlb.describe import PlanSettings
 from megatron_wlb.job import MAX_TOKENS, Job, Parallel, Recompute, differences
+from megatron_wlb.pipeline.schedule import schedule_of
 from megatron_wlb.plan import packing
 from megatron_wlb.plan.packing import DEFAULT_POLICY, POLICIES
+from megatron_wlb.plan.packing.wlb import WlbPacking
 from megatron_wlb.settings import Settings, flag_with_value, integers, setting
 from tests.jobs import job
 
@@ -85,6 +87,20 @@ def test_s_max_that_memory_limits():
             limited(room * 992 / 4000, max_tokens=wanted)
     with pytest.raises(ValueError, match="fit into memory"):
         job(**sizes, budget_bytes=room, settings=PlanSettings(memory_budget=2**-10))  # the user's counts before ours
+
+
+def test_groups_are_as_many_as_stages_where_memory_has_no_room_for_longer_ones():
+    sizes = {"num_micro_batches": 8, "global_batch_size": 8, "pp": 4, "vpp": 2, "packing": WlbPacking()}
+    free = job(**sizes)
+    short = replace(free, parallel=replace(free.parallel, group_size=4))
+    most, least = (max(peak_bytes(each, stage) for stage in range(4)) for each in (free, short))
+    assert (schedule_of(free).group, schedule_of(short).group) == (8, 4) and least < most
+    assert job(**sizes, budget_bytes=most).parallel.group_size is None
+    assert job(**sizes, budget_bytes=least) == replace(short, activation_bytes=int(least))
+    assert job(**sizes, budget_bytes=least, max_tokens=free.max_tokens).parallel.group_size == 4
+    assert job(**sizes, budget_bytes=least, settings=PlanSettings(max_tokens=64)).parallel.group_size is None
+    with pytest.raises(ValueError, match="fit into memory"):
+        job(**sizes | {"num_micro_batches": 6}, budget_bytes=least / 8)  # 6 cannot be interleaved in groups of 4
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def _case(name: str, model: str, kilo_tokens: int, layout: tuple[int, int, int, 
     tp, cp, pp, dp = layout
     job = make_job(
         model=MODELS[model],
-        parallel=Parallel(tp=tp, cp=cp, pp=pp, dp=dp, vpp=VPP, edge_layers=edge_layers),
+        parallel=Parallel(tp=tp, cp=cp, pp=pp, dp=dp, vpp=VPP, group_size=pp, edge_layers=edge_layers),
         context_length=kilo_tokens << 10,
         global_batch_size=pp * dp,  # the paper's global batch
         max_tokens=round(S_MAX * (kilo_tokens << 10)),

@@ -122,6 +122,7 @@ def evaluation_job(job: Job, args: Namespace) -> Job:
     try:
         return replace(
             job,
+            parallel=replace(job.parallel, group_size=args.microbatch_group_size_per_vp_stage),
             packing=OriginalPacking(),
             global_batch_size=count,
             num_micro_batches=count,

@@ -30,9 +30,10 @@ class Plans:
 
     def __init__(self, args: Namespace, job: Job, run: RunSettings) -> None:
         self._args, self._run = args, run
-        self._jobs = {"train": job}
+        self.jobs = {"train": job}
+        """By split."""
         if args.eval_iters > 0:
-            self._jobs |= dict.fromkeys(("valid", "test"), describe.evaluation_job(job, args))
+            self.jobs |= dict.fromkeys(("valid", "test"), describe.evaluation_job(job, args))
         self._planners: dict[str, Planner] = {}
         self._first_state: Any = None
         self.first_step = 0
@@ -48,7 +49,7 @@ class Plans:
         Raises ValueError for a packer state that is missing or does not fit.
         """
         if split not in self._planners:
-            job = self._jobs[split]
+            job = self.jobs[split]
             packer = make_packer(stream_of(self._args, split, data), job, fingerprint=data.fingerprint)
             if split == "train":
                 self._resume(packer, first_step)
@@ -88,7 +89,7 @@ class Plans:
         By the iteration, not by what ran last: a step that failed validation is saved as one still to come.
         """
         packer = self.trained(iteration).state if iteration > self.first_step else self._first_state
-        state.save(state_path(self._args.save, iteration), packer, self._jobs["train"])
+        state.save(state_path(self._args.save, iteration), packer, self.jobs["train"])
 
     def _resume(self, packer: Packer, first_step: int) -> None:
         """Bring a new packer to `first_step`, and print what is different from the run before."""
@@ -98,7 +99,7 @@ class Plans:
         try:
             if first_step:
                 before = _load(packer, self._args.load, first_step)
-                changes = ", ".join(differences(before, self._jobs["train"].to_json()))
+                changes = ", ".join(differences(before, self.jobs["train"].to_json()))
                 print_rank_0(
                     f"> wlb: resumed at iteration {first_step} with {sum(map(len, packer.waiting().values()))} "
                     f"documents waiting; {f'changed: {changes}' if changes else 'nothing changed'}"

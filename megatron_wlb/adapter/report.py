@@ -22,6 +22,7 @@ from megatron_wlb.adapter.throughput import Throughput
 from megatron_wlb.cost import memory
 from megatron_wlb.cost.passes import untimed
 from megatron_wlb.job import Job
+from megatron_wlb.pipeline.schedule import schedule_of
 from megatron_wlb.plan import document_log, native
 from megatron_wlb.plan.step import StepPlan, shard_step
 from megatron_wlb.plan.types import Packing
@@ -57,12 +58,12 @@ class Report:
         policy = [f"--wlb-packing {job.packing.name}"]
         values = ((f.name, getattr(job.packing, f.name)) for f in fields(job.packing))  # type: ignore[arg-type]
         policy += [flag_with_value(name, value) for name, value in values if value is not None]
+        groups = f" in groups of {schedule_of(job).group}" if job.parallel.vpp > 1 else ""
         print_rank_0(
             f"> wlb: {documents} documents ({short} under 2 tokens are left out), {' '.join(policy)} ({core}) into "
-            f"{job.num_micro_batches} micro-batches a step for {job.global_batch_size} windows of {job.context_length} "
-            f"tokens, S_max {job.max_tokens}, crossover {job.crossover_tokens} tokens, CP sharding {job.cp_sharding}"
-            + " of latents"
-            * (job.cp_exchange == "latents")
+            f"{job.num_micro_batches} micro-batches a step{groups} for {job.global_batch_size} windows of "
+            f"{job.context_length} tokens, S_max {job.max_tokens}, crossover {job.crossover_tokens} tokens, "
+            f"CP sharding {job.cp_sharding}{' of latents' * (job.cp_exchange == 'latents')}"
         )
         if self._tried:
             why = untimed(job)

@@ -171,7 +171,7 @@ class Training:
         parallel, chunks = self._job.parallel, model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
         if parallel.vpp > 1:
-            config.microbatch_group_size_per_vp_stage = schedule_of(self._job, count).group
+            config.microbatch_group_size_per_vp_stage = schedule_of(self._plans.jobs[first.split]).group
         with self._deferred(plan, chunks, config) as fill:
             communicator = None
             if parallel.pp > 1:

@@ -115,7 +115,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     layout.add_argument("--expert-tensor-parallel-size", type=integer(1, MAX_GPUS), metavar="N", help="default: TP")
     for name in ("num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"):
         layout.add_argument(f"--{name}", type=integer(1, 1 << 12), metavar="N")
-    layout.add_argument("--microbatch-group-size-per-virtual-pipeline-stage", type=count, metavar="N")
+    layout.add_argument(
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        type=count,
+        metavar="N",
+        help="default: about 1.5 times as many as stages with --wlb, as many as stages without",
+    )
     for name in ("embedding", "loss"):
         layout.add_argument(
             f"--account-for-{name}-in-pipeline-split", action="store_true", help="counts as a layer; both or none"

@@ -281,9 +281,10 @@ def _token_bytes(job: Job, stage: int) -> tuple[float, float]:
         at_once += together * layer_bytes(job)
     else:
         kept = layers * layer_bytes(job)
-    if parallel.vpp > 1 and job.hidden_transfers:
-        # What has been sent, of as many micro-batches as there are stages, and what waits for its group.
-        at_once += schedule_of(job).group * layer_input_bytes(job)
+    if parallel.vpp > 1:
+        # What was received ahead of its group, and of as many micro-batches as there are stages what has been sent.
+        sent = parallel.pp if job.hidden_transfers else 0
+        at_once += (schedule_of(job).group - parallel.pp + sent) * layer_input_bytes(job)
     if stage == parallel.pp - 1:
         at_once += job.bytes_per_value * model.hidden_size + logits_bytes(job)
         at_once += model.mtp_num_layers * mtp_bytes(job)

@@ -111,11 +111,12 @@ class Schedule:
 
 
 def even_groups(count: int, num_stages: int) -> int:
-    """How many of `count` micro-batches go through a chunk one after the other: even groups of about 1.5 for a stage.
+    """How many of `count` micro-batches go through a chunk one after the other: about 1.5 times as many as stages, in
+    groups of nearly equal size.
 
-    Upstream's default, as many as stages, has the first stage wait for the last one in every chunk, for each micro-batch
-    that is longer than the others and for each transfer. Longer groups than this hold more activations and gain little.
-    No group is smaller than the pipeline; where that cannot be, there are that many in a group nevertheless.
+    By upstream's default, exactly as many as stages, the first stage waits in every chunk for the slowest micro-batch
+    of the group and for transfers. Groups longer than these hold more activations and gain little. No group is smaller
+    than the pipeline. For fewer micro-batches than stages, which nobody can interleave, that is the number of stages.
     """
     for groups in range((4 * count + 3 * num_stages) // (6 * num_stages), 0, -1):
         size = -(-count // groups)

@@ -134,7 +134,8 @@ def cost_weights(job: "Job") -> CostWeights:
     Every stage computes all of them, and waits in warm-up and cool-down for the others. With one chunk a stage that is
     P - 1 times the largest. Interleaved, P micro-batches go round through all chunks, and in each of V rounds a stage
     waits until the largest has been through all P stages, beyond what the others of its round take; these are taken to
-    be alike. Warm-up and cool-down are then P - 1 times the mean.
+    be alike. Warm-up and cool-down are then P - 1 times the mean. Longer groups (`Schedule.group`) shorten these
+    waits; packing by less was tried, which made steps up to 1 % longer.
     """
     waits, num_chunks, num_micro_batches = job.parallel.pp - 1, job.parallel.vpp, job.micro_batches_per_rank
     if num_chunks == 1:

@@ -21,6 +21,7 @@ from megatron_wlb.cost.memory import largest_max_tokens
 from megatron_wlb.describe import PlanSettings, make_job
 from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import MODELS
+from megatron_wlb.pipeline.schedule import schedule_of
 from megatron_wlb.plan import packing
 from megatron_wlb.plan.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.packing.wlb import WlbPacking
@@ -217,6 +218,23 @@ def test_megatron_waits_for_transfers_unless_the_command_hides_them(tmp_path, le
     assert after["ours"] == before["ours"]
     slow = analyse(tmp_path, LARGE, *data, "--no-overlap-p2p-communication")["schemes"]["ours"]["us_per_token"]
     assert slow > before["ours"]
+
+
+@pytest.mark.parametrize(
+    ("windows", "flag", "megatron", "ours"),
+    [
+        (8, "", 4, 8),
+        (8, "--microbatch-group-size-per-virtual-pipeline-stage 4", 4, 4),
+        (6, "", 6, 6),  # more than Megatron interleaves without its flag
+    ],
+)
+def test_megatron_interleaves_in_groups_of_its_own(windows, flag, megatron, ours, data):
+    line = (
+        f"--model llama2-7b --seq-length 4096 --global-batch-size {windows} --pipeline-model-parallel-size 4 --split 1"
+    )
+    line += f" --num-virtual-stages-per-pipeline-rank 2 --wlb-micro-batches {windows} {flag} --data-path {data}"
+    groups = {name: schedule_of(job).group for name, job in schemes(setup_of(described(line).args)).items()}
+    assert groups == {"plain": megatron, "paper": megatron, "ours": ours}
 
 
 def test_the_paper_has_its_own_number_of_micro_batches(data):

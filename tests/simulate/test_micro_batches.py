@@ -42,19 +42,20 @@ def chosen(*, windows=8, memory_known=True, packing=None, refuses=(), **changes)
 )
 def test_a_pipeline_gets_more_and_a_single_rank_few(profile):
     count, tried = chosen(pp=4, dp=2, **profile)
-    assert set(tried) == {2, 4, 8, 16, 24, 32} and count > 8
+    assert set(tried) == {2, 4, 8, 12, 16, 24, 32} and count > 8
     assert tried[8].time == 1 and tried[2].time > 1 > tried[count].time
     count, tried = chosen(cp=2, **profile)
-    assert set(tried) == {1, 2, 4, 8, 16, 24, 32} and max(each.late_steps for each in tried.values()) < 0.1
+    assert set(tried) == {1, 2, 4, 8, 12, 16, 24, 32} and max(each.late_steps for each in tried.values()) < 0.1
     assert tried[count].time <= 1.01 * min(each.time for each in tried.values())
 
 
 def test_only_what_a_job_can_have_is_tried():
-    assert set(chosen(pp=4, vpp=2, dp=2)[1]) == {8, 16, 24, 32}  # a group of 4 for each of the two ranks
-    assert set(chosen(cp=2, memory_known=False)[1]) == {8, 16, 24, 32}
-    assert set(chosen(cp=2, refuses=(1, 16))[1]) == {2, 4, 8, 24, 32}
+    assert set(chosen(pp=4, vpp=2, dp=2)[1]) == {8, 12, 16, 24, 32}  # at least 4 for each of the two ranks
+    assert set(chosen(pp=4, vpp=2, dp=2, group_size=4)[1]) == {8, 16, 24, 32}
+    assert set(chosen(cp=2, memory_known=False)[1]) == {8, 12, 16, 24, 32}
+    assert set(chosen(cp=2, refuses=(1, 16))[1]) == {2, 4, 8, 12, 24, 32}
     assert chosen(pp=4, packing=WlbPacking()) == (8, {})  # whose steps would vary in tokens by it
-    assert chosen(pp=4, refuses=(1, 2, 4, 16, 24, 32)) == (8, {})
+    assert chosen(pp=4, refuses=(1, 2, 4, 12, 16, 24, 32)) == (8, {})
 
 
 def test_few_ranks_stand_for_many(monkeypatch):

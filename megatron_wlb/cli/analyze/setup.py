@@ -18,6 +18,7 @@ from megatron_wlb.cli.launch import DYNAMIC, WARM_UP_OVERLAP
 from megatron_wlb.cost.passes import H100, Hardware
 from megatron_wlb.describe import PlanSettings, default_max_tokens
 from megatron_wlb.job import Job
+from megatron_wlb.pipeline.schedule import nearest_counts
 from megatron_wlb.plan.packer import PackedStep, make_packer
 from megatron_wlb.plan.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.packing.original import OriginalPacking
@@ -142,7 +143,7 @@ class Setup(NamedTuple):
 
     def by_windows(self) -> Job:
         """The job with a micro-batch for every window, and S_max as a flag says or by default, even if too long."""
-        job = replace(self.job, num_micro_batches=self.job.global_batch_size)
+        job = _by_windows(self.job, self.job.parallel.group_size)
         return job if isinstance(self.settings.max_tokens, int) else replace(job, max_tokens=default_max_tokens(job))
 
     def steps(self, job: Job, count: int) -> Iterator[PackedStep]:
@@ -232,12 +233,20 @@ def flags_of(setup: Setup) -> str:
     return " ".join(flags) + " --eval-iters 0" * (not setup.data.has_validation)
 
 
+def _by_windows(job: Job, group_size: int | None) -> Job:
+    """The job with a micro-batch for every window, in groups of such a size if so many can be interleaved in them."""
+    parallel, windows = job.parallel, job.global_batch_size
+    each = windows // parallel.dp
+    if parallel.vpp == 1 or (group_size and each not in nearest_counts(each, parallel.pp, group_size)):
+        group_size = None
+    return replace(job, num_micro_batches=windows, parallel=replace(parallel, group_size=group_size))
+
+
 def as_megatron(job: Job) -> Job:
-    """The job by Megatron's defaults: K and V travel in a ring (`--cp-comm-type p2p`), sequences are sharded whole."""
+    """The job by Megatron's defaults: K and V travel in a ring (`--cp-comm-type p2p`), sequences are sharded whole,
+    micro-batches are interleaved in groups of as many as stages."""
     return replace(
-        job,
-        parallel=replace(job.parallel, group_size=job.parallel.group_size or job.parallel.pp),
-        num_micro_batches=job.global_batch_size,
+        _by_windows(job, job.parallel.group_size or job.parallel.pp),
         reorder=False,
         defer_weight_gradients=False,
         packing=OriginalPacking(),
