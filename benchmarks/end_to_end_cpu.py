@@ -334,7 +334,13 @@ def _deferred_path(layout: str, busy: np.ndarray, weights: np.ndarray, stages: i
     """The same with weight gradients put off, of a layer or of the output layer at a time."""
     chunks = 2 if "VPP=2" in layout else 1
     shape = stages, chunks, len(busy)
-    schedule = Schedule(num_stages=stages, num_micro_batches=len(busy), num_chunks=chunks, group_size=group)
+    schedule = Schedule(
+        num_stages=stages,
+        num_micro_batches=len(busy),
+        num_chunks=chunks,
+        group_size=group,
+        hidden_transfers=chunks > 1,
+    )
     counts = np.ones(shape[:2], np.int64)
     counts[-1, -1] += 1
     put_off = WeightGradients.alike(counts, np.broadcast_to(weights / chunks, shape))
