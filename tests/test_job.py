@@ -98,7 +98,6 @@ def test_groups_are_as_many_as_stages_where_memory_has_no_room_for_longer_ones()
     assert job(**sizes, budget_bytes=most).parallel.group_size is None
     assert job(**sizes, budget_bytes=least) == replace(short, activation_bytes=int(least))
     assert job(**sizes, budget_bytes=least, max_tokens=free.max_tokens).parallel.group_size == 4
-    assert job(**sizes, budget_bytes=least, settings=PlanSettings(max_tokens=64)).parallel.group_size is None
     with pytest.raises(ValueError, match="fit into memory"):
         job(**sizes | {"num_micro_batches": 6}, budget_bytes=least / 8)  # 6 cannot be interleaved in groups of 4
 
