@@ -7,9 +7,10 @@ evenly over all GPUs, and nobody ever waits; of whole documents, by the micro-ba
 Documents of F2 and of DistCA's sample; the shipped H100 model. Schemes: Megatron with a ring per sequence and a ring
 per document (THD), with documents over micro-batches by token count (`dp_balanced`, as upstream describes it), the
 paper, and --wlb by adaptive packing with a micro-batch for every window, and with as many as `--wlb-micro-batches auto`
-chooses, memory taken to be enough. Speed-ups are of work, since Megatron cuts documents where windows end; a gain
-per token is that per work over the work a token of many steps that are packed. Errors are standard errors of a ratio of
-means over steps. Writes benchmarks/results/step_time.json and docs/step_time.png in about ten minutes.
+chooses, memory taken to be enough; without a pipeline with `--wlb-cp-gradients model`, too. Speed-ups are of work,
+since Megatron cuts documents where windows end; a gain per token is that per work over the work a token of many steps
+that are packed. Errors are standard errors of a ratio of means over steps. Writes benchmarks/results/step_time.json and
+docs/step_time.png in about ten minutes.
 """
 
 from collections.abc import Iterator
@@ -110,6 +111,8 @@ def schemes(name: str, window: int, lengths: np.ndarray) -> Iterator[tuple[str, 
     yield "ours, M = N, not deferred", make(defer_weight_gradients=False)
     best, _ = predictions(make(), make, lambda: stream(lengths, window), memory_known=True)
     yield "ours, auto", best
+    if "pp" not in sizes:
+        yield "ours, auto, dK and dV as the model", replace(best, cp_gradients="model")
 
 
 def measured(job: Job, lengths: np.ndarray, steps: int) -> dict[str, np.ndarray | float | int]:
