@@ -14,7 +14,7 @@ import pytest
 
 from megatron_wlb.adapter.arguments import add_wlb_arguments
 from megatron_wlb.cli.analyze import layouts
-from megatron_wlb.cli.analyze.report import data_entries, other_policy
+from megatron_wlb.cli.analyze.report import data_entries, other_flags
 from megatron_wlb.cli.analyze.setup import flags_of, schemes, setup_of
 from megatron_wlb.cli.main import main
 from megatron_wlb.cost.memory import largest_max_tokens
@@ -291,10 +291,18 @@ def test_the_other_policy_is_mentioned_where_it_is_faster(data):
         setup = setup_of(described(JOB, "--wlb-crossover 900 --data-path", data, words).args)
         assert (setup.other and setup.other.packing) == other
         slow, fast = ({"us_per_token": us, "us_per_token_error": 0.01} for us in (1e3, 1e-3))
-        assert other_policy(setup, fast, slow) is None
-        found = other_policy(setup, slow, slow)
-        assert (found and found["packing"]) == (other and other.name)
-        assert found is None or found["speedup"] > 2
+        assert other_flags(setup, fast, slow) == []
+        found = other_flags(setup, slow, slow)
+        assert [each["flag"] for each in found] == ([f"--wlb-packing {other.name}"] if other else [])
+        assert all(each["speedup"] > 2 for each in found)
+
+
+def test_gradients_in_the_dtype_of_the_model_are_mentioned_where_they_can_be_faster(data):
+    words = f"{JOB} --data-path {data} --context-parallel-size 2 --wlb-packing original"
+    found = setup_of(described(words).args)
+    assert found.others == {"--wlb-cp-gradients model": replace(found.job, cp_gradients="model")}
+    assert not setup_of(described(words, "--wlb-cp-gradients model").args).others
+    assert not setup_of(described(words.replace("-parallel-size 2", "-parallel-size 1")).args).others
 
 
 def test_ranks_that_divide_experts_wait(tmp_path, lengths, capsys):

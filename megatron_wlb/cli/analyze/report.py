@@ -25,7 +25,7 @@ from megatron_wlb.simulate import SimulatedStep, breakdown, limit_time
 from megatron_wlb.simulate.micro_batches import ALIKE
 
 FORMAT = "megatron-wlb-analysis"
-VERSION = 5
+VERSION = 6
 MAX_STEPS, LEAST_SIMULATED, LEAST_PACKED = 200, 4, 40
 PASSES, MICRO_BATCHES = 60_000, 20_000
 """About how much is simulated and packed of each scheme, where that is between the bounds above."""
@@ -98,7 +98,7 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
         ],
         "schemes": numbers,
         "layouts": other_layouts(setup, numbers["ours"], numbers[reference]),
-        "other_policy": other_policy(setup, numbers["ours"], numbers[reference]),
+        "other_flags": other_flags(setup, numbers["ours"], numbers[reference]),
         "flags": flags_of(setup),
         "notes": setup.notes,
         "ignored": setup.ignored,
@@ -120,13 +120,12 @@ def other_layouts(setup: Setup, best: dict[str, Any], reference: dict[str, Any])
     return sorted(found, key=lambda each: each["us_per_token"])
 
 
-def other_policy(setup: Setup, best: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any] | None:
-    """`Setup.other`, if it is faster than `best` by two standard errors."""
-    other = setup.other
-    if other is None:
-        return None
-    numbers = _measure_other(setup, other)
-    return {"packing": other.packing.name} | _speedup(numbers, reference) if _is_faster(numbers, best) else None
+def other_flags(setup: Setup, best: dict[str, Any], reference: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of `Setup.others` that are faster than `best` by two standard errors."""
+    measured = {flag: _measure_other(setup, job) for flag, job in setup.others.items()}
+    return [
+        {"flag": flag} | _speedup(numbers, reference) for flag, numbers in measured.items() if _is_faster(numbers, best)
+    ]
 
 
 def _measure_other(setup: Setup, job: Job) -> dict[str, Any]:

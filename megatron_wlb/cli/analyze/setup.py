@@ -141,6 +141,17 @@ class Setup(NamedTuple):
             return self.make(packing=packing, num_micro_batches=self.job.global_batch_size)
         return None
 
+    @property
+    def others(self) -> dict[str, Job]:
+        """The job with a flag that the run does not have, by that flag: the other policy, gradients of K and V in the
+        model's dtype."""
+        job, found = self.job, {}
+        if self.other is not None:
+            found[flag_with_value("packing", self.other.packing.name)] = self.other
+        if job.parallel.cp > 1 and job.cp_gradient_bytes > job.bytes_per_value:
+            found[flag_with_value("cp_gradients", "model")] = replace(job, cp_gradients="model")
+        return found
+
     def by_windows(self) -> Job:
         """The job with a micro-batch for every window, and S_max as a flag says or by default, even if too long."""
         job = _by_windows(self.job, self.job.parallel.group_size)

@@ -148,7 +148,7 @@ def facts(report: Report) -> list[str]:
         *([_NEGATIVE] if any(_waiting(each) < 0 for each in entries["schemes"].values()) else []),
         *([_OVERLAP] if "--tp-comm-overlap" in entries["lost"] else []),
         *([_of_counts(entries["micro_batches"])] if entries["micro_batches"] else []),
-        *_of_other_policy(entries["other_policy"]),
+        *map(_of_other_flag, entries["other_flags"]),
         *_of_layouts(report),
         *entries["notes"],
         *([] if gain(report) > 0 else [f"Nothing is to be added to the command. Simulated was {entries['flags']}."]),
@@ -170,13 +170,9 @@ def _waiting(numbers: dict[str, Any]) -> float:
     return round(1000 * sum(typical[name] for name in SHARES["waiting"]) / typical["step"])
 
 
-def _of_other_policy(other: dict[str, Any] | None) -> list[str]:
-    if other is None:
-        return []
-    return [
-        f"--wlb-packing {other['packing']} in its place is faster: {other['speedup']:.2f} ± "
-        f"{other['speedup_error']:.2f} times as many tokens a second."
-    ]
+def _of_other_flag(other: dict[str, Any]) -> str:
+    speedup = f"{other['speedup']:.2f} ± {other['speedup_error']:.2f} times"
+    return f"{other['flag']} would be faster: {speedup} as many tokens a second."
 
 
 def _dynamic(megatron: Megatron) -> str:
