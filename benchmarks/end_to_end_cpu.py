@@ -320,27 +320,26 @@ def critical_path(layout: str, busy: np.ndarray, weights: np.ndarray | None = No
         return float(busy.sum(axis=1).max())
     if layout.startswith("CP"):
         return float(busy.max(axis=0).sum())
-    if weights is not None and weights.any():
-        return _deferred_path(layout, busy.mean(axis=0), weights.mean(axis=0), len(busy), group)
-    # In whole numbers, a third of a pass forward and two backward.
-    scale = 2**40 / busy.sum()
-    work = np.rint(busy.mean(axis=0) * scale).astype(np.int64)
     chunks = 2 if "VPP=2" in layout else 1
-    schedule = Schedule(num_stages=len(busy), num_micro_batches=len(work), num_chunks=chunks, group_size=group)
-    return float(makespans(schedule, work[None])[0]) / 3 / scale / chunks
-
-
-def _deferred_path(layout: str, busy: np.ndarray, weights: np.ndarray, stages: int, group: int | None) -> float:
-    """The same with weight gradients put off, of a layer or of the output layer at a time."""
-    chunks = 2 if "VPP=2" in layout else 1
-    shape = stages, chunks, len(busy)
     schedule = Schedule(
-        num_stages=stages,
-        num_micro_batches=len(busy),
+        num_stages=len(busy),
+        num_micro_batches=busy.shape[1],
         num_chunks=chunks,
         group_size=group,
         hidden_transfers=chunks > 1,
     )
+    if weights is not None and weights.any():
+        return _deferred_path(schedule, busy.mean(axis=0), weights.mean(axis=0))
+    # In whole numbers, a third of a pass forward and two backward.
+    scale = 2**40 / busy.sum()
+    work = np.rint(busy.mean(axis=0) * scale).astype(np.int64)
+    return float(makespans(schedule, work[None])[0]) / 3 / scale / chunks
+
+
+def _deferred_path(schedule: Schedule, busy: np.ndarray, weights: np.ndarray) -> float:
+    """The same with weight gradients put off, of a layer or of the output layer at a time."""
+    chunks = schedule.num_chunks
+    shape = schedule.num_stages, chunks, len(busy)
     counts = np.ones(shape[:2], np.int64)
     counts[-1, -1] += 1
     put_off = WeightGradients.alike(counts, np.broadcast_to(weights / chunks, shape))
