@@ -11,6 +11,7 @@ from megatron_wlb.cost.attention import KernelTimes, Profile
 from megatron_wlb.cost.exchange import FP32
 from megatron_wlb.model import ModelShape
 from megatron_wlb.pipeline.schedule import even_groups, nearest_counts, schedule_of
+from megatron_wlb.pipeline.split import EVEN, Split
 from megatron_wlb.plan.packing import POLICIES
 from megatron_wlb.plan.packing.base import Packing
 from megatron_wlb.plan.sharding.select import Sharding
@@ -43,9 +44,8 @@ class Parallel:
     group_size: int | None = None
     """Consecutive micro-batches in one virtual stage (`--microbatch-group-size-per-virtual-pipeline-stage`);
     None: as `even_groups` has it. Megatron's default is PP."""
-    edge_layers: int = 0
-    """1: the embedding and the loss count as a layer each where layers are dealt over stages
-    (`--account-for-embedding-in-pipeline-split` and `--account-for-loss-in-pipeline-split`)."""
+    split: Split = EVEN
+    """How layers are dealt over stages."""
 
     def __post_init__(self) -> None:
         for name in ("tp", "cp", "pp", "vpp", "dp", "ep"):
@@ -283,7 +283,7 @@ class Job(Sharding):
                 **parts
                 | {
                     "model": ModelShape(**parts["model"]),
-                    "parallel": Parallel(**parts["parallel"]),
+                    "parallel": Parallel(**parts["parallel"] | {"split": Split(**parts["parallel"]["split"])}),
                     "recompute": Recompute(**parts["recompute"] | {"modules": tuple(parts["recompute"]["modules"])}),
                     "packing": POLICIES[packing.pop("name")](
                         **{k: tuple(v) if isinstance(v, list) else v for k, v in packing.items()}

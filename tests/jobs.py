@@ -5,6 +5,7 @@ from typing import Any
 from megatron_wlb.describe import make_job
 from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import ModelShape
+from megatron_wlb.pipeline.split import Split
 
 MODEL = ModelShape(
     num_layers=8,
@@ -15,6 +16,7 @@ MODEL = ModelShape(
     padded_vocab_size=128,
     kv_channels=16,
 )
+EDGES = Split(account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True)
 _PARALLEL = Parallel.__dataclass_fields__
 
 

@@ -23,7 +23,8 @@ from benchmarks.paper.run import (
 )
 from benchmarks.paper.setups import BIG, LAYER, SEVEN_128, SLOWER, Case, slower_attention
 from benchmarks.results import Row
-from megatron_wlb.cost.passes import LayerTimes, layers_of, pass_times
+from megatron_wlb.cost.passes import LayerTimes, pass_times
+from megatron_wlb.pipeline.split import layers_of
 from megatron_wlb.plan.packing.fixed import FixedPacking
 from megatron_wlb.plan.sharding import shard
 

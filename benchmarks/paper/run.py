@@ -11,9 +11,9 @@ import numpy as np
 
 from benchmarks.lengths import stream
 from benchmarks.paper.setups import MEAN_DELAY, Case
-from megatron_wlb.cost.passes import layers_of
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job
+from megatron_wlb.pipeline.split import layers_of
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.packer import PackedStep, make_packer
 from megatron_wlb.plan.packing.adaptive import AdaptivePacking

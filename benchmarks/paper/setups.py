@@ -13,6 +13,7 @@ from megatron_wlb.cost.passes import H100, Hardware, pass_times
 from megatron_wlb.describe import make_job
 from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import MODELS
+from megatron_wlb.pipeline.split import EVEN, Split
 from megatron_wlb.plan.packing.original import OriginalPacking
 from megatron_wlb.plan.sharding import shard
 
@@ -154,11 +155,11 @@ _TABLE_1 = (
 )
 
 
-def _case(name: str, model: str, kilo_tokens: int, layout: tuple[int, int, int, int], edge_layers: int = 0) -> Case:
+def _case(name: str, model: str, kilo_tokens: int, layout: tuple[int, int, int, int], split: Split = EVEN) -> Case:
     tp, cp, pp, dp = layout
     job = make_job(
         model=MODELS[model],
-        parallel=Parallel(tp=tp, cp=cp, pp=pp, dp=dp, vpp=VPP, group_size=pp, edge_layers=edge_layers),
+        parallel=Parallel(tp=tp, cp=cp, pp=pp, dp=dp, vpp=VPP, group_size=pp, split=split),
         context_length=kilo_tokens << 10,
         global_batch_size=pp * dp,  # the paper's global batch
         max_tokens=round(S_MAX * (kilo_tokens << 10)),
@@ -176,7 +177,8 @@ TABLE_1 = tuple(_case(*row) for row in _TABLE_1)
 SEVEN_128 = TABLE_1[3]
 CASES_OF_WINDOWS = tuple(_case("7B", "llama2-7b", k, (8, 2, 4, 1)) for k in (32, 64, 96, 128, 160))
 """Figure 14. The paper gives no layouts for it; that of 7B-128K is taken."""
-BIG = _case("405B", "llama3-405b", 128, (8, 16, 16, 4), edge_layers=1)
+EDGES = Split(account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True)
+BIG = _case("405B", "llama3-405b", 128, (8, 16, 16, 4), EDGES)
 """Figures 1 and 4."""
 LAYER = SEVEN_128.changed(parallel=replace(SEVEN_128.job.parallel, cp=4))
 """Figure 15: CP = 4; TP as in 7B-128K, which the paper does not say."""

@@ -19,7 +19,7 @@ from benchmarks.paper.run import (
     speedup,
     tuned,
 )
-from benchmarks.paper.setups import BIG, SEVEN_128, SLOWER, Case, left_out, public_sample, slower_attention
+from benchmarks.paper.setups import BIG, EDGES, SEVEN_128, SLOWER, Case, left_out, public_sample, slower_attention
 from benchmarks.results import Row
 from megatron_wlb.model import ModelShape
 from megatron_wlb.plan.sharding import shard
@@ -105,7 +105,7 @@ def variations(base: Case) -> dict[str, Case]:
         "tp_overlap 0.5": hard(tp_overlap=0.5),
         "tp_overlap 1": hard(tp_overlap=1.0),
         "dp_overlap 0": hard(dp_overlap=0.0),
-        "edge_layers 1, two layers fewer": parallel(replace(model, num_layers=model.num_layers - 2), edge_layers=1),
+        "edges as layers, two layers fewer": parallel(replace(model, num_layers=model.num_layers - 2), split=EDGES),
         "VPP 1": parallel(vpp=1),
         "VPP 4 (550M: 3)": parallel(vpp=3 if model.num_layers == 24 else 4),
         "K and V of shared documents only": base.changed(cp_exchange="shared"),

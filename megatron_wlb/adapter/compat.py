@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
+import numpy as np
 from packaging.version import Version
+
+from megatron_wlb.pipeline.split import Split
 
 SUPPORTED = ((0, 18, 2), (0, 19, 0), (0, 20, 0))
 """The first version of each minor one of megatron-core that is tested; 0.20.0 is what upstream's main calls itself."""
@@ -84,9 +87,14 @@ def weight_and_optimizer_bytes(args: Namespace) -> float | None:
     # Of Adam's states only; the precision-aware ones are of other types, and may be in host memory.
     if args.optimizer != "adam" or args.use_precision_aware_optimizer:
         return None
-    # Context-parallel ranks share the distributed optimizer, too. A copy, since the formula sets defaults.
-    ranks = args.data_parallel_size * args.context_parallel_size
-    held = float(compute_weight_and_optimizer_memory(Namespace(**vars(args) | {"data_parallel_size": ranks})))
+    # Context-parallel ranks share the distributed optimizer, too. The formula deals layers evenly, so that all stages
+    # get as many as the fullest. A copy, since it sets defaults.
+    ranks, stages = args.data_parallel_size * args.context_parallel_size, args.pipeline_model_parallel_size
+    split = Split.from_args(args).layers(args.num_layers, stages, args.virtual_pipeline_model_parallel_size or 1)
+    told = {"data_parallel_size": ranks, "num_layers": stages * int(split.sum(axis=1).max())}
+    if isinstance(args.moe_layer_freq, list):
+        told["moe_layer_freq"] = np.resize(args.moe_layer_freq, told["num_layers"]).tolist()
+    held = float(compute_weight_and_optimizer_memory(Namespace(**vars(args) | told)))
     return held / ranks if getattr(args, "use_torch_fsdp2", False) else held
 
 

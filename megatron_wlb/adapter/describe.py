@@ -14,6 +14,7 @@ from megatron_wlb.cost.memory import DEVICE_SHARE
 from megatron_wlb.describe import PlanSettings
 from megatron_wlb.job import Job, Parallel, Recompute
 from megatron_wlb.model import MODELS, ModelShape, latent_sizes
+from megatron_wlb.pipeline.split import Split
 from megatron_wlb.plan import packing
 from megatron_wlb.plan.packing.original import OriginalPacking
 from megatron_wlb.plan.stream import DocumentStream
@@ -21,7 +22,6 @@ from megatron_wlb.simulate.micro_batches import Prediction, predictions
 
 _UNDEFERRABLE = (
     "defer_embedding_wgrad_compute fp4 fp8 moe_shared_expert_overlap overlap_dispatch_backward_with_experts_wgrad "
-    "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout "
     "use_torch_fsdp2 use_transformer_engine_op_fuser"
 ).split()
 """Arguments of upstream with which weight gradients stay in the backward pass: with other hooks or layers, or where it
@@ -154,7 +154,6 @@ def _no_deferral(args: Namespace, settings: PlanSettings) -> dict[str, bool]:
 def _parallel(args: Namespace) -> Parallel:
     """The layout, but for the virtual stages that only validation counts."""
     tp, cp, pp = args.tensor_model_parallel_size, args.context_parallel_size, args.pipeline_model_parallel_size
-    edges = args.account_for_embedding_in_pipeline_split and args.account_for_loss_in_pipeline_split
     return Parallel(
         tp=tp,
         cp=cp,
@@ -163,7 +162,7 @@ def _parallel(args: Namespace) -> Parallel:
         ep=args.expert_model_parallel_size,
         etp=args.expert_tensor_parallel_size if args.num_experts else None,
         sequence_parallel=args.sequence_parallel,
-        edge_layers=int(edges),
+        split=Split.from_args(args),
     )
 
 

@@ -17,6 +17,7 @@ from megatron_wlb.cost.memory import H100_BYTES
 from megatron_wlb.describe import PlanSettings, make_job
 from megatron_wlb.job import MAX_TOKENS, Job, Parallel, Recompute
 from megatron_wlb.model import MODELS, ModelShape, latent_sizes
+from megatron_wlb.pipeline.split import Split
 from megatron_wlb.plan.packing import from_args, without_effect
 from megatron_wlb.plan.stream import DocumentStream
 from megatron_wlb.simulate.micro_batches import predictions
@@ -122,9 +123,10 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="default: about 1.5 times as many as stages with --wlb, as many as stages without",
     )
     for name in ("embedding", "loss"):
-        layout.add_argument(
-            f"--account-for-{name}-in-pipeline-split", action="store_true", help="counts as a layer; both or none"
-        )
+        layout.add_argument(f"--account-for-{name}-in-pipeline-split", action="store_true", help="counts as a layer")
+    for name in ("first", "last"):
+        layout.add_argument(f"--decoder-{name}-pipeline-num-layers", type=integer(0, 1 << 12), metavar="N")
+    layout.add_argument("--pipeline-model-parallel-layout", metavar="LAYOUT", help="as Megatron, such as Et*3|(tt|)*2L")
     layout.add_argument("--recompute-activations", action="store_true", help="as --recompute-granularity selective")
     layout.add_argument("--recompute-granularity", choices=("full", "selective"))
     layout.add_argument("--recompute-method", choices=("uniform", "block"))
@@ -305,36 +307,43 @@ def _parallel(args: argparse.Namespace, num_layers: int, notes: list[str]) -> Pa
             f"{world} GPUs are no multiple of tensor x context x pipeline parallel sizes {tp} x {cp} x {pp} = {ranks}, "
             f"or more than {MAX_GPUS}; change one of them"
         )
-    if args.account_for_embedding_in_pipeline_split != args.account_for_loss_in_pipeline_split:
-        raise ValueError(
-            "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split are simulated together "
-            "only; give both or none"
-        )
     if (args.expert_model_parallel_size or 1) > 1 and not args.num_experts:
         raise ValueError("--expert-model-parallel-size without --num-experts; give both or none")
-    edge_layers = int(args.account_for_loss_in_pipeline_split)
+    split = Split.from_args(args)
     return Parallel(
         tp=tp,
         cp=cp,
         pp=pp,
-        vpp=_virtual_stages(args, num_layers + 2 * edge_layers, pp),
+        vpp=_virtual_stages(args, split, num_layers, pp),
         dp=world // ranks,
         ep=args.expert_model_parallel_size or 1,
         etp=args.expert_tensor_parallel_size,
         group_size=args.microbatch_group_size_per_virtual_pipeline_stage,
-        edge_layers=edge_layers,
+        split=split,
     )
 
 
-def _virtual_stages(args: argparse.Namespace, num_layers: int, pp: int) -> int:
-    layers = args.num_layers_per_virtual_pipeline_stage
-    if args.num_virtual_stages_per_pipeline_rank is not None or layers is None:
+def _virtual_stages(args: argparse.Namespace, split: Split, num_layers: int, pp: int) -> int:
+    layers, stages = args.num_layers_per_virtual_pipeline_stage, split.num_virtual_stages
+    if args.num_virtual_stages_per_pipeline_rank is not None or (layers is None and stages is None):
         return args.num_virtual_stages_per_pipeline_rank or 1
-    stages, rest = divmod(num_layers, pp * layers)
+    if stages is not None:
+        if stages % pp:
+            raise ValueError(
+                f"--pipeline-model-parallel-layout {args.pipeline_model_parallel_layout} has {stages} virtual stages, "
+                f"no multiple of {pp} pipeline stages; change one of them"
+            )
+        return stages // pp
+    if split.has_ends:
+        raise ValueError(
+            "--num-layers-per-virtual-pipeline-stage with a number of layers of the first or last stage; give "
+            "--num-virtual-stages-per-pipeline-rank"
+        )
+    stages, rest = divmod(num_layers + split.edges, pp * layers)
     if rest or not stages:
         raise ValueError(
-            f"--num-layers-per-virtual-pipeline-stage {layers} x {pp} pipeline stages do not divide {num_layers} "
-            "layers; change one of them"
+            f"--num-layers-per-virtual-pipeline-stage {layers} x {pp} pipeline stages do not divide "
+            f"{num_layers + split.edges} layers; change one of them"
         )
     return stages
 

@@ -19,9 +19,6 @@ NOT_SIMULATED = {
     "hybrid-override-pattern": "layers of several kinds",
     "experimental-attention-variant": "another attention",
     "heterogeneous-layers-config-path": "layers of several kinds",
-    "pipeline-model-parallel-layout": "stages of unequal layers",
-    "decoder-first-pipeline-num-layers": "stages of unequal layers",
-    "decoder-last-pipeline-num-layers": "stages of unequal layers",
     "yaml-cfg": "a YAML file of flags",
 }
 """Flags that change what would be predicted, and that the simulation does not know: refused, or left out on request."""

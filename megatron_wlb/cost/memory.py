@@ -11,8 +11,11 @@ Not counted: a few values a row of norms and routers, what kernels other than Fl
 import math
 from collections.abc import Collection
 
+import numpy as np
+
 from megatron_wlb.job import Job
 from megatron_wlb.pipeline.schedule import schedule_of
+from megatron_wlb.pipeline.split import decoder_layers, layers_of
 
 DEVICE_SHARE = 0.9
 """Share of a GPU's memory that is planned with; the rest is for the context, NCCL, kernels and fragmentation."""
@@ -23,12 +26,19 @@ WEIGHT_BYTES, OPTIMIZER_BYTES = 6, 12
 
 def weight_bytes(job: Job) -> float:
     """Weights, gradients and optimizer of the fullest GPU, with the distributed optimizer; of a dense model."""
-    p, model = job.parallel, job.model
-    weights = model.layer_weights * model.num_layers / p.pp + model.vocabulary_weights * (2 if p.pp == 1 else 1)
-    if model.mtp_num_layers:
-        weights += model.mtp_num_layers * (model.layer_weights + model.joining_weights)
-        weights += model.vocabulary_weights * (p.pp > 1)  # the last stage embeds, too
-    return weights / p.tp * (WEIGHT_BYTES + OPTIMIZER_BYTES / (p.dp * p.cp))
+    p = job.parallel
+    return float(stage_weights(job).max()) / p.tp * (WEIGHT_BYTES + OPTIMIZER_BYTES / (p.dp * p.cp))
+
+
+def stage_weights(job: Job) -> np.ndarray:
+    """Weights of every pipeline stage over its tensor-parallel ranks, float64 [pp]."""
+    model = job.model
+    weights = layers_of(job).sum(axis=1) * float(model.layer_weights)
+    weights[0] += model.vocabulary_weights
+    weights[-1] += model.vocabulary_weights + model.mtp_num_layers * model.joining_weights
+    if model.mtp_num_layers and job.parallel.pp > 1:
+        weights[-1] += model.vocabulary_weights  # the last stage embeds, too
+    return weights
 
 
 def layer_input_bytes(job: Job) -> float:
@@ -199,22 +209,22 @@ def peak_bytes(job: Job, stage: int, max_tokens: int | None = None) -> float:
     """
     kept, at_once = _token_bytes(job, stage)
     longest = job.max_tokens if max_tokens is None else max_tokens
-    return (most_in_flight(job, stage, longest) * kept + longest * at_once) / job.parallel.cp
+    return (most_kept(job, stage, longest, kept) + longest * at_once) / job.parallel.cp
 
 
-def most_in_flight(job: Job, stage: int, longest: int) -> float:
-    """Tokens that a stage keeps at once at most, where no micro-batch has more than `longest`.
+def most_kept(job: Job, stage: int, longest: int, kept: np.ndarray) -> float:
+    """What a stage keeps at once at most, where no micro-batch has more than `longest` tokens, and a pass through a
+    virtual stage keeps so much of a token, float64 [vpp].
 
     Every pass in flight may be that long, but each micro-batch of the rank is in flight once for every virtual stage at
     most.
     """
-    return min(schedule_of(job).in_flight(stage) * longest, _most_rank_tokens(job, longest))
+    return min(schedule_of(job).in_flight(stage, kept) * longest, _most_rank_tokens(job, longest) * float(kept.sum()))
 
 
 def _most_rank_tokens(job: Job, longest: int) -> float:
-    """Tokens of a step on a rank at most, once for every virtual stage, with the padding of micro-batches."""
-    padding = job.micro_batches_per_rank * job.unit_tokens
-    return job.parallel.vpp * (job.most_rank_tokens(longest) + padding)
+    """Tokens of a step on a rank at most, with the padding of micro-batches."""
+    return job.most_rank_tokens(longest) + job.micro_batches_per_rank * job.unit_tokens
 
 
 def largest_max_tokens(job: Job, budget_bytes: float) -> int:
@@ -222,8 +232,8 @@ def largest_max_tokens(job: Job, budget_bytes: float) -> int:
     budget, unit, fitting = job.parallel.cp * budget_bytes, job.unit_tokens, []
     for stage in range(job.parallel.pp):
         kept, at_once = _token_bytes(job, stage)
-        fits = budget / (schedule_of(job).in_flight(stage) * kept + at_once)
-        none, one = (kept * _most_rank_tokens(job, longest) for longest in (0, 1))  # it grows evenly with S_max
+        fits = budget / (schedule_of(job).in_flight(stage, kept) + at_once)
+        none, one = (kept.sum() * _most_rank_tokens(job, longest) for longest in (0, 1))  # it grows evenly with S_max
         if math.isfinite(none):
             fits = max(fits, (budget - none) / (one - none + at_once))
         fitting.append(int(max(0, fits)) // unit * unit)
@@ -251,9 +261,9 @@ def weight_gradient_bytes(job: Job) -> tuple[float, float]:
     return job.bytes_per_value * layer, job.bytes_per_value * (model.hidden_size + model.padded_vocab_size / p.tp)
 
 
-def kept_bytes(job: Job, stage: int) -> float:
-    """What a pass through a virtual stage keeps until its backward has ended, per token of a rank's part of the
-    sequence."""
+def kept_bytes(job: Job, stage: int) -> np.ndarray:
+    """What a pass through each virtual stage of a stage keeps until its backward has ended, per token of a rank's part
+    of the sequence, float64 [vpp]."""
     return _token_bytes(job, stage)[0]
 
 
@@ -265,17 +275,17 @@ def deferral_limits(job: Job) -> list[float]:
     return [most - job.max_tokens * _token_bytes(job, stage)[1] / job.parallel.cp for stage in range(job.parallel.pp)]
 
 
-def _token_bytes(job: Job, stage: int) -> tuple[float, float]:
-    """What a stage keeps for a token of a micro-batch in one of its virtual stages, and what it holds beside while one
-    micro-batch runs."""
+def _token_bytes(job: Job, stage: int) -> tuple[np.ndarray, float]:
+    """What a stage keeps for a token of a micro-batch in each of its virtual stages, float64 [vpp], and what it holds
+    beside while one micro-batch runs."""
     model, parallel, recompute = job.model, job.parallel, job.recompute
     # Offloading as in TransformerEngine's `OffloadSynchronizer`; before, only what its own modules save left the GPU.
-    layers = (model.num_layers + 2 * parallel.edge_layers) / (parallel.pp * parallel.vpp) - job.offloaded_layers
+    layers = decoder_layers(job)[stage].astype(float) - job.offloaded_layers
     ahead = 0 if "core_attn" in _dropped(job) else arrived_bytes(job)
     at_once = max(mlp_backward_bytes(job) + ahead, attention_backward_bytes(job) - _mlp_bytes(job, _dropped(job)))
     if recompute.granularity == "full":
         block = recompute.method == "block"
-        recomputed = min(recompute.num_layers or 0, layers) if block else layers
+        recomputed = np.minimum(recompute.num_layers or 0, layers) if block else layers
         together = 1 if block else recompute.num_layers or 1
         kept = recomputed * layer_input_bytes(job) / together + (layers - recomputed) * layer_bytes(job)
         at_once += together * layer_bytes(job)

@@ -17,6 +17,7 @@ from megatron_wlb.cost.exchange import (
 )
 from megatron_wlb.cost.network import Group, Network, load_network
 from megatron_wlb.job import Job, Parallel
+from megatron_wlb.pipeline.split import layers_of
 from megatron_wlb.plan.sharding.select import shard
 from megatron_wlb.plan.sharding.stages import attention_times
 from megatron_wlb.plan.sharding.volume import moved_rows
@@ -80,22 +81,6 @@ class Passes:
     """float64 [M]: tokens of a micro-batch that a context-parallel rank has."""
     expert_wait: np.ndarray
     """The part of `forward` and `backward` that waits for other data-parallel ranks: float64 [2, stages, chunks, M]."""
-
-
-def layers_of(job: Job) -> np.ndarray:
-    """Layers of every virtual stage, MTP layers on the last, int64 [pp, vpp]. Raises ValueError where they do not
-    divide."""
-    pp, vpp, edge = job.parallel.pp, job.parallel.vpp, job.parallel.edge_layers
-    each, rest = divmod(job.model.num_layers + 2 * edge, pp * vpp)
-    if rest:
-        counted = f" and {2 * edge} for the edges" if edge else ""
-        raise ValueError(
-            f"{job.model.num_layers} layers{counted} do not divide over {pp} stages of {vpp} chunks; change one of them"
-        )
-    layers = np.full((pp, vpp), each)
-    layers[0, 0] -= edge
-    layers[-1, -1] += job.model.mtp_num_layers - edge
-    return layers
 
 
 def untimed(job: Job) -> str:

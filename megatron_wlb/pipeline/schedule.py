@@ -77,9 +77,13 @@ class Schedule:
         behind = self.num_stages - 1 - stage
         return behind if self.num_chunks == 1 else 2 * behind + (self.num_chunks - 1) * self.group
 
-    def in_flight(self, stage: int) -> int:
-        """Forward passes that a stage holds at most before it goes back through one."""
-        return min(self.num_micro_batches * self.num_chunks, self.warm_up(stage) + 1)
+    def in_flight(self, stage: int, weights: np.ndarray | float = 1.0) -> float:
+        """Forward passes that a stage holds at most before it goes back through one; with `weights` of its chunks,
+        float64 [num_chunks], the most that they sum to."""
+        if np.ptp(weights) == 0:
+            return min(self.num_micro_batches * self.num_chunks, self.warm_up(stage) + 1) * float(np.max(weights))
+        ops, weights = self.ops(stage), np.asarray(weights)
+        return float((np.where(ops["backward"], -1, 1) * weights[ops["chunk"]]).cumsum().max())
 
     def turns(self, stage: int) -> np.ndarray:
         """Rank among the passes of `stage`, int64 [2, num_chunks, num_micro_batches]; forward even, backward odd.

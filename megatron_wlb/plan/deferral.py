@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_wlb.cost import memory
-from megatron_wlb.cost.passes import H100, Passes, layers_of, pass_times, put_off_weights, untimed
+from megatron_wlb.cost.passes import H100, Passes, pass_times, put_off_weights, untimed
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.pipeline.deferral import WeightGradients, run_deferred
 from megatron_wlb.pipeline.schedule import schedule_of
+from megatron_wlb.pipeline.split import layers_of
 from megatron_wlb.pipeline.timeline import Timeline, run
 from megatron_wlb.plan.types import ShardPlan
 
@@ -85,6 +86,6 @@ def _weight_gradients(job: "Job", rows: np.ndarray, layer: np.ndarray, output: n
         counts=counts,
         times=is_part * np.where(is_output, output, layer),
         held=is_part * np.where(is_output, held_of_output, held_of_layer) * rows,
-        kept=np.broadcast_to(kept[:, None, None] * rows, (*counts.shape, len(rows))),
+        kept=kept[:, :, None] * rows,
         limit=np.array(memory.deferral_limits(job)),
     )

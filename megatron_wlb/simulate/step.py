@@ -7,9 +7,11 @@ from operator import attrgetter
 import numpy as np
 
 from megatron_wlb.cost.exchange import FP32
+from megatron_wlb.cost.memory import stage_weights
 from megatron_wlb.cost.network import Group
-from megatron_wlb.cost.passes import H100, Hardware, LayerTimes, Passes, layers_of, pass_times, synchronised
+from megatron_wlb.cost.passes import H100, Hardware, LayerTimes, Passes, pass_times, synchronised
 from megatron_wlb.job import Job
+from megatron_wlb.pipeline.split import layers_of
 from megatron_wlb.pipeline.timeline import Timeline
 from megatron_wlb.plan.deferral import timeline_of
 from megatron_wlb.plan.types import ShardPlan
@@ -226,10 +228,7 @@ def _alike(job: Job, passes: Sequence[Passes]) -> float:
 
 def _update(job: Job, hardware: Hardware) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Exposed reduction of gradients, optimizer, and exposed gathering of parameters, in us, float64 [stages] each."""
-    weights = layers_of(job).sum(axis=1) * float(job.model.layer_weights)
-    weights[0] += job.model.vocabulary_weights
-    weights[-1] += job.model.vocabulary_weights
-    weights /= job.parallel.tp
+    weights = stage_weights(job) / job.parallel.tp
     group = Group(size=job.parallel.dp * job.parallel.cp, stride=job.parallel.tp)
     collective, exposed = hardware.network.collective, 1 - hardware.dp_overlap
     reduce = collective("reduce_scatter", weights * FP32, group) * exposed

@@ -213,7 +213,7 @@ VIRTUAL = "--num-virtual-stages-per-pipeline-rank 2"
         ("", ""),
         ("--transformer-impl transformer_engine", ""),
         ("--transformer-impl transformer_engine --add-qkv-bias", "--transformer-impl transformer_engine with biases"),
-        ("--decoder-first-pipeline-num-layers 1", "--decoder-first-pipeline-num-layers"),
+        ("--decoder-first-pipeline-num-layers 1", ""),
         ("--use-transformer-engine-op-fuser", "--use-transformer-engine-op-fuser"),
         (f"{VIRTUAL} --overlap-grad-reduce", ""),
         (f"{VIRTUAL} --overlap-grad-reduce --no-align-grad-reduce", "--overlap-grad-reduce --no-align-grad-reduce and"),
@@ -369,6 +369,7 @@ def test_weights_and_optimizer_are_shared_as_flags_say(parse):
         args = parse("--expert-tensor-parallel-size", "1", "--optimizer", optimizer, *flags)
         args.kv_channels, args.ffn_hidden_size, args.padded_vocab_size = 16, 256, 512
         args.data_parallel_size = args.context_parallel_size = 2
+        args.virtual_pipeline_model_parallel_size = None
         return compat.weight_and_optimizer_bytes(args)
 
     whole = held()
@@ -376,6 +377,11 @@ def test_weights_and_optimizer_are_shared_as_flags_say(parse):
     assert held("--use-distributed-optimizer") == whole * 9 / 18
     assert held("--use-precision-aware-optimizer") is None
     assert held(optimizer="sgd") is held("--use-distributed-optimizer", optimizer="muon") is None
+    pipeline = "--pipeline-model-parallel-size", "2", "--num-layers"
+    uneven = held(*pipeline, "4", "--decoder-last-pipeline-num-layers", "1")
+    assert uneven == held(*pipeline, "6") > held(*pipeline, "4")
+    moe = "4 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-layer-freq ([0]+[1]*3)".split()
+    assert held(*pipeline, *moe, "--decoder-first-pipeline-num-layers", "3") > held(*pipeline, *moe)
     if compat.minor() >= 19:
         assert held("--use-torch-fsdp2", "--untie-embeddings-and-output-weights") == whole / 4
 

@@ -26,6 +26,9 @@ LAYOUTS = {
     "pp2": (2, PP2),
     "pp2-vpp2": (2, VPP2),
     "pp4": (4, "--pipeline-model-parallel-size 4"),
+    "pp2-uneven": (2, f"{PP2} --decoder-last-pipeline-num-layers 1"),
+    "pp2-vpp2-uneven": (2, f"{PP2} --pipeline-model-parallel-layout Et|tt|t|L"),
+    "pp4-edges-alone": (4, "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout E|tt*2|t|L"),
     "dp2": (2, ""),
     "tp2-cp2-pp2-vpp2": (8, f"{TP2} {CP2} {VPP2}"),
 }

@@ -115,7 +115,7 @@ def test_variations_change_one_thing():
     for name, case in speed.variations(SEVEN_128).items():
         changed = {key for key, value in assumptions(case).items() if value != base[key]}
         none = name == "as calibrated" or name.startswith("550M of")  # which is another model
-        assert len(changed - {"model"} if name.startswith("edge_layers") else changed) == (not none), name
+        assert len(changed - {"model"} if name.startswith("edges") else changed) == (not none), name
     small = speed.variations(TABLE_1[0])["550M of 16 layers, width 1536"].job.model
     weights = small.num_layers * small.layer_weights + 2 * small.vocabulary_weights
     assert weights / 1e9 == pytest.approx(0.55, rel=0.02)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import struct
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from megatron_wlb.cli.flags import settle
 from tests.adapter.datasets import write_index
 from tests.cli.analyses import FFN, JOB, MODEL, C, N, described
+from tests.jobs import EDGES
 
 
 def test_a_job_with_all_flags():
@@ -35,7 +37,7 @@ def test_a_job_with_all_flags():
     }
     assert description["parallel"] == {
         **{"tp": 2, "cp": 2, "pp": 4, "vpp": 2, "dp": 3, "ep": 1, "sequence_parallel": True, "group_size": 4},
-        **{"edge_layers": 1, "etp": None},
+        **{"split": asdict(EDGES), "etp": None},
     }
     assert description["recompute"]["granularity"] == "selective" and not job.hidden_dropout
     assert description["packing"] == {"name": "adaptive", "max_delay_steps": 30}
@@ -157,7 +159,21 @@ def test_memory_bounds_micro_batches():
         ("--num-gpus 3", r"4 micro-batches a step cannot be shared by 3 data-parallel ranks"),
         ("--expert-model-parallel-size 2 --num-gpus 2", r"without --num-experts; give both or none"),
         ("--num-experts 4 --expert-model-parallel-size 4 --num-gpus 2", r"4 expert-parallel x 1 .* do not divide"),
-        ("--account-for-loss-in-pipeline-split", r"give both or none"),
+        ("--pipeline-model-parallel-size 2 --account-for-loss-in-pipeline-split", r"2 layers and 1 for the edges do"),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|mL", r"Et\|mL is not E, then t and"),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t|tL|",
+            r"E\|t\|tL\| is not E, then t and",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t|tL",
+            r"E\|t\|tL has 3 virtual stages, no multiple of 2 pipeline stages",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 0 "
+            "--num-layers-per-virtual-pipeline-stage 1",
+            r"give --num-virtual-stages-per-pipeline-rank",
+        ),
         ("--wlb-packing best", r"--wlb-packing is 'best'; choose one of"),
         ("--wlb-max-tokens 100", r"--wlb-max-tokens 100 is under --seq-length 4096"),
         ("--wlb-memory-budget 0.001", r"micro-batches of at most \d+ tokens fit into memory"),

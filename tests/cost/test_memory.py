@@ -11,7 +11,7 @@ from megatron_wlb.cost.memory import (
     layer_bytes,
     layer_input_bytes,
     mlp_backward_bytes,
-    most_in_flight,
+    most_kept,
     peak_bytes,
 )
 from megatron_wlb.job import Parallel, Recompute
@@ -22,7 +22,7 @@ from megatron_wlb.plan.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.packing.wlb import WlbPacking
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.plan.stream import DocumentStream, Source
-from tests.jobs import job
+from tests.jobs import EDGES, job
 
 GPT3_SHAPE = ModelShape(
     num_layers=96,
@@ -94,7 +94,7 @@ def test_the_peak_adds_up():
     assert peak_bytes(interleaved, 0) == 4096 * ((14 + 2 * group + 1) * 4 * kept + waiting + more)
     sent = peak_bytes(replace(interleaved, hidden_transfers=True), 0) - peak_bytes(interleaved, 0)
     assert sent == 4096 * 8 * 2 * 12288
-    edges = in_parallel(replace(GPT3, model=replace(GPT3_SHAPE, num_layers=94)), edge_layers=1)
+    edges = in_parallel(replace(GPT3, model=replace(GPT3_SHAPE, num_layers=94)), split=EDGES)
     assert peak_bytes(edges, 1) == peak_bytes(GPT3, 1)
     full = Recompute(granularity="full")
     assert at(0, recompute=full) == 4096 * (8 * 12 * 2 * 12288 + kept + more)
@@ -216,7 +216,7 @@ def test_no_stage_keeps_more_than_is_predicted(dp, vpp, count):
                 ops = schedule_of(given).ops(stage)
                 passes = np.where(ops["backward"], -1, 1) * tokens[ops["micro_batch"]]
                 kept[stage] = max(kept[stage], passes.cumsum().max())
-    most = np.array([most_in_flight(given, stage, longest) for stage in range(4)])
+    most = np.array([most_kept(given, stage, longest, np.ones(vpp)) for stage in range(4)])
     assert (kept <= most).all() and (kept > most / 2).all()
     # Which is less than if all passes in flight had the longest micro-batch, wherever micro-batches are many.
     if vpp == 2:

@@ -8,10 +8,11 @@ import pytest
 from megatron_wlb.cost.attention import ATTENTION_BACKWARD, FLOPS_PROFILE, KernelTimes, attention_kernels, load_profile
 from megatron_wlb.cost.exchange import exchange_model, stage_times
 from megatron_wlb.cost.network import Group
-from megatron_wlb.cost.passes import H100, crossover, layers_of, pass_times, put_off_weights, synchronised
+from megatron_wlb.cost.passes import H100, crossover, pass_times, put_off_weights, synchronised
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Recompute
 from megatron_wlb.model import MODELS
+from megatron_wlb.pipeline.split import layers_of
 from megatron_wlb.plan.sharding import rank_work
 from tests.simulate.shards import SMALL, job, shards_of
 
@@ -265,14 +266,6 @@ def test_overlaps_hide_their_share():
     shards = shards_of(given, [[8192]])
     plain, half = (layer_times(given, shards, replace(H100, tp_overlap=share))[0].tensor for share in (0, 0.5))
     assert half == plain / 2 > 0
-
-
-def test_layers_of_the_edges():
-    layers = layers_of(job(model=MODELS["llama3-405b"], pp=16, vpp=4, edge_layers=1))
-    assert layers.shape == (16, 4)
-    assert layers.sum() == 126
-    assert layers[0, 0] == layers[-1, -1] == 1
-    assert np.count_nonzero(layers == 2) == 62
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Recompute
 from megatron_wlb.model import MODELS
 from megatron_wlb.simulate import Hardware, balanced_time, breakdown, simulate_step, write_trace
+from tests.jobs import EDGES
 from tests.simulate.shards import SMALL, job, shards_of
 
 FREE = Network(
@@ -46,7 +47,7 @@ JOBS = [
         model=replace(MODELS["llama3-405b"], num_layers=6),
         pp=4,
         dp=3,
-        edge_layers=1,
+        split=EDGES,
         recompute=Recompute(granularity="full"),
     ),
     job(model=replace(MODELS["llama2-7b"], num_layers=8, mtp_num_layers=2), pp=4),
@@ -156,7 +157,7 @@ def test_the_trace_shows_every_pass(tmp_path):
 
 def test_the_papers_8k_gpu_job():
     """Figures 1 and 4: 405B, TP 8, CP 16, PP 16, DP 4 on 8192 GPUs, 16 micro-batches of 128K tokens each."""
-    one = job(model=MODELS["llama3-405b"], tp=8, cp=16, pp=16, vpp=4, dp=4, edge_layers=1, num_micro_batches=64)
+    one = job(model=MODELS["llama3-405b"], tp=8, cp=16, pp=16, vpp=4, dp=4, split=EDGES, num_micro_batches=64)
     assert one.parallel.num_gpus == 8192
     step = simulate_step(one, [shards_of(one, [[131072 // 2**d] * 2**d for d in range(4)] * 4)] * 4)
     assert step.computation.shape == (4, 16, 16)

@@ -23,7 +23,7 @@ def sizes(job: Job) -> list[tuple[int, int, int]]:
     wanted = [(p.cp, p.pp), (p.cp * p.pp, 1), (p.cp, 1), (p.cp * p.dp, p.pp), (p.cp * p.pp * p.dp, 1)]
     if p.pp % 2 == 0:
         wanted.append((2 * p.cp, p.pp // 2))
-    found = [(cp, pp, virtual_stages(job.model.num_layers + 2 * p.edge_layers, pp)) for cp, pp in wanted]
+    found = [(cp, pp, virtual_stages(job.model.num_layers + p.split.edges, pp)) for cp, pp in wanted]
     return [each for each in dict.fromkeys(found) if each != (p.cp, p.pp, p.vpp)]
 
 

@@ -1,0 +1,112 @@
+"""Which virtual stage has how many layers, by Megatron's flags for that."""
+
+import re
+from argparse import Namespace
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from megatron_wlb.job import Job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """How decoder layers are dealt over (virtual) stages, by the names and values of Megatron's flags.
+
+    Raises ValueError for flags that exclude each other.
+    """
+
+    decoder_first_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+    pipeline_model_parallel_layout: str | None = None
+    """Virtual stages in the order of the model, with | between them: E, the embedding, t, a layer, and L, the loss."""
+
+    def __post_init__(self) -> None:
+        if self.has_ends + (self.edges > 0) + (self.pipeline_model_parallel_layout is not None) > 1:
+            given = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
+            flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ValueError(f"{flags} are different ways to deal layers over stages; choose one")
+
+    @classmethod
+    def from_args(cls, args: Namespace) -> Self:
+        """The split of Megatron's arguments."""
+        return cls(**{f.name: getattr(args, f.name) for f in fields(cls)})
+
+    @property
+    def edges(self) -> int:
+        """How many of embedding and loss count as a layer."""
+        return self.account_for_embedding_in_pipeline_split + self.account_for_loss_in_pipeline_split
+
+    @property
+    def has_ends(self) -> bool:
+        """Whether the first or the last stage has a number of layers of its own."""
+        ends = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
+        return ends != (None, None)
+
+    @property
+    def num_virtual_stages(self) -> int | None:
+        """Of all stages; None where the flags leave it open."""
+        return None if self.pipeline_model_parallel_layout is None else len(self._laid_out())
+
+    def layers(self, num_layers: int, pp: int, vpp: int) -> np.ndarray:
+        """Decoder layers of every virtual stage, int64 [pp, vpp]; chunk c of stage s is virtual stage c * pp + s.
+
+        What `get_num_layers_to_build` of megatron/core/transformer/transformer_block.py says. Raises ValueError where
+        they do not divide.
+        """
+        if self.pipeline_model_parallel_layout is not None:
+            counts = np.array([stage.count("t") for stage in self._laid_out()])
+            if counts.size != pp * vpp or counts.sum() != num_layers:
+                raise ValueError(
+                    f"--pipeline-model-parallel-layout {self.pipeline_model_parallel_layout} has {counts.sum()} layers "
+                    f"on {counts.size} virtual stages, not {num_layers} on {pp} stages of {vpp} chunks; change one of "
+                    "them"
+                )
+            return counts.reshape(vpp, pp).T
+        first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
+        given = {stage: count for stage, count in ((0, first), (pp - 1, last)) if count is not None}
+        left = num_layers + self.edges - sum(given.values())
+        each, rest = divmod(left, pp - len(given)) if pp > len(given) else (0, left)
+        stages = np.array([given.get(stage, each) for stage in range(pp)])
+        if rest or left < 0 or (stages % vpp).any():
+            counted = f" and {self.edges} for the edges" if self.edges else ""
+            counted += f" ({', '.join(f'{n} on stage {stage}' for stage, n in given.items())})" if given else ""
+            raise ValueError(
+                f"{num_layers} layers{counted} do not divide over {pp} stages of {vpp} chunks; change one of them"
+            )
+        layers = (stages // vpp).repeat(vpp).reshape(pp, vpp)
+        layers[0, 0] -= self.account_for_embedding_in_pipeline_split
+        layers[-1, -1] -= self.account_for_loss_in_pipeline_split
+        return layers
+
+    def _laid_out(self) -> list[str]:
+        """The virtual stages of the layout. Raises ValueError for one that Megatron or `--wlb` does not know."""
+        said = written = (self.pipeline_model_parallel_layout or "").replace(",", "")
+        for repeated in (r"([^()*\d])\*(\d{1,3})", r"\(([^()]*)\)\*(\d{1,3})"):
+            written = re.sub(repeated, lambda found: found[1] * int(found[2]), written)
+        if not re.fullmatch(r"E[t|]*L", written):
+            raise ValueError(
+                f"--pipeline-model-parallel-layout {said} is not E, then t and | alone, then L; MTP layers (m) are on "
+                "the last stage without being named"
+            )
+        return written.split("|")
+
+
+EVEN = Split()
+"""Equally many layers on every virtual stage."""
+
+
+def decoder_layers(job: "Job") -> np.ndarray:
+    """Decoder layers of every virtual stage, int64 [pp, vpp]. Raises ValueError where they do not divide."""
+    return job.parallel.split.layers(job.model.num_layers, job.parallel.pp, job.parallel.vpp)
+
+
+def layers_of(job: "Job") -> np.ndarray:
+    """The same with MTP layers, which the last virtual stage has."""
+    layers = decoder_layers(job)
+    layers[-1, -1] += job.model.mtp_num_layers
+    return layers

@@ -1,0 +1,126 @@
+"""Layers of virtual stages, compared with what upstream builds."""
+
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+from megatron_wlb.model import MODELS
+from megatron_wlb.pipeline.split import EVEN, Split, decoder_layers, layers_of
+from tests.jobs import EDGES, MODEL, job
+
+
+def built(split, num_layers, pp, vpp):
+    """By upstream, which takes layers for granted that it never builds."""
+    config = SimpleNamespace(
+        num_layers=num_layers,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        pipeline_model_parallel_layout=None,
+        num_layers_in_first_pipeline_stage=split.decoder_first_pipeline_num_layers,
+        num_layers_in_last_pipeline_stage=split.decoder_last_pipeline_num_layers,
+        account_for_embedding_in_pipeline_split=split.account_for_embedding_in_pipeline_split,
+        account_for_loss_in_pipeline_split=split.account_for_loss_in_pipeline_split,
+    )
+    chunks = range(vpp) if vpp > 1 else [None]
+    layers = np.array([[get_num_layers_to_build(config, chunk, stage) for chunk in chunks] for stage in range(pp)])
+    assert layers.sum() == num_layers and (layers >= 0).all(), "upstream would lose layers"
+    return layers
+
+
+def splits():
+    yield EVEN
+    yield EDGES
+    yield Split(account_for_embedding_in_pipeline_split=True)
+    yield Split(account_for_loss_in_pipeline_split=True)
+    for first in (None, 0, 1, 2, 3, 4):
+        for last in (None, 0, 2, 3, 4, 6):
+            yield Split(decoder_first_pipeline_num_layers=first, decoder_last_pipeline_num_layers=last)
+
+
+@pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (2, 1), (2, 2), (3, 1), (4, 1), (4, 2), (4, 3)])
+def test_layers_are_those_that_upstream_builds(pp, vpp):
+    taken = 0
+    for split in splits():
+        for num_layers in range(2, 26):
+            try:
+                expected = built(split, num_layers, pp, vpp)
+            except AssertionError:
+                expected = None
+            if expected is None:
+                with pytest.raises(ValueError, match=f"{num_layers} layers"):
+                    split.layers(num_layers, pp, vpp)
+            else:
+                assert np.array_equal(split.layers(num_layers, pp, vpp), expected), (split, num_layers)
+                taken += 1
+    assert taken > 5
+
+
+LAYOUTS = [
+    "Et*3|(tt|)*5,tL",
+    "E|(t|)*2,L",
+    "Ettt|t|tt*2|L",
+    "E(tt|)*3tL",
+    "(E)*1t|*2,L",
+    "E,t*12|t|(|t)*2L",
+    "E|L",
+    "EtL",
+]
+
+
+def random_layout(draw):
+    parts = draw.choices(["t", "t*3", "|", "(t|)*2", "(tt|t)*3", ",", "|t", "t*2|*2", "(t*2|)*2"], k=draw.randint(0, 9))
+    return f"E{''.join(parts)}L"
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *map(random_layout, map(random.Random, range(40)))])
+def test_layouts_are_read_as_upstream_does(layout):
+    split, stages = (
+        Split(pipeline_model_parallel_layout=layout),
+        len(PipelineParallelLayerLayout.parse_str_to_list(layout)),
+    )
+    assert split.num_virtual_stages == stages
+    for pp in (each for each in range(1, stages + 1) if stages % each == 0):
+        theirs = [
+            [stage.count(LayerType.decoder) for stage in chunks]
+            for chunks in PipelineParallelLayerLayout(layout, pp).layout
+        ]
+        layers = split.layers(np.sum(theirs), pp, stages // pp)
+        assert np.array_equal(layers, theirs)
+
+
+@pytest.mark.parametrize(
+    "layout", ["", "tL", "Et", "Et|mL", "EtL|t", "Ex|L", "E(t|L", "Et*L", "Et*9999|L", "E((t)*2|)*2L", "EEL", "E t L"]
+)
+def test_other_layouts_are_refused(layout):
+    with pytest.raises(ValueError, match="is not E, then t and | alone, then L"):
+        Split(pipeline_model_parallel_layout=layout).layers(2, 2, 1)
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"has 3 layers on 2 virtual stages, not 4 on 2 stages of 1 chunks"):
+        Split(pipeline_model_parallel_layout="Ett|tL").layers(4, 2, 1)
+    with pytest.raises(ValueError, match=r"8 layers \(5 on stage 0, 4 on stage 1\) do not divide"):
+        Split(decoder_first_pipeline_num_layers=5, decoder_last_pipeline_num_layers=4).layers(8, 2, 1)
+    with pytest.raises(ValueError, match=r"126 layers and 1 for the edges do not divide over 16 stages of 1 chunks"):
+        Split(account_for_loss_in_pipeline_split=True).layers(126, 16, 1)
+    with pytest.raises(ValueError, match=r"--decoder-last-.* and --pipeline-model-parallel-layout are different ways"):
+        Split(decoder_last_pipeline_num_layers=1, pipeline_model_parallel_layout="EtL")
+
+
+def test_layers_of_the_edges():
+    layers = layers_of(job(model=MODELS["llama3-405b"], pp=16, vpp=4, split=EDGES, num_micro_batches=16))
+    assert layers.shape == (16, 4)
+    assert layers.sum() == 126
+    assert layers[0, 0] == layers[-1, -1] == 1
+    assert np.count_nonzero(layers == 2) == 62
+
+
+def test_mtp_layers_are_on_the_last_virtual_stage():
+    given = job(model=replace(MODEL, mtp_num_layers=2), pp=2, vpp=2)
+    assert np.array_equal(layers_of(given) - decoder_layers(given), [[0, 0], [0, 2]])
