@@ -3,6 +3,7 @@
 import re
 from argparse import Namespace
 from dataclasses import dataclass, fields
+from itertools import groupby
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -94,6 +95,14 @@ class Split:
                 "the last stage without being named"
             )
         return written.split("|")
+
+
+def laid_out(layers: np.ndarray) -> Split:
+    """The split of `Split.layers`, int64 [pp, vpp], by a layout."""
+    stages = ["t" * n if n < 4 else f"t*{n}" for n in layers.T.ravel()]
+    runs = [(stage, len(list(same))) for stage, same in groupby(stages[:-1])]
+    written = "".join(f"({stage}|)*{n}" if n > 1 else f"{stage}|" for stage, n in runs)
+    return Split(pipeline_model_parallel_layout=f"E{written}{stages[-1]}L")
 
 
 EVEN = Split()

@@ -17,13 +17,16 @@ from megatron_wlb.cli.analyze import layouts
 from megatron_wlb.cli.analyze.report import data_entries, other_flags
 from megatron_wlb.cli.analyze.setup import flags_of, schemes, setup_of
 from megatron_wlb.cli.main import main
-from megatron_wlb.cost.memory import largest_max_tokens
+from megatron_wlb.cost.attention import load_profile
+from megatron_wlb.cost.memory import largest_max_tokens, peak_bytes
 from megatron_wlb.describe import PlanSettings, make_job
 from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import MODELS
 from megatron_wlb.pipeline.schedule import schedule_of
+from megatron_wlb.pipeline.split import Split, layers_of
 from megatron_wlb.plan import packing
 from megatron_wlb.plan.packing.adaptive import AdaptivePacking
+from megatron_wlb.plan.packing.original import OriginalPacking
 from megatron_wlb.plan.packing.wlb import WlbPacking
 from megatron_wlb.plan.stream import shuffled
 from tests.adapter.datasets import write_index
@@ -297,12 +300,56 @@ def test_the_other_policy_is_mentioned_where_it_is_faster(data):
         assert all(each["speedup"] > 2 for each in found)
 
 
+def test_fewer_layers_on_the_last_stage_are_mentioned_where_they_would_be_faster(tmp_path, data, capsys):
+    words = f"{JOB} --num-layers 8 --pipeline-model-parallel-size 2 --vocab-size 16384 --wlb-crossover 9000"
+    words += f" --wlb-micro-batches 8 --data-path {data}"
+
+    def layouts_of(found):
+        return [each for each in found["other_flags"] if "layout" in each["flag"]]
+
+    found = analyse(tmp_path, words, "--steps 24")
+    (other,) = layouts_of(found)
+    assert re.fullmatch(r"--pipeline-model-parallel-layout 'Et\*\d\|(tt|ttt)L'", other["flag"])
+    assert other["speedup"] > found["schemes"]["ours"]["speedup"]
+    assert "Megatron would gain, too" in capsys.readouterr().out
+    again = analyse(tmp_path, words, other["flag"].replace("'", ""), "--steps 24")
+    assert again["schemes"]["ours"]["us_per_token"] < found["schemes"]["ours"]["us_per_token"]
+    assert layouts_of(again) == []
+    # Nor where memory is enough for even stages alone.
+    ours = setup_of(described(words).args).job
+    enough = max(peak_bytes(ours, stage) for stage in range(2)) / 2**30
+    for share, mentioned in ((1.001, False), (2, True)):
+        setup = setup_of(described(words, f"--wlb-memory-budget {share * enough}").args)
+        assert setup.job.max_tokens == ours.max_tokens and (other["flag"] in setup.others) == mentioned
+
+
 def test_gradients_in_the_dtype_of_the_model_are_mentioned_where_they_can_be_faster(data):
     words = f"{JOB} --data-path {data} --context-parallel-size 2 --wlb-packing original"
     found = setup_of(described(words).args)
     assert found.others == {"--wlb-cp-gradients model": replace(found.job, cp_gradients="model")}
     assert not setup_of(described(words, "--wlb-cp-gradients model").args).others
     assert not setup_of(described(words.replace("-parallel-size 2", "-parallel-size 1")).args).others
+
+
+def test_layers_leave_a_last_stage_that_the_vocabulary_fills():
+    """One by one, from its last chunk, as long as that makes the fullest stage less full."""
+    lengths = np.full(100, 30_000)
+
+    def relieved(model="llama3-8b", **parallel):
+        given = Job(
+            model=MODELS[model], parallel=Parallel(**parallel), context_length=1 << 17, num_micro_batches=16,
+            global_batch_size=16, max_tokens=1 << 17, crossover_tokens=37_000, packing=OriginalPacking(),
+            profile=load_profile("h100-fa2"),
+        )  # fmt: skip
+        found = layouts.relieved(given, lengths)
+        assert replace(found, parallel=given.parallel) == given and (found == given or layers_of(found).sum() == 32)
+        return found.parallel.split.pipeline_model_parallel_layout
+
+    assert relieved(pp=4) == "Et*9|(t*8|)*2t*7L"
+    assert relieved(pp=4, vpp=8) == "E(t|)*28tt|(t|)*2L"
+    assert relieved(pp=2) == "Et*17|t*15L"
+    assert relieved(pp=4, split=Split(decoder_last_pipeline_num_layers=5)) is None
+    assert relieved("llama2-7b", pp=4) is relieved() is None
 
 
 def test_ranks_that_divide_experts_wait(tmp_path, lengths, capsys):

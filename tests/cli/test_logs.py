@@ -23,6 +23,10 @@ FLAGS = {
     "refused": "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --global-batch-size 64 "
     "--micro-batch-size 4 --mock-data --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap "
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 --dataloader-type cyclic",
+    "layout": "--num-layers 9 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --global-batch-size 16 "
+    "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout E(t|)*6tt|tL",
+    "ends": "--num-layers 12 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --global-batch-size 16 "
+    "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --decoder-last-pipeline-num-layers 0",
     "one expert": "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --num-experts 1 "
     "--window-size 64,0 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 1 "
     "--global-batch-size 8",

@@ -7,16 +7,19 @@ import pytest
 
 from megatron_wlb.cost.memory import (
     attention_backward_bytes,
+    kept_bytes,
     largest_max_tokens,
     layer_bytes,
     layer_input_bytes,
     mlp_backward_bytes,
     most_kept,
     peak_bytes,
+    weight_bytes,
 )
 from megatron_wlb.job import Parallel, Recompute
 from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.pipeline.schedule import schedule_of
+from megatron_wlb.pipeline.split import Split
 from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.packing.wlb import WlbPacking
@@ -96,6 +99,15 @@ def test_the_peak_adds_up():
     assert sent == 4096 * 8 * 2 * 12288
     edges = in_parallel(replace(GPT3, model=replace(GPT3_SHAPE, num_layers=94)), split=EDGES)
     assert peak_bytes(edges, 1) == peak_bytes(GPT3, 1)
+    assert at(0) - peak_bytes(edges, 0) == 4096 * 8 * kept
+    assert weight_bytes(GPT3) - weight_bytes(edges) == 18 * GPT3_SHAPE.vocabulary_weights
+    uneven = in_parallel(GPT3, split=Split(decoder_first_pipeline_num_layers=5))
+    assert at(1) + 4096 * 7 * kept == peak_bytes(uneven, 1)
+    assert weight_bytes(uneven) - weight_bytes(GPT3) == 18 * GPT3_SHAPE.layer_weights
+    two = in_parallel(GPT3, split=Split(pipeline_model_parallel_layout="E(t*6|)*7t*12|(t*6|)*6t*5|tL"), vpp=2)
+    assert kept_bytes(two, 7).tolist() == [12 * kept, kept]
+    six = Recompute(granularity="full", method="block", num_layers=6)
+    assert kept_bytes(replace(two, recompute=six), 7).tolist() == [6 * kept + 6 * 2 * 12288, 2 * 12288]
     full = Recompute(granularity="full")
     assert at(0, recompute=full) == 4096 * (8 * 12 * 2 * 12288 + kept + more)
     block = replace(full, method="block", num_layers=5)

@@ -76,6 +76,19 @@ def test_early_stages_hold_more_micro_batches():
     assert in_flight(num_stages=2, num_chunks=3, num_micro_batches=2) == [6, 5]
 
 
+@pytest.mark.parametrize("sizes", [(4, 3, 8, 4), (4, 3, 19, 5), (2, 2, 9, 3), (3, 1, 5, None)])
+def test_what_passes_in_flight_weigh(sizes):
+    stages, chunks, count, group = sizes
+    schedule = Schedule(num_stages=stages, num_chunks=chunks, num_micro_batches=count, group_size=group)
+    for weights in (np.ones(chunks), np.arange(1.0, chunks + 1), np.eye(chunks)[-1]):
+        for stage in range(stages):
+            held, most = 0.0, 0.0
+            for backward, chunk, _ in schedule.ops(stage).tolist():
+                held += -weights[chunk] if backward else weights[chunk]
+                most = max(most, held)
+            assert schedule.in_flight(stage, weights) == most
+
+
 def received(schedule, stage):
     """Micro-batches of the messages that upstream's neighbours of a stage send to it, forward and backward."""
     inbox = defaultdict(list)

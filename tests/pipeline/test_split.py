@@ -11,7 +11,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
 from megatron_wlb.model import MODELS
-from megatron_wlb.pipeline.split import EVEN, Split, decoder_layers, layers_of
+from megatron_wlb.pipeline.split import EVEN, Split, decoder_layers, laid_out, layers_of
 from tests.jobs import EDGES, MODEL, job
 
 
@@ -92,6 +92,18 @@ def test_layouts_are_read_as_upstream_does(layout):
         ]
         layers = split.layers(np.sum(theirs), pp, stages // pp)
         assert np.array_equal(layers, theirs)
+
+
+def test_layers_as_a_layout():
+    rng = np.random.default_rng(0)
+    for pp, vpp in ((1, 1), (2, 1), (4, 1), (2, 3), (4, 8)):
+        for most in (1, 2, 5, 12):
+            layers = rng.integers(0, most + 1, (pp, vpp))
+            split = laid_out(layers)
+            assert np.array_equal(split.layers(layers.sum(), pp, vpp), layers)
+            stages = PipelineParallelLayerLayout.parse_str_to_list(split.pipeline_model_parallel_layout)
+            assert [stage.count(LayerType.decoder) for stage in stages] == layers.T.ravel().tolist()
+    assert laid_out(np.array([[9], [9], [9], [5]])) == Split(pipeline_model_parallel_layout="E(t*9|)*3t*5L")
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,19 @@
 """Other layouts of the same GPUs: context parallelism in the place of the pipeline or of data parallelism, and back,
-and pipelines whose chunks have one layer."""
+pipelines whose chunks have one layer, and those whose last stage has fewer layers, since it has the vocabulary."""
 
 import argparse
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from megatron_wlb.cli.flags import job_of
 from megatron_wlb.cost.memory import DEVICE_SHARE, H100_BYTES, peak_bytes, weight_bytes
 from megatron_wlb.job import Job
+from megatron_wlb.pipeline.split import decoder_layers, laid_out
 from megatron_wlb.simulate.micro_batches import predictions
 
 if TYPE_CHECKING:
@@ -52,10 +56,33 @@ def jobs(setup: "Setup", args: argparse.Namespace) -> Iterator[Job]:
                 yield predictions(make(), make, stream, memory_known=True)[0]
 
 
+def relieved(job: Job, lengths: np.ndarray) -> Job:
+    """The job with layers of its last pipeline stage on others, as long as that evens what the vocabulary takes; by the
+    work of documents of `lengths`."""
+    model, layers = job.model, decoder_layers(job)
+    linear, squares = float(lengths.sum()) * job.crossover_tokens, float(lengths @ lengths)
+    of_output = linear * model.vocabulary_weights / (linear * model.layer_weights + squares * model.token_weights)
+    if job.parallel.pp == 1 or model.mtp_num_layers:
+        return job
+    given = layers.copy()
+    while layers[-1].any():
+        least = int(layers[:-1].sum(axis=1).argmin())
+        if layers[-1].sum() - 1 + of_output <= layers[least].sum():
+            break
+        layers[-1, np.flatnonzero(layers[-1])[-1]] -= 1
+        layers[least, np.flatnonzero(layers[least] == layers[least].min())[-1]] += 1
+    if (layers == given).all():
+        return job
+    return replace(job, parallel=replace(job.parallel, split=laid_out(layers)))
+
+
 _VIRTUAL = (
     "num_virtual_stages_per_pipeline_rank",
     "num_layers_per_virtual_pipeline_stage",
     "microbatch_group_size_per_virtual_pipeline_stage",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
 )
 
 

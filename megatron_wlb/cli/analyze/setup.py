@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from shlex import quote
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from megatron_wlb.cli.common import short
 from megatron_wlb.cli.data import Data, data_of
 from megatron_wlb.cli.flags import job_of
 from megatron_wlb.cli.launch import DYNAMIC, WARM_UP_OVERLAP
+from megatron_wlb.cost.memory import largest_max_tokens
 from megatron_wlb.cost.passes import H100, Hardware
 from megatron_wlb.describe import PlanSettings, default_max_tokens
 from megatron_wlb.job import Job
@@ -34,6 +36,8 @@ MEGATRON = {"plain": "per-sequence", "thd": "per-document", "dynamic": "per-docu
 """Schemes without --wlb, which may use what --wlb refuses, and how each shards."""
 WARM_UP = 30
 """Steps that are packed and not counted: queues fill."""
+FIRST_WINDOWS = 32
+"""Of the data, whose documents say how long a layer takes beside the vocabulary."""
 
 
 class Megatron(NamedTuple):
@@ -144,12 +148,18 @@ class Setup(NamedTuple):
     @property
     def others(self) -> dict[str, Job]:
         """The job with a flag that the run does not have, by that flag: the other policy, gradients of K and V in the
-        model's dtype."""
+        model's dtype, fewer layers on the last stage where memory allows that."""
         job, found = self.job, {}
         if self.other is not None:
             found[flag_with_value("packing", self.other.packing.name)] = self.other
         if job.parallel.cp > 1 and job.cp_gradient_bytes > job.bytes_per_value:
             found[flag_with_value("cp_gradients", "model")] = replace(job, cp_gradients="model")
+        first = self.data.stream(self.seed, job.context_length).take(FIRST_WINDOWS * job.context_length)
+        relieved, budget = layouts.relieved(job, first["length"]), self.settings.memory_budget
+        if relieved != job and (budget is None or largest_max_tokens(relieved, budget * 2**30) >= job.max_tokens):
+            found[
+                f"--pipeline-model-parallel-layout {quote(str(relieved.parallel.split.pipeline_model_parallel_layout))}"
+            ] = relieved
         return found
 
     def by_windows(self) -> Job:

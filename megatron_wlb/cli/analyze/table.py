@@ -172,7 +172,10 @@ def _waiting(numbers: dict[str, Any]) -> float:
 
 def _of_other_flag(other: dict[str, Any]) -> str:
     speedup = f"{other['speedup']:.2f} ± {other['speedup_error']:.2f} times"
-    return f"{other['flag']} would be faster: {speedup} as many tokens a second."
+    said = f"{other['flag']} would be faster: {speedup} as many tokens a second."
+    if not other["flag"].startswith("--wlb"):
+        said += " It takes the place of all flags of virtual stages and their layers, and Megatron would gain, too."
+    return said
 
 
 def _dynamic(megatron: Megatron) -> str:
