@@ -35,9 +35,7 @@ def check(args: Namespace) -> None:
     """
     arguments.check(args)
     compat.check_flags(args)
-    policy, run = packing.from_args(args), RunSettings.from_args(args)
-    if not policy.trains:
-        raise ValueError(f"--wlb-packing {policy.name} is a baseline for plans and benchmarks; train with another")
+    policy, run = packing.for_training(args), RunSettings.from_args(args)
     if said := packing.without_effect(args):
         raise ValueError(f"{said[0]}; choose that, or take the flag out")
     if run.attention_backend == "megatron":

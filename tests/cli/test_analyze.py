@@ -455,6 +455,7 @@ def test_without_torch(data):
          "--num-gpus 8", r"cannot be interleaved over 2 pipeline stages in groups of 2"),
         ("--data-path DATA --wlb-profile flops", r"profile flops counts attended pairs"),
         ("--data-path DATA --wlb-attention-backend cuda", r"--wlb-attention-backend is 'cuda'; choose"),
+        ("--data-path DATA --wlb-packing ilp", r"--wlb-packing ilp is a baseline for plans and benchmarks"),
         ("--data-path DATA --hybrid-context-parallel", r"no --max-seqlen-per-dp-cp-rank: 1 ranks .* at least 4096"),
         ("--data-path DATA --html - --json -", r"would be mixed on standard output"),
         ("--data-path DATA --html no/such/report.html", r"--html no/such/report.html: the folder .* does not exist"),

@@ -22,6 +22,7 @@ from megatron_wlb.describe import PlanSettings, default_max_tokens
 from megatron_wlb.job import Job
 from megatron_wlb.pipeline.schedule import nearest_counts
 from megatron_wlb.plan.packer import PackedStep, make_packer
+from megatron_wlb.plan.packing import for_training
 from megatron_wlb.plan.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.packing.original import OriginalPacking
 from megatron_wlb.plan.packing.wlb import WlbPacking
@@ -178,6 +179,7 @@ class Setup(NamedTuple):
 
 def setup_of(args: argparse.Namespace) -> Setup:
     """What flags describe. Raises ValueError, naming them, for what is missing, contradicts itself or is no dataset."""
+    for_training(args)  # what is printed is a command that trains
     notes = list(args.remarks)
     job = job_of(args, notes)
     settings, data = (PlanSettings.from_args(args), RunSettings.from_args(args)), data_of(args, notes)

@@ -42,6 +42,14 @@ def from_args(args: argparse.Namespace) -> Packing:
     return POLICIES[args.wlb_packing].from_args(args)
 
 
+def for_training(args: argparse.Namespace) -> Packing:
+    """The same; raises ValueError for a policy that training does not have, too."""
+    policy = from_args(args)
+    if not policy.trains:
+        raise ValueError(f"--wlb-packing {policy.name} is a baseline for plans and benchmarks; train with another")
+    return policy
+
+
 def without_effect(args: argparse.Namespace) -> list[str]:
     """What parsed flags set of policies that they do not name, as the beginnings of sentences."""
     own = {f.name for f in fields(POLICIES[args.wlb_packing])}  # type: ignore[arg-type]
