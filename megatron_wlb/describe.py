@@ -130,13 +130,12 @@ def make_job(
         job = replace(job, crossover_tokens=crossover(job))
     if settings.memory_budget is not None:
         budget_bytes = settings.memory_budget * 2**30
-    known = budget_bytes
-    if known is None and device_bytes is not None and not model.moe_router_topk:
+    known, why = budget_bytes, undeferrable(job)
+    if known is None and device_bytes is not None and not why and not model.moe_router_topk:
         known = DEVICE_SHARE * device_bytes - weight_bytes(job)
     if known is not None:
         job = replace(job, activation_bytes=max(0, int(known)))
     if "defer_weight_gradients" not in rest and settings.defer_weight_gradients != "off":
-        why = undeferrable(job)
         if why and settings.defer_weight_gradients == "on":
             raise ValueError(f"--wlb-defer-weight-gradients on, and {why}; give auto")
         job = replace(job, defer_weight_gradients=not why)

@@ -450,6 +450,8 @@ def test_without_torch(data):
         ("", r"no --data-path; give"),
         ("--data-path DATA --seq-length 4098 --context-parallel-size 4", r"4098, which 4 context-parallel"),
         ("--data-path DATA --num-layers 5 --pipeline-model-parallel-size 2", r"5 layers do not divide over 2 stages"),
+        ("--data-path DATA --pipeline-model-parallel-size 2 --account-for-loss-in-pipeline-split",
+         r"2 layers and 1 for the edges do not divide over 2 stages of 1 chunks"),
         ("--data-path DATA --tensor-model-parallel-size 8", r"4 attention heads do not divide over 8 ranks"),
         ("--data-path DATA --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 8 "
          "--num-gpus 8", r"cannot be interleaved over 2 pipeline stages in groups of 2"),

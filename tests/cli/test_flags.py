@@ -159,7 +159,6 @@ def test_memory_bounds_micro_batches():
         ("--num-gpus 3", r"4 micro-batches a step cannot be shared by 3 data-parallel ranks"),
         ("--expert-model-parallel-size 2 --num-gpus 2", r"without --num-experts; give both or none"),
         ("--num-experts 4 --expert-model-parallel-size 4 --num-gpus 2", r"4 expert-parallel x 1 .* do not divide"),
-        ("--pipeline-model-parallel-size 2 --account-for-loss-in-pipeline-split", r"2 layers and 1 for the edges do"),
         ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|mL", r"Et\|mL is not E, then t and"),
         (
             "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t|tL|",

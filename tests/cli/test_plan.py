@@ -221,6 +221,14 @@ CROSSOVER = make_job(
         ),
         ("--wlb-crossover 9 --tensor-model-parallel-size 8 --context-parallel-size 2", 80, 9, None),
         ("--wlb-crossover 9 --num-gpus 4 --pipeline-model-parallel-size 2", 80, 9, None),
+        # Stages that the layers of the model that is assumed do not divide over.
+        ("--wlb-crossover 9 --num-gpus 3 --pipeline-model-parallel-size 3", 80, 9, None),
+        (
+            "--wlb-crossover 9 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|L --num-gpus 2",
+            80,
+            9,
+            None,
+        ),
         # Memory is that of a layout: two stages of two layers, of 34 h bytes a token, and one MLP's backward.
         (
             "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 128 --pipeline-model-parallel-size 2 "
