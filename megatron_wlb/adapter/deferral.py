@@ -199,12 +199,17 @@ class Step:
     ) -> None:
         self._parts, self._groups, self._measured = parts, groups, measured
         ops = schedule.ops(stage).tolist()
-        self._due = [int(before[int(backward), chunk, i]) for backward, chunk, i in ops]
-        chunks = [chunk for backward, chunk, _ in ops if backward]
+        # Backward passes without a part are not seen.
+        seen = [(backward, chunk, i) for backward, chunk, i in ops if parts[chunk] or not backward]
+        self._due = [int(before[int(backward), chunk, i]) for backward, chunk, i in seen]
+        chunks = [chunk for backward, chunk, _ in seen if backward]
         self._order = [(chunk, part) for chunk in chunks for part in range(len(parts[chunk]))]
         self._due.append(len(self._order))
         # From here on, those of a chunk are its last.
-        self._last = [len(self._order) - 1 - self._order[::-1].index((chunk, 0)) for chunk in range(len(parts))]
+        self._last = [
+            len(self._order) - 1 - self._order[::-1].index((chunk, 0)) if each else 0
+            for chunk, each in enumerate(parts)
+        ]
         # Where upstream starts the reduction itself, gradients must not.
         self._starts_reduction = config.grad_sync_func is None or (len(parts) == 1 and stage == 0)
         self._reductions: dict[int, Callable[[], None]] = {}
@@ -220,7 +225,9 @@ class Step:
         """Run what is due before the next pass."""
         # By the attention of a layer, or the output layer: an expert may have had nothing to do.
         backwards = sum(
-            ran + parts[0][-1].wgrad_store.context.qsize() for ran, parts in zip(self._ran, self._parts, strict=True)
+            ran + parts[0][-1].wgrad_store.context.qsize()
+            for ran, parts in zip(self._ran, self._parts, strict=True)
+            if parts
         )
         self._run(self._due[self._forwards + backwards])
 

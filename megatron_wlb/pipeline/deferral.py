@@ -38,7 +38,7 @@ class WeightGradients:
     def alike(cls, counts: np.ndarray, weights: np.ndarray) -> "WeightGradients":
         """Equal parts of the time for weights of a pass, float64 [stages, chunks, micro-batches]; memory for all."""
         is_part = np.arange(counts.max())[:, None] < counts[:, :, None, None]
-        times = is_part * (weights / counts[:, :, None])[:, :, None]
+        times = is_part * (weights / np.maximum(counts, 1)[:, :, None])[:, :, None]
         kept = np.zeros(weights.shape)
         return cls(counts=counts, times=times, held=np.zeros(times.shape), kept=kept, limit=np.zeros(len(counts)))
 

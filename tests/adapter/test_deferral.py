@@ -17,6 +17,7 @@ from tests.adapter.training import train
 DISTRIBUTED = "--overlap-grad-reduce --use-distributed-optimizer --overlap-param-gather --optimizer adam --lr 0.01"
 SHORT_GROUPS = "--microbatch-group-size-per-virtual-pipeline-stage 2"
 UNEVEN = f"--num-layers 6 {PP2} --pipeline-model-parallel-layout Et|tt|tt|tL"
+EMPTY = f"--num-layers 6 {PP2} --pipeline-model-parallel-layout E|ttt|ttt|L"
 LONG_VPP2 = f"{VPP2} {SHORT_GROUPS} --global-batch-size 16"  # with fewer or longer groups some stages never wait
 
 
@@ -29,6 +30,7 @@ LONG_VPP2 = f"{VPP2} {SHORT_GROUPS} --global-batch-size 16"  # with fewer or lon
         (4, f"{PP2} {FULL} --overlap-grad-reduce --no-align-grad-reduce"),
         (4, f"{PP2} --decoder-last-pipeline-num-layers 3"),
         (4, f"{UNEVEN} {SHORT_GROUPS} --global-batch-size 16"),
+        (4, f"{EMPTY} {SHORT_GROUPS} --global-batch-size 16 --overlap-grad-reduce"),
         (4, f"{TP2} {LONG_VPP2}"),
         (4, f"{EP2} {LONG_VPP2} {MOE}"),
         full(4, f"{TP2} {PP2} --no-overlap-p2p-communication --wlb-micro-batches 16 --overlap-grad-reduce"),
