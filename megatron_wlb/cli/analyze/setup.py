@@ -157,10 +157,10 @@ class Setup(NamedTuple):
             found[flag_with_value("cp_gradients", "model")] = replace(job, cp_gradients="model")
         first = self.data.stream(self.seed, job.context_length).take(FIRST_WINDOWS * job.context_length)
         relieved, budget = layouts.relieved(job, first["length"]), self.settings.memory_budget
-        if relieved != job and (budget is None or largest_max_tokens(relieved, budget * 2**30) >= job.max_tokens):
-            found[
-                f"--pipeline-model-parallel-layout {quote(str(relieved.parallel.split.pipeline_model_parallel_layout))}"
-            ] = relieved
+        layout = relieved.parallel.split.pipeline_model_parallel_layout
+        fits = budget is None or largest_max_tokens(relieved, budget * 2**30) >= job.max_tokens
+        if layout is not None and relieved != job and fits:
+            found[f"--pipeline-model-parallel-layout {quote(layout)}"] = relieved
         return found
 
     def by_windows(self) -> Job:
