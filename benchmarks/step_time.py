@@ -67,8 +67,6 @@ SHORT = tuple(name for name in LAYOUTS if "node" not in name)
 vocabularies: at a window of 128K only."""
 STEPS, WARM_UP, QUICK = 60, 12, 6
 DRAWN_FROM = 21
-RELIEVED_BY = 2000
-"""Documents that say how long a layer takes beside the vocabulary."""
 PACKED = 200
 """Steps that work per token is of."""
 CASE = ("data", "window", "layout")
@@ -115,7 +113,7 @@ def schemes(name: str, window: int, lengths: np.ndarray) -> Iterator[tuple[str, 
     yield "ours, M = N, not deferred", make(defer_weight_gradients=False)
     best, _ = predictions(make(), make, lambda: stream(lengths, window), memory_known=True)
     yield "ours, auto", best
-    relieved = layouts.relieved(best, lengths[:RELIEVED_BY])
+    relieved = layouts.relieved(best, stream(lengths, window))
     if relieved != best:
         yield "ours, auto, fewer layers on the last stage", relieved
     if "pp" not in sizes:

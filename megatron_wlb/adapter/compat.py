@@ -90,8 +90,8 @@ def weight_and_optimizer_bytes(args: Namespace) -> float | None:
     # Context-parallel ranks share the distributed optimizer, too. The formula deals layers evenly, so that all stages
     # get as many as the fullest. A copy, since it sets defaults.
     ranks, stages = args.data_parallel_size * args.context_parallel_size, args.pipeline_model_parallel_size
-    split = Split.from_args(args).layers(args.num_layers, stages, args.virtual_pipeline_model_parallel_size or 1)
-    told = {"data_parallel_size": ranks, "num_layers": stages * int(split.sum(axis=1).max())}
+    layers = Split.from_args(args).layers(args.num_layers, stages, args.virtual_pipeline_model_parallel_size or 1)
+    told = {"data_parallel_size": ranks, "num_layers": stages * int(layers.sum(axis=1).max())}
     if isinstance(args.moe_layer_freq, list):
         told["moe_layer_freq"] = np.resize(args.moe_layer_freq, told["num_layers"]).tolist()
     held = float(compute_weight_and_optimizer_memory(Namespace(**vars(args) | told)))

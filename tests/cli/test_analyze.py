@@ -4,7 +4,6 @@ import argparse
 import base64
 import json
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import chain
 from xml.etree import ElementTree
@@ -13,20 +12,14 @@ import numpy as np
 import pytest
 
 from megatron_wlb.adapter.arguments import add_wlb_arguments
-from megatron_wlb.cli.analyze import layouts
-from megatron_wlb.cli.analyze.report import data_entries, other_flags
+from megatron_wlb.cli.analyze.report import data_entries
 from megatron_wlb.cli.analyze.setup import flags_of, schemes, setup_of
 from megatron_wlb.cli.main import main
-from megatron_wlb.cost.attention import load_profile
-from megatron_wlb.cost.memory import largest_max_tokens, peak_bytes
-from megatron_wlb.describe import PlanSettings, make_job
-from megatron_wlb.job import Job, Parallel
-from megatron_wlb.model import MODELS
+from megatron_wlb.cost.memory import largest_max_tokens
+from megatron_wlb.describe import PlanSettings
+from megatron_wlb.job import Job
 from megatron_wlb.pipeline.schedule import schedule_of
-from megatron_wlb.pipeline.split import Split, layers_of
 from megatron_wlb.plan import packing
-from megatron_wlb.plan.packing.adaptive import AdaptivePacking
-from megatron_wlb.plan.packing.original import OriginalPacking
 from megatron_wlb.plan.packing.wlb import WlbPacking
 from megatron_wlb.plan.stream import shuffled
 from tests.adapter.datasets import write_index
@@ -284,74 +277,6 @@ def test_dynamic_context_parallelism_is_what_gains_are_over(tmp_path, lengths, c
     assert piped.megatron.name == "plain" and "is not simulated with a pipeline" in " ".join(piped.notes)
 
 
-def test_the_other_policy_is_mentioned_where_it_is_faster(data):
-    """Of Algorithm 1 and adaptive packing, the one that is not the run's."""
-    for words, other in (
-        ("", WlbPacking()),
-        ("--wlb-packing wlb --wlb-outlier-thresholds 500", AdaptivePacking()),
-        ("--wlb-packing original", None),
-    ):
-        setup = setup_of(described(JOB, "--wlb-crossover 900 --data-path", data, words).args)
-        assert (setup.other and setup.other.packing) == other
-        slow, fast = ({"us_per_token": us, "us_per_token_error": 0.01} for us in (1e3, 1e-3))
-        assert other_flags(setup, fast, slow) == []
-        found = other_flags(setup, slow, slow)
-        assert [each["flag"] for each in found] == ([f"--wlb-packing {other.name}"] if other else [])
-        assert all(each["speedup"] > 2 for each in found)
-
-
-def test_fewer_layers_on_the_last_stage_are_mentioned_where_they_would_be_faster(tmp_path, data, capsys):
-    words = f"{JOB} --num-layers 8 --pipeline-model-parallel-size 2 --vocab-size 16384 --wlb-crossover 9000"
-    words += f" --wlb-micro-batches 8 --data-path {data}"
-
-    def layouts_of(found):
-        return [each for each in found["other_flags"] if "layout" in each["flag"]]
-
-    found = analyse(tmp_path, words, "--steps 24")
-    (other,) = layouts_of(found)
-    assert re.fullmatch(r"--pipeline-model-parallel-layout 'Et\*\d\|(tt|ttt)L'", other["flag"])
-    assert other["speedup"] > found["schemes"]["ours"]["speedup"]
-    assert "Megatron would gain, too" in capsys.readouterr().out
-    again = analyse(tmp_path, words, other["flag"].replace("'", ""), "--steps 24")
-    assert again["schemes"]["ours"]["us_per_token"] < found["schemes"]["ours"]["us_per_token"]
-    assert layouts_of(again) == []
-    # Nor where memory is enough for even stages alone.
-    ours = setup_of(described(words).args).job
-    enough = max(peak_bytes(ours, stage) for stage in range(2)) / 2**30
-    for share, mentioned in ((1.001, False), (2, True)):
-        setup = setup_of(described(words, f"--wlb-memory-budget {share * enough}").args)
-        assert setup.job.max_tokens == ours.max_tokens and (other["flag"] in setup.others) == mentioned
-
-
-def test_gradients_in_the_dtype_of_the_model_are_mentioned_where_they_can_be_faster(data):
-    words = f"{JOB} --data-path {data} --context-parallel-size 2 --wlb-packing original"
-    found = setup_of(described(words).args)
-    assert found.others == {"--wlb-cp-gradients model": replace(found.job, cp_gradients="model")}
-    assert not setup_of(described(words, "--wlb-cp-gradients model").args).others
-    assert not setup_of(described(words.replace("-parallel-size 2", "-parallel-size 1")).args).others
-
-
-def test_layers_leave_a_last_stage_that_the_vocabulary_fills():
-    """One by one, from its last chunk, as long as that makes the fullest stage less full."""
-    lengths = np.full(100, 30_000)
-
-    def relieved(model="llama3-8b", **parallel):
-        given = Job(
-            model=MODELS[model], parallel=Parallel(**parallel), context_length=1 << 17, num_micro_batches=16,
-            global_batch_size=16, max_tokens=1 << 17, crossover_tokens=37_000, packing=OriginalPacking(),
-            profile=load_profile("h100-fa2"),
-        )  # fmt: skip
-        found = layouts.relieved(given, lengths)
-        assert replace(found, parallel=given.parallel) == given and (found == given or layers_of(found).sum() == 32)
-        return found.parallel.split.pipeline_model_parallel_layout
-
-    assert relieved(pp=4) == "Et*9|(t*8|)*2t*7L"
-    assert relieved(pp=4, vpp=8) == "E(t|)*28tt|(t|)*2L"
-    assert relieved(pp=2) == "Et*17|t*15L"
-    assert relieved(pp=4, split=Split(decoder_last_pipeline_num_layers=5)) is None
-    assert relieved("llama2-7b", pp=4) is relieved() is None
-
-
 def test_ranks_that_divide_experts_wait(tmp_path, lengths, capsys):
     write_index(tmp_path / "long.idx", 8 * lengths + 1)
     words = (
@@ -466,23 +391,3 @@ def test_without_torch(data):
 )  # fmt: skip
 def test_errors(data, capsys, words, message):
     refused(capsys, f"{JOB} {words.replace('DATA', data)}", message)
-
-
-def test_other_layouts_have_the_tokens_of_the_run(data):
-    """Where no flag says how many windows a step has, too."""
-    words = JOB.replace(f"--global-batch-size {N} ", ""), "--wlb-crossover 900 --data-path", data
-    setup = setup_of(described(*words, "--pipeline-model-parallel-size 2 --num-gpus 4").args)
-    windows = setup.job.global_batch_size
-    assert windows == 4 and {each.global_batch_size for each in setup.layouts} == {windows}
-
-
-def test_other_layouts_are_those_of_the_same_gpus_in_chunks_of_a_layer():
-    job = make_job(
-        model=MODELS["llama2-7b"],
-        context_length=4096,
-        global_batch_size=8,
-        parallel=Parallel(tp=8, cp=2, pp=4, vpp=2, dp=2),
-    )
-    assert layouts.sizes(job) == [(2, 4, 8), (8, 1, 1), (2, 1, 1), (4, 4, 8), (16, 1, 1), (4, 2, 16)]
-    assert (2, 4, 8) not in layouts.sizes(replace(job, parallel=replace(job.parallel, vpp=8)))
-    assert [layouts.virtual_stages(layers, 4) for layers in (24, 28, 4, 126)] == [6, 7, 1, 1]

@@ -80,10 +80,8 @@ def random_layout(draw):
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *map(random_layout, map(random.Random, range(40)))])
 def test_layouts_are_read_as_upstream_does(layout):
-    split, stages = (
-        Split(pipeline_model_parallel_layout=layout),
-        len(PipelineParallelLayerLayout.parse_str_to_list(layout)),
-    )
+    split = Split(pipeline_model_parallel_layout=layout)
+    stages = len(PipelineParallelLayerLayout.parse_str_to_list(layout))
     assert split.num_virtual_stages == stages
     for pp in (each for each in range(1, stages + 1) if stages % each == 0):
         theirs = [
@@ -110,7 +108,7 @@ def test_layers_as_a_layout():
     "layout", ["", "tL", "Et", "Et|mL", "EtL|t", "Ex|L", "E(t|L", "Et*L", "Et*9999|L", "E((t)*2|)*2L", "EEL", "E t L"]
 )
 def test_other_layouts_are_refused(layout):
-    with pytest.raises(ValueError, match="is not E, then t and | alone, then L"):
+    with pytest.raises(ValueError, match=r"is not E, then t and \| alone, then L"):
         Split(pipeline_model_parallel_layout=layout).layers(2, 2, 1)
 
 

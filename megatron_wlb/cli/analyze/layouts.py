@@ -14,10 +14,14 @@ from megatron_wlb.cli.flags import job_of
 from megatron_wlb.cost.memory import DEVICE_SHARE, H100_BYTES, peak_bytes, weight_bytes
 from megatron_wlb.job import Job
 from megatron_wlb.pipeline.split import decoder_layers, laid_out
+from megatron_wlb.plan.stream import DocumentStream
 from megatron_wlb.simulate.micro_batches import predictions
 
 if TYPE_CHECKING:
     from megatron_wlb.cli.analyze.setup import Setup
+
+FIRST_WINDOWS = 32
+"""Of the data, whose documents say how long a layer takes beside the vocabulary."""
 
 
 def sizes(job: Job) -> list[tuple[int, int, int]]:
@@ -46,7 +50,7 @@ def jobs(setup: "Setup", args: argparse.Namespace) -> Iterator[Job]:
         layout: dict[str, int | None] = {"context_parallel_size": cp, "pipeline_model_parallel_size": pp}
         layout |= {"num_gpus": setup.job.parallel.num_gpus, "global_batch_size": setup.job.global_batch_size}
         layout |= {"wlb_max_tokens": None, "wlb_memory_budget": None}
-        layout |= dict.fromkeys(_VIRTUAL)
+        layout |= dict.fromkeys(_OF_STAGES)
         layout["num_virtual_stages_per_pipeline_rank"] = vpp if vpp > 1 else None
         with contextlib.suppress(ValueError):
             given = argparse.Namespace(**vars(args) | layout)
@@ -56,15 +60,17 @@ def jobs(setup: "Setup", args: argparse.Namespace) -> Iterator[Job]:
                 yield predictions(make(), make, stream, memory_known=True)[0]
 
 
-def relieved(job: Job, lengths: np.ndarray) -> Job:
+def relieved(job: Job, stream: DocumentStream) -> Job:
     """The job with layers of its last pipeline stage on others, as long as that evens what the vocabulary takes; by the
-    work of documents of `lengths`."""
-    model, layers = job.model, decoder_layers(job)
-    linear, squares = float(lengths.sum()) * job.crossover_tokens, float(lengths @ lengths)
-    of_output = linear * model.vocabulary_weights / (linear * model.layer_weights + squares * model.token_weights)
+    work of the stream's next documents."""
+    model = job.model
     if job.parallel.pp == 1 or model.mtp_num_layers:
         return job
-    given = layers.copy()
+    lengths = stream.take(FIRST_WINDOWS * job.context_length)["length"]
+    linear, squares = float(lengths.sum()) * job.crossover_tokens, float(lengths @ lengths)
+    of_output = linear * model.vocabulary_weights / (linear * model.layer_weights + squares * model.token_weights)
+    given = decoder_layers(job)
+    layers = given.copy()
     while layers[-1].any():
         least = int(layers[:-1].sum(axis=1).argmin())
         if layers[-1].sum() - 1 + of_output <= layers[least].sum():
@@ -76,7 +82,7 @@ def relieved(job: Job, lengths: np.ndarray) -> Job:
     return replace(job, parallel=replace(job.parallel, split=laid_out(layers)))
 
 
-_VIRTUAL = (
+_OF_STAGES = (
     "num_virtual_stages_per_pipeline_rank",
     "num_layers_per_virtual_pipeline_stage",
     "microbatch_group_size_per_virtual_pipeline_stage",
@@ -84,6 +90,7 @@ _VIRTUAL = (
     "decoder_last_pipeline_num_layers",
     "pipeline_model_parallel_layout",
 )
+"""Arguments that are of one layout's stages."""
 
 
 def gib(job: Job) -> float:

@@ -37,8 +37,6 @@ MEGATRON = {"plain": "per-sequence", "thd": "per-document", "dynamic": "per-docu
 """Schemes without --wlb, which may use what --wlb refuses, and how each shards."""
 WARM_UP = 30
 """Steps that are packed and not counted: queues fill."""
-FIRST_WINDOWS = 32
-"""Of the data, whose documents say how long a layer takes beside the vocabulary."""
 
 
 class Megatron(NamedTuple):
@@ -155,8 +153,8 @@ class Setup(NamedTuple):
             found[flag_with_value("packing", self.other.packing.name)] = self.other
         if job.parallel.cp > 1 and job.cp_gradient_bytes > job.bytes_per_value:
             found[flag_with_value("cp_gradients", "model")] = replace(job, cp_gradients="model")
-        first = self.data.stream(self.seed, job.context_length).take(FIRST_WINDOWS * job.context_length)
-        relieved, budget = layouts.relieved(job, first["length"]), self.settings.memory_budget
+        relieved = layouts.relieved(job, self.data.stream(self.seed, job.context_length))
+        budget = self.settings.memory_budget
         layout = relieved.parallel.split.pipeline_model_parallel_layout
         fits = budget is None or largest_max_tokens(relieved, budget * 2**30) >= job.max_tokens
         if layout is not None and relieved != job and fits:
