@@ -35,19 +35,19 @@ from benchmarks.convergence_model import Corpus, Gpt, Shape, accumulate
 from benchmarks.convergence_report import BASELINE, COLORS, CONTROL
 from benchmarks.lengths import WINDOW
 from benchmarks.results import Row
-from megatron_wlb.describe import make_job
+from megatron_wlb.describe.make import make_job
 from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import MODELS
+from megatron_wlb.packing.adaptive import AdaptivePacking
+from megatron_wlb.packing.fixed import FixedPacking
+from megatron_wlb.packing.original import OriginalPacking
+from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.packer import Packer, make_packer
-from megatron_wlb.plan.packing.adaptive import AdaptivePacking
-from megatron_wlb.plan.packing.fixed import FixedPacking
-from megatron_wlb.plan.packing.original import OriginalPacking
-from megatron_wlb.plan.packing.wlb import WlbPacking
 from megatron_wlb.plan.stream import DocumentStream, Source
-from megatron_wlb.plan.types import Packing
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import get_backend
+from megatron_wlb.types import PackedBatch
 
 ROOT = Path(__file__).parent
 VARIANTS = tuple(COLORS)
@@ -212,7 +212,7 @@ class Trainer:
         self._optimizer.load_state_dict(state["optimizer"])
         self.tokens = state["tokens"]
 
-    def step(self, packing: Packing) -> tuple[float, float]:
+    def step(self, packing: PackedBatch) -> tuple[float, float]:
         """Train one step; returns the mean loss of its tokens and the norm of the gradient before it is clipped."""
         tokens = int(packing.documents["length"].sum())
         rate = learning_rate(self.tokens + tokens / 2, self._scale)
@@ -226,7 +226,7 @@ class Trainer:
         return loss, norm
 
     @torch.no_grad()
-    def validate(self, corpus: Corpus, packing: Packing) -> dict[str, float]:
+    def validate(self, corpus: Corpus, packing: PackedBatch) -> dict[str, float]:
         """Mean loss of the packed tokens: of all, and of documents longer than a quarter of the window."""
         losses = []
         for i in range(len(packing)):
@@ -300,7 +300,7 @@ def split(data: Row, *, held_out: bool) -> Corpus:
     return Corpus(data["tokens"][np.repeat(chosen, data["lengths"])], data["lengths"][chosen])
 
 
-def validation_packing(corpus: Corpus, scale: Scale) -> Packing:
+def validation_packing(corpus: Corpus, scale: Scale) -> PackedBatch:
     """Held-out documents of at least `validation_tokens` in all, in file order; none is cut but at the window.
 
     Documents attend to themselves alone, so how they share micro-batches does not matter to the loss.
@@ -309,7 +309,7 @@ def validation_packing(corpus: Corpus, scale: Scale) -> Packing:
     stream = DocumentStream([source], seed=0, context_length=scale.context_length, shuffle=False, num_epochs=1)
     rows = stream.take(scale.validation_tokens)
     windows = np.cumsum(rows["length"]) // scale.context_length
-    return Packing(documents=rows, bounds=np.concatenate(([0], np.flatnonzero(np.diff(windows)) + 1, [len(rows)])))
+    return PackedBatch(documents=rows, bounds=np.concatenate(([0], np.flatnonzero(np.diff(windows)) + 1, [len(rows)])))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

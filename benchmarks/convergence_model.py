@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_wlb.cost.attention import FLOPS_PROFILE
-from megatron_wlb.plan import sharding
+from megatron_wlb import sharding
+from megatron_wlb.hardware.profile import FLOPS_PROFILE
 from megatron_wlb.plan.dataset import trained_tokens
-from megatron_wlb.plan.types import Packing
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.backends import get_backend
 from megatron_wlb.runtime.metadata import ShardMetadata
+from megatron_wlb.types import PackedBatch
 
 ROTARY_BASE = 10_000.0
 LOSS_ROWS = 1024
@@ -139,7 +139,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
 
 
-def accumulate(model: Gpt, corpus: Corpus, packing: Packing, device: torch.device) -> float:
+def accumulate(model: Gpt, corpus: Corpus, packing: PackedBatch, device: torch.device) -> float:
     """Add the gradient of the mean loss over all tokens of a step; returns that mean.
 
     The micro-batches of all data-parallel ranks come one after the other: their sum is what any layout computes.

@@ -24,10 +24,10 @@ from torch import Tensor
 from benchmarks import results
 from benchmarks.gpu.ranks import CopyFree, Rank, Rows, both, random_rows, ranks
 from benchmarks.results import Row
-from megatron_wlb.plan.sharding import per_document
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import get_backend
 from megatron_wlb.runtime.backends.cpu import SegmentRows
+from megatron_wlb.sharding import per_document
 from tests.runtime.oracle import TOLERANCE, relative_error
 
 TOKENS, HEAD_SIZE = 4096, 64

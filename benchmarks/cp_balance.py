@@ -35,15 +35,16 @@ from benchmarks.gpu.cases import attention_job
 from benchmarks.lengths import CROSSOVER, DATA, S_MAX, f2, packed, padded
 from benchmarks.packing import distributions
 from benchmarks.results import Row
-from megatron_wlb.cost.attention import attention_kernels, load_profile
-from megatron_wlb.cost.passes import H100, pass_times
-from megatron_wlb.describe import make_job
-from megatron_wlb.job import Job, Parallel
+from megatron_wlb.cost.attention import attention_kernels
+from megatron_wlb.describe.make import make_job
+from megatron_wlb.hardware.profile import load_profile
+from megatron_wlb.job import STRATEGIES, Job, Parallel
 from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.plan import native
-from megatron_wlb.plan.sharding import STRATEGIES, divide, mirrored_order, moved_rows, shard
-from megatron_wlb.plan.sharding.volume import Held
-from megatron_wlb.plan.types import SEGMENT, ShardPlan
+from megatron_wlb.sharding import divide, mirrored_order, moved_rows, shard
+from megatron_wlb.sharding.volume import Held
+from megatron_wlb.simulate.passes import H100, pass_times
+from megatron_wlb.types import SEGMENT, ShardPlan
 
 PROFILE = load_profile("h100-fa2")
 KERNEL, _ = PROFILE.kernels(heads=4)

@@ -37,18 +37,18 @@ from megatron_wlb.cli.analyze.setup import WARM_UP
 from megatron_wlb.cli.calibration import Shape, fit_directions, rounded, shapes
 from megatron_wlb.cli.flags import add_job_flags, job_of
 from megatron_wlb.cli.profile import TILE_ROWS, Target, attention_times
-from megatron_wlb.cost.attention import KernelModel, Profile, attention_kernels
-from megatron_wlb.cost.network import Group, Network, fit
+from megatron_wlb.cost.attention import attention_kernels
+from megatron_wlb.hardware.network import Group, Network, fit
+from megatron_wlb.hardware.profile import KernelModel, Profile
 from megatron_wlb.job import Job, Recompute
-from megatron_wlb.plan.sharding import per_document, shard, stages
-from megatron_wlb.plan.sharding.volume import Held
 from megatron_wlb.plan.step import shard_step
-from megatron_wlb.plan.types import ShardPlan
-from megatron_wlb.runtime import exchange
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.backends import get_backend
 from megatron_wlb.runtime.metadata import ShardMetadata
+from megatron_wlb.sharding import per_document, shard
+from megatron_wlb.sharding.volume import Held
 from megatron_wlb.simulate import breakdown, simulate_step
+from megatron_wlb.types import ShardPlan
 from tests.runtime.oracle import all_ranks, inputs
 from tests.worlds import run_world
 
@@ -164,7 +164,7 @@ def simulated(job: Job, steps: int) -> Row:
     lengths = [packing.lengths for packing in packings]
     times, shares = {}, {}
     for dtype in ("fp32", "model"):
-        changed = replace(job, cp_gradients=dtype)
+        changed = job.sharded(cp_gradients=dtype)
         run = [simulate_step(changed, shard_step(changed, each)) for each in lengths]
         times[dtype] = sum(step.time for step in run)
         shares[f"exchange, {dtype}"] = sum(breakdown(step).exchange for step in run) / times[dtype]

@@ -9,16 +9,17 @@ import heapq
 from dataclasses import replace
 
 import numpy as np
-
-from megatron_wlb.cost.attention import KernelModel, attention_kernels
-from megatron_wlb.cost.exchange import exchange_model, exposed_exchange, stage_times
-from megatron_wlb.cost.network import Network
-from megatron_wlb.job import Job
-from megatron_wlb.plan.sharding import moved_rows
-from megatron_wlb.plan.sharding.segments import document_begins
-from megatron_wlb.plan.sharding.volume import Held
-from megatron_wlb.plan.types import SEGMENT, Shard, ShardPlan
 from megatron_wlb.simulate.dynamic_cp import ranks_of
+
+from megatron_wlb.cost.attention import attention_kernels
+from megatron_wlb.cost.exchange import exchange_model, exposed_exchange, stage_times
+from megatron_wlb.hardware.network import Network
+from megatron_wlb.hardware.profile import KernelModel
+from megatron_wlb.job import Job
+from megatron_wlb.sharding import moved_rows
+from megatron_wlb.sharding.segments import document_begins
+from megatron_wlb.sharding.volume import Held
+from megatron_wlb.types import SEGMENT, Shard, ShardPlan
 
 MAGI_STAGES = (1, 2, 4, 8)
 """Stages in which MagiAttention's ranks get keys of others: one by default, in its dynamic mode up to eight."""
@@ -122,7 +123,7 @@ def magi_times(plan: ShardPlan, job: Job, network: Network) -> tuple[np.ndarray,
         own = [times(kernel, share) for kernel in kernels]
         others = [np.tile(times(kernel, (1 - share) / stages), (stages, 1)) for kernel in kernels]
         moved, _ = exchange_model(job, network).times(np.full(stages, busiest / stages))
-        took = stage_times(own, others, (moved, moved), kept=job.save_gathered_kv)
+        took = stage_times(own, others, (moved, moved), kept=job.sharding.save_gathered_kv)
         busy = np.array([first + later.sum(axis=0) for first, later in zip(own, others, strict=True)])
         return busy, (took - busy.max(axis=1))[:, None]
 

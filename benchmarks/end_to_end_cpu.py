@@ -54,12 +54,12 @@ from benchmarks.training_cpu import (
     write_dataset,
 )
 from megatron_wlb.cost.work import document_work
+from megatron_wlb.packing import POLICIES
 from megatron_wlb.pipeline.deferral import WeightGradients, run_deferred
 from megatron_wlb.pipeline.schedule import Schedule
 from megatron_wlb.pipeline.timeline import makespans
 from megatron_wlb.plan.dataset import trained_tokens
 from megatron_wlb.plan.packer import make_packer
-from megatron_wlb.plan.packing import POLICIES
 from megatron_wlb.plan.stream import DocumentStream, Source
 from tests.worlds import run_world
 

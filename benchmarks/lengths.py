@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_wlb.describe import make_job
+from megatron_wlb.describe.make import make_job
 from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import MODELS
 from megatron_wlb.plan.packer import Packer, make_packer

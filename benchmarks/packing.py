@@ -16,6 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from megatron_wlb.packing.ilp import IlpPacking
 from rich.console import Console
 from rich.progress import track
 
@@ -24,18 +25,16 @@ from benchmarks.lengths import CROSSOVER, DATA, WINDOW, f2, job_7b, packer, stre
 from benchmarks.peers import InOrder, KarmarkarKarp
 from benchmarks.results import Row, at_most
 from megatron_wlb.cost.work import document_work
-from megatron_wlb.job import Job
+from megatron_wlb.job import Job, Packing
+from megatron_wlb.packing import adaptive, ilp
+from megatron_wlb.packing.adaptive import AdaptivePacking
+from megatron_wlb.packing.fixed import FixedPacking
+from megatron_wlb.packing.original import OriginalPacking
+from megatron_wlb.packing.wlb import WlbPacking, longest_first, place
 from megatron_wlb.plan import metrics, native
 from megatron_wlb.plan.dataset import read_index, trained_tokens
 from megatron_wlb.plan.packer import make_packer
-from megatron_wlb.plan.packing import adaptive, ilp
-from megatron_wlb.plan.packing.adaptive import AdaptivePacking
-from megatron_wlb.plan.packing.base import Packing
-from megatron_wlb.plan.packing.fixed import FixedPacking
-from megatron_wlb.plan.packing.ilp import IlpPacking
-from megatron_wlb.plan.packing.original import OriginalPacking
-from megatron_wlb.plan.packing.wlb import WlbPacking, longest_first, place
-from megatron_wlb.plan.types import DOCUMENT
+from megatron_wlb.types import DOCUMENT
 
 # Thresholds of Algorithm 1 in shares of the window.
 TUNINGS = (

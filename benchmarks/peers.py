@@ -7,13 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_wlb.cost.work import document_work
-from megatron_wlb.job import Job
-from megatron_wlb.plan.packing import base
-from megatron_wlb.plan.types import DOCUMENT, Draw, Packing
+from megatron_wlb.job import Job, Packing
+from megatron_wlb.types import DOCUMENT, Draw, PackedBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KarmarkarKarp(base.Packing):
+class KarmarkarKarp(Packing):
     """The documents of a global batch in N sets of equal L^2 + c * L by largest differencing, as verl does.
 
     Knows no limit on the length of a micro-batch; no document waits.
@@ -29,7 +28,7 @@ class _KarmarkarKarp:
     def __init__(self, job: Job) -> None:
         self._n, self._crossover_tokens = job.num_micro_batches, job.crossover_tokens
 
-    def pack(self, step: int, draw: Draw) -> Packing:
+    def pack(self, step: int, draw: Draw) -> PackedBatch:
         documents = draw.global_batch()
         work = document_work(documents["length"], self._crossover_tokens).tolist()
         count = itertools.count()  # breaks ties
@@ -49,7 +48,7 @@ class _KarmarkarKarp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InOrder(base.Packing):
+class InOrder(Packing):
     """Whole documents in order, a micro-batch full at its share of the tokens, as token-count schedulers do."""
 
     name = "in order"
@@ -63,7 +62,7 @@ class _InOrder:
         self._n, self._max_tokens = job.num_micro_batches, job.max_tokens
         self._waiting = np.empty(0, DOCUMENT)
 
-    def pack(self, step: int, draw: Draw) -> Packing:
+    def pack(self, step: int, draw: Draw) -> PackedBatch:
         documents = np.concatenate((self._waiting, draw.global_batch()))
         micro_batches: list[list[int]] = [[] for _ in range(self._n)]
         at = tokens = i = 0
@@ -83,7 +82,7 @@ class _InOrder:
         return {"carry": self._waiting}
 
 
-def _packing(documents: np.ndarray, micro_batches: list[list[int]]) -> Packing:
+def _packing(documents: np.ndarray, micro_batches: list[list[int]]) -> PackedBatch:
     order = np.array([i for m in micro_batches for i in sorted(m)], np.int64)
     bounds = np.cumsum([0, *(len(m) for m in micro_batches)], dtype=np.int64)
-    return Packing(documents=documents[order], bounds=bounds)
+    return PackedBatch(documents=documents[order], bounds=bounds)

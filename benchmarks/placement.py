@@ -22,19 +22,17 @@ from benchmarks import results
 from benchmarks.lengths import CROSSOVER, S_MAX, WINDOW, f2, job_7b, packer
 from benchmarks.results import Row, at_most
 from megatron_wlb.cli.analyze.setup import WARM_UP, as_megatron
-from megatron_wlb.cost.attention import load_profile
-from megatron_wlb.cost.passes import crossover
 from megatron_wlb.cost.work import document_work
-from megatron_wlb.job import Job, Parallel
+from megatron_wlb.hardware.profile import load_profile
+from megatron_wlb.job import Job, Packing, Parallel
 from megatron_wlb.model import ModelShape
-from megatron_wlb.pipeline.schedule import schedule_of
+from megatron_wlb.packing import POLICIES
 from megatron_wlb.pipeline.timeline import makespans
 from megatron_wlb.plan import native
-from megatron_wlb.plan.packing import POLICIES
-from megatron_wlb.plan.packing.base import Packing
 from megatron_wlb.plan.placement import order, paces, place, rank_cost
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate import balanced_time, breakdown, simulate_step
+from megatron_wlb.simulate.passes import crossover
 
 PACKINGS = {
     "original": POLICIES["original"](),
@@ -120,7 +118,7 @@ def compare(work: np.ndarray, job: Job, rng: np.random.Generator) -> dict[str, f
     }
     p = job.parallel
     alike = 3 * (p.vpp * work.sum() / p.dp + (p.pp - 1) * work.mean())
-    times = {way: makespans(schedule_of(job), work[rows]).max() / alike for way, rows in ways.items()}
+    times = {way: makespans(job.schedule(), work[rows]).max() / alike for way, rows in ways.items()}
     return times | {"cost of placed / snake": rank_cost(work[placed], job).max() / rank_cost(work[dealt], job).max()}
 
 

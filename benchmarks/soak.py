@@ -27,9 +27,9 @@ from benchmarks import results
 from benchmarks.lengths import CROSSOVER, WINDOW, f2, job_7b
 from benchmarks.results import Row
 from megatron_wlb.job import Job, Parallel
+from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan import native
 from megatron_wlb.plan.packer import Packer, Snapshot, make_packer
-from megatron_wlb.plan.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.step import Planner, StepPlan, plan_step
 from megatron_wlb.plan.stream import DocumentStream, Source
 

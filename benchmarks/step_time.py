@@ -27,19 +27,20 @@ from benchmarks.packing import distributions
 from benchmarks.peers import InOrder
 from benchmarks.results import Row
 from megatron_wlb.cli.analyze import layouts
-from megatron_wlb.cost.memory import H100_BYTES
 from megatron_wlb.cost.work import document_work
-from megatron_wlb.describe import PlanSettings, make_job
+from megatron_wlb.describe.make import make_job
+from megatron_wlb.describe.settings import PlanSettings
 from megatron_wlb.job import Job, Parallel
+from megatron_wlb.micro_batches import predictions
 from megatron_wlb.model import MODELS
+from megatron_wlb.packing.adaptive import AdaptivePacking
+from megatron_wlb.packing.original import OriginalPacking
+from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.packer import make_packer
-from megatron_wlb.plan.packing.adaptive import AdaptivePacking
-from megatron_wlb.plan.packing.original import OriginalPacking
-from megatron_wlb.plan.packing.wlb import WlbPacking
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate import SimulatedStep, breakdown, limit_time, simulate_step
-from megatron_wlb.simulate.micro_batches import predictions
+from megatron_wlb.simulate.memory import H100_BYTES
 from megatron_wlb.simulate.trace import trace_events
 
 LAYOUTS = {
@@ -117,7 +118,7 @@ def schemes(name: str, window: int, lengths: np.ndarray) -> Iterator[tuple[str, 
     if relieved != best:
         yield "ours, auto, fewer layers on the last stage", relieved
     if "pp" not in sizes:
-        yield "ours, auto, dK and dV as the model", replace(best, cp_gradients="model")
+        yield "ours, auto, dK and dV as the model", best.sharded(cp_gradients="model")
 
 
 def measured(job: Job, lengths: np.ndarray, steps: int) -> dict[str, np.ndarray | float | int]:

@@ -20,7 +20,7 @@ from benchmarks import results
 from benchmarks.lengths import f2, job_7b, packer
 from benchmarks.results import Row
 from benchmarks.training_cpu import arguments, document_lengths, train, warm, write_dataset
-from megatron_wlb.cost.attention import load_profile
+from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import Parallel
 from megatron_wlb.plan.step import plan_step
 from tests.worlds import run_world

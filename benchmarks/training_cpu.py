@@ -18,11 +18,10 @@ import torch.distributed as dist
 
 from benchmarks.lengths import WINDOW, f2
 from benchmarks.results import Row
-from megatron_wlb.cost.attention import attention_kernel
+from megatron_wlb.cost.attention import sharding_kernel
 from megatron_wlb.job import Job
-from megatron_wlb.pipeline.schedule import schedule_of
 from megatron_wlb.plan.dataset import read_index
-from megatron_wlb.plan.sharding import rank_work
+from megatron_wlb.sharding import rank_work
 from tests.adapter.datasets import write_index
 
 ROOT = Path(__file__).parent.parent
@@ -93,7 +92,7 @@ def train(argv: list[str], first: int) -> Steps:
     from megatron.core.pipeline_parallel import schedules
     from megatron.training import get_args, training
 
-    from megatron_wlb.adapter import cpu, deferral, plans, script
+    from megatron_wlb.adapter import cpu, plans, script
     from megatron_wlb.plan import step
 
     sys.argv = ["pretrain_gpt.py", *argv, "--distributed-backend", "gloo", *cpu.FLAGS]
@@ -146,7 +145,7 @@ def train(argv: list[str], first: int) -> Steps:
         late = sum(max(0, steps) * tokens for steps, tokens in plan.delays.items())
         of_all = {"tokens": plan.tokens, "work": int(plan.work.sum()), "late": late, "group": job.parallel.group_size}
         costs[plan.step] = of_all | costs_of(plan.micro_batches, job)
-        order[:] = schedule_of(job).table()[:, 0].tolist()
+        order[:] = job.schedule().table()[:, 0].tolist()
         return plan
 
     schedules.forward_step = busy(schedules.forward_step, "forward")
@@ -176,7 +175,7 @@ def costs_of(micro_batches: Any, job: Job) -> Row:
     """Rows, attended pairs and kernel times of this rank's micro-batches, from which their times are predicted."""
     from megatron.core import mpu
 
-    rank, kernel = mpu.get_context_parallel_rank(), attention_kernel(job)
+    rank, kernel = mpu.get_context_parallel_rank(), sharding_kernel(job)
     return {
         "rows": [m.shards.shards[rank].tokens for m in micro_batches],
         "pairs": [int((m.documents["length"] ** 2).sum()) for m in micro_batches],

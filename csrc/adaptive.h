@@ -1,5 +1,5 @@
 // Adaptive packing: which waiting documents run now, decided by the time that the step would lose with them.
-// `choose` in megatron_wlb/plan/packing/adaptive_core.py is the reference; adaptive.py beside it explains the algorithm.
+// `choose` in megatron_wlb/packing/adaptive_core.py is the reference; adaptive.py beside it explains the algorithm.
 // Both give the same plans to the bit: values are doubles computed in the same order in both, without fused
 // multiply-add.
 #pragma once

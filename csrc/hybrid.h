@@ -1,5 +1,5 @@
 // Hybrid sharding: what ranks hold so far, and which of them the next document goes to.
-// megatron_wlb/plan/sharding/hybrid.py is the reference.
+// megatron_wlb/sharding/hybrid.py is the reference.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
 // Sharding of a micro-batch over context-parallel ranks, and the choice between ways to do it.
-// megatron_wlb/plan/sharding/ is the reference; both give the same plans to the bit.
+// megatron_wlb/sharding/ is the reference; both give the same plans to the bit.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
 // In which stages the attention of a micro-batch runs, whose documents are on their ranks.
-// megatron_wlb/plan/sharding/stages.py is the reference; both give the same to the bit.
+// megatron_wlb/sharding/rounds.py is the reference; both give the same to the bit.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// The placement of Algorithm 1 of WLB-LLM (section 4.3); `place` in megatron_wlb/plan/packing/wlb.py is the reference.
+// The placement of Algorithm 1 of WLB-LLM (section 4.3); `place` in megatron_wlb/packing/wlb.py is the reference.
 #pragma once
 
 #include <cstdint>

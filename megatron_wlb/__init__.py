@@ -3,12 +3,13 @@
 What a training loop of one's own needs has its name here; `examples/` shows how it is used.
 """
 
-from megatron_wlb.describe import PlanSettings, make_job
+from megatron_wlb.describe.make import make_job
+from megatron_wlb.describe.settings import PlanSettings
 from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import MODELS, ModelShape
+from megatron_wlb.packing import POLICIES
 from megatron_wlb.plan.dataset import DocumentIndex, read_index, trained_tokens
 from megatron_wlb.plan.packer import PackedStep, Packer, make_packer
-from megatron_wlb.plan.packing import POLICIES
 from megatron_wlb.plan.step import MicroBatchPlan, Planner, StepPlan, plan_step
 from megatron_wlb.plan.stream import DocumentStream, Source
 

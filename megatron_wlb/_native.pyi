@@ -3,10 +3,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_wlb.cost.attention import KernelModel
+from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.pipeline.graph import Graph
 from megatron_wlb.pipeline.play import Parts
-from megatron_wlb.plan.sharding.stages import Staging
+from megatron_wlb.sharding.rounds import Staging
 
 def choose_adaptive(
     length: np.ndarray,

@@ -1,24 +1,35 @@
-"""The description of a training job: what is trained, on which ranks, in which micro-batches. Everything else takes it.
+"""The description of a training job: what is trained, on which ranks, in which micro-batches, by which predictions.
 
-Front ends make a `Job` once, by `describe.make_job`: training from Megatron's arguments, commands from their flags.
+`describe.make_job` makes it once, from values that are ready; everything below `describe` takes it.
 """
 
 import math
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from abc import abstractmethod
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
 
-from megatron_wlb.cost.attention import KernelTimes, Profile
-from megatron_wlb.cost.exchange import FP32
+import numpy as np
+
+from megatron_wlb.hardware.profile import Profile
 from megatron_wlb.model import ModelShape
-from megatron_wlb.pipeline.schedule import even_groups, nearest_counts, schedule_of
+from megatron_wlb.pipeline.schedule import Schedule, even_groups, nearest_counts
 from megatron_wlb.pipeline.split import EVEN, Split
-from megatron_wlb.plan.packing import POLICIES
-from megatron_wlb.plan.packing.base import Packing
-from megatron_wlb.plan.sharding.select import Sharding
+from megatron_wlb.settings import Settings, setting
+from megatron_wlb.types import Policy
 
 MAX_TOKENS = 1 << 26
 """Longest micro-batch for which work stays exact in 64 bits, with room for sums over a global batch."""
+FP32 = 4
+"""Bytes of a value, such as a gradient."""
 CP_EXCHANGES = ("shared", "latents", "all", "ring")
+STRATEGIES = {
+    "per-sequence": ("per-sequence",),
+    "per-document": ("per-document",),
+    "hybrid": ("hybrid",),
+    "wlb": ("per-sequence", "per-document"),
+    "auto": ("per-sequence", "hybrid"),
+}
+"""The shardings that every value of `Sharding.cp_sharding` compares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +110,56 @@ class Recompute:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job(Sharding):
-    """A training job, with the settings of context parallelism among its fields. Lengths are in trained tokens.
+class Sharding(Settings):
+    """Settings of context parallelism."""
+
+    cp_sharding: str = setting(
+        "auto",
+        "How a micro-batch is divided over context-parallel ranks. hybrid: each document on as few ranks as balance "
+        "needs, in tiles of the kernel. auto: hybrid or per-sequence, whichever has the fastest slowest rank for this "
+        "micro-batch, by the kernel times of --wlb-profile. wlb: per-sequence or per-document, as in WLB-LLM.",
+        choices=tuple(STRATEGIES),
+    )
+    save_gathered_kv: bool = setting(
+        False,
+        "Keep gathered K and V for backward instead of gathering them, or expanding them from latents, again: faster, "
+        "for memory in every layer.",
+    )
+    cp_gradients: str = setting(
+        "fp32",
+        "Dtype in which dK and dV travel between context-parallel ranks, which add them up in fp32. model: that of the "
+        "model's activations, half the bytes where it is bf16, at the price of one more rounding.",
+        choices=("fp32", "model"),
+    )
+
+
+class Packing(Settings):
+    """Settings of a packing policy: a frozen dataclass in the policy's file, entered in `packing.POLICIES`."""
+
+    __slots__ = ()
+    name: ClassVar[str]
+    """Value of `--wlb-packing`."""
+    help: ClassVar[str]
+    """What the policy does, for `--help` and the page of flags."""
+    keeps_order: ClassVar[bool] = False
+    """Micro-batches keep their places, and documents theirs."""
+    fixed_length: ClassVar[bool] = False
+    """Micro-batches are one context window long, not up to S_max."""
+    steady_tokens: ClassVar[bool] = False
+    """Steps hold N * C tokens whatever M is, which may so be chosen for time alone (`--wlb-micro-batches auto`)."""
+
+    def most_step_tokens(self, job: "Job") -> int | None:
+        """Tokens that a step holds at most, whatever S_max is; None: as many as fit."""
+        return job.batch_tokens if self.fixed_length else None
+
+    @abstractmethod
+    def policy(self, job: "Job") -> Policy:
+        """The policy with nothing packed yet. Raises ValueError if it cannot pack this job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A training job. Lengths are in trained tokens.
 
     Raises ValueError for sizes that contradict each other.
     """
@@ -119,6 +178,8 @@ class Job(Sharding):
     """Lc, the document length at which attention costs as much as everything else in a layer."""
     packing: Packing
     """The packing policy and its settings."""
+    sharding: Sharding = Sharding()
+    """Settings of context parallelism."""
     reorder: bool = True
     """Micro-batches are placed on data-parallel ranks and ordered there by work, and documents within a micro-batch
     may change places. False keeps them as they were packed, as Megatron and the paper do."""
@@ -128,27 +189,28 @@ class Job(Sharding):
     expanded from; all: of all documents, by one all-gather, as in the paper; ring: of all, from rank to rank
     (`--cp-comm-type p2p`)."""
     defer_weight_gradients: bool = False
-    """Products for weights leave the backward passes and run while their pipeline stage waits (`plan.deferral`)."""
+    """Products for weights leave the backward passes and run while their pipeline stage waits (`simulate.weight_gradients`)."""
     hidden_transfers: bool = True
     """Where chunks are interleaved, transfers between stages hide (`pipeline.Schedule`). Not by Megatron's defaults."""
     activation_bytes: int | None = None
     """What activations may take on a stage; None: not known."""
     profile: Profile
-    """Kernel times of the device."""
+    """What predicted times go by."""
+    tp_overlap: float = 0.0
+    """Share of tensor-parallel communication that overlaps matrix products. Not of this plugin: `--tp-comm-overlap`."""
     bytes_per_value: int = 2
     """Bytes of a value of the activations."""
     row_multiple: int = 1
     """What FP8 and FP4 kernels align the rows of a rank to."""
     windowed: bool = False
-    """Some layers attend through a window."""
+    """Some layers use sliding-window attention."""
     hidden_dropout: bool = False
     """Hidden dropout is over 0."""
     recompute: Recompute = Recompute()
     offloaded_layers: int = 0
     """Layers whose activations wait in host memory for backward (`--cpu-offloading-num-layers`)."""
 
-    def check(self) -> None:
-        """Refuse sizes that contradict each other."""
+    def __post_init__(self) -> None:
         for name in ("context_length", "global_batch_size", "num_micro_batches", "crossover_tokens", "row_multiple"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -189,7 +251,7 @@ class Job(Sharding):
                 f"{count} micro-batches a step, {rank_count} of a data-parallel rank, cannot be interleaved over "
                 f"{stages} pipeline stages in groups of {group}; give {' or '.join(str(n * dp) for n in nearest)}{flag}"
             )
-        schedule_of(self)
+        self.schedule()
         if self.packing.fixed_length and count != self.global_batch_size:
             raise ValueError(
                 f"{count} micro-batches for {self.global_batch_size} windows a step: those of {self.packing.name} "
@@ -220,12 +282,12 @@ class Job(Sharding):
     @property
     def cp_gradient_bytes(self) -> int:
         """Bytes of a value of dK and dV as they travel between context-parallel ranks."""
-        return FP32 if self.cp_gradients == "fp32" else self.bytes_per_value
+        return FP32 if self.sharding.cp_gradients == "fp32" else self.bytes_per_value
 
     @property
     def expands_again(self) -> bool:
         """Whether backward expands K and V of all keys from latents once more, which forward did not keep."""
-        again = not self.save_gathered_kv or "mla_up_proj" in self.recompute.modules
+        again = not self.sharding.save_gathered_kv or "mla_up_proj" in self.recompute.modules
         return self.cp_exchange == "latents" and again and self.recompute.granularity != "full"
 
     @property
@@ -264,35 +326,33 @@ class Job(Sharding):
         """Whether micro-batches and documents change places by work."""
         return self.reorder and not self.packing.keeps_order
 
+    def schedule(self, num_micro_batches: int | None = None) -> Schedule:
+        """The pipeline schedule of a data-parallel rank."""
+        return Schedule(
+            num_stages=self.parallel.pp,
+            num_chunks=self.parallel.vpp,
+            num_micro_batches=self.micro_batches_per_rank if num_micro_batches is None else num_micro_batches,
+            group_size=self.parallel.group_size,
+            hidden_transfers=self.hidden_transfers and self.parallel.vpp > 1,
+        )
+
+    def sharded(self, **settings: Any) -> "Job":
+        """The job with other settings of context parallelism."""
+        return replace(self, sharding=replace(self.sharding, **settings))
+
+    def decoder_layers(self) -> np.ndarray:
+        """Decoder layers of every virtual stage, int64 [pp, vpp]. Raises ValueError where they do not divide."""
+        return self.parallel.split.layers(self.model.num_layers, self.parallel.pp, self.parallel.vpp)
+
+    def layers(self) -> np.ndarray:
+        """Decoder layers, and on the last virtual stage MTP layers, int64 [pp, vpp]. Raises as `decoder_layers`."""
+        layers = self.decoder_layers()
+        layers[-1, -1] += self.model.mtp_num_layers
+        return layers
+
     def to_json(self) -> dict[str, Any]:
         """The job as JSON types, which logs and checkpoints keep."""
         return asdict(self) | {"packing": {"name": self.packing.name, **asdict(self.packing)}}  # type: ignore[call-overload]
-
-    @classmethod
-    def from_json(cls, data: Any) -> "Job":
-        """The job that `to_json` described. Raises ValueError for anything else."""
-        try:
-            parts = {f.name: data[f.name] for f in fields(cls)}
-            packing = dict(parts["packing"])
-            profile = dict(parts["profile"])
-            for name in ("forward", "backward"):
-                profile[name] = KernelTimes(**profile[name]) if profile[name] else None
-            if profile["linear_tflops"]:
-                profile["linear_tflops"] = tuple(profile["linear_tflops"])
-            return cls(
-                **parts
-                | {
-                    "model": ModelShape(**parts["model"]),
-                    "parallel": Parallel(**parts["parallel"] | {"split": Split(**parts["parallel"]["split"])}),
-                    "recompute": Recompute(**parts["recompute"] | {"modules": tuple(parts["recompute"]["modules"])}),
-                    "packing": POLICIES[packing.pop("name")](
-                        **{k: tuple(v) if isinstance(v, list) else v for k, v in packing.items()}
-                    ),
-                    "profile": Profile(**profile),
-                }
-            )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"not the description of a job: {error!r}; give what this release wrote") from error
 
 
 def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:

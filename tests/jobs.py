@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from megatron_wlb.describe import make_job
-from megatron_wlb.job import Job, Parallel
+from megatron_wlb.describe.make import make_job
+from megatron_wlb.job import Job, Parallel, Sharding
 from megatron_wlb.model import ModelShape
 from megatron_wlb.pipeline.split import Split
 
@@ -17,17 +17,19 @@ MODEL = ModelShape(
     kv_channels=16,
 )
 EDGES = Split(account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True)
-_PARALLEL = Parallel.__dataclass_fields__
 
 
 def job(**changes: Any) -> Job:
     """A job of a small model: C = 64, N = M = 4, a crossover of 32 tokens, one rank.
 
-    `changes` are arguments of `make_job`, fields of `Parallel` (tp=2) or fields of `Job`, which win over defaults.
+    `changes` are arguments of `make_job`, or fields of `Parallel` (tp=2), `Sharding` or `Job`, which win over defaults.
     `num_micro_batches` alone means as many windows.
     """
-    parallel = Parallel(**{name: changes.pop(name) for name in list(changes) if name in _PARALLEL})
+    parallel, sharding = (
+        kind(**{name: changes.pop(name) for name in list(changes) if name in kind.__dataclass_fields__})
+        for kind in (Parallel, Sharding)
+    )
     windows = changes.get("num_micro_batches", 4)
     sizes = {"model": MODEL, "context_length": 64, "global_batch_size": windows, "crossover_tokens": 32}
-    given = sizes | {"parallel": parallel} | changes
+    given = sizes | {"parallel": parallel, "sharding": sharding} | changes
     return make_job(**given)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_wlb.adapter.arguments import REFUSED
+from megatron_wlb.describe.flags import REFUSED
 from scripts import docs
 
 ROOT = Path(__file__).parents[1]

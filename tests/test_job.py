@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from megatron_wlb.cost.memory import peak_bytes
-from megatron_wlb.describe import PlanSettings
+from megatron_wlb import packing
+from megatron_wlb.describe.settings import PlanSettings
 from megatron_wlb.job import MAX_TOKENS, Job, Parallel, Recompute, differences
-from megatron_wlb.pipeline.schedule import schedule_of
-from megatron_wlb.plan import packing
-from megatron_wlb.plan.packing import DEFAULT_POLICY, POLICIES
-from megatron_wlb.plan.packing.wlb import WlbPacking
+from megatron_wlb.packing import DEFAULT_POLICY, POLICIES
+from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.settings import Settings, flag_with_value, integers, setting
+from megatron_wlb.simulate.memory import peak_bytes
 from tests.jobs import job
 
 
@@ -94,7 +93,7 @@ def test_groups_are_as_many_as_stages_where_memory_has_no_room_for_longer_ones()
     free = job(**sizes)
     short = replace(free, parallel=replace(free.parallel, group_size=4))
     most, least = (max(peak_bytes(each, stage) for stage in range(4)) for each in (free, short))
-    assert (schedule_of(free).group, schedule_of(short).group) == (8, 4) and least < most
+    assert (free.schedule().group, short.schedule().group) == (8, 4) and least < most
     assert job(**sizes, budget_bytes=most).parallel.group_size is None
     assert job(**sizes, budget_bytes=least) == replace(short, activation_bytes=int(least))
     assert job(**sizes, budget_bytes=least, max_tokens=free.max_tokens).parallel.group_size == 4
@@ -145,7 +144,7 @@ def test_ranks_share_a_unit_of_tokens(changes, unit):
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_job_goes_through_json(name):
     described = job(packing=POLICIES[name](), cp=2, recompute=Recompute(granularity="selective", modules=("mlp",)))
-    described = replace(described, cp_gradients="model")  # not the default
+    described = described.sharded(cp_gradients="model")  # not the default
     saved = json.loads(json.dumps(described.to_json()))
     assert Job.from_json(saved) == described
     assert differences(saved, described.to_json()) == []

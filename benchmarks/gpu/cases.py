@@ -6,14 +6,15 @@ from functools import cache
 import numpy as np
 
 from benchmarks.lengths import CROSSOVER, WINDOW, f2, packed, padded
-from megatron_wlb.cost.attention import FLOPS_PROFILE, Profile, attention_kernel
-from megatron_wlb.describe import make_job
-from megatron_wlb.job import Job, Parallel
+from megatron_wlb.cost.attention import sharding_kernel
+from megatron_wlb.describe.make import make_job
+from megatron_wlb.hardware.profile import FLOPS_PROFILE, Profile
+from megatron_wlb.job import STRATEGIES, Job, Parallel
 from megatron_wlb.model import ModelShape
-from megatron_wlb.plan.packing import DEFAULT_POLICY, POLICIES
-from megatron_wlb.plan.sharding import STRATEGIES, divide, mirrored_order, shard
-from megatron_wlb.plan.sharding.select import candidates
-from megatron_wlb.plan.types import ShardPlan
+from megatron_wlb.packing import DEFAULT_POLICY, POLICIES
+from megatron_wlb.sharding import divide, mirrored_order, shard
+from megatron_wlb.sharding.select import candidates
+from megatron_wlb.types import ShardPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +117,7 @@ class Choices:
 
     def add_candidates(self, job: Job) -> None:
         """Everything that `auto` chooses from."""
-        kernel, cp = attention_kernel(job), job.parallel.cp
+        kernel, cp = sharding_kernel(job), job.parallel.cp
         for plan in candidates(padded(self._lengths, job.unit_tokens), cp, STRATEGIES["auto"], kernel):
             self._add(plan)
         mirrored = self._lengths[mirrored_order(self._lengths)]

@@ -37,12 +37,12 @@ from benchmarks.gpu.ranks import CopyFree, MakeMethod, PrefixCopies, Rows, both,
 from benchmarks.lengths import padded
 from benchmarks.results import spread
 from megatron_wlb.cli.calibration import count, fit
-from megatron_wlb.cost.attention import Profile, load_profile
-from megatron_wlb.job import Job
-from megatron_wlb.plan.packing import DEFAULT_POLICY, POLICIES
-from megatron_wlb.plan.sharding import STRATEGIES, per_document, shard
-from megatron_wlb.plan.types import SEGMENT, Shard, ShardPlan
+from megatron_wlb.hardware.profile import Profile, load_profile
+from megatron_wlb.job import STRATEGIES, Job
+from megatron_wlb.packing import DEFAULT_POLICY, POLICIES
 from megatron_wlb.runtime.backends.trial import kernel_args
+from megatron_wlb.sharding import per_document, shard
+from megatron_wlb.types import SEGMENT, Shard, ShardPlan
 
 SECTIONS = "0adcb"
 FEW_HEADS, MOST_HEADS = 8, 32

@@ -32,17 +32,16 @@ from benchmarks.gpu.ranks import CopyFree, Rank, Rows, random_rows, ranks
 from benchmarks.lengths import CROSSOVER, WINDOW, f2, packer, padded
 from benchmarks.paper.setups import pieces
 from benchmarks.results import spread
-from megatron_wlb.describe import make_job
-from megatron_wlb.job import Job, Parallel
+from megatron_wlb.describe.make import make_job
+from megatron_wlb.job import Job, Packing, Parallel
 from megatron_wlb.model import MODELS, ModelShape
+from megatron_wlb.packing.adaptive import AdaptivePacking
+from megatron_wlb.packing.fixed import FixedPacking
+from megatron_wlb.packing.original import OriginalPacking
+from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan.metrics import imbalance
-from megatron_wlb.plan.packing.adaptive import AdaptivePacking
-from megatron_wlb.plan.packing.base import Packing
-from megatron_wlb.plan.packing.fixed import FixedPacking
-from megatron_wlb.plan.packing.original import OriginalPacking
-from megatron_wlb.plan.packing.wlb import WlbPacking
-from megatron_wlb.plan.types import ShardPlan
 from megatron_wlb.runtime.attention import AttentionOptions
+from megatron_wlb.types import ShardPlan
 
 SKIPPED = 10
 """Steps before queues are filled."""

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_wlb.plan.sharding import segments
-from megatron_wlb.plan.sharding.exchange import exchange
-from megatron_wlb.plan.types import ShardPlan
 from megatron_wlb.runtime.attention import AttentionOptions, attend, attend_backward
 from megatron_wlb.runtime.backends import Backend, KernelArgs
 from megatron_wlb.runtime.backends.cpu import CpuBackend, SegmentRows
 from megatron_wlb.runtime.backends.trial import kernel_args
 from megatron_wlb.runtime.metadata import ShardMetadata
+from megatron_wlb.sharding import segments
+from megatron_wlb.sharding.routing import exchange
+from megatron_wlb.types import ShardPlan
 
 
 class Rows(NamedTuple):

@@ -23,10 +23,9 @@ from benchmarks.paper.run import (
 )
 from benchmarks.paper.setups import BIG, LAYER, SEVEN_128, SLOWER, Case, slower_attention
 from benchmarks.results import Row
-from megatron_wlb.cost.passes import LayerTimes, pass_times
-from megatron_wlb.pipeline.split import layers_of
-from megatron_wlb.plan.packing.fixed import FixedPacking
-from megatron_wlb.plan.sharding import shard
+from megatron_wlb.packing.fixed import FixedPacking
+from megatron_wlb.sharding import shard
+from megatron_wlb.simulate.passes import LayerTimes, pass_times
 
 
 def figures_1_and_4(steps: int) -> tuple[list[Row], dict[str, np.ndarray]]:
@@ -41,7 +40,7 @@ def figures_1_and_4(steps: int) -> tuple[list[Row], dict[str, np.ndarray]]:
         spreads = []
         for p in pack(case, scheme, steps)[0]:
             step = simulate(case, scheme, p.packing)
-            layers = layers_of(step.job).sum(axis=1)[:, None]
+            layers = step.job.layers().sum(axis=1)[:, None]
             computation, attention = step.computation / layers, step.attention / layers
             first.setdefault(name, computation)
             spreads.append({**_spread("computation", computation), **_spread("attention", attention)})

@@ -13,17 +13,16 @@ from benchmarks.lengths import stream
 from benchmarks.paper.setups import MEAN_DELAY, Case
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job
-from megatron_wlb.pipeline.split import layers_of
+from megatron_wlb.job import PackedBatch as Policy
+from megatron_wlb.packing.adaptive import AdaptivePacking
+from megatron_wlb.packing.fixed import FixedPacking
+from megatron_wlb.packing.original import OriginalPacking
+from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.packer import PackedStep, make_packer
-from megatron_wlb.plan.packing.adaptive import AdaptivePacking
-from megatron_wlb.plan.packing.base import Packing as Policy
-from megatron_wlb.plan.packing.fixed import FixedPacking
-from megatron_wlb.plan.packing.original import OriginalPacking
-from megatron_wlb.plan.packing.wlb import WlbPacking
 from megatron_wlb.plan.step import shard_step
-from megatron_wlb.plan.types import Packing
 from megatron_wlb.simulate import SimulatedStep, balanced_time, simulate_step
+from megatron_wlb.types import PackedBatch
 
 SKIPPED = 0.1
 """Share of the steps that is left out at the beginning, where queues fill."""
@@ -114,7 +113,7 @@ def tuned(case: Case, num_queues: int = 2) -> tuple[float, ...]:
     return min((tuple(e / 8 for e in eighths) for eighths in combinations(range(1, 8), num_queues)), key=quality)
 
 
-def simulate(case: Case, scheme: Scheme, packing: Packing) -> SimulatedStep:
+def simulate(case: Case, scheme: Scheme, packing: PackedBatch) -> SimulatedStep:
     """One step, placed and sharded as training would."""
     job = scheme.job(case)
     lengths = packing.lengths
@@ -142,7 +141,7 @@ def outcomes(case: Case, schemes: dict[str, Scheme], steps: int) -> tuple[dict[s
 
 
 def _without_exchange(step: SimulatedStep) -> SimulatedStep:
-    layers = layers_of(step.job)[:, :, None]
+    layers = step.job.layers()[:, :, None]
     passes = tuple(
         replace(
             p,

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lengths import DATA, f2
-from megatron_wlb.cost.attention import KernelTimes, load_profile
-from megatron_wlb.cost.passes import H100, Hardware, pass_times
-from megatron_wlb.describe import make_job
+from megatron_wlb.describe.make import make_job
+from megatron_wlb.hardware.profile import KernelTimes, load_profile
 from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import MODELS
+from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.pipeline.split import EVEN, Split
-from megatron_wlb.plan.packing.original import OriginalPacking
-from megatron_wlb.plan.sharding import shard
+from megatron_wlb.sharding import shard
+from megatron_wlb.simulate.passes import H100, Hardware, pass_times
 
 DOCUMENTS = 400_000
 VPP = 2
@@ -31,7 +31,7 @@ CALIBRATION = (
     ("link_gb_per_s", 45.0, "assumed: 400 Gbit/s a GPU, of which 90 % arrive"),
     ("hop_us", 10.0, "assumed"),
     ("attention", "h100-fa2", "megatron_wlb/cost/profiles: fitted to FlashAttention-2 on an H100, measured by DistCA"),
-    ("network", "h100", "megatron_wlb/cost/network-h100.json: fitted to NCCL on 2 to 8 H100, measured by DistCA"),
+    ("network", "h100", "megatron_wlb/hardware/network-h100.json: fitted to NCCL on 2 to 8 H100, measured by DistCA"),
     ("tp_overlap", 0.0, "assumed; the paper overlaps some, and does not say how much"),
     ("dp_overlap", 0.9, "assumed"),
     ("VPP", VPP, "assumed, the least that is interleaved as the paper's is; see step_seconds for a check"),
@@ -137,7 +137,7 @@ class Case:
 
 def crossover(job: Job, hardware: Hardware) -> int:
     """Length at which attention of a layer, forward and backward, takes as long as everything else in it."""
-    _, plan = shard(np.array([job.context_length]), replace(job, cp_sharding="per-document"))
+    _, plan = shard(np.array([job.context_length]), job.sharded(cp_sharding="per-document"))
     times = pass_times(job, hardware, [plan]).layers
     linear = sum(float((t.linear + t.tensor + t.exchange)[0]) for t in times)
     return round(job.context_length * linear / sum(float(t.attention.mean()) for t in times))

@@ -22,7 +22,7 @@ from benchmarks.paper.run import (
 from benchmarks.paper.setups import BIG, EDGES, SEVEN_128, SLOWER, Case, left_out, public_sample, slower_attention
 from benchmarks.results import Row
 from megatron_wlb.model import ModelShape
-from megatron_wlb.plan.sharding import shard
+from megatron_wlb.sharding import shard
 from megatron_wlb.simulate import simulate_step
 
 MAIN = {"WLB-LLM": WLB, "ours, balance alone": BALANCE, "ours": OURS}

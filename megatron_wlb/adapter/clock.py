@@ -12,9 +12,8 @@ from megatron.core import mpu
 
 from megatron_wlb.job import Job
 from megatron_wlb.pipeline.deferral import WeightGradients, run_deferred
-from megatron_wlb.pipeline.schedule import schedule_of
 from megatron_wlb.pipeline.timeline import run
-from megatron_wlb.plan.deferral import part_counts
+from megatron_wlb.simulate.weight_gradients import part_counts
 
 Span = tuple[Any, Any]
 """What `_now` gave at the beginning and at the end."""
@@ -72,7 +71,7 @@ class Clock:
         if self._spans is None:
             return None
         parallel, stage = self._job.parallel, mpu.get_pipeline_model_parallel_rank()
-        chunks = schedule_of(self._job).table()[:, 1]
+        chunks = self._job.schedule().table()[:, 1]
         passes = np.zeros((3, parallel.pp, parallel.vpp))
         for direction, (name, of) in enumerate((("forward", chunks), ("backward", parallel.vpp - 1 - chunks))):
             seconds = [_seconds(*span) for span in self._spans[name]]
@@ -124,7 +123,7 @@ def measured_shares(
         step: the time of the step.
     """
     forward, backward, weights = passes[:, :, :, None]
-    schedule, backward = schedule_of(job), backward + weights
+    schedule, backward = job.schedule(), backward + weights
     if job.defer_weight_gradients:
         each = np.repeat(weights, job.micro_batches_per_rank, axis=2)
         parts = WeightGradients.alike(part_counts(job), each)

@@ -7,18 +7,16 @@ from functools import partial
 
 import torch
 
-from megatron_wlb import describe
+from megatron_wlb import describe, packing
 from megatron_wlb.adapter import arguments, compat
-from megatron_wlb.adapter.settings import RunSettings
-from megatron_wlb.cost.memory import DEVICE_SHARE
-from megatron_wlb.describe import PlanSettings
+from megatron_wlb.describe.settings import PlanSettings, RunSettings
 from megatron_wlb.job import Job, Parallel, Recompute
+from megatron_wlb.micro_batches import Prediction, predictions
 from megatron_wlb.model import MODELS, ModelShape, latent_sizes
+from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.pipeline.split import Split
-from megatron_wlb.plan import packing
-from megatron_wlb.plan.packing.original import OriginalPacking
 from megatron_wlb.plan.stream import DocumentStream
-from megatron_wlb.simulate.micro_batches import Prediction, predictions
+from megatron_wlb.simulate.memory import DEVICE_SHARE
 
 _UNDEFERRABLE = (
     "defer_embedding_wgrad_compute fp4 fp8 moe_shared_expert_overlap overlap_dispatch_backward_with_experts_wgrad "

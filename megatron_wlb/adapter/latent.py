@@ -14,8 +14,8 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch.nn.functional import pad
 
 from megatron_wlb.adapter import compat
+from megatron_wlb.runtime.all_to_all import exchange_rows
 from megatron_wlb.runtime.backends import owned, side_by_side
-from megatron_wlb.runtime.exchange import exchange_rows
 
 
 class WlbLatentAttention(MLASelfAttention):  # type: ignore[misc]

@@ -4,11 +4,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_wlb.cost.attention import attention_kernel
+from megatron_wlb import sharding
+from megatron_wlb.cost.attention import sharding_kernel
 from megatron_wlb.job import Job
-from megatron_wlb.plan import files, metrics, sharding
-from megatron_wlb.plan.sharding import rank_work
+from megatron_wlb.plan import files, metrics
 from megatron_wlb.plan.step import StepPlan
+from megatron_wlb.sharding import rank_work
 
 SOURCES = ("predicted", "measured")
 """Of shares, in the words of `simulate.SHARES` and their order."""
@@ -52,7 +53,7 @@ def details(plan: StepPlan, job: Job) -> dict[str, Any]:
     The job, and `lengths`, those of the documents of all M micro-batches, are what `megatron-wlb compare` predicts
     `step_ms` from.
     """
-    packing, kernel, cp = plan.packing, attention_kernel(job), job.parallel.cp
+    packing, kernel, cp = plan.packing, sharding_kernel(job), job.parallel.cp
     return {
         "job": job.to_json(),
         "original_work": plan.original_work.tolist(),

@@ -10,7 +10,7 @@ from megatron.training import print_rank_0
 
 from megatron_wlb.adapter import describe
 from megatron_wlb.adapter.data import SplitData, stream_of
-from megatron_wlb.adapter.settings import RunSettings
+from megatron_wlb.describe.settings import RunSettings
 from megatron_wlb.job import Job, differences
 from megatron_wlb.plan import document_log, state
 from megatron_wlb.plan.packer import Packer, make_packer

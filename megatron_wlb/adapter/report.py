@@ -16,21 +16,19 @@ from megatron_wlb.adapter import compat, log
 from megatron_wlb.adapter.clock import Clock
 from megatron_wlb.adapter.data import SplitData
 from megatron_wlb.adapter.plans import Plans
-from megatron_wlb.adapter.settings import RunSettings
 from megatron_wlb.adapter.telemetry import Telemetry
 from megatron_wlb.adapter.throughput import Throughput
-from megatron_wlb.cost import memory
-from megatron_wlb.cost.passes import untimed
+from megatron_wlb.describe.settings import RunSettings
 from megatron_wlb.job import Job
-from megatron_wlb.pipeline.schedule import schedule_of
+from megatron_wlb.micro_batches import Prediction
 from megatron_wlb.plan import document_log, native
 from megatron_wlb.plan.step import StepPlan, shard_step
-from megatron_wlb.plan.types import Packing
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import choose_backend
 from megatron_wlb.settings import flag_with_value
-from megatron_wlb.simulate import shares, simulate_step
-from megatron_wlb.simulate.micro_batches import Prediction
+from megatron_wlb.simulate import memory, shares, simulate_step
+from megatron_wlb.simulate.passes import untimed
+from megatron_wlb.types import PackedBatch
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -58,12 +56,12 @@ class Report:
         policy = [f"--wlb-packing {job.packing.name}"]
         values = ((f.name, getattr(job.packing, f.name)) for f in fields(job.packing))  # type: ignore[arg-type]
         policy += [flag_with_value(name, value) for name, value in values if value is not None]
-        groups = f" in groups of {schedule_of(job).group}" if job.parallel.vpp > 1 else ""
+        groups = f" in groups of {job.schedule().group}" if job.parallel.vpp > 1 else ""
         print_rank_0(
             f"> wlb: {documents} documents ({short} under 2 tokens are left out), {' '.join(policy)} ({core}) into "
             f"{job.num_micro_batches} micro-batches a step{groups} for {job.global_batch_size} windows of "
             f"{job.context_length} tokens, S_max {job.max_tokens}, crossover {job.crossover_tokens} tokens, "
-            f"CP sharding {job.cp_sharding}{' of latents' * (job.cp_exchange == 'latents')}"
+            f"CP sharding {job.sharding.cp_sharding}{' of latents' * (job.cp_exchange == 'latents')}"
         )
         if self._tried:
             why = untimed(job)
@@ -157,7 +155,7 @@ class Report:
             document_log.append(path, iteration - 1, packing, begins_anew=begins_anew)
 
 
-def predicted_shares(job: Job, packing: Packing) -> dict[str, float]:
+def predicted_shares(job: Job, packing: PackedBatch) -> dict[str, float]:
     """`simulate.shares` of a step."""
     return shares(simulate_step(job, shard_step(job, packing.lengths)))
 

@@ -101,7 +101,7 @@ def _parsing(original: Any) -> Any:
     @functools.wraps(original)
     def parse_args(extra_args_provider: Any = None, *args: Any, **kwargs: Any) -> Namespace:
         from megatron_wlb.adapter import describe
-        from megatron_wlb.adapter.arguments import add_wlb_arguments
+        from megatron_wlb.describe.flags import add_wlb_arguments
 
         def provider(parser: Any) -> Any:
             return add_wlb_arguments(extra_args_provider(parser) if extra_args_provider else parser)
@@ -151,9 +151,9 @@ def _training(original: Any) -> Any:
                 return original(*args, **kwargs)
         from megatron.training import get_args
 
-        from megatron_wlb.adapter.deferral import put_off
         from megatron_wlb.adapter.model import configure
         from megatron_wlb.adapter.training import Training
+        from megatron_wlb.adapter.wgrad import put_off
 
         bound = inspect.signature(original).bind(*args, **kwargs)
         call = bound.arguments

@@ -14,8 +14,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_wlb.adapter import compat
-from megatron_wlb.plan.sharding import segments
-from megatron_wlb.plan.types import ShardPlan
+from megatron_wlb.sharding import segments
+from megatron_wlb.types import ShardPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

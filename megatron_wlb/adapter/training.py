@@ -17,19 +17,17 @@ from megatron.training import checkpointing, training
 
 from megatron_wlb.adapter import compat, data, describe, mtp
 from megatron_wlb.adapter.data import Batch, DocumentDataset
-from megatron_wlb.adapter.deferral import Step, WeightGradients
 from megatron_wlb.adapter.loss import scale_sharded, token_loss
 from megatron_wlb.adapter.model import WlbPackedSeqParams, adapt_mtp
 from megatron_wlb.adapter.p2p import PlannedP2PCommunicator, by_direction
 from megatron_wlb.adapter.plans import Plans
 from megatron_wlb.adapter.report import Report
-from megatron_wlb.adapter.settings import RunSettings
-from megatron_wlb.pipeline.schedule import schedule_of
-from megatron_wlb.plan.deferral import part_counts
+from megatron_wlb.adapter.wgrad import Step, WeightGradients
+from megatron_wlb.describe.settings import RunSettings
 from megatron_wlb.plan.step import StepPlan
-from megatron_wlb.runtime import exchange
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import get_backend
+from megatron_wlb.simulate.weight_gradients import part_counts
 
 
 class Training:
@@ -50,8 +48,8 @@ class Training:
         if run.attention_backend != "megatron":
             self.attention = AttentionOptions(
                 backend=get_backend(run.attention_backend, self._device, job.model.head_sizes),
-                save_gathered=job.save_gathered_kv,
-                gradients_in_fp32=job.cp_gradients == "fp32",
+                save_gathered=job.sharding.save_gathered_kv,
+                gradients_in_fp32=job.sharding.cp_gradients == "fp32",
                 two_streams=job.profile.two_streams,
                 latents=job.cp_exchange == "latents",
             )
@@ -171,7 +169,7 @@ class Training:
         parallel, chunks = self._job.parallel, model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
         if parallel.vpp > 1:
-            config.microbatch_group_size_per_vp_stage = schedule_of(self._plans.jobs[first.split]).group
+            config.microbatch_group_size_per_vp_stage = self._plans.jobs[first.split].schedule().group
         with self._deferred(plan, chunks, config) as fill:
             communicator = None
             if parallel.pp > 1:
@@ -204,7 +202,7 @@ class Training:
         if self._weight_gradients is None:
             measured = functools.partial(self._report.clock.span, "weights")
             self._weight_gradients = WeightGradients(chunks, part_counts(self._job)[stage], measured)
-        schedule, before = schedule_of(self._job, len(plan.micro_batches)), plan.weight_gradients_before[:, stage]
+        schedule, before = self._job.schedule(len(plan.micro_batches)), plan.weight_gradients_before[:, stage]
         with self._weight_gradients.step(schedule, stage, before, config) as self._deferring:
             try:
                 yield self._deferring.fill

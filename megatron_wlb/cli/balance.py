@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from megatron_wlb.cost.passes import Passes
 from megatron_wlb.simulate import SimulatedStep
+from megatron_wlb.simulate.passes import Passes
 
 
 def layer_times(passes: Passes) -> np.ndarray:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_wlb.cost.attention import KernelModel, KernelTimes, Profile
-from megatron_wlb.plan.sharding.select import divide
-from megatron_wlb.plan.types import Shard, ShardPlan
+from megatron_wlb.hardware.profile import KernelModel, KernelTimes, Profile
+from megatron_wlb.sharding.select import divide
+from megatron_wlb.types import Shard, ShardPlan
 
 Shape = tuple[ShardPlan, int]
 """A plan, and the rank whose shard is measured."""

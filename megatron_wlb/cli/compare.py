@@ -24,12 +24,12 @@ from megatron_wlb.cli.calibration import entries, relative_error
 from megatron_wlb.cli.common import integer, progress, provenance, remark, write_json, writer
 from megatron_wlb.cli.flags import DEFAULT_PROFILE
 from megatron_wlb.cli.steps import lengths_of, parse_lines
-from megatron_wlb.cost.attention import ATTENTION_BACKWARD, KernelTimes, Profile, load_profile
-from megatron_wlb.cost.passes import H100, pass_times
+from megatron_wlb.hardware.profile import ATTENTION_BACKWARD, KernelTimes, Profile, load_profile
 from megatron_wlb.job import MAX_TOKENS, Job, Recompute, differences
 from megatron_wlb.plan.step import shard_step
-from megatron_wlb.plan.types import ShardPlan
 from megatron_wlb.simulate import SHARES, shares, simulate_step
+from megatron_wlb.simulate.passes import H100, pass_times
+from megatron_wlb.types import ShardPlan
 
 FORMAT = "megatron-wlb-comparison"
 VERSION = 2

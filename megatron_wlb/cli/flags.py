@@ -10,17 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_wlb.adapter.arguments import add_wlb_arguments
 from megatron_wlb.cli import launch
 from megatron_wlb.cli.common import integer, short
-from megatron_wlb.cost.memory import H100_BYTES
-from megatron_wlb.describe import PlanSettings, make_job
+from megatron_wlb.describe.flags import add_wlb_arguments
+from megatron_wlb.describe.make import make_job
+from megatron_wlb.describe.settings import PlanSettings
 from megatron_wlb.job import MAX_TOKENS, Job, Parallel, Recompute
+from megatron_wlb.micro_batches import predictions
 from megatron_wlb.model import MODELS, ModelShape, latent_sizes
+from megatron_wlb.packing import from_args, without_effect
 from megatron_wlb.pipeline.split import Split
-from megatron_wlb.plan.packing import from_args, without_effect
 from megatron_wlb.plan.stream import DocumentStream
-from megatron_wlb.simulate.micro_batches import predictions
+from megatron_wlb.simulate.memory import H100_BYTES
 
 MAX_GPUS = 1 << 17
 DEFAULT_MODEL = "llama2-7b"

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from megatron_wlb.adapter.arguments import check
 from megatron_wlb.cli import command
 from megatron_wlb.cli.command import Launched
 from megatron_wlb.cli.common import printable, short
+from megatron_wlb.describe.flags import check
 
 NOT_SIMULATED = {
     "window-size": "sliding windows",

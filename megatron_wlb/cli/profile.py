@@ -28,8 +28,8 @@ import numpy as np
 from megatron_wlb.cli.calibration import Shape, entries, fit_directions, rounded, shapes
 from megatron_wlb.cli.common import progress, provenance, write_json, writer
 from megatron_wlb.cli.flags import add_model_flags, model_of
-from megatron_wlb.cost.attention import Profile
-from megatron_wlb.describe import make_job
+from megatron_wlb.describe.make import make_job
+from megatron_wlb.hardware.profile import Profile
 from megatron_wlb.model import ModelShape
 
 LONGEST_TOKENS = {"cuda": (131072, 16384), "cpu": (4096, 1024)}

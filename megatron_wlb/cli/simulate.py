@@ -30,9 +30,9 @@ from megatron_wlb.cli.flags import add_job_flags, job_of, settle
 from megatron_wlb.cli.steps import lengths_of, parse_lines
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import MAX_TOKENS, Job
+from megatron_wlb.packing import POLICIES
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.metrics import imbalance
-from megatron_wlb.plan.packing import POLICIES
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate import SHARES, SimulatedStep, balanced_time, breakdown, simulate_step, write_trace
 

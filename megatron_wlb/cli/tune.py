@@ -31,18 +31,17 @@ from megatron_wlb.cli import common, plan
 from megatron_wlb.cli.common import integer, progress, remark, write_json, writer
 from megatron_wlb.cli.data import add_lengths, documents_of
 from megatron_wlb.cli.flags import add_job_flags, packing_job, with_best_count
-from megatron_wlb.cost.passes import untimed
 from megatron_wlb.cost.work import document_work
-from megatron_wlb.job import Job
+from megatron_wlb.job import Job, Packing
+from megatron_wlb.micro_batches import step_time
+from megatron_wlb.packing.adaptive import AdaptivePacking
+from megatron_wlb.packing.adaptive_core import FORCED_STEPS
+from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.packer import make_packer
-from megatron_wlb.plan.packing.adaptive import AdaptivePacking
-from megatron_wlb.plan.packing.adaptive_core import FORCED_STEPS
-from megatron_wlb.plan.packing.base import Packing
-from megatron_wlb.plan.packing.wlb import WlbPacking
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.settings import flag_with_value
-from megatron_wlb.simulate.micro_batches import step_time
+from megatron_wlb.simulate.passes import untimed
 
 FORMAT = "megatron-wlb-tune"
 VERSION = 2

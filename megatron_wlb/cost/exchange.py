@@ -1,28 +1,18 @@
-"""What the exchange of K and V between context-parallel ranks adds to attention."""
+"""How long the exchange of K and V between context-parallel ranks takes, and how much of it attention overlaps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_wlb.cost.network import Group, Network
+from megatron_wlb.hardware.network import Group
+from megatron_wlb.job import FP32, Job
 
-if TYPE_CHECKING:
-    from megatron_wlb.job import Job
-
-FP32 = 4
-"""Bytes of a value, such as a gradient."""
-LINEAR_TFLOPS = 550.0
-"""bf16 matrix products, achieved beside communication. Assumed: 56 % of the 989 TFLOP/s of an H100's data sheet, for
-large matrices; Llama 3 405B is then as fast as published (`benchmarks.paper`)."""
-MEMORY_GB_PER_S = 2700.0
-"""What is bound by memory, achieved. Assumed: 80 % of the 3350 GB/s of an H100's data sheet."""
 Directions = tuple[np.ndarray, np.ndarray]
 """Forward and backward of one layer, in us, float64 [M] each."""
 
 
-def exchange_parts(job: "Job") -> int:
+def exchange_parts(job: Job) -> int:
     """Parts of K and V of which one is computed with while the next travels, each with launches of its own."""
     return job.parallel.cp if job.cp_exchange == "ring" else 1
 
@@ -50,16 +40,13 @@ class ExchangeModel:
         return arrive, leave
 
 
-def exchange_model(job: "Job", network: Network, linear_tflops: float = LINEAR_TFLOPS) -> ExchangeModel:
-    """That of a job; one that takes no time where the profile has no unit of time.
-
-    `linear_tflops` counts where the profile has none.
-    """
+def exchange_model(job: Job) -> ExchangeModel:
+    """The exchange of a job; it takes no time where the profile has no unit of time."""
     if job.profile.counts_pairs:
         return ExchangeModel(latency=0.0, arrive=0.0, leave=0.0, ahead=0.0)
-    latency, byte = network.all_to_all(Group(size=job.parallel.cp, stride=job.parallel.tp))
+    latency, byte = job.profile.network.all_to_all(Group(size=job.parallel.cp, stride=job.parallel.tp))
     if job.cp_exchange == "latents":
-        return _latents_model(job, network, latency, byte, linear_tflops)
+        return _latents_model(job, latency, byte)
     value = job.model.kv_values_per_rank(job.parallel.tp) * byte
     model, recomputed = job.model, job.recompute.granularity == "selective" and "core_attn" in job.recompute.modules
     before = 0 if recomputed else model.layer_weights - model.qkv_weights
@@ -68,24 +55,21 @@ def exchange_model(job: "Job", network: Network, linear_tflops: float = LINEAR_T
         latency=latency,
         arrive=value * job.bytes_per_value,
         leave=value * job.cp_gradient_bytes,
-        ahead=flops / (job.profile.linear_tflops or (0, linear_tflops))[1] / 1e6,
+        ahead=flops / job.profile.rates[1] / 1e6,
     )
 
 
-def _latents_model(job: "Job", network: Network, latency: float, byte: float, linear_tflops: float) -> ExchangeModel:
+def _latents_model(job: Job, latency: float, byte: float) -> ExchangeModel:
     """Each tensor-parallel rank brings its part of a row. They put the parts together, gather rows to expand them, and
     in backward scatter and gather gradients of latents, and add up those of what heads share."""
-    latent, shared, tensor = (
-        job.model.kv_lora_rank,
-        job.model.qk_pos_emb_head_dim,
-        Group(size=job.parallel.tp, stride=1),
-    )
+    latent, shared = job.model.kv_lora_rank, job.model.qk_pos_emb_head_dim
+    network, tensor = job.profile.network, Group(size=job.parallel.tp, stride=1)
 
     def time(collective: str, values: int) -> float:
         return float(np.diff(network.collective(collective, np.array([0, values * job.bytes_per_value]), tensor))[0])
 
     moved = (latent + shared) * job.bytes_per_value * byte / job.parallel.tp
-    forward, backward = expansion(job, linear_tflops)
+    forward, backward = expansion(job)
     gathered = time("all_gather", latent)
     again = forward + gathered if job.expands_again else 0.0
     # Of collectives that only this needs, forward has one and backward three.
@@ -97,10 +81,10 @@ def _latents_model(job: "Job", network: Network, latency: float, byte: float, li
     )
 
 
-def expansion(job: "Job", linear_tflops: float = LINEAR_TFLOPS) -> tuple[float, float]:
+def expansion(job: Job) -> tuple[float, float]:
     """Forward and backward time in us of K and V of one row from its latents, on a rank."""
     flops = 2 * job.model.expanded_weights / job.parallel.tp / 1e6
-    forward, backward = job.profile.linear_tflops or (linear_tflops, linear_tflops)
+    forward, backward = job.profile.rates
     return flops / forward, 2 * flops / backward
 
 
@@ -144,13 +128,13 @@ def stage_times(
     return done, np.maximum((free + own[1]).max(axis=-1), channel)
 
 
-def exposed_exchange(job: "Job", rows: np.ndarray, attention: Directions, network: Network) -> Directions:
-    """What an exchange of all K and V of `rows` rows (float64 [M]) adds to `attention`, that of the slowest ranks.
+def exposed_exchange(job: Job, rows: np.ndarray, attention: Directions) -> Directions:
+    """Time that exchanging K and V of all `rows` (float64 [M]) adds to the slowest ranks' `attention`.
 
     In a ring, or all at once before attention: as the paper has it, K and V arrive by an all-gather, in backward again
     unless they were kept, and their gradients leave in fp32.
     """
-    cp, collective = job.parallel.cp, network.collective
+    cp, collective = job.parallel.cp, job.profile.network.collective
     if cp == 1:
         return np.zeros_like(rows), np.zeros_like(rows)
     ranks = Group(size=cp, stride=job.parallel.tp)
@@ -159,7 +143,7 @@ def exposed_exchange(job: "Job", rows: np.ndarray, attention: Directions, networ
     if job.cp_exchange == "ring":
         return _exposed_hops(arrive / (cp - 1), cp, *(times / cp for times in attention))
     leave = collective("reduce_scatter", values * FP32, ranks)
-    return arrive, leave if job.save_gathered_kv else arrive + leave
+    return arrive, leave if job.sharding.save_gathered_kv else arrive + leave
 
 
 def _exposed_hops(hop: np.ndarray, cp: int, forward: np.ndarray, backward: np.ndarray) -> Directions:

@@ -1,12 +1,8 @@
 """What each pipeline stage does in which order: plain and interleaved 1F1B, as megatron-core 0.19 schedules them."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from megatron_wlb.job import Job
 
 OP = np.dtype([("backward", "?"), ("chunk", "<i8"), ("micro_batch", "<i8")])
 """One forward or backward pass of a micro-batch through a model chunk."""
@@ -28,9 +24,8 @@ class Schedule:
     `even_groups`."""
     forward_only: bool = False
     hidden_transfers: bool = False
-    """A stage waits for no send, and receives a pass ahead throughout, as --wlb has it (`adapter/p2p.py`). By
-    upstream's defaults it waits for every output, and while the pipeline warms up and cools down for receives, too.
-    Without interleaving it means nothing."""
+    """A stage waits for no send, and receives a pass ahead throughout (`adapter/p2p.py`). Upstream's default is to wait
+    for each send, and in warm-up and cool-down for each receive. Without interleaving it means nothing."""
 
     def __post_init__(self) -> None:
         stages, count = self.num_stages, self.num_micro_batches
@@ -138,14 +133,3 @@ def nearest_counts(count: int, num_stages: int, group: int) -> tuple[int, ...]:
     if not whole:
         return (group,)
     return (whole, whole + num_stages) if 0 < count - whole < num_stages else (count,)
-
-
-def schedule_of(job: "Job", num_micro_batches: int | None = None) -> Schedule:
-    """The pipeline schedule of a data-parallel rank."""
-    return Schedule(
-        num_stages=job.parallel.pp,
-        num_chunks=job.parallel.vpp,
-        num_micro_batches=job.micro_batches_per_rank if num_micro_batches is None else num_micro_batches,
-        group_size=job.parallel.group_size,
-        hidden_transfers=job.hidden_transfers and job.parallel.vpp > 1,
-    )

@@ -1,15 +1,10 @@
 """Which virtual stage has how many layers, by Megatron's flags for that."""
 
 import re
-from argparse import Namespace
 from dataclasses import dataclass, fields
 from itertools import groupby
-from typing import TYPE_CHECKING, Self
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from megatron_wlb.job import Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +26,6 @@ class Split:
             given = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
             flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
             raise ValueError(f"{flags} are different ways to deal layers over stages; choose one")
-
-    @classmethod
-    def from_args(cls, args: Namespace) -> Self:
-        """The split of Megatron's arguments."""
-        return cls(**{f.name: getattr(args, f.name) for f in fields(cls)})
 
     @property
     def edges(self) -> int:
@@ -107,15 +97,3 @@ def laid_out(layers: np.ndarray) -> Split:
 
 EVEN = Split()
 """Equally many layers on every virtual stage."""
-
-
-def decoder_layers(job: "Job") -> np.ndarray:
-    """Decoder layers of every virtual stage, int64 [pp, vpp]. Raises ValueError where they do not divide."""
-    return job.parallel.split.layers(job.model.num_layers, job.parallel.pp, job.parallel.vpp)
-
-
-def layers_of(job: "Job") -> np.ndarray:
-    """The same with MTP layers, which the last virtual stage has."""
-    layers = decoder_layers(job)
-    layers[-1, -1] += job.model.mtp_num_layers
-    return layers

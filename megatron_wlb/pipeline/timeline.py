@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,9 +10,6 @@ from megatron_wlb.pipeline.graph import graph_of, passes_of
 from megatron_wlb.pipeline.play import Parts, play
 from megatron_wlb.pipeline.schedule import Schedule
 from megatron_wlb.plan import native
-
-if TYPE_CHECKING:
-    from megatron_wlb.job import Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +125,8 @@ class CostWeights(NamedTuple):
     """For work that is spread evenly and waits for nothing."""
 
 
-def cost_weights(job: "Job") -> CostWeights:
-    """What work costs a data-parallel rank with M micro-batches in its pipeline of P stages with V chunks each.
+def cost_weights(schedule: Schedule) -> CostWeights:
+    """Weights of a data-parallel rank with M micro-batches in its pipeline of P stages with V chunks each.
 
     Every stage computes all of them, and waits in warm-up and cool-down for the others. With one chunk a stage that is
     P - 1 times the largest. Interleaved, P micro-batches go round through all chunks, and in each of V rounds a stage
@@ -137,7 +134,7 @@ def cost_weights(job: "Job") -> CostWeights:
     be alike. Warm-up and cool-down are then P - 1 times the mean. Longer groups (`Schedule.group`) shorten these
     waits; packing by less was tried, which made steps up to 1 % longer.
     """
-    waits, num_chunks, num_micro_batches = job.parallel.pp - 1, job.parallel.vpp, job.micro_batches_per_rank
+    waits, num_chunks, num_micro_batches = schedule.num_stages - 1, schedule.num_chunks, schedule.num_micro_batches
     if num_chunks == 1:
         return CostWeights(1, waits, 1)
     scale = 8  # what is less than an eighth is left out

@@ -17,7 +17,7 @@ from typing import BinaryIO
 import numpy as np
 
 from megatron_wlb.plan import files
-from megatron_wlb.plan.types import DOCUMENT, Packing
+from megatron_wlb.types import DOCUMENT, PackedBatch
 
 ENTRY = np.dtype(
     [
@@ -41,7 +41,7 @@ _BEGIN = b"\x1f\x8b\x08" + bytes(5)
 """The first bytes of a gzip member without a time."""
 
 
-def append(path: str | os.PathLike[str], step: int, packing: Packing, *, begins_anew: bool = False) -> None:
+def append(path: str | os.PathLike[str], step: int, packing: PackedBatch, *, begins_anew: bool = False) -> None:
     """Append the micro-batches of a step, all or nothing; `begins_anew` where its data is the beginning of the stream.
 
     Raises OSError, as `files.append`, and ValueError for a step that is too large to be read again.

@@ -3,16 +3,13 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_wlb.cost.work import document_work
-from megatron_wlb.plan.packing.original import cut
-from megatron_wlb.plan.types import Packing
-
-if TYPE_CHECKING:
-    from megatron_wlb.job import Job
+from megatron_wlb.job import Job
+from megatron_wlb.packing.original import cut
+from megatron_wlb.types import PackedBatch
 
 
 def imbalance(work: np.ndarray) -> float:
@@ -21,7 +18,7 @@ def imbalance(work: np.ndarray) -> float:
     return float(work.max()) * len(work) / total if total else 1.0
 
 
-def original_work(drawn: np.ndarray, job: "Job") -> np.ndarray:
+def original_work(drawn: np.ndarray, job: Job) -> np.ndarray:
     """Work of the micro-batches that original packing would make of DOCUMENT rows in the stream's order: int64 [<= N].
 
     The first N windows that the documents fill; the one that they begin, where they fill none.
@@ -29,10 +26,10 @@ def original_work(drawn: np.ndarray, job: "Job") -> np.ndarray:
     pieces, window = cut(drawn, job.context_length)
     full = int(drawn["length"].sum()) // job.context_length
     bounds = np.searchsorted(window, np.arange(min(max(1, full), job.global_batch_size) + 1))
-    return Packing(documents=pieces, bounds=bounds).sums(document_work(pieces["length"], job.crossover_tokens))
+    return PackedBatch(documents=pieces, bounds=bounds).sums(document_work(pieces["length"], job.crossover_tokens))
 
 
-def delays(packing: Packing, step: int) -> dict[int, int]:
+def delays(packing: PackedBatch, step: int) -> dict[int, int]:
     """Tokens of the step by the number of steps they ran after they arrived; negative if a policy read ahead."""
     late = step - packing.documents["arrival"]
     first = int(late.min(initial=0))
@@ -55,7 +52,7 @@ class StepMetrics:
     plan_ms: float
 
 
-def measure(packing: Packing, step: int, job: "Job", plan_ms: float = 0.0) -> StepMetrics:
+def measure(packing: PackedBatch, step: int, job: Job, plan_ms: float = 0.0) -> StepMetrics:
     """Measure the packing of `step`. O(documents)."""
     lengths = packing.documents["length"]
     document = document_work(lengths, job.crossover_tokens)

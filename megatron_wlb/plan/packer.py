@@ -2,16 +2,14 @@
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from megatron_wlb.job import Job
 from megatron_wlb.plan import state as saved
 from megatron_wlb.plan.stream import DocumentStream
-from megatron_wlb.plan.types import DOCUMENT, Packing
-
-if TYPE_CHECKING:
-    from megatron_wlb.job import Job
+from megatron_wlb.types import DOCUMENT, PackedBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +35,7 @@ class PackedStep:
     """Micro-batches of one step."""
 
     step: int
-    packing: Packing
+    packing: PackedBatch
     drawn: np.ndarray
     """What the step drew from the stream, in its order: DOCUMENT [n]."""
     snapshot: Snapshot
@@ -61,7 +59,7 @@ class Packer:
     the next begins there.
     """
 
-    def __init__(self, stream: DocumentStream, job: "Job", *, fingerprint: str) -> None:
+    def __init__(self, stream: DocumentStream, job: Job, *, fingerprint: str) -> None:
         self._stream, self._policy = stream, job.packing.policy(job)
         self._global_batch_size, self._batch_tokens = job.global_batch_size, job.batch_tokens
         self._identity = {
@@ -182,7 +180,7 @@ class _Draw:
         self.base = step, position + self._batch_tokens
 
 
-def make_packer(stream: DocumentStream, job: "Job", *, fingerprint: str | None = None) -> Packer:
+def make_packer(stream: DocumentStream, job: Job, *, fingerprint: str | None = None) -> Packer:
     """A packer of `stream` by the packing policy of a job.
 
     Args:

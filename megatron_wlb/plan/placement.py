@@ -6,7 +6,6 @@ import itertools
 import numpy as np
 
 from megatron_wlb.job import Job
-from megatron_wlb.pipeline.schedule import schedule_of
 from megatron_wlb.pipeline.timeline import cost_weights, makespans
 from megatron_wlb.plan import native
 
@@ -73,7 +72,7 @@ def paces(work: np.ndarray, experts: np.ndarray, job: Job) -> np.ndarray:
 
 def _deal(work: np.ndarray, ranks: int, job: Job) -> np.ndarray:
     if native.core is not None:
-        return native.core.place(work, ranks, *cost_weights(job)[:2])
+        return native.core.place(work, ranks, *cost_weights(job.schedule())[:2])
     rows = _back_and_forth(work, ranks)
     while _swap(rows, work[rows], job):
         pass
@@ -93,7 +92,7 @@ def rank_cost(work: np.ndarray, job: Job) -> np.ndarray:
 
 
 def _cost(total: np.ndarray, largest: np.ndarray, job: Job) -> np.ndarray:
-    weights = cost_weights(job)
+    weights = cost_weights(job.schedule())
     return weights.total * total + weights.largest * largest
 
 
@@ -141,7 +140,7 @@ def order(work: np.ndarray, job: Job) -> np.ndarray:
     count = len(work)
     if job.parallel.pp == 1 or not job.reorders:
         return np.arange(count)
-    schedule = schedule_of(job, count)
+    schedule = job.schedule(count)
 
     def best_of(orders: np.ndarray) -> tuple[int, np.ndarray]:
         times = makespans(schedule, work[orders])

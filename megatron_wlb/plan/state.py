@@ -6,14 +6,12 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from megatron_wlb.plan.types import DOCUMENT
-
-if TYPE_CHECKING:
-    from megatron_wlb.job import Job
+from megatron_wlb.job import Job
+from megatron_wlb.types import DOCUMENT
 
 FORMAT = "megatron-wlb-packer-state"
 VERSION = 3
@@ -56,7 +54,7 @@ def _digest(state: dict[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def save(path: str | os.PathLike[str], state: dict[str, Any], job: "Job") -> None:
+def save(path: str | os.PathLike[str], state: dict[str, Any], job: Job) -> None:
     """Write a state and the job that it belongs to, atomically: a crash leaves the old file or the new, never a part.
 
     The job is there to be compared with that of the run that goes on; nothing depends on it. Raises OSError, naming the

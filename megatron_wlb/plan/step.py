@@ -6,18 +6,17 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from megatron_wlb import sharding
 from megatron_wlb.cost.work import document_work
-from megatron_wlb.plan import metrics, placement, sharding
-from megatron_wlb.plan.deferral import weight_gradients_before
+from megatron_wlb.job import Job
+from megatron_wlb.plan import metrics, placement
 from megatron_wlb.plan.packer import Packer, Snapshot
-from megatron_wlb.plan.types import Packing, ShardPlan
-
-if TYPE_CHECKING:
-    from megatron_wlb.job import Job
+from megatron_wlb.simulate.weight_gradients import weight_gradients_before
+from megatron_wlb.types import PackedBatch, ShardPlan
 
 PLAN_AHEAD = 4
 """Steps that the planner's thread may be ahead of training."""
@@ -53,8 +52,8 @@ class StepPlan:
     micro_batches: tuple[MicroBatchPlan, ...]
     """Micro-batches of this data-parallel rank, in pipeline order."""
     weight_gradients_before: np.ndarray | None
-    """Of `plan.deferral`; None: none are put off."""
-    packing: Packing
+    """Of `simulate.weight_gradients`; None: none are put off."""
+    packing: PackedBatch
     """All M micro-batches."""
     work: np.ndarray
     """Work of all M micro-batches, int64 [M]."""
@@ -85,7 +84,7 @@ class StepPlan:
         return self.snapshot.state()
 
 
-def plan_step(packer: Packer, job: "Job", dp_rank: int = 0) -> StepPlan:
+def plan_step(packer: Packer, job: Job, dp_rank: int = 0) -> StepPlan:
     """Plan the packer's next step for a data-parallel rank; reads top to bottom as the work does: pack, place, shard.
 
     Raises StopIteration if the packer is finished.
@@ -111,14 +110,14 @@ def plan_step(packer: Packer, job: "Job", dp_rank: int = 0) -> StepPlan:
     )
 
 
-def step_cost(packing: Packing, job: "Job") -> int:
+def step_cost(packing: PackedBatch, job: Job) -> int:
     """`StepPlan.cost` of a step that is packed."""
     work = packing.sums(document_work(packing.documents["length"], job.crossover_tokens))
     _, paces = _placed(work, packing.sums(packing.documents["length"]), job)
     return int(placement.rank_cost(paces, job).max())
 
 
-def shard_step(job: "Job", lengths: Sequence[np.ndarray]) -> list[list[ShardPlan]]:
+def shard_step(job: Job, lengths: Sequence[np.ndarray]) -> list[list[ShardPlan]]:
     """What `plan_step` makes of M micro-batches whose documents have `lengths` (int64 [n] each), without documents.
 
     Returns the shards of every data-parallel rank's micro-batches in pipeline order.
@@ -129,7 +128,7 @@ def shard_step(job: "Job", lengths: Sequence[np.ndarray]) -> list[list[ShardPlan
     return [[sharding.shard(lengths[i], job)[1] for i in row] for row in mine]
 
 
-def _placed(work: np.ndarray, tokens: np.ndarray, job: "Job") -> tuple[np.ndarray, np.ndarray]:
+def _placed(work: np.ndarray, tokens: np.ndarray, job: Job) -> tuple[np.ndarray, np.ndarray]:
     """Micro-batches of every data-parallel rank, and what they take beside each other, int64 [dp, M / dp] each.
 
     `work` and `tokens` are those of all M, int64 [M].
@@ -139,12 +138,12 @@ def _placed(work: np.ndarray, tokens: np.ndarray, job: "Job") -> tuple[np.ndarra
     return rows, placement.paces(work[rows], experts[rows], job)
 
 
-def _micro_batch(step: int, documents: np.ndarray, job: "Job") -> MicroBatchPlan:
+def _micro_batch(step: int, documents: np.ndarray, job: Job) -> MicroBatchPlan:
     order, shards = sharding.shard(documents["length"], job)
     return MicroBatchPlan(step=step, documents=documents[order], shards=shards)
 
 
-def _digest(step: int, packing: Packing, rows: np.ndarray, job: "Job") -> int:
+def _digest(step: int, packing: PackedBatch, rows: np.ndarray, job: Job) -> int:
     # The job, since ranks order and shard their own micro-batches only.
     digest = hashlib.blake2b(repr((step, job)).encode(), digest_size=8)
     for array in (packing.documents, packing.bounds, rows):
@@ -160,7 +159,7 @@ class Planner:
     process ends.
     """
 
-    def __init__(self, packer: Packer, job: "Job", dp_rank: int, *, first_step: int) -> None:
+    def __init__(self, packer: Packer, job: Job, dp_rank: int, *, first_step: int) -> None:
         self._packer, self._job, self._dp_rank = packer, job, dp_rank
         self._plans: dict[int, StepPlan] = {}
         self._wanted, self._next = first_step, first_step

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_wlb.plan.dataset import TrainedTokens
-from megatron_wlb.plan.types import DOCUMENT
+from megatron_wlb.types import DOCUMENT
 
 _ROUNDS = 6
 _CHUNK, _MANY = 1 << 14, 1 << 20

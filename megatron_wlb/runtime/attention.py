@@ -22,17 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_wlb.plan.sharding.exchange import OWN
-from megatron_wlb.runtime.backends import (
-    Backend,
-    KernelArgs,
-    check_value_size,
-    keys_and_values,
-    owned,
-    side_by_side,
-)
-from megatron_wlb.runtime.exchange import Leaving, Sum, begin, check_group, finish, of_gradients, only_part
+from megatron_wlb.runtime.all_to_all import Leaving, Sum, begin, check_group, finish, of_gradients, only_part
+from megatron_wlb.runtime.backends import Backend, KernelArgs, check_value_size, keys_and_values, owned, side_by_side
 from megatron_wlb.runtime.metadata import Call, Part, ShardMetadata
+from megatron_wlb.sharding.routing import OWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_wlb.plan.sharding.segments import ranges
+from megatron_wlb.sharding.segments import ranges
 
 
 class Encoded(NamedTuple):

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_wlb.plan.sharding.exchange import exchange
-from megatron_wlb.plan.sharding.segments import positions
-from megatron_wlb.plan.types import ShardPlan, Stage
 from megatron_wlb.runtime.encoding import Encoding
+from megatron_wlb.sharding.routing import exchange
+from megatron_wlb.sharding.segments import positions
+from megatron_wlb.types import ShardPlan, Stage
 
 
 class Call(NamedTuple):

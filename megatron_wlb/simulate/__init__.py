@@ -4,7 +4,6 @@ Discrete events of one step under data, pipeline, context and tensor parallelism
 neither torch nor megatron nor a GPU.
 """
 
-from megatron_wlb.cost.passes import Hardware
 from megatron_wlb.simulate.step import (
     SHARES,
     Breakdown,
@@ -20,7 +19,6 @@ from megatron_wlb.simulate.trace import trace_events, write_trace
 __all__ = [
     "SHARES",
     "Breakdown",
-    "Hardware",
     "SimulatedStep",
     "balanced_time",
     "breakdown",

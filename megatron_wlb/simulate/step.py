@@ -6,15 +6,13 @@ from operator import attrgetter
 
 import numpy as np
 
-from megatron_wlb.cost.exchange import FP32
-from megatron_wlb.cost.memory import stage_weights
-from megatron_wlb.cost.network import Group
-from megatron_wlb.cost.passes import H100, Hardware, LayerTimes, Passes, pass_times, synchronised
-from megatron_wlb.job import Job
-from megatron_wlb.pipeline.split import layers_of
+from megatron_wlb.hardware.network import Group
+from megatron_wlb.job import FP32, Job
 from megatron_wlb.pipeline.timeline import Timeline
-from megatron_wlb.plan.deferral import timeline_of
-from megatron_wlb.plan.types import ShardPlan
+from megatron_wlb.simulate.memory import stage_weights
+from megatron_wlb.simulate.passes import LayerTimes, Passes, pass_times, synchronised
+from megatron_wlb.simulate.weight_gradients import timeline_of
+from megatron_wlb.types import ShardPlan
 
 ADAM_BYTES = 30
 """Memory traffic of Adam per parameter: an fp32 gradient read, the fp32 weight and two moments read and written, the
@@ -47,13 +45,13 @@ class SimulatedStep:
     def attention(self) -> np.ndarray:
         """Attention kernels of every GPU, float64 [dp, pp, cp] (figure 4 of the paper)."""
         each = [sum(layer.attention.sum(axis=0) for layer in p.layers) for p in self.passes]
-        return layers_of(self.job).sum(axis=1)[:, None] * np.stack(each)[:, None]
+        return self.job.layers().sum(axis=1)[:, None] * np.stack(each)[:, None]
 
     @property
     def computation(self) -> np.ndarray:
         """Attention and everything linear in tokens of every GPU, float64 [dp, pp, cp] (figure 1 of the paper)."""
         each = [sum(layer.linear.sum() for layer in p.layers) for p in self.passes]
-        return self.attention + layers_of(self.job).sum(axis=1)[:, None] * np.array(each)[:, None, None]
+        return self.attention + self.job.layers().sum(axis=1)[:, None] * np.array(each)[:, None, None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +94,7 @@ its K and V, so the two are one.
 """
 
 
-def simulate_step(job: Job, shards: Sequence[Sequence[ShardPlan]], hardware: Hardware = H100) -> SimulatedStep:
+def simulate_step(job: Job, shards: Sequence[Sequence[ShardPlan]]) -> SimulatedStep:
     """Simulate a training step.
 
     Optimizer states are sharded over data- and context-parallel ranks (distributed optimizer).
@@ -104,7 +102,6 @@ def simulate_step(job: Job, shards: Sequence[Sequence[ShardPlan]], hardware: Har
     Args:
         job: what runs where.
         shards: micro-batches of every data-parallel rank in pipeline order, padding included (`step.shard_step`).
-        hardware: what it runs on.
 
     Raises ValueError if the shards are not of the job: ranks, equal numbers of micro-batches, and what `pass_times`
     and `Schedule` refuse.
@@ -115,16 +112,14 @@ def simulate_step(job: Job, shards: Sequence[Sequence[ShardPlan]], hardware: Har
             f"the plan has {[len(m) for m in shards]} micro-batches by data-parallel rank; the job has "
             f"{job.parallel.dp} ranks, which run equally many; plan for them"
         )
-    passes = synchronised(job, [pass_times(job, hardware, micro_batches) for micro_batches in shards])
-    return step_of(job, shards, passes, hardware)
+    passes = synchronised(job, [pass_times(job, micro_batches) for micro_batches in shards])
+    return step_of(job, shards, passes)
 
 
-def step_of(
-    job: Job, shards: Sequence[Sequence[ShardPlan]], passes: Sequence[Passes], hardware: Hardware
-) -> SimulatedStep:
+def step_of(job: Job, shards: Sequence[Sequence[ShardPlan]], passes: Sequence[Passes]) -> SimulatedStep:
     """The step that these passes make, of every data-parallel rank."""
     timelines = tuple(timeline_of(job, p) for p in passes)
-    reduce, optimizer, gather = _update(job, hardware)
+    reduce, optimizer, gather = _update(job)
     ends = np.stack([t.ends for t in timelines])  # [dp, stages]
     return SimulatedStep(
         job=job,
@@ -156,7 +151,7 @@ def breakdown(step: SimulatedStep) -> Breakdown:
 def _in_passes(step: SimulatedStep) -> dict[str, float]:
     """The parts of a `Breakdown` that passes are made of."""
     job = step.job
-    layers = layers_of(job).sum() / job.parallel.pp
+    layers = job.layers().sum() / job.parallel.pp
 
     def per_gpu(part: Callable[[LayerTimes], np.ndarray]) -> float:
         return layers * sum(float(part(layer).sum()) for p in step.passes for layer in p.layers) / job.parallel.dp
@@ -194,7 +189,7 @@ def balanced_time(step: SimulatedStep) -> float:
 
     The limit of what packing and sharding can gain: the same tokens and attention, nobody waits for a slower one.
     """
-    layers = layers_of(step.job)[:, :, None]
+    layers = step.job.layers()[:, :, None]
     balanced = []
     for p in step.passes:
         forward, backward = (
@@ -226,11 +221,11 @@ def _alike(job: Job, passes: Sequence[Passes]) -> float:
     ).makespan
 
 
-def _update(job: Job, hardware: Hardware) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _update(job: Job) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Exposed reduction of gradients, optimizer, and exposed gathering of parameters, in us, float64 [stages] each."""
     weights = stage_weights(job) / job.parallel.tp
     group = Group(size=job.parallel.dp * job.parallel.cp, stride=job.parallel.tp)
-    collective, exposed = hardware.network.collective, 1 - hardware.dp_overlap
+    collective, exposed = job.profile.network.collective, 1 - job.profile.dp_overlap
     reduce = collective("reduce_scatter", weights * FP32, group) * exposed
     gather = collective("all_gather", weights * job.bytes_per_value, group) * exposed
-    return reduce, weights / group.size * ADAM_BYTES / hardware.memory_gb_per_s / 1e3, gather
+    return reduce, weights / group.size * ADAM_BYTES / job.profile.memory_gb_per_s / 1e3, gather

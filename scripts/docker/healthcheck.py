@@ -5,7 +5,7 @@ import importlib
 
 import numpy as np
 
-from megatron_wlb.describe import make_job
+from megatron_wlb.describe.make import make_job
 from megatron_wlb.model import MODELS
 from megatron_wlb.plan import DocumentStream, Source, make_packer, native
 

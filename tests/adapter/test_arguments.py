@@ -18,13 +18,11 @@ from megatron.training.arguments import parse_args, validate_args
 from megatron_wlb.adapter import arguments, compat, cpu, describe
 from megatron_wlb.adapter.data import load_splits
 from megatron_wlb.adapter.model import WlbCoreAttention
-from megatron_wlb.adapter.settings import RunSettings
 from megatron_wlb.adapter.training import _of_step
-from megatron_wlb.describe import PlanSettings
+from megatron_wlb.describe.settings import PlanSettings, RunSettings
 from megatron_wlb.job import Parallel, Recompute
 from megatron_wlb.model import ModelShape
-from megatron_wlb.pipeline.schedule import schedule_of
-from megatron_wlb.plan.packing import POLICIES
+from megatron_wlb.packing import POLICIES
 from tests.adapter.datasets import write_index, write_lengths
 from tests.adapter.training import MODEL, _less
 
@@ -160,8 +158,13 @@ def test_a_job_has_what_the_flags_say(parse, monkeypatch):
     assert job.packing == POLICIES["adaptive"](max_delay_steps=20)
     assert job.recompute == Recompute(granularity="selective", modules=("layernorm", "mlp", "moe_act"))
     assert (job.context_length, job.num_micro_batches, job.max_tokens, job.crossover_tokens) == (256, 16, 512, 77)
-    assert (job.cp_sharding, job.save_gathered_kv, job.hidden_dropout, job.bytes_per_value) == ("hybrid", True, True, 2)
-    assert (job.cp_gradients, job.cp_gradient_bytes) == ("model", 2)
+    assert (job.sharding.cp_sharding, job.sharding.save_gathered_kv, job.hidden_dropout, job.bytes_per_value) == (
+        "hybrid",
+        True,
+        True,
+        2,
+    )
+    assert (job.sharding.cp_gradients, job.cp_gradient_bytes) == ("model", 2)
     assert job.profile.name == "flops" and job.offloaded_layers == 0
 
 
@@ -200,7 +203,7 @@ def test_interleaving_is_refused_with_the_nearest_numbers_that_fit(parse, monkey
         describe.evaluation_job(job, args)
     args.microbatch_group_size_per_vp_stage = None
     free, args.eval_global_batch_size = describe.make_job(args), 8
-    assert schedule_of(free).group == 3  # of the 6 micro-batches that a rank has in training, and of 4 below
+    assert free.schedule().group == 3  # of the 6 micro-batches that a rank has in training, and of 4 below
     assert schedule_of(describe.evaluation_job(free, args)).group == 4
 
 

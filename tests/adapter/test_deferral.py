@@ -8,9 +8,8 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 
-from megatron_wlb.adapter import deferral
-from megatron_wlb.cost import memory
 from megatron_wlb.job import Job
+from megatron_wlb.simulate import memory
 from tests.adapter.test_parity import EP2, FULL, MOE, PP2, TP2, VPP2, full
 from tests.adapter.training import train
 

@@ -27,7 +27,7 @@ from megatron_wlb.plan import document_log, state, step
 from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.step import Planner
 from megatron_wlb.plan.stream import DocumentStream, Source
-from megatron_wlb.plan.types import DOCUMENT
+from megatron_wlb.types import DOCUMENT
 from tests.adapter.audit import audit
 from tests.adapter.training import train
 from tests.jobs import job

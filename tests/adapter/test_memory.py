@@ -1,4 +1,4 @@
-"""What autograd keeps of one layer of upstream's model, against what `cost.memory` predicts.
+"""What autograd keeps of one layer of upstream's model, against what `simulate.memory` predicts.
 
 The prediction is for layers of TransformerEngine. On a CPU upstream runs its local ones (`--transformer-impl local`,
 experts one after the other in `SequentialMLP`), which keep more in the few places that `_local_extra` names. What only
@@ -13,7 +13,7 @@ import pytest
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_wlb.adapter import compat
-from megatron_wlb.cost.memory import layer_bytes, layer_input_bytes, mtp_bytes
+from megatron_wlb.simulate.memory import layer_bytes, layer_input_bytes, mtp_bytes
 from tests.adapter.training import MODEL, WLB, _less, _train
 from tests.worlds import run_world
 
@@ -150,7 +150,9 @@ def test_autograd_keeps_latents_that_travel(flags, dataset, tmp_path):
     job = both[0][-1]
     assert job.cp_exchange == "latents"
     added = sum(two[0] - one[0] for one, two in zip(alone, both, strict=True)) / sum(rows for _, rows, _ in both)
-    assert layer_bytes(job) + _local_extra(job) == pytest.approx(added, rel=0.04 if job.save_gathered_kv else 0.02)
+    assert layer_bytes(job) + _local_extra(job) == pytest.approx(
+        added, rel=0.04 if job.sharding.save_gathered_kv else 0.02
+    )
 
 
 @pytest.mark.skipif(compat.minor() < 19, reason="MTP is refused with this megatron-core")

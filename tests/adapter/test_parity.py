@@ -9,7 +9,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_wlb.adapter import compat
 from megatron_wlb.job import Job
-from megatron_wlb.runtime import exchange
 from tests.adapter.datasets import write_lengths
 from tests.adapter.training import relative_error, train
 

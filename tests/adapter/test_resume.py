@@ -12,8 +12,8 @@ import torch
 
 from megatron_wlb.adapter import model
 from megatron_wlb.adapter.plans import state_path
+from megatron_wlb.packing import POLICIES
 from megatron_wlb.plan import document_log, state
-from megatron_wlb.plan.packing import POLICIES
 from tests.adapter import training
 from tests.adapter.audit import audit
 from tests.adapter.datasets import write_dataset

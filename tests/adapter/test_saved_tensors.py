@@ -23,10 +23,10 @@ def _saved(tp: int, heads: tuple[int, int], rope: bool, recompute: bool) -> list
     from megatron.core.transformer.spec_utils import build_module
 
     from megatron_wlb.adapter import compat, model
-    from megatron_wlb.plan.sharding import per_document
     from megatron_wlb.runtime.attention import AttentionOptions
     from megatron_wlb.runtime.backends import get_backend
     from megatron_wlb.runtime.metadata import ShardMetadata
+    from megatron_wlb.sharding import per_document
 
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=tp - 1, world_size=tp, store=FakeStore())

@@ -14,10 +14,10 @@ from tests.worlds import run_world
 def _events(recompute: bool) -> list[str]:
     """What a forward and backward of two layers does, in order: collectives, and the MLP's backward."""
     from megatron_wlb.adapter import model
-    from megatron_wlb.plan.sharding import per_document
-    from megatron_wlb.runtime import attention, exchange
+    from megatron_wlb.runtime import attention
     from megatron_wlb.runtime.backends import get_backend
     from megatron_wlb.runtime.metadata import ShardMetadata
+    from megatron_wlb.sharding import per_document
 
     events, collective, backend = [], exchange._all_to_all, get_backend("cpu", "cpu")
     metadata = ShardMetadata.build(per_document(np.array([32]), 2), dist.get_rank(), backend.encode)

@@ -11,9 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_wlb.adapter import clock, log, report
 from megatron_wlb.cli.main import main
-from megatron_wlb.cost.attention import load_profile
-from megatron_wlb.cost.passes import layers_of
-from megatron_wlb.plan.packing.adaptive import AdaptivePacking
+from megatron_wlb.hardware.profile import load_profile
+from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate import SHARES, Hardware, shares, simulate_step
 from tests.adapter.training import train
@@ -138,7 +137,7 @@ def test_what_is_measured_of_a_simulated_step_is_what_was_predicted(layout, defe
     weights = np.zeros((1, *passes.shape[1:]))
     if ours.defer_weight_gradients:
         layer, output = (np.mean([p.weights[i].mean() for p in step.passes]) for i in range(2))
-        weights[0] = layers_of(ours) * layer
+        weights[0] = ours.layers() * layer
         weights[0, -1, -1] += output
     passes = np.concatenate((passes[:1], passes[1:] - weights, weights))
     predicted, span = shares(step), max(line.makespan for line in step.timelines)

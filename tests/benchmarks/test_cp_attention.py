@@ -18,9 +18,10 @@ from benchmarks.gpu.cases import FULL
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.cp_attention import AttentionBench, total_ms
 from benchmarks.gpu.ranks import CopyFree, PrefixCopies, Rows, both, ranks
-from megatron_wlb.plan.sharding import STRATEGIES, per_document
+from megatron_wlb.job import STRATEGIES
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import get_backend
+from megatron_wlb.sharding import per_document
 
 ROOT = Path(__file__).parent.parent.parent
 BLOCKED = "rich matplotlib megatron pyarrow".split()

@@ -9,13 +9,12 @@ import torch.distributed as dist
 
 from benchmarks.cp_exchange_cpu import ALONE, HEAD_SIZE, HEADS, NETWORKS, compared, errors, measure, simulated
 from benchmarks.gpu.cases import attention_job
-from megatron_wlb.cost.attention import KernelTimes, Profile, load_profile
-from megatron_wlb.cost.network import Network
-from megatron_wlb.plan.sharding import per_document
-from megatron_wlb.runtime import exchange
+from megatron_wlb.hardware.network import Network
+from megatron_wlb.hardware.profile import KernelTimes, Profile, load_profile
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.backends import get_backend
 from megatron_wlb.runtime.metadata import ShardMetadata
+from megatron_wlb.sharding import per_document
 from tests.jobs import job
 from tests.runtime.oracle import TOLERANCE, in_parts, inputs
 from tests.worlds import run_world

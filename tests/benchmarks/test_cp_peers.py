@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 
 from benchmarks import cp_peers
 from benchmarks.cp_balance import once_a_node
-from megatron_wlb.cost.attention import attention_kernels, load_profile
+from megatron_wlb.cost.attention import attention_kernels
 from megatron_wlb.cost.exchange import exchange_model, exposed_exchange
-from megatron_wlb.cost.network import load_network
-from megatron_wlb.plan.sharding import moved_rows, per_document
-from megatron_wlb.plan.sharding.volume import Held
-from megatron_wlb.plan.types import SEGMENT, Shard, ShardPlan
+from megatron_wlb.hardware.network import load_network
+from megatron_wlb.hardware.profile import load_profile
+from megatron_wlb.sharding import moved_rows, per_document
+from megatron_wlb.sharding.volume import Held
+from megatron_wlb.types import SEGMENT, Shard, ShardPlan
 from tests.jobs import job
 
 lengths = st.lists(st.integers(1, 500), min_size=1, max_size=30).map(lambda x: np.array(x, np.int64))

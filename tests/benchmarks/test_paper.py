@@ -22,8 +22,8 @@ from benchmarks.paper.run import (
 )
 from benchmarks.paper.setups import BIG, CALIBRATION, SEVEN_128, TABLE_1, check_calibration, clipped, pieces
 from megatron_wlb.cost.attention import attention_kernels
-from megatron_wlb.cost.passes import pass_times
-from megatron_wlb.plan.sharding import shard
+from megatron_wlb.sharding import shard
+from megatron_wlb.simulate.passes import pass_times
 
 
 def test_table_1_is_the_papers():
@@ -63,7 +63,7 @@ def test_the_calibration_is_that_of_the_simulator(monkeypatch):
 
 def test_the_crossover_is_where_attention_takes_as_long_as_all_else():
     length = SEVEN_128.job.crossover_tokens // 32 * 32
-    _, plan = shard(np.array([length]), replace(SEVEN_128.job, cp_sharding="per-document"))
+    _, plan = shard(np.array([length]), SEVEN_128.job.sharded(cp_sharding="per-document"))
     times = pass_times(SEVEN_128.job, SEVEN_128.hardware, [plan]).layers
     attention = sum(t.attention.mean() for t in times)
     assert attention == pytest.approx(sum((t.total - t.attention.max(axis=1))[0] for t in times), rel=0.03)

@@ -11,17 +11,16 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from megatron_wlb.adapter.arguments import add_wlb_arguments
+from megatron_wlb import packing
 from megatron_wlb.cli.analyze.report import data_entries
 from megatron_wlb.cli.analyze.setup import flags_of, schemes, setup_of
 from megatron_wlb.cli.main import main
-from megatron_wlb.cost.memory import largest_max_tokens
-from megatron_wlb.describe import PlanSettings
+from megatron_wlb.describe.flags import add_wlb_arguments
+from megatron_wlb.describe.settings import PlanSettings
 from megatron_wlb.job import Job
-from megatron_wlb.pipeline.schedule import schedule_of
-from megatron_wlb.plan import packing
-from megatron_wlb.plan.packing.wlb import WlbPacking
+from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan.stream import shuffled
+from megatron_wlb.simulate.memory import largest_max_tokens
 from tests.adapter.datasets import write_index
 from tests.cli.analyses import FFN, HEADS, HIDDEN, JOB, LARGE, LAYERS, VOCABULARY, C, N, analyse, described, refused
 from tests.cli.commands import process, write_json
@@ -229,7 +228,7 @@ def test_megatron_interleaves_in_groups_of_its_own(windows, flag, megatron, ours
         f"--model llama2-7b --seq-length 4096 --global-batch-size {windows} --pipeline-model-parallel-size 4 --split 1"
     )
     line += f" --num-virtual-stages-per-pipeline-rank 2 --wlb-micro-batches {windows} {flag} --data-path {data}"
-    groups = {name: schedule_of(job).group for name, job in schemes(setup_of(described(line).args)).items()}
+    groups = {name: job.schedule().group for name, job in schemes(setup_of(described(line).args)).items()}
     assert groups == {"plain": megatron, "paper": megatron, "ours": ours}
 
 

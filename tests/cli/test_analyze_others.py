@@ -9,15 +9,15 @@ from benchmarks.lengths import stream
 from megatron_wlb.cli.analyze import layouts
 from megatron_wlb.cli.analyze.report import other_flags
 from megatron_wlb.cli.analyze.setup import setup_of
-from megatron_wlb.cost.attention import load_profile
-from megatron_wlb.cost.memory import peak_bytes
-from megatron_wlb.describe import make_job
+from megatron_wlb.describe.make import make_job
+from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import MODELS
-from megatron_wlb.pipeline.split import Split, layers_of
-from megatron_wlb.plan.packing.adaptive import AdaptivePacking
-from megatron_wlb.plan.packing.original import OriginalPacking
-from megatron_wlb.plan.packing.wlb import WlbPacking
+from megatron_wlb.packing.adaptive import AdaptivePacking
+from megatron_wlb.packing.original import OriginalPacking
+from megatron_wlb.packing.wlb import WlbPacking
+from megatron_wlb.pipeline.split import Split
+from megatron_wlb.simulate.memory import peak_bytes
 from tests.cli.analyses import JOB, N, analyse, described
 
 
@@ -63,7 +63,7 @@ def test_fewer_layers_on_the_last_stage_are_mentioned_where_they_would_be_faster
 def test_gradients_in_the_dtype_of_the_model_are_mentioned_where_they_can_be_faster(data):
     words = f"{JOB} --data-path {data} --context-parallel-size 2 --wlb-packing original"
     found = setup_of(described(words).args)
-    assert found.others == {"--wlb-cp-gradients model": replace(found.job, cp_gradients="model")}
+    assert found.others == {"--wlb-cp-gradients model": found.job.sharded(cp_gradients="model")}
     assert not setup_of(described(words, "--wlb-cp-gradients model").args).others
     assert not setup_of(described(words.replace("-parallel-size 2", "-parallel-size 1")).args).others
 
@@ -78,7 +78,7 @@ def test_layers_leave_a_last_stage_that_the_vocabulary_fills():
             profile=load_profile("h100-fa2"),
         )  # fmt: skip
         found = layouts.relieved(given, stream(np.full(100, 30_000), given.context_length))
-        assert replace(found, parallel=given.parallel) == given and (found == given or layers_of(found).sum() == 32)
+        assert replace(found, parallel=given.parallel) == given and (found == given or found.layers().sum() == 32)
         return found.parallel.split.pipeline_model_parallel_layout
 
     assert relieved(pp=4) == "Et*9|(t*8|)*2t*7L"

@@ -10,17 +10,17 @@ import pytest
 from megatron_wlb.cli import compare
 from megatron_wlb.cli.compare import LoggedStep, complete_profile, fit_scales, read_log, scale, warm
 from megatron_wlb.cli.main import main
-from megatron_wlb.cost.attention import FLOPS_PROFILE, load_profile
-from megatron_wlb.cost.passes import crossover
-from megatron_wlb.describe import make_job
+from megatron_wlb.describe.make import make_job
+from megatron_wlb.hardware.profile import FLOPS_PROFILE, load_profile
 from megatron_wlb.job import Parallel
 from megatron_wlb.model import MODELS
+from megatron_wlb.packing.original import OriginalPacking
+from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan.packer import make_packer
-from megatron_wlb.plan.packing.original import OriginalPacking
-from megatron_wlb.plan.packing.wlb import WlbPacking
 from megatron_wlb.plan.step import plan_step, shard_step
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.simulate import shares, simulate_step
+from megatron_wlb.simulate.passes import crossover
 from tests.cli.commands import refusal
 
 JOB = make_job(

@@ -42,7 +42,7 @@ def test_a_job_with_all_flags():
     assert description["recompute"]["granularity"] == "selective" and not job.hidden_dropout
     assert description["packing"] == {"name": "adaptive", "max_delay_steps": 30}
     assert (job.context_length, job.max_tokens, job.num_micro_batches) == (512, 640, 24)
-    assert (job.crossover_tokens, job.cp_sharding, job.profile.name, job.save_gathered_kv) == (
+    assert (job.crossover_tokens, job.sharding.cp_sharding, job.profile.name, job.sharding.save_gathered_kv) == (
         99,
         "hybrid",
         "flops",

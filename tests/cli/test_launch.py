@@ -8,11 +8,11 @@ import subprocess
 import numpy as np
 import pytest
 
-from megatron_wlb.adapter.arguments import REFUSED
 from megatron_wlb.cli import command
 from megatron_wlb.cli.command import of_file
 from megatron_wlb.cli.launch import NOT_SIMULATED, world_size
 from megatron_wlb.cli.main import main
+from megatron_wlb.describe.flags import REFUSED
 from megatron_wlb.job import Parallel
 from tests.adapter.datasets import write_index
 from tests.cli.analyses import JOB, LARGE, MODEL, C, analyse, described, refused

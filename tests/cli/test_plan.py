@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cli.main import main
-from megatron_wlb.cost.attention import load_profile
-from megatron_wlb.describe import make_job
+from megatron_wlb.describe.make import make_job
+from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.model import MODELS
-from megatron_wlb.plan.packing import DEFAULT_POLICY, POLICIES
+from megatron_wlb.packing import DEFAULT_POLICY, POLICIES
 from tests.adapter.datasets import write_index
 from tests.cli.commands import ROOT, process, refusal, write_json
 from tests.cli.test_lengths import write_parquet

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_wlb.cli import calibration, profile
 from megatron_wlb.cli.main import main
-from megatron_wlb.cost.attention import KernelTimes, load_profile
-from megatron_wlb.describe import make_job
+from megatron_wlb.describe.make import make_job
+from megatron_wlb.hardware.profile import KernelTimes, load_profile
 from megatron_wlb.model import MODELS, ModelShape
 from tests.cli.commands import process, refusal, write_json
 

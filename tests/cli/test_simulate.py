@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cli.main import main
-from megatron_wlb.cost.memory import H100_BYTES
 from megatron_wlb.cost.work import document_work
-from megatron_wlb.describe import make_job
+from megatron_wlb.describe.make import make_job
 from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import MODELS
-from megatron_wlb.plan.packing.adaptive import AdaptivePacking
+from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate import balanced_time, simulate_step
+from megatron_wlb.simulate.memory import H100_BYTES
 from tests.cli.commands import refusal, write_json
 
 N, C = 8, 4096

@@ -10,18 +10,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_wlb.adapter.arguments import add_wlb_arguments
 from megatron_wlb.cli.main import main
 from megatron_wlb.cli.plan import UnflushedStream
 from megatron_wlb.cli.tune import Result
+from megatron_wlb.describe.flags import add_wlb_arguments
 from megatron_wlb.job import Job
+from megatron_wlb.micro_batches import predictions
+from megatron_wlb.packing import from_args
+from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.packer import make_packer
-from megatron_wlb.plan.packing import from_args
-from megatron_wlb.plan.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.step import plan_step, shard_step
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.simulate import simulate_step
-from megatron_wlb.simulate.micro_batches import predictions
 from tests.adapter.datasets import write_index
 from tests.cli.commands import process, refusal, write_json
 

@@ -8,26 +8,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.cost.attention import (
+from megatron_wlb.cost.attention import attention_kernels, sharding_kernel
+from megatron_wlb.cost.exchange import exchange_model
+from megatron_wlb.cost.work import document_work
+from megatron_wlb.describe.settings import PlanSettings
+from megatron_wlb.hardware.network import Group, load_network
+from megatron_wlb.hardware.profile import (
     FLOPS_PROFILE,
     KernelModel,
     KernelTimes,
     Profile,
-    attention_kernel,
-    attention_kernels,
     load_profile,
     shipped_profiles,
 )
-from megatron_wlb.cost.exchange import exchange_model
-from megatron_wlb.cost.network import Group, load_network
-from megatron_wlb.cost.passes import H100, pass_times
-from megatron_wlb.cost.work import document_work
-from megatron_wlb.describe import PlanSettings
 from megatron_wlb.job import MAX_TOKENS, Recompute
 from megatron_wlb.model import MODELS
-from megatron_wlb.plan.sharding.select import shard
-from megatron_wlb.plan.sharding.volume import moved_rows
-from megatron_wlb.plan.types import SEGMENT
+from megatron_wlb.sharding.select import shard
+from megatron_wlb.sharding.volume import moved_rows
+from megatron_wlb.simulate.passes import H100, pass_times
+from megatron_wlb.types import SEGMENT
 from tests.jobs import job
 
 LLAMA2_7B = MODELS["llama2-7b"]
@@ -86,7 +85,7 @@ def call(segments):
 
 
 def test_flops_profile_counts_attended_pairs():
-    kernel = attention_kernel(job(cp=2, profile=FLOPS_PROFILE))
+    kernel = sharding_kernel(job(cp=2, profile=FLOPS_PROFILE))
     assert kernel.time(2, *kernel.count(call([(0, 4), (5, 7)]))) == kernel.heads * ((1 + 2 + 3 + 4) + (6 + 7))
     assert kernel.exchange == 0
 
@@ -100,12 +99,12 @@ BOTH = Profile(
 
 
 def test_a_kernel_adds_up_both_directions_with_launches_for_every_part_of_a_ring():
-    kernel = attention_kernel(job(profile=BOTH, tp=2, cp=2, cp_exchange="ring"))
+    kernel = sharding_kernel(job(profile=BOTH, tp=2, cp=2, cp_exchange="ring"))
     assert (kernel.launch, kernel.tile, kernel.query_tile, kernel.heads) == (11.0, 22.0, 33.0, 2)
     assert kernel.launches(np.array([1, 2]), np.array([5, 0])).tolist() == [2, 2]
-    alone = attention_kernel(job(profile=BOTH))
+    alone = sharding_kernel(job(profile=BOTH))
     assert (alone.parts, alone.heads, alone.exchange) == (1, 4, 0.0)
-    assert attention_kernel(job(profile=BOTH, cp=4)).parts == 1
+    assert sharding_kernel(job(profile=BOTH, cp=4)).parts == 1
 
 
 def test_a_backward_that_was_not_measured_takes_as_much_longer_as_it_has_products():
@@ -120,15 +119,15 @@ def test_an_exchanged_row_costs_what_it_does_in_a_window_of_them():
     ranks, network, key_values = Group(size=4, stride=2), load_network(), 2 * (4 // 2) * 16
     latency, byte = network.all_to_all(ranks)
     arrive, leave = (latency + (1 << 16) * size * key_values * byte for size in (2, 4))
-    assert attention_kernel(given).exchange == pytest.approx((2 * arrive + leave) / 2**16)
-    halved = replace(given, cp_gradients="model")
-    assert attention_kernel(halved).exchange == pytest.approx(3 * arrive / 2**16)
+    assert sharding_kernel(given).exchange == pytest.approx((2 * arrive + leave) / 2**16)
+    halved = given.sharded(cp_gradients="model")
+    assert sharding_kernel(halved).exchange == pytest.approx(3 * arrive / 2**16)
     in_fp32 = replace(given, bytes_per_value=4)
-    assert attention_kernel(in_fp32) == attention_kernel(replace(in_fp32, cp_gradients="model"))
-    saved = replace(given, save_gathered_kv=True)
-    assert attention_kernel(saved).exchange == pytest.approx((arrive + leave) / 2**16)
+    assert sharding_kernel(in_fp32) == sharding_kernel(in_fp32.sharded(cp_gradients="model"))
+    saved = given.sharded(save_gathered_kv=True)
+    assert sharding_kernel(saved).exchange == pytest.approx((arrive + leave) / 2**16)
     for exchange in ("all", "ring"):
-        assert attention_kernel(replace(given, cp_exchange=exchange)).exchange == 0, "the same for every sharding"
+        assert sharding_kernel(replace(given, cp_exchange=exchange)).exchange == 0, "the same for every sharding"
 
 
 MEASURED = Profile(
@@ -215,7 +214,7 @@ def test_passes_of_latents_by_hand():
     given = job(model=V3, tp=8, cp=8, profile=replace(MEASURED, linear_tflops=None), cp_exchange="latents")
     plan = shard(np.array([64]), given)[1]
     forward, backward = pass_times(given, H100, [plan]).layers
-    kept = pass_times(replace(given, save_gathered_kv=True), H100, [plan]).layers[1]
+    kept = pass_times(given.sharded(save_gathered_kv=True), H100, [plan]).layers[1]
     assert backward.linear - kept.linear == pytest.approx(8 * 2 * 512 * 128 * (128 + 128) / 8 / 550e6)
     exchange = exchange_model(given, load_network()).times(moved_rows(plan).max())
     assert [forward.exchange[0], backward.exchange[0]] == pytest.approx([float(each) for each in exchange])

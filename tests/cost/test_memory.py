@@ -5,7 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_wlb.cost.memory import (
+from megatron_wlb.job import Parallel, Recompute
+from megatron_wlb.model import MODELS, ModelShape
+from megatron_wlb.packing.adaptive import AdaptivePacking
+from megatron_wlb.packing.wlb import WlbPacking
+from megatron_wlb.pipeline.split import Split
+from megatron_wlb.plan.packer import make_packer
+from megatron_wlb.plan.step import shard_step
+from megatron_wlb.plan.stream import DocumentStream, Source
+from megatron_wlb.simulate.memory import (
     attention_backward_bytes,
     kept_bytes,
     largest_max_tokens,
@@ -16,15 +24,6 @@ from megatron_wlb.cost.memory import (
     peak_bytes,
     weight_bytes,
 )
-from megatron_wlb.job import Parallel, Recompute
-from megatron_wlb.model import MODELS, ModelShape
-from megatron_wlb.pipeline.schedule import schedule_of
-from megatron_wlb.pipeline.split import Split
-from megatron_wlb.plan.packer import make_packer
-from megatron_wlb.plan.packing.adaptive import AdaptivePacking
-from megatron_wlb.plan.packing.wlb import WlbPacking
-from megatron_wlb.plan.step import shard_step
-from megatron_wlb.plan.stream import DocumentStream, Source
 from tests.jobs import EDGES, job
 
 GPT3_SHAPE = ModelShape(
@@ -90,7 +89,7 @@ def test_the_peak_adds_up():
     assert at(0, num_micro_batches=3, global_batch_size=3) == 4096 * (3 * 12 * kept + more)
     assert peak_bytes(GPT3, 0, 512) == at(0) / 8
     interleaved = in_parallel(replace(GPT3, hidden_transfers=False), vpp=3)
-    group = schedule_of(interleaved).group
+    group = interleaved.schedule().group
     assert group == 13
     # Eight stages keep the last eight tensors that they have sent, and the first one those that wait for their group.
     waiting = (group - 8) * 2 * 12288
@@ -140,10 +139,10 @@ def test_the_exchange_of_keys_counts_where_it_outgrows_the_mlp():
     leaving = 4 * (keys + 512)  # in fp32 as computed, and of the other rank's rows; half as many come home
     assert attention_backward_bytes(seven) == gradients + 4 * keys + leaving
     # In bf16 the cast of all that was computed takes what is saved.
-    assert attention_backward_bytes(replace(seven, cp_gradients="model")) == attention_backward_bytes(seven)
+    assert attention_backward_bytes(seven.sharded(cp_gradients="model")) == attention_backward_bytes(seven)
     # On CP 8 it takes more than the whole MLP, which is freed by then, and the gathered rows of the MLP's own backward.
     wide = in_parallel(seven, cp=8)
-    assert attention_backward_bytes(replace(wide, cp_gradients="model")) < attention_backward_bytes(wide)
+    assert attention_backward_bytes(wide.sharded(cp_gradients="model")) < attention_backward_bytes(wide)
     mlp = 2 * (2 * 4096 + 3 * 11008) / 8
     at_once = attention_backward_bytes(wide) - mlp
     assert at_once > mlp_backward_bytes(wide) and mlp_backward_bytes(seven) > attention_backward_bytes(seven) - mlp
@@ -225,11 +224,11 @@ def test_no_stage_keeps_more_than_is_predicted(dp, vpp, count):
         for tokens in (np.array([int(plan.lengths.sum()) for plan in plans]) for plans in ranks):
             assert tokens[tokens > 1].sum() <= given.most_rank_tokens(longest)  # the rest is padding
             for stage in range(4):
-                ops = schedule_of(given).ops(stage)
+                ops = given.schedule().ops(stage)
                 passes = np.where(ops["backward"], -1, 1) * tokens[ops["micro_batch"]]
                 kept[stage] = max(kept[stage], passes.cumsum().max())
     most = np.array([most_kept(given, stage, longest, np.ones(vpp)) for stage in range(4)])
     assert (kept <= most).all() and (kept > most / 2).all()
     # Which is less than if all passes in flight had the longest micro-batch, wherever micro-batches are many.
     if vpp == 2:
-        assert most[0] < schedule_of(given).in_flight(0) * longest
+        assert most[0] < given.schedule().in_flight(0) * longest

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_wlb.cost.network import Group, fit, load_network
+from megatron_wlb.hardware.network import Group, fit, load_network
 
 NETWORK = load_network()
 

@@ -5,15 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_wlb.cost.attention import ATTENTION_BACKWARD, FLOPS_PROFILE, KernelTimes, attention_kernels, load_profile
+from megatron_wlb.cost.attention import attention_kernels
 from megatron_wlb.cost.exchange import exchange_model, stage_times
-from megatron_wlb.cost.network import Group
-from megatron_wlb.cost.passes import H100, crossover, pass_times, put_off_weights, synchronised
 from megatron_wlb.cost.work import document_work
+from megatron_wlb.hardware.network import Group
+from megatron_wlb.hardware.profile import ATTENTION_BACKWARD, FLOPS_PROFILE, KernelTimes, load_profile
 from megatron_wlb.job import Recompute
 from megatron_wlb.model import MODELS
-from megatron_wlb.pipeline.split import layers_of
-from megatron_wlb.plan.sharding import rank_work
+from megatron_wlb.sharding import rank_work
+from megatron_wlb.simulate.passes import H100, crossover, pass_times, put_off_weights, synchronised
 from tests.simulate.shards import SMALL, job, shards_of
 
 
@@ -183,7 +183,7 @@ def test_keys_and_values_are_not_gathered_again_if_kept_and_else_while_the_mlp_r
     late = replace(given, recompute=Recompute(granularity="selective", modules=("core_attn",)))
     forward, backward = layer_times(late, shards)
     early = layer_times(given, shards)
-    kept = layer_times(replace(given, save_gathered_kv=True), shards)
+    kept = layer_times(given.sharded(save_gathered_kv=True), shards)
     assert early[0].exchange == kept[0].exchange == forward.exchange
     assert kept[1].exchange == early[1].exchange < backward.exchange
 
@@ -222,7 +222,7 @@ def test_mtp_layers_run_on_the_last_stage_and_through_the_output_layer():
         layer, output = without.layers[i].total, fewer[1, 0] - 2 * without.layers[i].total
         assert (more[0] == fewer[0]).all()
         assert more[1, 0] - fewer[1, 0] == pytest.approx(2 * (layer + (1 + i) * joining + output))
-    assert layers_of(ahead).sum() == 6
+    assert ahead.layers().sum() == 6
     assert replace(model, mtp_num_layers=2).token_weights == pytest.approx(
         model.layer_weights + (3 * 32000 * 4096 + 2 * 2 * 4096**2) / 6, abs=1
     )

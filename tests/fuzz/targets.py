@@ -22,12 +22,12 @@ from megatron_wlb.cli.lengths import read_lengths
 from megatron_wlb.cli.simulate import read_plan
 from megatron_wlb.cost import attention
 from megatron_wlb.job import MAX_TOKENS
+from megatron_wlb.packing import POLICIES
 from megatron_wlb.plan import document_log, state
 from megatron_wlb.plan.dataset import read_index, read_tokens
 from megatron_wlb.plan.packer import Packer, make_packer
-from megatron_wlb.plan.packing import POLICIES
 from megatron_wlb.plan.stream import DocumentStream, Source
-from megatron_wlb.plan.types import DOCUMENT
+from megatron_wlb.types import DOCUMENT
 from tests.fuzz import mutate
 from tests.jobs import job
 

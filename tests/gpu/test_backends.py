@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_wlb.plan.sharding import per_document
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.backends import BACKENDS, choose_backend, get_backend
 from megatron_wlb.runtime.backends.trial import HEAD_SIZES, kernel_args, try_backend
 from megatron_wlb.runtime.metadata import ShardMetadata
+from megatron_wlb.sharding import per_document
 from tests.runtime.calls import CALLS, FULL, WINDOWS, check, expected, run, tensors
 from tests.runtime.oracle import SHARDINGS, TOLERANCE, all_ranks, assert_close, dense, in_parts, inputs
 

@@ -11,7 +11,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
 from megatron_wlb.model import MODELS
-from megatron_wlb.pipeline.split import EVEN, Split, decoder_layers, laid_out, layers_of
+from megatron_wlb.pipeline.split import EVEN, Split, laid_out
 from tests.jobs import EDGES, MODEL, job
 
 
@@ -133,4 +133,4 @@ def test_layers_of_the_edges():
 
 def test_mtp_layers_are_on_the_last_virtual_stage():
     given = job(model=replace(MODEL, mtp_num_layers=2), pp=2, vpp=2)
-    assert np.array_equal(layers_of(given) - decoder_layers(given), [[0, 0], [0, 2]])
+    assert np.array_equal(given.layers() - given.decoder_layers(), [[0, 0], [0, 2]])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb.pipeline.graph import graph_of
-from megatron_wlb.pipeline.schedule import Schedule, nearest_counts, schedule_of
+from megatron_wlb.pipeline.schedule import Schedule, nearest_counts
 from megatron_wlb.pipeline.timeline import cost_weights, makespans, run
 from megatron_wlb.plan.placement import order
 from tests.jobs import job
@@ -170,10 +170,10 @@ def test_free_transfers_end_no_later_than_those_that_wait(schedule):
 def test_cost_weights_say_about_when_1f1b_ends(stages, chunks, count):
     """In a good order. Exact where all micro-batches are alike; else no less than 1F1B takes, nor a fifth more."""
     one = job(num_micro_batches=count, pp=stages, vpp=chunks)
-    rng, weights = np.random.default_rng(count), cost_weights(one)
+    rng, weights = np.random.default_rng(count), cost_weights(one.schedule())
     for spread in (0, 0.1, 0.3):
         work = (10_000 * np.exp(rng.normal(0, spread, count))).astype(np.int64)
-        time = makespans(schedule_of(one, count), work[order(work, one)][None])[0] / 3
+        time = makespans(one.schedule(count), work[order(work, one)][None])[0] / 3
         cost = (weights.total * work.sum() + weights.largest * work.max()) * chunks / weights.unit
         assert 0.8 <= time / cost <= 1.03
         assert spread or time == pytest.approx(cost, rel=0.03)

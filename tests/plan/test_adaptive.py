@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_wlb.cost.work import document_work
+from megatron_wlb.packing.adaptive import AdaptivePacking
+from megatron_wlb.packing.adaptive_core import most_tokens
 from megatron_wlb.plan import metrics, native
 from megatron_wlb.plan.packer import make_packer
-from megatron_wlb.plan.packing.adaptive import AdaptivePacking
-from megatron_wlb.plan.packing.adaptive_core import most_tokens
 from megatron_wlb.plan.placement import rank_cost
 from megatron_wlb.plan.stream import DocumentStream, Source
 from tests.jobs import job

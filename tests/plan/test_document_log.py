@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_wlb.packing import POLICIES
 from megatron_wlb.plan import document_log
 from megatron_wlb.plan.document_log import BEGINS_ANEW, append, audit, mend, read
 from megatron_wlb.plan.packer import make_packer
-from megatron_wlb.plan.packing import POLICIES
 from megatron_wlb.plan.state import waiting
 from megatron_wlb.plan.stream import DocumentStream, Source
 from tests.jobs import job

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_wlb.plan.metrics import StepMetrics, delays, measure, summarise
-from megatron_wlb.plan.types import DOCUMENT, Packing
+from megatron_wlb.types import DOCUMENT, PackedBatch
 from tests.jobs import job
 
 JOB = job(context_length=64, crossover_tokens=30)
@@ -16,7 +16,7 @@ def packing(*micro_batches):
     documents = np.zeros(len(rows), DOCUMENT)
     documents["length"] = [length for length, _ in rows]
     documents["arrival"] = [arrival for _, arrival in rows]
-    return Packing(documents=documents, bounds=np.cumsum([0, *map(len, micro_batches)]))
+    return PackedBatch(documents=documents, bounds=np.cumsum([0, *map(len, micro_batches)]))
 
 
 def work(length):

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 import megatron_wlb
 from megatron_wlb import _native
 from megatron_wlb.job import MAX_TOKENS
+from megatron_wlb.packing.adaptive_core import Sizes, choose
+from megatron_wlb.packing.wlb import place
 from megatron_wlb.pipeline.timeline import CostWeights
 from megatron_wlb.plan import native
-from megatron_wlb.plan.packing.adaptive_core import Sizes, choose
-from megatron_wlb.plan.packing.wlb import place
 
 
 def columns(lengths, crossover=7):

@@ -5,15 +5,15 @@ import json
 import numpy as np
 import pytest
 
+from megatron_wlb.packing.adaptive import AdaptivePacking
+from megatron_wlb.packing.fixed import FixedPacking
+from megatron_wlb.packing.original import OriginalPacking
+from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan.metrics import original_work
 from megatron_wlb.plan.packer import Snapshot, make_packer
-from megatron_wlb.plan.packing.adaptive import AdaptivePacking
-from megatron_wlb.plan.packing.fixed import FixedPacking
-from megatron_wlb.plan.packing.original import OriginalPacking
-from megatron_wlb.plan.packing.wlb import WlbPacking
 from megatron_wlb.plan.state import waiting
 from megatron_wlb.plan.stream import DocumentStream, Source
-from megatron_wlb.plan.types import DOCUMENT
+from megatron_wlb.types import DOCUMENT
 from tests.jobs import job
 
 C = 64

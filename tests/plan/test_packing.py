@@ -1,4 +1,4 @@
-"""Packing policies: worked by hand, and what no policy may ever do to a document; flags and a policy of one's own."""
+"""PackedBatch policies: worked by hand, and what no policy may ever do to a document; flags and a policy of one's own."""
 
 import argparse
 import json
@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron_wlb.packing.ilp import IlpPacking
 
 from megatron_wlb.job import Job
+from megatron_wlb.packing import DEFAULT_POLICY, POLICIES, add_flags, base, from_args, ilp, without_effect
+from megatron_wlb.packing.adaptive import AdaptivePacking
+from megatron_wlb.packing.fixed import FixedPacking
+from megatron_wlb.packing.original import OriginalPacking
+from megatron_wlb.packing.wlb import BACKLOG_STEPS, LATE_STEPS, WlbPacking
 from megatron_wlb.plan import native
 from megatron_wlb.plan.packer import make_packer
-from megatron_wlb.plan.packing import DEFAULT_POLICY, POLICIES, add_flags, base, from_args, ilp, without_effect
-from megatron_wlb.plan.packing.adaptive import AdaptivePacking
-from megatron_wlb.plan.packing.fixed import FixedPacking
-from megatron_wlb.plan.packing.ilp import IlpPacking
-from megatron_wlb.plan.packing.original import OriginalPacking
-from megatron_wlb.plan.packing.wlb import BACKLOG_STEPS, LATE_STEPS, WlbPacking
 from megatron_wlb.plan.stream import DocumentStream, Source
-from megatron_wlb.plan.types import DOCUMENT, Packing
 from megatron_wlb.settings import setting
+from megatron_wlb.types import DOCUMENT, PackedBatch
 from tests.jobs import job
 
 
@@ -434,7 +434,7 @@ def test_flags_of_all_policies_make_the_one_that_is_named():
 
 def test_a_new_policy_is_a_class_and_a_line_of_the_registry(monkeypatch):
     @dataclass(frozen=True, slots=True, kw_only=True)
-    class DealtPacking(base.Packing):
+    class DealtPacking(base.PackedBatch):
         name, help = "dealt", "documents are dealt out in turn."
         turns: int = setting(1, "Of dealt packing: documents at a time.", parse=int, least=1, most=9)
 
@@ -449,7 +449,9 @@ def test_a_new_policy_is_a_class_and_a_line_of_the_registry(monkeypatch):
             rows = draw.global_batch()
             micro_batch = np.arange(len(rows)) // self._turns % self._n
             order = np.argsort(micro_batch, kind="stable")
-            return Packing(documents=rows[order], bounds=np.searchsorted(micro_batch[order], np.arange(self._n + 1)))
+            return PackedBatch(
+                documents=rows[order], bounds=np.searchsorted(micro_batch[order], np.arange(self._n + 1))
+            )
 
         def waiting(self):
             return {}

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_wlb.pipeline.schedule import nearest_counts, schedule_of
+from megatron_wlb.packing.fixed import FixedPacking
+from megatron_wlb.packing.original import OriginalPacking
+from megatron_wlb.pipeline.schedule import nearest_counts
 from megatron_wlb.pipeline.timeline import cost_weights, makespans
 from megatron_wlb.plan import native
 from megatron_wlb.plan.packer import make_packer
-from megatron_wlb.plan.packing.fixed import FixedPacking
-from megatron_wlb.plan.packing.original import OriginalPacking
 from megatron_wlb.plan.placement import order, paces, place, rank_cost
 from megatron_wlb.plan.step import plan_step
 from megatron_wlb.plan.stream import DocumentStream, Source
@@ -62,18 +62,18 @@ def snake(work, dp):
 
 def greatest_cost(work, ranks, given):
     """In Python's integers."""
-    total, largest, _ = cost_weights(given)
+    total, largest, _ = cost_weights(given.schedule())
     return max(total * sum(rank) + largest * max(rank) for rank in ([int(work[i]) for i in row] for row in ranks))
 
 
 def ending(work, orders, given):
-    return makespans(schedule_of(given, len(work)), work[np.atleast_2d(orders)])
+    return makespans(given.schedule(len(work)), work[np.atleast_2d(orders)])
 
 
 @given(dp=st.integers(1, 9), rounds=st.integers(1, 9), pp=st.integers(1, 9), vpp=st.integers(1, 4), data=st.data())
 def test_placement_is_a_partition_never_worse_than_dealing(dp, rounds, pp, vpp, data):
     given = job_of(range(dp * rounds), dp, pp, vpp)
-    total, largest, _ = cost_weights(given)
+    total, largest, _ = cost_weights(given.schedule())
     work = data.draw(works(dp * rounds, LARGEST // (total * dp * rounds + largest)))
     placement = both(place, work, given)
     assert placement.shape == (dp, rounds)

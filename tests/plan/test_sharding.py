@@ -9,11 +9,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.cost.attention import FLOPS_PROFILE, KernelModel, KernelTimes, attention_kernel, load_profile
+from megatron_wlb.cost.attention import sharding_kernel
+from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelModel, KernelTimes, load_profile
+from megatron_wlb.job import STRATEGIES
+from megatron_wlb.packing import POLICIES
 from megatron_wlb.plan import native
-from megatron_wlb.plan.packing import POLICIES
-from megatron_wlb.plan.sharding import (
-    STRATEGIES,
+from megatron_wlb.sharding import (
     divide,
     hybrid,
     mirrored_order,
@@ -24,16 +25,16 @@ from megatron_wlb.plan.sharding import (
     rank_work,
     shard,
 )
-from megatron_wlb.plan.sharding.exchange import exchange
-from megatron_wlb.plan.sharding.segments import document_begins, positions, ranges, rows
-from megatron_wlb.plan.sharding.select import MOST_SHARES, candidates
-from megatron_wlb.plan.sharding.stages import regrouped, staging
-from megatron_wlb.plan.sharding.volume import Held
-from megatron_wlb.plan.types import SEGMENT, Shard
+from megatron_wlb.sharding.rounds import regrouped, staging
+from megatron_wlb.sharding.routing import exchange
+from megatron_wlb.sharding.segments import document_begins, positions, ranges, rows
+from megatron_wlb.sharding.select import MOST_SHARES, candidates
+from megatron_wlb.sharding.volume import Held
+from megatron_wlb.types import SEGMENT, Shard
 from tests.jobs import MODEL, job
 
-FLOPS = attention_kernel(job())
-H100 = attention_kernel(job(cp=8, profile=load_profile("h100-fa2")))
+FLOPS = sharding_kernel(job())
+H100 = sharding_kernel(job(cp=8, profile=load_profile("h100-fa2")))
 COARSE = KernelModel(tile_rows=8, launch=3.0, tile=1.0, query_tile=0.5, parts=2, exchange=0.25)
 KERNELS = [FLOPS, H100, COARSE]
 PROFILES = [
@@ -377,7 +378,7 @@ def test_mirrored_order_evens_out_per_sequence_shards_of_jobs_that_reorder(chang
     assert (order.tolist() == list(range(7))) == bool(changes)
     work = rank_work(plan, FLOPS)
     assert (work.max() < rank_work(per_sequence(lengths, 4), FLOPS).max()) == (not changes)
-    assert plan.time == predicted_time(plan, attention_kernel(planned))
+    assert plan.time == predicted_time(plan, sharding_kernel(planned))
 
 
 def test_exchange_counts_where_attention_is_even():

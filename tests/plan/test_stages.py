@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_wlb.cost.attention import attention_kernels, load_profile
-from megatron_wlb.cost.network import load_network
+from megatron_wlb.cost.attention import attention_kernels
+from megatron_wlb.hardware.network import load_network
+from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.model import MODELS
-from megatron_wlb.plan.sharding import per_document, per_sequence, shard
-from megatron_wlb.plan.sharding.stages import attention_times, regrouped, staged
-from megatron_wlb.plan.sharding.volume import Held
-from megatron_wlb.plan.types import Stage
+from megatron_wlb.sharding import per_document, per_sequence, shard
+from megatron_wlb.sharding.rounds import attention_times, regrouped, staged
+from megatron_wlb.sharding.volume import Held
+from megatron_wlb.types import Stage
 from tests.jobs import job
 
 H100 = load_profile("h100-fa2")

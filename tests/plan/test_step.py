@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import megatron_wlb
-from megatron_wlb import DocumentStream, Planner, Source, make_packer, plan_step
+from megatron_wlb import DocumentStream, Planner, Source, make_packer, plan_step, sharding
 from megatron_wlb.cost.work import document_work
-from megatron_wlb.plan import placement, sharding
+from megatron_wlb.packing import POLICIES
+from megatron_wlb.plan import placement
 from megatron_wlb.plan.metrics import delays
-from megatron_wlb.plan.packing import POLICIES
 from megatron_wlb.plan.step import PLAN_AHEAD, shard_step
 from tests.jobs import MODEL, job
 
@@ -127,7 +127,7 @@ def test_a_process_may_end_while_its_planner_is_in_cpp(ending):
     code = f"""
 import numpy as np
 from megatron_wlb import DocumentStream, Planner, Source, make_packer
-from megatron_wlb.plan.packing.adaptive import AdaptivePacking
+from megatron_wlb.packing.adaptive import AdaptivePacking
 from tests.jobs import MODEL, job
 lengths = np.random.default_rng(0).lognormal(6.7, 1.4, 300_000).astype(np.int64).clip(1, 8192)
 stream = DocumentStream([Source(lengths=lengths)], seed=1, context_length=8192)

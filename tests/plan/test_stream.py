@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_wlb.plan import stream as module
 from megatron_wlb.plan.dataset import TrainedTokens, trained_tokens
 from megatron_wlb.plan.stream import DocumentStream, Source, shuffled
-from megatron_wlb.plan.types import DOCUMENT
+from megatron_wlb.types import DOCUMENT
 
 
 def source(*lengths, **kwargs):

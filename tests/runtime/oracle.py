@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_wlb.cost.attention import KernelModel
-from megatron_wlb.plan.sharding import hybrid, per_document, per_sequence, segments
-from megatron_wlb.plan.sharding.exchange import OWN
-from megatron_wlb.plan.sharding.stages import regrouped
-from megatron_wlb.plan.sharding.volume import Held
-from megatron_wlb.plan.types import ShardPlan, Stage
+from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.runtime.attention import AttentionOptions, attend, attend_backward
 from megatron_wlb.runtime.backends import keys_and_values, side_by_side
 from megatron_wlb.runtime.metadata import ShardMetadata
+from megatron_wlb.sharding import hybrid, per_document, per_sequence, segments
+from megatron_wlb.sharding.rounds import regrouped
+from megatron_wlb.sharding.routing import OWN
+from megatron_wlb.sharding.volume import Held
+from megatron_wlb.types import ShardPlan, Stage
 
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 

@@ -7,15 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_wlb.runtime import exchange
-from megatron_wlb.runtime.attention import (
-    AttentionOptions,
-    attention_to_keys,
-    context_parallel_attention,
-    send_ahead,
-)
+from megatron_wlb.runtime.all_to_all import exchange_rows
+from megatron_wlb.runtime.attention import AttentionOptions, attention_to_keys, context_parallel_attention, send_ahead
 from megatron_wlb.runtime.backends import get_backend, side_by_side
-from megatron_wlb.runtime.exchange import exchange_rows
 from megatron_wlb.runtime.metadata import ShardMetadata
 from tests.runtime.oracle import SHARDINGS, TOLERANCE, assert_close, dense, in_parts, inputs, local_rows
 from tests.worlds import run_world

@@ -1,4 +1,4 @@
-"""What backward of attention holds at its peak, against what `cost.memory` predicts."""
+"""What backward of attention holds at its peak, against what `simulate.memory` predicts."""
 
 from types import SimpleNamespace
 
@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_wlb.cost.memory import attention_backward_bytes, layer_input_bytes
 from megatron_wlb.model import ModelShape
-from megatron_wlb.plan.sharding.select import shard
-from megatron_wlb.runtime import exchange
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.encoding import varlen
 from megatron_wlb.runtime.metadata import ShardMetadata
+from megatron_wlb.sharding.select import shard
+from megatron_wlb.simulate.memory import attention_backward_bytes, layer_input_bytes
 from tests.jobs import job
 from tests.live import LiveBytes
 
@@ -47,7 +46,10 @@ def _peak(given, rank):
     cp, model = given.parallel.cp, given.model
     group = SimpleNamespace(rank=lambda: rank, size=lambda: cp, wait=lambda: None)
     plan = shard(np.array([TOKENS], np.int64), given)[1]
-    settings = {"save_gathered": given.save_gathered_kv, "gradients_in_fp32": given.cp_gradients == "fp32"}
+    settings = {
+        "save_gathered": given.sharding.save_gathered_kv,
+        "gradients_in_fp32": given.sharding.cp_gradients == "fp32",
+    }
     options = AttentionOptions(backend=FlashAttention2(), **settings)
     metadata = ShardMetadata.build(plan, rank, options.backend.encode)
     dtype = {2: BF16, 4: FP32}[given.bytes_per_value]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_wlb.adapter.settings import ATTENTION_BACKENDS
+from megatron_wlb.describe.settings import ATTENTION_BACKENDS
 from megatron_wlb.runtime import backends, encoding
 from megatron_wlb.runtime.backends import BACKENDS, Choice, aten, choose_backend, cpu, get_backend
 from megatron_wlb.runtime.backends.aten import AtenBackend

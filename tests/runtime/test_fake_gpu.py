@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_wlb.plan.sharding import per_document
 from megatron_wlb.runtime import attention
 from megatron_wlb.runtime.attention import AttentionOptions, _ContextParallelAttention
 from megatron_wlb.runtime.backends import KernelArgs
 from megatron_wlb.runtime.backends.aten import AtenBackend
 from megatron_wlb.runtime.metadata import ShardMetadata
+from megatron_wlb.sharding import per_document
 from tests.runtime.oracle import SHARDINGS, in_parts
 
 ROOT = Path(__file__).parents[2]

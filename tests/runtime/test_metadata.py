@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from megatron_wlb.plan.sharding import per_document, shard
-from megatron_wlb.plan.sharding.exchange import exchange
-from megatron_wlb.plan.types import Shard
 from megatron_wlb.runtime.backends import BACKENDS
 from megatron_wlb.runtime.encoding import varlen
 from megatron_wlb.runtime.metadata import ShardMetadata
+from megatron_wlb.sharding import per_document, shard
+from megatron_wlb.sharding.routing import exchange
+from megatron_wlb.types import Shard
 from tests.jobs import job
 from tests.runtime.oracle import SHARDINGS, local_rows
 

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-
-from megatron_wlb.cost.attention import load_profile
-from megatron_wlb.plan.sharding import per_document
-from megatron_wlb.simulate import breakdown, simulate_step
 from megatron_wlb.simulate.dynamic_cp import ranks_of, simulate_dynamic
+
+from megatron_wlb.hardware.profile import load_profile
+from megatron_wlb.sharding import per_document
+from megatron_wlb.simulate import breakdown, simulate_step
 from tests.jobs import job
 
 C = 1 << 14

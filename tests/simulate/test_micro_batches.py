@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_wlb.cost.attention import FLOPS_PROFILE
-from megatron_wlb.plan.packing.adaptive import AdaptivePacking
-from megatron_wlb.plan.packing.wlb import WlbPacking
+from megatron_wlb import micro_batches
+from megatron_wlb.hardware.profile import FLOPS_PROFILE
+from megatron_wlb.micro_batches import predictions
+from megatron_wlb.packing.adaptive import AdaptivePacking
+from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan.stream import DocumentStream, Source
-from megatron_wlb.simulate import micro_batches
-from megatron_wlb.simulate.micro_batches import predictions
 from tests.simulate.shards import SMALL, job
 
 WINDOW = 1 << 14

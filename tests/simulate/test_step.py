@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.cost.network import MOVED, Network
 from megatron_wlb.cost.work import document_work
+from megatron_wlb.hardware.network import MOVED, Network
 from megatron_wlb.job import Recompute
 from megatron_wlb.model import MODELS
 from megatron_wlb.simulate import Hardware, balanced_time, breakdown, simulate_step, write_trace

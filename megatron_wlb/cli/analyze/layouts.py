@@ -6,16 +6,15 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_wlb.cli.flags import job_of
-from megatron_wlb.cost.memory import DEVICE_SHARE, H100_BYTES, peak_bytes, weight_bytes
 from megatron_wlb.job import Job
-from megatron_wlb.pipeline.split import decoder_layers, laid_out
+from megatron_wlb.micro_batches import predictions
+from megatron_wlb.pipeline.split import laid_out
 from megatron_wlb.plan.stream import DocumentStream
-from megatron_wlb.simulate.micro_batches import predictions
+from megatron_wlb.simulate.memory import DEVICE_SHARE, H100_BYTES, peak_bytes, weight_bytes
 
 if TYPE_CHECKING:
     from megatron_wlb.cli.analyze.setup import Setup
@@ -69,7 +68,7 @@ def relieved(job: Job, stream: DocumentStream) -> Job:
     lengths = stream.take(FIRST_WINDOWS * job.context_length)["length"]
     linear, squares = float(lengths.sum()) * job.crossover_tokens, float(lengths @ lengths)
     of_output = linear * model.vocabulary_weights / (linear * model.layer_weights + squares * model.token_weights)
-    given = decoder_layers(job)
+    given = job.decoder_layers()
     layers = given.copy()
     while layers[-1].any():
         least = int(layers[:-1].sum(axis=1).argmin())

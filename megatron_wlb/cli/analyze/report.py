@@ -16,13 +16,13 @@ from megatron_wlb.cli.analyze import layouts
 from megatron_wlb.cli.analyze.setup import MEGATRON, WARM_UP, Megatron, Setup, flags_of, schemes
 from megatron_wlb.cli.balance import imbalances
 from megatron_wlb.cli.flags import DEFAULT_PROFILE
-from megatron_wlb.cost.attention import Profile, shipped_profiles
-from megatron_wlb.cost.memory import peak_bytes
 from megatron_wlb.cost.work import document_work
+from megatron_wlb.hardware.profile import Profile, shipped_profiles
 from megatron_wlb.job import Job
+from megatron_wlb.micro_batches import ALIKE
 from megatron_wlb.plan import metrics
 from megatron_wlb.simulate import SimulatedStep, breakdown, limit_time
-from megatron_wlb.simulate.micro_batches import ALIKE
+from megatron_wlb.simulate.memory import peak_bytes
 
 FORMAT = "megatron-wlb-analysis"
 VERSION = 6
@@ -200,7 +200,7 @@ def measure(
     numbers = {
         "packing": job.packing.name,
         "num_micro_batches": None if megatron.dynamic else job.num_micro_batches // megatron.micro_batch_size,
-        "cp_sharding": job.cp_sharding if job.parallel.cp > 1 else None,
+        "cp_sharding": job.sharding.cp_sharding if job.parallel.cp > 1 else None,
         **times,
         **_packing(job, summary, megatron),
         "imbalance": _imbalance(samples, summary),

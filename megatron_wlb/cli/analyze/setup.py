@@ -10,28 +10,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_wlb.adapter.settings import RunSettings
 from megatron_wlb.cli.analyze import layouts
 from megatron_wlb.cli.common import short
 from megatron_wlb.cli.data import Data, data_of
 from megatron_wlb.cli.flags import job_of
 from megatron_wlb.cli.launch import DYNAMIC, WARM_UP_OVERLAP
-from megatron_wlb.cost.memory import largest_max_tokens
-from megatron_wlb.cost.passes import H100, Hardware
-from megatron_wlb.describe import PlanSettings, default_max_tokens
+from megatron_wlb.describe.settings import PlanSettings, RunSettings, default_max_tokens
 from megatron_wlb.job import Job
+from megatron_wlb.micro_batches import Prediction, predictions
+from megatron_wlb.packing import for_training
+from megatron_wlb.packing.adaptive import AdaptivePacking
+from megatron_wlb.packing.original import OriginalPacking
+from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.pipeline.schedule import nearest_counts
 from megatron_wlb.plan.packer import PackedStep, make_packer
-from megatron_wlb.plan.packing import for_training
-from megatron_wlb.plan.packing.adaptive import AdaptivePacking
-from megatron_wlb.plan.packing.original import OriginalPacking
-from megatron_wlb.plan.packing.wlb import WlbPacking
 from megatron_wlb.plan.step import shard_step
-from megatron_wlb.plan.types import Shard, ShardPlan
 from megatron_wlb.settings import flag_with_value
 from megatron_wlb.simulate import SimulatedStep, simulate_step
 from megatron_wlb.simulate.dynamic_cp import simulate_dynamic
-from megatron_wlb.simulate.micro_batches import Prediction, predictions
+from megatron_wlb.simulate.memory import largest_max_tokens
+from megatron_wlb.simulate.passes import H100, Hardware
+from megatron_wlb.types import Shard, ShardPlan
 
 MEGATRON = {"plain": "per-sequence", "thd": "per-document", "dynamic": "per-document"}
 """Schemes without --wlb, which may use what --wlb refuses, and how each shards."""

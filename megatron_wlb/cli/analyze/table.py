@@ -8,8 +8,8 @@ from typing import Any
 from megatron_wlb.cli import common
 from megatron_wlb.cli.analyze.report import Report
 from megatron_wlb.cli.analyze.setup import WARM_UP, Megatron
-from megatron_wlb.cost.memory import H100_BYTES
 from megatron_wlb.simulate import SHARES
+from megatron_wlb.simulate.memory import H100_BYTES
 
 TITLES = {"plain": "Megatron", "thd": "THD", "dynamic": "dynamic CP", "paper": "paper", "ours": "--wlb"}
 """What schemes are called."""

@@ -11,7 +11,7 @@ from megatron_wlb.runtime.backends.protocol import Backend
 
 _MAX_HEAD_SIZE = 256
 WORKSPACE_SHARE = 0.1
-"""Of a GPU's memory, what deterministic gradients may take: what `cost.memory.DEVICE_SHARE` leaves free."""
+"""Of a GPU's memory, what deterministic gradients may take: what `simulate.memory.DEVICE_SHARE` leaves free."""
 
 
 def import_for(backend: str, module: str, package: str) -> Any:

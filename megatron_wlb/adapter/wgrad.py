@@ -1,0 +1,311 @@
+"""Weight gradients that leave the backward pass: linear layers that put them off, and the step that runs them by plan.
+
+TransformerEngine's layers can (`delay_wgrad_compute`), and upstream's own learn it here (`put_off`): what backward
+needs for the product waits in a queue of the layer, and `backward_dw` computes the oldest and calls the hooks by which
+upstream's DDP adds it up. Upstream itself runs `backward_dw` only in its overlap of experts' communication.
+
+Layers that compute it while the gradient of their input is reduced over tensor-parallel ranks go on doing so, but for
+the output layer, whose product is far longer than that.
+"""
+
+import contextlib
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel import layers, mappings
+from megatron.core.utils import prepare_input_tensors_for_wgrad_compute, unwrap_model
+
+from megatron_wlb.pipeline.schedule import Schedule
+
+Measured = Callable[[], contextlib.AbstractContextManager[None]]
+
+# Linear layers -------------------------------------------------------------------------------------------------------
+
+
+def put_off(chunks: list[Any]) -> list[Any]:
+    """Choose the linear layers that put the gradients of their weights off; a `pre_wrap_hook` of upstream's model."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            kinds = layers.ColumnParallelLinear | layers.RowParallelLinear
+            if module is not getattr(chunk, "output_layer", None) and _reduces_input_gradient(module):
+                if _puts_off(module):
+                    _keep(module)
+            elif isinstance(module, kinds) and module.weight is not None and module.weight.requires_grad:
+                _put_off(module)
+    return chunks
+
+
+def _reduces_input_gradient(module: Any) -> bool:
+    """Whether backward of a layer reduces the gradient of its input, and computes that of its weight meanwhile."""
+    if isinstance(module, layers.ColumnParallelLinear):
+        return (module.sequence_parallel or module.allreduce_dgrad) and not module.explicit_expert_comm
+    return getattr(module, "parallel_mode", None) == "column" and module.tp_size > 1
+
+
+def _keep(linear: Any) -> None:
+    """Let a layer of TransformerEngine compute the gradient of its weight in backward."""
+    linear.wgrad_store = type(linear.wgrad_store)()
+    for weight in _weights(linear):
+        weight.skip_backward_post_hook = False  # type: ignore[attr-defined]
+
+
+def _put_off(linear: Any) -> None:
+    """Give a layer the interface that TransformerEngine's have."""
+    hooks: list[Callable[[], None]] = []
+    waiting: Any = queue.Queue()
+    linear.wgrad_store = SimpleNamespace(context=waiting, delay_wgrad_compute=lambda: True)
+    linear.register_wgrad_accumulation_and_reduce_hooks = hooks.append
+    linear.weight.skip_backward_post_hook = True  # for upstream's DDP
+
+    def forward(
+        *,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: Any,
+        **unused: Any,
+    ) -> torch.Tensor:
+        divided = tp_group if sequence_parallel else None
+        return _Linear.apply(input, weight, bias, divided, tp_group if allreduce_dgrad else None, waiting.put)
+
+    def backward_dw() -> None:
+        weight = linear.weight
+        x, gradient, divided = waiting.get_nowait()
+        if divided is not None:
+            x = mappings._gather_along_first_dim(x, divided)
+        gradient, x = prepare_input_tensors_for_wgrad_compute(gradient, x)
+        if linear.gradient_accumulation_fusion:
+            fused = layers.fused_weight_gradient_mlp_cuda
+            in_fp32 = weight.main_grad.dtype == torch.float32
+            add = fused.wgrad_gemm_accum_fp32 if in_fp32 else fused.wgrad_gemm_accum_fp16
+            add(x, gradient, weight.main_grad)
+            weight.grad_added_to_main_grad = True
+        else:
+            weight.grad = gradient.t().matmul(x)
+        for hook in hooks:
+            hook()
+
+    linear._forward_impl, linear.backward_dw = forward, backward_dw
+
+
+class _Linear(torch.autograd.Function):
+    """Upstream's linear layer; its backward leaves the product for the weight to others."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        divided: Any,
+        summed: Any,
+        later: Callable[[tuple[torch.Tensor, torch.Tensor, Any]], None],
+    ) -> torch.Tensor:
+        """`divided` is the group that divides the rows of `x`, `summed` the one that sums its gradient, or None."""
+        ctx.save_for_backward(x, weight)
+        ctx.biased, ctx.divided, ctx.summed, ctx.later = bias is not None, divided, summed, later
+        rows = x if divided is None else mappings._gather_along_first_dim(x, divided)
+        output = torch.matmul(rows, weight.t())
+        return output if bias is None else output + bias
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        ctx.later((x.detach(), gradient, ctx.divided))
+        of_input = gradient.matmul(weight)
+        if ctx.divided is not None:
+            of_input = mappings._reduce_scatter_along_first_dim(of_input, ctx.divided)
+        elif ctx.summed is not None:
+            torch.distributed.all_reduce(of_input, group=ctx.summed)
+        of_bias = gradient.flatten(0, -2).sum(dim=0) if ctx.biased else None
+        return of_input, None, of_bias, None, None, None
+
+
+# A step --------------------------------------------------------------------------------------------------------------
+
+
+class WeightGradients:
+    """Those of the model chunks of this rank, which it puts off.
+
+    Args:
+        chunks: the model chunks of this stage, wrapped in upstream's DDP.
+        counts: how many parts the plan has of each, see `pipeline.deferral`.
+        measured: is entered around each part.
+
+    Raises RuntimeError where chunks have others than the plan, and for layers that could lose gradients.
+    """
+
+    def __init__(self, chunks: Sequence[Any], counts: Sequence[int], measured: Measured) -> None:
+        self._measured = measured
+        self._parts = [_parts(unwrap_model(chunk)) for chunk in chunks]
+        self._groups = [chunk.bucket_groups + chunk.expert_parallel_bucket_groups for chunk in chunks]
+        known = {id(module) for parts in self._parts for part in parts for module in part}
+        if strange := [type(m).__name__ for c in chunks for m in c.modules() if _puts_off(m) and id(m) not in known]:
+            raise RuntimeError(
+                f"{strange[0]} puts gradients off, and the plan does not know of it; give --wlb-defer-weight-gradients "
+                "off, and report it with the flags"
+            )
+        if [len(parts) for parts in self._parts] != list(counts):
+            raise RuntimeError(
+                f"weight gradients of {[len(parts) for parts in self._parts]} layers by model chunk can be put off, "
+                f"and the plan has {list(counts)}; give --wlb-defer-weight-gradients off, and report it with the flags"
+            )
+        for module in (module for parts in self._parts for part in parts for module in part):
+            for weight in _weights(module):
+                if not getattr(weight, "skip_backward_post_hook", False):
+                    raise RuntimeError(
+                        f"{type(module).__name__} puts gradients off that would be lost; this TransformerEngine is too "
+                        "old for --wlb-defer-weight-gradients, give off"
+                    )
+                # With fused accumulation backward returns gradients without meaning, for hooks that now come later.
+                weight.register_post_accumulate_grad_hook(_clear)
+
+    @contextlib.contextmanager
+    def step(self, schedule: Schedule, stage: int, before: np.ndarray, config: Any) -> Iterator["Step"]:
+        """Around a forward-backward pass of upstream's schedule, which reads its config within.
+
+        `before` is the plan's (`simulate.weight_gradients.weight_gradients_before`), of this stage.
+        """
+        step = Step(self._parts, self._groups, schedule, stage, before, config, self._measured)
+        given = config.batch_p2p_comm, config.grad_sync_func, config.finalize_model_grads_func
+        config.batch_p2p_comm = False  # it synchronises the device after every transfer
+        config.grad_sync_func = step.reduced_later(config.grad_sync_func)
+        config.finalize_model_grads_func = step.finished_before(config.finalize_model_grads_func)
+        try:
+            yield step
+        finally:
+            config.batch_p2p_comm, config.grad_sync_func, config.finalize_model_grads_func = given
+
+
+class Step:
+    """Runs the weight gradients of a step when they are due."""
+
+    def __init__(
+        self,
+        parts: list[list[list[Any]]],
+        groups: list[list[Any]],
+        schedule: Schedule,
+        stage: int,
+        before: np.ndarray,
+        config: Any,
+        measured: Measured,
+    ) -> None:
+        self._parts, self._groups, self._measured = parts, groups, measured
+        ops = schedule.ops(stage).tolist()
+        # Backward passes without a part are not seen.
+        seen = [(backward, chunk, i) for backward, chunk, i in ops if parts[chunk] or not backward]
+        self._due = [int(before[int(backward), chunk, i]) for backward, chunk, i in seen]
+        chunks = [chunk for backward, chunk, _ in seen if backward]
+        self._order = [(chunk, part) for chunk in chunks for part in range(len(parts[chunk]))]
+        self._due.append(len(self._order))
+        # From here on, those of a chunk are its last.
+        self._last = [
+            len(self._order) - 1 - self._order[::-1].index((chunk, 0)) if each else 0
+            for chunk, each in enumerate(parts)
+        ]
+        # Where upstream starts the reduction itself, gradients must not.
+        self._starts_reduction = config.grad_sync_func is None or (len(parts) == 1 and stage == 0)
+        self._reductions: dict[int, Callable[[], None]] = {}
+        self._done, self._forwards = 0, 0
+        self._ran = [0] * len(parts)
+
+    def begin_forward(self) -> None:
+        """A forward pass begins."""
+        self.fill()
+        self._forwards += 1
+
+    def fill(self) -> None:
+        """Run what is due before the next pass."""
+        # By the attention of a layer, or the output layer: an expert may have had nothing to do.
+        backwards = sum(
+            ran + parts[0][-1].wgrad_store.context.qsize()
+            for ran, parts in zip(self._ran, self._parts, strict=True)
+            if parts
+        )
+        self._run(self._due[self._forwards + backwards])
+
+    def reduced_later(self, start: Any) -> Any:
+        """Upstream's `grad_sync_func`, which waits for the last weight gradient of its chunk."""
+
+        def later(chunk: int, original: Any, parameters: Any) -> None:
+            self._reductions[chunk] = partial(original, parameters)
+            self._reduce(chunk)
+
+        if start is None:
+            return None
+        each = [partial(later, chunk, f) for chunk, f in enumerate(start if isinstance(start, list) else [start])]
+        return each if isinstance(start, list) else each[0]
+
+    def finished_before(self, finalize: Any) -> Any:
+        """Upstream's `finalize_model_grads_func`, with all weight gradients run before."""
+
+        def finalized(*args: Any, **kwargs: Any) -> Any:
+            self._run(len(self._order))
+            return finalize(*args, **kwargs)
+
+        return finalized
+
+    @torch.no_grad()  # what has been received has requires_grad, as upstream makes it
+    def _run(self, until: int) -> None:
+        while self._done < until:
+            chunk, part = self._order[self._done]
+            last = self._done >= self._last[chunk] and self._starts_reduction
+            with _ready(self._groups[chunk], last), self._measured():
+                for module in self._parts[chunk][part]:
+                    _run(module)
+            self._done += 1
+            self._ran[chunk] += part == 0
+            self._reduce(chunk)
+
+    def _reduce(self, chunk: int) -> None:
+        """Start the reduction of a chunk that upstream has asked for, once all of its weight gradients have run."""
+        if self._done >= self._last[chunk] + len(self._parts[chunk]) and chunk in self._reductions:
+            self._reductions.pop(chunk)()
+
+
+def _parts(chunk: Any) -> list[list[Any]]:
+    """The layers of a chunk that put weight gradients off, as `pipeline.deferral` counts them, in backward order."""
+    layers = [*getattr(chunk.decoder, "layers", ())]
+    if chunk.post_process:
+        layers.append(chunk.output_layer)
+    return [found for layer in reversed(layers) if (found := [m for m in reversed([*layer.modules()]) if _puts_off(m)])]
+
+
+def _puts_off(module: Any) -> bool:
+    store = getattr(module, "wgrad_store", None)
+    return store is not None and store.delay_wgrad_compute()
+
+
+def _run(module: Any) -> None:
+    for weight in _weights(module):
+        # With fused accumulation DDP still asks for one, and adds it up for embeddings that share their weights.
+        weight.grad = torch.zeros((), dtype=weight.dtype, device=weight.device).expand_as(weight)
+    module.backward_dw()
+
+
+def _weights(module: Any) -> list[torch.nn.Parameter]:
+    return [weight for name, weight in module.named_parameters(recurse=False) if name.startswith("weight")]
+
+
+def _clear(weight: torch.Tensor) -> None:
+    weight.grad = None
+
+
+@contextlib.contextmanager
+def _ready(groups: list[Any], last: bool) -> Iterator[None]:
+    """Within, gradients count as ready for their reduction, or do not."""
+    given = [group.is_last_microbatch for group in groups]
+    for group in groups:
+        group.is_last_microbatch = last
+    try:
+        yield
+    finally:
+        for group, value in zip(groups, given, strict=True):
+            group.is_last_microbatch = value

@@ -1,0 +1,176 @@
+"""Makes a `Job` from settings, and settles what they leave open."""
+
+import contextlib
+import math
+from dataclasses import replace
+from operator import index
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from megatron_wlb.cost.exchange import expansion
+from megatron_wlb.describe.settings import PlanSettings
+from megatron_wlb.hardware.profile import load_profile
+from megatron_wlb.job import MAX_TOKENS, Job, Packing, Parallel, Sharding
+from megatron_wlb.model import ModelShape
+from megatron_wlb.packing import DEFAULT_POLICY, POLICIES
+from megatron_wlb.sharding.select import shard
+from megatron_wlb.simulate.memory import DEVICE_SHARE, largest_max_tokens, weight_bytes
+from megatron_wlb.simulate.passes import crossover
+from megatron_wlb.simulate.weight_gradients import undeferrable
+
+
+def make_job(
+    *,
+    model: ModelShape,
+    context_length: int,
+    global_batch_size: int,
+    parallel: Parallel | None = None,
+    packing: Packing | None = None,
+    sharding: Sharding | None = None,
+    settings: PlanSettings | None = None,
+    default_profile: str = "flops",
+    budget_bytes: float | None = None,
+    device_bytes: float | None = None,
+    **given: Any,
+) -> Job:
+    """The job that settings describe, with everything settled that they leave open.
+
+    Args:
+        model: what is trained.
+        context_length: the context window C in tokens.
+        global_batch_size: N, the context windows of tokens that a step trains on average.
+        parallel: the parallel layout; default: one rank.
+        packing: the packing policy with its settings; default: `DEFAULT_POLICY`.
+        sharding: settings of context parallelism; default: the defaults.
+        settings: of planning; default: the defaults.
+        default_profile: where the settings name none.
+        budget_bytes: memory for activations where the settings name none; None: no limit.
+        device_bytes: memory of a GPU; where no budget is known, it bounds what is held for weight gradients, no more.
+        given: other fields of `Job`, which take precedence over settings.
+
+    Raises ValueError for settings that contradict each other, and for an S_max that memory has no room for.
+    """
+    settings, parallel = settings or PlanSettings(), parallel or Parallel()
+    if settings.memory_budget is not None:
+        budget_bytes = settings.memory_budget * 2**30
+    # Of NumPy's integers, too, which JSON does not take.
+    window, windows = index(context_length), index(global_batch_size)
+    count = index(
+        given.pop("num_micro_batches", windows if settings.micro_batches == "auto" else settings.micro_batches)
+    )
+    fields: dict[str, Any] = {
+        "model": model,
+        "parallel": parallel,
+        "context_length": window,
+        "global_batch_size": windows,
+        "num_micro_batches": count,
+        "packing": packing or POLICIES[DEFAULT_POLICY](),
+        "sharding": sharding or Sharding(),
+        **given,
+    }
+    if "profile" not in fields:
+        fields["profile"] = load_profile(settings.profile or default_profile)
+    if settings.crossover is not None:
+        fields.setdefault("crossover_tokens", settings.crossover)
+
+    def asked() -> Job:
+        """As far as it is settled, to be asked for times and memory; S_max is as many whole windows as needed."""
+        whole = -(-windows // max(1, count)) * window
+        return Job(**{"crossover_tokens": model.crossover_tokens, "max_tokens": whole, **fields})
+
+    if "cp_exchange" not in fields:
+        fields["cp_exchange"] = _cp_exchange(asked())
+    if "crossover_tokens" not in fields:
+        fields["crossover_tokens"] = crossover(asked())
+    job = asked()
+    known, why = budget_bytes, undeferrable(job)
+    if known is None and device_bytes is not None and not why and not model.moe_router_topk:
+        known = DEVICE_SHARE * device_bytes - weight_bytes(job)
+    if known is not None:
+        fields["activation_bytes"] = max(0, int(known))
+    if "defer_weight_gradients" not in fields:
+        if why and settings.defer_weight_gradients == "on":
+            raise ValueError(f"--wlb-defer-weight-gradients on, and {why}; give auto")
+        fields["defer_weight_gradients"] = settings.defer_weight_gradients != "off" and not why
+    if budget_bytes is not None:
+        fields["parallel"] = _grouped(job, given.get("max_tokens", settings.max_tokens), budget_bytes)
+    if "max_tokens" not in fields:
+        fields["max_tokens"] = _max_tokens(asked(), settings.max_tokens, budget_bytes)
+    return Job(**fields)
+
+
+def job_from_json(data: Any) -> Job:
+    """The job that `Job.to_json` described. Raises ValueError for anything else."""
+    try:
+        return msgspec.convert(data, Job, dec_hook=_packing_from_json)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"not the description of a job: {error}; give what this release wrote") from error
+
+
+def _packing_from_json(kind: type, data: Any) -> Any:
+    if kind is not Packing or not isinstance(data, dict) or data.get("name") not in POLICIES:
+        raise ValueError(f"its packing is {data!r:.60}, none of {', '.join(POLICIES)}")
+    return msgspec.convert({k: v for k, v in data.items() if k != "name"}, POLICIES[data["name"]])
+
+
+def _cp_exchange(job: Job) -> str:
+    """latents where attention is predicted to take less time with them than with shared, for a window of documents of
+    which each is as long as all shorter ones together."""
+    if not job.model.kv_lora_rank or job.parallel.cp == 1 or job.profile.counts_pairs or job.offloaded_layers:
+        return "shared"
+    halves = [job.context_length >> i for i in range(1, job.context_length.bit_length()) if job.context_length >> i]
+    lengths = np.array([*halves, job.context_length - sum(halves)], np.int64)
+
+    def time(cp_exchange: str) -> float:
+        tried = replace(job, cp_exchange=cp_exchange)
+        again = expansion(tried)[0] * job.context_length / job.parallel.cp if tried.expands_again else 0.0
+        return shard(lengths, tried)[1].time + again
+
+    return min(("shared", "latents"), key=time)
+
+
+def _grouped(job: Job, wanted: int | str | None, budget_bytes: float) -> Parallel:
+    """The layout, in groups of as many micro-batches as stages where memory has no room for longer ones."""
+    parallel = job.parallel
+    least = wanted if isinstance(wanted, int) else default_max_tokens(job)
+    if parallel.vpp > 1 and parallel.group_size is None and largest_max_tokens(job, budget_bytes) < least:
+        with contextlib.suppress(ValueError):  # so many cannot be interleaved
+            return replace(job, parallel=replace(parallel, group_size=parallel.pp)).parallel
+    return parallel
+
+
+def default_max_tokens(job: Job) -> int:
+    """S_max where neither settings nor memory say."""
+    return math.ceil(1.25 * job.least_max_tokens / job.unit_tokens) * job.unit_tokens
+
+
+def _max_tokens(job: Job, wanted: int | str | None, budget_bytes: float | None) -> int:
+    """S_max as wanted, or its default; a multiple of the job's unit."""
+    fitting = None if budget_bytes is None else largest_max_tokens(job, budget_bytes)
+    least = job.least_max_tokens
+    if fitting is not None and fitting < least:
+        what = "--seq-length" if least == job.context_length else "the mean micro-batch of"
+        raise ValueError(
+            f"micro-batches of at most {fitting} tokens fit into memory, less than {what} {least}; recompute "
+            "activations, use more micro-batches, pipeline, context or tensor parallelism, or raise --wlb-memory-budget"
+        )
+    if wanted == "auto":
+        if fitting is None:
+            raise ValueError("--wlb-max-tokens auto needs to know the memory: give --wlb-memory-budget in GiB")
+        return min(fitting, MAX_TOKENS // job.unit_tokens * job.unit_tokens)
+    if wanted is None:
+        wanted = default_max_tokens(job)
+    assert isinstance(wanted, int)
+    if wanted < least:
+        why = f"under --seq-length {least}: a document of a full window would fit nowhere"
+        if least > job.context_length:
+            why = f"too little for {job.num_micro_batches} micro-batches to hold the tokens of a step"
+        raise ValueError(f"--wlb-max-tokens {wanted} is {why}; give at least {least}")
+    if fitting is not None and wanted > fitting:
+        raise ValueError(
+            f"micro-batches of {wanted} tokens (S_max) need more memory for activations than there is; give "
+            f"--wlb-max-tokens {fitting} or auto, recompute activations, or raise --wlb-memory-budget"
+        )
+    return wanted

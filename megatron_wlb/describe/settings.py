@@ -1,0 +1,88 @@
+"""Settings of planning, and of the training run itself."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_wlb.job import MAX_TOKENS
+from megatron_wlb.settings import Settings, integer_or_auto, setting
+
+ATTENTION_BACKENDS = ("auto", "aten", "flash_attn", "flash_attn_3", "te", "triton", "cpu", "reference", "megatron")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSettings(Settings):
+    """Settings of planning, besides those of packing and sharding. Lengths are in trained tokens."""
+
+    micro_batches: int | Literal["auto"] = setting(
+        "auto",
+        "M: micro-batches of a step over all data-parallel ranks, for the same tokens a step; more of them empty the "
+        "pipeline's bubble, fewer make delay needless. auto: with adaptive packing as many as are predicted to take "
+        "least time for the first documents of the run, else --global-batch-size.",
+        parse=integer_or_auto,
+        word="auto",
+        least=1,
+        most=1 << 20,
+    )
+    max_tokens: int | Literal["auto"] | None = setting(
+        None,
+        "S_max: longest micro-batch in tokens, bounded by memory; at least --seq-length. auto: the largest whose "
+        "activations fit --wlb-memory-budget. Default: 1.25 times --seq-length, or 1.25 times the mean micro-batch if "
+        "that is longer.",
+        parse=integer_or_auto,
+        word="auto",
+        least=1,
+        most=MAX_TOKENS,
+    )
+    memory_budget: float | None = setting(
+        None,
+        "GiB that the activations of a pipeline stage may take, as predicted from S_max. Default: on GPUs with Adam "
+        "nine tenths of the device's memory less weights and optimizer, else no limit.",
+        parse=float,
+        least=2**-10,
+        most=1 << 10,
+    )
+    crossover: int | None = setting(
+        None,
+        "Document length at which attention costs as much as everything else in a layer. Default: by the predicted "
+        "times of the model with --wlb-profile; by its FLOPs where that is flops.",
+        parse=int,
+        least=1,
+        most=1 << 35,
+    )
+    defer_weight_gradients: str = setting(
+        "auto",
+        "Products for weight gradients of linear layers leave the backward passes of a pipeline and run where the plan "
+        "of the step has their stage wait. auto: where there is a pipeline and its layers can.",
+        choices=("auto", "on", "off"),
+    )
+    profile: str | None = setting(
+        None,
+        "Kernel times of the device: a shipped profile or a JSON file. Default: h100-fa2 on GPUs, flops (counts "
+        "attended pairs) without.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings(Settings):
+    """What training goes by besides the description of its job."""
+
+    attention_backend: str = setting(
+        "auto",
+        "Kernels under context-parallel attention. aten: torch's own FlashAttention-2. flash_attn, flash_attn_3, te: "
+        "the packages flash-attn 2, FlashAttention-3, TransformerEngine. triton: ours. auto: on GPUs the first that "
+        "passes a small test, on Hopper and later in the order flash_attn_3, te, aten, flash_attn, triton, before "
+        "aten, flash_attn, te, triton; cpu without. megatron: TransformerEngine's attention and context parallelism "
+        "instead of ours, as without --wlb, for comparison.",
+        choices=ATTENTION_BACKENDS,
+    )
+    restart_packing: bool = setting(
+        False,
+        "Where the packer state of the loaded checkpoint is missing or does not fit (another dataset, window or "
+        "policy), begin with the data anew instead of stopping.",
+    )
+    document_log: str | None = setting(
+        None,
+        "Append which documents every step trained to this file, a few bytes each; `megatron-wlb audit` checks that "
+        "none was lost or doubled over restarts.",
+    )
+    log: str | None = setting(None, "Append one JSON object a step to this file: loss, tokens, work, delays, shards.")

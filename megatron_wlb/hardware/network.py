@@ -1,0 +1,113 @@
+"""How long communication takes: fitted to NCCL within a node, by stated assumptions between nodes."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+MOVED: dict[str, Callable[[int], float]] = {
+    "all_gather": lambda ranks: (ranks - 1) / ranks,
+    "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
+    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
+}
+"""Share of the whole buffer that enters every rank in a ring (NCCL's "bus bandwidth" counts it)."""
+
+
+class Group(NamedTuple):
+    """A process group: `size` ranks, `stride` apart. Megatron numbers ranks by TP, then CP, DP and PP."""
+
+    size: int
+    stride: int
+
+
+class Collective(NamedTuple):
+    """A collective within a node, measured for some numbers of ranks."""
+
+    ranks: tuple[int, ...]
+    latency_us: tuple[float, ...]
+    gb_per_s: tuple[float, ...]
+    """Bandwidth of what enters a rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """Communication between GPUs. Times in us, sizes in bytes (or arrays of them), bandwidths in GB/s = 1e9 bytes/s.
+
+    Collectives are named by `MOVED`; sizes are of the whole buffer (what all ranks hold after an all-gather).
+    """
+
+    name: str
+    all_gather: Collective
+    reduce_scatter: Collective
+    all_reduce: Collective
+    gpus_per_node: int = 8
+    link_gb_per_s: float = 45.0
+    """Between nodes, per GPU. Assumed: 400 Gbit/s RoCE or InfiniBand per GPU, of which 90 % arrive."""
+    hop_us: float = 10.0
+    """Latency per node that a ring passes, and of point-to-point messages. Assumed."""
+
+    def collective(self, name: str, num_bytes: np.ndarray | float, group: Group) -> np.ndarray:
+        """Time of a collective in `group`.
+
+        Between nodes, its ranks of one node share their links and take their part within the node meanwhile.
+        """
+        num_bytes = np.asarray(num_bytes, np.float64)
+        if group.size == 1:
+            return np.zeros_like(num_bytes)
+        local = min(group.size, max(1, self.gpus_per_node // group.stride))
+        nodes = -(-group.size // local)
+        latency, inside = self._within_node(name, local) if local > 1 else (0.0, np.inf)
+        enters = num_bytes * MOVED[name](group.size)
+        time = enters / inside
+        if nodes > 1:
+            latency += self.hop_us * (nodes - 1)
+            time = np.maximum(time, num_bytes * MOVED[name](nodes) / (local * self.link_gb_per_s))
+        return latency + time / 1e3
+
+    def all_to_all(self, group: Group) -> tuple[float, float]:
+        """Latency of an all-to-all, in us, and us for each byte that enters, or leaves, the busiest rank of `group`.
+
+        Latency and bandwidth within a node are taken to be those of an all-gather: not measured. Between nodes each
+        row goes to every rank that needs it by itself.
+        """
+        local = min(group.size, max(1, self.gpus_per_node // group.stride))
+        latency, inside = self._within_node("all_gather", local) if local > 1 else (0.0, math.inf)
+        time = 1 / inside
+        if group.size > local:
+            latency += self.hop_us
+            time = max(time, (group.size - local) / (group.size - 1) / self.link_gb_per_s)
+        return latency, time / 1e3
+
+    def point_to_point(self, num_bytes: np.ndarray | float, group: Group) -> np.ndarray:
+        """Time of a message between neighbours of `group`; through the network unless all of it is in one node."""
+        num_bytes = np.asarray(num_bytes, np.float64)
+        one_node = group.size * group.stride <= self.gpus_per_node
+        bandwidth = self._within_node("all_gather", 2)[1] if one_node else self.link_gb_per_s
+        return self.hop_us + num_bytes / bandwidth / 1e3
+
+    def _within_node(self, name: str, ranks: int) -> tuple[float, float]:
+        measured: Collective = getattr(self, name)
+        latency, bandwidth = (np.interp(ranks, measured.ranks, values) for values in measured[1:])
+        return float(latency), float(bandwidth)
+
+
+def fit(num_bytes: np.ndarray, times_us: np.ndarray) -> tuple[float, float]:
+    """(latency in us, bandwidth in GB/s) of time = latency + bytes / bandwidth, by least squares of relative errors."""
+    rows = np.stack((1 / times_us, num_bytes / times_us), axis=1)
+    latency, slope = np.linalg.lstsq(rows, np.ones(len(rows)))[0]
+    return float(latency), float(1e-3 / slope)
+
+
+@cache
+def load_network(name: str) -> Network:
+    """A network that comes with the package, by the name of its JSON file in `networks/`."""
+    file = resources.files("megatron_wlb.hardware") / "networks" / f"{name}.json"
+    return msgspec.json.decode(file.read_bytes(), type=Network)
+
+
+H100_NETWORK = load_network("h100")

@@ -1,0 +1,212 @@
+"""What a device does: times of attention kernels, rates of everything else, and its network."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from megatron_wlb.hardware.network import H100_NETWORK, Network
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelModel:
+    """Time of varlen attention launches of a rank and layer: t = launch + heads * (tile * N_t + query_tile * N_q).
+
+    N_q counts query tiles of `tile_rows` rows, N_t the tiles of `tile_rows` x `tile_rows` that the causal mask leaves
+    visible. `exchange` is the exposed time per row of K and V that is gathered from all ranks.
+    """
+
+    tile_rows: int
+    """A power of two."""
+    launch: float
+    tile: float
+    query_tile: float
+    heads: int = 1
+    parts: int = 1
+    """Parts of K and V; one computes while the next travels."""
+    exchange: float = 0.0
+
+    def count(self, segments: np.ndarray) -> tuple[int, int]:
+        """(N_t, N_q) of all of SEGMENT [n]."""
+        tiles, query_tiles = self.tiles(segments)
+        return int(tiles.sum()), int(query_tiles.sum())
+
+    def tiles(self, segments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(N_t, N_q) of each of SEGMENT [n], query rows [start, stop) against keys [0, stop): int64 [n] each."""
+        t, starts, stops = self.tile_rows, segments["start"], segments["stop"]
+        q = stops - starts
+        full = q // t
+        # Query tile j (j = 0, 1, ...) ends at row start + (j + 1) * t and sees ceil(that / t) key tiles.
+        first = -(-(starts + t) // t)
+        return full * first + full * (full - 1) // 2 + (q % t > 0) * -(-stops // t), -(-q // t)
+
+    def count_shard(self, calls: Sequence[np.ndarray]) -> tuple[int, int, int]:
+        """Calls with rows, N_t and N_q of a shard."""
+        counts = [self.count(call) for call in calls if len(call)]
+        return len(counts), sum(tiles for tiles, _ in counts), sum(query_tiles for _, query_tiles in counts)
+
+    def launches(self, calls: Any, exchanged_rows: Any) -> Any:
+        """Launches of `calls`: one for every part each, or one in all where nothing is exchanged."""
+        return calls * np.where(exchanged_rows > 0, self.parts, 1)
+
+    def time(self, launches: Any, tiles: Any, query_tiles: Any) -> Any:
+        """Predicted time of counts, which may be arrays; in the order of operations of csrc/pieces.h."""
+        return launches * self.launch + self.heads * (self.tile * tiles + self.query_tile * query_tiles)
+
+    def __add__(self, other: "KernelModel") -> "KernelModel":
+        """Both directions together."""
+        summed = {name: getattr(self, name) + getattr(other, name) for name in ("launch", "tile", "query_tile")}
+        return replace(self, **summed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelTimes:
+    """Constants of one direction of `KernelModel`, in the unit of the profile (us, but for `flops`)."""
+
+    launch: float
+    tile: float
+    query_tile: float
+
+    def scaled(self, factor: float) -> "KernelTimes":
+        """All times multiplied."""
+        return KernelTimes(launch=self.launch * factor, tile=self.tile * factor, query_tile=self.query_tile * factor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Everything that predicted times go by: a JSON file has these fields, and may have others.
+
+    Raises ValueError for times and rates that no device has.
+    """
+
+    name: str
+    tile_rows: int
+    forward: KernelTimes
+    backward: KernelTimes | None = None
+    """None if not measured: `attention_backward` times forward."""
+    linear_tflops: tuple[float, float] | None = None
+    """TFLOP/s of a layer without attention, forward and backward: its matrix products over all of its time. None if
+    not measured: `assumed_tflops` for matrix products, and `memory_gb_per_s` for the rest."""
+    head_size: int | None = None
+    dtype: str | None = None
+    """bf16 or fp32."""
+    backend: str | None = None
+    """Attention backend of the kernel times; None if not stated."""
+    two_streams: bool = False
+    """The two calls of a rank run beside each other, on two streams; the kernel times are of that."""
+    attention_backward: float = 2.5
+    """Backward time of attention per forward time where it was not measured: 5 matrix products against 2."""
+    assumed_tflops: float = 550.0
+    """bf16 matrix products beside communication: 56 % of the 989 TFLOP/s of an H100's data sheet, for large matrices;
+    Llama 3 405B is then as fast as published (`benchmarks.paper`)."""
+    memory_gb_per_s: float = 2700.0
+    """Achieved by what is bound by memory. Assumed: 80 % of the 3350 GB/s of an H100's data sheet."""
+    dp_overlap: float = 0.9
+    """Share of the exchange of gradients and parameters that overlaps passes. Assumed."""
+    network: Network = H100_NETWORK
+
+    def __post_init__(self) -> None:
+        for times in filter(None, (self.forward, self.backward)):
+            values = (times.launch, times.tile, times.query_tile)
+            if not all(math.isfinite(t) and t >= 0 for t in values) or not (any(values) or self.counts_pairs):
+                raise ValueError(f"its kernel times are {values}; they must be finite, at least 0, and not all 0")
+        rates = (*self.rates, self.memory_gb_per_s, self.attention_backward)
+        tile = self.forward.tile + (self.backward.tile if self.backward else 0)
+        if not all(math.isfinite(rate) and rate > 0 for rate in (*rates, tile if self.linear_tflops else 1)):
+            raise ValueError(f"its rates are {rates}; they must be finite and over 0, and go with a tile over 0")
+        if self.head_size is not None and self.head_size < 1:
+            raise ValueError(f"head_size is {self.head_size}; it must be at least 1")
+        if self.tile_rows < 1 or self.tile_rows & (self.tile_rows - 1) or self.tile_rows > 1 << 16:
+            raise ValueError(f"tile_rows is {self.tile_rows}; it must be a power of two up to 65536")
+
+    @property
+    def counts_pairs(self) -> bool:
+        """Whether this is the `flops` profile, which has no unit of time."""
+        return self.name == "flops"
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """TFLOP/s of matrix products, forward and backward."""
+        return self.linear_tflops or (self.assumed_tflops, self.assumed_tflops)
+
+    def kernels(
+        self, *, heads: int = 1, head_size: int | None = None, parts: int = 1
+    ) -> tuple[KernelModel, KernelModel]:
+        """Forward and backward of one layer on one rank.
+
+        Args:
+            heads: query heads of a tensor-parallel rank.
+            head_size: tiles of another size than the measured one cost in proportion; None: the measured one.
+            parts: in which K and V arrive.
+        """
+        size = 1.0 if head_size is None or self.head_size is None else head_size / self.head_size
+
+        def kernel(times: KernelTimes, ratio: float) -> KernelModel:
+            return KernelModel(
+                tile_rows=self.tile_rows,
+                launch=times.launch * ratio,
+                tile=times.tile * ratio * size,
+                query_tile=times.query_tile * ratio * size,
+                heads=heads,
+                parts=parts,
+            )
+
+        backward = kernel(self.backward, 1.0) if self.backward else kernel(self.forward, self.attention_backward)
+        return kernel(self.forward, 1.0), backward
+
+    def differences(self, *, head_size: int, dtype: str, backend: str) -> str:
+        """Where the kernel times were measured for something else than the run, as "head size 128, not 64"; else ""."""
+        pairs = {
+            "head size": (self.head_size, head_size),
+            "dtype": (self.dtype, dtype),
+            "backend": (self.backend, backend),
+        }
+        return ", ".join(f"{name} {ours}, not {run}" for name, (ours, run) in pairs.items() if ours not in (None, run))
+
+
+FLOPS_PROFILE = Profile(
+    name="flops",
+    tile_rows=1,
+    forward=KernelTimes(launch=0.0, tile=1.0, query_tile=0.0),
+    backward=KernelTimes(launch=0.0, tile=0.0, query_tile=0.0),
+)
+"""Counts attended pairs, once for both directions, and nothing else: no launch cost, no tile waste, no exchange."""
+_SHIPPED = resources.files("megatron_wlb.hardware") / "profiles"
+
+
+def shipped_profiles() -> list[str]:
+    """Names of the profiles that come with the package."""
+    return ["flops", *sorted(p.name.removesuffix(".json") for p in _SHIPPED.iterdir() if p.name.endswith(".json"))]
+
+
+def profile_file(name_or_path: str) -> Any:
+    """The file of a profile, a shipped one by name. Raises ValueError if there is none."""
+    if name_or_path in shipped_profiles():
+        return _SHIPPED / f"{name_or_path}.json"
+    path = Path(name_or_path)
+    if not path.is_file():
+        raise ValueError(
+            f"no profile {name_or_path!r}: give a JSON file or one of the shipped profiles "
+            f"{', '.join(shipped_profiles())}"
+        )
+    return path
+
+
+def load_profile(name_or_path: str) -> Profile:
+    """A shipped profile by name, or one from a JSON file (what `megatron-wlb profile` writes).
+
+    Raises ValueError if there is neither, or the file does not hold a profile.
+    """
+    if name_or_path == FLOPS_PROFILE.name:
+        return FLOPS_PROFILE
+    try:
+        return msgspec.json.decode(profile_file(name_or_path).read_bytes(), type=Profile)
+    except msgspec.MsgspecError as error:
+        raise ValueError(
+            f"{name_or_path} is not a megatron_wlb profile: {error}; give what `megatron-wlb profile` wrote"
+        ) from error

@@ -1,0 +1,100 @@
+"""How many micro-batches a step should have: as many as are predicted to take least time for a run's own documents."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_wlb.cost.work import document_work
+from megatron_wlb.job import Job
+from megatron_wlb.plan.packer import make_packer
+from megatron_wlb.plan.step import shard_step, step_cost
+from megatron_wlb.plan.stream import DocumentStream
+from megatron_wlb.simulate.passes import untimed
+from megatron_wlb.simulate.step import simulate_step
+from megatron_wlb.types import PackedBatch
+
+SHARES = (1, 3 / 2, 2, 3, 4, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
+"""Micro-batches for every window of tokens that are tried, where a step can have so many."""
+RANKS = 2
+"""Data-parallel ranks that stand for all."""
+WARM_UP, WINDOWS, LEAST_STEPS, MOST_STEPS = 24, 224, 4, 32
+"""Steps that are packed and not counted, until the first long documents have run; then so many windows of documents, in
+as many steps as that makes."""
+ALIKE = 0.01
+"""Times that differ by less are alike: then least delay counts."""
+
+
+class Prediction(NamedTuple):
+    """What a number of micro-batches would bring."""
+
+    job: Job
+    time: float
+    """Of a step per work, over that with a micro-batch for every window."""
+    late_steps: float
+    """Mean over tokens."""
+
+
+def predictions(
+    default: Job, make: Callable[..., Job], stream: Callable[[], DocumentStream], *, memory_known: bool
+) -> tuple[Job, list[Prediction]]:
+    """The job with the best number of micro-batches, and all that were tried, by their number; [] if `default` it is.
+
+    All see the same first documents. A few data-parallel ranks stand for all. Time goes by work (`placement.rank_cost`)
+    where a job cannot be timed (`untimed`).
+
+    Args:
+        default: the job with a micro-batch for every window.
+        make: the job with `num_micro_batches`; raises ValueError where it cannot have them.
+        stream: of the run's documents from the beginning, without end.
+        memory_known: `make` refuses micro-batches that are too long for memory; else none of several windows is tried.
+    """
+    if not default.packing.steady_tokens:
+        return default, []
+    windows, jobs = default.global_batch_size, {default.num_micro_batches: default}
+    for count in sorted({windows * share for share in SHARES if windows * share == int(windows * share)}):
+        if count >= windows or memory_known:
+            with contextlib.suppress(ValueError):
+                jobs.setdefault(int(count), make(num_micro_batches=int(count)))
+    if len(jobs) == 1:
+        return default, []
+    tried = [Prediction(job, *_measured(_scaled(job), stream)) for job in jobs.values()]
+    best, unit = min(each.time for each in tried), tried[0].time
+    alike = [each for each in tried if each.time <= (1 + ALIKE) * best]
+    chosen = min(alike, key=lambda each: (round(each.late_steps, 2), each.time)).job
+    rows = [each._replace(time=each.time / unit) for each in tried]
+    return chosen, sorted(rows, key=lambda each: each.job.num_micro_batches)
+
+
+def step_time(job: Job, packing: PackedBatch) -> float:
+    """What a step is predicted to take: us as simulated, or where the job cannot be timed (`untimed`) its cost."""
+    if untimed(job):
+        return step_cost(packing, job)
+    return simulate_step(job, shard_step(job, packing.lengths)).time
+
+
+def _scaled(job: Job) -> Job:
+    """The job with `RANKS` data-parallel ranks, or as many as divide experts."""
+    parallel = job.parallel
+    ranks = min(parallel.dp, max(RANKS, parallel.expert_dp_ranks))
+    windows, count = (size * ranks // parallel.dp for size in (job.global_batch_size, job.num_micro_batches))
+    return replace(job, parallel=replace(parallel, dp=ranks), global_batch_size=windows, num_micro_batches=count)
+
+
+def _measured(job: Job, stream: Callable[[], DocumentStream]) -> tuple[float, float]:
+    """Time of steps per work, and how late their documents are."""
+    packer = make_packer(stream(), job, fingerprint="")
+    steps = min(MOST_STEPS, max(LEAST_STEPS, WINDOWS // job.global_batch_size))
+    time = work = late = tokens = 0.0
+    for k in range(WARM_UP + steps):
+        step = packer.next()
+        packing, lengths = step.packing, step.packing.documents["length"]
+        if k < WARM_UP:
+            continue
+        time += step_time(job, packing)
+        work += float(document_work(lengths, job.crossover_tokens).sum())
+        tokens += float(lengths.sum())
+        late += float((np.maximum(step.step - packing.documents["arrival"], 0) * lengths).sum())
+    return time / work, late / tokens

@@ -1,0 +1,94 @@
+"""Adaptive packing (ours): a waiting document runs in the first step that loses little time with it.
+
+Algorithm 1 of the paper decides by length thresholds which documents wait, and makes micro-batches of equal work. Here
+nothing but the time of the step decides, as 1F1B predicts it: data-parallel ranks should take equally long, and in a
+pipeline the largest micro-batch should be small for the work of the step. Where documents can run as they come, they
+do. Else those of at most an eighth of a mean micro-batch are *fluid*: they run in the order in which they came, and
+level whatever the longer, *solid* ones leave uneven. In every step the policy tries sets of solid documents of
+neighbouring length, and takes the set that loses least time and lets least wait. `docs/packing.md` describes the
+algorithm and its guarantees.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_wlb.cost.work import document_work
+from megatron_wlb.job import Job, Packing
+from megatron_wlb.packing.adaptive_core import FORCED_STEPS, LOOK_AHEAD_BATCHES, Sizes, choose, most_tokens
+from megatron_wlb.pipeline.timeline import cost_weights
+from megatron_wlb.settings import setting
+from megatron_wlb.types import DOCUMENT, Draw, PackedBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptivePacking(Packing):
+    """Settings of `AdaptivePolicy`."""
+
+    name = "adaptive"
+    help = (
+        "the least predicted time of a step, variable length, a document waits for a step that loses little time with "
+        "it, under a bound on its delay."
+    )
+
+    steady_tokens = True
+
+    max_delay_steps: int = setting(
+        30,
+        f"Adaptive packing runs no document later than this many steps after it arrives; at least {2 * FORCED_STEPS}.",
+        parse=int,
+        least=2 * FORCED_STEPS,
+        most=1 << 31,
+    )
+
+    def most_step_tokens(self, job: Job) -> int:
+        return most_tokens(job.batch_tokens, job.num_micro_batches)
+
+    def policy(self, job: Job) -> "AdaptivePolicy":
+        return AdaptivePolicy(job, self.max_delay_steps)
+
+
+class AdaptivePolicy:
+    """Micro-batches for the least time of a step, N * C tokens a step, without thresholds; documents stay whole.
+
+    No document is late by more than `max_delay_steps`.
+    """
+
+    def __init__(self, job: Job, max_delay_steps: int) -> None:
+        self._pool = np.empty(0, DOCUMENT)  # ordered by index
+        p, count = job.parallel, job.num_micro_batches
+        self._sizes = Sizes(
+            num_micro_batches=count,
+            # Ranks that divide experts wait for each other in every layer, so all micro-batches should be alike.
+            ranks=p.dp if p.expert_dp_ranks == 1 else count,
+            weights=cost_weights(job.schedule()),
+            max_tokens=job.max_tokens,
+            batch_tokens=job.batch_tokens,
+            crossover_tokens=job.crossover_tokens,
+            max_delay_steps=max_delay_steps,
+        )
+
+    def pack(self, step: int, draw: Draw) -> PackedBatch:
+        """Pack step `step`. At the end of the data what waits runs in steps of little loss."""
+        # What can't be packed must not pile up for ever, so the stream waits for it.
+        room = LOOK_AHEAD_BATCHES * self._sizes.batch_tokens - int(self._pool["length"].sum())
+        self._pool = np.concatenate((self._pool, draw.more(room)))
+        lengths = self._pool["length"]
+        rows, bounds = choose(
+            lengths,
+            document_work(lengths, self._sizes.crossover_tokens),
+            self._pool["arrival"],
+            step=step,
+            credit=int(lengths.sum()) - draw.ahead,
+            sizes=self._sizes,
+        )
+        documents, self._pool = self._pool[rows], np.delete(self._pool, rows)
+        return PackedBatch(documents=documents, bounds=bounds)
+
+    def waiting(self) -> dict[str, np.ndarray]:
+        """Documents known and not yet packed, in the order of the stream, in one place: "pool"."""
+        return {"pool": self._pool}
+
+    def load_waiting(self, waiting: dict[str, np.ndarray]) -> None:
+        """Take over what `waiting` gave."""
+        self._pool = waiting["pool"]

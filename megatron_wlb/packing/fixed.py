@@ -1,0 +1,160 @@
+"""Fixed-4D: greedy packing of k global batches into windows of fixed length (paper, section 3.2)."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from megatron_wlb.cost.work import document_work
+from megatron_wlb.job import Job, Packing
+from megatron_wlb.settings import setting
+from megatron_wlb.types import DOCUMENT, Draw, PackedBatch
+
+Pieces = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Document (row), length and window of each piece: int64 [pieces] each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedPacking(Packing):
+    """Settings of `FixedPolicy`."""
+
+    name = "fixed"
+    help = "the paper's baseline, greedy under the window over --wlb-global-batches."
+    fixed_length = True
+
+    global_batches: int = setting(
+        1, "Global batches that fixed packing packs together.", parse=int, least=1, most=1 << 10
+    )
+
+    def policy(self, job: Job) -> "WindowPolicy":
+        return FixedPolicy(job, self.global_batches)
+
+
+class WindowPolicy(ABC):
+    """Micro-batches of exactly one context window C, planned for k steps at once.
+
+    Every k-th step takes the oldest k * N * C tokens that wait, cuts the last document where they end, and packs them
+    into k * N windows (`_place`). Each N neighbours make a step; the steps to come wait in memory. The pieces of a
+    document that was cut run in its order. Documents run up to k - 1 steps before the step in which they arrive, and
+    up to k after.
+
+    At the end of the data, what is left is spread over as few steps as hold it. A state saved with another number of
+    micro-batches regroups what it planned, if that makes whole steps, else plans it again.
+    """
+
+    def __init__(self, job: Job, global_batches: int) -> None:
+        self._job, self._global_batches = job, global_batches
+        self._carry = np.empty(0, DOCUMENT)  # ordered by index
+        self._planned, self._bounds = np.empty(0, DOCUMENT), np.zeros(1, np.int64)  # micro-batches of steps to come
+
+    def pack(self, step: int, draw: Draw) -> PackedBatch:
+        """Pack step `step`: as planned, or plan k steps if none is left."""
+        if len(self._bounds) == 1:
+            tokens = self._global_batches * self._job.batch_tokens
+            self._carry = np.concatenate((self._carry, draw.more(tokens - int(self._carry["length"].sum()))))
+            self._plan(tokens)
+        n = self._job.num_micro_batches
+        bounds, later = self._bounds[: n + 1], self._bounds[n:]
+        now, self._planned = self._planned[: later[0]], self._planned[later[0] :]
+        self._bounds = later - later[0]
+        return PackedBatch(documents=now, bounds=bounds)
+
+    def _plan(self, tokens: int) -> None:
+        documents, self._carry = _split(self._carry, tokens)
+        num_steps = max(1, -(-int(documents["length"].sum()) // self._job.batch_tokens))
+        num_windows = num_steps * self._job.num_micro_batches
+        row, length, window = self._place(documents["length"], num_windows)
+        pieces = documents[row]
+        pieces["length"] = length
+        pieces = pieces[np.argsort(window, kind="stable")]
+        # Which part of its document a piece is, is decided only now that it is known in which order the pieces run.
+        order = np.argsort(pieces["index"], kind="stable")
+        starts = np.cumsum(pieces["length"][order]) - pieces["length"][order]
+        begins = np.flatnonzero(np.diff(pieces["index"][order], prepend=-1))
+        pieces["offset"][order] += starts - np.repeat(starts[begins], np.diff(begins, append=len(order)))
+        self._planned = pieces
+        self._bounds = np.concatenate(([0], np.cumsum(np.bincount(window, minlength=num_windows))))
+
+    @abstractmethod
+    def _place(self, lengths: np.ndarray, num_windows: int) -> Pieces:
+        """Pieces of documents of `lengths`, in windows numbered in the order in which they run."""
+
+    def waiting(self) -> dict[str, np.ndarray]:
+        """Documents not yet packed: those planned, by micro-batch ("planned0" ...), and "carry"."""
+        planned = {f"planned{i}": self._planned[slice(*bounds)] for i, bounds in enumerate(pairwise(self._bounds))}
+        return {"carry": self._carry, **planned}
+
+    def load_waiting(self, waiting: dict[str, np.ndarray]) -> None:
+        """Take over what `waiting` gave."""
+        planned = [waiting[f"planned{i}"] for i in range(len(waiting) - 1)]
+        self._carry, self._planned = waiting["carry"], np.concatenate((np.empty(0, DOCUMENT), *planned))
+        self._bounds = np.cumsum([0, *map(len, planned)], dtype=np.int64)
+        if len(planned) % self._job.num_micro_batches:
+            self._carry = _rejoined(np.concatenate((self._planned, self._carry)))
+            self._planned, self._bounds = self._planned[:0], self._bounds[:1]
+
+
+class FixedPolicy(WindowPolicy):
+    """Balanced by attention work (`place`); the micro-batches of k steps run sorted by total work, the heaviest first.
+
+    Work is that of `document_work`.
+    """
+
+    def _place(self, lengths: np.ndarray, num_windows: int) -> Pieces:
+        room, empty = np.full(num_windows, self._job.context_length), np.zeros(num_windows, np.int64)
+        row, length, window = place(lengths, room, empty)
+        work = empty.copy()
+        np.add.at(work, window, document_work(length, self._job.crossover_tokens))
+        return row, length, np.argsort(np.argsort(-work, kind="stable"))[window]
+
+
+def place(lengths: np.ndarray, room: np.ndarray, work: np.ndarray) -> Pieces:
+    """Longest first into the window of least attention work d^2 that has room; ties go to the lower index.
+
+    A document that fits nowhere whole is cut into as few pieces as the room allows: the window with most room is
+    filled, then the next. O(n * windows) for n documents.
+
+    Args:
+        lengths: int64 [n], together at most the room.
+        room: tokens that fit into each window yet, int64 [windows].
+        work: sum of d^2 that each window has already, int64 [windows].
+
+    Returns the pieces in the order of placement.
+    """
+    room, work = room.copy(), work.copy()
+    pieces = []
+    for row in np.argsort(-lengths, kind="stable").tolist():
+        left = int(lengths[row])
+        while left:
+            fits = np.flatnonzero(room >= left)
+            window = int(fits[work[fits].argmin()] if len(fits) else room.argmax())
+            length = min(left, int(room[window]))
+            pieces.append((row, length, window))
+            room[window] -= length
+            work[window] += length * length
+            left -= length
+    columns = np.array(pieces, np.int64).reshape(-1, 3)
+    return columns[:, 0], columns[:, 1], columns[:, 2]
+
+
+def _split(documents: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first `tokens` tokens and the rest; at most one document is cut."""
+    ends = np.cumsum(documents["length"])
+    cut = int(np.searchsorted(ends, tokens, side="right"))
+    first, rest = documents[:cut].copy(), documents[cut:].copy()
+    taken = tokens - int(first["length"].sum())
+    if len(rest) and taken:
+        first = np.concatenate((first, rest[:1]))
+        first["length"][-1] = taken
+        rest["offset"][0] += taken
+        rest["length"][0] -= taken
+    return first, rest
+
+
+def _rejoined(pieces: np.ndarray) -> np.ndarray:
+    """Documents by index; pieces of a document that wait follow one another, since those before them ran first."""
+    pieces = np.sort(pieces, order=["index", "offset"])
+    documents = pieces[np.flatnonzero(np.diff(pieces["index"], prepend=-1))]
+    documents["length"] = np.bincount(np.unique(pieces["index"], return_inverse=True)[1], pieces["length"])
+    return documents

@@ -1,0 +1,258 @@
+"""Predicted times of every pass of every micro-batch, and the parts that they sum."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from megatron_wlb.cost.attention import attention_kernels
+from megatron_wlb.cost.exchange import Directions, exchange_model, expansion, exposed_exchange
+from megatron_wlb.hardware.network import Group
+from megatron_wlb.job import FP32, Job, Parallel
+from megatron_wlb.sharding.rounds import attention_times
+from megatron_wlb.sharding.select import shard
+from megatron_wlb.sharding.volume import moved_rows
+from megatron_wlb.types import ShardPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTimes:
+    """One direction of one layer, in us, for M micro-batches of a data-parallel rank."""
+
+    linear: np.ndarray
+    """float64 [M]: matrix products and what is bound by memory."""
+    experts: np.ndarray
+    """float64 [M]: the part of `linear` that experts compute; 0 in dense models."""
+    tensor: np.ndarray
+    """float64 [M]: tensor-parallel communication that nothing hides."""
+    attention: np.ndarray
+    """float64 [M, cp]: attention kernels of every context-parallel rank."""
+    exchange: np.ndarray
+    """float64 [M]: exchange of K, V and their gradients that nothing hides, on the slowest rank."""
+
+    @property
+    def total(self) -> np.ndarray:
+        """float64 [M]; context-parallel ranks wait for each other in every layer."""
+        return self.linear + self.tensor + self.attention.max(axis=1) + self.exchange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """Times of all passes of a data-parallel rank, in us, float64 [stages, chunks, M] unless stated otherwise."""
+
+    forward: np.ndarray
+    backward: np.ndarray
+    transfer: np.ndarray
+    """float64 [M]."""
+    layers: tuple[LayerTimes, LayerTimes]
+    """Forward and backward (with recomputation)."""
+    weights: tuple[np.ndarray, np.ndarray]
+    """The part of `backward` that is products for weights of a layer and of the output layer, as far as they can be put
+    off: float64 [M] each."""
+    rows: np.ndarray
+    """float64 [M]: tokens of a micro-batch that a context-parallel rank has."""
+    expert_wait: np.ndarray
+    """The part of `forward` and `backward` that waits for other data-parallel ranks: float64 [2, stages, chunks, M]."""
+
+
+def untimed(job: Job) -> str:
+    """Why a job cannot be timed, with the remedy; "" if it can."""
+    heads, tp = job.model.num_attention_heads, job.parallel.tp
+    if job.profile.counts_pairs:
+        return (
+            f"profile {job.profile.name} counts attended pairs; a simulation needs one in us, give h100-fa2 or one "
+            "that `megatron-wlb profile` wrote"
+        )
+    if heads % tp:
+        return f"{heads} attention heads do not divide over {tp} ranks; change one of them"
+    try:
+        job.layers()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def put_off_weights(job: Job) -> int:
+    """Weights of a layer whose gradients can be put off.
+
+    With tensor parallelism not those of column-parallel matrices: the gradient of their input is reduced meanwhile.
+    """
+    kept = sum(job.model.column_weights) if job.parallel.tp > 1 else 0
+    return job.model.layer_weights - kept
+
+
+def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
+    """What the cost model says of M micro-batches of a data-parallel rank. Sequence parallelism is taken for granted.
+
+    Raises ValueError where the job cannot be timed, or the micro-batches are not sharded for it.
+    """
+    if why := untimed(job):
+        raise ValueError(why)
+    model, (tp, cp) = job.model, (job.parallel.tp, job.parallel.cp)
+    layers = job.layers()[:, :, None]
+    for plan in shards:
+        if len(plan.shards) != cp:
+            raise ValueError(
+                f"a micro-batch is sharded over {len(plan.shards)} context-parallel ranks, not {cp}; plan it for the "
+                "job"
+            )
+    tokens = np.array([plan.lengths.sum() for plan in shards]) / cp
+    tensor = Group(size=tp, stride=1)
+    hidden_bytes = tokens * model.hidden_size * job.bytes_per_value
+    gather, scatter = (
+        job.profile.network.collective(name, hidden_bytes, tensor) for name in ("all_gather", "reduce_scatter")
+    )
+    # Forward: gathered before and scattered after attention and feed-forward. Backward mirrors that, and gathers inputs
+    # again for the gradients of weights. Upstream and TransformerEngine do that during the product for the input, and
+    # scatter during that for the weight, if it is not put off.
+    hiding = [_products(job, weights, tokens)[1] / 2 for weights in model.column_weights]
+    hidden = sum(np.minimum(gather, product) + np.minimum(scatter, product) for product in hiding)
+    moved = 2 * (gather + scatter), 4 * gather + 2 * scatter - hidden
+    exposed = 1 - job.tp_overlap
+    attention, exchange = _attention(job, shards)
+    linear = _linear(job, tokens)
+    forward, backward = (
+        LayerTimes(
+            linear=linear[i],
+            experts=linear[i] * (model.expert_weights / model.layer_weights),
+            tensor=moved[i] * exposed,
+            attention=attention[i],
+            exchange=exchange[i],
+        )
+        for i in range(2)
+    )
+    if job.recompute.granularity == "full":
+        backward = LayerTimes(**{f.name: getattr(backward, f.name) + getattr(forward, f.name) for f in fields(forward)})
+    times = [layers * forward.total, layers * backward.total]
+    # The embedding scatters its rows; the output layer gathers them. Each MTP layer embeds once more, gathers two
+    # hidden states for the matrix that joins them and one after it, and goes through the output layer.
+    output, ahead = _output(job, tokens), model.mtp_num_layers
+    joining = _products(job, model.joining_weights, tokens)
+    times[0][0, 0] += scatter * exposed
+    times[1][0, 0] += gather * exposed
+    times[0][-1, -1] += (1 + ahead) * (output[0] + gather * exposed)
+    times[0][-1, -1] += ahead * (joining[0] + (3 * gather + scatter) * exposed)
+    times[1][-1, -1] += ahead * (joining[1] + (2 * gather + 2 * scatter) * exposed)
+    of_output = _products(job, model.vocabulary_weights, tokens)[1] / 2
+    hidden = np.minimum(gather, of_output) + (0 if job.defer_weight_gradients else np.minimum(scatter, of_output))
+    times[1][-1, -1] += (1 + ahead) * (output[1] + (gather + scatter - hidden) * exposed)
+    between = Group(size=job.parallel.pp, stride=tp * cp * job.parallel.dp)
+    transfer = job.profile.network.point_to_point(hidden_bytes / tp, between)
+    return Passes(
+        forward=times[0],
+        backward=times[1],
+        transfer=transfer,
+        layers=(forward, backward),
+        weights=(_products(job, put_off_weights(job), tokens)[1] / 2, of_output),
+        rows=tokens,
+        expert_wait=np.zeros((2, *times[0].shape)),
+    )
+
+
+def crossover(job: Job) -> int:
+    """Lc of a job in tokens, by the times of all passes: a document of d tokens takes as long as d * (d + Lc) says.
+
+    From a document of half a window, two of them, and one of twice the length. What a micro-batch has once, launches
+    and latencies, does not count. Context-parallel ranks divide attention and all else alike, so one stands for them.
+    By FLOPs where the job cannot be timed.
+    """
+    rows = job.profile.tile_rows
+    half = max(1, job.context_length // 2 // rows) * rows
+    alone = replace(
+        job,
+        parallel=Parallel(tp=job.parallel.tp, sequence_parallel=job.parallel.sequence_parallel),
+        num_micro_batches=1,
+        global_batch_size=1,
+        max_tokens=max(job.max_tokens, job.context_length),
+    )
+    if untimed(alone):
+        return job.model.crossover_tokens
+    plans = [shard(np.array(lengths), alone)[1] for lengths in ([half], [half, half], [2 * half])]
+    passes = pass_times(alone, plans)
+    one, two, twice = (passes.forward + passes.backward)[0, 0]
+    squared = (twice - two) / 2  # what half * half pairs take, of what two - one is that and half * Lc
+    return max(1, round(half * ((two - one) / squared - 1)))
+
+
+def synchronised(job: Job, passes: Sequence[Passes]) -> tuple[Passes, ...]:
+    """`passes` of every data-parallel rank, where ranks that divide experts (`Parallel.expert_dp_ranks`) keep step.
+
+    In every layer, tokens go to the experts when the slowest of these ranks has done the rest of the layer, and come
+    back together; ranks do equal shares of the experts' work (routing is balanced). What the exchange of tokens itself
+    takes is not counted.
+    """
+    layers, beside = job.layers()[:, :, None], job.parallel.expert_dp_ranks
+    together: list[Passes] = []
+    for group in (passes[i : i + beside] for i in range(0, len(passes), beside)):
+        own = np.array([(p.forward, p.backward) for p in group])
+        experts = np.array([[layers * layer.experts for layer in p.layers] for p in group])
+        alone = own - experts + experts.mean(axis=0)
+        times = alone.max(axis=0)
+        transfer = np.max([p.transfer for p in group], axis=0)
+        share = job.model.expert_weights / put_off_weights(job)
+        weights = np.mean([p.weights[0] for p in group], axis=0) * share
+        together += [
+            replace(
+                p,
+                forward=times[0],
+                backward=times[1],
+                transfer=transfer,
+                weights=((1 - share) * p.weights[0] + weights, p.weights[1]),
+                expert_wait=times - mine,
+            )
+            for p, mine in zip(group, alone, strict=True)
+        ]
+    return tuple(together)
+
+
+def _attention(job: Job, shards: Sequence[ShardPlan]) -> tuple[Directions, Directions]:
+    """Kernels of a layer, forward and backward, float64 [M, cp], and what the exchange adds to the slowest, [M]."""
+    kernels = attention_kernels(job)
+    if job.cp_exchange == "shared":
+        timed = [attention_times(plan, job) for plan in shards]
+        busy, added = np.array([each for each, _ in timed]), np.array([each for _, each in timed])
+        return (busy[:, 0], busy[:, 1]), (added[:, 0], added[:, 1])
+    rows = np.array([float(p.lengths.sum()) for p in shards])
+    if job.cp_exchange == "latents":
+        rows = np.array([float(moved_rows(p).max()) for p in shards])
+    counts = np.array([[kernels[0].count_shard(s.calls) for s in plan.shards] for plan in shards])  # [M, cp, 3]
+    calls, tiles, query_tiles = np.moveaxis(counts, 2, 0)
+    launches = kernels[0].launches(calls, rows[:, None])
+    forward, backward = (kernel.time(launches, tiles, query_tiles) for kernel in kernels)
+    if job.cp_exchange == "latents":
+        model = exchange_model(job)
+        return (forward, backward), model.times(rows)
+    slowest = forward.max(axis=1), backward.max(axis=1)
+    return (forward, backward), exposed_exchange(job, rows, slowest)
+
+
+def _linear(job: Job, tokens: np.ndarray) -> Directions:
+    """Matrix products of a layer and, unless rates were measured with it, what is bound by memory."""
+    model = job.model
+    forward, backward = _products(job, model.layer_weights, tokens)
+    if job.expands_again:
+        backward = backward + expansion(job)[0] * tokens
+    if job.profile.linear_tflops:
+        return forward, backward
+    # Reads and writes of two norms and two residual sums, norms of latents, rotary embedding, and the activation.
+    values = 2 * 2 * model.hidden_size + 2 * 3 * model.hidden_size + 2 * (model.query_size + model.key_size)
+    values += 2 * model.latent_size + model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
+    memory = _memory(job, values * job.bytes_per_value, tokens)
+    return forward + memory, backward + 2 * memory
+
+
+def _output(job: Job, tokens: np.ndarray) -> Directions:
+    """The output layer and the loss: logits are written as activations are, and read and written in fp32."""
+    forward, backward = _products(job, job.model.vocabulary_weights, tokens)
+    logits = _memory(job, job.model.padded_vocab_size * (job.bytes_per_value + 2 * FP32), tokens)
+    return forward + logits, backward + 2 * logits
+
+
+def _products(job: Job, weights: int, tokens: np.ndarray) -> Directions:
+    forward, backward = job.profile.rates
+    flops = 2 * weights / job.parallel.tp * tokens
+    return flops / forward / 1e6, 2 * flops / backward / 1e6
+
+
+def _memory(job: Job, bytes_per_token: float, tokens: np.ndarray) -> np.ndarray:
+    return bytes_per_token / job.parallel.tp * tokens / job.profile.memory_gb_per_s / 1e3

@@ -1,0 +1,86 @@
+"""When the passes of a data-parallel rank run, and its weight gradients where a job puts them off."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_wlb.cost.work import document_work
+from megatron_wlb.job import Job
+from megatron_wlb.pipeline.deferral import WeightGradients, run_deferred
+from megatron_wlb.pipeline.timeline import Timeline, run
+from megatron_wlb.simulate import memory
+from megatron_wlb.simulate.passes import Passes, pass_times, put_off_weights, untimed
+from megatron_wlb.types import ShardPlan
+
+
+def undeferrable(job: Job) -> str:
+    """Why weight gradients of a job cannot be put off; "" if they can."""
+    if job.parallel.pp == 1:
+        return "a single pipeline stage waits for nobody"
+    if job.model.mtp_num_layers:
+        return "weight gradients of layers for multi-token prediction cannot be put off"
+    try:
+        job.layers()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def part_counts(job: Job) -> np.ndarray:
+    """Layers of every virtual stage, and the output layer, whose weight gradients are put off: int64 [pp, vpp]."""
+    counts = job.layers()
+    counts[-1, -1] += 1
+    return counts
+
+
+def timeline_of(job: Job, passes: Passes) -> Timeline:
+    """When the passes of a data-parallel rank run, in us."""
+    if job.defer_weight_gradients:
+        return _deferred(job, passes)[0]
+    return run(job.schedule(len(passes.rows)), passes.forward, passes.backward, passes.transfer)
+
+
+def weight_gradients_before(job: Job, shards: Sequence[ShardPlan]) -> np.ndarray:
+    """How many products for weights have run before each pass of a data-parallel rank's micro-batches in a step.
+
+    A part is that of a layer, or of the output layer. By predicted times; where a job cannot be timed, by work.
+
+    Returns int64 [2, stages, chunks, M], counted over the step; all have run at its end.
+    """
+    if untimed(job):
+        # A layer's forward takes the work of its documents, of which the part linear in tokens is that for weights.
+        tokens = np.array([plan.lengths.sum() for plan in shards])
+        work = np.array([document_work(plan.lengths, job.crossover_tokens).sum() for plan in shards])
+        layer = tokens * float(job.crossover_tokens)
+        output = layer * (job.model.vocabulary_weights / job.model.layer_weights)
+        forward = job.layers()[:, :, None] * work.astype(np.float64)
+        forward[-1, -1] += output
+        weights = _weight_gradients(
+            job, tokens / job.parallel.cp, layer * (put_off_weights(job) / job.model.layer_weights), output
+        )
+        return run_deferred(job.schedule(len(shards)), forward, 2 * forward, 0.0, weights)[1]
+    return _deferred(job, pass_times(job, shards))[1]
+
+
+def _deferred(job: Job, passes: Passes) -> tuple[Timeline, np.ndarray]:
+    weights = _weight_gradients(job, passes.rows, *passes.weights)
+    schedule = job.schedule(len(passes.rows))
+    return run_deferred(schedule, passes.forward, passes.backward, passes.transfer, weights)
+
+
+def _weight_gradients(job: Job, rows: np.ndarray, layer: np.ndarray, output: np.ndarray) -> WeightGradients:
+    """Of micro-batches with so many rows on a rank, and time for the weights of a layer and of the output layer."""
+    counts = part_counts(job)
+    held_of_layer, held_of_output = memory.weight_gradient_bytes(job)
+    parts = (*counts.shape, int(counts.max()), 1)
+    is_part = np.arange(parts[2])[:, None] < counts[:, :, None, None]
+    is_output = np.zeros(parts, bool)
+    is_output[-1, -1, 0] = True
+    kept = np.array([memory.kept_bytes(job, stage) for stage in range(job.parallel.pp)])
+    return WeightGradients(
+        counts=counts,
+        times=is_part * np.where(is_output, output, layer),
+        held=is_part * np.where(is_output, held_of_output, held_of_layer) * rows,
+        kept=kept[:, :, None] * rows,
+        limit=np.array(memory.deferral_limits(job)),
+    )

@@ -1,0 +1,145 @@
+"""What a plan is made of: integers only, half-open ranges.
+
+A document of T tokens has T - 1 *trained tokens*, each with the next one as its target; all lengths count these.
+Documents longer than the context window have been cut into pieces by the stream; a piece is a document for everything
+that follows.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+DOCUMENT = np.dtype(
+    [
+        ("index", "<i8"),  # place in the stream: unique, increasing; breaks every tie
+        ("dataset", "<i8"),  # which dataset of the blend
+        ("document", "<i8"),  # which document of that dataset
+        ("offset", "<i8"),  # first trained token within the document
+        ("length", "<i8"),  # trained tokens, >= 1
+        ("arrival", "<i8"),  # step in which the stream delivered it
+    ]
+)
+"""One row per document (or piece of one) that is trained as a unit of attention."""
+
+SEGMENT = np.dtype([("document", "<i8"), ("start", "<i8"), ("stop", "<i8")])
+"""Query rows [start, stop) of a document of the micro-batch; they attend to its keys [0, stop)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    """The documents of a step in M micro-batches: rows `documents[bounds[i]:bounds[i + 1]]` make up micro-batch i."""
+
+    documents: np.ndarray
+    """DOCUMENT [n], ordered by micro-batch."""
+    bounds: np.ndarray
+    """int64 [M + 1]."""
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def micro_batch(self, i: int) -> np.ndarray:
+        """DOCUMENT rows of micro-batch i, in the order they are concatenated."""
+        return self.documents[self.bounds[i] : self.bounds[i + 1]]
+
+    @property
+    def lengths(self) -> list[np.ndarray]:
+        """Of the documents of every micro-batch, int64 [documents] each."""
+        return [self.micro_batch(i)["length"] for i in range(len(self))]
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """Per micro-batch sums, int64 [M], of one integer per document."""
+        total = np.concatenate(([0], np.cumsum(values, dtype=np.int64)))
+        return total[self.bounds[1:]] - total[self.bounds[:-1]]
+
+
+class Draw(Protocol):
+    """How a packing policy takes documents from the stream in one step."""
+
+    @property
+    def exhausted(self) -> bool:
+        """The data is at its end: what waits must be packed now."""
+
+    @property
+    def ahead(self) -> int:
+        """Tokens taken so far beyond the beginning of this step's global batch."""
+
+    def more(self, tokens: int) -> np.ndarray:
+        """The next DOCUMENT rows, of at least `tokens` tokens in all unless the data ends."""
+
+    def global_batch(self, most_tokens: int | None = None) -> np.ndarray:
+        """DOCUMENT rows: what is left of this step's global batch, of at least `most_tokens` tokens if that is less.
+
+        Where fewer tokens were taken before, this step's global batch begins here: the rest is not made up for.
+        """
+
+
+class Policy(Protocol):
+    """A packing policy: which documents run in a step, and in which micro-batch; see `packing/`."""
+
+    def pack(self, step: int, draw: Draw) -> PackedBatch:
+        """The micro-batches of step `step`, from what waits and what the policy draws."""
+
+    def waiting(self) -> dict[str, np.ndarray]:
+        """Documents drawn and not yet packed, by the name of the place where they wait: DOCUMENT arrays."""
+
+    def load_waiting(self, waiting: dict[str, np.ndarray]) -> None:
+        """Take over what `waiting` gave."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """What one context-parallel rank holds of a micro-batch.
+
+    Each of its *calls* is what one varlen attention call computes: a run of segments in which every document occurs at
+    most once, in document order, so that their key ranges are disjoint. The rank's local rows are those of its calls
+    one after the other: of a set of documents first head chunks and whatever is whole or cut once, then tail chunks.
+    """
+
+    calls: tuple[np.ndarray, ...]
+    """SEGMENT arrays; one may be empty."""
+
+    @property
+    def tokens(self) -> int:
+        return int(sum((c["stop"] - c["start"]).sum() for c in self.calls))
+
+
+class Stage(NamedTuple):
+    """A part of attention whose K and V travel together, while the stage before computes."""
+
+    document_set: int
+    heads: tuple[int, int] | None = None
+    """Key heads of a rank [first, stop), with the query heads that read them; None: all."""
+    keys: tuple[float, float] | None = None
+    """For documents in parts, which are merged by their log-sum-exps: (0, 0) is each segment with its own keys, which
+    runs first; (low, high) that share of all others, by the rows of every segment. None: all keys at once.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPlan:
+    """A micro-batch sharded over its context-parallel ranks."""
+
+    lengths: np.ndarray
+    """int64 [documents], in packed order; tail padding, if any, is the last document."""
+    shards: tuple[Shard, ...]
+    """One per context-parallel rank, all of the same number of tokens."""
+    strategy: str
+    """per-sequence, per-document, hybrid, or whole for a single rank."""
+    time: float = math.nan
+    """Predicted time of the slowest rank, in the unit of the kernel model that chose the strategy."""
+    call_sets: tuple[int, ...] = (0, 0)
+    """The set of documents, counted from 0, that each call of every shard is for; ascending."""
+    stages: tuple[Stage, ...] = (Stage(0),)
+    """The order in which attention runs; every head of every set of documents once."""
+
+    def first_row(self, cp_rank: int, document_set: int) -> int:
+        """Local rows that a rank holds before those of a set of documents."""
+        calls = zip(self.shards[cp_rank].calls, self.call_sets, strict=True)
+        return sum(int((call["stop"] - call["start"]).sum()) for call, of in calls if of < document_set)
+
+    def segments(self, cp_rank: int, document_set: int) -> np.ndarray:
+        """SEGMENT rows that a rank holds of a set of documents, in local order."""
+        calls = zip(self.shards[cp_rank].calls, self.call_sets, strict=True)
+        return np.concatenate([call for call, of in calls if of == document_set], dtype=SEGMENT)
