@@ -18,7 +18,6 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.dist_signal_handler import DistributedSignalHandler
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_wlb.adapter.thd import ThdShard
 from megatron_wlb.plan.dataset import DocumentIndex, TrainedTokens, read_index
 from megatron_wlb.plan.step import MicroBatchPlan, Planner
 from megatron_wlb.plan.stream import DocumentStream, Source
@@ -110,8 +109,6 @@ class Batch:
     padded_tokens: int
     """Tokens of the whole micro-batch, over all context-parallel ranks."""
     metadata: ShardMetadata
-    thd: ThdShard | None
-    """For Megatron's own attention."""
     tokens: torch.Tensor | None
     """int64 [1 + depths, s], row k that many tokens further ahead (`mtp`); only on stages with an embedding."""
     labels: torch.Tensor | None
@@ -128,7 +125,7 @@ class Batch:
         return self._each(lambda part: part.pin_memory())
 
     def _each(self, move: Callable[[Any], Any]) -> "Batch":
-        parts = {name: getattr(self, name) for name in ("metadata", "thd", "tokens", "labels", "loss_mask")}
+        parts = {name: getattr(self, name) for name in ("metadata", "tokens", "labels", "loss_mask")}
         return replace(self, **{name: move(part) for name, part in parts.items() if part is not None})
 
 
@@ -144,13 +141,10 @@ class DocumentDataset(torch.utils.data.Dataset[Batch]):
         is_first: bool,
         is_last: bool,
         mmap: bool,
-        encode: Encoding | None,
+        encode: Encoding = varlen,
         depths: int = 0,
     ) -> None:
-        """`encode` is that of the attention backend that batches are for; None: Megatron's own attention.
-
-        `depths` are the tokens that are predicted beyond the next one.
-        """
+        """`encode` is that of the attention backend, and `depths` are the tokens predicted beyond the next one."""
         self._split, self._cp_rank, self._encode, self._depths = split, cp_rank, encode, depths
         self._is_first, self._is_last = is_first, is_last
         needed = is_first or is_last
@@ -165,8 +159,7 @@ class DocumentDataset(torch.utils.data.Dataset[Batch]):
             split=self._split,
             step=plan.step,
             padded_tokens=plan.padded_tokens,
-            metadata=ShardMetadata.build(plan.shards, self._cp_rank, self._encode or varlen),
-            thd=ThdShard.build(plan.shards, self._cp_rank) if self._encode is None else None,
+            metadata=ShardMetadata.build(plan.shards, self._cp_rank, self._encode),
             tokens=tokens if self._is_first or self._depths else None,
             labels=labels if self._is_last else None,
             loss_mask=loss_mask if self._is_last else None,

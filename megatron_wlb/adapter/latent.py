@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import CheckpointWithoutOutput, mappings
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch.nn.functional import pad
 
-from megatron_wlb.adapter import compat
+from megatron_wlb.describe.megatron import row_multiple
 from megatron_wlb.runtime.all_to_all import exchange_rows
 from megatron_wlb.runtime.backends import owned, side_by_side
 
@@ -45,7 +45,9 @@ class WlbLatentExchange(WlbLatentAttention):
         self._queries_again: bool = self.recompute_up_proj
         kept = self.core_attention.options.save_gathered or self.config.recompute_granularity == "full"
         self.recompute_up_proj: bool = self._queries_again or not kept
-        self._row_multiple = self.tp_group.size() * compat.row_multiple(self.config)
+        self._row_multiple = self.tp_group.size() * row_multiple(
+            self.config.fp8, self.config.fp8_recipe, self.config.fp4
+        )
 
     def get_query_key_value_tensors(
         self,
@@ -116,4 +118,4 @@ class WlbLatentExchange(WlbLatentAttention):
     def _rotated(self, x: Any, angles: Any, magnitude: float) -> Any:
         """x [s, heads, E] turned by the positions of its rows."""
         given = {"config": self.config, "mscale": magnitude, "cp_group": self.pg_collection.cp}
-        return apply_rotary_pos_emb(x, angles, **given, **compat.latent_rotation())
+        return apply_rotary_pos_emb(x, angles, **given, mla_rotary_interleaved=True)

@@ -20,7 +20,7 @@ from megatron.core.utils import divide
 
 from megatron_wlb.adapter import compat
 from megatron_wlb.adapter.latent import WlbLatentAttention, WlbLatentExchange
-from megatron_wlb.adapter.thd import ThdCoreAttention, ThdPackedSeqParams
+from megatron_wlb.adapter.thd import ThdCoreAttention
 from megatron_wlb.runtime.attention import AttentionOptions, attention_to_keys, context_parallel_attention, send_ahead
 from megatron_wlb.runtime.backends import owned
 from megatron_wlb.runtime.metadata import ShardMetadata
@@ -31,7 +31,7 @@ class WlbPackedSeqParams(PackedSeqParams):
     """Carries the shard of a micro-batch through upstream's layers; captured in closures, it survives recomputation."""
 
     wlb: ShardMetadata | None = None
-    thd: ThdPackedSeqParams | None = None
+    thd: PackedSeqParams | None = None
     """For Megatron's own attention."""
     ahead: Iterator[Any] | None = None
     """What `mtp.rolled` gives, for a stage with MTP layers."""

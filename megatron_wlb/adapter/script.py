@@ -153,18 +153,19 @@ def _training(original: Any) -> Any:
 
         from megatron_wlb.adapter.model import configure
         from megatron_wlb.adapter.training import Training
-        from megatron_wlb.adapter.wgrad import put_off
+        from megatron_wlb.adapter.wgrad import defer
 
         bound = inspect.signature(original).bind(*args, **kwargs)
         call = bound.arguments
         options = get_args()
         with one_line():
             training = Training(options)
-            model = compat.model_of_script(options, call)
-        configure(model, options=training.attention, context_length=options.seq_length)
+        config = call["cfg_container"]
+        configure(config.model, options=training.attention, context_length=options.seq_length)
         if training.defers_weight_gradients:
-            compat.delay_weight_gradients(options, call, model)
-            model.pre_wrap_hooks.append(put_off)
+            # After upstream has checked its flags, which tie this to its overlap of experts' communication.
+            config.model.transformer.delay_wgrad_compute = config.ddp.delay_wgrad_compute = True
+            config.model.pre_wrap_hooks.append(defer)
         call["train_valid_test_dataset_provider"] = training.dataset_provider
         call["forward_step_func"] = training.forward_step
         with compat.prebuilt_dataset_helpers(), training.installed():

@@ -22,11 +22,14 @@ from megatron_wlb.adapter.model import WlbPackedSeqParams, adapt_mtp
 from megatron_wlb.adapter.p2p import PlannedP2PCommunicator, by_direction
 from megatron_wlb.adapter.plans import Plans
 from megatron_wlb.adapter.report import Report
-from megatron_wlb.adapter.wgrad import Step, WeightGradients
+from megatron_wlb.adapter.thd import packed_seq_params
+from megatron_wlb.adapter.wgrad import DeferredWeightGradients, Step
 from megatron_wlb.describe.settings import RunSettings
 from megatron_wlb.plan.step import StepPlan
+from megatron_wlb.runtime import all_to_all
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import get_backend
+from megatron_wlb.runtime.encoding import varlen
 from megatron_wlb.simulate.weight_gradients import part_counts
 
 
@@ -56,7 +59,7 @@ class Training:
         self._plans = Plans(args, job, run)
         self._report = Report(args, job, run, self._plans, tried)
         self._batches: list[tuple[Iterator[Batch], ...] | None] = []
-        self._weight_gradients: WeightGradients | None = None
+        self._weight_gradients: DeferredWeightGradients | None = None
         self._deferring: Step | None = None
         self._mtp_weights: list[float] = []
         """Of the step that runs, by depth."""
@@ -95,7 +98,7 @@ class Training:
             is_first=mpu.is_pipeline_first_stage(ignore_virtual=True),
             is_last=mpu.is_pipeline_last_stage(ignore_virtual=True),
             mmap=args.mmap_bin_files,
-            encode=self.attention.backend.encode if self.attention else None,
+            encode=self.attention.backend.encode if self.attention else varlen,
             depths=args.mtp_num_layers or 0,
         )
         exit_signal = args.exit_signal if args.exit_signal_handler else None
@@ -109,7 +112,7 @@ class Training:
             batch = next(data_iterator).to(self._device)
         positions = batch.metadata.positions
         name = f"wlb {batch.split} step {batch.step}: {positions.numel()} of {batch.padded_tokens} tokens"
-        thd = batch.thd.packed_seq_params() if batch.thd is not None else None
+        thd = None if self.attention else packed_seq_params(batch.metadata)
         ahead = mtp.rolled(batch, self._mtp_weights)
         tokens, labels, loss_mask = (
             given[:1] if given is not None else None for given in (batch.tokens, batch.labels, batch.loss_mask)
@@ -134,10 +137,9 @@ class Training:
             compat.replaced(training, "get_forward_backward_func", self._planned_forward_backward, ()),
             compat.replaced(schedules, "backward_step", self._report.clock.backward, ()),
             compat.replaced(p2p_communication, "_p2p_ops", by_direction, ("group", "next_pipeline_rank")),
-            compat.replaced(exchange, "_all_to_all", self._report.clock.exchange, ()),
+            compat.replaced(all_to_all, "_all_to_all", self._report.clock.exchange, ()),
             compat.replaced(checkpointing, "maybe_save_dataloader_state", self._saved, ("train_iterator", "iteration")),
             compat.replaced(TorchFullyShardedDataParallel, "scale_gradients", scale_sharded, ("scaling_factor",)),
-            compat.whole_router_losses(),
             compat.mean_losses(self._job.global_batch_size / self._job.num_micro_batches),
             compat.whole_tracker(),
             self._report.installed(),
@@ -201,7 +203,7 @@ class Training:
         stage = mpu.get_pipeline_model_parallel_rank()
         if self._weight_gradients is None:
             measured = functools.partial(self._report.clock.span, "weights")
-            self._weight_gradients = WeightGradients(chunks, part_counts(self._job)[stage], measured)
+            self._weight_gradients = DeferredWeightGradients(chunks, part_counts(self._job)[stage], measured)
         schedule, before = self._job.schedule(len(plan.micro_batches)), plan.weight_gradients_before[:, stage]
         with self._weight_gradients.step(schedule, stage, before, config) as self._deferring:
             try:

@@ -1,6 +1,6 @@
 """Weight gradients that leave the backward pass: linear layers that put them off, and the step that runs them by plan.
 
-TransformerEngine's layers can (`delay_wgrad_compute`), and upstream's own learn it here (`put_off`): what backward
+TransformerEngine's layers can (`delay_wgrad_compute`), and upstream's own learn it here (`defer`): what backward
 needs for the product waits in a queue of the layer, and `backward_dw` computes the oldest and calls the hooks by which
 upstream's DDP adds it up. Upstream itself runs `backward_dw` only in its overlap of experts' communication.
 
@@ -27,16 +27,16 @@ Measured = Callable[[], contextlib.AbstractContextManager[None]]
 # Linear layers -------------------------------------------------------------------------------------------------------
 
 
-def put_off(chunks: list[Any]) -> list[Any]:
+def defer(chunks: list[Any]) -> list[Any]:
     """Choose the linear layers that put the gradients of their weights off; a `pre_wrap_hook` of upstream's model."""
     for chunk in chunks:
         for module in chunk.modules():
             kinds = layers.ColumnParallelLinear | layers.RowParallelLinear
             if module is not getattr(chunk, "output_layer", None) and _reduces_input_gradient(module):
-                if _puts_off(module):
+                if _defers(module):
                     _keep(module)
             elif isinstance(module, kinds) and module.weight is not None and module.weight.requires_grad:
-                _put_off(module)
+                _defer(module)
     return chunks
 
 
@@ -54,7 +54,7 @@ def _keep(linear: Any) -> None:
         weight.skip_backward_post_hook = False  # type: ignore[attr-defined]
 
 
-def _put_off(linear: Any) -> None:
+def _defer(linear: Any) -> None:
     """Give a layer the interface that TransformerEngine's have."""
     hooks: list[Callable[[], None]] = []
     waiting: Any = queue.Queue()
@@ -131,7 +131,7 @@ class _Linear(torch.autograd.Function):
 # A step --------------------------------------------------------------------------------------------------------------
 
 
-class WeightGradients:
+class DeferredWeightGradients:
     """Those of the model chunks of this rank, which it puts off.
 
     Args:
@@ -147,7 +147,7 @@ class WeightGradients:
         self._parts = [_parts(unwrap_model(chunk)) for chunk in chunks]
         self._groups = [chunk.bucket_groups + chunk.expert_parallel_bucket_groups for chunk in chunks]
         known = {id(module) for parts in self._parts for part in parts for module in part}
-        if strange := [type(m).__name__ for c in chunks for m in c.modules() if _puts_off(m) and id(m) not in known]:
+        if strange := [type(m).__name__ for c in chunks for m in c.modules() if _defers(m) and id(m) not in known]:
             raise RuntimeError(
                 f"{strange[0]} puts gradients off, and the plan does not know of it; give --wlb-defer-weight-gradients "
                 "off, and report it with the flags"
@@ -275,10 +275,10 @@ def _parts(chunk: Any) -> list[list[Any]]:
     layers = [*getattr(chunk.decoder, "layers", ())]
     if chunk.post_process:
         layers.append(chunk.output_layer)
-    return [found for layer in reversed(layers) if (found := [m for m in reversed([*layer.modules()]) if _puts_off(m)])]
+    return [found for layer in reversed(layers) if (found := [m for m in reversed([*layer.modules()]) if _defers(m)])]
 
 
-def _puts_off(module: Any) -> bool:
+def _defers(module: Any) -> bool:
     store = getattr(module, "wgrad_store", None)
     return store is not None and store.delay_wgrad_compute()
 

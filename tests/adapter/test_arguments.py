@@ -12,15 +12,20 @@ import megatron.core
 import numpy as np
 import pytest
 import torch
+from megatron.core.fp4_utils import get_fp4_align_size
+from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.training import training
 from megatron.training.arguments import parse_args, validate_args
 
-from megatron_wlb.adapter import arguments, compat, cpu, describe
+from megatron_wlb.adapter import compat, cpu, describe
 from megatron_wlb.adapter.data import load_splits
 from megatron_wlb.adapter.model import WlbCoreAttention
 from megatron_wlb.adapter.training import _of_step
+from megatron_wlb.describe import refusals
+from megatron_wlb.describe.flags import add_wlb_arguments
+from megatron_wlb.describe.megatron import row_multiple
 from megatron_wlb.describe.settings import PlanSettings, RunSettings
-from megatron_wlb.job import Parallel, Recompute
+from megatron_wlb.job import Parallel, Recompute, Sharding
 from megatron_wlb.model import ModelShape
 from megatron_wlb.packing import POLICIES
 from tests.adapter.datasets import write_index, write_lengths
@@ -32,7 +37,7 @@ def parse(monkeypatch):
     def parsed(*flags, world_size=1, model=MODEL):
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *model, "--data-path", "unused", "--wlb", *flags])
         monkeypatch.setenv("WORLD_SIZE", str(world_size))
-        return parse_args(arguments.add_wlb_arguments)
+        return parse_args(add_wlb_arguments)
 
     return parsed
 
@@ -40,10 +45,9 @@ def parse(monkeypatch):
 MOE = "--num-experts 4 --moe-token-dispatcher-type"
 REFUSED = {
     "--wlb-packing best": "choose one of original, fixed, ",
-    "--wlb-packing ilp": "is a baseline for plans and benchmarks",
     "--wlb-cp-sharding ring": "choose one of per-sequence, per-document, ",
     "--wlb-attention-backend cudnn": "choose one of auto, aten, ",
-    "--wlb-attention-backend megatron --context-parallel-size 2": "cp-sharding is auto; give per-document",
+    "--wlb-attention-backend megatron --context-parallel-size 2": "which no corpus has; choose another",
     "--wlb-attention-backend megatron --transformer-impl local": "leave --transformer-impl out",
     "--wlb-attention-backend megatron --softmax-type learnable": "softmax-type learnable, .* give another backend",
     "--wlb-profile h200": "no profile 'h200': give a JSON file",
@@ -94,29 +98,24 @@ REFUSED = {
         "leave --no-overlap-p2p-communication out"
     ),
 }
-SINCE = {"ncclep": 19, "quantile_balancing": 19}
-"""Minor version of megatron-core that first has a flag, by a part of it."""
-
 
 @pytest.mark.parametrize("flags", REFUSED)
 def test_refused(flags, parse):
-    if any(part in flags and compat.minor() < since for part, since in SINCE.items()):
-        pytest.skip("this megatron-core does not have the flag")
-    args = parse(*flags.split(), world_size=2 if "batch" in flags else 1)
+    args = parse(*flags.split(), world_size=2 if "batch" in flags else 4 if "parallel-size" in flags else 1)
     with pytest.raises(ValueError, match=REFUSED[flags]) as error:
         describe.check(args)
     assert "--" in str(error.value)
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize("name", arguments.REFUSED)
+@pytest.mark.parametrize("name", refusals.REFUSED)
 def test_refused_if_given_at_all(name, parse):
     """By their arguments, some of which other versions have."""
     args = parse()
     describe.check(args)
     setattr(args, name, [1])
     with pytest.raises(ValueError, match=f"^--wlb: --{name.replace('_', '-')} .*; (give|leave|use|pre-train) "):
-        arguments.check(args)
+        refusals.check(args)
 
 
 @pytest.mark.parametrize("flag", ["--calculate-per-token-loss", "--seq-length"])
@@ -204,7 +203,7 @@ def test_interleaving_is_refused_with_the_nearest_numbers_that_fit(parse, monkey
     args.microbatch_group_size_per_vp_stage = None
     free, args.eval_global_batch_size = describe.make_job(args), 8
     assert free.schedule().group == 3  # of the 6 micro-batches that a rank has in training, and of 4 below
-    assert schedule_of(describe.evaluation_job(free, args)).group == 4
+    assert describe.evaluation_job(free, args).schedule().group == 4
 
 
 VIRTUAL = "--num-virtual-stages-per-pipeline-rank 2"
@@ -244,7 +243,7 @@ def test_weight_gradients_are_put_off_where_layers_can(flags, why, parse):
 
 
 def test_layers_are_counted_once_they_are_known(parse):
-    """24 layers, of the model that stands in before validation, do not divide over 5 stages."""
+    """And divided, before upstream validates its arguments."""
     flags = "--pipeline-model-parallel-size 5 --num-layers 40 --wlb-defer-weight-gradients on --transformer-impl local"
     describe.check(parse(*flags.split(), world_size=5))
 
@@ -258,28 +257,16 @@ def test_a_job_has_all_that_memory_depends_on(parse):
     assert job_of(parse("--transformer-impl", "local")).model.moe_router_topk == 0
 
 
-@pytest.mark.parametrize(
-    ("flags", "unit"),
-    [
-        ("", 1),
-        ("--context-parallel-size 2 --tensor-model-parallel-size 4", 4),
-        ("--context-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel", 8),
-        ("--fp8-format hybrid", 16),
-        ("--fp8-format hybrid --fp8-recipe mxfp8 --context-parallel-size 2", 64),
-        ("--fp8-format hybrid --context-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel", 128),
-        ("--fp4-format e2m1 --fp4-recipe nvfp4 --context-parallel-size 2", 256),
-    ],
-)
-def test_micro_batches_are_aligned_for_ranks_and_kernels(flags, unit, parse, monkeypatch):
-    jobs, make_job = [], describe.describe.make_job
-    monkeypatch.setattr(describe.describe, "make_job", lambda **given: jobs.append(make_job(**given)))
-    describe.check(parse(*flags.split(), "--wlb-max-tokens", "1024"))
-    assert jobs[0].unit_tokens == unit
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
+def test_rows_are_aligned_as_upstream_aligns_them(recipe):
+    assert row_multiple("hybrid", recipe, None) == get_fp8_align_size(recipe)
+    assert row_multiple(None, recipe, "e2m1") == get_fp4_align_size("nvfp4")
+    assert row_multiple(None, recipe, None) == 1
 
 
 def test_every_setting_is_a_flag_with_help_and_its_default(parse, capsys):
     args = parse()
-    settings = [RunSettings, PlanSettings, *(policy for policy in POLICIES.values() if policy.trains)]
+    settings = [RunSettings, PlanSettings, Sharding, *POLICIES.values()]
     for each in settings:
         assert each.from_args(args) == each()
     with pytest.raises(SystemExit, match="0"):
@@ -288,30 +275,17 @@ def test_every_setting_is_a_flag_with_help_and_its_default(parse, capsys):
     assert all(f"--wlb-{f.name.replace('_', '-')}" in text for each in settings for f in fields(each))
 
 
-@pytest.mark.parametrize("version", ["0.12.1", "0.17.1", "0.18.0", "0.21.0", "1.18.2"])
+@pytest.mark.parametrize("version", ["0.12.1", "0.18.2", "0.21.0", "1.18.2"])
 def test_unsupported_megatron_core_names_the_supported_ones(version):
-    with pytest.raises(ValueError, match=f"megatron-core {version} is not supported; install 0.18.2 or a later 0.18,"):
+    with pytest.raises(ValueError, match=f"megatron-core {version} is not supported; install 0.19.0 or a later 0.19,"):
         compat.check_version(version)
 
 
 @pytest.mark.parametrize(
-    "version", ["0.18.2", "0.18.3+a1b2", "0.19.0", "0.19.2", "0.20.0+d98e", megatron.core.__version__]
+    "version", ["0.19.0", "0.19.2", "0.20.0+d98e", megatron.core.__version__]
 )
 def test_supported_megatron_core(version):
     compat.check_version(version)
-
-
-@pytest.mark.parametrize("minor", [18, 19])
-def test_what_an_older_megatron_core_lacks_is_refused(minor, monkeypatch):
-    monkeypatch.setattr(compat, "minor", lambda: minor)
-    for name in ("use_torch_fsdp2", "mtp_num_layers"):
-        message = f"--{name.replace('_', '-')} is not supported with megatron-core .*; leave it out, or install 0.19"
-        with pytest.raises(ValueError, match=message) if minor < 19 else contextlib.nullcontext():
-            compat.check_flags(Namespace(**{name: 1}))
-    mine = functools.partial(print, "mine")
-    message = "builds its model with mine; with megatron-core before 0.19 only gpt_builder"
-    with pytest.raises(ValueError if minor < 19 else KeyError, match=message if minor < 19 else "cfg_container"):
-        compat.model_of_script(Namespace(), {"model_provider": mine})
 
 
 def test_replacing_a_name_that_upstream_moved_fails():
@@ -372,7 +346,7 @@ def test_weights_and_optimizer_are_shared_as_flags_say(parse):
         args = parse("--expert-tensor-parallel-size", "1", "--optimizer", optimizer, *flags)
         args.kv_channels, args.ffn_hidden_size, args.padded_vocab_size = 16, 256, 512
         args.data_parallel_size = args.context_parallel_size = 2
-        args.virtual_pipeline_model_parallel_size = None
+        args.virtual_pipeline_model_parallel_size, args.world_size = None, 4 * args.pipeline_model_parallel_size
         return compat.weight_and_optimizer_bytes(args)
 
     whole = held()
@@ -385,8 +359,7 @@ def test_weights_and_optimizer_are_shared_as_flags_say(parse):
     assert uneven == held(*pipeline, "6") > held(*pipeline, "4")
     moe = "4 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-layer-freq ([0]+[1]*3)".split()
     assert held(*pipeline, *moe, "--decoder-first-pipeline-num-layers", "3") > held(*pipeline, *moe)
-    if compat.minor() >= 19:
-        assert held("--use-torch-fsdp2", "--untie-embeddings-and-output-weights") == whole / 4
+    assert held("--use-torch-fsdp2", "--untie-embeddings-and-output-weights") == whole / 4
 
 
 def test_activations_get_what_weights_and_optimizer_leave_of_a_gpu(monkeypatch):
