@@ -189,11 +189,11 @@ class Job:
     expanded from; all: of all documents, by one all-gather, as in the paper; ring: of all, from rank to rank
     (`--cp-comm-type p2p`)."""
     defer_weight_gradients: bool = False
-    """Products for weights leave the backward passes and run while their pipeline stage waits (`simulate.weight_gradients`)."""
+    """Weight gradients leave the backward passes and fill idle time of their stage (`simulate.weight_gradients`)."""
     hidden_transfers: bool = True
-    """Where chunks are interleaved, transfers between stages hide (`pipeline.Schedule`). Not by Megatron's defaults."""
+    """Transfers between interleaved stages overlap passes (`pipeline.Schedule`). Not by Megatron's defaults."""
     activation_bytes: int | None = None
-    """What activations may take on a stage; None: not known."""
+    """Memory for the activations of a stage; None: not known."""
     profile: Profile
     """What predicted times go by."""
     tp_overlap: float = 0.0

@@ -1,10 +1,11 @@
 """What the kernel times of a profile are fitted to, how, and the file that they are written to."""
 
 import itertools
-from dataclasses import asdict
+from dataclasses import fields
 from operator import itemgetter
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from megatron_wlb.hardware.profile import KernelModel, KernelTimes, Profile
@@ -112,19 +113,11 @@ def rounded(x: float) -> float:
 
 
 def entries(profile: Profile, error: dict[str, Any]) -> dict[str, Any]:
-    """What `load_profile` reads of a profile with everything measured: 4 digits, and errors."""
+    """The file of a profile with everything measured, as JSON types: 4 digits, and errors."""
     assert profile.backward is not None and profile.linear_tflops is not None
-    kernels = [
-        {name: rounded(us) for name, us in asdict(times).items()} for times in (profile.forward, profile.backward)
-    ]
-    tflops = rounded(profile.linear_tflops[0]), rounded(profile.linear_tflops[1])
-    directions, stated = ("forward", "backward"), ("head_size", "dtype", "backend", "two_streams")
-    return {
-        "name": profile.name,
-        "kernel": {"tile_rows": profile.tile_rows}
-        | dict(zip(directions, kernels, strict=True))
-        | {name: getattr(profile, name) for name in stated},
-        "unit": "us; tile and query_tile per query head, launch once",
-        "error": error,
-        "linear_tflops": dict(zip(directions, tflops, strict=True)),
-    }
+    stated = msgspec.to_builtins(profile)
+    for direction in ("forward", "backward"):
+        stated[direction] = {name: rounded(us) for name, us in stated[direction].items()}
+    stated["linear_tflops"] = [rounded(rate) for rate in profile.linear_tflops]
+    kept = {f.name: stated[f.name] for f in fields(Profile) if getattr(profile, f.name) != f.default}
+    return kept | {"unit": "us; tile and query_tile per query head, launch once", "error": error}

@@ -3,8 +3,8 @@
     megatron-wlb compare run.jsonl
     megatron-wlb compare run.jsonl --output mine.json
 
-The log of a run (--wlb-log) describes its job. Its steps are placed and sharded as they were, and simulated as
-`megatron-wlb simulate` does it, with the run's profile or --wlb-profile. With --output, two scales, of the times of
+The log of a run (--wlb-log) describes its job. Its steps are placed and sharded as they were, and simulated,
+with the run's profile or --wlb-profile. With --output, two scales, of the times of
 attention and of everything linear in tokens, are fitted to every other step, and errors are those on the steps between.
 The profile that is written serves --wlb-profile and all commands.
 """
@@ -12,23 +12,24 @@ The profile that is written serves --wlb-profile and all commands.
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from megatron_wlb.cli import common
 from megatron_wlb.cli.calibration import entries, relative_error
 from megatron_wlb.cli.common import integer, progress, provenance, remark, write_json, writer
-from megatron_wlb.cli.flags import DEFAULT_PROFILE
-from megatron_wlb.cli.steps import lengths_of, parse_lines
-from megatron_wlb.hardware.profile import ATTENTION_BACKWARD, KernelTimes, Profile, load_profile
+from megatron_wlb.cli.job import DEFAULT_PROFILE
+from megatron_wlb.describe.make import job_from_json
+from megatron_wlb.hardware.profile import Profile, load_profile
 from megatron_wlb.job import MAX_TOKENS, Job, Recompute, differences
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate import SHARES, shares, simulate_step
-from megatron_wlb.simulate.passes import H100, pass_times
+from megatron_wlb.simulate.passes import pass_times
 from megatron_wlb.types import ShardPlan
 
 FORMAT = "megatron-wlb-comparison"
@@ -163,34 +164,43 @@ def _profile_of(args: argparse.Namespace, ran: Job, notes: list[str]) -> Profile
     return load_profile(args.wlb_profile) if args.wlb_profile is not None else ran.profile
 
 
+class _Line(msgspec.Struct):
+    """What is read of a line of the log."""
+
+    step: int
+    step_ms: Annotated[float, msgspec.Meta(gt=0, lt=1e12)]
+    lengths: list[list[Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]]]
+    job: Any
+    measured: dict[str, float | None] | None = None
+
+
 def read_log(path: str) -> list[LoggedStep]:
     """The steps of a `--wlb-log` file in the order they ran. Raises ValueError, naming the line, for anything else."""
     steps: list[LoggedStep] = []
     with Path(path).open("rb") as file:
-        for step in parse_lines(file, path, "give the file that --wlb-log named", _logged_step):
-            if steps and step.job != steps[0].job:
-                changed = ", ".join(differences(steps[0].job.to_json(), step.job.to_json()))
+        for number, line in enumerate(file, start=1):
+            try:
+                steps.append(_logged_step(line))
+            except (ValueError, msgspec.MsgspecError, RecursionError) as error:
                 raise ValueError(
-                    f"{path}, line {len(steps) + 1}: the run goes on as another job ({changed}); give the lines before "
-                    "it, or those from it on, as a file of their own"
+                    f"{path}, line {number}: {error or 'nested too deeply'}; give the file that --wlb-log named"
+                ) from error
+            if steps[-1].job != steps[0].job:
+                changed = ", ".join(differences(steps[0].job.to_json(), steps[-1].job.to_json()))
+                raise ValueError(
+                    f"{path}, line {number}: the run goes on as another job ({changed}); give the lines before it, or "
+                    "those from it on, as a file of their own"
                 )
-            steps.append(step)
     return steps
 
 
-def _logged_step(entry: dict[str, Any]) -> LoggedStep:
-    if type(entry.get("step")) is not int or not entry.keys() >= {"step_ms", "lengths", "job"}:
-        raise ValueError("no step of a run with its step_ms, lengths and job")
-    number, measured, lengths = entry["step"], entry["step_ms"], entry["lengths"]
-    if type(measured) not in (int, float) or not 0 < measured < 1e12:  # nor inf, nor hundreds of digits
-        raise ValueError(f"step_ms is {str(measured)[:40]}; it must be a time over 0")
-    if not isinstance(lengths, list):
-        raise ValueError(f"lengths is not a list of micro-batches but {str(lengths)[:40]}")
-    micro_batches = [lengths_of(each, i, MAX_TOKENS) for i, each in enumerate(lengths)]
-    told = entry.get("measured") or {}
-    if not isinstance(told, dict) or any(type(told.get(name)) not in (int, float, type(None)) for name in SHARES):
-        raise ValueError(f"measured is {str(told)[:40]}; it must be shares of {', '.join(SHARES)}")
-    return LoggedStep(number, 1e3 * measured, micro_batches, Job.from_json(entry["job"]), told)
+def _logged_step(line: bytes) -> LoggedStep:
+    entry = msgspec.json.decode(line, type=_Line)
+    for i, lengths in enumerate(entry.lengths):
+        if sum(lengths) > MAX_TOKENS:
+            raise ValueError(f"micro-batch {i} holds {sum(lengths)} tokens; it must be at most {MAX_TOKENS}")
+    micro_batches = [np.array(each, np.int64) for each in entry.lengths]
+    return LoggedStep(entry.step, 1e3 * entry.step_ms, micro_batches, job_from_json(entry.job), entry.measured or {})
 
 
 def warm(steps: Sequence[LoggedStep], skip: int) -> list[LoggedStep]:
@@ -256,11 +266,11 @@ def complete_profile(job: Job, shards: StepShards) -> Profile:
     """
     profile, rates = job.profile, job.profile.linear_tflops
     if rates is None:
-        forward, backward = pass_times(replace(job, recompute=Recompute()), H100, shards[0][:1]).layers
+        forward, backward = pass_times(replace(job, recompute=Recompute()), shards[0][:1]).layers
         tokens = int(shards[0][0].lengths.sum()) / job.parallel.cp
         flops = 2e-6 * job.model.layer_weights / job.parallel.tp * tokens
         rates = flops / float(forward.linear[0]), 2 * flops / float(backward.linear[0])
-    times = profile.backward or _times(profile.forward, ATTENTION_BACKWARD)
+    times = profile.backward or profile.forward.scaled(profile.attention_backward)
     return replace(profile, backward=times, linear_tflops=rates, head_size=job.model.head_size)
 
 
@@ -271,15 +281,11 @@ def scale(job: Job, attention: float, linear: float) -> Job:
     forward, backward = profile.linear_tflops
     scaled = replace(
         profile,
-        forward=_times(profile.forward, attention),
-        backward=_times(profile.backward, attention),
+        forward=profile.forward.scaled(attention),
+        backward=profile.backward.scaled(attention),
         linear_tflops=(forward / linear, backward / linear),
     )
     return replace(job, profile=scaled)
-
-
-def _times(times: KernelTimes, factor: float) -> KernelTimes:
-    return KernelTimes(**{name: us * factor for name, us in asdict(times).items()})
 
 
 def fit_scales(job: Job, steps: Sequence[StepShards], measured: np.ndarray) -> Scales:

@@ -27,7 +27,7 @@ import numpy as np
 
 from megatron_wlb.cli.calibration import Shape, entries, fit_directions, rounded, shapes
 from megatron_wlb.cli.common import progress, provenance, write_json, writer
-from megatron_wlb.cli.flags import add_model_flags, model_of
+from megatron_wlb.cli.job import add_model_flags, shape_of
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.hardware.profile import Profile
 from megatron_wlb.model import ModelShape
@@ -89,7 +89,7 @@ def _target(args: argparse.Namespace) -> Target:
 
     from megatron_wlb.runtime.backends import get_backend
 
-    model = replace(model_of(args, []), num_layers=1, padded_vocab_size=0)
+    model = replace(shape_of(args), num_layers=1, padded_vocab_size=0)
     has_gpu = torch.cuda.is_available()
     device = args.device or ("cuda" if has_gpu else "cpu")
     if device == "cuda" and not has_gpu:
@@ -267,13 +267,13 @@ def _one_thread() -> Iterator[None]:
 
 
 def _print(data: dict[str, Any]) -> None:
-    for direction in ("forward", "backward"):
-        times, error = data["kernel"][direction], data["error"][direction]
+    for direction, rate in zip(("forward", "backward"), data["linear_tflops"], strict=True):
+        times, error = data[direction], data["error"][direction]
         print(
             f"{direction}: {times['launch']:.3g} us a launch, {times['tile']:.3g} a tile, {times['query_tile']:.3g} a "
-            f"query tile of {data['kernel']['tile_rows']} rows; error median {error['held_out_median']:.1%}, p90 "
+            f"query tile of {data['tile_rows']} rows; error median {error['held_out_median']:.1%}, p90 "
             f"{error['held_out_p90']:.1%} on {error['shapes_held_out']} held-out shapes; linear part "
-            f"{data['linear'][f'{direction}_us_per_token']:.3g} us a token, {data['linear_tflops'][direction]:.3g} "
+            f"{data['linear'][f'{direction}_us_per_token']:.3g} us a token, {rate:.3g} "
             "TFLOP/s",
             file=sys.stderr,
         )

@@ -1,1 +1,1 @@
-"""From Megatron's arguments and settings to a `Job`, for training and for commands. Needs neither torch nor megatron."""
+"""From Megatron's arguments and settings to a `Job`, for training and for commands; without torch and megatron."""

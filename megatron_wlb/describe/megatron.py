@@ -72,7 +72,7 @@ class MegatronArguments:
     add_bias_linear: bool = _other("model", default=True)
     add_qkv_bias: bool = _other("model", default=False)
     transformer_impl: str = _other("model", default="transformer_engine")
-    window_size: Any = _other("model", "is not simulated")
+    window_size: tuple[int, int] | str | None = _other("model", "is not simulated")
     tokenizer_type: str | None = _other("model", "where --vocab-size does not say how many tokens it has")
     tokenizer_model: str | None = _other("model", "a folder with tokenizer.json, or a known name")
     multi_latent_attention: bool = _other("multi-latent attention", default=False)

@@ -187,8 +187,8 @@ _REFUSALS = (
     ),
     _Refusal(
         lambda a: a.wlb_attention_backend == "megatron" and a.context_parallel_size > 1,
-        "--wlb-attention-backend megatron with --context-parallel-size {a.context_parallel_size}: it wants documents of "
-        "a multiple of 2 x CP tokens, which no corpus has; choose another",
+        "--wlb-attention-backend megatron with --context-parallel-size {a.context_parallel_size} wants documents of a "
+        "multiple of 2 x CP tokens, which no corpus has; choose another",
     ),
 )
 

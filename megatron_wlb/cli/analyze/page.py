@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from html import escape
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -20,22 +19,6 @@ MOST_EDGES = 48
 """Passes of a stage beyond which white edges would hide them."""
 MOST_BARS = 160
 """Beyond which micro-batches are drawn as an outline."""
-_STYLE = """\
-.source { color: #555; font-size: .9rem; overflow-wrap: anywhere }
-.scroll { overflow-x: auto }
-.lead { font-size: 1.15rem; border-left: 4px solid #0072b2; padding-left: .75rem; margin: 1rem 0 }
-table { border-collapse: collapse; width: 100%; max-width: 48rem; margin: 1rem 0; font-variant-numeric: tabular-nums }
-th, td { padding: .2rem 0 .2rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e3e3e3 }
-th:first-child, td:first-child { text-align: left; white-space: normal; padding-left: 0; min-width: 7rem;
-                                 position: sticky; left: 0; background: #fff }
-td.part { padding-left: 1rem !important; color: #555 }
-tbody tr:first-child { font-weight: 600 }
-:is(th, td):nth-last-child(2) { color: #0072b2 }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f3f5f7; padding: .75rem; border-radius: 4px;
-      font-size: .85rem }
-ul { padding-left: 1.1rem }
-@media (max-width: 30rem) { table { font-size: .78rem } th, td { padding-left: .35rem } }
-"""
 
 
 def page(report: Report) -> str:
@@ -43,33 +26,23 @@ def page(report: Report) -> str:
     sections = [
         pictures.section(title, text, partial(draw, report), height)
         for title, text, draw, height in _PICTURES
-        if draw is not ranks or (report.setup.job.parallel.cp > 1 and not report.setup.megatron.dynamic)
+        if draw is not ranks or report.setup.job.parallel.cp > 1
     ]
-    flags = [f"<h2>{title}</h2><pre>{escape(flags)}</pre>" for title, flags in table.to_paste(report)]
-    facts = [f"<li>{escape(fact)}</li>" for fact in table.facts(report)]
     titles, *rows = table.rows(report)
     first, rest = table.headline(report)
-    body = [
-        f"<h1>{escape(first).replace(' %', '&nbsp;%')}</h1>",
-        *([f'<p class="lead">{escape(rest)}</p>'] if rest else []),
-        f"<p>{escape(table.job_line(report))}</p><p class=source>{escape(table.source(report))}</p>",
-        f"<div class=scroll><table><thead>{_row(titles, 'th')}</thead><tbody>",
-        *(_row(row, "td") for row in rows),
-        "</tbody></table></div>",
-        *flags,
-        "<main>",
-        *sections,
-        "</main><h2>What this goes by</h2><ul>",
-        *facts,
-        "</ul>\n",
-    ]
-    return pictures.page(f"--wlb: {first}", "\n".join(body), _STYLE)
-
-
-def _row(cells: table.Row, tag: str) -> str:
-    part = " class=part" if cells[0].startswith(" ") else ""
-    others = "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells[1:])
-    return f"<tr><{tag}{part}>{escape(cells[0].strip())}</{tag}>{others}</tr>"
+    return pictures.page(
+        "analyze.html",
+        title=f"--wlb: {first}",
+        first=first.replace(" %", "\N{NO-BREAK SPACE}%"),
+        rest=rest,
+        job=table.job_line(report),
+        source=table.source(report),
+        titles=titles,
+        rows=rows,
+        flags=table.to_paste(report),
+        sections=sections,
+        facts=table.facts(report),
+    )
 
 
 def lengths(report: Report, figure: Figure) -> None:

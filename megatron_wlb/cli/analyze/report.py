@@ -6,26 +6,25 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib import resources
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_wlb import __version__
 from megatron_wlb.cli.analyze import layouts
-from megatron_wlb.cli.analyze.setup import MEGATRON, WARM_UP, Megatron, Setup, flags_of, schemes
+from megatron_wlb.cli.analyze.setup import MEGATRON, WARM_UP, Megatron, Setup, schemes
 from megatron_wlb.cli.balance import imbalances
-from megatron_wlb.cli.flags import DEFAULT_PROFILE
+from megatron_wlb.cli.job import DEFAULT_PROFILE
 from megatron_wlb.cost.work import document_work
-from megatron_wlb.hardware.profile import Profile, shipped_profiles
+from megatron_wlb.hardware.profile import profile_file
 from megatron_wlb.job import Job
 from megatron_wlb.micro_batches import ALIKE
 from megatron_wlb.plan import metrics
-from megatron_wlb.simulate import SimulatedStep, breakdown, limit_time
+from megatron_wlb.simulate import SimulatedStep, breakdown, limit_time, trace_events
 from megatron_wlb.simulate.memory import peak_bytes
 
 FORMAT = "megatron-wlb-analysis"
-VERSION = 6
+VERSION = 7
 MAX_STEPS, LEAST_SIMULATED, LEAST_PACKED = 200, 4, 40
 PASSES, MICRO_BATCHES = 60_000, 20_000
 """About how much is simulated and packed of each scheme, where that is between the bounds above."""
@@ -54,7 +53,11 @@ class Report(NamedTuple):
     entries: dict[str, Any]
     """As JSON types."""
     examples: dict[str, Sample]
-    """A typical step of every scheme, for the pictures: the one whose time per token is nearest to that of all."""
+    """A typical step of every scheme: its time per token is nearest to the mean's."""
+
+    def trace(self) -> dict[str, Any]:
+        """The typical step with --wlb as a timeline, see `simulate.trace`."""
+        return {"traceEvents": list(trace_events(self.examples["ours"].step)), "displayTimeUnit": "ms"}
 
 
 def steps_of(job: Job) -> tuple[int, int]:
@@ -71,8 +74,6 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
     numbers, examples, jobs = {}, {}, schemes(setup)
     for name, job in jobs.items():
         megatron = setup.megatron if name in MEGATRON else Megatron()
-        if name != "dynamic":
-            megatron = megatron._replace(dynamic="")
         numbers[name], examples[name] = measure(setup, job, packed, simulated, advance, megatron)
     reference = setup.megatron.name
     limit = _compare(numbers, numbers[reference])
@@ -81,16 +82,16 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
         "version": VERSION,
         "prediction": True,
         "job": setup.job.to_json(),
-        "model": setup.model,
+        "model": setup.run.model,
         "data": data_entries(setup),
-        "launch": setup.launch,
+        "launch": setup.run.launched.source,
         "date": datetime.date.today().isoformat(),
         "release": __version__,
-        "left_out": setup.left_out,
+        "left_out": setup.run.judged.left_out,
         "reference": reference,
         "lost": lost(setup, jobs[reference], min(packed, LOST_STEPS)),
         "steps": {"warm_up": WARM_UP, "packed": packed, "simulated": simulated},
-        "profile": profile_entries(setup.settings.profile or DEFAULT_PROFILE, setup.job.profile),
+        "profile": profile_entries(setup),
         "limit": limit,
         "micro_batches": [
             {"micro_batches": each.job.num_micro_batches, "time": each.time, "late_steps": each.late_steps}
@@ -99,10 +100,10 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
         "schemes": numbers,
         "layouts": other_layouts(setup, numbers["ours"], numbers[reference]),
         "other_flags": other_flags(setup, numbers["ours"], numbers[reference]),
-        "flags": flags_of(setup),
+        "flags": setup.flags(),
         "notes": setup.notes,
-        "ignored": setup.ignored,
-        "refused": setup.refused,
+        "ignored": setup.run.judged.ignored,
+        "refused": setup.run.judged.refused,
     }
     return Report(setup, entries, examples)
 
@@ -199,7 +200,8 @@ def measure(
     typical = {part: us / 1e3 for part, us in asdict(breakdown(example.step)).items()}
     numbers = {
         "packing": job.packing.name,
-        "num_micro_batches": None if megatron.dynamic else job.num_micro_batches // megatron.micro_batch_size,
+        "outlier_thresholds": getattr(job.packing, "outlier_thresholds", None),
+        "num_micro_batches": job.num_micro_batches // megatron.micro_batch_size,
         "cp_sharding": job.sharding.cp_sharding if job.parallel.cp > 1 else None,
         **times,
         **_packing(job, summary, megatron),
@@ -233,9 +235,6 @@ def _imbalance(samples: Sequence[Sample], summary: metrics.Summary) -> dict[str,
 def _packing(job: Job, summary: metrics.Summary, megatron: Megatron) -> dict[str, Any]:
     """What packing costs in delay, in even steps and in memory."""
     longest = megatron.micro_batch_size * job.context_length if job.packing.fixed_length else job.max_tokens
-    if megatron.dynamic:
-        on_rank = megatron.rank_tokens if megatron.packs else min(megatron.rank_tokens, job.context_length)
-        longest = on_rank * job.parallel.cp
     return {
         "late_steps": summary.late_steps,
         "max_delay_steps": summary.max_delay_steps,
@@ -262,7 +261,7 @@ def data_entries(setup: Setup) -> dict[str, Any]:
     quantiles = np.quantile(every, (0.5, 0.9, 0.99, 1.0)).astype(int).tolist()
     return {
         "prefixes": setup.data.prefixes,
-        "seed": setup.seed,
+        "seed": setup.run.arguments.seed,
         "documents": len(every),
         "tokens": int(every.sum()),
         "length_quantiles": dict(zip(("p50", "p90", "p99", "max"), quantiles, strict=True)),
@@ -271,16 +270,16 @@ def data_entries(setup: Setup) -> dict[str, Any]:
     }
 
 
-def profile_entries(name: str, profile: Profile) -> dict[str, Any]:
-    """The profile of that name or path, what it says of its own errors, and the network."""
-    cost = resources.files("megatron_wlb.cost")
-    shipped = cost / "profiles" / f"{name}.json"
-    stated = json.loads((shipped if name in shipped_profiles() else Path(name)).read_text())
-    network = json.loads((cost / "network-h100.json").read_text())
+def profile_entries(setup: Setup) -> dict[str, Any]:
+    """What the profile states of its own errors, and the network."""
+    profile = setup.job.profile
+    stated = json.loads(profile_file(setup.run.settings.profile or DEFAULT_PROFILE).read_text())
+    network = resources.files("megatron_wlb.hardware") / "networks" / f"{profile.network.name}.json"
+    of_network = json.loads(network.read_text()) if network.is_file() else {"name": profile.network.name}
     origin = ("name", "device", "source", "kernel_measured", "date", "error")
     return {
         **{key: stated[key] for key in origin if key in stated},
         "backward_measured": profile.backward is not None,
         "linear_measured": profile.linear_tflops is not None,
-        "network": {key: network[key] for key in ("name", "device", "source", "error")},
+        "network": {key: of_network[key] for key in origin if key in of_network},
     }

@@ -7,11 +7,11 @@ from typing import Any
 
 from megatron_wlb.cli import common
 from megatron_wlb.cli.analyze.report import Report
-from megatron_wlb.cli.analyze.setup import WARM_UP, Megatron
+from megatron_wlb.cli.analyze.setup import WARM_UP
 from megatron_wlb.simulate import SHARES
 from megatron_wlb.simulate.memory import H100_BYTES
 
-TITLES = {"plain": "Megatron", "thd": "THD", "dynamic": "dynamic CP", "paper": "paper", "ours": "--wlb"}
+TITLES = {"plain": "Megatron", "thd": "THD", "paper": "paper", "ours": "--wlb"}
 """What schemes are called."""
 SPEEDUP = "speed-up per token"
 
@@ -43,8 +43,7 @@ def rows(report: Report) -> list[Row]:
         "exchange": [part("  for the slowest CP rank", "cp_wait")],
         "waiting": [part("  for the slowest EP rank", "ep_wait")] if parallel.expert_dp_ranks > 1 else [],
     }
-    dynamic = bool(report.setup.megatron.dynamic)  # whose ranks count as data-parallel ones
-    has = {"bubble": pp > 1, "exchange": cp > 1, "waiting": pp * dp > 1 or dynamic}
+    has = {"bubble": pp > 1, "exchange": cp > 1, "waiting": pp * dp > 1}
     words = [
         [part(f"{word}, % of a step", *parts), *finer.get(word, [])]
         for word, parts in SHARES.items()
@@ -54,13 +53,13 @@ def rows(report: Report) -> list[Row]:
     def speed(numbers: dict[str, float]) -> str:
         return f"{1e6 / numbers['us_per_token'] / gpus:,.0f}"
 
-    levels = (("pp", "micro-batches", pp), ("dp", "DP ranks", dp + dynamic), ("cp", "CP ranks", cp))
+    levels = (("pp", "micro-batches", pp), ("dp", "DP ranks", dp), ("cp", "CP ranks", cp))
     return [
         ("", *(TITLES[name] for name in report.entries["schemes"]), "limit"),
         row(SPEEDUP, lambda n: f"{n['speedup']:.3f}", f"{limit['speedup']:.3f}"),
         row("  standard error", lambda n: f"{n['speedup_error']:.3f}" if n["speedup_error"] else ""),
         row("  of the limit", lambda n: f"{100 * min(1, n['of_limit']):.0f} %", "100 %"),
-        row("micro-batches a step", lambda n: f"{n['num_micro_batches']:,}" if n["num_micro_batches"] else ""),
+        row("micro-batches a step", lambda n: f"{n['num_micro_batches']:,}"),
         row("time per million tokens, s", lambda n: f"{n['us_per_token']:.3f}", f"{limit['us_per_token']:.3f}"),
         row("tokens a second and GPU", speed, speed(limit)),
         *(imbalance(f"{title}: slowest / mean", name) for name, title, size in levels if size > 1),
@@ -126,17 +125,18 @@ def facts(report: Report) -> list[str]:
         f"{job.parallel.expert_dp_ranks} data-parallel ranks divide experts and wait for each other in every layer: "
         f"{plain} of a typical step of Megatron, {ours} of --wlb."
     )
+    network = profile["network"]
     over_device = any(numbers["activation_gib"] > H100_BYTES / 2**30 for numbers in entries["schemes"].values())
     return [
         f"This is a prediction by simulation. Attention: profile {profile['name']}{device}. Its errors on what it was "
         f"not fitted to: {stated}{backward}.",
-        f"Other layers go by {measured} rates, the network by profile {profile['network']['name']} (within a node: "
-        f"{profile['network']['error']}; between nodes assumed). The time of a whole step has not been compared "
-        "with a GPU's; megatron-wlb compare does that with the log of a run.",
+        f"Other layers go by {measured} rates, the network by profile {network['name']} (within a node: "
+        f"{network.get('error', 'errors not stated')}; between nodes assumed). The time of a whole step has not been "
+        "compared with a GPU's; megatron-wlb compare does that with the log of a run.",
         f"{steps['simulated']} steps of each scheme were simulated and {steps['packed']} packed, after {WARM_UP} that "
         "fill queues. Time per token is that of the simulated steps' work, at the work per token of all packed ones.",
         *([experts] if job.parallel.expert_dp_ranks > 1 else []),
-        *([_dynamic(report.setup.megatron)] if report.setup.megatron.dynamic else []),
+        _thresholds(entries["schemes"]["paper"]),
         exchange * (job.parallel.cp > 1) + "In all columns attention stays inside of documents, and sequence "
         "parallelism is on. All numbers are those of bf16: FP8 is not modelled.",
         "Activations are the peak if every micro-batch in flight had S_max tokens, as far as a rank can hold so many; "
@@ -178,12 +178,11 @@ def _of_other_flag(other: dict[str, Any]) -> str:
     return said
 
 
-def _dynamic(megatron: Megatron) -> str:
-    each = "those of the same ranks at once, as far as there is room" if megatron.packs else "each by itself"
+def _thresholds(paper: dict[str, Any]) -> str:
+    """How Algorithm 1 was tuned."""
+    thresholds = ",".join(map(str, paper["outlier_thresholds"]))
     return (
-        f"{megatron.dynamic} (dynamic CP) is the run that gains are over. A document runs on as few of all context- "
-        f"and data-parallel ranks as have room for it, of {megatron.rank_tokens:,} tokens each; {each}. Ranks, here "
-        "counted as DP ranks, are taken to wait for each other at the end of a step only, which favours Megatron."
+        f"The paper's Algorithm 1 runs with the best thresholds of a small grid: --wlb-outlier-thresholds {thresholds}."
     )
 
 
@@ -256,8 +255,7 @@ def parts(report: Report, scheme: str) -> dict[str, float]:
 def source(report: Report) -> str:
     """What the report is of, when it was made, and by what."""
     entries = report.entries
-    named = entries["launch"] and not entries["launch"].startswith(("-", "/dev/"))
-    run = entries["launch"] if named else "flags and command as given"
+    run = entries["launch"] if report.setup.run.launched.is_log else "flags and command as given"
     data = ", ".join(entries["data"]["prefixes"])
     return f"{run}; data: {data}; {entries['date']}, megatron_wlb {entries['release']}"
 
