@@ -11,9 +11,9 @@ from matplotlib.ticker import MaxNLocator
 from megatron_wlb.cli import pictures
 from megatron_wlb.cli.analyze import table
 from megatron_wlb.cli.analyze.report import Report, Sample
-from megatron_wlb.cli.balance import attention_of_ranks, micro_batch_times
 from megatron_wlb.cli.pictures import BLUE, COLORS, GREEN, GREY, ORANGE
 from megatron_wlb.simulate import SimulatedStep
+from megatron_wlb.simulate.balance import attention_of_ranks, micro_batch_times
 
 MOST_EDGES = 48
 """Passes of a stage beyond which white edges would hide them."""

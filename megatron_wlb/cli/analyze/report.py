@@ -13,7 +13,6 @@ import numpy as np
 from megatron_wlb import __version__
 from megatron_wlb.cli.analyze import layouts
 from megatron_wlb.cli.analyze.setup import MEGATRON, WARM_UP, Megatron, Setup, schemes
-from megatron_wlb.cli.balance import imbalances
 from megatron_wlb.cli.job import DEFAULT_PROFILE
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.hardware.profile import profile_file
@@ -21,6 +20,7 @@ from megatron_wlb.job import Job
 from megatron_wlb.micro_batches import ALIKE
 from megatron_wlb.plan import metrics
 from megatron_wlb.simulate import SimulatedStep, breakdown, limit_time, trace_events
+from megatron_wlb.simulate.balance import imbalances
 from megatron_wlb.simulate.memory import peak_bytes
 
 FORMAT = "megatron-wlb-analysis"

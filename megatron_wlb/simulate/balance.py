@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from megatron_wlb.simulate import SimulatedStep
 from megatron_wlb.simulate.passes import Passes
+from megatron_wlb.simulate.step import SimulatedStep
 
 
 def layer_times(passes: Passes) -> np.ndarray:
