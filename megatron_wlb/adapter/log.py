@@ -22,11 +22,20 @@ def summary(
     step_seconds: float,
     wait_seconds: float,
     *,
-    predicted: Shares = None,
+    predicted: tuple[float, Mapping[str, float]] | None = None,
     measured: Shares = None,
 ) -> dict[str, Any]:
-    """What every line says of a step, as JSON types; shares are of the step's time, None where there are none."""
-    tokens = plan.tokens
+    """What every line says of a step, as JSON types.
+
+    Args:
+        plan: of the step.
+        loss: mean over tokens.
+        step_seconds: the time of the step.
+        wait_seconds: the part of it for the planner.
+        predicted: time in us and shares as simulated; None where the job cannot be timed.
+        measured: shares of the step's time.
+    """
+    tokens, (predicted_us, shares) = plan.tokens, predicted or (None, None)
     return {
         "step": plan.step + 1,
         "digest": f"{plan.digest:016x}",
@@ -42,7 +51,8 @@ def summary(
         "delays_tokens": plan.delays,
         "step_ms": step_seconds * 1e3,
         "plan_wait_ms": wait_seconds * 1e3,
-        "predicted": predicted,
+        "predicted_ms": None if predicted_us is None else predicted_us / 1e3,
+        "predicted": shares,
         "measured": measured,
     }
 

@@ -45,7 +45,7 @@ class Report:
         self._began = 0.0  # the last step, by `time.perf_counter`
         self._telemetry = Telemetry(args)
         self._thread = ThreadPoolExecutor(1, "wlb-prediction")
-        self._predicted: Future[dict[str, float]] | None = None
+        self._predicted: Future[tuple[float, dict[str, float]]] | None = None
         self.clock = Clock(job, sees_exchange=run.attention_backend != "megatron")
 
     def start(self, data: SplitData, attention: AttentionOptions | None) -> None:
@@ -97,7 +97,7 @@ class Report:
             return
         self.clock.measure()
         if _is_last() and not untimed(self._job):
-            self._predicted = self._thread.submit(predicted_shares, self._job, plan.packing)
+            self._predicted = self._thread.submit(_predicted, self._job, plan.packing)
 
     def _wants(self, iteration: int) -> bool:
         """Whether anything will be said of a step."""
@@ -155,9 +155,10 @@ class Report:
             document_log.append(path, iteration - 1, packing, begins_anew=begins_anew)
 
 
-def predicted_shares(job: Job, packing: PackedBatch) -> dict[str, float]:
-    """`simulate.shares` of a step."""
-    return shares(simulate_step(job, shard_step(job, packing.lengths)))
+def _predicted(job: Job, packing: PackedBatch) -> tuple[float, dict[str, float]]:
+    """The simulated time of a step in us, and `simulate.shares` of it."""
+    step = simulate_step(job, shard_step(job, packing.lengths))
+    return step.time, shares(step)
 
 
 def _is_last() -> bool:

@@ -57,8 +57,6 @@ class StepPlan:
     """All M micro-batches."""
     work: np.ndarray
     """Work of all M micro-batches, int64 [M]."""
-    cost: int
-    """About the time of the costliest data-parallel rank, in units of work (`placement.rank_cost`)."""
     original_work: np.ndarray
     """Work of the micro-batches that original packing would make of the documents drawn (`metrics.original_work`)."""
     delays: dict[int, int]
@@ -102,7 +100,6 @@ def plan_step(packer: Packer, job: Job, dp_rank: int = 0) -> StepPlan:
         weight_gradients_before=weight_gradients_before(job, shards) if job.defer_weight_gradients else None,
         packing=packing,
         work=work,
-        cost=int(placement.rank_cost(paces, job).max()),
         original_work=metrics.original_work(packed.drawn, job),
         delays=metrics.delays(packing, packed.step),
         digest=_digest(packed.step, packing, rows, job),
@@ -111,7 +108,7 @@ def plan_step(packer: Packer, job: Job, dp_rank: int = 0) -> StepPlan:
 
 
 def step_cost(packing: PackedBatch, job: Job) -> int:
-    """`StepPlan.cost` of a step that is packed."""
+    """About the time of the costliest data-parallel rank of a step, in units of work (`placement.rank_cost`)."""
     work = packing.sums(document_work(packing.documents["length"], job.crossover_tokens))
     _, paces = _placed(work, packing.sums(packing.documents["length"]), job)
     return int(placement.rank_cost(paces, job).max())
