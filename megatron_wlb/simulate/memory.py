@@ -241,7 +241,7 @@ def largest_max_tokens(job: Job, budget_bytes: float) -> int:
 def weight_gradient_bytes(job: Job) -> tuple[float, float]:
     """What products for weights that are put off hold of a layer, and of the output layer, per token of a rank's part
     of the sequence: inputs and gradients of outputs, as TransformerEngine holds them, gathered where tensor-parallel
-    ranks divide the sequence; of those in `passes.put_off_weights`."""
+    ranks divide the sequence; of those in `passes.deferrable_weights`."""
     model, p = job.model, job.parallel
     hidden, divided = 1 + max(1, model.moe_router_topk), model.output_size + model.ffn_hidden_size
     latents = 2 * model.latent_size if p.tp == 1 else model.latent_size

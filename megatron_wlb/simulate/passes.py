@@ -72,7 +72,7 @@ def untimed(job: Job) -> str:
     return ""
 
 
-def put_off_weights(job: Job) -> int:
+def deferrable_weights(job: Job) -> int:
     """Weights of a layer whose gradients can be put off.
 
     With tensor parallelism not those of column-parallel matrices: the gradient of their input is reduced meanwhile.
@@ -143,7 +143,7 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
         backward=times[1],
         transfer=transfer,
         layers=(forward, backward),
-        weights=(_products(job, put_off_weights(job), tokens)[1] / 2, of_output),
+        weights=(_products(job, deferrable_weights(job), tokens)[1] / 2, of_output),
         rows=tokens,
         expert_wait=np.zeros((2, *times[0].shape)),
     )
@@ -189,7 +189,7 @@ def synchronised(job: Job, passes: Sequence[Passes]) -> tuple[Passes, ...]:
         alone = own - experts + experts.mean(axis=0)
         times = alone.max(axis=0)
         transfer = np.max([p.transfer for p in group], axis=0)
-        share = job.model.expert_weights / put_off_weights(job)
+        share = job.model.expert_weights / deferrable_weights(job)
         weights = np.mean([p.weights[0] for p in group], axis=0) * share
         together += [
             replace(

@@ -9,7 +9,7 @@ from megatron_wlb.job import Job
 from megatron_wlb.pipeline.deferral import WeightGradients, run_deferred
 from megatron_wlb.pipeline.timeline import Timeline, run
 from megatron_wlb.simulate import memory
-from megatron_wlb.simulate.passes import Passes, pass_times, put_off_weights, untimed
+from megatron_wlb.simulate.passes import Passes, pass_times, deferrable_weights, untimed
 from megatron_wlb.types import ShardPlan
 
 
@@ -56,7 +56,7 @@ def weight_gradients_before(job: Job, shards: Sequence[ShardPlan]) -> np.ndarray
         forward = job.layers()[:, :, None] * work.astype(np.float64)
         forward[-1, -1] += output
         weights = _weight_gradients(
-            job, tokens / job.parallel.cp, layer * (put_off_weights(job) / job.model.layer_weights), output
+            job, tokens / job.parallel.cp, layer * (deferrable_weights(job) / job.model.layer_weights), output
         )
         return run_deferred(job.schedule(len(shards)), forward, 2 * forward, 0.0, weights)[1]
     return _deferred(job, pass_times(job, shards))[1]

@@ -13,7 +13,7 @@ from megatron_wlb.hardware.profile import ATTENTION_BACKWARD, FLOPS_PROFILE, Ker
 from megatron_wlb.job import Recompute
 from megatron_wlb.model import MODELS
 from megatron_wlb.sharding import rank_work
-from megatron_wlb.simulate.passes import H100, crossover, pass_times, put_off_weights, synchronised
+from megatron_wlb.simulate.passes import H100, crossover, pass_times, deferrable_weights, synchronised
 from tests.simulate.shards import SMALL, job, shards_of
 
 
@@ -204,10 +204,10 @@ def test_products_of_column_parallel_matrices_hide_what_tensor_parallel_ranks_mo
 
 def test_weight_gradients_that_hide_a_reduction_are_not_put_off():
     whole, divided = (job(tp=tp, model=SMALL) for tp in (1, 8))
-    assert put_off_weights(whole) == SMALL.layer_weights
-    assert put_off_weights(divided) == 4096 * (4096 + 11008)
+    assert deferrable_weights(whole) == SMALL.layer_weights
+    assert deferrable_weights(divided) == 4096 * (4096 + 11008)
     experts = replace(SMALL, moe_router_topk=2)
-    assert put_off_weights(job(tp=8, model=experts)) == 4096 * (4096 + 3 * 11008)
+    assert deferrable_weights(job(tp=8, model=experts)) == 4096 * (4096 + 3 * 11008)
 
 
 def test_mtp_layers_run_on_the_last_stage_and_through_the_output_layer():
