@@ -12,6 +12,7 @@ from dataclasses import asdict
 
 import numpy as np
 
+from megatron_wlb.cli.common import Words
 from megatron_wlb.plan import document_log
 from megatron_wlb.plan import state as saved
 from megatron_wlb.plan.dataset import read_tokens, trained_tokens
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, words: Words) -> int:
     """Raises ValueError for files that are not what they must be. Returns 1 if the audit finds something."""
     state, _ = saved.load(args.state)
     entries = document_log.read(args.log)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def integer(least: int, most: int) -> Callable[[str], int]:
@@ -99,6 +99,15 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]], text: str = "", 
     for row in rows:
         table.add_row(*map(Text, row), style="bold" if row[0] in bold else "")
     return table
+
+
+class Words(NamedTuple):
+    """The words of a command line."""
+
+    typed: list[str]
+    """All of them."""
+    launched: list[str]
+    """A run's command, behind --."""
 
 
 def provenance(argv: Sequence[str], **versions: str | None) -> dict[str, Any]:

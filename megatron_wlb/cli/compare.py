@@ -17,10 +17,9 @@ import numpy as np
 
 from megatron_wlb.calibration import relative_error
 from megatron_wlb.cli import common
-from megatron_wlb.cli.common import integer, progress, remark, write_json, writer
-from megatron_wlb.cli.job import DEFAULT_PROFILE
+from megatron_wlb.cli.common import Words, integer, progress, remark, write_json, writer
 from megatron_wlb.describe.make import job_from_json
-from megatron_wlb.hardware.profile import Profile, load_profile
+from megatron_wlb.hardware.profile import DEFAULT_PROFILE, Profile, load_profile
 from megatron_wlb.job import MAX_TOKENS, Job, differences
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate import SHARES, shares, simulate_step
@@ -63,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="both times of every step; - for standard output")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace, words: Words) -> None:
     """Simulate, compare, print and write. Raises ValueError on wrong input."""
     console = common.console(args.json, width=120)
     notes: list[str] = []

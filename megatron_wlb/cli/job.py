@@ -15,11 +15,11 @@ from megatron_wlb.cli.launch import Judged, Launched, judge, read_command, read_
 from megatron_wlb.describe.flags import add_wlb_arguments
 from megatron_wlb.describe.megatron import SWITCHED_OFF, MegatronArguments, flag_of, job_of, model_of
 from megatron_wlb.describe.settings import PlanSettings, RunSettings
+from megatron_wlb.hardware.profile import DEFAULT_PROFILE
 from megatron_wlb.job import Job, Packing, Sharding
 from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.simulate.memory import H100_BYTES
 
-DEFAULT_PROFILE = "h100-fa2"
 TOKENIZERS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "TikTokenizer": 131072}
 """Tokens by Megatron's --tokenizer-type, where that says."""
 _NAMED = {"llama-?3": "llama3-8b", "llama-?2": "llama2-7b"}

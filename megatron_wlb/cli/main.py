@@ -1,6 +1,6 @@
 """Entry point of `megatron-wlb`; wrong input is one line on standard error and exit code 2.
 
-A command is a module with `USAGE`, `add_arguments(parser)` and `run(args)`; its docstring is its help: the first line
+A command is a module with `USAGE`, `add_arguments(parser)` and `run(args, words)`; its docstring is its help: the first line
 after the colon in the list of commands, the rest of it behind `COMMAND --help`.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from megatron_wlb import __version__
 from megatron_wlb.cli import analyze, audit, compare, profile
-from megatron_wlb.cli.common import printable
+from megatron_wlb.cli.common import Words, printable
 
 COMMANDS = (analyze, profile, compare, audit)
 EXTRAS = dict.fromkeys(("jinja2", "matplotlib", "rich", "scipy"), "analysis") | {"torch": "train"}
@@ -50,11 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
     args = parser.parse_args(words[:end])
-    args.argv, args.launched = words, words[end + 1 :]
     try:
-        if args.launched and args.run is not analyze.run:
-            raise ValueError(f"{args.launched[0]} behind --: only analyze takes a run's command")
-        return args.run(args) or 0
+        if words[end + 1 :] and args.run is not analyze.run:
+            raise ValueError(f"{words[end + 1]} behind --: only analyze takes a run's command")
+        return args.run(args, Words(words, words[end + 1 :])) or 0
     except BrokenPipeError:
         # The reader has gone, as in `| head`; without this the interpreter fails again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from megatron_wlb.calibration import Shape, entries, fit_directions, rounded, shapes
-from megatron_wlb.cli.common import progress, provenance, write_json, writer
+from megatron_wlb.cli.common import Words, progress, provenance, write_json, writer
 from megatron_wlb.cli.job import add_model_flags, shape_of
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.hardware.profile import Profile
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(num_layers=1)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace, words: Words) -> None:
     """Measure, fit, write and print. Raises ValueError on wrong input or if the device cannot run it."""
     import scipy.optimize  # noqa: F401  # extras; `main` says which, before minutes have been spent
     import torch
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
         data = _fit(args, target, chosen, linear_us, attention_us, two_streams)
         cpu = f"one thread of an {platform.machine()} CPU"
         data["device"] = torch.cuda.get_device_name() if target.device == "cuda" else cpu
-        data |= provenance(args.argv, torch=torch.__version__, cuda=torch.version.cuda)
+        data |= provenance(words.typed, torch=torch.__version__, cuda=torch.version.cuda)
         write_json(file, data)
     _print(data)
 

@@ -176,6 +176,8 @@ FLOPS_PROFILE = Profile(
     backward=KernelTimes(launch=0.0, tile=0.0, query_tile=0.0),
 )
 """Counts attended pairs, once for both directions, and nothing else: no launch cost, no tile waste, no exchange."""
+DEFAULT_PROFILE = "h100-fa2"
+"""Of GPUs, where none is named."""
 _SHIPPED = resources.files("megatron_wlb.hardware") / "profiles"
 
 

@@ -9,7 +9,7 @@ from megatron_wlb.job import Job
 from megatron_wlb.pipeline.deferral import WeightGradients, run_deferred
 from megatron_wlb.pipeline.timeline import Timeline, run
 from megatron_wlb.simulate import memory
-from megatron_wlb.simulate.passes import Passes, pass_times, deferrable_weights, untimed
+from megatron_wlb.simulate.passes import Passes, deferrable_weights, pass_times, untimed
 from megatron_wlb.types import ShardPlan
 
 

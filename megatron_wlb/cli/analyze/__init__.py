@@ -18,7 +18,7 @@ import sys
 
 from megatron_wlb.cli.analyze import report, table
 from megatron_wlb.cli.analyze.setup import schemes, setup_of
-from megatron_wlb.cli.common import console, integer, progress, write_json, writer
+from megatron_wlb.cli.common import Words, console, integer, progress, write_json, writer
 from megatron_wlb.cli.job import add_job_flags, run_of
 
 WIDTH = 100
@@ -41,14 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_flags(parser)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace, words: Words) -> None:
     """Analyse, print and write. Raises ValueError on wrong input, before anything is written."""
     terminal = console(args.json, args.html, args.trace, width=None if sys.stdout.isatty() else WIDTH)
     if (args.html, args.json, args.trace).count("-") > 1:
         raise ValueError("two outputs would be mixed on standard output; name a file for one")
     if args.html is not None:
         from megatron_wlb.cli.analyze import page  # its packages are missed now rather than after the work
-    setup = setup_of(run_of(args, args.launched))
+    setup = setup_of(run_of(args, words.launched))
     packed, simulated = report.steps_of(setup.job)
     if args.steps is not None:
         packed, simulated = max(args.steps, packed // args.steps * args.steps), args.steps

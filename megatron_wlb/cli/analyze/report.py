@@ -13,9 +13,8 @@ import numpy as np
 from megatron_wlb import __version__
 from megatron_wlb.cli.analyze import layouts
 from megatron_wlb.cli.analyze.setup import MEGATRON, WARM_UP, Megatron, Setup, schemes
-from megatron_wlb.cli.job import DEFAULT_PROFILE
 from megatron_wlb.cost.work import document_work
-from megatron_wlb.hardware.profile import profile_file
+from megatron_wlb.hardware.profile import DEFAULT_PROFILE, profile_file
 from megatron_wlb.job import Job
 from megatron_wlb.micro_batches import ALIKE
 from megatron_wlb.plan import metrics
