@@ -77,15 +77,15 @@ def run(args: argparse.Namespace, words: Words) -> None:
             parts.append(shares(simulated))
             advance(1)
         found = errors(np.array(times), np.array([step.measured_us for step in steps]))
-        words = in_words(steps, times, parts)
+        both_ways = in_words(steps, times, parts)
         both = [
             {"step": step.number, "measured_us": step.measured_us, "predicted_us": us}
             for step, us in zip(steps, times, strict=True)
         ]
         result = {"format": FORMAT, "version": VERSION, "job": job.to_json(), "errors": found}
-        write_json(out, result | {"in_words": words, "steps": both})
+        write_json(out, result | {"in_words": both_ways, "steps": both})
     console.print(_table(found, job.profile.name))
-    console.print(_words_table(words))
+    console.print(_words_table(both_ways))
     remark(notes)
 
 
