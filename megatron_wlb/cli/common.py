@@ -101,6 +101,17 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]], text: str = "", 
     return table
 
 
+def render(template: Path | str, **values: Any) -> str:
+    """A template of `templates/`, or a file that extends one of them, with `values`; HTML is escaped."""
+    import jinja2
+
+    file, folder = Path(template), Path(__file__).parent / "templates"
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([file.parent, folder]), autoescape=jinja2.select_autoescape(), trim_blocks=True
+    )
+    return environment.get_template(file.name).render(**values)
+
+
 class Words(NamedTuple):
     """The words of a command line."""
 

@@ -3,10 +3,8 @@
 import base64
 import io
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
@@ -41,21 +39,6 @@ def section(title: str, text: str, draw: Callable[[Figure], None], height: float
     buffer = io.BytesIO()
     save(buffer, draw, height, format="svg", metadata={"Date": None})
     return Section(title, text, base64.b64encode(buffer.getvalue()).decode())
-
-
-def page(template: Path | str, **values: Any) -> str:
-    """An HTML page that needs nothing else: no script, no font, no file beside it.
-
-    Args:
-        template: one of `templates/`, or a file that extends `page.html` there.
-        values: of the template; `title` and `sections` among them.
-    """
-    file = Path(template)
-    folders = [file.parent, Path(__file__).parent / "templates"]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folders), autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    return environment.get_template(file.name).render(**values)
 
 
 def save(file: Any, draw: Callable[[Figure], None], height: float, **options: Any) -> None:

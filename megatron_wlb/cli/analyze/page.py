@@ -11,6 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from megatron_wlb.cli import pictures
 from megatron_wlb.cli.analyze import table
 from megatron_wlb.cli.analyze.report import Report, Sample
+from megatron_wlb.cli.common import render
 from megatron_wlb.cli.pictures import BLUE, COLORS, GREEN, GREY, ORANGE
 from megatron_wlb.simulate import SimulatedStep
 from megatron_wlb.simulate.balance import attention_of_ranks, micro_batch_times
@@ -30,7 +31,7 @@ def page(report: Report) -> str:
     ]
     titles, *rows = table.rows(report)
     first, rest = table.headline(report)
-    return pictures.page(
+    return render(
         "analyze.html",
         title=f"--wlb: {first}",
         first=first.replace(" %", "\N{NO-BREAK SPACE}%"),
