@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_wlb.runtime import all_to_all
 from megatron_wlb.runtime.all_to_all import exchange_rows
 from megatron_wlb.runtime.attention import AttentionOptions, attention_to_keys, context_parallel_attention, send_ahead
 from megatron_wlb.runtime.backends import get_backend, side_by_side
@@ -48,12 +49,12 @@ def _attend(cp, sharding, dtype, backend, heads, settings):
     first, again = run(options), run(options)
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True)), "two runs differ"
     if not options.gradients_in_fp32:
-        collective = exchange._all_to_all
+        collective = all_to_all._all_to_all
 
         def rounded(output, given, *sizes, **rest):
             return collective(output, given.to(dtype).to(given.dtype), *sizes, **rest)
 
-        exchange._all_to_all = rounded
+        all_to_all._all_to_all = rounded
         want = run(dataclasses.replace(options, gradients_in_fp32=True))
         assert all(torch.equal(x, y) for x, y in zip(first, want, strict=True)), "more is rounded than what leaves"
     return rows, first
@@ -109,13 +110,13 @@ def test_processes_together_are_dense_attention(world_size, cp, sharding, dtype,
 def _attend_to_keys(sharding, dtype, backend, heads, sizes, settings):
     """The same with K and V that `exchange_rows` brings, and how often it calls for an exchange."""
     plan, rank = SHARDINGS[sharding](np.array(LENGTHS, np.int64), dist.get_world_size()), dist.get_rank()
-    collective, calls = exchange._all_to_all, []
+    collective, calls = all_to_all._all_to_all, []
 
     def counted(output, given, *split, **rest):
         calls.append((given.shape[1:], given.dtype))
         return collective(output, given, *split, **rest)
 
-    exchange._all_to_all = counted
+    all_to_all._all_to_all = counted
     rows, sinks = local_rows(plan, rank), (_sink(heads, dtype),) if settings.pop("sink", False) else ()
     options = AttentionOptions(backend=get_backend(backend, "cpu"), scale=0.3, **settings)
     metadata = ShardMetadata.build(plan, rank, options.backend.encode)
@@ -175,13 +176,13 @@ def _sink(heads, dtype):
 def _calls(lengths, sharding, settings):
     """What this rank gives in the collectives of one forward and backward, and rows it sends and receives by set."""
     calls = []
-    collective = exchange._all_to_all
+    collective = all_to_all._all_to_all
 
     def counted(output, input, *sizes, **rest):
         calls.append((tuple(input.shape), input.dtype))
         return collective(output, input, *sizes, **rest)
 
-    exchange._all_to_all = counted
+    all_to_all._all_to_all = counted
     settings = dict(settings)
     plan = _plan(lengths, sharding, dist.get_world_size(), settings.pop("stages", None))
     options = AttentionOptions(backend=get_backend("auto", "cpu"), **settings)
@@ -227,14 +228,14 @@ def test_stages_gather_ahead_of_each_other():
 
 def _groups():
     """Dtypes that travelled with the group given, and with another."""
-    world, collective, found = dist.group.WORLD, exchange._all_to_all, (set(), set())
+    world, collective, found = dist.group.WORLD, all_to_all._all_to_all, (set(), set())
 
     def seen(output, input, *sizes, group, async_op):
         assert dist.get_process_group_ranks(group) == [0, 1]
         found[group is not world].add(str(input.dtype))
         return collective(output, input, *sizes, group=group, async_op=async_op)
 
-    exchange._all_to_all = seen
+    all_to_all._all_to_all = seen
     options = AttentionOptions(backend=get_backend("auto", "cpu"))
     metadata = ShardMetadata.build(_plan(LENGTHS, "in parts", 2, None), dist.get_rank(), options.backend.encode)
     q, k, v, dout = (x[: metadata.num_rows] for x in inputs(sum(LENGTHS), (8, 2), 16, torch.bfloat16))
