@@ -10,16 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb.cost.work import document_work
-from megatron_wlb.hardware.network import MOVED, Network
+from megatron_wlb.hardware.network import Collective, Network
+from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import Recompute
 from megatron_wlb.model import MODELS
-from megatron_wlb.simulate import Hardware, balanced_time, breakdown, simulate_step, write_trace
+from megatron_wlb.simulate import balanced_time, breakdown, simulate_step, write_trace
 from tests.jobs import EDGES
 from tests.simulate.shards import SMALL, job, shards_of
 
+AT_ONCE = Collective(ranks=(2,), latency_us=(0.0,), gb_per_s=(np.inf,))
 FREE = Network(
     name="free",
-    node={c: {2: (0.0, np.inf), 8: (0.0, np.inf)} for c in MOVED},
+    all_gather=AT_ONCE,
+    reduce_scatter=AT_ONCE,
+    all_reduce=AT_ONCE,
     link_gb_per_s=np.inf,
     hop_us=0.0,
 )
@@ -28,8 +32,9 @@ FREE = Network(
 
 @pytest.mark.parametrize(("vpp", "micro_batches"), [(1, 7), (2, 8)])
 def test_uniform_work_takes_the_closed_form(vpp, micro_batches):
-    one = job(pp=4, vpp=vpp, defer_weight_gradients=False)
-    step = simulate_step(one, [shards_of(one, [[3000, 1000]] * micro_batches)], Hardware(network=FREE))
+    profile = replace(load_profile("h100-fa2"), network=FREE)
+    one = job(pp=4, vpp=vpp, defer_weight_gradients=False, profile=profile)
+    step = simulate_step(one, [shards_of(one, [[3000, 1000]] * micro_batches)])
     times = step.passes[0]
     assert (times.forward == times.forward[0, 0, 0]).all()
     both = times.forward[0, 0, 0] + times.backward[0, 0, 0]
