@@ -220,6 +220,15 @@ def test_recomputation_repeats_the_forward():
     assert again[1].total == pytest.approx(plain[0].total + plain[1].total)
 
 
+def test_all_rows_are_gathered_if_asked():
+    """Documents that are whole on a rank need no exchange, and are exchanged nevertheless."""
+    every, needed = (
+        layer_times(given, shards_of(given, [[8192], [2048, 4096, 2048]]))[1].exchange
+        for given in (job(cp=2, cp_exchange="all"), job(cp=2))
+    )
+    assert every[0] == every[1] > needed[0] >= needed[1] == 0
+
+
 def test_overlaps_hide_their_share():
     plain, half = (
         layer_times(given, shards_of(given, [[8192]]))[0].tensor for given in (job(tp=4), job(tp=4, tp_overlap=0.5))
