@@ -16,7 +16,7 @@ from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_at
 from megatron_wlb.runtime.backends import Backend, get_backend
 from megatron_wlb.runtime.backends.aten import AtenBackend
 from megatron_wlb.runtime.backends.te import TeBackend
-from megatron_wlb.runtime.metadata import ShardMetadata
+from megatron_wlb.runtime.metadata import Part, ShardMetadata
 from megatron_wlb.sharding import per_document, per_sequence
 from megatron_wlb.types import ShardPlan, Stage
 from tests.covering import covering
@@ -207,6 +207,34 @@ def test_a_layer_does_only_what_differs_between_layers(silent_group):
     sent, arrived = gather[:4], gather[4:]  # as the layer's backward begins, and once attention does
     names = [x for x in backward.names if x != "promote_types"]
     assert names == [*sent, *local, *arrived, *kernels, *leave, *home]
+
+
+def test_gradients_of_exchanged_rows_are_added_up_in_fp32(monkeypatch, silent_group):
+    dtypes, add = [], torch.Tensor.index_add_
+    monkeypatch.setattr(torch.Tensor, "index_add_", lambda x, *rest: dtypes.append(x.dtype) or add(x, *rest))
+    metadata = ShardMetadata.build(per_document_plan(LENGTHS["mixed"], 2), 0, BACKENDS["cpu"].encode)
+    rows = torch.ones(metadata.num_rows, 3, dtype=BF16, requires_grad=True)
+    all_to_all.exchange_rows(rows, metadata, silent_group).sum().backward()
+    assert dtypes == [FP32] and rows.grad.dtype == BF16
+
+
+def test_backward_ends_with_what_is_not_exchanged(monkeypatch, silent_group):
+    """So that it overlaps the last gradients that leave; forward begins with it."""
+    exchanged = []
+    for name in ("attend", "attend_backward"):
+        run = getattr(attention, name)
+
+        def watched(*given, run=run):
+            exchanged.append(bool(next(x for x in given if isinstance(x, Part)).sent))
+            return run(*given)
+
+        monkeypatch.setattr(attention, name, watched)
+    options = AttentionOptions(backend=BACKENDS["cpu"])
+    plan = SHARDINGS["staged"](np.array(LENGTHS["mixed"], np.int64), 2)
+    metadata = ShardMetadata.build(plan, 0, options.backend.encode)
+    q, k, v, dout = inputs(metadata.num_rows, (8, 2), HEAD_SIZE, FP32)
+    context_parallel_attention(q.requires_grad_(), k, v, metadata, silent_group, options).backward(dout)
+    assert exchanged == [False, True, True, True, True, False]
 
 
 def test_a_pool_is_let_go_before_its_keys_are_used(monkeypatch, silent_group):

@@ -156,25 +156,6 @@ def test_attention_to_keys_that_came_before_is_dense_attention(size, sharding, d
     assert all(calls == [((2, values), dtype)] * 2 for _, _, calls in answers), "once each way, in the rows' dtype"
 
 
-def _gradients_of_rows():
-    """Gradients of exchanged rows in bf16, and in float64: 256 from the rank itself, 1 from every other one."""
-    plan, rank = SHARDINGS["per-sequence"](np.array([64], np.int64), dist.get_world_size()), dist.get_rank()
-    metadata = ShardMetadata.build(plan, rank, get_backend("cpu", "cpu").encode)
-    found = []
-    for dtype in (torch.bfloat16, torch.float64):
-        x = torch.zeros(metadata.num_rows, 1, dtype=dtype, requires_grad=True)
-        rows = exchange_rows(x, metadata, dist.group.WORLD)
-        dout = torch.ones_like(rows).index_fill_(0, metadata.parts[0].own_keys, 256)
-        found += torch.autograd.grad(rows, x, dout)
-    return found
-
-
-def test_gradients_of_exchanged_rows_are_added_up_in_fp32():
-    """In bf16, 256 + 1 is 256, however often."""
-    for rounded, exact in run_world(_gradients_of_rows, 4):
-        assert exact.max() > 257 and torch.equal(rounded, exact.to(torch.bfloat16))
-
-
 def _refuse(group_size, sharding):
     plan = _plan(LENGTHS, sharding, 2, None)
     metadata = ShardMetadata.build(plan, dist.get_rank() % 2, get_backend("cpu", "cpu").encode)
