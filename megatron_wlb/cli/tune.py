@@ -34,8 +34,7 @@ from megatron_wlb.cli.flags import add_job_flags, packing_job, with_best_count
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job, Packing
 from megatron_wlb.micro_batches import step_time
-from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.adaptive_core import FORCED_STEPS
+from megatron_wlb.packing.adaptive import FORCED_STEPS, AdaptivePacking
 from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.packer import make_packer

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cost.attention import attention_kernels
-from megatron_wlb.cost.exchange import exchange_model, stage_times
+from megatron_wlb.cost.exchange import exchange_model, round_times
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import ATTENTION_BACKWARD, FLOPS_PROFILE, KernelTimes, load_profile
@@ -134,12 +134,12 @@ def test_ranks_that_have_all_experts_do_not_wait():
         assert (after.expert_wait == 0).all()
 
 
-def test_stages_and_rings_hide_the_exchange():
+def test_rounds_and_rings_hide_the_exchange():
     """Two documents on all ranks, one in the shadow of the other; and one key head after the other."""
     one_head = replace(SMALL, num_query_groups=1)
     given = job(tp=2, cp=8, model=one_head, windowed=True)
     (plan,) = shards = shards_of(given, [[98304, 32768]], "per-document")
-    assert [stage.document_set for stage in plan.stages] == [1, 2]
+    assert [round.document_set for round in plan.rounds] == [1, 2]
     # All rows but its own come to a rank; those of the short document first, as nothing hides them.
     first, second = exchange_model(given, H100.network).times(np.array([32768, 98304]) * 7 / 8)[0]
     assert layer_times(given, shards)[0].exchange == pytest.approx(first)
@@ -148,31 +148,31 @@ def test_stages_and_rings_hide_the_exchange():
     assert ring[0].exchange == 0  # every hop is shorter than a part of the attention
     parts = replace(given, windowed=False)
     (plan,) = in_parts = shards_of(parts, [[98304, 32768]], "per-document")
-    assert all(stage.keys is not None for stage in plan.stages)
+    assert all(round.keys is not None for round in plan.rounds)
     assert layer_times(parts, in_parts)[0].exchange < first / 4
     many = job(tp=4, cp=8, windowed=True)
     (plan,) = shards = shards_of(many, [[131072]], "per-document")
-    assert [head for stage in plan.stages for head in range(*stage.heads)] == list(range(8))
+    assert [head for round in plan.rounds for head in range(*round.heads)] == list(range(8))
     whole = float(exchange_model(many, H100.network).times(np.array(131072 * 7 / 8))[0])
     assert layer_times(many, shards)[0].exchange < 0.6 * whole
 
 
-def test_stages_by_hand():
-    """Two ranks, two stages: what arrives late is waited for, and what leaves late, too."""
+def test_rounds_by_hand():
+    """Two ranks, two rounds: what arrives late is waited for, and what leaves late, too."""
     times = np.array([[10.0, 12.0], [20.0, 20.0]])
     own, moved = np.array([3.0, 2.0]), (np.array([5.0, 30.0]), np.array([7.0, 40.0]))
-    forward, backward = stage_times((own, own), (times, times), moved, kept=False)
+    forward, backward = round_times((own, own), (times, times), moved, kept=False)
     # The second begins to arrive at 5, when the first has and both ranks are free; it is there at 35.
     assert forward == 35 + 20
     # Nothing to hide the first: there at 5, the second at 35. The first leaves from 35 on, to 42, the second from 55.
     assert backward == 55 + 40
-    _, kept = stage_times((own, own), (times, times), moved, kept=True)
+    _, kept = round_times((own, own), (times, times), moved, kept=True)
     assert kept == max(12 + 20 + 40, 12 + 7)
     # The first on its way for 3 before, then for all of its time and more.
     for ahead, earlier in ((3, 3), (5, 5), (9, 5)):
-        _, before = stage_times((own, own), (times, times), moved, kept=False, ahead=ahead)
+        _, before = round_times((own, own), (times, times), moved, kept=False, ahead=ahead)
         assert before == backward - earlier
-    hidden = stage_times((10 * own, 100 * own), (times, times), (moved[0] / 10, moved[1] / 10), kept=False)
+    hidden = round_times((10 * own, 100 * own), (times, times), (moved[0] / 10, moved[1] / 10), kept=False)
     assert hidden == (30 + 10 + 20, max(0.5 + 10 + 20 + 300, 0.5 + 12 + 20 + 200))
 
 

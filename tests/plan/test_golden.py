@@ -84,7 +84,7 @@ def digest(plan):
         said.update(array.tobytes())
     for micro_batch in plan.micro_batches:
         shards = micro_batch.shards
-        rounds = [tuple(each) for each in shards.stages]
+        rounds = [tuple(each) for each in shards.rounds]
         said.update(micro_batch.documents.tobytes() + shards.lengths.tobytes())
         said.update(repr((shards.strategy, shards.call_sets, rounds, float(shards.time))).encode())
         for shard in shards.shards:

@@ -21,8 +21,8 @@ BF16_GRADIENTS = {"gradients_in_fp32": False}
 def _plan(lengths, sharding, cp, heads):
     """The plan, of whose sets of documents those that are exchanged run `heads` ([first, stop), ...) by turns."""
     plan = (SHARDINGS | {"in parts": in_parts})[sharding](np.array(lengths, np.int64), cp)
-    stages = [stage._replace(heads=part) if heads else stage for stage in plan.stages for part in heads or (None,)]
-    return dataclasses.replace(plan, stages=tuple(stages))
+    rounds = [each._replace(heads=part) if heads else each for each in plan.rounds for part in heads or (None,)]
+    return dataclasses.replace(plan, rounds=tuple(rounds))
 
 
 def _attend(cp, sharding, dtype, backend, heads, settings):
@@ -30,7 +30,7 @@ def _attend(cp, sharding, dtype, backend, heads, settings):
     settings = dict(settings)
     groups = [dist.new_group(range(i, i + cp)) for i in range(0, dist.get_world_size(), cp)]
     group = groups[dist.get_rank() // cp]
-    plan = _plan(LENGTHS, sharding, cp, settings.pop("stages", None) and [(0, 1), (1, heads[1])])
+    plan = _plan(LENGTHS, sharding, cp, settings.pop("rounds", None) and [(0, 1), (1, heads[1])])
     is_ahead, has_sink, sizes = (settings.pop(*each) for each in (("ahead", False), ("sink", False), ("sizes", 16)))
     rows = local_rows(plan, group.rank())
     options = AttentionOptions(backend=get_backend(backend, "cpu"), scale=0.3, **settings)
@@ -66,32 +66,32 @@ def _attend(cp, sharding, dtype, backend, heads, settings):
         (2, 2, "per-sequence", torch.float32, "cpu", {}),
         (2, 2, "per-document", torch.bfloat16, "cpu", {}),
         (2, 2, "per-document", torch.float64, "reference", {}),
-        (2, 2, "staged", torch.float32, "cpu", {"stages": "heads"}),
-        (2, 2, "staged", torch.bfloat16, "cpu", {"stages": "heads", "save_gathered": True}),
-        (2, 2, "per-sequence", torch.float32, "cpu", {"stages": "heads", "window": 7}),
-        (4, 4, "per-sequence", torch.bfloat16, "cpu", {"stages": "heads"}),
+        (2, 2, "in rounds", torch.float32, "cpu", {"rounds": "heads"}),
+        (2, 2, "in rounds", torch.bfloat16, "cpu", {"rounds": "heads", "save_gathered": True}),
+        (2, 2, "per-sequence", torch.float32, "cpu", {"rounds": "heads", "window": 7}),
+        (4, 4, "per-sequence", torch.bfloat16, "cpu", {"rounds": "heads"}),
         (4, 4, "per-document", torch.float32, "cpu", {}),
-        (4, 4, "staged", torch.float64, "reference", {"stages": "heads", "save_gathered": True}),
-        (4, 4, "staged", torch.float32, "cpu", {"window": 20, "save_gathered": True}),
+        (4, 4, "in rounds", torch.float64, "reference", {"rounds": "heads", "save_gathered": True}),
+        (4, 4, "in rounds", torch.float32, "cpu", {"window": 20, "save_gathered": True}),
         (4, 2, "per-document", torch.float32, "cpu", {"save_gathered": True}),
         (2, 2, "in parts", torch.float32, "cpu", {}),
         (3, 3, "in parts", torch.bfloat16, "cpu", {"save_gathered": True, "ahead": True}),
         (8, 8, "in parts", torch.float64, "reference", {"ahead": True}),
-        (3, 3, "staged", torch.float32, "cpu", {"ahead": True}),
-        (8, 8, "staged", torch.float32, "cpu", {"stages": "heads"}),
+        (3, 3, "in rounds", torch.float32, "cpu", {"ahead": True}),
+        (8, 8, "in rounds", torch.float32, "cpu", {"rounds": "heads"}),
         (8, 8, "per-document", torch.bfloat16, "cpu", {}),
         (2, 2, "per-document", torch.bfloat16, "cpu", BF16_GRADIENTS),
-        (4, 4, "staged", torch.bfloat16, "cpu", {"stages": "heads", "save_gathered": True, **BF16_GRADIENTS}),
+        (4, 4, "in rounds", torch.bfloat16, "cpu", {"rounds": "heads", "save_gathered": True, **BF16_GRADIENTS}),
         (3, 3, "in parts", torch.bfloat16, "reference", BF16_GRADIENTS),
         (8, 8, "in parts", torch.bfloat16, "cpu", {"save_gathered": True, **BF16_GRADIENTS}),
         (8, 8, "per-sequence", torch.bfloat16, "cpu", {"window": 20, **BF16_GRADIENTS}),
         (4, 2, "in parts", torch.float32, "cpu", BF16_GRADIENTS),
-        (2, 2, "staged", torch.float64, "reference", BF16_GRADIENTS),
-        (4, 4, "staged", torch.float32, "cpu", {"sizes": (24, 16), "stages": "heads", "save_gathered": True}),
+        (2, 2, "in rounds", torch.float64, "reference", BF16_GRADIENTS),
+        (4, 4, "in rounds", torch.float32, "cpu", {"sizes": (24, 16), "rounds": "heads", "save_gathered": True}),
         (3, 3, "in parts", torch.float64, "reference", {"sizes": (24, 16), "ahead": True, "sink": True}),
         (2, 2, "per-sequence", torch.float32, "cpu", {"window": 7, "sink": True}),
         (3, 3, "in parts", torch.bfloat16, "cpu", {"ahead": True, "sink": True}),
-        (4, 4, "staged", torch.float64, "reference", {"stages": "heads", "sink": True}),
+        (4, 4, "in rounds", torch.float64, "reference", {"rounds": "heads", "sink": True}),
     ],
 )
 def test_processes_together_are_dense_attention(world_size, cp, sharding, dtype, backend, heads, settings):
@@ -183,7 +183,7 @@ def _calls(lengths, sharding, settings):
 
     exchange._all_to_all = counted
     settings = dict(settings)
-    plan = _plan(lengths, sharding, dist.get_world_size(), settings.pop("stages", None))
+    plan = _plan(lengths, sharding, dist.get_world_size(), settings.pop("rounds", None))
     options = AttentionOptions(backend=get_backend("auto", "cpu"), **settings)
     metadata = ShardMetadata.build(plan, dist.get_rank(), options.backend.encode)
     q, k, v, dout = (x[: metadata.num_rows] for x in inputs(sum(lengths), (8, 2), 16, torch.bfloat16))
@@ -195,10 +195,10 @@ def _calls(lengths, sharding, settings):
     ("settings", "heads", "forward", "backward"),
     [
         ({}, 2, "k", "kg"),
-        ({"stages": ((0, 1), (1, 2))}, 1, "kk", "kkgg"),
+        ({"rounds": ((0, 1), (1, 2))}, 1, "kk", "kkgg"),
         ({"save_gathered": True}, 2, "k", "g"),
         (BF16_GRADIENTS, 2, "k", "kh"),
-        (BF16_GRADIENTS | {"stages": ((0, 1), (1, 2))}, 1, "kk", "kkhh"),
+        (BF16_GRADIENTS | {"rounds": ((0, 1), (1, 2))}, 1, "kk", "kkhh"),
     ],
     ids=["once each way", "ahead", "kept", "bf16", "bf16 ahead"],
 )
@@ -214,8 +214,8 @@ def test_collectives_of_forward_and_backward(settings, heads, forward, backward)
     assert (sent_by_0, sent_by_1) == (48, 95)  # the document of one token is on one rank
 
 
-def test_stages_gather_ahead_of_each_other():
-    answers = run_world(_calls, 2, LENGTHS, "staged", {})
+def test_rounds_gather_ahead_of_each_other():
+    answers = run_world(_calls, 2, LENGTHS, "in rounds", {})
     for calls, moved in answers:
         assert len(moved) == 2
         dtypes = [torch.bfloat16] * 4 + [torch.float32] * 2
@@ -242,7 +242,7 @@ def _groups():
     return found
 
 
-def test_gradients_of_many_stages_hold_up_no_keys():
+def test_gradients_of_many_rounds_hold_up_no_keys():
     assert run_world(_groups, 2) == [({"torch.bfloat16"}, {"torch.float32"})] * 2
 
 
@@ -251,7 +251,7 @@ def test_only_documents_on_several_ranks_are_exchanged():
     assert run_world(_calls, 2, [4] * 8, "per-sequence", {}) == [([], [])] * 2
 
 
-@pytest.mark.parametrize("settings", [{}, {"stages": ((0, 1), (1, 2))}, {"save_gathered": True}])
+@pytest.mark.parametrize("settings", [{}, {"rounds": ((0, 1), (1, 2))}, {"save_gathered": True}])
 def test_a_rank_whose_documents_live_nowhere_else_takes_part(settings):
     """Of the first document, ranks 0 and 1 hold a half each; all others are whole, on one rank."""
     lengths = [16] + [8] * 6

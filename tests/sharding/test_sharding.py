@@ -25,7 +25,7 @@ from megatron_wlb.sharding import (
     rank_work,
     shard,
 )
-from megatron_wlb.sharding.rounds import regrouped, staging
+from megatron_wlb.sharding.rounds import regrouped, round_costs
 from megatron_wlb.sharding.routing import exchange
 from megatron_wlb.sharding.segments import document_begins, positions, ranges, rows
 from megatron_wlb.sharding.select import MOST_SHARES, candidates
@@ -42,7 +42,7 @@ PROFILES = [
     replace(load_profile("h100-fa2"), name="fast", forward=KernelTimes(launch=1.0, tile=0.002, query_tile=0.01)),
     FLOPS_PROFILE,
 ]
-STAGING = staging(job(cp=2))
+STAGING = round_costs(job(cp=2))
 
 
 def python(call, *arguments):
@@ -200,7 +200,7 @@ def test_regrouped_calls_hold_the_same_rows(sharding, case):
         assert len(after.calls) == len(again.call_sets) == 1 + 2 * sets.max()
         for call, number in zip(after.calls, again.call_sets, strict=True):
             assert set(sets[call["document"]]) <= {number} and (np.diff(call["document"]) > 0).all()
-    assert [stage.document_set for stage in again.stages] == sorted(set(sets.tolist()))
+    assert [stage.document_set for stage in again.rounds] == sorted(set(sets.tolist()))
     whole = [tuple(s) for held in again.shards for s in held.calls[0].tolist()]
     assert sorted(whole) == [(d, 0, n) for d, n in enumerate(lengths.tolist()) if sets[d] == 0]
 
@@ -286,7 +286,7 @@ def assert_equal(ours, theirs):
     for mine, its in zip([ours.lengths, *calls[0]], [theirs.lengths, *calls[1]], strict=True):
         np.testing.assert_array_equal(mine, its)
     assert (ours.strategy, ours.time, ours.call_sets) == (theirs.strategy, theirs.time, theirs.call_sets)
-    assert repr(ours.stages) == repr(theirs.stages)
+    assert repr(ours.rounds) == repr(theirs.rounds)
 
 
 @st.composite
