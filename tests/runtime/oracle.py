@@ -13,11 +13,13 @@ from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.runtime.attention import AttentionOptions, attend, attend_backward
 from megatron_wlb.runtime.backends import keys_and_values, side_by_side
 from megatron_wlb.runtime.metadata import ShardMetadata
-from megatron_wlb.sharding import hybrid, per_document, per_sequence, segments
-from megatron_wlb.sharding.rounds import regrouped
+from megatron_wlb.sharding import segments
 from megatron_wlb.sharding.routing import OWN
 from megatron_wlb.sharding.volume import Held
 from megatron_wlb.types import Round, ShardPlan
+from tests.reference.chunks import per_document, per_sequence
+from tests.reference.hybrid import hybrid
+from tests.reference.rounds import regrouped
 
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
