@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from megatron_wlb import _native
 from megatron_wlb.hardware.profile import Profile
 from megatron_wlb.model import ModelShape
 from megatron_wlb.pipeline.schedule import Schedule, even_groups, nearest_counts
@@ -17,7 +18,7 @@ from megatron_wlb.pipeline.split import EVEN, Split
 from megatron_wlb.settings import Settings, setting
 from megatron_wlb.types import Policy
 
-MAX_TOKENS = 1 << 26
+MAX_TOKENS = _native.MAX_TOKENS
 """Longest micro-batch for which work stays exact in 64 bits, with room for sums over a global batch."""
 FP32 = 4
 """Bytes of a value, such as a gradient."""

@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from megatron_wlb.plan import native
-
 os.environ["OMP_NUM_THREADS"] = "1"  # threads that share a core with others wait for each other, for minutes
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
@@ -33,13 +31,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "full" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="runs with --run-full"))
-
-
-@pytest.fixture(params=["python", "native"])
-def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The test runs once in Python and once with the native core. Where that is not built it fails, not skips."""
-    if request.param == "python":
-        monkeypatch.setattr(native, "core", None)
-    else:
-        assert native.core is not None, f"the native core {native.WHY_NOT}"
-    return str(request.param)

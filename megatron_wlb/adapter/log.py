@@ -72,7 +72,7 @@ def details(plan: StepPlan, job: Job) -> dict[str, Any]:
             {
                 "tokens": m.tokens,
                 "strategy": m.shards.strategy,
-                "stages": m.shards.stages,
+                "rounds": m.shards.rounds,
                 "cp_work": rank_work(m.shards, kernel).tolist(),
                 "cp_work_per_sequence": rank_work(sharding.per_sequence(m.shards.lengths, cp), kernel).tolist(),
             }

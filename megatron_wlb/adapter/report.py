@@ -21,7 +21,7 @@ from megatron_wlb.adapter.throughput import Throughput
 from megatron_wlb.describe.settings import RunSettings
 from megatron_wlb.job import Job
 from megatron_wlb.micro_batches import Prediction
-from megatron_wlb.plan import document_log, native
+from megatron_wlb.plan import document_log
 from megatron_wlb.plan.step import StepPlan, shard_step
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import choose_backend
@@ -52,13 +52,12 @@ class Report:
         """Say what is trained, and how it is planned."""
         job = self._job
         documents, short = sum(len(s.lengths) for s in data.sources), sum(s.too_short for s in data.sources)
-        core = "native" if native.core is not None else f"python: the native core {native.WHY_NOT}"
         policy = [f"--wlb-packing {job.packing.name}"]
         values = ((f.name, getattr(job.packing, f.name)) for f in fields(job.packing))  # type: ignore[arg-type]
         policy += [flag_with_value(name, value) for name, value in values if value is not None]
         groups = f" in groups of {job.schedule().group}" if job.parallel.vpp > 1 else ""
         print_rank_0(
-            f"> wlb: {documents} documents ({short} under 2 tokens are left out), {' '.join(policy)} ({core}) into "
+            f"> wlb: {documents} documents ({short} under 2 tokens are left out), {' '.join(policy)} into "
             f"{job.num_micro_batches} micro-batches a step{groups} for {job.global_batch_size} windows of "
             f"{job.context_length} tokens, S_max {job.max_tokens}, crossover {job.crossover_tokens} tokens, "
             f"CP sharding {job.sharding.cp_sharding}{' of latents' * (job.cp_exchange == 'latents')}"

@@ -88,19 +88,19 @@ def expansion(job: Job) -> tuple[float, float]:
     return flops / forward, 2 * flops / backward
 
 
-def stage_times(
+def round_times(
     own: Sequence[np.ndarray], times: Sequence[np.ndarray], moved: Directions, *, kept: bool, ahead: float = 0.0
 ) -> Directions:
-    """How long attention takes in stages, forward and backward, float64 [...] us each.
+    """How long attention takes in rounds, forward and backward, float64 [...] us each.
 
-    What is whole on a rank runs first in forward and last in backward. K and V of a stage begin to arrive when every
-    rank begins the stage before, and gradients leave when all have ended theirs. A rank waits for those of a stage
-    after the next one, and in the end for all. Stages at the end that take no time and move nothing are none.
+    What is whole on a rank runs first in forward and last in backward. K and V of a round begin to arrive when every
+    rank begins the round before, and gradients leave when all have ended theirs. A rank waits for those of a round
+    after the next one, and in the end for all. Rounds at the end that take no time and move nothing are none.
 
     Args:
         own: forward and backward time of what is whole on a rank, float64 [..., cp] each.
-        times: those of every stage with an exchange, float64 [..., stages, cp] each.
-        moved: times in which K and V arrive and gradients leave, float64 [..., stages] each.
+        times: those of every round with an exchange, float64 [..., rounds, cp] each.
+        moved: times in which K and V arrive and gradients leave, float64 [..., rounds] each.
         kept: K and V that forward has got need not travel again.
         ahead: the first ones of backward are on their way for so many us before.
     """

@@ -11,10 +11,11 @@ from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, Profile, load_profile
 from megatron_wlb.job import MAX_TOKENS
 from megatron_wlb.model import MODELS
-from megatron_wlb.sharding.rounds import staged
+from megatron_wlb.sharding.rounds import round_costs
 from megatron_wlb.sharding.select import shard
 from megatron_wlb.sharding.volume import moved_rows
 from tests.jobs import job
+from tests.reference.rounds import in_rounds
 
 LLAMA2_7B = MODELS["llama2-7b"]
 BOTH = Profile(
@@ -88,5 +89,5 @@ def test_shards_are_priced_with_the_network_of_their_profile():
     lengths = np.array([40_000, 20_000, 16_000, 16_000, 8000, 8000, *[2000] * 11, 1072], np.int64)
     for_near, for_far = (shard(lengths, each)[1] for each in (near, far))
     assert moved_rows(for_far).max() < moved_rows(for_near).max()
-    assert for_near.time < staged(for_far, near).time
-    assert for_far.time < staged(for_near, far).time
+    assert for_near.time < in_rounds(for_far, round_costs(near)).time
+    assert for_far.time < in_rounds(for_near, round_costs(far)).time

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_wlb.cost.exchange import exchange_model, exposed_exchange, stage_times
+from megatron_wlb.cost.exchange import exchange_model, exposed_exchange, round_times
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, Profile, load_profile
 from megatron_wlb.job import Recompute
@@ -102,18 +102,18 @@ def test_stages_by_hand():
     """Two ranks, two stages: what arrives late is waited for, and what leaves late, too."""
     times = np.array([[10.0, 12.0], [20.0, 20.0]])
     own, moved = np.array([3.0, 2.0]), (np.array([5.0, 30.0]), np.array([7.0, 40.0]))
-    forward, backward = stage_times((own, own), (times, times), moved, kept=False)
+    forward, backward = round_times((own, own), (times, times), moved, kept=False)
     # The second begins to arrive at 5, when the first has and both ranks are free; it is there at 35.
     assert forward == 35 + 20
     # Nothing to hide the first: there at 5, the second at 35. The first leaves from 35 on, to 42, the second from 55.
     assert backward == 55 + 40
-    _, kept = stage_times((own, own), (times, times), moved, kept=True)
+    _, kept = round_times((own, own), (times, times), moved, kept=True)
     assert kept == max(12 + 20 + 40, 12 + 7)
     # The first on its way for 3 before, then for all of its time and more.
     for ahead, earlier in ((3, 3), (5, 5), (9, 5)):
-        _, before = stage_times((own, own), (times, times), moved, kept=False, ahead=ahead)
+        _, before = round_times((own, own), (times, times), moved, kept=False, ahead=ahead)
         assert before == backward - earlier
-    hidden = stage_times((10 * own, 100 * own), (times, times), (moved[0] / 10, moved[1] / 10), kept=False)
+    hidden = round_times((10 * own, 100 * own), (times, times), (moved[0] / 10, moved[1] / 10), kept=False)
     assert hidden == (30 + 10 + 20, max(0.5 + 10 + 20 + 300, 0.5 + 12 + 20 + 200))
 
 

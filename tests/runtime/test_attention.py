@@ -18,7 +18,7 @@ from megatron_wlb.runtime.backends.aten import AtenBackend
 from megatron_wlb.runtime.backends.te import TeBackend
 from megatron_wlb.runtime.metadata import Part, ShardMetadata
 from megatron_wlb.sharding import per_document, per_sequence
-from megatron_wlb.types import ShardPlan, Stage
+from megatron_wlb.types import Round, ShardPlan
 from tests.covering import covering
 from tests.runtime.oracle import SHARDINGS, TOLERANCE, all_ranks, assert_close, dense, in_parts, inputs, local_rows
 
@@ -53,7 +53,7 @@ def silent_group(monkeypatch):
 
 def by_heads(plan, num_heads):
     """The plan with one key head after the other."""
-    return replace(plan, stages=tuple(Stage(0, (head, head + 1)) for head in range(num_heads)))
+    return replace(plan, rounds=tuple(Round(0, (head, head + 1)) for head in range(num_heads)))
 
 
 def per_document_plan(lengths: list[int], cp: int) -> ShardPlan:
@@ -230,7 +230,7 @@ def test_backward_ends_with_what_is_not_exchanged(monkeypatch, silent_group):
 
         monkeypatch.setattr(attention, name, watched)
     options = AttentionOptions(backend=BACKENDS["cpu"])
-    plan = SHARDINGS["staged"](np.array(LENGTHS["mixed"], np.int64), 2)
+    plan = SHARDINGS["in rounds"](np.array(LENGTHS["mixed"], np.int64), 2)
     metadata = ShardMetadata.build(plan, 0, options.backend.encode)
     q, k, v, dout = inputs(metadata.num_rows, (8, 2), HEAD_SIZE, FP32)
     context_parallel_attention(q.requires_grad_(), k, v, metadata, silent_group, options).backward(dout)
@@ -251,12 +251,12 @@ def test_a_pool_is_let_go_before_its_keys_are_used(monkeypatch, silent_group):
     monkeypatch.setattr(attention, "begin", watched)
     alive = [
         [pool() is not None for pool in pools]
-        for _ in attention._arriving(torch.stack((k, v), 1), attention._stages(q, k, metadata), silent_group)
+        for _ in attention._arriving(torch.stack((k, v), 1), attention._rounds(q, k, metadata), silent_group)
     ]
     assert alive == [[False, True], [False, False, True], [False, False, False, True], [False] * 4]
 
 
-def test_the_tensors_of_a_stage_are_let_go_before_the_next(monkeypatch, silent_group):
+def test_the_tensors_of_a_round_are_let_go_before_the_next(monkeypatch, silent_group):
     """Keys before the next ones are put together, and their gradients before the next backward."""
     made, alive = [], []
 
@@ -288,7 +288,7 @@ def test_the_tensors_of_a_stage_are_let_go_before_the_next(monkeypatch, silent_g
         ("same head size", lambda q, k, v, m: (q, k[..., :8], v, m)),
         ("torch.int32.*choose another backend", lambda q, k, v, m: (q.int(), k.int(), v.int(), m)),
         ("for all three", lambda q, k, v, m: (q, k, v.bfloat16(), m)),
-        ("k has 1 key heads, and stages are planned for 2", lambda q, k, v, m: (q, k[:, :1], v[:, :1], m)),
+        ("k has 1 key heads, and rounds are planned for 2", lambda q, k, v, m: (q, k[:, :1], v[:, :1], m)),
         ("metadata.to", lambda q, k, v, m: (q, k, v, m.to("meta"))),
         ("another attention backend than", lambda q, k, v, m: (q, k, v, replace(m, encode=TeBackend.encode))),
         ("rank 0 of 1 .* rank 1 of 2", lambda q, k, v, m: (q, k, v, replace(m, cp_rank=1, cp=2))),

@@ -23,16 +23,16 @@ BF16_GRADIENTS = {"gradients_in_fp32": False}
 def _plan(lengths, sharding, cp, heads):
     """The plan, of whose sets of documents those that are exchanged run `heads` ([first, stop), ...) by turns."""
     plan = (SHARDINGS | {"in parts": in_parts})[sharding](np.array(lengths, np.int64), cp)
-    stages = [stage._replace(heads=part) if heads else stage for stage in plan.stages for part in heads or (None,)]
-    return dataclasses.replace(plan, stages=tuple(stages))
+    rounds = [each._replace(heads=part) if heads else each for each in plan.rounds for part in heads or (None,)]
+    return dataclasses.replace(plan, rounds=tuple(rounds))
 
 
 WAYS = {
     "per-sequence": ("per-sequence", None, None),
     "windowed": ("per-sequence", "by turns", 7),
     "per-document": ("per-document", None, None),
-    "staged": ("staged", None, None),
-    "heads by turns": ("staged", "by turns", None),
+    "in rounds": ("in rounds", None, None),
+    "heads by turns": ("in rounds", "by turns", None),
     "in parts": ("in parts", None, None),
 }
 """Sharding, whether key heads run by turns, and the window."""
@@ -187,7 +187,7 @@ def _calls(lengths, sharding, settings):
 
     all_to_all._all_to_all = counted
     settings = dict(settings)
-    plan = _plan(lengths, sharding, dist.get_world_size(), settings.pop("stages", None))
+    plan = _plan(lengths, sharding, dist.get_world_size(), settings.pop("rounds", None))
     options = AttentionOptions(backend=get_backend("auto", "cpu"), **settings)
     metadata = ShardMetadata.build(plan, dist.get_rank(), options.backend.encode)
     q, k, v, dout = (x[: metadata.num_rows] for x in inputs(sum(lengths), (8, 2), 16, torch.bfloat16))
@@ -199,10 +199,10 @@ def _calls(lengths, sharding, settings):
     ("settings", "heads", "forward", "backward"),
     [
         ({}, 2, "k", "kg"),
-        ({"stages": ((0, 1), (1, 2))}, 1, "kk", "kkgg"),
+        ({"rounds": ((0, 1), (1, 2))}, 1, "kk", "kkgg"),
         ({"save_gathered": True}, 2, "k", "g"),
         (BF16_GRADIENTS, 2, "k", "kh"),
-        (BF16_GRADIENTS | {"stages": ((0, 1), (1, 2))}, 1, "kk", "kkhh"),
+        (BF16_GRADIENTS | {"rounds": ((0, 1), (1, 2))}, 1, "kk", "kkhh"),
     ],
     ids=["once each way", "ahead", "kept", "bf16", "bf16 ahead"],
 )
@@ -218,8 +218,8 @@ def test_collectives_of_forward_and_backward(settings, heads, forward, backward)
     assert (sent_by_0, sent_by_1) == (48, 95)  # the document of one token is on one rank
 
 
-def test_stages_gather_ahead_of_each_other():
-    answers = run_world(_calls, 2, LENGTHS, "staged", {})
+def test_rounds_gather_ahead_of_each_other():
+    answers = run_world(_calls, 2, LENGTHS, "in rounds", {})
     for calls, moved in answers:
         assert len(moved) == 2
         dtypes = [torch.bfloat16] * 4 + [torch.float32] * 2
@@ -246,7 +246,7 @@ def _groups():
     return found
 
 
-def test_gradients_of_many_stages_hold_up_no_keys():
+def test_gradients_of_many_rounds_hold_up_no_keys():
     assert run_world(_groups, 2) == [({"torch.bfloat16"}, {"torch.float32"})] * 2
 
 
@@ -256,7 +256,7 @@ def test_only_documents_on_several_ranks_are_exchanged():
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"stages": ((0, 1), (1, 2))}, {"save_gathered": True}], ids=["plain", "heads by turns", "kept"]
+    "settings", [{}, {"rounds": ((0, 1), (1, 2))}, {"save_gathered": True}], ids=["plain", "heads by turns", "kept"]
 )
 def test_a_rank_whose_documents_live_nowhere_else_takes_part(settings):
     """Of the first document, ranks 0 and 1 hold a half each; all others are whole, on one rank."""

@@ -9,8 +9,9 @@ from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import Recompute
 from megatron_wlb.model import MODELS
 from megatron_wlb.sharding import divide
-from megatron_wlb.sharding.rounds import staged
+from megatron_wlb.sharding.rounds import round_costs
 from tests import jobs
+from tests.reference.rounds import in_rounds
 
 SMALL = replace(MODELS["llama2-7b"], num_layers=8, padded_vocab_size=0)
 
@@ -25,7 +26,7 @@ def shards_of(given, lengths, strategy="per-sequence"):
     """One data-parallel rank's micro-batches of documents of these lengths."""
     kernel = sharding_kernel(given)
     plans = [divide(np.array(each), given.parallel.cp, strategy, kernel) for each in lengths]
-    return [staged(plan, given) for plan in plans] if given.cp_exchange == "shared" else plans
+    return [in_rounds(plan, round_costs(given)) for plan in plans] if given.cp_exchange == "shared" else plans
 
 
 JOBS = [

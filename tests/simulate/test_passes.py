@@ -136,12 +136,12 @@ def test_ranks_that_have_all_experts_do_not_wait():
         assert (after.expert_wait == 0).all()
 
 
-def test_stages_and_rings_hide_the_exchange():
+def test_rounds_and_rings_hide_the_exchange():
     """Two documents on all ranks, one in the shadow of the other; and one key head after the other."""
     one_head = replace(SMALL, num_query_groups=1)
     given = job(tp=2, cp=8, model=one_head, windowed=True)
     (plan,) = shards = shards_of(given, [[98304, 32768]], "per-document")
-    assert [stage.document_set for stage in plan.stages] == [1, 2]
+    assert [round.document_set for round in plan.rounds] == [1, 2]
     # All rows but its own come to a rank; those of the short document first, as nothing hides them.
     first, second = exchange_model(given).times(np.array([32768, 98304]) * 7 / 8)[0]
     assert layer_times(given, shards)[0].exchange == pytest.approx(first)
@@ -150,11 +150,11 @@ def test_stages_and_rings_hide_the_exchange():
     assert ring[0].exchange == 0  # every hop is shorter than a part of the attention
     parts = replace(given, windowed=False)
     (plan,) = in_parts = shards_of(parts, [[98304, 32768]], "per-document")
-    assert all(stage.keys is not None for stage in plan.stages)
+    assert all(round.keys is not None for round in plan.rounds)
     assert layer_times(parts, in_parts)[0].exchange < first / 4
     many = job(tp=4, cp=8, windowed=True)
     (plan,) = shards = shards_of(many, [[131072]], "per-document")
-    assert [head for stage in plan.stages for head in range(*stage.heads)] == list(range(8))
+    assert [head for each in plan.rounds for head in range(*each.heads)] == list(range(8))
     whole = float(exchange_model(many).times(np.array(131072 * 7 / 8))[0])
     assert layer_times(many, shards)[0].exchange < 0.6 * whole
 
