@@ -1,4 +1,4 @@
-"""Fits the kernel times of a profile: the shapes to measure, the fit, and the contents of the file."""
+"""Fits a profile's kernel times: the shapes to measure, the fit, and the file's contents."""
 
 import itertools
 from dataclasses import fields
@@ -17,7 +17,7 @@ Shape = tuple[ShardPlan, int]
 
 
 def shapes(longest: int) -> list[Shape]:
-    """Return the shards to measure, of documents of up to `longest` tokens (a power of two from 512 on).
+    """Return shards to measure, of up to `longest` tokens per document (a power of two from 512 on).
 
     They are the same in every run: single documents; equal documents packed; first and last chunks of single documents;
     mixed documents in all three shardings. So a cost that is common to one kind is both in the fit and in the held-out
@@ -74,7 +74,7 @@ def fit_directions(
 
 
 def held_out_shapes(num_shapes: int) -> np.ndarray:
-    """bool [num_shapes]: a third of the shapes, the same in every run; shuffled, since `shapes` repeats itself."""
+    """bool [num_shapes]: a third, the same in every run; shuffled, since `shapes` is repetitive."""
     return np.random.default_rng(0).permutation(num_shapes) % 3 == 2
 
 

@@ -1,4 +1,4 @@
-"""Describes a training job: what is trained, on which ranks, in which micro-batches, with which predictions.
+"""Describes a training job: its model, ranks, micro-batches and predictions.
 
 `describe.make_job` builds it once, from final values; everything below `describe` takes it.
 """
@@ -289,7 +289,7 @@ class Job:
 
     @property
     def expands_again(self) -> bool:
-        """Whether backward expands K and V of all keys from latents again, instead of keeping them from forward."""
+        """Whether backward expands K and V of all keys from latents again, which forward did not keep."""
         again = not self.sharding.save_gathered_kv or "mla_up_proj" in self.recompute.modules
         return self.cp_exchange == "latents" and again and self.recompute.granularity != "full"
 
@@ -359,7 +359,7 @@ class Job:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """List the changes between two descriptions as JSON types, as "parallel.tp 2 -> 4"; profiles compare by name."""
+    """List changes between two `to_json`, as "parallel.tp 2 -> 4"; profiles compare by name."""
     changes = []
     for name, value in now.items():
         old = before.get(name) if isinstance(before, dict) else None

@@ -1,4 +1,4 @@
-"""Chooses the number of micro-batches of a step that is predicted to be fastest for a run's own documents."""
+"""Chooses the number of micro-batches per step that is predicted fastest for a run's documents."""
 
 import contextlib
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class Prediction(NamedTuple):
 def predictions(
     default: Job, make: Callable[..., Job], stream: Callable[[], DocumentStream], *, memory_known: bool
 ) -> tuple[Job, list[Prediction]]:
-    """Return the job with the best number of micro-batches, and the predictions of all numbers tried, ascending.
+    """Return the job with the best number of micro-batches, and all predictions by number.
 
     The list is [] if nothing was compared. All numbers see the same first documents, on a few data-parallel ranks. Time
     is work (`placement.rank_cost`) if a job cannot be timed (`untimed`).
@@ -69,7 +69,7 @@ def predictions(
 
 
 def step_time(job: Job, packing: PackedBatch) -> float:
-    """Return the predicted time of a step: simulated us, or its cost in work if the job cannot be timed (`untimed`)."""
+    """Return a step's predicted time: simulated us, or `step_cost` if the job is `untimed`."""
     if untimed(job):
         return step_cost(packing, job)
     return simulate_step(job, shard_step(job, packing.lengths)).time

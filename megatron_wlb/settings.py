@@ -1,4 +1,4 @@
-"""Settings: each is defined, given a default and checked once, next to the code that uses it; flags follow from it."""
+"""Settings: each is defined once, with default and checks, next to its code; flags follow from it."""
 
 import argparse
 from collections.abc import Callable, Collection
@@ -52,7 +52,7 @@ class Settings:
 
     @classmethod
     def add_flags(cls, group: Any, without: Collection[str] = ()) -> None:
-        """Add a flag for every setting, except those named in `without`, to an argparse parser or argument group.
+        """Add a flag for every setting not in `without` to an argparse parser or argument group.
 
         Choices and ranges are checked when the settings are made, so they also hold without flags.
         """

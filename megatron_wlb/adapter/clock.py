@@ -1,4 +1,4 @@
-"""Measures where a step's time goes on every rank: with events on a GPU, with the host clock on a CPU."""
+"""Measures a step's time on every rank: by events on a GPU, by the host clock on a CPU."""
 
 import contextlib
 import time
@@ -20,7 +20,7 @@ Span = tuple[Any, Any]
 
 
 class Clock:
-    """Times the passes of a step and their waits for the K/V exchange, without synchronising the device meanwhile."""
+    """Times a step's passes and their waits for the K/V exchange, without synchronising the device."""
 
     def __init__(self, job: Job, *, sees_exchange: bool) -> None:
         """`sees_exchange`: the plugin's attention runs, so its exchange can be measured."""
@@ -37,7 +37,7 @@ class Clock:
 
     @contextlib.contextmanager
     def span(self, what: str) -> Iterator[None]:
-        """Time a "forward" or "backward" pass, deferred "weights", or a wait for an "exchange" within a pass."""
+        """Time a "forward" or "backward" pass, deferred "weights", or an "exchange" wait in a pass."""
         if self._spans is None:
             yield
             return

@@ -54,7 +54,7 @@ def replaced(module: Any, name: str, make: Any, parameters: Sequence[str]) -> It
 
 @contextlib.contextmanager
 def prebuilt_dataset_helpers() -> Iterator[None]:
-    """Skip upstream's compilation of its dataset helpers if they are built: its wheel has no Makefile for them."""
+    """Skip compilation of upstream's dataset helpers if they are built: wheels have no Makefile."""
     utils = importlib.import_module("megatron.core.datasets.utils")
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
         yield
@@ -64,7 +64,7 @@ def prebuilt_dataset_helpers() -> Iterator[None]:
 
 
 def weight_and_optimizer_bytes(args: Namespace) -> float | None:
-    """Bytes of weights and optimizer on the fullest rank, by upstream's formula; None if it does not cover `args`."""
+    """Upstream's bytes of weights and optimizer on the fullest rank; None if it has no formula for `args`."""
     from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
     # The formula covers Adam only. Precision-aware states have other dtypes and may be in host memory.
@@ -141,7 +141,7 @@ def _replacing(path: str) -> Iterator[TextIO]:
 
 @contextlib.contextmanager
 def mean_losses(windows: float) -> Iterator[None]:
-    """Make the log show router and MTP losses as means over micro-batches, which have `windows` windows on average.
+    """Log router and MTP losses as means over micro-batches of `windows` windows on average.
 
     Upstream sums these losses over micro-batches and divides by the number of windows.
     """

@@ -144,7 +144,7 @@ def install() -> None:
 
 
 def install_megatron() -> None:
-    """Patch the places where upstream itself requires CUDA; call after `install` and before `pretrain`."""
+    """Patch upstream where it requires CUDA; call after `install` and before `pretrain`."""
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
     from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp
     from megatron.core.transformer import multi_token_prediction

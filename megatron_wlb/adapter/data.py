@@ -1,4 +1,4 @@
-"""Turns documents into tensors: datasets from upstream's data flags, the sampler, and the batches of this rank."""
+"""Turns documents into tensors: upstream's datasets, the sampler, and this rank's batches."""
 
 import functools
 import hashlib
@@ -132,7 +132,7 @@ class Batch:
 
 
 class DocumentDataset(torch.utils.data.Dataset[Batch]):
-    """Maps a MicroBatchPlan to this rank's Batch; reads only the tokens of its own shard, on stages that need them."""
+    """Maps a MicroBatchPlan to this rank's Batch; reads only its shard, on stages that need tokens."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class DocumentDataset(torch.utils.data.Dataset[Batch]):
 def loader(
     dataset: DocumentDataset, planner: Planner, first_step: int, num_workers: int, exit_signal: int | None
 ) -> Iterator[Batch]:
-    """Return endless batches of this rank from `first_step` on, prefetched by `num_workers` processes.
+    """Return this rank's endless batches from `first_step` on, prefetched by `num_workers`.
 
     The processes survive `exit_signal`, which launchers send to whole process groups, so that training can end by
     itself.

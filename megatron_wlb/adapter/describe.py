@@ -75,7 +75,7 @@ def make_job(args: Namespace, **fixed: Any) -> Job:
 
 
 def best_job(args: Namespace, stream: Callable[[], DocumentStream]) -> tuple[Job, list[Prediction]]:
-    """Build the job as `make_job`; returns it with the predictions that were compared, [] if none were.
+    """Build the job as `make_job`; returns it with the predictions compared, [] if none.
 
     `--wlb-micro-batches auto` chooses by the run's first documents. `stream` returns the documents from the beginning.
     """
@@ -103,7 +103,7 @@ def evaluation_job(job: Job, args: Namespace) -> Job:
 
 
 def _budget_bytes(args: Namespace) -> float | None:
-    """Memory for activations on this rank's GPU; None without a GPU, or if upstream's formula does not apply.
+    """Memory for activations on this GPU; None without one, or if upstream's formula does not apply.
 
     Raises ValueError if weights and optimizer alone are too large for the GPU.
     """

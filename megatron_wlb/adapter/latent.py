@@ -61,7 +61,7 @@ class WlbLatentExchange(WlbLatentAttention):
         packed_seq_params: Any = None,
         **unused: Any,
     ) -> Any:
-        """Return queries [s, H, D], K and V of all keys `side_by_side`, None for values, and both latents."""
+        """Return queries [s, H, D], all K and V `side_by_side`, None for values, and both latents."""
         positions = self.rotary_pos_emb.get_rotary_seq_len(None, None, hidden_states, self.config, packed_seq_params)
         angles = self.rotary_pos_emb(positions)
         angles, magnitude = angles if isinstance(angles, tuple) else (angles, 1.0)  # YaRN has both

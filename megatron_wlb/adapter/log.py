@@ -58,7 +58,7 @@ def summary(
 
 
 def details(plan: StepPlan, job: Job) -> dict[str, Any]:
-    """Return further fields of the log entry, as JSON types; work is in units of `cost.work.document_work`.
+    """Return further fields of the log entry, as JSON types; work as in `cost.work`.
 
     `megatron-wlb compare` predicts `step_ms` from `job` and `lengths`, the document lengths of all M micro-batches.
     """

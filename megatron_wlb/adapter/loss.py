@@ -1,4 +1,4 @@
-"""The loss of a micro-batch, before division by the tokens of the global batch (`--calculate-per-token-loss`)."""
+"""A micro-batch's loss, before division by the global batch's tokens (`--calculate-per-token-loss`)."""
 
 from argparse import Namespace
 from functools import partial
@@ -14,7 +14,7 @@ _SPIKE = 10  # upstream's threshold: ten times the largest loss seen
 def token_loss(
     args: Namespace, loss_mask: torch.Tensor | None, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the sum of the token losses, their number, and both for the log, after upstream's checks.
+    """Return sum and number of the token losses, and both for the log, after upstream's checks.
 
     Upstream divides gradients by the sum of this number over the global batch.
     """
@@ -35,7 +35,7 @@ def token_loss(
 
 
 def scale_sharded(original: Any) -> Any:
-    """Return `scale_gradients` for torch-FSDP2. Upstream's own does nothing, so gradients would not be per token.
+    """Return `scale_gradients` for torch-FSDP2, to scale per token; upstream's own does nothing.
 
     FSDP2 has averaged gradients over its ranks, which each train a part of the global batch. Multiplying by the number
     of ranks turns the mean into a sum.

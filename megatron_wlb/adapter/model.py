@@ -1,4 +1,4 @@
-"""The model: upstream's GPT with WLB attention, and rotary embeddings that follow the tokens' positions."""
+"""The model: upstream's GPT with WLB attention, and rotary embeddings by token position."""
 
 import weakref
 from collections.abc import Iterator
@@ -126,14 +126,14 @@ class WlbCoreAttention(MegatronModule):
 
 
 class WlbSelfAttention(SelfAttention):  # type: ignore[misc]
-    """Upstream's self-attention. Recomputed core attention saves Q, K and V instead of the QKV projection they view."""
+    """Upstream's self-attention; recomputed core attention saves Q, K and V, not the QKV projection."""
 
     def _checkpointed_attention_forward(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         return super()._checkpointed_attention_forward(owned(query), owned(key), owned(value), *args, **kwargs)
 
 
 def configure(model: Any, *, options: AttentionOptions | None, context_length: int) -> Any:
-    """Make upstream build WLB attention and rotary positions into its model; returns the model config `model`.
+    """Make upstream build WLB attention and positions into its model; returns the config `model`.
 
     Without `options` the model keeps its own attention.
     """
@@ -147,7 +147,7 @@ def configure(model: Any, *, options: AttentionOptions | None, context_length: i
 
 
 def _layer_spec(config: Any, vp_stage: int | None = None, *, options: AttentionOptions | None) -> Any:
-    """Return upstream's layer spec with another core attention and, without TransformerEngine, other norms."""
+    """Return upstream's layer spec with core attention and, without TransformerEngine, norms replaced."""
     spec = compat.default_layer_spec(config, vp_stage)
     if config.transformer_impl == "local" and isinstance(spec, ModuleSpec):
         # Only a spec of the whole block selects the final norm.

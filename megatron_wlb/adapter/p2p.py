@@ -1,4 +1,4 @@
-"""Pipeline communication for variable micro-batch lengths: upstream's schedules, shapes from the plan.
+"""Pipeline communication for variable lengths: upstream's schedules, shapes from the plan.
 
 Upstream's `variable_seq_lengths` sends the shape of every tensor first, and blocks the host until it arrives. All ranks
 know the plan, so this communicator sends no shapes. It counts receives, and returns the length of the micro-batch that

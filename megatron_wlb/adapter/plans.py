@@ -84,7 +84,7 @@ class Plans:
         return self._planners["train"].wait_seconds
 
     def save(self, iteration: int) -> None:
-        """Write the packer state after `iteration` next to upstream's checkpoint. Raises OSError if the disk fails.
+        """Write the packer state after `iteration` next to the checkpoint. Raises OSError if the disk fails.
 
         The state follows `iteration`, not the last step that ran: a step that failed validation is saved as still to
         come.

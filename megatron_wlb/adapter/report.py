@@ -91,7 +91,7 @@ class Report:
         self.clock.begin()
 
     def planned(self, plan: StepPlan) -> None:
-        """Take the plan of a training step. If the step will be reported, measure it, and simulate it meanwhile."""
+        """Take the plan of a training step; if the step will be reported, measure and simulate it."""
         self._predicted = None
         if not self._wants(plan.step + 1):
             return

@@ -1,4 +1,4 @@
-"""The two entry points: upstream's script under `megatron_wlb.run`, and this repository's `pretrain_gpt.py`.
+"""The entry points: upstream's script under `megatron_wlb.run`, and our own `pretrain_gpt.py`.
 
 Both add `--wlb` to upstream, which then parses the command line and trains as usual.
 """
@@ -45,7 +45,7 @@ def install() -> None:
 
 
 def teach() -> None:
-    """Do the part of `install` that follows the import of megatron: replace three of upstream's functions."""
+    """Do `install` for an imported megatron: replace three of upstream's functions."""
     package: Any = importlib.import_module("megatron.training")
     training: Any = importlib.import_module("megatron.training.training")
     arguments: Any = importlib.import_module("megatron.training.arguments")
@@ -56,7 +56,7 @@ def teach() -> None:
 
 
 def train() -> None:
-    """Do what upstream's script does after its imports, with the plugin's data, model and forward step."""
+    """Do what upstream's script does after its imports, with our data, model and forward step."""
     from megatron_wlb.adapter import compat
 
     # Upstream 0.19 divides by the evaluation interval even without evaluation, and has no default for it.

@@ -58,7 +58,7 @@ class Throughput:
 
     @contextlib.contextmanager
     def line(self, totals: dict[str, Any]) -> Iterator[None]:
-        """Wrap a call of upstream's `training_log`; `totals` is its total_loss_dict, which counts the line's steps."""
+        """Wrap a call of upstream's `training_log`; `totals`, its total_loss_dict, counts the line's steps."""
         steps = 1 + sum(int(totals.get(f"{kind} iterations", 0)) for kind in ("advanced", "skipped"))
         del self._steps[:-steps]
         self._in_line = True

@@ -1,4 +1,4 @@
-"""A training run with `--wlb`: the inputs of upstream's `pretrain()`, and the replacements in it (`installed`)."""
+"""A run with `--wlb`: the inputs of upstream's `pretrain()`, and replacements in it (`installed`)."""
 
 import contextlib
 import functools
@@ -72,7 +72,7 @@ class Training:
     # What pretrain() is given -----------------------------------------------------------------------------------------
 
     def dataset_provider(self, num_samples: list[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-        """Return endless batches of this rank for training, validation and test (`--dataloader-type external`)."""
+        """Return this rank's endless batches of the three splits (`--dataloader-type external`)."""
         if not vp_stage:
             # Load each split once for all model chunks: workers for every chunk would be many processes.
             self._batches = [
@@ -130,7 +130,7 @@ class Training:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Apply the replacements that training needs in upstream, and in the plugin's exchange to time it."""
+        """Apply the replacements for training in upstream, and in our exchange to time it."""
         predicts_ahead = mtp.installed(functools.partial(adapt_mtp, options=self.attention))
         with (
             predicts_ahead if self._args.mtp_num_layers else contextlib.nullcontext(),
@@ -149,7 +149,7 @@ class Training:
     # Where we step in -------------------------------------------------------------------------------------------------
 
     def _planned_forward_backward(self, original: Any) -> Any:
-        """Wrap upstream's schedules; each call gets a communicator that knows the lengths of its micro-batches."""
+        """Wrap upstream's schedules; each call gets a communicator that knows its micro-batch lengths."""
 
         def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
             return functools.partial(self._forward_backward, original(*args, **kwargs))
@@ -212,7 +212,7 @@ class Training:
                 self._deferring = None
 
     def _saved(self, original: Any) -> Any:
-        """Wrap upstream's save hook to save the packer, too; upstream marks the checkpoint complete only after it."""
+        """Wrap upstream's save hook to save the packer, before the checkpoint is marked complete."""
 
         @functools.wraps(original)
         def maybe_save_dataloader_state(train_iterator: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
@@ -223,7 +223,7 @@ class Training:
 
 
 def _of_step(first: Batch, batch: Batch, others: Iterator[Batch], count: int) -> Iterator[Batch]:
-    """Yield `batch` and `count` - 1 of `others`; raises RuntimeError if one is not of the step of `first`."""
+    """Yield `batch` and `count` - 1 `others`; raises RuntimeError if one is not of `first`'s step."""
     for i in range(count):
         if i:
             batch = next(others)

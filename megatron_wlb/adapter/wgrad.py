@@ -1,4 +1,4 @@
-"""Deferred weight gradients: the linear layers that defer them, and the step that runs them by plan.
+"""Deferred weight gradients: linear layers that defer them, and the step that runs them.
 
 TransformerEngine's layers can defer (`delay_wgrad_compute`), and `defer` adds this to upstream's own layers. In
 backward, a layer queues the inputs of its weight gradient. `backward_dw` computes the oldest one and calls the hooks
@@ -28,7 +28,7 @@ Measured = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 def defer(chunks: list[Any]) -> list[Any]:
-    """Choose the linear layers that defer their weight gradients; a `pre_wrap_hook` of upstream's model."""
+    """Choose the linear layers that defer weight gradients; a `pre_wrap_hook` of upstream's model."""
     for chunk in chunks:
         for module in chunk.modules():
             kinds = layers.ColumnParallelLinear | layers.RowParallelLinear
@@ -41,7 +41,7 @@ def defer(chunks: list[Any]) -> list[Any]:
 
 
 def _reduces_input_gradient(module: Any) -> bool:
-    """Whether backward of a layer overlaps its weight gradient with the reduction of its input gradient."""
+    """Whether a layer's backward overlaps its weight gradient with reducing its input gradient."""
     if isinstance(module, layers.ColumnParallelLinear):
         return (module.sequence_parallel or module.allreduce_dgrad) and not module.explicit_expert_comm
     return getattr(module, "parallel_mode", None) == "column" and module.tp_size > 1
@@ -271,7 +271,7 @@ class Step:
 
 
 def _parts(chunk: Any) -> list[list[Any]]:
-    """Return a chunk's layers that defer weight gradients, as parts of `pipeline.deferral`, in backward order."""
+    """Return a chunk's deferring layers, as parts of `pipeline.deferral`, in backward order."""
     layers = [*getattr(chunk.decoder, "layers", ())]
     if chunk.post_process:
         layers.append(chunk.output_layer)

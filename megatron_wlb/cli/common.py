@@ -58,7 +58,7 @@ def write_json(file: Any, entry: dict[str, Any]) -> None:
 
 @contextmanager
 def progress(total: int, output: str | None, text: str = "planning") -> Iterator[Callable[[int], None]]:
-    """Yield what advances a bar on standard error; needs rich, and a terminal that does not show the output as well."""
+    """Yield a function that advances a bar, shown only with rich and on a terminal without the output."""
     try:
         from rich.console import Console
         from rich.progress import Progress

@@ -30,7 +30,7 @@ class Data:
 
 
 def data_of(a: MegatronArguments, notes: list[str]) -> Data:
-    """Return the data of --data-path, or of the flags that replace it; adds what it assumes to `notes`.
+    """Return the data of --data-path, or of flags that replace it; adds assumptions to `notes`.
 
     Raises ValueError, naming the flags, if data are missing or no dataset.
     """

@@ -1,4 +1,4 @@
-"""The run that a command is about, from a log, its command or typed flags, and its `Job` under --wlb."""
+"""The run given to a command, by a log, its own command or flags, and its `Job` under --wlb."""
 
 import argparse
 import re
@@ -55,7 +55,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_job_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that name a run: a log, flags, or the run's command after --. Flags take precedence."""
+    """Add arguments that name a run: a log, flags, or a command after --. Flags take precedence."""
     parser.add_argument("log", nargs="?", metavar="LOG", help="what a run printed; - for standard input")
     parser.add_argument(
         "--approximate", action="store_true", help="estimate without what is not simulated, such as sliding windows"
@@ -65,7 +65,7 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def shape_of(args: argparse.Namespace) -> ModelShape:
-    """Return the model of `add_model_flags`. Raises ValueError, naming the flags, if they do not describe one."""
+    """Return the model of `add_model_flags`. Raises ValueError, naming flags, if they describe none."""
     return model_of(MegatronArguments.of(vars(args)), MODELS[args.model] if args.model else None)
 
 
@@ -181,7 +181,7 @@ def _settled(a: MegatronArguments, model: str | None, notes: list[str]) -> Megat
 
 
 def _vocabulary(a: MegatronArguments, notes: list[str]) -> int:
-    """Return the vocabulary size of the tokenizer in the arguments. Raises ValueError if they do not determine it."""
+    """Return the vocabulary size of the arguments' tokenizer. Raises ValueError if it is unknown."""
     if a.tokenizer_type in TOKENIZERS:
         return TOKENIZERS[a.tokenizer_type]
     name = a.tokenizer_model or ""
@@ -210,7 +210,7 @@ class _Tokenizer(msgspec.Struct):
 
 
 def tokens_of(file: Path) -> int:
-    """Return the vocabulary size of a Hugging Face tokenizer.json. Raises ValueError for anything else."""
+    """Return the vocabulary size of Hugging Face's tokenizer.json. Raises ValueError if it is none."""
     try:
         found = msgspec.json.decode(file.read_bytes(), type=_Tokenizer)
     except (OSError, msgspec.MsgspecError) as error:

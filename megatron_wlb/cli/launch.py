@@ -1,4 +1,4 @@
-"""How a run was launched: from Megatron's log, or from the words of its command, as a shell passes them."""
+"""How a run was launched: from Megatron's log, or from its command's words as a shell passes them."""
 
 import ast
 import os
@@ -255,7 +255,7 @@ _SHORT = {"-n": "--ntasks", "-np": "--ntasks", "-N": "--nodes"}
 
 
 def _world_size(launcher: Sequence[str]) -> int | None:
-    """Return the number of ranks by the words of torchrun, srun or mpirun, or WORLD_SIZE; None if they do not say.
+    """Return the ranks by the words of torchrun, srun or mpirun, or WORLD_SIZE; None if unknown.
 
     Raises ValueError for a number that is not one.
     """

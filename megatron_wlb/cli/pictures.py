@@ -1,4 +1,4 @@
-"""Style of pictures and pages, legible on a phone and on a desk, and pictures that several commands draw."""
+"""Style of pictures and pages, legible on a phone and on a desk, and shared pictures."""
 
 import base64
 import io

@@ -7,7 +7,7 @@ crossover length that packing uses.
     megatron-wlb profile --hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 11008 --swiglu --output mine.json
 
 Attention runs as in training, on shards of single, equal and mixed documents, with forward and backward timed
-separately. Two thirds of the shards are fitted, and the error is measured on the others. The linear part of a layer
+separately. The fit uses two thirds of the shards, and the error is measured on the rest. The linear part of a layer
 (matrix multiplies, norms, activation) is stored as TFLOP/s, which hold for other models, too. Takes one or two minutes
 on a GPU. On a CPU, shapes are smaller, for demonstrations.
 """

@@ -1,4 +1,4 @@
-"""Time of the exchange of K and V between context-parallel ranks, and how much of it attention overlaps."""
+"""Time of the K/V exchange between context-parallel ranks, and its overlap with attention."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Directions = tuple[np.ndarray, np.ndarray]
 
 
 def exchange_parts(job: Job) -> int:
-    """Number of parts of K and V. Each part has launches of its own, which overlap the transfer of the next part."""
+    """Number of parts of K and V; each has its own launches, which overlap the next transfer."""
     return job.parallel.cp if job.cp_exchange == "ring" else 1
 
 
@@ -134,7 +134,7 @@ def stage_times(
 
 
 def exposed_exchange(job: Job, rows: np.ndarray, attention: Directions) -> Directions:
-    """Time that exchanging K and V of all `rows` (float64 [M]) adds to the slowest ranks' `attention`.
+    """Time that exchanging K/V of all `rows` (float64 [M]) adds to the slowest ranks' `attention`.
 
     For a ring, or an exchange before attention as in the paper: K and V arrive by an all-gather, in backward again
     unless they were kept, and their gradients leave in fp32.

@@ -116,7 +116,7 @@ def _packing_from_json(kind: type, data: Any) -> Any:
 
 
 def _cp_exchange(job: Job) -> str:
-    """Return latents if attention is predicted to take less time with latents than with shared, else shared.
+    """Return "latents" if attention is predicted to take less time with them, else "shared".
 
     Predicted for a window of documents, each as long as all shorter ones together.
     """
@@ -134,7 +134,7 @@ def _cp_exchange(job: Job) -> str:
 
 
 def _grouped(job: Job, wanted: int | str | None, budget_bytes: float) -> Parallel:
-    """Return the layout, in groups of as many micro-batches as stages if memory has no room for longer groups."""
+    """Return the layout, with groups as long as the pipeline if memory has no room for longer ones."""
     parallel = job.parallel
     least = wanted if isinstance(wanted, int) else default_max_tokens(job)
     if parallel.vpp > 1 and parallel.group_size is None and largest_max_tokens(job, budget_bytes) < least:

@@ -51,7 +51,7 @@ def _other(group: str, help: str = "", default: Any = None, choices: tuple[str, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronArguments:
-    """The arguments that a job depends on, by Megatron's names, before or after Megatron has validated them.
+    """The arguments of a job, by Megatron's names, before or after Megatron has validated them.
 
     None means Megatron's default, or a value that follows from other arguments.
     """
@@ -190,7 +190,7 @@ def job_of(
 
 
 def model_of(a: MegatronArguments, base: ModelShape | None = None) -> ModelShape:
-    """Return the model of arguments, or `base` with the sizes that they set. The experts of a token count as one MLP.
+    """Return the model of arguments, or `base` with their sizes; a token's experts count as one MLP.
 
     Missing sizes are Megatron's defaults; a missing vocabulary has size 0. Raises ValueError for contradictory sizes.
     """

@@ -86,7 +86,7 @@ def trained_tokens(tokens: Any) -> Any:
 
 
 class TrainedTokens:
-    """Trained tokens of documents, computed on access: their `tokens` (int32 [documents]) may stay memory-mapped."""
+    """Trained tokens computed on access; `tokens` (int32 [documents]) may stay memory-mapped."""
 
     def __init__(self, tokens: np.ndarray) -> None:
         self._tokens = tokens
@@ -107,7 +107,7 @@ def _check_file(path: Path) -> None:
 
 
 def _tokens(path: Path, lengths: np.ndarray, documents: np.ndarray) -> np.ndarray:
-    """Tokens of each document from sequence lengths and document boundaries: `lengths` itself if they are the same."""
+    """Tokens of each document; `lengths` itself if every document is one sequence."""
     if len(documents) < 2:
         raise ValueError(f"{path} holds no document; build it again from a non-empty corpus")
     # The most distinct boundaries that there can be: every document is one sequence.
@@ -123,7 +123,7 @@ def _chunks(size: int) -> Iterator[slice]:
 
 
 def _parse(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Return sequence lengths, pointers, document boundaries (in sequences), all mapped, and bytes per token."""
+    """Return sequence lengths, pointers, document boundaries (all mapped), and bytes per token."""
     size = path.stat().st_size
     header = len(_MAGIC) + 8 + 1 + 8 + 8
     with path.open("rb") as file:

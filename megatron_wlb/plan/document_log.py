@@ -48,10 +48,10 @@ def append(path: str | os.PathLike[str], step: int, packed: PackedBatch, *, begi
 
 
 def mend(path: str | os.PathLike[str]) -> int:
-    """Cut off an incomplete step that a crash left at the end; returns the number of bytes. A missing file is fine.
+    """Cut off an incomplete step at the end; returns the bytes cut. A missing file is fine.
 
-    Reads only the last step; `read` checks the others. Raises ValueError for a file that is not a document log, or
-    whose last step is damaged.
+    Reads only the last step; `read` checks the earlier ones. Raises ValueError for a file that is not a document log,
+    or whose last step is damaged.
     """
     if not Path(path).exists():
         return 0
@@ -135,7 +135,7 @@ class Audit:
     lost: int
     """Gaps between the first and the last piece, neither trained nor waiting."""
     out_of_turn: int
-    """Documents that came again before all others of their dataset."""
+    """Documents that came again before every document of their dataset had come."""
 
     @property
     def clean(self) -> bool:
@@ -145,7 +145,7 @@ class Audit:
 def audit(
     entries: np.ndarray, waiting: np.ndarray, position: int, lengths: Sequence[np.ndarray] | None = None
 ) -> Audit:
-    """Check that trained and waiting documents make up the stream: every piece once, every document whole.
+    """Check that trained and waiting documents make up the stream: each piece once, each document whole.
 
     Steps before the data began anew are not audited: they belong to another stream, whose waiting documents are
     unknown.

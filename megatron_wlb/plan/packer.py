@@ -14,7 +14,7 @@ from megatron_wlb.types import DOCUMENT, PackedBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """State of a packer between two steps, as arrays that nobody writes to: most snapshots are dropped unread."""
+    """A packer's state between steps, in arrays never written to: most snapshots are dropped unread."""
 
     header: dict[str, Any]
     """Everything in the state except the waiting documents."""
@@ -138,7 +138,7 @@ class Packer:
 
 
 class _Draw:
-    """The stream as a policy sees it in one step: takes numbers of tokens, returns documents with their arrival."""
+    """The stream as a policy sees it in one step: takes token counts, returns documents with arrival."""
 
     def __init__(self, stream: DocumentStream, step: int, base: tuple[int, int], batch_tokens: int) -> None:
         self._stream, self._step, self._batch_tokens = stream, step, batch_tokens

@@ -20,7 +20,7 @@ MAX_BYTES = 256 << 20
 
 
 def make(header: dict[str, Any], waiting: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Return the state of `header` and the waiting documents (DOCUMENT arrays by place), as JSON types."""
+    """Return the state of `header` and waiting documents (DOCUMENT arrays), as JSON types."""
     state = {"format": FORMAT, "version": VERSION, **header}
     state["waiting"] = {place: [list(row) for row in rows.tolist()] for place, rows in waiting.items()}
     return state | {"digest": _digest(state)}

@@ -1,4 +1,4 @@
-"""The plan of a step: the documents of each micro-batch, its data-parallel rank, and its CP shards."""
+"""The plan of a step: each micro-batch's documents, data-parallel rank, and CP shards."""
 
 import atexit
 import hashlib
@@ -108,14 +108,14 @@ def plan_step(packer: Packer, job: Job, dp_rank: int = 0) -> StepPlan:
 
 
 def step_cost(packing: PackedBatch, job: Job) -> int:
-    """Approximate time of the costliest data-parallel rank of a step, in units of work (`placement.rank_cost`)."""
+    """Approximate time of a step's costliest data-parallel rank, in work (`placement.rank_cost`)."""
     work = packing.sums(document_work(packing.documents["length"], job.crossover_tokens))
     _, paces = _placed(work, packing.sums(packing.documents["length"]), job)
     return int(placement.rank_cost(paces, job).max())
 
 
 def shard_step(job: Job, lengths: Sequence[np.ndarray]) -> list[list[ShardPlan]]:
-    """Place and shard M micro-batches by the `lengths` of their documents (int64 [n] each), as `plan_step` does.
+    """Place and shard M micro-batches of documents of `lengths` (int64 [n] each), as `plan_step`.
 
     Returns the shards of every data-parallel rank's micro-batches in pipeline order.
     """
@@ -126,9 +126,9 @@ def shard_step(job: Job, lengths: Sequence[np.ndarray]) -> list[list[ShardPlan]]
 
 
 def _placed(work: np.ndarray, tokens: np.ndarray, job: Job) -> tuple[np.ndarray, np.ndarray]:
-    """Return the micro-batches of every data-parallel rank, and their `placement.paces`, int64 [dp, M / dp] each.
+    """Return each data-parallel rank's micro-batches and `placement.paces`, int64 [dp, M / dp] each.
 
-    `work` and `tokens` are those of all M micro-batches, int64 [M].
+    `work` and `tokens` cover all M micro-batches, int64 [M].
     """
     experts = tokens * job.expert_crossover_tokens
     rows = placement.place(work, job, experts, tokens)

@@ -57,7 +57,7 @@ class _Order:
         self._document = self._length = self._ends = self._drawn = np.empty(0, np.int64)
 
     def permute(self) -> None:
-        """Go to the next chunk, if the present one is used up. Permutes whole chunks, since permuting is what costs."""
+        """Go to the next chunk if this one is used up. Permutes whole chunks, since permuting is costly."""
         size = len(self._source.lengths)
         while self.at == len(self.lengths):
             epoch, place = divmod(self._chunk, size)
@@ -76,7 +76,7 @@ class _Order:
         return min(int(np.searchsorted(self._ends, start + tokens)) + 1, len(self.lengths)) - self.at
 
     def take(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Take the next `count` documents of the chunk; returns them and their lengths, int64 [count] each."""
+        """Take the next `count` documents of the chunk; returns numbers and lengths, int64 [count] each."""
         taken = slice(self.at, self.at + count)
         self.at += count
         if count:
@@ -85,7 +85,7 @@ class _Order:
 
 
 class DocumentStream:
-    """Stream of documents, cut into pieces of at most `context_length` tokens; endless unless `num_epochs` is given.
+    """Stream of documents in pieces of at most `context_length` tokens; endless without `num_epochs`.
 
     Args:
         sources: the datasets of the blend; weights are shares of tokens.
@@ -226,7 +226,7 @@ class DocumentStream:
         return np.concatenate(runs, axis=1)
 
     def _next_datasets(self, datasets: list[int], tokens: int) -> np.ndarray:
-        """Choose the datasets of the documents that begin within the next `tokens`, until a chunk is used up."""
+        """Choose datasets of the documents that begin within `tokens`, until a chunk is used up."""
         orders = [self._orders[i] for i in datasets]
         for order in orders:
             order.permute()

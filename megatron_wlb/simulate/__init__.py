@@ -1,4 +1,4 @@
-"""Simulates training steps: `simulate_step(job, shards)` predicts a step's time, `breakdown` where the time goes.
+"""Simulates training steps: `simulate_step` predicts a step's time, `breakdown` where it goes.
 
 Simulates the discrete events of one step under data, pipeline, context and tensor parallelism, from lengths and shards
 alone. Needs neither torch nor megatron nor a GPU.

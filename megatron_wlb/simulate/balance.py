@@ -1,4 +1,4 @@
-"""Balance of a simulated step: between micro-batches, data-parallel ranks and context-parallel ranks."""
+"""Balance of a simulated step: between micro-batches, DP ranks and CP ranks."""
 
 import numpy as np
 

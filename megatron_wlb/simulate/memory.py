@@ -1,4 +1,4 @@
-"""Activation memory of a pipeline stage with variable micro-batch lengths, and the largest S_max that fits.
+"""Activation memory of a pipeline stage with variable lengths, and the largest S_max that fits.
 
 Bytes per token and layer follow Korthikanti et al. (arXiv 2205.05198, section 4), extended to attention that saves no
 scores, grouped key heads, gated MLPs and experts. They count every tensor that a layer keeps for backward, in the
@@ -46,7 +46,7 @@ def layer_input_bytes(job: Job) -> float:
 
 
 def layer_bytes(job: Job) -> float:
-    """Bytes that a layer keeps for backward unless fully recomputed, per token of a context-parallel rank."""
+    """Bytes that a layer keeps for backward unless fully recomputed, per token of a CP rank."""
     return _attention_bytes(job) + _mlp_bytes(job, _dropped(job))
 
 
@@ -92,7 +92,7 @@ def _attention_bytes(job: Job) -> float:
 
 
 def _latent_bytes(job: Job) -> float:
-    """Bytes of latents before and after their norms, and of every layer's sines and cosines for queries and keys.
+    """Bytes of latents before and after their norms, and of a layer's sines and cosines.
 
     If latents are exchanged, the latents of all keys are kept. If they are expanded again, the key part that heads
     share is kept instead of the norms' outputs.
@@ -152,7 +152,7 @@ def _expert_input_bytes(job: Job) -> float:
 
 
 def mlp_backward_bytes(job: Job) -> float:
-    """Bytes that backward of one MLP holds on top of the kept ones, per token of a context-parallel rank.
+    """Bytes that backward of one MLP adds to the kept ones, per token of a CP rank.
 
     It holds what it recomputes and the gradient of its output; with experts also that gradient as sent. Add two
     tensors, before and after a matrix product, an activation or an exchange. The largest such tensor is the
@@ -167,7 +167,7 @@ def mlp_backward_bytes(job: Job) -> float:
 
 
 def attention_backward_bytes(job: Job) -> float:
-    """Bytes that backward of one attention holds on top of the kept ones, per token of a context-parallel rank.
+    """Bytes that backward of one attention adds to the kept ones, per token of a CP rank.
 
     It holds what it recomputes, and gradients. On top comes the larger of two phases: a kernel with received K and V
     and with dK and dV in fp32; or dK and dV being sent, cast before they are concatenated unless sent in fp32. If
@@ -206,7 +206,7 @@ def arrived_bytes(job: Job) -> float:
 
 
 def peak_bytes(job: Job, stage: int, max_tokens: int | None = None) -> float:
-    """Peak activation bytes of a stage if every micro-batch in flight had `max_tokens` tokens (default: S_max).
+    """Peak activation bytes of a stage if every micro-batch in flight had `max_tokens` (S_max).
 
     Tokens are capped by what a data-parallel rank can hold in a step. The peak comes when the last layer of a stage
     begins its backward: in the MLP, while K and V of attention arrive, or in attention, with the MLP freed.
@@ -217,7 +217,7 @@ def peak_bytes(job: Job, stage: int, max_tokens: int | None = None) -> float:
 
 
 def most_kept(job: Job, stage: int, longest: int, kept: np.ndarray) -> float:
-    """Bytes that a stage keeps at most at once, times CP, if no micro-batch has more than `longest` tokens.
+    """Most bytes that a stage keeps at once, times CP, with micro-batches of up to `longest` tokens.
 
     `kept` is what a pass through each virtual stage keeps per token, float64 [vpp]. Every pass in flight may have
     `longest` tokens, but each micro-batch of the rank is in flight at most once per virtual stage.
@@ -231,7 +231,7 @@ def _most_rank_tokens(job: Job, longest: int) -> float:
 
 
 def largest_max_tokens(job: Job, budget_bytes: float) -> int:
-    """Largest S_max whose peak fits the budget on every stage, a multiple of the job's unit; 0 if none fits."""
+    """Largest S_max, a multiple of the job's unit, that fits the budget on every stage; 0 if none."""
     budget, unit, fitting = job.parallel.cp * budget_bytes, job.unit_tokens, []
     for stage in range(job.parallel.pp):
         kept, at_once = _token_bytes(job, stage)

@@ -150,7 +150,7 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
 
 
 def crossover(job: Job) -> int:
-    """Crossover length Lc of a job, in tokens: a document of d tokens takes time proportional to d * (d + Lc).
+    """Crossover length Lc of a job in tokens; a document of d takes time proportional to d * (d + Lc).
 
     Solved from the pass times of a document of half a window, of two such documents, and of one document twice as long.
     Costs per micro-batch (launches, latencies) cancel. Context-parallel ranks divide everything alike, so one rank
@@ -170,12 +170,12 @@ def crossover(job: Job) -> int:
     plans = [shard(np.array(lengths), alone)[1] for lengths in ([half], [half, half], [2 * half])]
     passes = pass_times(alone, plans)
     one, two, twice = (passes.forward + passes.backward)[0, 0]
-    squared = (twice - two) / 2  # time of half * half pairs; two - one is that of half * (half + Lc)
+    squared = (twice - two) / 2  # time of half * half pairs, where two - one is the time of half * (half + Lc)
     return max(1, round(half * ((two - one) / squared - 1)))
 
 
 def synchronised(job: Job, passes: Sequence[Passes]) -> tuple[Passes, ...]:
-    """Return `passes` of all data-parallel ranks, with ranks that divide experts (`expert_dp_ranks`) in lockstep.
+    """Return `passes` of all DP ranks, with ranks that divide experts (`expert_dp_ranks`) in lockstep.
 
     In every layer, tokens go to the experts once the slowest of these ranks has done the rest of the layer, and return
     together. Ranks do equal shares of the experts' work, since routing is assumed to be balanced. The exchange of

@@ -185,7 +185,7 @@ def shares(step: SimulatedStep) -> dict[str, float]:
 
 
 def balanced_time(step: SimulatedStep) -> float:
-    """Time of the step in us if all micro-batches, and all context-parallel shards, had the mean work.
+    """Time of the step in us if all micro-batches, and all CP shards, had the mean work.
 
     The limit of what packing and sharding can gain, for the same tokens and attention.
     """

@@ -69,7 +69,7 @@ def _deferred(job: Job, passes: Passes) -> tuple[Timeline, np.ndarray]:
 
 
 def _weight_gradients(job: Job, rows: np.ndarray, layer: np.ndarray, output: np.ndarray) -> WeightGradients:
-    """Weight gradients of micro-batches with `rows` on a rank; `layer` and `output`: times of their weight products."""
+    """Weight gradients of micro-batches with `rows`; `layer` and `output`: times of their weights."""
     counts = part_counts(job)
     held_of_layer, held_of_output = memory.weight_gradient_bytes(job)
     parts = (*counts.shape, int(counts.max()), 1)

@@ -1,4 +1,4 @@
-"""Other layouts of the same GPUs: context parallelism instead of pipeline or data parallelism, and the reverse.
+"""Other layouts of the same GPUs: CP instead of PP or DP, and the reverse.
 
 Also pipelines with one layer per chunk, and pipelines with fewer layers on the last stage, which has the vocabulary.
 """
@@ -32,7 +32,7 @@ _OF_STAGES = (
 
 
 def sizes(job: Job) -> list[tuple[int, int, int]]:
-    """CP, PP and virtual stages to try instead of a job's own, also in place of data-parallel ranks; TP stays."""
+    """CP, PP and virtual stages to try in place of a job's own and of its DP ranks; TP stays."""
     p = job.parallel
     wanted = [(p.cp, p.pp), (p.cp * p.pp, 1), (p.cp, 1), (p.cp * p.dp, p.pp), (p.cp * p.pp * p.dp, 1)]
     if p.pp % 2 == 0:
@@ -49,7 +49,7 @@ def virtual_stages(layers: int, pp: int) -> int:
 def jobs(run: Run, job: Job, stream: Callable[[], DocumentStream]) -> Iterator[Job]:
     """Yield the job in every other layout that fits memory, with the best number of micro-batches.
 
-    Yields none for experts: a job knows only those of their weights that a token is multiplied with.
+    Yields none for experts: a job only knows the expert weights that a token is multiplied with.
     """
     for cp, pp, vpp in sizes(job) if not job.model.moe_router_topk else ():
         stages = dict.fromkeys(_OF_STAGES) | {"num_virtual_stages_per_pipeline_rank": vpp if vpp > 1 else None}
@@ -68,9 +68,9 @@ def jobs(run: Run, job: Job, stream: Callable[[], DocumentStream]) -> Iterator[J
 
 
 def relieved(job: Job, stream: DocumentStream) -> Job:
-    """Return the job with layers moved from its last stage to others, while that balances the time of the vocabulary.
+    """Move layers of the last stage to other stages, while that balances the time of the vocabulary.
 
-    By the work of the stream's next documents.
+    Uses the work of the stream's next documents.
     """
     model = job.model
     if job.parallel.pp == 1 or model.mtp_num_layers:

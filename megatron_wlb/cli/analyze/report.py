@@ -1,4 +1,4 @@
-"""The numbers: steps of plain Megatron, the paper's scheme and --wlb, packed, sharded and simulated."""
+"""The numbers: packed, sharded and simulated steps of Megatron, the paper's scheme and --wlb."""
 
 import datetime
 import json
@@ -141,7 +141,7 @@ def _speedup(numbers: dict[str, Any], over: dict[str, Any]) -> dict[str, float]:
 
 
 def lost(setup: Setup, job: Job, steps: int) -> dict[str, float]:
-    """Loss of Megatron without each of the flags that --wlb refuses, as shares of its tokens per second."""
+    """Megatron's loss without each flag that --wlb refuses, as a share of its tokens per second."""
     without = setup.megatron.refused
     if not without:
         return {}
@@ -161,7 +161,7 @@ def _is_faster(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _compare(schemes: dict[str, dict[str, Any]], plain: dict[str, Any]) -> dict[str, float]:
-    """Add the gain over `plain`, one of the schemes, to each scheme's numbers. Returns the limit of --wlb."""
+    """Add to each scheme's numbers its gain over `plain`, one of them. Returns --wlb's limit."""
     us_per_token = schemes["ours"]["limit_us_per_token"]
     # Megatron has a limit of its own: it cuts documents at window ends, which lowers the work per token.
     megatron = min(numbers["limit_us_per_token"] for name, numbers in schemes.items() if name in MEGATRON)

@@ -105,7 +105,7 @@ class Setup:
         )
 
     def _best(self, job: Job) -> tuple[Job, list[Prediction], list[Job]]:
-        """Return the job with the number of micro-batches that `auto` chooses, what was compared, and other layouts."""
+        """Return the job with the micro-batches that `auto` chooses, what was compared, and other layouts."""
         settings = self.run.settings
         if settings.micro_batches != "auto" or not job.packing.steady_tokens:
             return job, [], []
@@ -211,7 +211,7 @@ def setup_of(run: Run) -> Setup:
 
 
 def _by_windows(job: Job, group_size: int | None) -> Job:
-    """Return the job with one micro-batch per window, in groups of `group_size` if they can be interleaved so."""
+    """Return the job with one micro-batch per window, in groups of `group_size` if possible."""
     parallel, windows = job.parallel, job.global_batch_size
     each = windows // parallel.dp
     if parallel.vpp == 1 or (group_size and each not in nearest_counts(each, parallel.pp, group_size)):

@@ -75,7 +75,7 @@ def rows(report: Report) -> list[Row]:
 
 
 def gain(report: Report) -> float:
-    """Return the gain of --wlb as a share of the speed without; below 0 if it loses, 0 if that is not certain."""
+    """Return --wlb's gain as a share of the speed without; below 0 for a loss, 0 if not certain."""
     ours = report.entries["schemes"]["ours"]
     brings: float = ours["speedup"] - 1
     return brings if abs(brings) > max(0.005, 2 * ours["speedup_error"]) else 0.0
