@@ -1,4 +1,4 @@
-"""Scalars under `wlb/` where Megatron writes its own: TensorBoard and Weights & Biases."""
+"""Writes scalars under `wlb/` to Megatron's TensorBoard and Weights & Biases writers."""
 
 from argparse import Namespace
 from collections import Counter
@@ -11,17 +11,17 @@ from megatron_wlb.plan.step import StepPlan
 
 
 class Telemetry:
-    """Every `--tensorboard-log-interval` steps, if the run writes TensorBoard or W&B at all; else it does nothing."""
+    """Writes every `--tensorboard-log-interval` steps if the run uses TensorBoard or W&B, else never."""
 
     def __init__(self, args: Namespace) -> None:
         self._interval = args.tensorboard_log_interval if args.tensorboard_dir or args.wandb_project else 0
 
     def wants(self, iteration: int) -> bool:
-        """Whether `write` will write anything."""
+        """Whether `write` writes anything at `iteration`."""
         return self._interval > 0 and iteration % self._interval == 0
 
     def write(self, iteration: int, plan: StepPlan, entry: dict[str, Any]) -> None:
-        """Write a step, of which `entry` is `log.summary`; only on the rank that has upstream's writers."""
+        """Write a step on the rank with upstream's writers; `entry` is its `log.summary`."""
         if not self.wants(iteration):
             return
         values = {f"wlb/{name}": value for name, value in scalars(plan, entry).items()}
@@ -33,7 +33,7 @@ class Telemetry:
 
 
 def scalars(plan: StepPlan, entry: dict[str, Any]) -> dict[str, float]:
-    """What is written of a step; times in seconds, the predicted one as simulated."""
+    """Return the scalars of a step; times in seconds."""
     found = {
         "tokens": entry["tokens"],
         "micro-batches": entry["num_micro_batches"],

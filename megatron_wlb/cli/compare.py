@@ -2,8 +2,8 @@
 
     megatron-wlb compare run.jsonl
 
-The log of a run (--wlb-log) describes its job. Its steps are placed and sharded as they were, and simulated with the
-run's profile or --wlb-profile. `megatron-wlb profile` measures a better profile.
+The log of a run (--wlb-log) describes its job. Its steps are placed and sharded as in the run, and simulated with the
+run's profile or with --wlb-profile. `megatron-wlb profile` measures a better profile.
 """
 
 import argparse
@@ -28,23 +28,23 @@ FORMAT = "megatron-wlb-comparison"
 VERSION = 3
 USAGE = "RUN.jsonl [--wlb-profile PROFILE] [--skip K] [--json FILE]"
 MOST_STEPS = 500
-"""Simulated, evenly spread over the log: errors need no more, and a step can take a second."""
+"""Most steps that are simulated, evenly spread over the log: errors need no more, and a step can take a second."""
 
 
 class LoggedStep(NamedTuple):
-    """What a run logged of a step."""
+    """A step as a run logged it."""
 
     number: int
     measured_us: float
     lengths: list[np.ndarray]
-    """Lengths of the documents of every micro-batch."""
+    """Document lengths of every micro-batch."""
     job: Job
     shares: dict[str, float | None]
-    """What of the time is busy and so on, by `SHARES`: {} where the run did not tell, None where it could not."""
+    """Shares of the time, by `SHARES`: {} if the run logged none, None for a share that it could not measure."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of the command."""
     parser.add_argument("log", metavar="RUN.jsonl", help="the file that --wlb-log named")
     parser.add_argument(
         "--wlb-profile",
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace, words: Words) -> None:
 
 
 def _steps(args: argparse.Namespace, notes: list[str]) -> list[LoggedStep]:
-    """The steps of the log that are simulated; raises ValueError if they are too few."""
+    """Return the steps of the log to simulate; raises ValueError if there are too few."""
     steps = warm(read_log(args.log), args.skip)
     if len(steps) < 2:
         raise ValueError(f"{args.log} has {len(steps)} steps after --skip {args.skip}; give the log of more steps")
@@ -101,7 +101,7 @@ def _steps(args: argparse.Namespace, notes: list[str]) -> list[LoggedStep]:
 
 
 def _profile_of(args: argparse.Namespace, ran: Job, notes: list[str]) -> Profile:
-    """What the steps of a run are predicted by."""
+    """Return the profile that predicts the steps of a run."""
     if args.wlb_profile is None and ran.profile.counts_pairs:
         notes.append(f"The run's profile counts attended pairs; times are predicted by profile {DEFAULT_PROFILE}.")
         return load_profile(DEFAULT_PROFILE)
@@ -109,7 +109,7 @@ def _profile_of(args: argparse.Namespace, ran: Job, notes: list[str]) -> Profile
 
 
 class _Line(msgspec.Struct):
-    """What is read of a line of the log."""
+    """The fields that are read from a line of the log."""
 
     step: int
     step_ms: Annotated[float, msgspec.Meta(gt=0, lt=1e12)]
@@ -119,7 +119,7 @@ class _Line(msgspec.Struct):
 
 
 def read_log(path: str) -> list[LoggedStep]:
-    """The steps of a `--wlb-log` file in the order they ran. Raises ValueError, naming the line, for anything else."""
+    """Read the steps of a `--wlb-log` file in the order they ran. Raises ValueError, naming the line, if it is none."""
     steps: list[LoggedStep] = []
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -148,7 +148,7 @@ def _logged_step(line: bytes) -> LoggedStep:
 
 
 def warm(steps: Sequence[LoggedStep], skip: int) -> list[LoggedStep]:
-    """Without the first `skip` steps of every start; a run that was resumed goes back in its steps, or has a gap."""
+    """Drop the first `skip` steps of every start; at a resume, step numbers go back or have a gap."""
     steady, age = [], 0
     for i, step in enumerate(steps):
         age = age + 1 if i and step.number == steps[i - 1].number + 1 else 0
@@ -158,7 +158,7 @@ def warm(steps: Sequence[LoggedStep], skip: int) -> list[LoggedStep]:
 
 
 def errors(predicted: np.ndarray, measured: np.ndarray) -> dict[str, Any]:
-    """How far predicted step times in us, float64 [n], are off; the correlation is None where either side is even."""
+    """Return errors of predicted step times in us, float64 [n]; the correlation is None if either side is constant."""
     median, p90 = relative_error(predicted, measured)
     varies = min(np.ptp(predicted), np.ptp(measured)) > 0
     return {
@@ -174,14 +174,15 @@ def errors(predicted: np.ndarray, measured: np.ndarray) -> dict[str, Any]:
 def in_words(
     steps: Sequence[LoggedStep], times: Sequence[float], parts: Sequence[dict[str, float]]
 ) -> dict[str, dict[str, float | None]]:
-    """What a report of `analyze` says of time, measured and predicted, means over steps.
+    """Return time and shares in the words of a report of `analyze`, measured and predicted, means over steps.
 
-    Shares are those of the steps of which the run told its own, or of all; None is what it could not tell.
+    Shares are means over the steps that logged theirs, or over all steps if none did; None for a share that the run
+    could not measure.
 
     Args:
         steps: as logged.
-        times: as predicted, us.
-        parts: predicted shares of each.
+        times: predicted times, us.
+        parts: predicted shares of each step.
     """
     tokens, gpus = sum(int(sum(map(np.sum, step.lengths))) for step in steps), steps[0].job.parallel.num_gpus
     told = [(ran.shares, each) for ran, each in zip(steps, parts, strict=True) if ran.shares]

@@ -18,14 +18,14 @@ COMMANDS = (analyze, profile, compare, audit)
 EXTRAS = dict.fromkeys(("jinja2", "matplotlib", "rich", "scipy"), "analysis") | {"torch": "train"}
 """Packages that only some commands need, and the extra that each comes with."""
 MOST_OF_A_WORD, MOST_OF_A_LINE = 200, 1000
-"""Characters of an error."""
+"""Most characters of a word and of the line of an error."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Wrong input is one line."""
+    """Reports wrong input in one line."""
 
     def __init__(self, **options: Any) -> None:
-        # No flag is the beginning of another: --save is Megatron's.
+        # No abbreviations: --save is Megatron's.
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"{words[end + 1]} behind --: only analyze takes a run's command")
         return args.run(args, Words(words, words[end + 1 :])) or 0
     except BrokenPipeError:
-        # The reader has gone, as in `| head`; without this the interpreter fails again when it flushes at exit.
+        # The reader has closed the pipe, as in `| head`. Without this, the interpreter fails again when it flushes at
+        # exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except ModuleNotFoundError as error:
@@ -72,7 +73,7 @@ def _refuse(command: str, message: str) -> int:
 
 
 def refusal(program: str, message: str) -> str:
-    """An error as it is printed, in one line."""
+    """Format an error as one line."""
     words = (
         word if len(word) <= MOST_OF_A_WORD else f"{word[:MOST_OF_A_WORD]}..." for word in printable(message).split()
     )

@@ -1,15 +1,15 @@
 """`megatron-wlb profile`: measure this device.
 
-Measures the kernel times that context-parallel sharding goes by, and what the rest of a layer takes. From both follows
-the crossover length that packing goes by.
+Measures the kernel times that context-parallel sharding uses, and the time of the rest of a layer. Both determine the
+crossover length that packing uses.
 
     megatron-wlb profile --model llama2-7b --output mine.json
     megatron-wlb profile --hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 11008 --swiglu --output mine.json
 
-Attention runs as in training, on shards of single, equal and mixed documents, forward and backward apart. Two thirds of
-the shards are fitted, the error is that on the others. The linear part of a layer (matrix multiplies, norms,
-activation) is kept as TFLOP/s, which hold for other models, too. Takes one or two minutes on a GPU. On a
-CPU shapes are smaller, for demonstrations.
+Attention runs as in training, on shards of single, equal and mixed documents, with forward and backward timed
+separately. The fit uses two thirds of the shards, and the error is measured on the rest. The linear part of a layer
+(matrix multiplies, norms, activation) is stored as TFLOP/s, which hold for other models, too. Takes one or two minutes
+on a GPU. On a CPU, shapes are smaller, for demonstrations.
 """
 
 import argparse
@@ -29,15 +29,15 @@ from megatron_wlb.describe.make import make_job
 from megatron_wlb.hardware.profile import Profile
 
 LONGEST_TOKENS = {"cuda": (131072, 16384), "cpu": (4096, 1024)}
-"""Longest document that is measured (in shards of it), without and with --quick."""
+"""Longest document to measure (in shards of it), without and with --quick."""
 LINEAR_TOKENS = {"cuda": 8192, "cpu": 512}
 TILE_ROWS = {"cuda": (128,), "cpu": (1, 32, 64, 128)}
-"""Where there are several, the one that fits best is taken."""
+"""Candidates, of which the best-fitting one is used."""
 USAGE = "[MODEL FLAGS] --output FILE.json [--quick]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of the command."""
     add_model_flags(parser)
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     parser.add_argument(
@@ -71,9 +71,10 @@ def run(args: argparse.Namespace, words: Words) -> None:
 def _measure(
     args: argparse.Namespace, target: Any, chosen: list[Shape]
 ) -> tuple[tuple[float, float], np.ndarray, bool]:
-    """Linear times in us per token, and attention times of the shapes, float64 [shapes, 2] us: forward, backward.
+    """Return linear times in us per token, and attention times of the shapes.
 
-    Last, whether these are of two streams, because that was faster over all shapes.
+    Attention times are float64 [shapes, 2] us: forward, backward. The last result says whether they are of two streams,
+    which were then faster over all shapes.
     """
     import torch
 
@@ -104,7 +105,7 @@ def _fit(
     us: np.ndarray,
     two_streams: bool,
 ) -> dict[str, Any]:
-    """The profile, its errors and the linear times, as JSON types."""
+    """Return the profile, its errors and the linear times, as JSON types."""
     model, (forward, backward) = target.model, map(rounded, linear_us)
     shards = [plan.shards[rank] for plan, rank in chosen]
     kernel, error = fit_directions(shards, us, model.num_attention_heads, TILE_ROWS[target.device])

@@ -1,4 +1,4 @@
-"""Settings of planning, and of the training run itself."""
+"""Settings of planning and of the training run."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +11,7 @@ ATTENTION_BACKENDS = ("auto", "aten", "flash_attn_3", "te", "cpu", "reference", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings(Settings):
-    """Settings of planning, besides those of packing and sharding. Lengths are in trained tokens."""
+    """Settings of planning, except those of packing and sharding. Lengths are in trained tokens."""
 
     micro_batches: int | Literal["auto"] = setting(
         "auto",
@@ -64,7 +64,7 @@ class PlanSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings(Settings):
-    """What training goes by besides the description of its job."""
+    """Settings of the training run that are not part of its job."""
 
     attention_backend: str = setting(
         "auto",

@@ -1,7 +1,7 @@
-"""The documents of every step of a run in a file that only grows, and the audit that none is lost or doubled.
+"""A log of the documents of every step, and the audit that none is lost or doubled.
 
-Records of `ENTRY`, 44 bytes each: a mark that begins a step and has the number of its documents, then the documents. A
-step that ran again after a restart stands there twice; the later one counts.
+The file only grows. It has records of `ENTRY`, 44 bytes each: a mark that begins a step and counts its documents, then
+the documents. A step that ran again after a restart appears twice; the later one counts.
 """
 
 import os
@@ -17,8 +17,8 @@ from megatron_wlb.types import DOCUMENT, PackedBatch
 ENTRY = np.dtype(
     [
         ("step", "<i8"),
-        ("micro_batch", "<i4"),  # or what kind of mark it is
-        ("index", "<i8"),  # place in the stream; of a mark, the documents of the step
+        ("micro_batch", "<i4"),  # or the kind of mark
+        ("index", "<i8"),  # place in the stream; in a mark, the number of documents
         ("dataset", "<i4"),
         ("document", "<i8"),
         ("offset", "<i8"),  # first trained token within the document
@@ -26,14 +26,14 @@ ENTRY = np.dtype(
     ]
 )
 BEGINS, BEGINS_ANEW = -1, -2
-"""Marks of a step, and of one with which the data began anew (`--wlb-restart-packing`)."""
+"""Marks that begin a step, and a step at which the data began anew (`--wlb-restart-packing`)."""
 _MOST = 1 << 53
 _CHUNK = 1 << 14
-"""Records that are looked at together, from the end."""
+"""Records that are read together, from the end."""
 
 
 def append(path: str | os.PathLike[str], step: int, packed: PackedBatch, *, begins_anew: bool = False) -> None:
-    """Append the micro-batches of a step, all or nothing; `begins_anew` where its data is the beginning of the stream.
+    """Append the micro-batches of a step, all or nothing; `begins_anew`: the step's data begin the stream again.
 
     Raises OSError, as `files.append`.
     """
@@ -48,9 +48,10 @@ def append(path: str | os.PathLike[str], step: int, packed: PackedBatch, *, begi
 
 
 def mend(path: str | os.PathLike[str]) -> int:
-    """Cut off what a crash left half written at the end; returns the number of bytes. A missing file is fine.
+    """Cut off an incomplete step at the end; returns the bytes cut. A missing file is fine.
 
-    Reads no more than the last step; `read` looks at the others. Raises ValueError for a file that is no document log.
+    Reads only the last step; `read` checks the earlier ones. Raises ValueError for a file that is not a document log,
+    or whose last step is damaged.
     """
     if not Path(path).exists():
         return 0
@@ -83,13 +84,13 @@ def mend(path: str | os.PathLike[str]) -> int:
 
 
 def read(path: str | os.PathLike[str]) -> np.ndarray:
-    """ENTRY [n] of the whole run in order of steps, marks of a new beginning too; of a step that ran again, the last.
+    """Read the whole run in order of steps: ENTRY [n], with the marks of a new beginning.
 
-    What a crash left of a step at the end is passed over. Raises ValueError for a file that is no document log, or is
-    damaged, or larger than the memory.
+    Of a step that ran again, returns the last run. Skips an incomplete step at the end. Raises ValueError for a file
+    that is not a document log, is damaged, or is too large for the memory.
     """
     size, memory = os.stat(path).st_size, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if size > memory // 4:  # what is made of the rows takes several times as much
+    if size > memory // 4:  # the arrays made of the rows take several times as much
         raise ValueError(f"{path} has {size} bytes, over a quarter of {memory} of memory; audit it on a larger machine")
     rows = np.fromfile(path, ENTRY)
     damaged = f"{path} is not a document log, or it is damaged; restore it"
@@ -106,7 +107,7 @@ def read(path: str | os.PathLike[str]) -> np.ndarray:
 
 
 def _is_whole(rows: np.ndarray) -> bool:
-    """Whether records could have been written by `append`."""
+    """Whether `append` could have written these records."""
     marks = rows["micro_batch"] < 0
     in_range = all(
         0 <= rows[name].min() <= rows[name].max() <= _MOST for name in (ENTRY.names or ()) if name != "micro_batch"
@@ -117,24 +118,24 @@ def _is_whole(rows: np.ndarray) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """What a document log says about a run; see `audit`."""
+    """The result of `audit`."""
 
     restarts: int
-    """How often the data began anew. All else is about the steps from the last time on."""
+    """How often the data began anew. All other fields cover the steps since the last time."""
     first_step: int
-    """The first step that is judged."""
+    """The first step that is audited."""
     steps: int
     missing_steps: int
-    """Steps between the first and the last that are not in the log."""
+    """Steps between the first and the last that are missing in the log."""
     tokens: int
     documents: int
     """Documents trained, wholly or in part."""
     doubled: int
-    """Tokens that had been trained before in the same pass over the data."""
+    """Tokens trained before in the same pass over the data."""
     lost: int
-    """Places at which something between the first and the last piece was neither trained nor waits."""
+    """Gaps between the first and the last piece, neither trained nor waiting."""
     out_of_turn: int
-    """Documents that came again before all others of their dataset had come."""
+    """Documents that came again before every document of their dataset had come."""
 
     @property
     def clean(self) -> bool:
@@ -144,16 +145,16 @@ class Audit:
 def audit(
     entries: np.ndarray, waiting: np.ndarray, position: int, lengths: Sequence[np.ndarray] | None = None
 ) -> Audit:
-    """Check that what was trained and what waits make up the stream: every piece once, every document whole.
+    """Check that trained and waiting documents make up the stream: each piece once, each document whole.
 
-    Where the data began anew, the steps before belong to another stream, whose waiting documents nobody knows: they are
-    not judged.
+    Steps before the data began anew are not audited: they belong to another stream, whose waiting documents are
+    unknown.
 
     Args:
-        entries: ENTRY [n], what `read` gave of a log that begins with the run.
-        waiting: DOCUMENT [m], what waits after the last step (of the packer state).
-        position: tokens that the stream had given by then (of the packer state).
-        lengths: of every document, by dataset of the blend; without, the end of a document is not checked.
+        entries: ENTRY [n], from `read`, of a log that begins with the run.
+        waiting: DOCUMENT [m], documents that wait after the last step (from the packer state).
+        position: tokens taken from the stream by then (from the packer state).
+        lengths: lengths of all documents, by dataset of the blend; without them, ends of documents are not checked.
     """
     marks = entries["micro_batch"] == BEGINS_ANEW
     first_step = int(entries["step"][marks][-1] if marks.any() else entries["step"].min())
@@ -165,14 +166,14 @@ def audit(
     before, after = rows[:-1], rows[1:]
     same = (before["dataset"] == after["dataset"]) & (before["document"] == after["document"])
     same &= (after["offset"] > 0) | (before["index"] == after["index"])
-    step = np.where(same, after["offset"] - stops[:-1], after["offset"])  # past the token that must come next
+    step = np.where(same, after["offset"] - stops[:-1], after["offset"])  # tokens past the one that must come next
     jump = after["index"] - before["index"]
     lost = int(((jump > 1) | (step > 0)).sum()) + int(rows["index"][0] > 0 or rows["offset"][0] > 0)
     lost += int(rows["length"].sum() != position)
     begins = np.concatenate(([True], ~same))
     if lengths is not None:
         _check_datasets(rows, lengths)
-        ends = rows[np.append(~same, False)]  # the last document may not have come to its end
+        ends = rows[np.append(~same, False)]  # the last document may be incomplete
         for dataset, totals in enumerate(lengths):
             here = ends[ends["dataset"] == dataset]
             lost += int((here["offset"] + here["length"] < totals[here["document"]]).sum())
@@ -191,7 +192,7 @@ def audit(
 
 
 def _check_datasets(rows: np.ndarray, lengths: Sequence[np.ndarray]) -> None:
-    """Raises ValueError for documents that the datasets have not."""
+    """Raise ValueError for documents that the datasets do not have."""
     sizes = np.array([len(each) for each in lengths], np.int64)
     unknown = (rows["dataset"] < 0) | (rows["dataset"] >= len(lengths)) | (rows["document"] < 0)
     unknown[~unknown] = rows["document"][~unknown] >= sizes[rows["dataset"][~unknown]]
@@ -204,7 +205,7 @@ def _check_datasets(rows: np.ndarray, lengths: Sequence[np.ndarray]) -> None:
 
 
 def _out_of_turn(documents: np.ndarray) -> int:
-    """Documents, in the order of the stream, that begin an earlier pass over their dataset than the one before."""
+    """Count documents, in stream order, that begin an earlier pass over their dataset than the document before."""
     order = np.lexsort((documents["index"], documents["document"], documents["dataset"]))
     rows = documents[order]
     new = np.ones(len(rows), bool)

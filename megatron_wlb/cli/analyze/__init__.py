@@ -1,16 +1,16 @@
 """`megatron-wlb analyze`: predict what --wlb would bring to a run.
 
-Predicts the gain of --wlb for a run, from the lengths of its documents and its arguments alone; needs neither a GPU,
-nor Megatron, nor torch, and of the dataset only the .idx file.
+Predicts the gain of --wlb for a run, from the lengths of its documents and its arguments alone. Needs neither a GPU,
+nor Megatron, nor torch; of the dataset, it reads only the .idx file.
 
     megatron-wlb analyze train.log --html report.html
     megatron-wlb analyze --html report.html -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
     megatron-wlb analyze --model llama2-7b --seq-length 131072 --tensor-model-parallel-size 8 ... --data-path DATA
 
-LOG comes first; flags take precedence over what a log or a command says. Megatron's arguments that do not matter, are
-not simulated, or are refused by training with --wlb are listed. Plain Megatron (attention stays inside of documents),
-the paper's WLB-LLM with tuned thresholds, and this project's --wlb (as its --wlb-* flags say) run the same data,
-shuffled as in training; steps are packed, sharded and simulated as they would be trained.
+LOG comes first. Flags take precedence over a log or a command. Lists Megatron's arguments that do not matter, are not
+simulated, or are refused by training with --wlb. Plain Megatron (attention stays inside documents), the paper's WLB-LLM
+with tuned thresholds, and --wlb (with the --wlb-* flags given) run the same data, shuffled as in training. Steps are
+packed, sharded and simulated as they would be trained.
 """
 
 import argparse
@@ -22,12 +22,12 @@ from megatron_wlb.cli.common import Words, console, integer, progress, write_jso
 from megatron_wlb.cli.job import add_job_flags, run_of
 
 WIDTH = 100
-"""Columns, where no terminal says how many there are."""
+"""Columns if no terminal tells its width."""
 USAGE = "[LOG] [--html FILE] [--json FILE] [--trace FILE] [FLAGS] [-- COMMAND]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of the command."""
     parser.add_argument("--html", metavar="FILE", help="report with pictures to write, in one file")
     parser.add_argument(
         "--json", metavar="FILE", help="numbers to write; - for standard output, the table on the other"

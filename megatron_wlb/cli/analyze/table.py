@@ -1,4 +1,4 @@
-"""The report in words: rows and sentences that the terminal and the page share."""
+"""The report in words: rows and sentences for both the terminal and the page."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,15 +12,15 @@ from megatron_wlb.simulate import SHARES
 from megatron_wlb.simulate.memory import H100_BYTES
 
 TITLES = {"plain": "Megatron", "thd": "THD", "paper": "paper", "ours": "--wlb"}
-"""What schemes are called."""
+"""Names of the schemes."""
 SPEEDUP = "speed-up per token"
 
 Row = tuple[str, ...]
-"""A title, what it is for every scheme, and the limit."""
+"""A title, its value for every scheme, and its value at the limit."""
 
 
 def rows(report: Report) -> list[Row]:
-    """Titles of the columns, and what is shown of the schemes and of the limit."""
+    """Return the column titles, then a row per number with its values for the schemes and the limit."""
     schemes, limit = list(report.entries["schemes"].values()), report.entries["limit"]
     parallel = report.setup.job.parallel
     pp, dp, cp, gpus = parallel.pp, parallel.dp, parallel.cp, parallel.num_gpus
@@ -75,14 +75,14 @@ def rows(report: Report) -> list[Row]:
 
 
 def gain(report: Report) -> float:
-    """What --wlb brings, as a share of the speed without; below 0 where it loses, 0 where that is not certain."""
+    """Return --wlb's gain as a share of the speed without; below 0 for a loss, 0 if not certain."""
     ours = report.entries["schemes"]["ours"]
     brings: float = ours["speedup"] - 1
     return brings if abs(brings) > max(0.005, 2 * ours["speedup_error"]) else 0.0
 
 
 def headline(report: Report) -> tuple[str, str]:
-    """What is to be read first, and the rest of the report in a few sentences."""
+    """Return the sentence to read first, and the rest of the report in a few sentences."""
     entries, schemes = report.entries, report.entries["schemes"]
     without = f" without {', '.join(entries['left_out'])}" if entries["left_out"] else ""
     predicted = f"An estimate{without}" if without else "Predicted"
@@ -101,7 +101,7 @@ def headline(report: Report) -> tuple[str, str]:
 
 
 def to_paste(report: Report) -> list[tuple[str, str]]:
-    """Titles, and the flags below them; nothing where there is nothing to gain."""
+    """Return titles and the flags below them; [] if there is nothing to gain."""
     pairs = [("Add to the command", report.entries["flags"]), ("Take out", " ".join(report.entries["refused"]))]
     return [(title, flags) for title, flags in pairs if flags and gain(report) > 0]
 
@@ -132,7 +132,7 @@ def _waiting(numbers: dict[str, Any]) -> float:
 
 
 def errors_of(profile: dict[str, Any]) -> list[str]:
-    """What a profile says of its errors on what it was not fitted to, one sentence each."""
+    """Return the errors that a profile states for held-out data, one sentence each."""
 
     def walk(what: str, entry: Any) -> Iterator[str]:
         if not isinstance(entry, dict):
@@ -155,11 +155,11 @@ PARTS = {
     "waiting for other ranks": ("dp_wait", "ep_wait"),
     "gradients and optimizer": ("gradients", "optimizer", "parameters"),
 }
-"""Where the time goes, in few words, and the parts of a `Breakdown` that it is."""
+"""Short names for where the time goes, and the fields of `Breakdown` that each sums."""
 
 
 def parts(report: Report, scheme: str) -> dict[str, float]:
-    """Seconds of a million tokens by `PARTS`, as a typical step has them."""
+    """Return seconds per million tokens by `PARTS`, in the proportions of a typical step."""
     numbers = report.entries["schemes"][scheme]
     typical = numbers["typical_step_ms"]
     shares = {title: max(0.0, sum(typical[name] for name in names)) for title, names in PARTS.items()}
@@ -167,7 +167,7 @@ def parts(report: Report, scheme: str) -> dict[str, float]:
 
 
 def source(report: Report) -> str:
-    """What the report is of, when it was made, and by what."""
+    """Return the source of the report, its date, and its release."""
     entries = report.entries
     run = entries["launch"] if report.setup.run.launched.is_log else "flags and command as given"
     data = ", ".join(entries["data"]["prefixes"])
@@ -175,7 +175,7 @@ def source(report: Report) -> str:
 
 
 def job_line(report: Report) -> str:
-    """The job in a line."""
+    """Return the job in one line."""
     job, data = report.setup.job, report.entries["data"]
     parallel, quantiles = job.parallel, data["length_quantiles"]
     model = report.entries["model"] or f"{job.model.num_layers} layers of {job.model.hidden_size}"
@@ -189,7 +189,7 @@ def job_line(report: Report) -> str:
 
 
 def show(report: Report, console: Any) -> None:
-    """Print everything."""
+    """Print the report."""
     from rich.text import Text
 
     say = partial(console.print, soft_wrap=True)
