@@ -110,16 +110,22 @@ def test_processes_together_are_dense_attention(
         assert_close(tuple(got), (*(x[rows] for x in want[:4]), *want[4:]), TOLERANCE[dtype])
 
 
+def _noted():
+    """Shape and dtype of what this rank gives from here on, by collective."""
+    calls, collective = [], all_to_all._all_to_all
+
+    def noting(output, given, *sizes, **rest):
+        calls.append((tuple(given.shape), given.dtype))
+        return collective(output, given, *sizes, **rest)
+
+    all_to_all._all_to_all = noting
+    return calls
+
+
 def _attend_to_keys(sharding, dtype, backend, heads, sizes, settings):
     """The same with K and V that `exchange_rows` brings, and how often it calls for an exchange."""
     plan, rank = SHARDINGS[sharding](np.array(LENGTHS, np.int64), dist.get_world_size()), dist.get_rank()
-    collective, calls = all_to_all._all_to_all, []
-
-    def counted(output, given, *split, **rest):
-        calls.append((given.shape[1:], given.dtype))
-        return collective(output, given, *split, **rest)
-
-    all_to_all._all_to_all = counted
+    calls = _noted()
     rows, sinks = local_rows(plan, rank), (_sink(heads, dtype),) if settings.pop("sink", False) else ()
     options = AttentionOptions(backend=get_backend(backend, "cpu"), scale=0.3, **settings)
     metadata = ShardMetadata.build(plan, rank, options.backend.encode)
@@ -129,7 +135,7 @@ def _attend_to_keys(sharding, dtype, backend, heads, sizes, settings):
     kv = side_by_side(*kv.split((k.shape[-1], v.shape[-1]), dim=-1))
     out = attention_to_keys(q, kv, metadata, options, *sinks)
     gradients = torch.autograd.grad(out, (q, k, v, *sinks), dout)
-    return rows, (out.detach(), *gradients), calls
+    return rows, (out.detach(), *gradients), [(shape[1:], dtype) for shape, dtype in calls]
 
 
 @pytest.mark.parametrize(
@@ -178,15 +184,7 @@ def _sink(heads, dtype):
 
 def _calls(lengths, sharding, settings):
     """What this rank gives in the collectives of one forward and backward, and rows it sends and receives by set."""
-    calls = []
-    collective = all_to_all._all_to_all
-
-    def counted(output, input, *sizes, **rest):
-        calls.append((tuple(input.shape), input.dtype))
-        return collective(output, input, *sizes, **rest)
-
-    all_to_all._all_to_all = counted
-    settings = dict(settings)
+    calls, settings = _noted(), dict(settings)
     plan = _plan(lengths, sharding, dist.get_world_size(), settings.pop("rounds", None))
     options = AttentionOptions(backend=get_backend("auto", "cpu"), **settings)
     metadata = ShardMetadata.build(plan, dist.get_rank(), options.backend.encode)
@@ -216,17 +214,6 @@ def test_collectives_of_forward_and_backward(settings, heads, forward, backward)
     # Of each document, rank 1 needs the first quarter, and rank 0 the two in the middle.
     (sent_by_0, _), (sent_by_1, _) = (moved[0] for _, moved in answers)
     assert (sent_by_0, sent_by_1) == (48, 95)  # the document of one token is on one rank
-
-
-def test_rounds_gather_ahead_of_each_other():
-    answers = run_world(_calls, 2, LENGTHS, "in rounds", {})
-    for calls, moved in answers:
-        assert len(moved) == 2
-        dtypes = [torch.bfloat16] * 4 + [torch.float32] * 2
-        assert sorted(calls, key=lambda call: str(call[1])) == [
-            ((rows, 2, 2, 16), dtype)
-            for rows, dtype in zip([*(s for s, _ in moved * 2), *(r for _, r in moved)], dtypes, strict=True)
-        ]
 
 
 def _groups():

@@ -18,7 +18,7 @@ from megatron_wlb.runtime.backends.flash_attn_3 import FlashAttn3Backend
 from megatron_wlb.runtime.backends.te import TeBackend
 from megatron_wlb.runtime.backends.trial import kernel_args
 from tests.covering import covering
-from tests.runtime.calls import CALLS, FULL, WINDOWS, check, tensors
+from tests.runtime.calls import CALLS, FULL, WINDOWS, check, expected, tensors
 
 # Interfaces of FlashAttention-3 in 2026 (without paged and rotary arguments), and of TransformerEngine 2.12 and 2.18,
 # to which 2.20 is equal.
@@ -61,37 +61,27 @@ TE = {
 }
 
 
-def entries(cu_q, cu_k, k_begins=None):
-    """Queries and keys of every entry that has some."""
-    k_begins = cu_k if k_begins is None else k_begins
-    for i in range(len(cu_q) - 1):
-        if cu_q[i + 1] > cu_q[i]:
-            begin = int(k_begins[i])
-            yield slice(int(cu_q[i]), int(cu_q[i + 1])), slice(begin, begin + int(cu_k[i + 1] - cu_k[i]))
-
-
 def varlen(q, k, v, cu, scale, left, causal, dout=None, out=None, lse=None):
-    """out and log-sum-exps of every entry in float64: bottom right if causal, at most `left` keys back (-1: all).
+    """out and log-sum-exps of entries in float64: bottom right if causal, at most `left` keys back (-1: all).
 
-    With dout its gradients, for which kernels need out and log-sum-exps.
+    `cu` is cu_q, cu_k and, where they are not cu_k, the begins of keys. With dout the gradients, for which kernels need
+    out and log-sum-exps.
     """
-    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    wide_k, wide_v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in leaves[1:])
-    outs, lses = [], []
-    for queries, keys in entries(*cu):
-        scores = scale * torch.einsum("qhd,khd->hqk", leaves[0][queries], wide_k[keys])
-        num_queries, num_keys = scores.shape[1:]
-        back = torch.arange(num_queries)[:, None] + num_keys - num_queries - torch.arange(num_keys)[None, :]
-        if causal:
-            scores = scores.masked_fill((back < 0) | (back > (num_keys if left < 0 else left)), float("-inf"))
-        lses.append(scores.logsumexp(-1))
-        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), wide_v[keys]))
-    exact = torch.cat(outs), torch.cat(lses, dim=1)
-    results = exact[0].detach().to(q.dtype), exact[1].detach().float()
+    queries, keys, begins = cu[0].diff(), cu[1].diff(), cu[-1][:-1]
+    used = queries > 0
+    entries = list(zip(queries[used].tolist(), keys[used].tolist(), strict=True))
+    rows = torch.cat([torch.arange(n) + begin for begin, (_, n) in zip(begins[used], entries, strict=True)])
+    no_gradient = q.new_zeros(*q.shape[:2], v.shape[-1])
+    given = q, k[rows], v[rows], no_gradient if dout is None else dout
+    exact = expected(entries, *given, scale, None if left < 0 else left, causal)
+    results = exact[0].to(q.dtype), exact[1].float()
     if dout is None:
         return results
     assert torch.equal(out, results[0]) and torch.equal(lse, results[1])
-    return [x.to(q.dtype) for x in torch.autograd.grad(exact[0], leaves, dout.double())]
+    totals = (
+        torch.zeros_like(x, dtype=torch.float64).index_add_(0, rows, g) for x, g in zip((k, v), exact[3:], strict=True)
+    )
+    return [x.to(q.dtype) for x in (exact[2], *totals)]
 
 
 def bound(operator, arguments, named):
@@ -249,12 +239,14 @@ def deterministic():
 
 
 def test_determinism_is_passed_on_or_refused(backend, deterministic, monkeypatch):
-    on_gpu(monkeypatch, (9, 0), 80)
-    if backend.name == "flash_attn_3":
-        with pytest.raises(ValueError, match="no deterministic gradients for head size 200, only up to 192"):
-            check(backend, CALLS["square"], head_size=200, dtype=torch.bfloat16)
-    else:
-        check(backend, CALLS["square"], head_size=200, dtype=torch.bfloat16)
+    """FlashAttention-3 refuses large heads, TransformerEngine what does not fit, before gradients are computed."""
+    on_gpu(monkeypatch, (9, 0), 80 if backend.name == "te" else 0)
+    large, small = ({"head_size": size, "dtype": torch.bfloat16} for size in (200, 16))
+    check(backend, CALLS["square"], **(large if backend.name == "te" else small))
+    on_gpu(monkeypatch, (9, 0), 0)
+    message = "no deterministic gradients for head size 200, only up to 192|'te' would take .* GiB for deterministic"
+    with pytest.raises(ValueError, match=message):
+        check(backend, CALLS["square"], **large)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
@@ -299,15 +291,6 @@ def test_flash_attention_2_refuses_deterministic_gradients_that_do_not_fit(entri
             check_sum_of_dq("aten", *rows, entries)
 
 
-def test_deterministic_gradients_are_checked_before_they_are_computed(backend, deterministic, monkeypatch):
-    on_gpu(monkeypatch, (9, 0), 0)
-    if backend.name == "flash_attn_3":
-        check(backend, CALLS["square"], dtype=torch.bfloat16)
-    else:
-        with pytest.raises(ValueError, match=f"{backend.name!r} would take .* GiB for deterministic gradients"):
-            check(backend, CALLS["square"], dtype=torch.bfloat16)
-
-
 @pytest.mark.parametrize("length", [1024, 4096, 32768])
 def test_workspace_of_te_is_what_its_authors_observed(length):
     """On compute capability 9.0: 128 B H S S bytes for B = 2 sequences, four times as many for B = 4."""
@@ -316,18 +299,14 @@ def test_workspace_of_te_is_what_its_authors_observed(length):
 
 
 @pytest.mark.parametrize(
-    ("cls", "package"),
-    [
-        (FlashAttn3Backend, "needs FlashAttention-3"),
-        (TeBackend, "needs transformer-engine"),
-    ],
+    ("cls", "package"), [(FlashAttn3Backend, "FlashAttention-3"), (TeBackend, "transformer-engine")]
 )
 def test_missing_packages_are_named(cls, package, monkeypatch):
     for name in ("flash_attn_interface", "transformer_engine"):
         monkeypatch.setitem(sys.modules, name, None)
     for name in [name for name in sys.modules if name.startswith("transformer_engine.")]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(ValueError, match=f"attention backend '{cls.name}' {package}.*cannot be imported"):
+    with pytest.raises(ValueError, match=f"attention backend '{cls.name}' needs {package}.*cannot be imported"):
         cls()
 
 

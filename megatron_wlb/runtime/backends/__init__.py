@@ -1,4 +1,4 @@
-"""Attention backends, which run forward and backward of one call, and the choice between them."""
+"""Attention backends, which run forward and backward of a call; their choice."""
 
 import functools
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""GPU backend on the varlen FlashAttention-2 that torch ships, one operator per call."""
+"""GPU backend on the varlen FlashAttention-2 that torch ships."""
 
 from typing import Any
 
@@ -19,13 +19,13 @@ _WRITTEN_FOR = "torch 2.11 to 2.15"
 
 
 class AtenBackend:
-    """`aten::_flash_attention_forward` and `_backward`, the kernels of the package flash-attn 2.
+    """`aten::_flash_attention_forward` and `_backward`, one operator per call.
 
-    Causal masks are aligned to the bottom right of every entry. The operators are private to torch, so their schemas
-    are checked: raises ValueError where this version of torch takes other arguments. Bitwise reproducible under
-    `torch.use_deterministic_algorithms(True)`; backward raises ValueError where that takes too much memory
-    (`check_sum_of_dq`). Torch can replace the operators by FlashAttention-3 for the whole process, which is not
-    supported here; `FlashAttn3Backend` runs these kernels.
+    The package flash-attn 2 has the same kernels. Causal masks are aligned to the bottom right of every entry. The
+    operators are private to torch, so their schemas are checked: raises ValueError where this version of torch takes
+    other arguments. Bitwise reproducible under `torch.use_deterministic_algorithms(True)`; backward raises ValueError
+    where that takes too much memory (`check_sum_of_dq`). Torch can replace the operators by FlashAttention-3 for the
+    whole process, which is not supported here; `FlashAttn3Backend` runs these kernels.
     """
 
     name = "aten"

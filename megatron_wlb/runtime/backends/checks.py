@@ -1,4 +1,4 @@
-"""Checks of packages, head sizes and memory that GPU backends share; every error names a remedy."""
+"""Checks of packages, head sizes and memory that GPU backends share."""
 
 import importlib
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ WORKSPACE_SHARE = 0.1
 
 
 def import_for(backend: str, module: str, package: str) -> Any:
-    """The imported `module` of `package`; raises ValueError where the package is missing or does not load."""
+    """The imported `module`; raises ValueError where `package` does not load."""
     try:
         return importlib.import_module(module)
     except (ImportError, OSError) as error:  # OSError: a shared library is missing
@@ -43,12 +43,12 @@ def check_arguments(
 
 
 def schema_parameters(schema: Any) -> dict[str, bool]:
-    """The parameter names of an operator's schema, mapped to whether they have a default."""
+    """Parameter names of an operator's schema, each with whether it has a default."""
     return {argument.name: argument.has_default_value() for argument in schema.arguments}
 
 
 def check_head_size(backend: str, q: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless FlashAttention has kernels for the head sizes of q [sq, Hq, D] and v [P, Hkv, Dv]."""
+    """Raise ValueError unless FlashAttention has kernels for the sizes D and Dv."""
     for size in (q.shape[-1], v.shape[-1]):
         if size % 8 or size > _MAX_HEAD_SIZE:
             raise ValueError(
@@ -58,7 +58,7 @@ def check_head_size(backend: str, q: Tensor, v: Tensor) -> None:
 
 
 def check_value_size(backend: Backend | type[Backend], head_sizes: tuple[int, int]) -> None:
-    """Raise ValueError where head sizes of keys and values differ, and the backend needs them equal."""
+    """Raise ValueError where the backend needs key and value heads of one size."""
     if len(set(head_sizes)) > 1 and not backend.any_value_size:
         raise ValueError(
             f"attention backend {backend.name!r} needs value heads of the size of key heads, {head_sizes[0]}, not "
@@ -67,9 +67,9 @@ def check_value_size(backend: Backend | type[Backend], head_sizes: tuple[int, in
 
 
 def check_workspace(backend: str, needed: int, q: Tensor, k: Tensor) -> None:
-    """Raise ValueError where deterministic gradients take more than `WORKSPACE_SHARE` of GPU memory.
+    """Raise ValueError where deterministic gradients take too much memory.
 
-    They take `needed` bytes for q [sq, Hq, D] and k [P, Hkv, D].
+    The limit is `WORKSPACE_SHARE` of the GPU's memory. They take `needed` bytes for q [sq, Hq, D] and k [P, Hkv, D].
     """
     most = WORKSPACE_SHARE * torch.cuda.get_device_properties(q.device).total_memory
     if needed > most:
@@ -82,7 +82,7 @@ def check_workspace(backend: str, needed: int, q: Tensor, k: Tensor) -> None:
 
 
 def check_sum_of_dq(backend: str, q: Tensor, k: Tensor, num_entries: int) -> None:
-    """Raise ValueError where deterministic gradients of FlashAttention-2 take too much memory.
+    """Raise ValueError where FlashAttention-2 takes too much memory for determinism.
 
     With deterministic algorithms the kernel keeps one copy of dQ for every thread block that works on the same head of
     an entry: fp32 [ceil(multiprocessors / (entries * heads)), rows + 128 * entries, heads, head size], with the head

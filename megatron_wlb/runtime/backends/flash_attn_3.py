@@ -21,11 +21,11 @@ _DETERMINISTIC_HEAD_SIZE = 192
 
 
 class FlashAttn3Backend:
-    """`torch.ops.flash_attn_3.fwd` and `bwd` of package `flash_attn_interface`, for compute capability 9.0.
+    """`torch.ops.flash_attn_3.fwd` and `bwd`, for compute capability 9.0.
 
-    Causal masks are aligned to the bottom right of every entry. Bitwise reproducible under
-    `torch.use_deterministic_algorithms(True)`, without more memory. Raises ValueError where the package is missing or
-    takes other arguments, and on other GPUs, where launching a kernel would end the process.
+    They come with package `flash_attn_interface`. Causal masks are aligned to the bottom right of every entry. Bitwise
+    reproducible under `torch.use_deterministic_algorithms(True)`, without more memory. Raises ValueError where the
+    package is missing or takes other arguments, and on other GPUs, where launching a kernel would end the process.
     """
 
     name = "flash_attn_3"
