@@ -29,11 +29,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import convergence_corpus, convergence_displacement, convergence_report, results
-from benchmarks.convergence_displacement import displacement
+from benchmarks import convergence_report, results
 from benchmarks.convergence_model import Corpus, Gpt, Shape, accumulate
 from benchmarks.convergence_report import BASELINE, COLORS, CONTROL
-from benchmarks.lengths import WINDOW
+from benchmarks.corpus import load
 from benchmarks.results import Row
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.job import Job, Parallel
@@ -176,19 +175,6 @@ def packer_of(variant: str, scale: Scale, lengths: np.ndarray, seed: int) -> Pac
     """Packs documents of `lengths` trained tokens in the order of `seed`."""
     stream = DocumentStream([Source(lengths=lengths)], seed=seed, context_length=scale.context_length)
     return make_packer(stream, job_of(variant, scale))
-
-
-def displacements(steps: int = convergence_displacement.STEPS) -> list[Row]:
-    """What every variant does to the order of documents of other lengths, over a window of 128K; nothing is trained."""
-    from benchmarks.packing import distributions  # needs what machines that only measure may lack
-
-    scale, drawn = replace(CPU, context_length=WINDOW), distributions(200_000)
-    return [
-        {"data": data, "variant": name, **displacement(job_of(name, scale), drawn[data][0], steps)}
-        for data in convergence_displacement.LENGTHS
-        for name in VARIANTS
-        if name != CONTROL
-    ]
 
 
 class Trainer:
@@ -381,12 +367,8 @@ class Runs:
 
     def data(self) -> Row:
         scale = self.scale
-        return convergence_corpus.load(
-            self.corpus,
-            vocab_size=scale.shape.vocab_size,
-            pivot_bytes=scale.pivot_bytes,
-            held_out_share=scale.held_out_share,
-        )
+        sizes = {"pivot_bytes": scale.pivot_bytes, "held_out_share": scale.held_out_share}
+        return load(self.corpus, vocab_size=scale.shape.vocab_size, **sizes)
 
 
 def main() -> None:
@@ -410,7 +392,7 @@ def main() -> None:
     rows = convergence_report.compare(logs)
     convergence_report.show(rows)
     if args.output is None and not args.quick:
-        print(*convergence_report.write(logs, displacements()), sep="\n")
+        print(*convergence_report.write(logs), sep="\n")
     results.conclude(convergence_report.goals(rows), args.check)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import convergence_displacement, results
+from benchmarks import results
 from benchmarks.results import Row
 
 BASELINE = "original"
@@ -186,13 +186,12 @@ def show(rows: list[Row]) -> None:
     print(*verdicts(rows), sep="\n")
 
 
-def write(logs: list[Row], displacement: list[Row]) -> list[Path]:
+def write(logs: list[Row]) -> list[Path]:
     """Write the JSON and, where a run has finished, the picture of these runs, and return their paths."""
     rows = compare(logs)
     settings = {
         **({key: logs[0][key] for key in ("scale", "corpus", "parameters")} if logs else {}),
         "runs": [f"{log['variant']}-{log['seed']}" for log in logs],
-        "displacement": displacement,
     }
     device, suffix = (logs[0]["device"], logs[0]["scale"]["name"]) if logs else ("cpu", "cpu")
     device, suffix = None if device == "cpu" else device, "" if suffix == "cpu" else f".{suffix}"
@@ -203,9 +202,7 @@ def write(logs: list[Row], displacement: list[Row]) -> list[Path]:
 def page(data: Row) -> str:
     """What docs/convergence.md says of convergence.json; `python -m scripts.docs` puts it there."""
     lines = _comparison(data["settings"], data["rows"]) if data["rows"] else ["No run of this text has finished yet."]
-    moved = convergence_displacement.table(data["settings"]["displacement"])
-    title = "By planning alone, for N = 8 and a window of 131,072 tokens:"
-    return "\n".join([*lines, "", title, "", *moved]) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _comparison(settings: Row, rows: list[Row]) -> list[str]:
