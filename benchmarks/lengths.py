@@ -8,8 +8,8 @@ import numpy as np
 
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.describe.make import make_job
-from megatron_wlb.job import Job, Parallel
-from megatron_wlb.model import MODELS
+from megatron_wlb.job import Job, Packing, Parallel
+from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.plan.dataset import read_index, trained_tokens
 from megatron_wlb.plan.packer import Packer, make_packer
 from megatron_wlb.plan.stream import DocumentStream, Source
@@ -76,6 +76,32 @@ def job_7b(global_batch_size: int = 4, window: int = WINDOW, **changes: Any) -> 
     }
     crossover = CROSSOVER * window // WINDOW
     return make_job(**{"model": MODELS["llama2-7b"], "crossover_tokens": crossover} | sizes | changes)
+
+
+def attention_job(window: int, heads: tuple[int, int], cp: int = 1, **changes: Any) -> Job:
+    """A job of which attention alone counts, for (Hq, Hkv) heads of a rank, without communication.
+
+    A micro-batch for every one of four data-parallel ranks, so that packing makes them alike. `changes` are arguments
+    of `make_job`.
+    """
+    model = ModelShape(
+        num_layers=1,
+        hidden_size=1,
+        ffn_hidden_size=1,
+        num_attention_heads=heads[0],
+        num_query_groups=heads[1],
+        padded_vocab_size=0,
+    )
+    sizes = {"context_length": window, "global_batch_size": 4, "parallel": Parallel(cp=cp, dp=4)}
+    return make_job(**{"model": model, "crossover_tokens": CROSSOVER, "cp_exchange": "all"} | sizes | changes)
+
+
+def micro_batches(window: int, packing: Packing, count: int) -> list[np.ndarray]:
+    """Document lengths of F2 micro-batches, int64 [documents] each; below half of F2's window, scaled with it."""
+    lengths = f2(20_000, 0)
+    if window < WINDOW // 2:
+        lengths = np.maximum(1, lengths * window // WINDOW)
+    return packed(lengths, attention_job(window, (1, 1), packing=packing), count)
 
 
 def packer(lengths: np.ndarray, job: Job) -> Packer:
