@@ -15,6 +15,7 @@ benchmarks/results/step_time.json and docs/step_time.png in about ten minutes.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,23 +83,25 @@ def cases(quick: bool) -> list[tuple[str, int, str]]:
     ]
 
 
+def job_of(name: str, window: int, **changes: Any) -> Job:
+    """The job of a layout as --wlb trains it, a micro-batch for every window; `changes` are arguments of `make_job`."""
+    model, sizes, count = LAYOUTS[name]
+    windows = max(1, count * WINDOW // window)
+    given = {
+        "model": MODELS[model],
+        "context_length": window,
+        "global_batch_size": windows,
+        "parallel": Parallel(**sizes),
+        "packing": AdaptivePacking(),
+        "profile": load_profile("h100-fa2"),
+        "device_bytes": H100_BYTES,
+    }
+    return make_job(**given | changes)
+
+
 def schemes(name: str, window: int, lengths: np.ndarray) -> Iterator[tuple[str, Job]]:
     """The schemes of a case, by name."""
-    model, sizes, count = LAYOUTS[name]
-    count = max(1, count * WINDOW // window)
-
-    def make(num_micro_batches: int = count, **changes: Any) -> Job:
-        return make_job(
-            model=MODELS[model],
-            context_length=window,
-            global_batch_size=count,
-            num_micro_batches=num_micro_batches,
-            parallel=Parallel(**sizes),
-            profile=load_profile("h100-fa2"),
-            device_bytes=H100_BYTES,
-            **{"packing": AdaptivePacking()} | changes,
-        )
-
+    make = partial(job_of, name, window)
     ours = make()
     per_document = as_megatron(ours, cp_sharding="per-document")
     yield "ring per sequence", as_megatron(ours)
@@ -111,7 +114,7 @@ def schemes(name: str, window: int, lengths: np.ndarray) -> Iterator[tuple[str, 
     yield "ours, auto", best
     if (fewer := relieved(best, stream(lengths, window))) != best:
         yield "ours, auto, fewer layers on the last stage", fewer
-    if "pp" not in sizes:
+    if ours.parallel.pp == 1:
         yield "ours, auto, dK and dV as the model", best.sharded(cp_gradients="model")
 
 
@@ -172,7 +175,7 @@ def clustering_bound(name: str, lengths: np.ndarray) -> float:
     A step holds at most N * C / d documents of length d, and 1F1B is then idle for (P - 1) * d / (V * N * C) of their
     work.
     """
-    job = dict(schemes(name, WINDOW, lengths))["ours, M = N"]
+    job = job_of(name, WINDOW)
     parallel, work = job.parallel, document_work(lengths, job.crossover_tokens).astype(float)
     alike = np.maximum(lengths / job.batch_tokens, 1 / (4 * job.global_batch_size))
     return float(work.sum() / (work * (1 + (parallel.pp - 1) / parallel.vpp * alike)).sum())
