@@ -36,6 +36,7 @@ from megatron_wlb.cli.profile import TILE_ROWS, Target, attention_times
 from megatron_wlb.hardware.network import H100_NETWORK, Collective, Group, Network, fit
 from megatron_wlb.hardware.profile import Profile
 from megatron_wlb.job import Job, Recompute
+from megatron_wlb.model import MODELS
 from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.runtime import all_to_all
@@ -56,16 +57,17 @@ MESSAGE_BYTES = tuple(4**i << 16 for i in range(4))
 """That networks are measured with."""
 WARM_UP = 30
 """Steps of a simulated job that fill queues and are not counted."""
-FOUR = {"global_batch_size": 4}
 JOBS: dict[str, tuple[str, int, Row]] = {
     "550M": ("550M PP4", WINDOW, {}),
-    "7B": ("7B PP4", WINDOW, {}),
-    "30B": ("30B PP4", WINDOW, {}),
-    "70B": ("70B PP4", WINDOW, {}),
-    "Llama 3 8B, 512K, CP=8": ("8B, 8 nodes", 4 * WINDOW, FOUR),
-    "Llama 3 8B, 512K, CP=32": ("8B, 32 nodes, CP32", 4 * WINDOW, FOUR),
+    # Megatron pads vocabularies to a multiple of 128 tokens a tensor-parallel rank.
+    **{
+        name: (f"{name} PP4", WINDOW, {"model": replace(MODELS[model], padded_vocab_size=32_768)})
+        for name, model in (("7B", "llama2-7b"), ("30B", "30b"), ("70B", "llama2-70b"))
+    },
+    "Llama 3 8B, 512K, CP=8": ("8B, 8 nodes", 4 * WINDOW, {}),
+    "Llama 3 8B, 512K, CP=32": ("8B, 32 nodes, CP32", 4 * WINDOW, {"global_batch_size": 4}),
 }
-"""Arguments of `step_time.job_of`."""
+"""Jobs of scripts/slurm and two without a pipeline: arguments of `step_time.job_of`."""
 Moves = Callable[..., Any]
 """An all-to-all, as `torch.distributed.all_to_all_single`."""
 ALONE = Recompute(granularity="selective", modules=("core_attn",))
@@ -95,9 +97,10 @@ def main() -> None:
     for table in (exact, saved):
         results.show(table)
     results.show(rows, COLUMNS)
-    settings = {"heads": HEADS, "head_size": HEAD_SIZE, "backend": "gloo, float32, one thread a process", "jobs": JOBS}
+    settings = {"heads": HEADS, "head_size": HEAD_SIZE, "backend": "gloo, float32, one thread a process"}
     nodes = {name: {"all_gather": {2: [each.latency_us[0], each.gb_per_s[0]]}} for name, each in links.items()}
-    settings |= {"networks": nodes, "kernel_error": error}
+    jobs = {name: job[:2] for name, job in JOBS.items()}
+    settings |= {"networks": nodes, "kernel_error": error, "jobs": jobs}
     settings |= {"link_gb_per_s": LINK_GB_PER_S, "accuracy": exact, "savings": saved}
     results.finish(args, "cp_exchange_cpu", settings=settings, rows=rows, goals=goals(exact, rows))
 

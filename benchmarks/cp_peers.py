@@ -27,7 +27,7 @@ MAGI_STAGES = (1, 2, 4, 8)
 def magi(lengths: np.ndarray, cp: int) -> ShardPlan:
     """MagiAttention's dispatch: eight equal chunks of the packed sequence a rank, the largest attended area first.
 
-    Each chunk goes to the rank of least area that has fewer than eight. Adjacent chunks are joined; a rank has one call.
+    A chunk goes to the rank of least area that has fewer than eight. Adjacent chunks are joined; a rank has one call.
     """
     begins, tokens = document_begins(lengths), int(lengths.sum())
     size = -(-tokens // (8 * cp))

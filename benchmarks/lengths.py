@@ -132,7 +132,7 @@ def padded(lengths: np.ndarray, unit: int) -> np.ndarray:
     return np.append(lengths, padding) if padding else lengths
 
 
-def work_per_token(lengths: np.ndarray, job: Job, steps: int) -> float:
-    """Work per token of the documents that a job trains in `steps` steps."""
-    documents = np.concatenate([packing.documents["length"] for packing in packings(lengths, job, steps)])
+def work_per_token(packs: Packer, job: Job, steps: int) -> float:
+    """Work per token of the documents in the next `steps` steps."""
+    documents = np.concatenate([packs.next().packing.documents["length"] for _ in range(steps)])
     return float(document_work(documents, job.crossover_tokens).sum() / documents.sum())

@@ -35,7 +35,15 @@ from megatron_wlb.plan import metrics
 from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.types import DOCUMENT
 
-TUNINGS = ((1 / 2,), (1 / 4,), (1 / 4, 1 / 2), (1 / 2, 3 / 4), (3 / 8, 5 / 8, 7 / 8), (1 / 8, 1 / 4, 1 / 2), (0.5, 0.95))
+TUNINGS = (
+    (1 / 2,),
+    (1 / 4,),
+    (1 / 4, 1 / 2),
+    (1 / 2, 3 / 4),
+    (3 / 8, 5 / 8, 7 / 8),
+    (1 / 8, 1 / 4, 1 / 2),
+    (0.5, 0.95),
+)
 """Thresholds of Algorithm 1 in shares of the window."""
 MOST_ADAPTIVE = {
     (4, 1.25): {

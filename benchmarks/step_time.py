@@ -148,7 +148,7 @@ def rows_of(case: tuple[str, int, str], lengths: np.ndarray, steps: int) -> list
         limits[scheme] = found["limit"].sum() / work.sum()
         row = dict(zip(CASE, case, strict=True)) | {"scheme": scheme, "micro_batches": job.num_micro_batches}
         row |= {"windows": job.global_batch_size, "ms": time.mean() / 1e3}
-        row["work_per_token"] = work_per_token(lengths, job, PACKED)
+        row["work_per_token"] = work_per_token(packer(lengths, job), job, PACKED)
         for ring in ("ring per sequence", "ring per document"):
             if ring in rates:
                 over, its_error = rate / rates[ring][0], rates[ring][1]

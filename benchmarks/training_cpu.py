@@ -17,14 +17,13 @@ import numpy as np
 import torch.distributed as dist
 
 from benchmarks.lengths import WINDOW, f2
-from benchmarks.results import Row
+from benchmarks.results import ROOT, Row
 from megatron_wlb.cost.attention import sharding_kernel
 from megatron_wlb.job import Job
 from megatron_wlb.plan.dataset import read_index
 from megatron_wlb.sharding import rank_work
 from tests.adapter.datasets import write_index
 
-ROOT = Path(__file__).parent.parent
 SHAPE = "--hidden-size 256 --num-attention-heads 8 --kv-channels 64 --ffn-hidden-size 704 --swiglu".split()
 SEED = 1234
 TRAINING = f"""
@@ -47,7 +46,7 @@ def document_lengths(name: str, window: int) -> np.ndarray:
     if name == "f2":
         return np.maximum(f2(20000, 0) * window // WINDOW, 2)
     prefix = ROOT / "demo/data/python"
-    subprocess.run([sys.executable, ROOT / "scripts/demo/make_data.py", "--output", prefix], check=True)
+    subprocess.run([sys.executable, "-m", "scripts.demo.make_data", "--output", prefix], check=True, cwd=ROOT)
     return read_index(str(prefix)).tokens
 
 
@@ -92,7 +91,7 @@ def train(argv: list[str], first: int) -> Steps:
     from megatron.core.pipeline_parallel import schedules
     from megatron.training import get_args, training
 
-    from megatron_wlb.adapter import cpu, plans, script
+    from megatron_wlb.adapter import cpu, plans, script, wgrad
     from megatron_wlb.plan import step
 
     sys.argv = ["pretrain_gpt.py", *argv, "--distributed-backend", "gloo", *cpu.FLAGS]
@@ -150,7 +149,7 @@ def train(argv: list[str], first: int) -> Steps:
 
     schedules.forward_step = busy(schedules.forward_step, "forward")
     schedules.backward_step = busy(schedules.backward_step, "backward")
-    deferral.Step._run = busy(deferral.Step._run, "weights")  # type: ignore[method-assign]
+    wgrad.Step._run = busy(wgrad.Step._run, "weights")  # type: ignore[method-assign]
     training.setup_model_and_optimizer, training.train_step = setup_for_later, train_step_timed
     step.plan_step = plan_step_kept
     plans.Plans._resume = resume_by_planning  # type: ignore[method-assign]
