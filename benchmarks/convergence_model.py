@@ -85,7 +85,7 @@ class Gpt(nn.Module):
         self.layers = nn.ModuleList(Layer(shape, attention) for _ in range(shape.num_layers))
         self.final_layernorm = nn.RMSNorm(shape.hidden_size, eps=1e-5)
         self.output_layer = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
-        self.register_buffer("rotary", _rotary_table(max_positions, shape.hidden_size // shape.num_heads), False)
+        self.register_buffer("rotary", rotary_table(max_positions, shape.hidden_size // shape.num_heads), False)
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -105,15 +105,18 @@ class Gpt(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, shape: Shape, attention: AttentionOptions) -> None:
+    """A layer, or the share of one of `tp` tensor-parallel ranks, without their communication."""
+
+    def __init__(self, shape: Shape, attention: AttentionOptions, tp: int = 1) -> None:
         super().__init__()
-        hidden, self._heads, self._attention = shape.hidden_size, shape.num_heads, attention
+        hidden, self._heads, self._attention = shape.hidden_size, shape.num_heads // tp, attention
+        width, ffn = hidden // tp, shape.ffn_hidden_size // tp
         self.input_layernorm = nn.RMSNorm(hidden, eps=1e-5)
-        self.linear_qkv = nn.Linear(hidden, 3 * hidden, bias=False)
-        self.linear_proj = nn.Linear(hidden, hidden, bias=False)
+        self.linear_qkv = nn.Linear(hidden, 3 * width, bias=False)
+        self.linear_proj = nn.Linear(width, hidden, bias=False)
         self.pre_mlp_layernorm = nn.RMSNorm(hidden, eps=1e-5)
-        self.linear_fc1 = nn.Linear(hidden, 2 * shape.ffn_hidden_size, bias=False)
-        self.linear_fc2 = nn.Linear(shape.ffn_hidden_size, hidden, bias=False)
+        self.linear_fc1 = nn.Linear(hidden, 2 * ffn, bias=False)
+        self.linear_fc2 = nn.Linear(ffn, hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, metadata: ShardMetadata) -> Tensor:
         """x [s, H] -> [s, H]; cos and sin [s, 1, D]."""
@@ -126,7 +129,7 @@ class Layer(nn.Module):
         return x + self.linear_fc2(F.silu(gate) * up)
 
 
-def _rotary_table(positions: int, head_size: int) -> Tensor:
+def rotary_table(positions: int, head_size: int) -> Tensor:
     """Cosines and sines, fp32 [2, positions, D]."""
     frequencies = ROTARY_BASE ** -(torch.arange(0, head_size, 2) / head_size)
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies).repeat(1, 2)
