@@ -1,8 +1,10 @@
 """Compares the runs of `benchmarks/convergence.py` with the baseline, seed by seed: a table, a picture and a page."""
 
 import json
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,38 +179,26 @@ def _with_error(row: Row, key: str) -> str:
     return f"{mean:+.2f}" if half is None else f"{mean:+.2f} ± {half:.2f}"
 
 
-def show(rows: list[Row]) -> None:
-    if not rows:
+def report(args: Namespace, logs: list[Row]) -> None:
+    """Print the comparison, and write it with its picture."""
+    if not logs:
         print("no run has finished")
         return
+    rows = compare(logs)
     cells = [{name: column(row) for name, column in _COLUMNS.items()} for row in rows]
     results.show([{"policy": row["variant"]} | cell for row, cell in zip(rows, cells, strict=True)], width=200)
     print(*verdicts(rows), sep="\n")
-
-
-def write(logs: list[Row]) -> list[Path]:
-    """Write the JSON and, where a run has finished, the picture of these runs, and return their paths."""
-    rows = compare(logs)
-    settings = {
-        **({key: logs[0][key] for key in ("scale", "corpus", "parameters")} if logs else {}),
-        "runs": [f"{log['variant']}-{log['seed']}" for log in logs],
-    }
-    device, suffix = (logs[0]["device"], logs[0]["scale"]["name"]) if logs else ("cpu", "cpu")
-    device, suffix = None if device == "cpu" else device, "" if suffix == "cpu" else f".{suffix}"
-    path = results.write("convergence", settings=settings, rows=rows, goals=goals(rows), device=device, suffix=suffix)
-    return [path, draw(logs, rows, f"convergence{suffix}")] if rows else [path]
+    settings = {key: logs[0][key] for key in ("scale", "corpus", "parameters")}
+    settings["runs"] = [f"{log['variant']}-{log['seed']}" for log in logs]
+    results.finish(args, "convergence", settings=settings, rows=rows, goals=goals(rows), draw=partial(draw, logs, rows))
 
 
 def page(data: Row) -> str:
-    """What docs/convergence.md says of convergence.json; `python -m scripts.docs` puts it there."""
-    lines = _comparison(data["settings"], data["rows"]) if data["rows"] else ["No run of this text has finished yet."]
-    return "\n".join(lines) + "\n"
-
-
-def _comparison(settings: Row, rows: list[Row]) -> list[str]:
+    """The text of docs/convergence.md on convergence.json; `python -m scripts.docs` puts it there."""
+    settings, rows = data["settings"], data["rows"]
     scale, train, held_out = settings["scale"], settings["corpus"]["train"], settings["corpus"]["held_out"]
     tokens = scale["global_batches"] * scale["global_batch_size"] * scale["context_length"]
-    return [
+    lines = [
         f"{len(settings['runs'])} runs of {tokens:,} tokens, {settings['parameters']:,} parameters. Training text: "
         f"{train['documents']:,} documents of {train['tokens']:,} tokens (p50 {train['p50']:,}, p90 {train['p90']:,}, "
         f"longest {train['longest']:,}); held out: {held_out['documents']:,} of {held_out['tokens']:,}; digest "
@@ -223,6 +213,7 @@ def _comparison(settings: Row, rows: list[Row]) -> list[str]:
         "",
         "![Validation loss over tokens, and final differences](convergence.png)",
     ]
+    return "\n".join(lines) + "\n"
 
 
 def _resolution(rows: list[Row]) -> list[str]:
@@ -245,7 +236,7 @@ def _resolution(rows: list[Row]) -> list[str]:
     return lines
 
 
-def draw(logs: list[Row], rows: list[Row], name: str) -> Path:
+def draw(logs: list[Row], rows: list[Row], folder: Path) -> Path:
     """Loss over tokens, of the seeds that all variants have, and the final differences with their intervals."""
     figure: Any = results.figure(12, 4.2)
     left, right = figure.subplots(1, 2)
@@ -257,8 +248,7 @@ def draw(logs: list[Row], rows: list[Row], name: str) -> Path:
             left.plot(tokens / 1e6, losses, color=color, label=variant, lw=1.2)
     left.set(xlabel="trained tokens (millions)", ylabel=f"validation loss (mean of {len(shared)} seeds)", yscale="log")
     left.yaxis.set_minor_formatter(lambda value, _: f"{value:.1f}")
-    if shared:
-        left.legend(frameon=False, fontsize=8)
+    left.legend(frameon=False, fontsize=8)
     compared = [row for row in reversed(rows) if row["difference_percent"] is not None]
     for place, row in enumerate(compared):
         color, seeds = COLORS[row["variant"]], row["difference_of_seeds"]
@@ -268,4 +258,4 @@ def draw(logs: list[Row], rows: list[Row], name: str) -> Path:
     right.axvline(0, color="black", lw=0.8)
     right.set_yticks(range(len(compared)), [row["variant"] for row in compared])
     right.set_xlabel(f"final loss to {BASELINE}, %: mean, 95 % interval, seeds")
-    return results.save(figure, name)
+    return results.save(figure, "convergence", folder)
