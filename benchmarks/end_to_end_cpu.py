@@ -1,9 +1,9 @@
 """How much faster real training gets on two CPU cores: upstream's `pretrain()` with `--wlb` against plain packing.
 
-    python -m benchmarks.end_to_end_cpu [--quick] [--check] [--lengths f2|demo] [--layouts DP=2 ...] [--rounds N]
+    python -m benchmarks.end_to_end_cpu [--quick] [--check] [--layouts DP=2 ...] [--rounds N]
 
-Two processes of one thread, each pinned to a core, train a small model; documents are of random tokens and have the
-lengths of F2, or of the demo's corpus. Plain is Megatron's packing: concatenate in order, cut at the window, shard per
+Two processes of one thread, each pinned to a core, train a small model on documents of random tokens with the lengths
+of F2. Plain is Megatron's packing: concatenate in order, cut at the window, shard per
 sequence. Methods run by turns, every round on the next steps, so that all train the same data.
 
 Busy is the CPU time of forward and backward passes in the thread that trains, by rank and micro-batch, without waits.
@@ -23,7 +23,6 @@ meanwhile spoils it.
 import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -161,7 +160,6 @@ QUICK = Size(window=2048, steps=3, rounds=1)
 def main() -> None:
     parser = results.parser(__doc__, "about a minute: a short window")
     parser.add_argument("--layouts", nargs="+", choices=[layout.name for layout in LAYOUTS], help="default: all")
-    parser.add_argument("--lengths", choices=("f2", "demo"), default="f2", help="of documents; default: f2")
     parser.add_argument("--rounds", type=int, help=f"default: {SIZE.rounds}, with --quick {QUICK.rounds}")
     args = parser.parse_args()
     if len(os.sched_getaffinity(0)) < 2:
@@ -169,7 +167,7 @@ def main() -> None:
     size = QUICK if args.quick else SIZE
     size = size._replace(rounds=args.rounds or size.rounds)
     layouts = [layout for layout in LAYOUTS if layout.name in (args.layouts or (layout.name,))]
-    lengths = document_lengths(args.lengths, size.window)
+    lengths = document_lengths(size.window)
     with tempfile.TemporaryDirectory() as folder:
         dataset = write_dataset(Path(folder), lengths)
         profile = measure_profile(Path(folder), args.quick)
@@ -178,7 +176,6 @@ def main() -> None:
         models = calibrate(size, dataset, profile)
         crossover = models["trained"].crossover
         measured = {layout.name: measure(layout, size, dataset, profile, crossover) for layout in layouts}
-        without = without_wlb(dataset)
     rows = []
     for layout in layouts:
         work = {m: planned_work(lengths, layout, flags, size.window, crossover) for m, flags in layout.methods.items()}
@@ -187,12 +184,10 @@ def main() -> None:
         rows += summarise(layout.name, own, measured[layout.name], models, work, dp)
     results.show(rows, COLUMNS)
     results.show(rows, PREDICTED)
-    print(without)
-    suffix = "" if args.lengths == "f2" else f".{args.lengths}"
-    suffix += "".join("_" + "".join(filter(str.isalnum, name.lower())) for name in args.layouts or ())
+    suffix = "".join("_" + "".join(filter(str.isalnum, name.lower())) for name in args.layouts or ())
     settings = {"model": [*SHAPE, *TRAINING], "profile": stated, **size._asdict()}
-    settings |= {"lengths": args.lengths, "costs": {name: costs._asdict() for name, costs in models.items()}}
-    settings |= {"layouts": [layout._asdict() for layout in layouts], "plain without --wlb": without}
+    settings |= {"lengths": "f2", "costs": {name: costs._asdict() for name, costs in models.items()}}
+    settings |= {"layouts": [layout._asdict() for layout in layouts]}
     wanted = goals(layouts, rows)
     results.finish(args, "end_to_end_cpu", settings=settings, rows=rows, goals=wanted, suffix=suffix)
 
@@ -232,21 +227,6 @@ def measure(layout: Layout, size: Size, dataset: str, profile: Path, crossover: 
             argv = arguments(dataset, size.window, layout.micro_batches, first + size.steps, flags)
             measured[method].append(run_world(train, 2, argv, first, timeout=600))
     return measured
-
-
-def without_wlb(dataset: str) -> Row:
-    """Tokens a second under DP=2 of plain packing by us, and of upstream without `--wlb`, at a short window.
-
-    Upstream's attention on a CPU is dense: every row costs a window of keys, and memory is quadratic in the window.
-    """
-    masked = f"--reset-position-ids --reset-attention-mask --eod-mask-loss --data-cache-path {dataset}.cache"
-    found: Row = {"window": QUICK.window}
-    for name, flags in (("plain", f"--wlb {PLAIN}"), ("without --wlb", masked)):
-        argv = arguments(dataset, QUICK.window, 2, QUICK.steps + 1, flags)
-        steps = run_world(train, 2, argv, 2 if name == "plain" else 1, timeout=600)[0]
-        seconds = statistics.median(step["seconds"] for step in steps)
-        found[f"{name}, tokens a second"] = 2 * QUICK.window / seconds
-    return found
 
 
 def planned_work(lengths: np.ndarray, layout: Layout, flags: str, window: int, crossover: int) -> float:

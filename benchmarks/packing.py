@@ -80,47 +80,14 @@ def policies(window: int) -> dict[str, Packing]:
 
 
 def measure(job: Job, lengths: np.ndarray, steps: int) -> metrics.Summary:
-    """Balance, order and packing times of `steps` steps; lengths repeat if they end."""
-    packs = packer(lengths, job)
-    timed = Timed(packs._policy)
-    packs._policy = timed
-    measured = []
+    """Balance, order and times of `steps` steps, from the stream to the snapshot; lengths repeat if they end."""
+    packs, measured = packer(lengths, job), []
     for _ in range(steps):
+        begin = time.perf_counter()
         step = packs.next()
-        measured.append(metrics.measure(step.packing, step.step, job, timed.milliseconds))
+        milliseconds = (time.perf_counter() - begin) * 1e3
+        measured.append(metrics.measure(step.packing, step.step, job, milliseconds))
     return metrics.summarise(measured, num_waiting=step.num_waiting)
-
-
-class Timed:
-    """A policy whose packing is timed, without its waits for the stream."""
-
-    def __init__(self, policy: Any) -> None:
-        self._policy, self.milliseconds = policy, 0.0
-        self.waiting, self.load_waiting = policy.waiting, getattr(policy, "load_waiting", None)
-
-    def pack(self, step: int, draw: Any) -> Any:
-        timed = TimedDraw(draw)
-        begin = time.perf_counter()
-        packing = self._policy.pack(step, timed)
-        self.milliseconds = (time.perf_counter() - begin - timed.seconds) * 1e3
-        return packing
-
-
-class TimedDraw:
-    """A `Draw` that adds up how long it takes."""
-
-    def __init__(self, draw: Any) -> None:
-        self._draw, self.seconds = draw, 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        value = self._spent(getattr, self._draw, name)
-        return partial(self._spent, value) if callable(value) else value
-
-    def _spent(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        begin = time.perf_counter()
-        value = call(*arguments)
-        self.seconds += time.perf_counter() - begin
-        return value
 
 
 def quality(quick: bool) -> list[Row]:

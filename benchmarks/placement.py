@@ -169,36 +169,6 @@ def simulated(job: Job, steps: int) -> dict[str, float]:
     return times | waits | {"slots / sums": times["slots"] / times["sums"]}
 
 
-def partitions(items: tuple[int, ...], size: int) -> list[list[tuple[int, ...]]]:
-    """All ways to split items into sets of `size`."""
-    if not items:
-        return [[]]
-    first, rest = items[0], items[1:]
-    return [
-        [(first, *others), *remaining]
-        for others in itertools.combinations(rest, size - 1)
-        for remaining in partitions(tuple(i for i in rest if i not in others), size)
-    ]
-
-
-def optima(quick: bool) -> list[Row]:
-    """`place` and `snake` over the best of all partitions, on log-normal works."""
-    rows, rng = [], np.random.default_rng(0)
-    for n, dp in ((6, 2), (8, 2), (9, 3), (12, 2)):
-        every, job = np.array(partitions(tuple(range(n)), n // dp)), job_of(n, dp, 4)
-        excess: dict[str, list[float]] = {"placed": [], "snake": []}
-        for _ in range(10 if quick else 100):
-            work = rng.lognormal(10, 1, n).astype(np.int64)
-            best = rank_cost(work[every], job).max(axis=1).min()
-            for name, ranks in (("placed", place(work, job)), ("snake", snake(work, dp))):
-                excess[name].append(float(rank_cost(work[ranks], job).max() / best))
-        rows.append(
-            {"N": n, "DP": dp, "PP": 4}
-            | {f"{name} {f.__name__}": f(v) for name, v in excess.items() for f in (statistics.mean, max)}
-        )
-    return rows
-
-
 def timings(quick: bool) -> list[Row]:
     """CPU time of the calling thread to place all micro-batches and order those of one rank, and of its first call.
 
@@ -221,9 +191,8 @@ def timings(quick: bool) -> list[Row]:
     return rows
 
 
-def goals(rows: list[Row], best: list[Row], times: list[Row], experts: list[Row]) -> list[results.Goal]:
+def goals(rows: list[Row], times: list[Row], experts: list[Row]) -> list[results.Goal]:
     wanted = [at_most(f"{t['layout']}, {t['works']}: place + order, ms", t["median_ms"], 1.0) for t in times]
-    wanted += [at_most(f"N={r['N']} DP={r['DP']}: placed over the optimum, mean", r["placed mean"], 1.01) for r in best]
     shares = [r["slots / sums"] for r in experts]
     wanted.append(at_most("jobs with experts: slots alike / sums alike, mean", statistics.mean(shares), 0.98))
     wanted.append(at_most("jobs with experts: slots alike / sums alike, worst", max(shares), 1.0))
@@ -236,14 +205,14 @@ def goals(rows: list[Row], best: list[Row], times: list[Row], experts: list[Row]
 
 def main() -> None:
     args = results.parser(__doc__, "two layouts and fewer steps").parse_args()
-    rows, best, times = quality(args.quick), optima(args.quick), timings(args.quick)
+    rows, times = quality(args.quick), timings(args.quick)
     experts = with_experts(args.quick)
-    for table in (rows, best, times, experts):
+    for table in (rows, times, experts):
         results.show(table)
     settings = {"window": WINDOW, "crossover": CROSSOVER, "S_max": S_MAX, "steps": 100, "seed": 0}
     means = {way: statistics.mean(row[way] for row in experts) for way in ("megatron", "sums", "slots")}
-    settings |= {"optima": best, "timings": times, "experts": experts, "experts, mean": means}
-    results.finish(args, "placement", settings=settings, rows=rows, goals=goals(rows, best, times, experts))
+    settings |= {"timings": times, "experts": experts, "experts, mean": means}
+    results.finish(args, "placement", settings=settings, rows=rows, goals=goals(rows, times, experts))
 
 
 if __name__ == "__main__":

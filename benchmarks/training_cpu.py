@@ -5,7 +5,6 @@ Processes are forks of one that has imported everything, with one thread on a co
 
 import logging
 import os
-import subprocess
 import sys
 import time
 import warnings
@@ -17,10 +16,9 @@ import numpy as np
 import torch.distributed as dist
 
 from benchmarks.lengths import WINDOW, f2
-from benchmarks.results import ROOT, Row
+from benchmarks.results import Row
 from megatron_wlb.cost.attention import sharding_kernel
 from megatron_wlb.job import Job
-from megatron_wlb.plan.dataset import read_index
 from megatron_wlb.sharding import rank_work
 from tests.adapter.datasets import write_index
 
@@ -41,13 +39,9 @@ rank the CPU time of its passes, "busy", in which the weight gradients that were
 planning knows: "rows", "pairs", "kernel_us"."""
 
 
-def document_lengths(name: str, window: int) -> np.ndarray:
-    """Tokens of documents: F2 scaled to this window; or the demo's corpus as it is, made if it is not there."""
-    if name == "f2":
-        return np.maximum(f2(20000, 0) * window // WINDOW, 2)
-    prefix = ROOT / "demo/data/python"
-    subprocess.run([sys.executable, "-m", "scripts.demo.make_data", "--output", prefix], check=True, cwd=ROOT)
-    return read_index(str(prefix)).tokens
+def document_lengths(window: int) -> np.ndarray:
+    """Tokens of documents: F2 scaled to this window."""
+    return np.maximum(f2(20000, 0) * window // WINDOW, 2)
 
 
 def write_dataset(folder: Path, lengths: np.ndarray) -> str:
@@ -154,12 +148,7 @@ def train(argv: list[str], first: int) -> Steps:
     step.plan_step = plan_step_kept
     plans.Plans._resume = resume_by_planning  # type: ignore[method-assign]
     script.teach()
-    if "--wlb" in argv:
-        script.train()
-    else:
-        from tests.adapter import upstream_script
-
-        upstream_script.main()
+    script.train()
     return steps[1:]
 
 
