@@ -14,13 +14,14 @@ docs/convergence.png are written from the logs; `python -m scripts.docs` then wr
 A run takes about a quarter of an hour on a calm core; --quick takes minutes.
 """
 
+import copy
 import json
 import math
 import multiprocessing
-import os
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -279,77 +280,53 @@ def validation_packing(corpus: Corpus, scale: Scale) -> PackedBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """The runs of a scale, each in a process and on a thread of its own, and their files."""
+    """The runs of a scale and the folder of their logs, which are written at the end of a run."""
 
     scale: Scale
-    corpus: Path
     logs: Path
 
-    def run_all(self, runs: list[tuple[str, int]], jobs: int) -> None:
-        """Do the runs that `logs` lacks, `jobs` at a time, seed by seed."""
+    def run_all(self, seeds: int, variants: Sequence[str], jobs: int) -> None:
+        """Do the runs that `logs` lacks, `jobs` seeds at a time, each in a process and on a thread of its own."""
         self.logs.mkdir(parents=True, exist_ok=True)
-        wanted = common(self.scale, self.data())
-        missing = [r for r in runs if not self.is_finished(*r, wanted)]
-        print(f"{len(missing)} of {len(runs)} runs to do")
+        self.data()  # made once
         with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-            waiting, seeds = [], sorted({seed for _, seed in missing})
-            for i, seed in enumerate(seeds):
-                # The start of the next seed comes before the runs of this one, so that no run waits for its start.
-                starts = seeds[:2] if i == 0 else seeds[i + 1 : i + 2]
-                waiting += [pool.submit(self.start_one, each) for each in starts]
-                waiting += [pool.submit(self.run_one, *r) for r in missing if r[1] == seed]
-            for future in as_completed(waiting):
-                if future.exception():
-                    pool.shutdown(cancel_futures=True)
-                print(future.result(), flush=True)
+            for future in [pool.submit(self.run_seed, seed + 1, variants) for seed in range(seeds)]:
+                future.result()
 
-    def start_one(self, seed: int) -> str:
-        """Make the start of a seed, unless its state lies beside the corpus."""
+    def run_seed(self, seed: int, variants: Sequence[str]) -> None:
+        """Do the missing runs of a seed."""
         torch.set_num_threads(1)
-        data, path = self.data(), self.start_path(seed)
-        wanted = common(self.scale, data)
-        if path.exists() and torch.load(path, weights_only=True)["common"] == wanted:
-            return f"seed {seed}: start is there"
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        torch.save({"common": wanted, **start(seed, self.scale, data)}, temporary)
-        temporary.rename(path)
-        return f"seed {seed}: start is made"
+        data, state = self.data(), None
+        for variant in variants:
+            path = self.logs / f"{variant}-{seed}.json"
+            if self.is_finished(path, data):
+                continue
+            state = state or start(seed, self.scale, data)
+            log = run(variant, seed, self.scale, data, copy.deepcopy(state))
+            lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in log.items())
+            results.write_whole(path, f"{{\n{lines}\n}}\n")
+            loss = log["validation"][-1]["all"]
+            print(f"{path.stem}: validation loss {loss:.4f} after {log['seconds']:.0f} s", flush=True)
 
-    def run_one(self, variant: str, seed: int) -> str:
-        """Do a run, and write its log at the end."""
-        self.start_one(seed)  # which sets the threads
-        log = run(variant, seed, self.scale, self.data(), torch.load(self.start_path(seed), weights_only=True))
-        lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in log.items())
-        results.write_whole(self.path(variant, seed), f"{{\n{lines}\n}}\n")
-        loss = log["validation"][-1]["all"]
-        return f"{variant}, seed {seed}: validation loss {loss:.4f} after {log['seconds']:.0f} s"
-
-    def is_finished(self, variant: str, seed: int, wanted: Row) -> bool:
+    def is_finished(self, path: Path, data: Row) -> bool:
         """Whether the log of a run is there. Raises ValueError for one of other settings, rather than overwrite it."""
-        path = self.path(variant, seed)
         if not path.exists():
             return False
-        log = json.loads(path.read_text())
+        log, wanted = json.loads(path.read_text()), common(self.scale, data)
         if different := [key for key in wanted if log[key] != wanted[key]]:
             raise ValueError(f"{path} is of another {' and '.join(different)}; give --logs of its own, or delete it")
         return True
 
-    def path(self, variant: str, seed: int) -> Path:
-        return self.logs / f"{variant}-{seed}.json"
-
-    def start_path(self, seed: int) -> Path:
-        return self.corpus.with_name(f"{self.corpus.stem}-start-{seed}.pt")
-
     def data(self) -> Row:
         scale = self.scale
         sizes = {"pivot_bytes": scale.pivot_bytes, "held_out_share": scale.held_out_share}
-        return load(self.corpus, vocab_size=scale.shape.vocab_size, **sizes)
+        return load(scale.corpus_path, vocab_size=scale.shape.vocab_size, **sizes)
 
 
 def main() -> None:
     parser = results.parser(__doc__, "a tiny model on little text, to see that it all runs")
-    parser.add_argument("--seeds", type=int, default=8, help="seeds 1 to this; the first of every policy run first")
-    parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
+    parser.add_argument("--seeds", type=int, default=8, help="seeds 1 to this; default: %(default)s")
+    parser.add_argument("--jobs", type=int, default=2, help="seeds side by side; default: %(default)s")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="default: all")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="of the runs; default: the report's")
     parser.add_argument("--report", action="store_true", help="run nothing, report over the logs that are there")
@@ -357,8 +334,7 @@ def main() -> None:
     scale = QUICK if args.quick else REPORT
     folder = args.logs or scale.folder
     if not args.report:
-        todo = Runs(scale=scale, corpus=scale.corpus_path, logs=folder)
-        todo.run_all([(name, seed) for seed in range(1, args.seeds + 1) for name in args.variants], args.jobs)
+        Runs(scale=scale, logs=folder).run_all(args.seeds, args.variants, args.jobs)
     convergence_report.report(args, convergence_report.read(folder))
 
 
