@@ -17,7 +17,6 @@ exchange that whole steps expose. Writes benchmarks/results/cp_balance.json and 
 """
 
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -28,7 +27,7 @@ import numpy as np
 from rich.progress import track
 
 from benchmarks import cp_peers, results
-from benchmarks.lengths import CROSSOVER, DATA, S_MAX, attention_job, distca, f2, packed, padded
+from benchmarks.lengths import CROSSOVER, S_MAX, attention_job, distca, f2, packed, padded
 from benchmarks.results import Row
 from megatron_wlb.cost.attention import attention_kernels
 from megatron_wlb.describe.make import make_job
@@ -237,19 +236,6 @@ def goals(rows: list[Row], selected: dict[str, Row]) -> list[results.Goal]:
         if (row["window"], row["cp"], row["strategy"]) == (1 << 17, 4, "auto"):
             name = f"{row['data']}, {row['packing']} packing, 128K, CP=4: share of the gain of the limit"
             wanted.append(results.at_least(name, row["share_of_gain"], 0.85))
-    before = json.loads((DATA / "cp_two_kinds.json").read_text())
-    ours = {tuple(row[key] for key in CASE): row for row in rows if row["strategy"] == "auto"}
-    for data, cp in sorted({(was["data"], was["cp"]) for was in before}):
-        pairs = [
-            (ours[case], was)
-            for was in before
-            if (was["data"], was["cp"]) == (data, cp) and (case := tuple(was[key] for key in CASE)) in ours
-        ]
-        for name, key, goal in (("slowest rank's time", "predicted_us", 1.002), ("rows in", "rows_in", 0.6)):
-            if pairs:
-                worst = max(row[key] / was[key] for row, was in pairs)
-                what = f"{data}, CP={cp}: {name}, of those with documents on one rank or all"
-                wanted.append(results.at_most(what, worst, goal))
     for limit, row in zip((0.5, 10), selected.values(), strict=True):
         name = f"sharding and stages of {row['documents']:,} documents on {row['cp']} ranks, ms"
         wanted.append(results.at_most(name, row["native_ms"], limit))

@@ -16,10 +16,10 @@ minutes; anything else that runs meanwhile spoils the overlap.
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,9 +52,9 @@ from tests.worlds import run_world
 
 HEADS, HEAD_SIZE = (2, 2), 128
 LINK_GB_PER_S = 0.03
-"""At which what one long document exchanges takes a third to a half of its attention."""
+"""The exchange of one long document then takes a third to a half of its attention."""
 MESSAGE_BYTES = tuple(4**i << 16 for i in range(4))
-"""That networks are measured with."""
+"""Messages that networks are measured with."""
 WARM_UP = 30
 """Steps of a simulated job that fill queues and are not counted."""
 JOBS: dict[str, tuple[str, int, Row]] = {
@@ -74,8 +74,7 @@ ALONE = Recompute(granularity="selective", modules=("core_attn",))
 """Attention alone: nothing before its backward overlaps the first exchange."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
+class Size(NamedTuple):
     accuracy_tokens: int = 2048
     micro_batches: int = 4
     steps: int = 50
@@ -85,6 +84,12 @@ class Size:
 
 
 QUICK = Size(accuracy_tokens=512, micro_batches=1, steps=2, tokens=1024, rounds=3)
+
+
+COLUMNS = (
+    *("case", "network", "stages", "count", "mib", "with_ms", "without_ms", "alone_ms", "hidden"),
+    *("predicted_hidden", "predicted_hidden_by_profile", "predicted_over_with", "predicted_over_with_by_profile"),
+)
 
 
 def main() -> None:
@@ -115,25 +120,20 @@ def goals(exact: list[Row], rows: list[Row]) -> list[results.Goal]:
     return wanted
 
 
-# Accuracy and savings -------------------------------------------------------------------------------------------------
-
-
 def accuracy(size: Size) -> list[Row]:
     tokens = size.accuracy_tokens
     kinds = {"F2": micro_batches(tokens, WlbPacking(), size.micro_batches), "one document": (np.array([tokens]),)}
-    cases = [(kind, cp) for kind in kinds for cp in (2, 4, 8)]
     rows = []
-    for kind, cp in track(cases, "accuracy"):
+    for kind, cp in track([(kind, cp) for kind in kinds for cp in (2, 4, 8)], "accuracy"):
         each = [errors(padded(lengths, 2 * cp), cp) for lengths in kinds[kind]]
-        rows.append(
-            {"documents": kind, "CP": cp, **{name: float(np.mean([e[name] for e in each])) for name in each[0]}}
-        )
+        means = {name: float(np.mean([e[name] for e in each])) for name in each[0]}
+        rows.append({"documents": kind, "CP": cp, **means})
     return rows
 
 
 def errors(lengths: np.ndarray, cp: int) -> dict[str, float]:
-    """Relative errors of dK and dV: that of bf16 inputs, those of computing with shares in fp32 or bf16, and what the
-    latter adds to the former, as squares."""
+    """Relative errors of dK and dV: of bf16 inputs, of shares in fp32 or bf16, and the (quadratic) difference of the
+    last two."""
     plan, given = per_document(lengths, cp), inputs(int(lengths.sum()), HEADS, HEAD_SIZE, torch.float32)
     low = [x.bfloat16() for x in given]
 
@@ -171,16 +171,6 @@ def simulated(job: Job, steps: int) -> Row:
     return {"saved": 1 - times["model"] / times["fp32"], **shares}
 
 
-# Overlap --------------------------------------------------------------------------------------------------------------
-
-
-COLUMNS = (
-    *("case", "network", "stages", "count", "mib", "with_ms", "without_ms", "alone_ms", "hidden"),
-    *("predicted_hidden", "predicted_hidden_by_profile", "predicted_over_with", "predicted_over_with_by_profile"),
-)
-"""What is shown of rows."""
-
-
 def link(output: Tensor, given: Tensor, *sizes: Any, group: Any, async_op: bool) -> Any:
     """An all-to-all that also waits for as long as its bytes take, after those before it."""
     work = dist.all_to_all_single(output, given, *sizes, group=group, async_op=True)
@@ -196,7 +186,7 @@ _link = ThreadPoolExecutor(max_workers=1)  # its thread starts with the first me
 
 
 def nothing(output: Tensor, given: Tensor, *sizes: Any, group: Any, async_op: bool) -> Any:
-    """In place of an all-to-all; numbers, since what is in fresh memory may be slow to compute with."""
+    """In place of an all-to-all. Zeros, since fresh memory may hold numbers that are slow to compute with."""
     output.zero_()
     return SimpleNamespace(wait=lambda: None)
 

@@ -24,16 +24,14 @@ from benchmarks.ilp import IlpPacking
 from benchmarks.lengths import CROSSOVER, WINDOW, distributions, f2, job_7b, packer, stream
 from benchmarks.peers import InOrder, KarmarkarKarp
 from benchmarks.results import Row, at_most
-from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job, Packing
 from megatron_wlb.packing import adaptive
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.fixed import FixedPacking
 from megatron_wlb.packing.original import OriginalPacking
-from megatron_wlb.packing.wlb import WlbPacking, longest_first, place
+from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.packer import make_packer
-from megatron_wlb.types import DOCUMENT
 
 TUNINGS = (
     (1 / 2,),
@@ -60,12 +58,7 @@ MOST_ADAPTIVE = {
     (64, 1.25): {"imbalance_mean": 1.025, "ratio_to_bound": 1.001},
 }
 """Goals of adaptive packing on F2, by N and S_max."""
-MOST_MS = {
-    "core, N=4": 0.5,
-    "core, N=2048": 50,
-    "placement alone, 1000 documents on 4": 0.03,
-    "placement alone, 60000 documents on 2048": 25,
-}
+MOST_MS = {"core, N=4": 0.5, "core, N=2048": 50}
 
 
 def policies(window: int) -> dict[str, Packing]:
@@ -121,22 +114,11 @@ def solver_rows(quick: bool) -> list[Row]:
 
 
 def timings(quick: bool) -> list[Row]:
-    """Whole steps, the core's part of them, and placement alone."""
+    """Whole steps, and the core's part of them."""
     rows, lengths = [], f2(600_000, 0)
     for n, steps in ((4, 200), (64, 40), (2048, 4 if quick else 12)):
         for what, times in zip(("whole step", "core"), step_times(lengths, n, steps), strict=True):
             rows.append({"what": f"{what}, N={n}", "documents": n * 30, **spread(times[len(times) // 10 :])})
-    for n, documents in ((4, 1_000), (2048, 60_000)):
-        column, late = np.zeros(documents, DOCUMENT), np.zeros(documents, bool)
-        column["index"], column["length"] = np.arange(documents), lengths[:documents]
-        work = document_work(column["length"], CROSSOVER)
-
-        def placement(n: int = n, rows: np.ndarray = column, late: np.ndarray = late, work: np.ndarray = work) -> None:
-            order = longest_first(rows, late)
-            place(rows["length"][order], work[order], n, 1 << 26)
-
-        times = [timed(placement) for _ in range(20 if n > 4 else 200)]
-        rows.append({"what": f"placement alone, {documents} documents on {n}", "documents": documents, **spread(times)})
     return rows
 
 

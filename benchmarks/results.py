@@ -7,7 +7,6 @@ import datetime
 import json
 import os
 import platform
-import shlex
 import statistics
 import subprocess
 import sys
@@ -22,12 +21,6 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs"
 PACKAGES = ("numpy", "scipy", "torch", "megatron-core", "transformer-engine", "flash-attn", "triton")
-
-
-def slurm_job(name: str) -> list[str]:
-    """The words that `scripts/slurm/NAME.sbatch` would run."""
-    script = ROOT / "scripts" / "slurm" / f"{name}.sbatch"
-    return shlex.split(subprocess.run(["bash", script, "--dry-run"], check=True, capture_output=True, text=True).stdout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

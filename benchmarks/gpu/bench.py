@@ -45,8 +45,6 @@ class Bench:
         self.device_name = torch.cuda.get_device_name() if self.on_gpu else "cpu"
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
         self.options = AttentionOptions(backend=get_backend(args.backend, self.device))
-        self.behind = 0
-        """Measurements in which the device waited for the host, however long its lead."""
         self.settings: Row = {"command": sys.argv[1:], "backend": self.options.backend.name, "cuda": torch.version.cuda}
         self.rows: list[Row] = []
         self.goals: list[results.Goal] = []
@@ -58,10 +56,6 @@ class Bench:
     def seconds(self) -> float:
         """Seconds since the start."""
         return time.perf_counter() - self._begin
-
-    @property
-    def is_over(self) -> bool:
-        return self.seconds > 60 * self.args.minutes
 
     def say(self, text: str) -> None:
         print(f"[{self.seconds:5.0f} s] {text}", flush=True)
@@ -104,7 +98,6 @@ class Bench:
             end.synchronize()
             if not behind:
                 break
-        self.behind += behind
         return float(start.elapsed_time(end))
 
     def timed(self, name: str, call: Call, samples: int = SAMPLES) -> Row:
@@ -131,7 +124,7 @@ class Bench:
         tag = (re.findall(r"[a-z]+\d+", self.device_name.lower()) or [self.device.type])[0]
         results.write(
             self.name,
-            settings=self.settings | {"seconds": self.seconds, "host_behind": self.behind},
+            settings=self.settings | {"seconds": self.seconds},
             rows=self.rows,
             goals=self.goals,
             device=self.device_name if self.on_gpu else None,

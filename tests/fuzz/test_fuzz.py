@@ -1,7 +1,6 @@
 """A few seconds of fuzzing: kept and mutated inputs break nothing, and what would break something is seen.
 
-`python -m benchmarks.fuzz` runs for longer, and the native cores too; their corpus also runs in
-`tests/plan/test_sanitizers.py`.
+`python -m benchmarks.fuzz` runs for longer; `tests/plan/test_sanitizers.py` has the native cores.
 """
 
 import json
@@ -101,9 +100,3 @@ def test_the_driver_writes_what_it_found(tmp_path):
     outcome = json.loads((tmp_path / "fuzz.json").read_text())
     assert outcome["rows"][0]["target"] == "launch" and outcome["rows"][0]["executions"] > 0
     assert all(goal["holds"] for goal in outcome["goals"])
-
-
-@pytest.mark.full
-def test_the_native_cores_run(tmp_path):
-    part = benchmark.native(tmp_path, seed=1, executions=2000)
-    assert part["executions"] == 2000 and part["findings"] == 0
