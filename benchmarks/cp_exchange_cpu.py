@@ -5,11 +5,10 @@
 Accuracy: errors of dK and dV against float64 where ranks send their shares in fp32, and in bf16 as the activations are;
 random activations, every document on all ranks. Savings: simulated steps of jobs on H100s with either dtype, of the
 same packings of F2. Overlap: two gloo processes of one thread run attention in fp32 and in stages, every document on
-both, by turns with the exchange, without it (nothing moves), and the exchange alone. Hidden is
-1 - (with - without) / alone. It is predicted by kernel times that both processes measure before, and by these scaled to
-the time without the exchange; the network is measured before as well. gloo moves data in a thread of its own, which
-needs a core, and is fast within a machine. So there is a second network, a link: gloo whose all-to-alls also *wait*,
-one after the other, for the time that LINK_GB_PER_S takes. Writes benchmarks/results/cp_exchange_cpu.json in about four
+both, by turns with the exchange, without it (nothing moves), and the exchange alone. gloo is fast within a machine, so
+its all-to-alls also *wait*, one after the other, for the time of a link of LINK_GB_PER_S. Hidden is
+1 - (with - without) / alone. It is predicted by kernel times and the link, which both processes measure before, and by
+kernel times scaled to the time without the exchange. Writes benchmarks/results/cp_exchange_cpu.json in about four
 minutes; anything else that runs meanwhile spoils the overlap.
 """
 
@@ -33,7 +32,7 @@ from benchmarks.results import Row
 from benchmarks.step_time import job_of
 from megatron_wlb.cli.calibration import Shape, fit_directions, rounded, shapes
 from megatron_wlb.cli.profile import TILE_ROWS, Target, attention_times
-from megatron_wlb.hardware.network import H100_NETWORK, Collective, Group, Network, fit
+from megatron_wlb.hardware.network import H100_NETWORK, Collective, Group, fit
 from megatron_wlb.hardware.profile import Profile
 from megatron_wlb.job import Job, Recompute
 from megatron_wlb.model import MODELS
@@ -97,13 +96,14 @@ def main() -> None:
     size = QUICK if args.quick else Size()
     torch.set_num_threads(1)
     exact, saved = accuracy(size), savings(size)
-    profile, links, error = measure_machine(size)
-    rows = overlap(size, profile, links)
+    profile, error = measure_machine(size)
+    rows = overlap(size, profile)
     for table in (exact, saved):
         results.show(table)
     results.show(rows, COLUMNS)
     settings = {"heads": HEADS, "head_size": HEAD_SIZE, "backend": "gloo, float32, one thread a process"}
-    nodes = {name: {"all_gather": {2: [each.latency_us[0], each.gb_per_s[0]]}} for name, each in links.items()}
+    (latency,), (gb_per_s,) = profile.network.all_gather[1:]
+    nodes = {"link": {"all_gather": {2: [latency, gb_per_s]}}}
     jobs = {name: job[:2] for name, job in JOBS.items()}
     settings |= {"networks": nodes, "kernel_error": error, "jobs": jobs}
     settings |= {"link_gb_per_s": LINK_GB_PER_S, "accuracy": exact, "savings": saved}
@@ -114,9 +114,8 @@ def goals(exact: list[Row], rows: list[Row]) -> list[results.Goal]:
     worst = max(row["added"] / row["fp32"] for row in exact)
     wanted = [results.at_most("error that bf16 on the wire adds / error with fp32, largest", worst, 1.0)]
     for row in rows:
-        if row["network"] == "link":
-            off = abs(row["predicted_hidden"] - row["hidden"])
-            wanted.append(results.at_most(f"{row['case']}, {row['stages']}: share hidden, predicted off by", off, 0.1))
+        off = abs(row["predicted_hidden"] - row["hidden"])
+        wanted.append(results.at_most(f"{row['case']}, {row['stages']}: share hidden, predicted off by", off, 0.1))
     return wanted
 
 
@@ -191,22 +190,19 @@ def nothing(output: Tensor, given: Tensor, *sizes: Any, group: Any, async_op: bo
     return SimpleNamespace(wait=lambda: None)
 
 
-NETWORKS: dict[str, Moves] = {"gloo": dist.all_to_all_single, "link": link}
-
-
-def measure_machine(size: Size) -> tuple[Profile, dict[str, Collective], Row]:
-    """Kernel times and networks of two processes that run at once, and the error of the kernel times."""
+def measure_machine(size: Size) -> tuple[Profile, Row]:
+    """Kernel times and the link of two processes that run at once, and the error of the kernel times."""
     chosen = shapes(size.tokens)
-    times, links = zip(*run_world(_measure, 2, chosen), strict=True)
+    times, ((latency, gb_per_s), _) = zip(*run_world(_measure, 2, chosen), strict=True)
     shards = [plan.shards[rank] for plan, rank in chosen]
     kernel, error = fit_directions(shards, np.mean(times, axis=0), HEADS[0], TILE_ROWS["cpu"])
-    fitted = {name: map(rounded, each) for name, each in links[0].items()}
-    collectives = {name: Collective((2,), (latency,), (rate,)) for name, (latency, rate) in fitted.items()}
-    return Profile(name="measured", **kernel), collectives, error
+    of_link = Collective((2,), (rounded(latency),), (rounded(gb_per_s),))
+    network = replace(H100_NETWORK, all_gather=of_link, reduce_scatter=of_link, all_reduce=of_link)
+    return Profile(name="measured", **kernel, network=network), error
 
 
-def _measure(chosen: list[Shape]) -> tuple[np.ndarray, dict[str, tuple[float, float]]]:
-    """In both processes: attention of the shapes, float64 [shapes, 2] us, and latency and bandwidth by network."""
+def _measure(chosen: list[Shape]) -> tuple[np.ndarray, tuple[float, float]]:
+    """In both processes: attention of the shapes, float64 [shapes, 2] us; latency (us) and GB/s of the link."""
 
     def stopwatch(call: Callable[[], Any]) -> float:
         return float(np.median([_seconds(call) for _ in range(4)][1:])) * 1e6
@@ -214,19 +210,16 @@ def _measure(chosen: list[Shape]) -> tuple[np.ndarray, dict[str, tuple[float, fl
     model, backend = attention_job(512, HEADS).model, get_backend("auto", "cpu")
     target = Target(model, "cpu", backend, "fp32", {"device": "cpu", "dtype": torch.float32})
     times = [attention_times(shape, target, stopwatch) for shape in chosen]
-    links = {}
-    for name, moves in NETWORKS.items():
-        us = []
-        for num_bytes in MESSAGE_BYTES:
-            given = torch.ones(num_bytes // 4)
-            other = [len(given), 0] if dist.get_rank() else [0, len(given)]
-            us.append(stopwatch(partial(_move, moves, torch.empty_like(given), given, other, other)))
-        links[name] = fit(np.array(MESSAGE_BYTES, np.float64), np.array(us))
-    return np.array(times), links
+    us = []
+    for num_bytes in MESSAGE_BYTES:
+        given = torch.ones(num_bytes // 4)
+        other = [len(given), 0] if dist.get_rank() else [0, len(given)]
+        us.append(stopwatch(partial(_move, torch.empty_like(given), given, other, other)))
+    return np.array(times), fit(np.array(MESSAGE_BYTES, np.float64), np.array(us))
 
 
-def _move(moves: Moves, *message: Any) -> None:
-    moves(*message, group=dist.group.WORLD, async_op=True).wait()
+def _move(*message: Any) -> None:
+    link(*message, group=dist.group.WORLD, async_op=True).wait()
 
 
 def _seconds(call: Callable[[], Any]) -> float:
@@ -237,32 +230,25 @@ def _seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def overlap(size: Size, profile: Profile, links: dict[str, Collective]) -> list[Row]:
+def overlap(size: Size, profile: Profile) -> list[Row]:
     cases = {
         "one document": np.array([size.tokens]),
         "F2": padded(micro_batches(size.tokens, WlbPacking(), 1)[0], 4),
         "16 documents": np.full(16, size.tokens // 16),
     }
-    base = attention_job(size.tokens, HEADS, 2, cp_exchange="shared", bytes_per_value=4, recompute=ALONE)
-    base = base.sharded(cp_sharding="per-document")
-    jobs = {name: replace(base, profile=replace(profile, network=network_of(each))) for name, each in links.items()}
-    runs, rows = [], []
+    sizes = {"cp_exchange": "shared", "bytes_per_value": 4, "recompute": ALONE, "profile": profile}
+    job = attention_job(size.tokens, HEADS, 2, **sizes).sharded(cp_sharding="per-document")
+    plans, rows = [], []
     for case, lengths in cases.items():
-        _, planned = shard(lengths, jobs["link"])
+        _, planned = shard(lengths, job)
         at_once = rounds.regrouped(planned, Held(planned).is_shared.astype(np.int64))
-        three = (("gloo", "planned", planned), ("link", "at once", at_once), ("link", "planned", planned))
-        for name, how, plan in three:
-            rows.append({"case": case, "network": name, "stages": how, "count": len(plan.stages)})
-            runs.append((name, plan))
-    measured = run_world(_run, 2, runs, size.rounds, timeout=1800)
-    for row, (name, plan), ranks in zip(rows, runs, zip(*measured, strict=True), strict=True):
-        row |= compared(ranks[0][0], np.max([seconds for _, seconds in ranks], axis=0), plan, jobs[name])
+        for how, plan in (("at once", at_once), ("planned", planned)):
+            rows.append({"case": case, "network": "link", "stages": how, "count": len(plan.stages)})
+            plans.append(plan)
+    measured = run_world(_run, 2, plans, size.rounds, timeout=1800)
+    for row, plan, ranks in zip(rows, plans, zip(*measured, strict=True), strict=True):
+        row |= compared(ranks[0][0], np.max([seconds for _, seconds in ranks], axis=0), plan, job)
     return rows
-
-
-def network_of(collective: Collective) -> Network:
-    """A network within a node on which every collective is this one."""
-    return replace(H100_NETWORK, all_gather=collective, reduce_scatter=collective, all_reduce=collective)
 
 
 def compared(sizes: list[int], seconds: np.ndarray, plan: ShardPlan, job: Job) -> Row:
@@ -288,12 +274,12 @@ def compared(sizes: list[int], seconds: np.ndarray, plan: ShardPlan, job: Job) -
     return row
 
 
-def _run(runs: list[tuple[str, ShardPlan]], repeats: int) -> list[tuple[list[int], np.ndarray]]:
-    """In both processes: `measure` of every network and plan."""
-    return [measure(plan, NETWORKS[name], repeats) for name, plan in runs]
+def _run(plans: list[ShardPlan], repeats: int) -> list[tuple[list[int], np.ndarray]]:
+    """In both processes: `measure` of every plan."""
+    return [measure(plan, repeats) for plan in plans]
 
 
-def measure(plan: ShardPlan, moves: Moves, repeats: int) -> tuple[list[int], np.ndarray]:
+def measure(plan: ShardPlan, repeats: int) -> tuple[list[int], np.ndarray]:
     """Bytes of the messages, and seconds, float64 [repeats, 3, 2]: with the exchange, without, and the exchange alone
     (once); forward and backward."""
     options = AttentionOptions(backend=get_backend("auto", "cpu"))
@@ -311,14 +297,14 @@ def measure(plan: ShardPlan, moves: Moves, repeats: int) -> tuple[list[int], np.
 
     def noted(*message: Any, **rest: Any) -> Any:
         messages.append(message)
-        return moves(*message, **rest)
+        return link(*message, **rest)
 
     def alone() -> None:
         for message in messages:
-            _move(moves, *message)
+            _move(*message)
 
     step(noted)
-    seconds = [(step(moves), step(nothing), (_seconds(alone), 0.0)) for _ in range(repeats)]
+    seconds = [(step(link), step(nothing), (_seconds(alone), 0.0)) for _ in range(repeats)]
     return [max(output.nbytes, given.nbytes) for output, given, *_ in messages], np.array(seconds)
 
 

@@ -103,53 +103,33 @@ class Size(NamedTuple):
 
 
 PLAIN = "--wlb-packing original --wlb-cp-sharding per-sequence --wlb-defer-weight-gradients off"
+CP, PP = "--context-parallel-size 2", "--pipeline-model-parallel-size 2"
+ADAPTIVE, ORIGINAL = "--wlb-packing adaptive", "--wlb-packing original --wlb-cp-sharding"
 LAYOUTS = (
-    Layout(
-        "DP=2",
-        "",
-        2,
-        {"plain": PLAIN, **{p: f"--wlb-packing {p}" for p in ("fixed", "wlb", "adaptive")}},
-        0.9,
-    ),
-    Layout(
-        "CP=2",
-        "--context-parallel-size 2",
-        1,
-        {
-            "plain": PLAIN,
-            **{s: f"--wlb-packing original --wlb-cp-sharding {s}" for s in ("per-document", "hybrid", "auto")},
-        },
-        0.9,
-    ),
+    Layout("DP=2", "", 2, {"plain": PLAIN} | {p: f"--wlb-packing {p}" for p in ("fixed", "wlb", "adaptive")}, 0.9),
+    Layout("CP=2", CP, 1, {"plain": PLAIN} | {s: f"{ORIGINAL} {s}" for s in ("per-document", "hybrid", "auto")}, 0.9),
     Layout(
         "PP=2",
-        "--pipeline-model-parallel-size 2",
+        PP,
         4,
-        {
-            "plain": PLAIN,
-            "wlb": "--wlb-packing wlb",
-            "adaptive, not deferred": "--wlb-packing adaptive --wlb-defer-weight-gradients off",
-            "adaptive": "--wlb-packing adaptive",
-        },
+        {"plain": PLAIN, "wlb": "--wlb-packing wlb"}
+        | {"adaptive, not deferred": f"{ADAPTIVE} --wlb-defer-weight-gradients off", "adaptive": ADAPTIVE},
         goals={"speedup_per_work": 1.28},
     ),
     Layout(
         "CP=2 for DP=2",
-        "--context-parallel-size 2",
+        CP,
         2,
-        {"plain": PLAIN, "adaptive, M = N/2": "--wlb-packing adaptive --wlb-micro-batches 1"},
+        {"plain": PLAIN, "adaptive, M = N/2": f"{ADAPTIVE} --wlb-micro-batches 1"},
         longest=2.5,
         goals={"over_plain_dp": 1.21},
     ),
     Layout(
         "PP=2 VPP=2",
-        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4",
+        f"{PP} --num-virtual-stages-per-pipeline-rank 2 --num-layers 4",
         4,
-        # In groups as Megatron has them by default.
-        {
-            "plain": f"{PLAIN} --microbatch-group-size-per-virtual-pipeline-stage 2",
-            "adaptive": "--wlb-packing adaptive",
-        },
+        # Plain has Megatron's default groups.
+        {"plain": f"{PLAIN} --microbatch-group-size-per-virtual-pipeline-stage 2", "adaptive": ADAPTIVE},
         rounds=2,
     ),
 )

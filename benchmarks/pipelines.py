@@ -86,39 +86,11 @@ class _Chunk(torch.nn.Module):
         return self.layers(x, documents)
 
 
-def passes_alone(schedule: Schedule, size: Size, steps: list[list[list[int]]]) -> np.ndarray:
-    """Seconds of all passes where one process computes the whole model: [steps, 2, stages, chunks, micro-batches]."""
-    _pin(0)
-    torch.manual_seed(0)
-    shape = (schedule.num_stages, schedule.num_chunks)
-    model = [_Computing(size.hidden, size.layers // schedule.num_chunks) for _ in range(int(np.prod(shape)))]
-    seconds = np.empty((len(steps), 2, *shape, schedule.num_micro_batches))
-    for step, micro_batches in enumerate(steps):
-        for m, documents in enumerate(micro_batches):
-            x = torch.ones(sum(documents), 1, size.hidden)
-            inputs, outputs = [], []
-            for virtual, chunk in enumerate(model):
-                inputs.append(x.detach().requires_grad_())
-                begin = time.perf_counter()
-                x = chunk(inputs[-1], documents)
-                seconds[step, 0, virtual % shape[0], virtual // shape[0], m] = time.perf_counter() - begin
-                outputs.append(x)
-            gradient = torch.ones_like(x)
-            for virtual in reversed(range(len(model))):
-                begin = time.perf_counter()
-                outputs[virtual].backward(gradient)
-                seconds[step, 1, virtual % shape[0], virtual // shape[0], m] = time.perf_counter() - begin
-                gradient = inputs[virtual].grad
-    return seconds
-
-
-def pipeline(
-    schedule: Schedule, size: Size, steps: list[list[list[int]]], waits: np.ndarray | None
-) -> dict[str, list[Any]]:
-    """In the process of every stage: when its passes began and ended, per step, and how long messages take in us."""
+def pipeline(schedule: Schedule, size: Size, steps: list[list[list[int]]], computes: bool) -> dict[str, list[Any]]:
+    """In the process of every stage: beginnings and ends of its passes, per step, and times of messages in us."""
     stage = dist.get_rank()
-    if waits is None:
-        _pin(stage)
+    if computes:
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[stage]})
     torch.manual_seed(stage)
     config = _configure(schedule, size)
     from megatron.core.pipeline_parallel import schedules
@@ -128,18 +100,22 @@ def pipeline(
     schedules.forward_step = _timed(schedules.forward_step, passes)
     schedules.backward_step = _timed(schedules.backward_step, passes)
     out: dict[str, list[Any]] = {"passes": [], "transfers": []}
-    for step, micro_batches in enumerate(steps):
+    for micro_batches in steps:
         tokens = [sum(documents) for documents in micro_batches]
         out["transfers"].append(_transfer_times(tokens, size.hidden))
-        feeds: list[Any] = []
-        for chunk in range(schedule.num_chunks):
-            own = waits[step, :, stage, chunk].T.tolist() if waits is not None else [None] * len(tokens)
-            feeds.append(list(zip(micro_batches, own, strict=True)))
+        waits = [None if computes else _wait(documents, schedule.num_chunks) for documents in micro_batches]
+        feed = list(zip(micro_batches, waits, strict=True))
         passes.clear()
         dist.barrier()
-        _step(chunks, feeds, tokens, size.max_tokens)
+        _step(chunks, feed, tokens, size.max_tokens)
         out["passes"].append(list(passes))
     return out
+
+
+def _wait(documents: list[int], chunks: int) -> tuple[float, float]:
+    """Seconds of a pass forward and backward that waits: more for more tokens, and for longer documents."""
+    seconds = sum(1e-4 * n + 1e-7 * n**2 for n in documents) / chunks
+    return seconds, 2 * seconds
 
 
 def _configure(schedule: Schedule, size: Size) -> Any:
@@ -174,15 +150,15 @@ def _configure(schedule: Schedule, size: Size) -> Any:
     )
 
 
-def _step(chunks: Sequence[_Chunk], feeds: Sequence[Sequence[Any]], tokens: list[int], max_tokens: int) -> None:
-    """Forward and backward of a step; `feeds` has the arguments of every chunk's calls, by micro-batch."""
+def _step(chunks: Sequence[_Chunk], feed: Sequence[Any], tokens: list[int], max_tokens: int) -> None:
+    """Forward and backward of a step; `feed` has the arguments of a chunk's calls, by micro-batch."""
     from megatron.core import mpu
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from megatron_wlb.adapter.p2p import PlannedP2PCommunicator
 
-    iterators = [iter(feed) for feed in feeds]
+    iterators = [iter(feed) for _ in chunks]
     interleaved = len(chunks) > 1
     communicator = PlannedP2PCommunicator(mpu.get_pipeline_model_parallel_group(), chunks[0].config, tokens)
     get_forward_backward_func()(
@@ -231,7 +207,3 @@ def _transfer_times(tokens: list[int], hidden: int, repeats: int = 9) -> np.ndar
             times[m] = 1e6 * np.median(samples)
     dist.barrier()
     return times
-
-
-def _pin(core: int) -> None:
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[core]})

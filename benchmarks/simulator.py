@@ -5,8 +5,8 @@
 Upstream's own 1F1B and interleaved 1F1B run with our communicator, one process a stage, over micro-batches of varying
 length. The times of all passes and of messages of the same sizes go into the simulator; compared are the makespan of
 the step and the beginning of each pass. PP=2 computes (attention by documents, MLPs, one core a process). PP=4, for
-want of four cores, *waits* in its passes for the time that one process took to compute them; its rows say so. Writes
-benchmarks/results/simulator.json; --record keeps the step of every layout in which stages wait most.
+want of four cores, *waits* in its passes; its rows say so. Writes benchmarks/results/simulator.json; --record keeps the
+step of every layout in which stages wait most.
 """
 
 import json
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import results
-from benchmarks.pipelines import HEADS, Size, passes_alone, pipeline
+from benchmarks.pipelines import HEADS, Size, pipeline
 from benchmarks.results import Row
 from megatron_wlb.pipeline.schedule import Schedule
 from megatron_wlb.pipeline.timeline import Timeline, run
@@ -40,22 +40,13 @@ class Layout:
         return f"PP={self.schedule.num_stages}{chunks}, {'computed' if self.computes else 'waited'}"
 
 
-LAYOUTS = tuple(
-    Layout(
-        schedule=Schedule(
-            num_stages=stages,
-            num_chunks=chunks,
-            num_micro_batches=count,
-            group_size=group,
-            hidden_transfers=chunks > 1,
-        ),
-        computes=stages == 2,
-    )
-    for stages, chunks, count, group in (
-        *((2, 1, 8, None), (2, 2, 4, None), (4, 1, 8, None), (4, 2, 8, None)),  # idle for 10 % of a step or more
-        (4, 2, 8, 4),  # upstream's default, with the passes of the one before
-    )
-)
+def _layout(stages: int, chunks: int, count: int, group: int | None = None) -> Layout:
+    sizes = {"num_stages": stages, "num_chunks": chunks, "num_micro_batches": count, "group_size": group}
+    return Layout(schedule=Schedule(**sizes, hidden_transfers=chunks > 1), computes=stages == 2)
+
+
+LAYOUTS = (_layout(2, 1, 8), _layout(2, 2, 4), _layout(4, 1, 8), _layout(4, 2, 8), _layout(4, 2, 8, 4))
+"""Idle for 10 % of a step or more; the last one has upstream's default groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,10 +118,7 @@ def record(layout: Layout, size: Size) -> list[Recording]:
         raise RuntimeError(f"{schedule.num_stages} stages that compute need as many cores")
     rng = np.random.default_rng(0)
     steps = [_micro_batches(rng, schedule.num_micro_batches, size.max_tokens) for _ in range(size.steps + 1)]
-    waits = None
-    if not layout.computes:
-        (waits,) = run_world(passes_alone, 1, schedule, size, steps, timeout=300)
-    ranks = run_world(pipeline, schedule.num_stages, schedule, size, steps, waits, timeout=600)
+    ranks = run_world(pipeline, schedule.num_stages, schedule, size, steps, layout.computes, timeout=600)
     recordings = []
     for step, documents in list(enumerate(steps))[1:]:
         times = np.empty((2, 2, schedule.num_stages, schedule.num_chunks, schedule.num_micro_batches))
