@@ -94,19 +94,6 @@ class Scale:
     def tokens(self) -> int:
         return self.global_batches * self.batch_tokens
 
-    @property
-    def crossover_tokens(self) -> int:
-        return round(self.crossover_over_window * self.context_length)
-
-    @property
-    def folder(self) -> Path:
-        """Folder of the logs; those of the report are in the repository."""
-        return ROOT / "demo/convergence-quick" if self.name == "quick" else results.FOLDER / "convergence"
-
-    @property
-    def corpus_path(self) -> Path:
-        return ROOT / f"demo/data/convergence-{self.name}.npz"
-
 
 REPORT = Scale(
     name="cpu",
@@ -150,7 +137,7 @@ def job_of(variant: str, scale: Scale) -> Job:
         context_length=scale.context_length,
         global_batch_size=scale.global_batch_size,
         max_tokens=round(scale.max_tokens_over_window * scale.context_length),
-        crossover_tokens=scale.crossover_tokens,
+        crossover_tokens=round(scale.crossover_over_window * scale.context_length),
         **variants(scale)[variant],
     )
 
@@ -174,7 +161,7 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(groups, lr=0.0, betas=scale.betas)
         self.tokens = -scale.start_tokens
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Row:
         return {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict(), "tokens": self.tokens}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -320,7 +307,7 @@ class Runs:
     def data(self) -> Row:
         scale = self.scale
         sizes = {"pivot_bytes": scale.pivot_bytes, "held_out_share": scale.held_out_share}
-        return load(scale.corpus_path, vocab_size=scale.shape.vocab_size, **sizes)
+        return load(ROOT / f"demo/data/convergence-{scale.name}.npz", vocab_size=scale.shape.vocab_size, **sizes)
 
 
 def main() -> None:
@@ -332,7 +319,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="run nothing, report over the logs that are there")
     args = parser.parse_args()
     scale = QUICK if args.quick else REPORT
-    folder = args.logs or scale.folder
+    folder = args.logs or (ROOT / "demo/convergence-quick" if args.quick else results.FOLDER / "convergence")
     if not args.report:
         Runs(scale=scale, logs=folder).run_all(args.seeds, args.variants, args.jobs)
     convergence_report.report(args, convergence_report.read(folder))

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from benchmarks import results
 from benchmarks.results import Row
 
 BASELINE = "original"
 CONTROL = "original-shuffled"
-"""The baseline with another order of documents: how far apart runs are between which there is nothing to choose."""
+"""The baseline with another order of documents, whose distance from it is noise."""
 CONFIDENCE = 0.95
 MARGIN_PERCENT = 0.5
 """Equivalent is what two one-sided tests, of 1 - CONFIDENCE each, show to be less than this from the baseline, above
@@ -25,12 +26,9 @@ HALF_WIDTH_PERCENT = 0.4
 """Goal for the interval of a difference: so many seeds are enough."""
 JUDGED = ("wlb", "adaptive", "adaptive-2N")
 """Variants that should be equivalent."""
-MEASURES = {
-    "optimizer_steps": "steps",
-    "imbalance": "imbalance_mean",
-    **{name: name for name in ("late_steps", "spread_steps", "token_cv", "long_share_mean", "long_share_std")},
-}
-"""Columns that are means over seeds of what `metrics.Summary` has."""
+SAME = ("late_steps", "spread_steps", "token_cv", "long_share_mean", "long_share_std")
+MEASURES = {"optimizer_steps": "steps", "imbalance": "imbalance_mean"} | {name: name for name in SAME}
+"""Columns that are means over seeds of fields of `metrics.Summary`."""
 COLORS = {
     "original": "#000000",
     "original-shuffled": "#8c8c8c",
@@ -93,8 +91,6 @@ def interval(values: list[float]) -> tuple[float | None, float | None]:
     mean = float(np.mean(values)) if values else None
     if len(values) < 2:
         return mean, None
-    from scipy import stats  # which machines that only measure may lack
-
     return mean, float(stats.sem(values)) * float(stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1))
 
 
@@ -102,8 +98,6 @@ def equivalence(values: list[float], margin: float) -> float | None:
     """p of two one-sided t-tests that the mean lies within +-margin (Schuirmann 1987); None for too few values."""
     if len(values) < 2:
         return None
-    from scipy import stats
-
     sides = (-margin, "greater"), (margin, "less")
     return max(float(stats.ttest_1samp(values, edge, alternative=side).pvalue) for edge, side in sides)
 
@@ -123,7 +117,7 @@ def _final(log: Row, measure: str) -> float:
 
 
 def verdicts(rows: list[Row]) -> list[str]:
-    """What the intervals and the tests say, in one sentence for each variant."""
+    """The outcome of the intervals and tests, a sentence for each variant."""
     sentences = []
     for row in rows:
         name, mean, half = row["variant"], row["difference_percent"], row["difference_half_width"]
@@ -217,11 +211,10 @@ def page(data: Row) -> str:
 
 
 def _resolution(rows: list[Row]) -> list[str]:
-    """How small a difference these runs could have shown, and how large one is without a cause."""
-    by_name = {row["variant"]: row for row in rows}
+    """The least difference that these runs could have shown, and the difference without a cause."""
+    by_name, lines = {row["variant"]: row for row in rows}, []
     halves = [row["difference_half_width"] for row in rows if row["difference_half_width"] is not None]
     noise, losses = by_name.get(CONTROL, {}).get("difference_std"), by_name.get(BASELINE, {}).get("loss_of_seeds", [])
-    lines = []
     if noise is not None:
         lines.append(
             f"- Noise: two orders of the same documents under `{BASELINE}` end {noise:.2f} % apart (standard deviation "

@@ -54,13 +54,8 @@ def critical_path(layout: str, busy: np.ndarray, weights: np.ndarray | None = No
     if layout.startswith("CP"):
         return float(busy.max(axis=0).sum())
     chunks, (stages, count) = 2 if "VPP=2" in layout else 1, busy.shape
-    schedule = Schedule(
-        num_stages=stages,
-        num_micro_batches=count,
-        num_chunks=chunks,
-        group_size=group,
-        hidden_transfers=chunks > 1,
-    )
+    sizes = {"num_stages": stages, "num_micro_batches": count, "num_chunks": chunks, "group_size": group}
+    schedule = Schedule(**sizes, hidden_transfers=chunks > 1)
     mean = busy.mean(axis=0)
     if weights is None or not weights.any():
         # In whole numbers, a third of a pass forward and two backward.

@@ -35,19 +35,9 @@ from rich.progress import track
 
 from benchmarks import results
 from benchmarks.critical_path import Costs, fit, summarise
-from benchmarks.lengths import job_7b, work_per_token
+from benchmarks.lengths import WINDOW, f2, job_7b, work_per_token
 from benchmarks.results import ROOT, Row
-from benchmarks.training_cpu import (
-    SEED,
-    SHAPE,
-    TRAINING,
-    Steps,
-    arguments,
-    document_lengths,
-    train,
-    warm,
-    write_dataset,
-)
+from benchmarks.training_cpu import SEED, SHAPE, TRAINING, Steps, arguments, train, warm, write_dataset
 from megatron_wlb.packing import POLICIES
 from megatron_wlb.plan.dataset import trained_tokens
 from megatron_wlb.plan.packer import make_packer
@@ -147,7 +137,7 @@ def main() -> None:
     size = QUICK if args.quick else SIZE
     size = size._replace(rounds=args.rounds or size.rounds)
     layouts = [layout for layout in LAYOUTS if layout.name in (args.layouts or (layout.name,))]
-    lengths = document_lengths(size.window)
+    lengths = np.maximum(f2(20000, 0) * size.window // WINDOW, 2)
     with tempfile.TemporaryDirectory() as folder:
         dataset = write_dataset(Path(folder), lengths)
         profile = measure_profile(Path(folder), args.quick)

@@ -68,12 +68,8 @@ def job_7b(global_batch_size: int = 4, window: int = WINDOW, **changes: Any) -> 
 
     `changes` are arguments of `make_job`.
     """
-    sizes = {
-        "parallel": Parallel(dp=global_batch_size),
-        "global_batch_size": global_batch_size,
-        "context_length": window,
-        "max_tokens": round(S_MAX * window),
-    }
+    sizes = {"parallel": Parallel(dp=global_batch_size), "global_batch_size": global_batch_size}
+    sizes |= {"context_length": window, "max_tokens": round(S_MAX * window)}
     crossover = CROSSOVER * window // WINDOW
     return make_job(**{"model": MODELS["llama2-7b"], "crossover_tokens": crossover} | sizes | changes)
 

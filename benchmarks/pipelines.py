@@ -128,10 +128,7 @@ def _configure(schedule: Schedule, size: Size) -> Any:
     from megatron.core.transformer import TransformerConfig
 
     chunks = schedule.num_chunks if schedule.num_chunks > 1 else None
-    layout = {
-        "pipeline_model_parallel_size": schedule.num_stages,
-        "virtual_pipeline_model_parallel_size": chunks,
-    }
+    layout = {"pipeline_model_parallel_size": schedule.num_stages, "virtual_pipeline_model_parallel_size": chunks}
     mpu.initialize_model_parallel(**layout, create_gloo_process_groups=True)
     return TransformerConfig(
         **layout,

@@ -51,25 +51,13 @@ WARM_UP = 30
 """Steps that fill queues and are not counted."""
 EP, MICRO_BATCHES = 8, 8
 """Expert-parallel ranks, and micro-batches of a data-parallel rank, of jobs with experts."""
+SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_query_groups", "padded_vocab_size", "moe_router_topk")
 EXPERTS = {
-    "Mixtral 8x7B": ModelShape(
-        num_layers=32,
-        hidden_size=4096,
-        ffn_hidden_size=2 * 14336,
-        num_attention_heads=32,
-        num_query_groups=8,
-        padded_vocab_size=32000,
-        moe_router_topk=2,
-    ),
-    "Qwen3 30B-A3B": ModelShape(
-        num_layers=48,
-        hidden_size=2048,
-        ffn_hidden_size=8 * 768,
-        num_attention_heads=32,
-        num_query_groups=4,
-        padded_vocab_size=151936,
-        moe_router_topk=8,
-    ),
+    name: ModelShape(num_attention_heads=32, **dict(zip(SIZES, sizes, strict=True)))
+    for name, sizes in {
+        "Mixtral 8x7B": (32, 4096, 2 * 14336, 8, 32000, 2),
+        "Qwen3 30B-A3B": (48, 2048, 8 * 768, 4, 151936, 8),
+    }.items()
 }
 """By their published configurations: few large experts, and many small ones."""
 

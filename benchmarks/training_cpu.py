@@ -1,4 +1,4 @@
-"""Real training on cores of this machine, for benchmarks: upstream's `pretrain()`, and how long each rank computes.
+"""Real training on cores of this machine: upstream's `pretrain()`, and the CPU time of each rank's passes.
 
 Processes are forks of one that has imported everything, with one thread on a core of their own.
 """
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from benchmarks.lengths import WINDOW, f2
 from benchmarks.results import Row
 from megatron_wlb.cost.attention import sharding_kernel
 from megatron_wlb.job import Job
@@ -35,13 +34,8 @@ VOCABULARY = 255
 Steps = list[Row]
 """The steps of one rank: "seconds", "other" CPU time (optimizer, planning, logging); of all ranks "tokens", "work",
 "late", tokens times the steps that they ran late, and "group" (`Parallel.group_size`); and for each micro-batch of the
-rank the CPU time of its passes, "busy", in which the weight gradients that were put off are "weights", and what
-planning knows: "rows", "pairs", "kernel_us"."""
-
-
-def document_lengths(window: int) -> np.ndarray:
-    """Tokens of documents: F2 scaled to this window."""
-    return np.maximum(f2(20000, 0) * window // WINDOW, 2)
+rank the CPU time of its passes, "busy", the deferred weight gradients among it, "weights", and the sizes that planning
+knows: "rows", "pairs", "kernel_us"."""
 
 
 def write_dataset(folder: Path, lengths: np.ndarray) -> str:
@@ -119,17 +113,14 @@ def train(argv: list[str], first: int) -> Steps:
         passes.update(forward=[], backward=[], weights=[])
         result = train_step(*args, **kwargs)
         now = [time.perf_counter(), time.thread_time()]
-        number = first - 1 + len(steps)
+        cost = costs[first - 1 + len(steps)]
         both = [sum(parts) for parts in zip(passes["forward"], passes["backward"], strict=True)]
         # Backward goes through the virtual stages from the last one, and through micro-batches in the same order.
-        by_micro_batch = np.bincount(order, weights=both) if order else np.array(both)
-        rows = np.array(costs.get(number, {}).get("rows", np.ones(len(by_micro_batch))))
+        rows, by_micro_batch = np.array(cost["rows"]), np.bincount(order, weights=both)
         weights = sum(passes["weights"]) * rows / rows.sum()  # products with as many rows
-        by_micro_batch = (by_micro_batch + weights).tolist()
         seconds, computing = (end - begin for begin, end in zip(last, now, strict=True))
-        other = computing - sum(by_micro_batch)
-        step = {"seconds": seconds, "busy": by_micro_batch, "weights": weights.tolist(), "other": other}
-        steps.append(step | costs.get(number, {}))
+        step = {"seconds": seconds, "busy": (by_micro_batch + weights).tolist(), "weights": weights.tolist()}
+        steps.append(step | {"other": computing - sum(step["busy"])} | cost)
         last[:] = now
         return result
 

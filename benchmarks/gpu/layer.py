@@ -72,13 +72,8 @@ def measure(bench: Bench, job: Job, length: int) -> Row:
     model, tp = job.model, job.parallel.tp
     _, plan = shard(np.array([length]), job)
     metadata = ShardMetadata.build(plan, 0, bench.options.backend.encode).to(bench.device)
-    shape = Shape(
-        num_layers=1,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_heads=model.num_attention_heads,
-        vocab_size=0,
-    )
+    sizes = {"hidden_size": model.hidden_size, "ffn_hidden_size": model.ffn_hidden_size}
+    shape = Shape(num_layers=1, num_heads=model.num_attention_heads, vocab_size=0, **sizes)
     layer = Layer(shape, bench.options, tp).to(bench.device, bench.dtype)
     x = bench.random(length, model.hidden_size).requires_grad_()
     cos, sin = rotary_table(length, model.head_size).to(bench.device, bench.dtype)[:, :, None]
