@@ -132,14 +132,8 @@ def test_the_table_of_performance_shows_the_results():
     ours = {row["job"]: row for row in result("analyze")["rows"] if row["scheme"] == "ours"}
     predicted = {job: f"{row['speedup']:.2f}" for job, row in ours.items()}
     experts = result("placement")["settings"]["experts"]
-    messages = next(row for row in result("pipeline_p2p")["rows"] if row["layout"] == "PP=4")
     trained = {(row["layout"], row["method"]): row for row in result("end_to_end_cpu")["rows"]}
     dp, cp, pp = (trained[key] for key in (("DP=2", "adaptive"), ("CP=2", "auto"), ("PP=2", "adaptive")))
-    loops = {
-        row["case"]: row["total_over_ours"]
-        for row in result("cp_attention_cpu")["rows"]
-        if (row["method"], row["threads"]) == ("by segment", 1)
-    }
     expected = [
         [f"{demo[f'mean imbalance of micro-batches, {packing}']:.2f}" for packing in ("original", "wlb")],
         [f"{demo[f'mean imbalance of CP ranks, {sharding}']:.2f}" for sharding in ("per-sequence", "chosen")],
@@ -151,11 +145,7 @@ def test_the_table_of_performance_shows_the_results():
         ["", f"{goals['F2, original packing, 128K, CP=4: share of the gain of the limit']:.2f}"],
         ["1", predicted["7B"]],
         [f"{statistics.mean(job[way] for job in experts):.3f}" for way in ("sums", "slots")],
-        [str(messages["handshake_messages"]), str(messages["planned_messages"])],
         ["", f"{max(row['error_max'] for row in result('simulator')['rows']) * 100:.1f} %"],
-        ["1", f"{loops['20 documents, CP=4']:.2f}"],
-        ["1", f"{loops['20 documents, CP=4, bf16']:.1f}"],
-        ["", f"{result('telemetry')['goals'][0]['value'] * 100:.2f} %"],
         ["1", f"{dp['speedup_per_work']:.3f}"],
         *(["1", f"{row['speedup_per_token']:.3f}"] for row in (dp, cp, pp)),
     ]
