@@ -42,7 +42,7 @@ class Described(NamedTuple):
 
 def run(*words):
     """The run of words as a shell would read them."""
-    words = shlex.split(" ".join(words))
+    words = shlex.split(" ".join(map(str, words)))
     end = words.index("--") if "--" in words else len(words)
     parser = Parser(prog="megatron-wlb analyze")
     add_job_flags(parser)
@@ -61,7 +61,7 @@ def setup(*words):
 
 
 def analyse(tmp_path, *words):
-    """The numbers of a report; the last of `words` may be a command."""
+    """The numbers of a report; `words` may end with a command."""
     json_file = ["--json", str(tmp_path / "analysis")]
     assert main(["analyze", *json_file, *" ".join(words).split()]) == 0
     return json.loads((tmp_path / "analysis").read_text())

@@ -190,11 +190,12 @@ def test_micro_batches_are_aligned_for_kernels_and_ranks(numbers, multiple):
         ({"add_bias_linear": False, "add_qkv_bias": True}, "--transformer-impl transformer_engine with biases"),
         ({"fp8": "hybrid"}, "--fp8-format"),
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
-        ({"add_bias_linear": False, "num_virtual_stages_per_pipeline_rank": 2, "overlap_grad_reduce": True}, ""),
-        (
-            {"add_bias_linear": False, "num_virtual_stages_per_pipeline_rank": 2, "overlap_grad_reduce": True,
-             "align_grad_reduce": False},
-            "--overlap-grad-reduce --no-align-grad-reduce and virtual stages",
+        ({"add_bias_linear": False, "num_virtual_stages_per_pipeline_rank": 3, "overlap_grad_reduce": True}, ""),
+        ({"add_bias_linear": False, "overlap_grad_reduce": True, "align_grad_reduce": False}, ""),
+        *(
+            ({"add_bias_linear": False, "overlap_grad_reduce": True, "align_grad_reduce": False, name: 3},
+             "--overlap-grad-reduce --no-align-grad-reduce and virtual stages")
+            for name in ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
         ),
     ],
 )  # fmt: skip
