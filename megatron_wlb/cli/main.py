@@ -49,9 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.set_defaults(run=module.run)
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
-    args, unknown = parser.parse_known_args(words[:end])
-    if unknown:
-        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    args = parser.parse_args(words[:end])
     args.argv, args.launched = words, words[end + 1 :]
     try:
         if args.launched and args.run is not analyze.run:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
@@ -140,8 +140,6 @@ class MegatronArguments:
             value = stated.get(f.name)
             if value is None:
                 continue
-            if type(value) in (int, float) and str in (get_args(f.type) or (f.type,)):
-                value = str(value)  # --split 1
             try:
                 value = msgspec.convert(value, f.type, strict=False)
             except msgspec.ValidationError as error:
@@ -326,7 +324,8 @@ def undeferrable(a: MegatronArguments) -> str:
         return given
     if a.transformer_impl == "transformer_engine" and (a.add_bias_linear or a.add_qkv_bias):
         return "--transformer-impl transformer_engine with biases in linear layers"
-    if a.overlap_grad_reduce and not a.align_grad_reduce and parallel_of(a).vpp > 1:
+    interleaved = a.virtual_pipeline_model_parallel_size or a.num_virtual_stages_per_pipeline_rank
+    if interleaved and a.overlap_grad_reduce and not a.align_grad_reduce:
         # Buckets without a deferred weight gradient would be reduced before or after those of other chunks, as the plan
         # has it, which differs between data-parallel ranks.
         return "--overlap-grad-reduce --no-align-grad-reduce and virtual stages"
