@@ -1,7 +1,6 @@
 """Bad input gets a clear error - value, limit, remedy - before any process group is made; good input becomes a job."""
 
 import contextlib
-import functools
 import re
 import sys
 from argparse import Namespace
@@ -98,6 +97,7 @@ REFUSED = {
         "leave --no-overlap-p2p-communication out"
     ),
 }
+
 
 @pytest.mark.parametrize("flags", REFUSED)
 def test_refused(flags, parse):
@@ -281,9 +281,7 @@ def test_unsupported_megatron_core_names_the_supported_ones(version):
         compat.check_version(version)
 
 
-@pytest.mark.parametrize(
-    "version", ["0.19.0", "0.19.2", "0.20.0+d98e", megatron.core.__version__]
-)
+@pytest.mark.parametrize("version", ["0.19.0", "0.19.2", "0.20.0+d98e", megatron.core.__version__])
 def test_supported_megatron_core(version):
     compat.check_version(version)
 

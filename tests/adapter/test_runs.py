@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megatron_wlb.adapter.data import DocumentDataset
-from megatron_wlb.plan import native
 from tests.adapter.datasets import write_dataset
 from tests.adapter.training import relative_error, train
 
@@ -38,14 +37,6 @@ def test_blend_of_two_datasets(dataset, tmp_path):
 def test_ranks_that_plan_differently_stop_with_an_error(dataset):
     with pytest.raises(RuntimeError, match=r"ranks planned step 0 differently .*same dataset files, flags"):
         train(2, dataset, *CP2, flags_of_rank={1: ["--wlb-outlier-thresholds", "40,160"]})
-
-
-def test_the_cores_give_the_same_run(dataset, tmp_path, monkeypatch):
-    assert native.core is not None
-    fast = train(1, dataset, log=tmp_path / "native")["log"]
-    monkeypatch.setattr(native, "core", None)
-    slow = train(1, dataset, log=tmp_path / "python")["log"]
-    assert [(e["digest"], e["loss"]) for e in fast] == [(e["digest"], e["loss"]) for e in slow]
 
 
 @pytest.mark.parametrize(
