@@ -378,14 +378,13 @@ def test_json_on_standard_output(data, capsys):
     assert "This is a prediction" in printed.err
 
 
-def test_a_log_from_standard_input(tmp_path, data, capsys, monkeypatch):
-    """And what the report is of."""
+def test_a_log_from_standard_input(data, capsys, monkeypatch):
     arguments = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "world_size": 2, "seq_length": C}
-    arguments |= {"global_batch_size": 4, "data_path": [data], "split": 1, "vocab_size": 9, "add_bias_linear": False}
+    arguments |= {"global_batch_size": 4, "data_path": [data], "split": 1, "vocab_size": 9, "wlb_micro_batches": 4}
     lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in arguments.items()]
     text = "\n".join([f"{'-' * 24} arguments {'-' * 24}", *lines, f"{'-' * 20} end of arguments {'-' * 20}"])
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(text.encode())))
-    assert main(["analyze", "-", "--steps", "2", "--html", str(tmp_path / "page")]) == 0
+    assert main(["analyze", "-", "--steps", "2"]) == 0
     assert "2 layers of 64, window 4,096, 2 GPUs" in capsys.readouterr().out
 
 
@@ -396,9 +395,9 @@ def test_without_torch(data):
 
 
 @pytest.mark.parametrize("module", ["rich", "jinja2", "matplotlib"])
-def test_a_missing_extra(tmp_path, module, data):
-    words = f"analyze {JOB} --data-path {data} --html {tmp_path / 'page'}"
-    done = process(*words.split(), without=(module,))
+def test_an_extra_is_missed_before_the_work(tmp_path, module):
+    """For which there is not even data here."""
+    done = process("analyze", *JOB.split(), "--data-path", "none", "--html", tmp_path / "page", without=(module,))
     message = f"megatron-wlb analyze: error: {module} is not installed; pip install 'megatron-wlb[analysis]'\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
     assert not list(tmp_path.iterdir())

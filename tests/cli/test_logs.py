@@ -165,6 +165,7 @@ def test_standard_input_is_bounded(monkeypatch):
 
 
 def test_a_run_of_something_else_is_refused_beside_typed_flags(blocks, tmp_path):
-    (tmp_path / "log").write_text(blocks["dense"][1].replace("  world_size", "  is_hybrid_model ... True\n  world_size"))
+    hybrid = "  is_hybrid_model ... True\n  world_size"
+    (tmp_path / "log").write_text(blocks["dense"][1].replace("  world_size", hybrid))
     with pytest.raises(ValueError, match=r"^pretrain_hybrid.py does not train a GPT of Megatron-core"):
         run(tmp_path / "log", JOB)

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_wlb.cli import calibration, profile
+from megatron_wlb import calibration
+from megatron_wlb.cli import profile
 from megatron_wlb.cli.main import main
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.hardware.profile import KernelTimes, load_profile
@@ -53,17 +54,17 @@ def test_the_fit_recovers_constants_from_noisy_times(rows):
 def test_what_is_faster_on_two_streams_runs_on_them(tmp_path, monkeypatch):
     """As on a GPU, where the second of two calls is free: only shards with two are measured both ways."""
 
-    def timed(shape, target, stopwatch, *, two_streams=False):
-        plan, rank = shape
+    def timed(plan, rank, target, stopwatch, *, two_streams=False):
         launches, tiles, _ = calibration.count(plan.shards[rank], 4, 128)
         measured.append((launches, two_streams))
         return (10.0 * (1 if two_streams else launches) + tiles, 20.0 + 2 * tiles)
 
     measured: list[tuple[int, bool]] = []
-    monkeypatch.setattr(profile, "attention_times", timed)
-    monkeypatch.setattr(profile, "linear_times", lambda *arguments: (1.0, 2.0))
+    measure = "megatron_wlb.runtime.measure."
+    monkeypatch.setattr(f"{measure}attention_times", timed)
+    monkeypatch.setattr(f"{measure}linear_times", lambda *arguments: (1.0, 2.0))
+    monkeypatch.setattr(f"{measure}stopwatch_of", lambda *arguments, **named: None)
     target = SimpleNamespace(device="cuda")
-    monkeypatch.setattr(profile, "_stopwatch", lambda *arguments, **named: None)
     _, us, two_streams = profile._measure(
         SimpleNamespace(quick=True, output="-"), target, shapes := calibration.shapes(4096)
     )
@@ -126,9 +127,7 @@ def test_what_it_writes_is_a_profile(written):
     stated = json.loads(written.read_text())["crossover_tokens"]
     assert make_job(model=model, **sizes).crossover_tokens == stated
     flags = f"--global-batch-size 1 --seq-length 4096 --wlb-profile {written} --model 550m"
-    assert described(flags).job == make_job(
-        model=MODELS["550m"], device_bytes=H100_BYTES, hidden_dropout=True, **sizes
-    )
+    assert described(flags).job == make_job(model=MODELS["550m"], device_bytes=H100_BYTES, hidden_dropout=True, **sizes)
 
 
 @pytest.mark.gpu
@@ -155,7 +154,7 @@ def test_a_run_on_a_gpu(tmp_path):
     ],
 )
 def test_wrong_flags_are_refused_before_measuring(flags, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(profile, "linear_times", None)
+    monkeypatch.setattr("megatron_wlb.runtime.measure.linear_times", None)
     refused(message, capsys, tmp_path, *MODEL, *SMALL, *flags.replace("FOLDER", str(tmp_path)).split())
 
 
@@ -171,7 +170,7 @@ def test_no_gpu(tmp_path, capsys, monkeypatch):
 
 def test_a_dtype_that_the_backend_does_not_run(tmp_path, capsys, monkeypatch):
     backend = SimpleNamespace(name="te", dtypes=())
-    monkeypatch.setattr("megatron_wlb.runtime.backends.get_backend", lambda name, device, head_sizes: backend)
+    monkeypatch.setattr("megatron_wlb.runtime.measure.get_backend", lambda name, device, head_sizes: backend)
     refused("attention backend te does not run fp32; choose another --dtype", capsys, tmp_path, *MODEL, *SMALL)
 
 
@@ -181,7 +180,7 @@ def test_a_device_without_enough_memory(tmp_path, capsys, monkeypatch):
     def full(*args):
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
 
-    monkeypatch.setattr(profile, "attention_times", full)
+    monkeypatch.setattr("megatron_wlb.runtime.measure.attention_times", full)
     refused("^out of device memory; give --quick, or a smaller model$", capsys, tmp_path, *MODEL, *SMALL)
 
 

@@ -5,10 +5,9 @@ A reader refuses by ValueError or OSError; every other exception is a finding, `
 
 import argparse
 import functools
-import gzip
-import io
 import json
 import struct
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,27 +148,14 @@ def _documents(data: bytes, folder: Path) -> None:
 
 def _documents_seeds() -> list[bytes]:
     seeds = []
-    for policy in ("wlb", "adaptive"):
-        running, log = packer(policy), io.BytesIO()
-        for _ in range(3):
-            packed = running.next()
-            rows = np.empty(len(packed.packing.documents), document_log.ENTRY)
-            rows["step"] = packed.step
-            rows["micro_batch"] = np.repeat(np.arange(len(packed.packing)), np.diff(packed.packing.bounds))
-            for name in ("index", "dataset", "document", "offset", "length"):
-                rows[name] = packed.packing.documents[name]
-            log.write(member(rows))
-        seeds += [log.getvalue(), log.getvalue()[:-9]]
-    mark = rows[:1].copy()
-    mark["micro_batch"] = document_log.BEGINS_ANEW
-    return [*seeds, member(np.concatenate((mark, rows)))]
-
-
-def member(rows: np.ndarray) -> bytes:
-    """As `document_log.append` writes a step."""
-    buffer = io.BytesIO()
-    np.save(buffer, rows)
-    return gzip.compress(buffer.getvalue(), mtime=0)
+    with tempfile.TemporaryDirectory() as folder:
+        for policy in ("wlb", "adaptive"):
+            running, log = packer(policy), Path(folder, policy)
+            for begins_anew in (False, False, True):
+                step = running.next()
+                document_log.append(log, step.step, step.packing, begins_anew=begins_anew)
+                seeds.append(log.read_bytes())
+    return [*seeds, seeds[-1][:-9]]
 
 
 def _step_log(data: bytes, folder: Path) -> None:

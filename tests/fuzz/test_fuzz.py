@@ -100,9 +100,7 @@ def test_the_same_seed_makes_the_same_inputs():
 def test_a_count_goes_on_from_the_result_file(monkeypatch, tmp_path):
     monkeypatch.setattr(results, "FOLDER", tmp_path)
     for number in (1, 2):
-        benchmark.main(
-            ["--targets", "log", "--minutes", "0.005", "--executions", "1", *["--resume"] * (number == 2)]
-        )
+        benchmark.main(["--targets", "log", "--minutes", "0.005", "--executions", "1", *["--resume"] * (number == 2)])
         outcome = json.loads((tmp_path / "fuzz.json").read_text())
         assert [part["seed"] for part in outcome["settings"]["parts"]] == list(range(1, number + 1))
         assert outcome["rows"][0]["executions"] == sum(part["executions"] for part in outcome["settings"]["parts"])
