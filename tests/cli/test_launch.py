@@ -144,6 +144,7 @@ def test_what_training_takes_is_not_to_be_taken_out():
     )
     found = run("--approximate", RUN, JOB, words)
     assert found.judged.refused == [] and not found.judged.needs_dispatcher
+    assert run("--approximate --window-size 128,0", RUN, JOB).judged.refused == []
     assert not any("Not simulated" in note for note in found.notes)
 
 
