@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.adapter.training import MODEL, WLB, train
+from tests.adapter.training import CP2, MODEL, WLB, less, train
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("upstream_script.py"))
@@ -34,7 +34,7 @@ def steps(finished, pattern=r"wlb step.*? waiting \d+ documents"):
 
 
 def test_both_ways_train_the_same(dataset):
-    flags = [*MODEL, *WLB, *CPU, "--data-path", dataset, "--context-parallel-size", "2"]
+    flags = [*MODEL, *WLB, *CPU, "--data-path", dataset, *CP2.split()]
     theirs = steps(launch("-m", "megatron_wlb.run", SCRIPT, *flags))
     assert len(theirs) == 2
     assert theirs == steps(launch(OURS, *flags))
@@ -45,8 +45,7 @@ def test_flags_of_the_checkpoint_are_checked_in_a_script(dataset, tmp_path):
     common = ["--optimizer", "adam", "--data-cache-path", str(tmp_path / "cache")]
     save = ["--save", str(tmp_path), "--save-interval", "9", "--train-iters", "1", "--attention-dropout", "0.1"]
     train(1, dataset, *common, *save, wlb=False)
-    first = MODEL.index("--seq-length")
-    flags = [*MODEL[:first], *MODEL[first + 2 :], *common, *CPU, "--data-path", dataset]
+    flags = [*less(MODEL, "--seq-length"), *common, *CPU, "--data-path", dataset]
     flags += ["--load", str(tmp_path), "--use-checkpoint-args", "--override-opt-param-scheduler"]
     flags += ["--wlb", "--wlb-restart-packing"]
     finished = launch("-m", "megatron_wlb.run", SCRIPT, *flags, processes=1)
