@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_wlb.job import Job
-from megatron_wlb.packing.fixed import FixedPacking, Pieces, WindowPolicy, place
+from megatron_wlb.packing.fixed import FixedPacking, Pieces, WindowPolicy, fill_windows
 
 TIME_LIMIT_SECONDS = 60.0
 """Time limit of each program, that is, every k steps."""
@@ -27,20 +27,20 @@ class IlpPacking(FixedPacking):
 class IlpPolicy(WindowPolicy):
     """Fixed-4D whose windows an integer linear program chooses.
 
-    The program packs whole pieces as `fixed.place` cuts them, so that it always has a solution; it is optimal for these
-    pieces, not over all ways to cut. Its objective is the sum over the k steps of the largest attention work (sum of
+    The program packs whole pieces as `fill_windows` cuts them, so that it always has a solution; it is optimal for
+    these pieces, not over all ways to cut. It minimises the sum over the k steps of the largest attention work (sum of
     d^2) of a micro-batch of the step, which for k = 1 is Equation 1, up to HiGHS' relative gap of 1e-4 if it ends in
     time. Where its time limit ends it, the plan depends on the machine.
 
     No solver fills every window to the last token in reasonable time. So where the documents leave less than 1 % of
     the windows empty, the shortest pieces, as many as free that 1 %, stay out of the program and are then placed and
-    cut as `fixed.place` does. Their attention work hardly counts.
+    cut as `fill_windows` does. Their attention work hardly counts.
     """
 
     def _place(self, lengths: np.ndarray, num_windows: int) -> Pieces:
         """Raises RuntimeError if the solver has no solution when its time is over."""
         room, work = np.full(num_windows, self._job.context_length), np.zeros(num_windows, np.int64)
-        row, length, _ = place(lengths, room, work)
+        row, length, _ = fill_windows(lengths, room, work)
         row, length = (column[np.argsort(length, kind="stable")] for column in (row, length))  # the shortest first
         excess = length.sum() - (1 - _SLACK) * room.sum()
         num_fill = int(np.searchsorted(np.cumsum(length), excess)) + 1 if excess > 0 else 0
@@ -54,7 +54,7 @@ class IlpPolicy(WindowPolicy):
         )
         np.subtract.at(room, window, whole)
         np.add.at(work, window, whole**2)
-        source, fill, fill_window = place(length[:num_fill], room, work)
+        source, fill, fill_window = fill_windows(length[:num_fill], room, work)
         return (
             np.concatenate((row[num_fill:], row[source])),
             np.concatenate((whole, fill)),

@@ -13,17 +13,18 @@
 namespace wlb {
 namespace {
 
-// As in adaptive_core.py, which says what they are.
-constexpr int64_t kForcedSteps = 10, kFluidShare = 8;
-constexpr double kEven = 0.002, kWaitPrice = 0.1;
-constexpr double kTokenBand = 0.07, kTokenRepay = 0.0125, kFull = 0.9;
-constexpr int kRounds = 200;
-constexpr size_t kLightest = 4;
-
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int64_t kMaxSteps = int64_t{1} << 62, kMaxCost = int64_t{1} << 62, kMaxWeight = int64_t{1} << 20;
 
 double real(int64_t value) { return static_cast<double>(value); }
+
+std::vector<Document> by_length(const std::vector<Document>& documents) {
+  std::vector<int64_t> lengths;
+  for (const Document& d : documents) lengths.push_back(d.length);
+  std::vector<Document> sorted;
+  for (size_t i : longest_first(lengths)) sorted.push_back(documents[i]);
+  return sorted;
+}
 
 // A micro-batch: the rank that runs it, and which one of the rank's it is.
 struct Place {
@@ -124,7 +125,7 @@ struct Set {
   bool operator<(const Set& other) const { return std::pair(full, value) < std::pair(other.full, other.value); }
 
   double full, loss, value;
-  std::vector<size_t> documents;
+  std::vector<Document> documents;
 };
 
 // How many of `documents` bring `tokens` as near to `target` as the order allows.
@@ -172,26 +173,23 @@ class Step {
 };
 
 Packed Step::choose(const std::vector<Document>& waiting, int64_t credit) const {
-  std::vector<Document> forced, rest, fluid, shuffled, solid;
+  std::vector<Document> forced, rest, fluid, solid, chosen;
   for (const Document& d : waiting) {
     (is_forced(d) ? forced : rest).push_back(d);
-    if (!is_forced(d)) (is_fluid(d) ? fluid : shuffled).push_back(d);
+    if (!is_forced(d)) (is_fluid(d) ? fluid : solid).push_back(d);
   }
-  for (size_t i : longest_first(shuffled)) solid.push_back(shuffled[i]);
-
   Bins bins(sizes_);
   const Fluid poured = liquid(fluid, credit);
-  std::vector<Document> chosen;
   int64_t forced_tokens = 0;
-  for (size_t i : longest_first(forced)) {
-    if (forced_tokens + forced[i].length > poured.limit) continue;
-    forced_tokens += forced[i].length;
-    chosen.push_back(forced[i]);
+  for (const Document& d : by_length(forced)) {
+    if (forced_tokens + d.length > poured.limit) continue;
+    forced_tokens += d.length;
+    chosen.push_back(d);
     const Place next = bins.next();
-    if (bins.tokens[bins.at(next)] + forced[i].length <= sizes_.max_tokens) bins.add(forced[i], next);
+    if (bins.tokens[bins.at(next)] + d.length <= sizes_.max_tokens) bins.add(d, next);
   }
   int64_t sum = bins.total_tokens;
-  for (const Document& d : release(rest, solid, bins, poured)) chosen.push_back(d), sum += d.length;
+  for (const Document& d : release(rest, by_length(solid), bins, poured)) chosen.push_back(d), sum += d.length;
   fluid.resize(first(fluid, sum, sum + poured.poured(sum)));
   chosen.insert(chosen.end(), fluid.begin(), fluid.end());
   return place(std::move(chosen));
@@ -212,26 +210,25 @@ Fluid Step::liquid(const std::vector<Document>& fluid, int64_t credit) const {
           std::max(batch - repay, batch + std::min(band, batch + credit))};
 }
 
+// First what comes next in the stream is tried. If that loses more than kEven, sets of documents of neighbouring length
+// compete with it: where they are so alike that no set of at most the first's work fills the step, also heavier ones.
 std::vector<Document> Step::release(const std::vector<Document>& rest, const std::vector<Document>& solid,
                                     const Bins& forced, const Fluid& fluid) const {
-  std::vector<Document> shuffled, ahead;
+  std::vector<Document> ahead;
   const size_t count = first(rest, forced.total_tokens, fluid.target);
   for (size_t i = 0; i < count; ++i)
-    if (!is_fluid(rest[i])) shuffled.push_back(rest[i]);
-  for (size_t i : longest_first(shuffled)) ahead.push_back(shuffled[i]);
-  Set in_order = judge(forced, fluid, ahead, 0, kInfinity, true);
-  const auto of = [](const Set& set, const std::vector<Document>& documents) {
-    std::vector<Document> chosen;
-    for (size_t k : set.documents) chosen.push_back(documents[k]);
-    return chosen;
-  };
-  if (in_order.full == 1.0 && in_order.loss <= kEven) return of(in_order, ahead);
+    if (!is_fluid(rest[i])) ahead.push_back(rest[i]);
+  const Set in_order = judge(forced, fluid, by_length(ahead), 0, kInfinity, true);
+  if (in_order.full == 1.0 && in_order.loss <= kEven) return in_order.documents;
   Set best{-1.0, 0.0, 0.0, {}};
   neighbours(solid, forced, fluid, true, best);
   if (std::max(best.full, in_order.full) < 1.0) neighbours(solid, forced, fluid, false, best);
-  return in_order < best ? of(best, solid) : of(in_order, ahead);
+  return (in_order < best ? best : in_order).documents;
 }
 
+// The best of the sets that begin at some document, for as many of these as time allows, and the empty set. A set takes
+// every following (shorter) document that fits; if `capped`, without making a micro-batch heavier than its first
+// document or than the mean.
 void Step::neighbours(const std::vector<Document>& solid, const Bins& forced, const Fluid& fluid, bool capped,
                       Set& best) const {
   const size_t size = solid.size(), starts = std::max<size_t>(8, std::min(size, 200'000 / std::max<size_t>(1, size)));
@@ -244,12 +241,13 @@ void Step::neighbours(const std::vector<Document>& solid, const Bins& forced, co
   }
 }
 
+// Adds those of `solid` from `start` on that fit; the best of the sets on the way, or the last one.
 Set Step::judge(Bins bins, const Fluid& fluid, const std::vector<Document>& solid, size_t start, double cap,
                 bool only_last) const {
   const size_t every = std::max<size_t>(1, static_cast<size_t>(sizes_.num_micro_batches) / 16);
   Set best{-1.0, 0.0, 0.0, {}};
   size_t best_size = 0;
-  std::vector<size_t> chosen;
+  std::vector<Document> chosen;
   double relief = 0.0;
   for (size_t k = start; k <= solid.size(); ++k) {
     if (k < solid.size()) {
@@ -257,7 +255,7 @@ Set Step::judge(Bins bins, const Fluid& fluid, const std::vector<Document>& soli
       const auto at = fitting(d, bins, cap, fluid);
       if (!at) continue;
       bins.add(d, *at);
-      chosen.push_back(k);
+      chosen.push_back(d);
       if (d.arrival <= step_) relief += real(d.length) * real(step_ - d.arrival + 1);
       if (only_last || chosen.size() % every) continue;
     }
@@ -281,6 +279,10 @@ std::optional<Place> Step::fitting(const Document& document, const Bins& bins, d
   return std::nullopt;
 }
 
+// What is lost is the time of the costliest rank, once the fluid is in, beyond an even share of the work and the bubble
+// that could not be spared: a document of length d and work w fills d / T of the step's T tokens, and steps of such
+// documents alone have a largest micro-batch of w. So the mean of w over tokens is what clustering by length cannot go
+// below, over all steps, whatever is packed with what.
 Set Step::judged(const Bins& bins, const Fluid& fluid, double relief) const {
   const int64_t poured = fluid.poured(bins.total_tokens), tokens = bins.total_tokens + poured;
   const double work = real(bins.total_work) + fluid.density * real(poured);
@@ -294,11 +296,14 @@ Set Step::judged(const Bins& bins, const Fluid& fluid, double relief) const {
   return {full, lost / unit, kWaitPrice * (relief / real(sizes_.batch_tokens)) - lost / unit, {}};
 }
 
+// Cost of a rank if all micro-batches had an even share of the work.
 double Step::even(double work) const {
   return real(sizes_.total_weight) * (work / real(sizes_.ranks)) +
          real(sizes_.largest_weight) * (work / real(sizes_.num_micro_batches));
 }
 
+// Cost of the costliest rank, once so much work of fluid has been poured where costs are least. By Newton's method from
+// below; a rank's work is a concave function of its cost.
 double Step::filled(const Bins& bins, const Fluid& fluid, double work) const {
   const double each = real(static_cast<int64_t>(bins.each));
   const double per_work = real(bins.per_work), per_largest = real(bins.per_largest);
@@ -328,18 +333,19 @@ double Step::filled(const Bins& bins, const Fluid& fluid, double work) const {
   return cost;
 }
 
+// Longest first (forced ones before all) to where there is room; then refine.
 Packed Step::place(std::vector<Document> chosen) const {
   const auto by_row = [](const Document& a, const Document& b) { return a.row < b.row; };
   std::sort(chosen.begin(), chosen.end(), by_row);
-  std::vector<size_t> order = longest_first(chosen);
-  std::stable_partition(order.begin(), order.end(), [&](size_t k) { return is_forced(chosen[k]); });
+  chosen = by_length(chosen);
+  std::stable_partition(chosen.begin(), chosen.end(), [&](const Document& d) { return is_forced(d); });
   Bins bins(sizes_);
   std::vector<std::vector<Document>> held(bins.work.size());
-  for (size_t k : order) {
-    const auto at = bins.next_within(sizes_.max_tokens - chosen[k].length);
+  for (const Document& d : chosen) {
+    const auto at = bins.next_within(sizes_.max_tokens - d.length);
     if (!at) continue;
-    bins.add(chosen[k], *at);
-    held[bins.at(*at)].push_back(chosen[k]);
+    bins.add(d, *at);
+    held[bins.at(*at)].push_back(d);
   }
   refine(held, bins);
   Packed packed{{}, {0}};
@@ -351,16 +357,18 @@ Packed Step::place(std::vector<Document> chosen) const {
   return packed;
 }
 
+// Exchanges documents of the heaviest micro-batch of the costliest rank for less, while that lowers the cost: with the
+// lightest micro-batches of that rank, if it waits for its largest, and of the cheapest other ranks.
 void Step::refine(std::vector<std::vector<Document>>& held, Bins& bins) const {
   const double least = even(real(bins.total_work));
   const auto lightest_of = [&](std::vector<size_t> all, auto&& amount) {
-    const size_t few = std::min(all.size(), kLightest);
+    const size_t few = std::min(all.size(), static_cast<size_t>(kLightest));
     std::partial_sort(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(few), all.end(),
                       [&](size_t a, size_t b) { return std::pair(amount(a), a) < std::pair(amount(b), b); });
     all.resize(few);
     return all;
   };
-  for (int k = 0; k < kRounds; ++k) {
+  for (int64_t k = 0; k < kExchanges; ++k) {
     Place worst{0, 0};
     for (size_t r = 1; r < bins.ranks.size(); ++r)
       if (bins.cost[r] > bins.cost[worst.rank]) worst.rank = r;
@@ -426,7 +434,8 @@ void Step::refine(std::vector<std::vector<Document>>& held, Bins& bins) const {
 }  // namespace
 
 Packed choose_adaptive(const std::vector<Document>& waiting, int64_t step, int64_t credit, const Sizes& sizes) {
-  check_sizes(sizes.num_micro_batches, sizes.max_tokens);
+  check_range("num_micro_batches", sizes.num_micro_batches, 1, kMaxMicroBatches);
+  check_range("max_tokens", sizes.max_tokens, 1, kMaxTokens);
   check_range("ranks", sizes.ranks, 1, sizes.num_micro_batches);
   if (sizes.num_micro_batches % sizes.ranks)
     throw std::invalid_argument(std::to_string(sizes.num_micro_batches) + " micro-batches cannot be shared by " +
@@ -438,9 +447,10 @@ Packed choose_adaptive(const std::vector<Document>& waiting, int64_t step, int64
   check_range("crossover_tokens", sizes.crossover_tokens, 1, kMaxCost);
   check_range("max_delay_steps", sizes.max_delay_steps, 1, kMaxSteps);
   check_range("step", step, 0, kMaxSteps);
-  check_documents(waiting, sizes.max_tokens);
   int64_t left = kMaxCost / (sizes.total_weight + sizes.largest_weight);
   for (const Document& d : waiting) {
+    check_range("a document's length", d.length, 1, sizes.max_tokens);
+    check_range("a document's work", d.work, 0, d.length * kMaxWorkPerToken);
     check_range("arrival", d.arrival, 0, kMaxSteps);
     check_range("the work of a document after those before it", d.work, 0, left);
     left -= d.work;

@@ -14,24 +14,6 @@ void check_range(const char* name, int64_t value, int64_t least, int64_t most) {
                                 std::to_string(least) + " to " + std::to_string(most));
 }
 
-void check_sizes(int64_t num_micro_batches, int64_t max_tokens) {
-  check_range("num_micro_batches", num_micro_batches, 1, kMaxMicroBatches);
-  check_range("max_tokens", max_tokens, 1, kMaxTokens);
-}
-
-void check_documents(const std::vector<Document>& documents, int64_t max_tokens) {
-  for (const Document& document : documents) {
-    check_range("a document's length", document.length, 1, max_tokens);
-    check_range("a document's work", document.work, 0, document.length * kMaxWorkPerToken);
-  }
-}
-
-std::vector<size_t> longest_first(const std::vector<Document>& documents) {
-  std::vector<int64_t> lengths;
-  for (const Document& document : documents) lengths.push_back(document.length);
-  return longest_first(lengths);
-}
-
 std::vector<size_t> longest_first(const std::vector<int64_t>& lengths) {
   // Keys of (longest - length, position), sorted by as many digits of the length as there are, the least digit first.
   constexpr int kDigitBits = 9, kPositionBits = 37;

@@ -1,5 +1,5 @@
 // Hybrid sharding: what ranks hold so far, and which of them the next document goes to.
-// megatron_wlb/sharding/hybrid.py is the reference.
+// tests/reference/hybrid.py describes it, and is the same in Python, to the bit.
 #pragma once
 
 #include <cstddef>

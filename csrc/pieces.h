@@ -1,5 +1,5 @@
 // Pieces of documents on context-parallel ranks, and what the kernel model says of them.
-// megatron_wlb/cost/attention.py and plan/sharding/volume.py are the references; both give the same to the bit.
+// `KernelModel` of megatron_wlb/hardware/profile.py and megatron_wlb/sharding/volume.py count the same.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,5 @@
 // The parts of planning for pipelines that need speed: longest paths through 1F1B, and micro-batches over ranks.
-// megatron_wlb/pipeline/timeline.py, pipeline/play.py and plan/placement.py are the references, which give the same to
-// the bit.
+// tests/reference/pipeline.py and tests/reference/placement.py are the same in Python, to the bit.
 #pragma once
 
 #include <algorithm>

@@ -185,13 +185,13 @@ void check(const std::vector<int64_t>& lengths, int64_t cp_size, const Choice& c
     throw std::invalid_argument("the micro-batch has " + std::to_string(tokens) + " tokens; it must be a multiple of " +
                                 std::to_string(2 * cp_size));
   check_range("num_mirrored", choice.num_mirrored, 0, cp_size > 1 ? static_cast<int64_t>(lengths.size()) : 0);
-  if (choice.exchanges.empty() || (choice.exchanges.size() > 1 && !choice.staging))
+  if (choice.exchanges.empty() || (choice.exchanges.size() > 1 && !choice.costs))
     throw std::invalid_argument("there are " + std::to_string(choice.exchanges.size()) +
-                                " prices of a moved row; give one, or several with stages");
-  if (!choice.staging) return;
-  check(*choice.staging);
-  if (choice.staging->forward.tile_rows != tile_rows)
-    throw std::invalid_argument("stages have tiles of another size");
+                                " prices of a moved row; give one, or several with rounds");
+  if (!choice.costs) return;
+  check(*choice.costs);
+  if (choice.costs->forward.tile_rows != tile_rows)
+    throw std::invalid_argument("rounds have tiles of another size");
 }
 
 // The fastest sharding at every price, and last per-sequence in mirrored order, if that is asked for.
@@ -238,23 +238,23 @@ std::vector<Finished> fastest(const std::vector<int64_t>& lengths, int64_t cp_si
 
 // The calls of every rank: heads and tails; with sets first whole documents, then heads and tails of every set.
 void arrange(const std::vector<Piece>& pieces, const std::vector<int64_t>& sets, size_t cp_size, Sharding& plan) {
-  const bool staged = !sets.empty();
-  const size_t num_calls = staged ? 1 + 2 * static_cast<size_t>(*std::max_element(sets.begin(), sets.end()))
+  const bool in_rounds = !sets.empty();
+  const size_t num_calls = in_rounds ? 1 + 2 * static_cast<size_t>(*std::max_element(sets.begin(), sets.end()))
                                   : std::min<size_t>(cp_size, 2);
-  for (size_t i = 0; i < num_calls; ++i) plan.call_sets.push_back(staged ? (static_cast<int64_t>(i) + 1) / 2 : 0);
+  for (size_t i = 0; i < num_calls; ++i) plan.call_sets.push_back(in_rounds ? (static_cast<int64_t>(i) + 1) / 2 : 0);
   std::vector<size_t> first(plan.order.size());  // piece of each document
   for (size_t i = 0; i < pieces.size(); ++i)
     if (pieces[i].segment.start == 0) first[static_cast<size_t>(pieces[i].segment.document)] = i;
   const auto each = [&](auto&& take) {
     for (size_t d = 0; d < first.size(); ++d) {
-      const size_t set = staged ? static_cast<size_t>(sets[d]) : 1;
+      const size_t set = in_rounds ? static_cast<size_t>(sets[d]) : 1;
       size_t i = first[d], stop = i + 1;
       while (stop < pieces.size() && pieces[stop].segment.start > 0) ++stop;
       if (set == 0)
         take(pieces[i].rank() * num_calls, Segment{static_cast<int64_t>(d), 0, pieces[stop - 1].segment.stop});
       else
         for (; i < stop; ++i)
-          take(pieces[i].rank() * num_calls + (staged ? 2 * set - 1 : 0) + pieces[i].is_tail(), pieces[i].segment);
+          take(pieces[i].rank() * num_calls + (in_rounds ? 2 * set - 1 : 0) + pieces[i].is_tail(), pieces[i].segment);
     }
   };
   plan.bounds.assign(cp_size * num_calls + 1, 0);
@@ -273,18 +273,18 @@ Sharding choose_sharding(const std::vector<int64_t>& lengths, int64_t cp_size, c
   const std::vector<Finished> drafts = fastest(lengths, cp_size, choice, sharder);
   const auto ranks = static_cast<size_t>(cp_size);
   Finished best;
-  Staged staged{};
+  Rounds rounds{};
   for (const Finished& draft : drafts) {
-    Staged now{draft->time(choice.exchanges[0]), {}, {{0}}};
-    if (choice.staging) now = stage(draft->pieces(), lengths.size(), ranks, *choice.staging);
-    if (best && now.time >= staged.time) continue;
+    Rounds now{draft->time(choice.exchanges[0]), {}, {{0}}};
+    if (choice.costs) now = in_rounds(draft->pieces(), lengths.size(), ranks, *choice.costs);
+    if (best && now.time >= rounds.time) continue;
     best = draft;
-    staged = std::move(now);
+    rounds = std::move(now);
   }
   const bool is_mirrored = choice.num_mirrored > 0 && best == drafts.back();
-  Sharding plan{best->strategy, staged.time, sharder.mirrored_order(is_mirrored ? choice.num_mirrored : 0), {}, {}, {},
-                std::move(staged.stages)};
-  arrange(best->pieces(), staged.sets, ranks, plan);
+  Sharding plan{best->strategy, rounds.time, sharder.mirrored_order(is_mirrored ? choice.num_mirrored : 0), {}, {}, {},
+                std::move(rounds.rounds)};
+  arrange(best->pieces(), rounds.sets, ranks, plan);
   return plan;
 }
 

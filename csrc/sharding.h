@@ -1,5 +1,5 @@
 // Sharding of a micro-batch over context-parallel ranks, and the choice between ways to do it.
-// megatron_wlb/sharding/ is the reference; both give the same plans to the bit.
+// tests/reference/sharding.py is the same in Python, to the bit.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "pieces.h"
-#include "stages.h"
+#include "rounds.h"
 
 namespace wlb {
 
@@ -19,7 +19,7 @@ struct Choice {
   Kernel kernel;
   std::vector<double> exchanges;  // prices of a row that is moved; a sharding is taken for each
   int64_t num_mirrored;           // per-sequence is also tried with so many first documents in mirrored order
-  std::optional<Staging> staging;  // by which the best of these is taken, else by what chose them
+  std::optional<RoundCosts> costs;  // by which the best of these is taken, else by what chose them
 };
 
 struct Sharding {
@@ -29,7 +29,7 @@ struct Sharding {
   std::vector<Segment> segments;  // of all calls, rank by rank
   std::vector<int64_t> bounds;    // where each call begins
   std::vector<int64_t> call_sets;
-  std::vector<Stage> stages;
+  std::vector<Round> rounds;
 };
 
 // A single rank holds all in one piece. Throws std::invalid_argument for what cannot be sharded.

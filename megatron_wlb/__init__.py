@@ -3,6 +3,14 @@
 What a training loop of one's own needs has its name here; `examples/` shows how it is used.
 """
 
+try:
+    from megatron_wlb._native import choose_adaptive, choose_sharding, makespans, place, play  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"megatron_wlb plans in C++, and that is missing, of another version or for another machine ({error}); "
+        "reinstall: pip install . (needs a C++17 compiler)"
+    ) from error
+
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.describe.settings import PlanSettings
 from megatron_wlb.job import Job, Parallel

@@ -6,7 +6,18 @@ from numpy.typing import NDArray
 from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.pipeline.graph import Graph
 from megatron_wlb.pipeline.play import Parts
-from megatron_wlb.sharding.rounds import Staging
+from megatron_wlb.sharding.rounds import RoundCosts
+
+MAX_TOKENS: int
+FORCED_STEPS: int
+FLUID_SHARE: int
+EVEN: float
+WAIT_PRICE: float
+TOKEN_BAND: float
+TOKEN_REPAY: float
+FULL: float
+EXCHANGES: int
+LIGHTEST: int
 
 def choose_adaptive(
     length: np.ndarray,
@@ -24,18 +35,6 @@ def choose_adaptive(
     crossover_tokens: int,
     max_delay_steps: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
-def makespans[Time: (np.float64, np.int64)](
-    first: NDArray[np.int32],
-    second: NDArray[np.int32],
-    end: NDArray[np.int32],
-    time: NDArray[np.int32],
-    num_slots: int,
-    work: NDArray[Time],
-) -> NDArray[Time]: ...
-def play(
-    graph: Graph, times: NDArray[np.float64], num_passes: int, num_stages: int, per_stage: int, parts: Parts
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]: ...
-def place(work: np.ndarray, dp: int, total_weight: int, largest_weight: int) -> NDArray[np.int64]: ...
 def choose_sharding(
     length: np.ndarray,
     cp_size: int,
@@ -44,7 +43,7 @@ def choose_sharding(
     kernel: KernelModel,
     exchanges: Sequence[float],
     num_mirrored: int,
-    staging: Staging | None,
+    costs: RoundCosts | None,
 ) -> tuple[
     NDArray[np.int64],
     str,
@@ -54,4 +53,15 @@ def choose_sharding(
     list[int],
     list[tuple[int, tuple[int, int] | None, tuple[float, float] | None]],
 ]: ...
-def place_wlb(length: np.ndarray, work: np.ndarray, num_micro_batches: int, max_tokens: int) -> NDArray[np.int64]: ...
+def makespans[Time: (np.float64, np.int64)](
+    first: NDArray[np.int32],
+    second: NDArray[np.int32],
+    end: NDArray[np.int32],
+    time: NDArray[np.int32],
+    num_slots: int,
+    work: NDArray[Time],
+) -> NDArray[Time]: ...
+def place(work: np.ndarray, dp: int, total_weight: int, largest_weight: int) -> NDArray[np.int64]: ...
+def play(
+    graph: Graph, times: NDArray[np.float64], num_passes: int, num_stages: int, per_stage: int, parts: Parts
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]: ...

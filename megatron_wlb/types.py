@@ -105,8 +105,8 @@ class Shard:
         return int(sum((c["stop"] - c["start"]).sum() for c in self.calls))
 
 
-class Stage(NamedTuple):
-    """A part of attention whose K and V travel together, while the stage before computes."""
+class Round(NamedTuple):
+    """A part of attention whose K and V travel together, while the round before computes."""
 
     document_set: int
     heads: tuple[int, int] | None = None
@@ -131,7 +131,7 @@ class ShardPlan:
     """Predicted time of the slowest rank, in the unit of the kernel model that chose the strategy."""
     call_sets: tuple[int, ...] = (0, 0)
     """The set of documents, counted from 0, that each call of every shard is for; ascending."""
-    stages: tuple[Stage, ...] = (Stage(0),)
+    rounds: tuple[Round, ...] = (Round(0),)
     """The order in which attention runs; every head of every set of documents once."""
 
     def first_row(self, cp_rank: int, document_set: int) -> int:

@@ -1,11 +1,10 @@
 """Tests marked `full` run only with --run-full; no test has a deadline, since a busy machine is no failure."""
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
-
-from megatron_wlb.plan import native
 
 os.environ["OMP_NUM_THREADS"] = "1"  # threads that share a core with others wait for each other, for minutes
 settings.register_profile("untimed", deadline=None)
@@ -16,19 +15,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-full", action="store_true", help="also run the tests that take minutes")
 
 
+def pytest_report_header(config: pytest.Config) -> str | None:
+    folder = Path(__file__).parent / "gpu"
+    if not any(folder.is_relative_to(Path(arg).resolve()) for arg in config.args):
+        return None
+    import torch  # takes seconds, which other tests may not need
+
+    num_files = len(list(folder.glob("test_*.py")))
+    return None if torch.cuda.is_available() else f"tests/gpu: {num_files} file(s) not collected, no GPU"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--run-full"):
         return
     for item in items:
         if "full" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="runs with --run-full"))
-
-
-@pytest.fixture(params=["python", "native"])
-def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The test runs once in Python and once with the native core. Where that is not built it fails, not skips."""
-    if request.param == "python":
-        monkeypatch.setattr(native, "core", None)
-    else:
-        assert native.core is not None, f"the native core {native.WHY_NOT}"
-    return str(request.param)

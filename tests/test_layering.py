@@ -12,14 +12,12 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatron_wlb"
 
 LAYERS = """
-settings model types native hardware pipeline job cost sharding calibration packing simulate plan micro_batches describe
-__init__ runtime adapter cli __main__ run
+settings model types _native hardware pipeline job cost sharding calibration packing simulate plan micro_batches
+describe __init__ runtime adapter cli __main__ run
 """.split()
 """Files and folders (rooms) of the package; each may import itself and those before it."""
-PLACES = {"_native": "native", "plan.native": "native"}
-"""Modules that count elsewhere than in their folder."""
 ONLY = {
-    "job": ("settings", "model", "types", "hardware", "pipeline"),
+    "job": ("settings", "model", "types", "_native", "hardware", "pipeline"),
     "runtime": ("model", "types", "sharding"),
     "cli": LAYERS[: LAYERS.index("adapter")],
     "__main__": ("cli",),
@@ -40,7 +38,7 @@ MODULES = {
 def room(module: str) -> str:
     """The room of a module of ours; a framework is its own."""
     top, _, inner = module.partition(".")
-    return (PLACES.get(inner) or inner.split(".")[0] or "__init__") if top == PACKAGE.name else top
+    return (inner.split(".")[0] or "__init__") if top == PACKAGE.name else top
 
 
 def imports(module: str) -> Iterator[tuple[str, bool]]:

@@ -1,6 +1,6 @@
-"""Which upstream versions work, where they differ, and scoped replacements that first check what they replace.
+"""Supported upstream versions, their differences, and scoped replacements that check their targets.
 
-Megatron is imported inside the functions, since without a GPU `cpu.install` comes before it.
+Megatron is imported inside the functions: without a GPU, `cpu.install` must run before that import.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from packaging.version import Version
 from megatron_wlb.describe.megatron import MegatronArguments, parallel_of
 
 SUPPORTED = ((0, 19, 0), (0, 20, 0))
-"""The first version of each minor one of megatron-core that is tested; 0.20.0 is what upstream's main calls itself."""
+"""The first tested version of each supported minor version of megatron-core. Upstream's main calls itself 0.20.0."""
 
 
 def check_version(version: str) -> None:
-    """Raises ValueError for a megatron-core that this release was not tested with."""
+    """Raise ValueError for a megatron-core that this release was not tested with."""
     release = Version(version).release
     if not any(first[:2] == release[:2] and first <= release for first in SUPPORTED):
         tested = ", ".join(f"{major}.{minor}.{patch} or a later {major}.{minor}" for major, minor, patch in SUPPORTED)
@@ -34,8 +34,8 @@ def check_version(version: str) -> None:
 def replaced(module: Any, name: str, make: Any, parameters: Sequence[str]) -> Iterator[None]:
     """Replace `module.name` by `make(original)` inside the context.
 
-    `parameters` are those of the original that we rely on. Raises RuntimeError if it is gone or lacks one of them: a
-    name that upstream has moved must never be replaced silently.
+    `parameters` names the parameters of the original that this plugin relies on. Raises RuntimeError if the original is
+    gone or lacks one of them, so that a change of upstream never goes unnoticed.
     """
     original = getattr(module, name, None)
     if original is None:
@@ -54,7 +54,7 @@ def replaced(module: Any, name: str, make: Any, parameters: Sequence[str]) -> It
 
 @contextlib.contextmanager
 def prebuilt_dataset_helpers() -> Iterator[None]:
-    """Keep upstream from compiling its dataset helpers: the wheel ships them built, but without their Makefile."""
+    """Skip compilation of upstream's dataset helpers if they are built: wheels have no Makefile."""
     utils = importlib.import_module("megatron.core.datasets.utils")
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
         yield
@@ -64,14 +64,14 @@ def prebuilt_dataset_helpers() -> Iterator[None]:
 
 
 def weight_and_optimizer_bytes(args: Namespace) -> float | None:
-    """On the fullest rank, by upstream's formula; None where the formula does not know what `args` has."""
+    """Upstream's bytes of weights and optimizer on the fullest rank; None if it has no formula for `args`."""
     from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
-    # Of Adam's states only; the precision-aware ones are of other types, and may be in host memory.
+    # The formula covers Adam only. Precision-aware states have other dtypes and may be in host memory.
     if args.optimizer != "adam" or args.use_precision_aware_optimizer:
         return None
-    # Context-parallel ranks share the distributed optimizer, too. The formula deals layers evenly, so that all stages
-    # get as many as the fullest. A copy, since it sets defaults.
+    # The distributed optimizer shards over context-parallel ranks, too. The formula splits layers evenly, so give every
+    # stage as many layers as the fullest stage has. Pass a copy, since the formula sets defaults.
     parallel = parallel_of(MegatronArguments.of(vars(args)))
     ranks, stages = args.data_parallel_size * args.context_parallel_size, parallel.pp
     layers = parallel.split.layers(args.num_layers, stages, parallel.vpp)
@@ -86,7 +86,7 @@ def weight_and_optimizer_bytes(args: Namespace) -> float | None:
 
 
 def default_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
-    """Upstream's layers for the model of a script: the spec of one layer or of the block."""
+    """Upstream's default spec for a GPT model: one layer, or the whole block."""
     return importlib.import_module("megatron.training.models.gpt").default_layer_spec(config, vp_stage)
 
 
@@ -94,7 +94,7 @@ def default_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
 
 
 def run_script(defaults: dict[str, Any]) -> None:
-    """Parse the command line and call `pretrain()` as upstream's script does, with nothing of its own to train."""
+    """Parse the command line and call `pretrain()` as upstream's script does, with empty providers."""
     from megatron.core.enums import ModelType
     from megatron.training import argument_utils, arguments, pretrain
 
@@ -110,9 +110,9 @@ def run_script(defaults: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def whole_tracker() -> Iterator[None]:
-    """Let upstream's note of the latest checkpoint change at once.
+    """Make upstream update its tracker of the latest checkpoint atomically.
 
-    Upstream opens it for writing, which empties it: whoever is killed before it is written could not resume any more.
+    Upstream empties the file when it opens it. A run killed before the write could not resume.
     """
     checkpointing = importlib.import_module("megatron.training.checkpointing")
 
@@ -141,9 +141,9 @@ def _replacing(path: str) -> Iterator[TextIO]:
 
 @contextlib.contextmanager
 def mean_losses(windows: float) -> Iterator[None]:
-    """Let the log show means of the losses of routers and MTP over micro-batches of so many `windows` on average.
+    """Log router and MTP losses as means over micro-batches of `windows` windows on average.
 
-    Upstream adds them up and divides by the number of windows.
+    Upstream sums these losses over micro-batches and divides by the number of windows.
     """
     tracker = importlib.import_module("megatron.core.transformer.moe.moe_logging").MoEMetricsTracker
     helper = importlib.import_module("megatron.core.transformer.multi_token_prediction").MTPLossLoggingHelper

@@ -1,4 +1,4 @@
-"""The job of a training run, from Megatron's arguments and the GPU that it runs on."""
+"""Builds the job of a training run from Megatron's arguments and the GPU that it runs on."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from megatron_wlb.adapter import compat
 from megatron_wlb.describe import refusals
 from megatron_wlb.describe.megatron import MegatronArguments, job_of
 from megatron_wlb.describe.settings import PlanSettings, RunSettings
+from megatron_wlb.hardware.profile import DEFAULT_PROFILE, FLOPS_PROFILE
 from megatron_wlb.job import Job, Sharding
 from megatron_wlb.micro_batches import Prediction, predictions
 from megatron_wlb.packing.original import OriginalPacking
@@ -23,7 +24,7 @@ from megatron_wlb.simulate.memory import DEVICE_SHARE
 def check(args: Namespace) -> None:
     """Raise ValueError for flags, upstream's or ours, that training with `--wlb` cannot serve.
 
-    To be called before upstream validates its flags, with assertions that name no remedy.
+    Call this before upstream validates its flags, since its assertions name no remedy.
     """
     refusals.check(args)
     RunSettings.from_args(args)
@@ -32,7 +33,7 @@ def check(args: Namespace) -> None:
     if said := packing.without_effect(args):
         raise ValueError(f"{said[0]}; choose that, or take the flag out")
     a = MegatronArguments.of(vars(args))
-    # Memory, and whether layers divide, are asked for once everything is known.
+    # Memory and the split of layers are checked later, once everything is known.
     settings = replace(
         settings,
         memory_budget=None,
@@ -52,14 +53,14 @@ def check(args: Namespace) -> None:
 
 
 def _ranks(a: MegatronArguments) -> int:
-    """GPUs of a data-parallel rank."""
+    """GPUs per data-parallel rank."""
     return a.tensor_model_parallel_size * a.context_parallel_size * a.pipeline_model_parallel_size
 
 
 def make_job(args: Namespace, **fixed: Any) -> Job:
-    """The job that validated arguments describe; `fixed` are fields of `Job`, which take precedence.
+    """Build the job from validated arguments; `fixed` sets fields of `Job` and takes precedence.
 
-    Raises ValueError for settings that contradict each other, and where weights or activations do not fit the GPU.
+    Raises ValueError for contradictory settings, and if weights or activations do not fit the GPU.
     """
     settings = PlanSettings.from_args(args)
     return job_of(
@@ -67,7 +68,7 @@ def make_job(args: Namespace, **fixed: Any) -> Job:
         settings=settings,
         packing=packing.from_args(args),
         sharding=Sharding.from_args(args),
-        default_profile="h100-fa2" if torch.cuda.is_available() else "flops",
+        default_profile=DEFAULT_PROFILE if torch.cuda.is_available() else FLOPS_PROFILE.name,
         budget_bytes=_budget_bytes(args) if settings.memory_budget is None else None,
         bytes_per_value=args.params_dtype.itemsize,
         **fixed,
@@ -75,9 +76,9 @@ def make_job(args: Namespace, **fixed: Any) -> Job:
 
 
 def best_job(args: Namespace, stream: Callable[[], DocumentStream]) -> tuple[Job, list[Prediction]]:
-    """The job of `make_job`, with `--wlb-micro-batches auto` by the run's first documents; and what was compared.
+    """Build the job as `make_job`; returns it with the predictions compared, [] if none.
 
-    `stream` gives them from the beginning.
+    `--wlb-micro-batches auto` chooses by the run's first documents. `stream` returns the documents from the beginning.
     """
     job, settings = make_job(args), PlanSettings.from_args(args)
     if settings.micro_batches != "auto":
@@ -87,7 +88,7 @@ def best_job(args: Namespace, stream: Callable[[], DocumentStream]) -> tuple[Job
 
 
 def evaluation_job(job: Job, args: Namespace) -> Job:
-    """The evaluation steps of a job: windows of the data as it comes. Raises ValueError where they fit no schedule."""
+    """Return the job of evaluation steps: windows in data order. Raises ValueError if they fit no schedule."""
     count = args.eval_global_batch_size
     try:
         return replace(
@@ -103,13 +104,13 @@ def evaluation_job(job: Job, args: Namespace) -> Job:
 
 
 def _budget_bytes(args: Namespace) -> float | None:
-    """Memory of this rank's GPU for activations; None without one, and where upstream's formula of weights fails.
+    """Memory for activations on this GPU; None without one, or if upstream's formula does not apply.
 
-    Raises ValueError where weights and optimizer alone are too large for the GPU.
+    Raises ValueError if weights and optimizer alone are too large for the GPU.
     """
     if not torch.cuda.is_available():
         return None
-    # GPUs of one kind differ by MiB, and all ranks must plan alike.
+    # Round to GiB: GPUs of one kind differ by MiB, and all ranks must plan alike.
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory >> 30 << 30
     fixed = compat.weight_and_optimizer_bytes(args)
     if fixed is None:

@@ -1,6 +1,6 @@
-"""Megatron's own core attention under `--wlb`, without context parallelism: for users whose other kernels fail.
+"""Megatron's own core attention under `--wlb` without context parallelism, if other kernels fail.
 
-A single context-parallel rank has all documents in packed order, as TransformerEngine's THD layout wants them.
+A single context-parallel rank has all documents in packed order, which is TransformerEngine's THD layout.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from megatron_wlb.runtime.metadata import ShardMetadata
 
 
 def packed_seq_params(metadata: ShardMetadata) -> PackedSeqParams:
-    """Upstream's parameters for documents without padding, whose queries and keys are the same rows."""
+    """Return upstream's parameters for unpadded documents; queries and keys are the same rows."""
     bounds = metadata.parts[0].tables[0][0]  # `encoding.varlen` of whole documents
     names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     longest = metadata.max_length
@@ -29,16 +29,16 @@ def packed_seq_params(metadata: ShardMetadata) -> PackedSeqParams:
 
 @dataclass(frozen=True, slots=True)
 class ThdCoreAttention:
-    """Builds upstream's module such that it takes and gives rows [s, 1, ...].
+    """Builds upstream's module, with hooks that let it take and return rows [s, 1, ...].
 
-    By hooks, so that its state keeps its names in checkpoints.
+    With hooks, its state keeps its names in checkpoints.
     """
 
     upstream: Callable[..., torch.nn.Module]
 
     @classmethod
     def of(cls, upstream: Callable[..., torch.nn.Module]) -> Self:
-        """`upstream` itself if it is one: layers share their specs."""
+        """Wrap `upstream`, unless it is already wrapped: layers share their specs."""
         return upstream if isinstance(upstream, cls) else cls(upstream)
 
     def __call__(self, **arguments: Any) -> torch.nn.Module:
@@ -49,6 +49,6 @@ class ThdCoreAttention:
 
 
 def _to_thd(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """query, key, value [s, 1, heads, D] -> [s, heads, D]."""
+    """Reshape query, key, value [s, 1, heads, D] -> [s, heads, D]."""
     rows = (x.squeeze(1) for x in arguments[:3])
     return (*rows, *arguments[3:]), options | {"packed_seq_params": options["packed_seq_params"].thd}

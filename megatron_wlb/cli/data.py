@@ -11,28 +11,28 @@ from megatron_wlb.plan.dataset import read_tokens, trained_tokens
 from megatron_wlb.plan.stream import DocumentStream, Source
 
 DEFAULT_SPLIT = "969,30,1"
-"""Megatron's."""
+"""Megatron's default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """What a run trains on."""
+    """The training data of a run."""
 
     sources: list[Source]
-    """The training split of every dataset; documents are numbered through all of them."""
+    """The training split of every dataset; documents are numbered through all datasets."""
     prefixes: list[str]
     has_validation: bool
     """The validation split has documents."""
 
     def stream(self, seed: int, context_length: int) -> DocumentStream:
-        """The documents from their beginning, in the order of training, without end."""
+        """Return the endless stream of documents in training order, from the beginning."""
         return DocumentStream(self.sources, seed=seed, context_length=context_length)
 
 
 def data_of(a: MegatronArguments, notes: list[str]) -> Data:
-    """The data of --data-path and Megatron's flags that stand for it; what was assumed is added to `notes`.
+    """Return the data of --data-path, or of flags that replace it; adds assumptions to `notes`.
 
-    Raises ValueError, naming the flags, for what is missing or no dataset.
+    Raises ValueError, naming the flags, if data are missing or no dataset.
     """
     words, is_split = _blend_words(a)
     split = "1"
@@ -57,7 +57,7 @@ def data_of(a: MegatronArguments, notes: list[str]) -> Data:
 
 
 def _blend_words(a: MegatronArguments) -> tuple[Sequence[str], bool]:
-    """The words of the training blend, and whether --split divides it: upstream's get_blend_and_blend_per_split."""
+    """Return the words of the training blend, and if --split divides it: upstream's get_blend_and_blend_per_split."""
     if a.data_path:
         return a.data_path, True
     if a.data_args_path is not None:
@@ -81,7 +81,7 @@ def _training_blend(path: str) -> list[str]:
 
 
 def _blend(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Prefixes and weights (None: by size), told apart as upstream does."""
+    """Return prefixes and weights (None: by size), distinguished as upstream does."""
     try:
         weights = [float(text) for text in words[::2]]
     except ValueError:
@@ -94,7 +94,7 @@ def _blend(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
 
 
 def _shares(split: str) -> tuple[float, float]:
-    """The shares of the training and the validation split."""
+    """Return the shares of the training and the validation split."""
     try:
         parts = [float(part) for part in split.replace("/", ",").split(",") if part.strip()]
     except ValueError:

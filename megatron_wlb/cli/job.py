@@ -1,4 +1,4 @@
-"""The run that a command is about, from a log, its command or typed flags, and the `Job` that --wlb makes of it."""
+"""The run given to a command, by a log, its own command or flags, and its `Job` under --wlb."""
 
 import argparse
 import re
@@ -15,15 +15,15 @@ from megatron_wlb.cli.launch import Judged, Launched, judge, read_command, read_
 from megatron_wlb.describe.flags import add_wlb_arguments
 from megatron_wlb.describe.megatron import SWITCHED_OFF, MegatronArguments, flag_of, job_of, model_of
 from megatron_wlb.describe.settings import PlanSettings, RunSettings
+from megatron_wlb.hardware.profile import DEFAULT_PROFILE
 from megatron_wlb.job import Job, Packing, Sharding
 from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.simulate.memory import H100_BYTES
 
-DEFAULT_PROFILE = "h100-fa2"
 TOKENIZERS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "TikTokenizer": 131072}
-"""Tokens by Megatron's --tokenizer-type, where that says."""
+"""Vocabulary sizes by Megatron's --tokenizer-type, where the type determines them."""
 _NAMED = {"llama-?3": "llama3-8b", "llama-?2": "llama2-7b"}
-"""Models by the names of their tokenizers."""
+"""Models by patterns in the names of their tokenizers."""
 _MODEL = ("model", "multi-latent attention")
 
 
@@ -50,12 +50,12 @@ def add_megatron_flags(parser: argparse.ArgumentParser, groups: Collection[str] 
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the model alone; `shape_of` reads them."""
+    """Add only the flags of the model; `shape_of` reads them."""
     add_megatron_flags(parser, _MODEL)
 
 
 def add_job_flags(parser: argparse.ArgumentParser) -> None:
-    """Let a command take a run: the log of one, flags of one, or its command behind --; flags take precedence."""
+    """Add arguments that name a run: a log, flags, or a command after --. Flags take precedence."""
     parser.add_argument("log", nargs="?", metavar="LOG", help="what a run printed; - for standard input")
     parser.add_argument(
         "--approximate", action="store_true", help="estimate without what is not simulated, such as sliding windows"
@@ -65,18 +65,18 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def shape_of(args: argparse.Namespace) -> ModelShape:
-    """The model of `add_model_flags`. Raises ValueError, naming the flags, where they do not describe one."""
+    """Return the model of `add_model_flags`. Raises ValueError, naming flags, if they describe none."""
     return model_of(MegatronArguments.of(vars(args)), MODELS[args.model] if args.model else None)
 
 
 class Run(NamedTuple):
-    """A run, and what --wlb is to do with it."""
+    """A run, and how --wlb would train it."""
 
     arguments: MegatronArguments
     shape: ModelShape | None
-    """Of a known model."""
+    """Sizes of a known model."""
     model: str | None
-    """Its name."""
+    """Name of the known model."""
     packing: Packing
     sharding: Sharding
     settings: PlanSettings
@@ -84,12 +84,12 @@ class Run(NamedTuple):
     launched: Launched
     judged: Judged
     notes: list[str]
-    """What was assumed, and what is not simulated: sentences."""
+    """Sentences on what was assumed, and on what is not simulated."""
 
     def job(self, arguments: MegatronArguments | None = None, **given: Any) -> Job:
-        """The job that --wlb would train, in the layout of `arguments`; `given` are arguments of `make_job`.
+        """Build the job that --wlb would train, in the layout of `arguments`; `given` are arguments of `make_job`.
 
-        Raises ValueError, naming the flags, where they contradict each other.
+        Raises ValueError, naming the flags, if they contradict each other.
         """
         a = arguments or self.arguments
         shape = model_of(a, self.shape)
@@ -98,9 +98,9 @@ class Run(NamedTuple):
 
 
 def run_of(args: argparse.Namespace, command: list[str]) -> Run:
-    """The run of `add_job_flags`; `command` is what stands behind --.
+    """Return the run of `add_job_flags`; `command` is what follows --.
 
-    Raises ValueError, naming the flags, for what is missing or contradicts itself.
+    Raises ValueError, naming the flags, for missing or contradictory arguments.
     """
     launched = _launched(args, command)
     wlb = argparse.ArgumentParser(add_help=False, exit_on_error=False)
@@ -152,7 +152,7 @@ def _launched(args: argparse.Namespace, command: list[str]) -> Launched:
 
 
 def _settled(a: MegatronArguments, model: str | None, notes: list[str]) -> MegatronArguments:
-    """The arguments with what nobody said; sequence parallelism is taken for granted."""
+    """Return the arguments with missing ones filled in; assumes sequence parallelism."""
     ranks = a.tensor_model_parallel_size * a.context_parallel_size * a.pipeline_model_parallel_size
     changes: dict[str, Any] = {"sequence_parallel": True}
     if a.world_size is None:
@@ -181,7 +181,7 @@ def _settled(a: MegatronArguments, model: str | None, notes: list[str]) -> Megat
 
 
 def _vocabulary(a: MegatronArguments, notes: list[str]) -> int:
-    """Tokens of the tokenizer that arguments name. Raises ValueError where they do not tell."""
+    """Return the vocabulary size of the arguments' tokenizer. Raises ValueError if it is unknown."""
     if a.tokenizer_type in TOKENIZERS:
         return TOKENIZERS[a.tokenizer_type]
     name = a.tokenizer_model or ""
@@ -197,7 +197,7 @@ def _vocabulary(a: MegatronArguments, notes: list[str]) -> int:
 
 
 class _Tokenizer(msgspec.Struct):
-    """What is read of a tokenizer.json of Hugging Face."""
+    """The fields that are read from a Hugging Face tokenizer.json."""
 
     class Model(msgspec.Struct):
         vocab: dict[str, int] | list[Any]
@@ -210,7 +210,7 @@ class _Tokenizer(msgspec.Struct):
 
 
 def tokens_of(file: Path) -> int:
-    """Tokens of a tokenizer.json of Hugging Face. Raises ValueError for anything else."""
+    """Return the vocabulary size of Hugging Face's tokenizer.json. Raises ValueError if it is none."""
     try:
         found = msgspec.json.decode(file.read_bytes(), type=_Tokenizer)
     except (OSError, msgspec.MsgspecError) as error:

@@ -1,4 +1,4 @@
-"""What a run was launched with: the log that Megatron wrote, or the words of its command, as a shell gives them."""
+"""How a run was launched: from Megatron's log, or from its command's words as a shell passes them."""
 
 import ast
 import os
@@ -13,11 +13,11 @@ from megatron_wlb.describe.megatron import FLAGS, SWITCHED_OFF, MegatronArgument
 from megatron_wlb.describe.refusals import refuses
 
 MOST_BYTES = 1 << 28
-"""Of a log that is read; it may be longer than what is of interest in it."""
+"""Largest log that is read. `BLOCK` cuts a larger one."""
 LONGEST_VALUE = 1 << 14
-"""Characters of an argument in a log that is taken for more than text."""
+"""Longest argument in a log, in characters, that is parsed as more than text."""
 BLOCK = "sed -n '/- arguments -/,/- end of arguments -/p'"
-"""Prints the blocks of a log."""
+"""Shell command that prints the argument blocks of a log."""
 _BEGIN, _END = re.compile(r"-{9,} arguments -{9,}"), "- end of arguments -"
 _ARGUMENT = re.compile(r"  (\w+) (?:\.+|(?<=\w{48} )) (.*)")
 _PADDED = re.compile(r"> padded vocab \(size: \d+\) with \d+ dummy tokens \(new size: (\d+)\)")
@@ -30,7 +30,7 @@ NOT_SIMULATED = {
     "heterogeneous_layers_config_path": "layers of several kinds",
     "yaml_cfg": "a YAML file of flags",
 }
-"""Arguments that change what is predicted, and that the simulation does not know: refused, or left out on request."""
+"""Arguments that change the prediction but are not simulated: refused, or left out on request."""
 _MATTER = {
     **{"moe_layer_freq": (1,), "cp_comm_type": ("p2p", "allgather"), "hierarchical_context_parallel_sizes": (None,)},
     **dict.fromkeys(("use_torch_fsdp2", "optimizer_cpu_offload", "attention_output_gate"), (False,)),
@@ -38,17 +38,17 @@ _MATTER = {
     **{"moe_expert_capacity_factor": (None,), "min_dynamic_context_parallel_size": (1,)},
     **dict.fromkeys(("hybrid_context_parallel", "dynamic_context_parallel"), (False,)),
 }
-"""Arguments on which the time of a step depends, and that are simulated only with these values."""
+"""Arguments that affect the time of a step, and are simulated only with these values."""
 _WITHIN_DOCUMENTS = ("reset_attention_mask", "dataloader_inter_document_masking", "sft")
 """Megatron's arguments that restrict attention to the document."""
 _READ = {"tp_comm_overlap", "overlap_p2p_comm_warmup_flush", *_WITHIN_DOCUMENTS}
 """Arguments that `analyze` reads besides those of `MegatronArguments`."""
 _ADDED = {"attention_dropout", "calculate_per_token_loss", "micro_batch_size", "eval_micro_batch_size"}
-"""Arguments that the flags to add set; a log has them whether they were given or not."""
+"""Arguments that the recommended flags set; a log has them whether they were given or not."""
 _UPSTREAM_DEFAULTS = {"dataloader_type": "single", "moe_token_dispatcher_type": "allgather"}
-"""Values that --wlb refuses and that nobody has to give."""
+"""Upstream's defaults that --wlb refuses."""
 _WEIGHT_SHARDS = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")
-"""Arguments that a log has as TP and ETP where they were not given."""
+"""Arguments that a log shows as TP and ETP if they were not given."""
 _OTHER_MODELS = {
     "is_hybrid_model": "pretrain_hybrid.py",
     "deepspeed": "DeepSpeed",
@@ -56,44 +56,44 @@ _OTHER_MODELS = {
     "language_model_type": "a multimodal model",
     "decoder_seq_length": "pretrain_t5.py",
 }
-"""Arguments that are set where something else than a GPT of Megatron-core is trained, and by what."""
+"""Arguments that are set if a run trains something other than a GPT of Megatron-core, and what that is."""
 _OTHER_SCRIPTS = re.compile(
     r"(?:.*/)?(?:deepspeed|(?:pretrain|train|finetune|sft|generate|run)_(?!gpt)\w*\.py|(?:nemo|train|finetune)\.py)"
 )
 
 
 class Launched(NamedTuple):
-    """What is known of a run."""
+    """The launch of a run."""
 
     stated: dict[str, Any]
     """Megatron's arguments by name, as values or as text."""
     wlb: list[str]
     """Words of its `--wlb` flags."""
     source: str
-    """The file of a log; "command"; or "flags" where nothing was launched."""
+    """Name of the log; "command"; or "flags" if nothing was launched."""
     is_log: bool = False
     world_size: int | None = None
-    """GPUs, by what starts the ranks."""
+    """Number of GPUs, by the launcher's words."""
 
 
 class Judged(NamedTuple):
-    """What a run has that is not simulated."""
+    """The arguments of a run that are not simulated."""
 
     refused: list[str]
     """Flags that training with --wlb refuses."""
     ignored: list[str]
-    """Flags of a command that nothing here depends on."""
+    """Flags of a command that have no effect here."""
     left_out: list[str]
-    """What an estimate on request is without."""
+    """What an approximate estimate leaves out."""
     remarks: list[str]
     needs_dispatcher: bool
-    """The run's dispatcher of tokens to experts is one that --wlb refuses."""
+    """--wlb refuses the run's dispatcher of tokens to experts."""
 
 
 def read_log(name: str) -> Launched:
-    """The last whole block of arguments in a log; - is standard input.
+    """Read the last complete block of arguments in a log; - is standard input.
 
-    Raises ValueError, with the remedy, for any other file, and for a run of something else than a GPT.
+    Raises ValueError, with the remedy, for any other file, and for a run of anything but a GPT.
     """
     text = _text(name)
     end = text.rfind(_END)
@@ -113,9 +113,9 @@ def read_log(name: str) -> Launched:
 
 
 def read_command(words: Sequence[str]) -> Launched:
-    """The command of a run, from the program that starts it to the flags of its script.
+    """Read the command of a run, from its launcher to the flags of its script.
 
-    Raises ValueError where there is no script, and for one that trains something else than a GPT.
+    Raises ValueError if there is no script, or if it trains anything but a GPT.
     """
     script = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
     if script is None:
@@ -130,9 +130,9 @@ def read_command(words: Sequence[str]) -> Launched:
 
 
 def judge(launched: Launched, arguments: MegatronArguments, *, approximate: bool) -> Judged:
-    """Sort what a run has into what does not matter, what is refused, and what is not simulated.
+    """Sort the arguments of a run into ignored, refused and not simulated.
 
-    Raises ValueError for what would change the prediction, unless an `approximate` one is wanted.
+    Raises ValueError for an argument that would change the prediction, unless `approximate`.
     """
     stated, left_out = launched.stated, []
     for name, what in NOT_SIMULATED.items():
@@ -176,7 +176,7 @@ def judge(launched: Launched, arguments: MegatronArguments, *, approximate: bool
 
 
 def _attention(launched: Launched) -> list[str]:
-    """A remark on a run with attention across documents."""
+    """Return a remark if the run's attention crosses documents."""
     within = any(launched.stated.get(name) not in (None, False) for name in _WITHIN_DOCUMENTS)
     if launched.source == "flags" or launched.wlb or within:
         return []
@@ -197,7 +197,7 @@ def _refuse_others(words: Sequence[str], stated: Mapping[str, Any]) -> None:
 
 
 def _stated(words: Sequence[str]) -> dict[str, Any]:
-    """Arguments of flags, by Megatron's names; of a flag that is given again, the last."""
+    """Parse flags to arguments by Megatron's names; of a repeated flag, the last counts."""
     given: dict[str, list[str]] = {}
     values: list[str] = []
     for word in words:
@@ -229,7 +229,7 @@ def _number(text: str) -> Any:
 
 
 def _value_of(text: str) -> Any:
-    """What Megatron printed, as a value; text where it is no literal."""
+    """Parse a value as Megatron printed it; returns the text if it is no literal."""
     if len(text) > LONGEST_VALUE or not re.fullmatch(r"[\[(].*[\])]|-?[\d.e+-]+|None|True|False", text):
         return text
     try:
@@ -255,9 +255,9 @@ _SHORT = {"-n": "--ntasks", "-np": "--ntasks", "-N": "--nodes"}
 
 
 def _world_size(launcher: Sequence[str]) -> int | None:
-    """Ranks by the words before a script: of torchrun, srun, mpirun, or WORLD_SIZE; None if they do not say.
+    """Return the ranks by the words of torchrun, srun or mpirun, or WORLD_SIZE; None if unknown.
 
-    Raises ValueError where a number is none.
+    Raises ValueError for a number that is not one.
     """
     said = {}
     for word, after in zip(launcher, [*launcher[1:], ""], strict=True):
@@ -280,7 +280,7 @@ def _world_size(launcher: Sequence[str]) -> int | None:
 
 
 def _text(name: str) -> str:
-    """The text of a log, however odd. Raises ValueError with the remedy for any other file."""
+    """Return the text of a log, even if damaged. Raises ValueError with the remedy for any other file."""
     if name == "-":
         data = sys.stdin.buffer.read(MOST_BYTES + 1)
         size = len(data)

@@ -1,7 +1,7 @@
 """Entry point of `megatron-wlb`; wrong input is one line on standard error and exit code 2.
 
-A command is a module with `USAGE`, `add_arguments(parser)` and `run(args)`; its docstring is its help: the first line
-after the colon in the list of commands, the rest of it behind `COMMAND --help`.
+A command is a module with `USAGE`, `add_arguments(parser)` and `run(args, words)`; its docstring is its help: the
+first line after the colon in the list of commands, the rest of it behind `COMMAND --help`.
 """
 
 import argparse
@@ -12,20 +12,20 @@ from typing import Any, NoReturn
 
 from megatron_wlb import __version__
 from megatron_wlb.cli import analyze, audit, compare, profile
-from megatron_wlb.cli.common import printable
+from megatron_wlb.cli.common import Words, printable
 
 COMMANDS = (analyze, profile, compare, audit)
 EXTRAS = dict.fromkeys(("jinja2", "matplotlib", "rich", "scipy"), "analysis") | {"torch": "train"}
 """Packages that only some commands need, and the extra that each comes with."""
 MOST_OF_A_WORD, MOST_OF_A_LINE = 200, 1000
-"""Characters of an error."""
+"""Most characters of a word and of the line of an error."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Wrong input is one line."""
+    """Reports wrong input in one line."""
 
     def __init__(self, **options: Any) -> None:
-        # No flag is the beginning of another: --save is Megatron's.
+        # No abbreviations: --save is Megatron's.
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
@@ -50,13 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
     args = parser.parse_args(words[:end])
-    args.argv, args.launched = words, words[end + 1 :]
     try:
-        if args.launched and args.run is not analyze.run:
-            raise ValueError(f"{args.launched[0]} behind --: only analyze takes a run's command")
-        return args.run(args) or 0
+        if words[end + 1 :] and args.run is not analyze.run:
+            raise ValueError(f"{words[end + 1]} behind --: only analyze takes a run's command")
+        return args.run(args, Words(words, words[end + 1 :])) or 0
     except BrokenPipeError:
-        # The reader has gone, as in `| head`; without this the interpreter fails again when it flushes at exit.
+        # The reader has closed the pipe, as in `| head`. Without this, the interpreter fails again when it flushes at
+        # exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except ModuleNotFoundError as error:
@@ -73,7 +73,7 @@ def _refuse(command: str, message: str) -> int:
 
 
 def refusal(program: str, message: str) -> str:
-    """An error as it is printed, in one line."""
+    """Format an error as one line."""
     words = (
         word if len(word) <= MOST_OF_A_WORD else f"{word[:MOST_OF_A_WORD]}..." for word in printable(message).split()
     )

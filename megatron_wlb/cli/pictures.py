@@ -1,21 +1,19 @@
-"""How pictures and pages look, as wide as a phone and as legible there as on a desk, and pictures that several draw."""
+"""Style of pictures and pages, legible on a phone and on a desk, and shared pictures."""
 
 import base64
 import io
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-# Okabe-Ito: told apart with every kind of color vision.
+# Okabe-Ito: distinguishable with every kind of color vision.
 GREY, BLUE, ORANGE, GREEN = "#8c8c8c", "#0072b2", "#d55e00", "#009e73"
 COLORS = (BLUE, "#56b4e9", GREEN, "#f0e442", ORANGE, "#cc79a7", GREY)
-"""Of parts of a whole."""
+"""Colors of the parts of a whole."""
 STYLE: Any = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -24,7 +22,7 @@ STYLE: Any = {
     "svg.hashsalt": "megatron_wlb",
 }
 WIDTH = 4.8
-"""Inches."""
+"""Width of a picture in inches."""
 
 
 class Section(NamedTuple):
@@ -37,29 +35,14 @@ class Section(NamedTuple):
 
 
 def section(title: str, text: str, draw: Callable[[Figure], None], height: float) -> Section:
-    """A part of a page whose picture is `height` inches high."""
+    """Draw a part of a page with a picture of `height` inches."""
     buffer = io.BytesIO()
     save(buffer, draw, height, format="svg", metadata={"Date": None})
     return Section(title, text, base64.b64encode(buffer.getvalue()).decode())
 
 
-def page(template: Path | str, **values: Any) -> str:
-    """An HTML page that needs nothing else: no script, no font, no file beside it.
-
-    Args:
-        template: one of `templates/`, or a file that extends `page.html` there.
-        values: of the template; `title` and `sections` among them.
-    """
-    file = Path(template)
-    folders = [file.parent, Path(__file__).parent / "templates"]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folders), autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    return environment.get_template(file.name).render(**values)
-
-
 def save(file: Any, draw: Callable[[Figure], None], height: float, **options: Any) -> None:
-    """Write what `draw` draws to a file, or to its name."""
+    """Write the picture that `draw` draws to a file object or a file name."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         draw(figure)
@@ -67,7 +50,7 @@ def save(file: Any, draw: Callable[[Figure], None], height: float, **options: An
 
 
 def shares(figure: Figure, edges: np.ndarray, shares: Mapping[str, np.ndarray], window: int, label: str) -> None:
-    """Up to three shares over the length of documents, [bins] each between `edges` [bins + 1] in tokens."""
+    """Draw up to three shares over document length, [bins] each between `edges` [bins + 1] in tokens."""
     axes = figure.subplots()
     for (name, share), color, style in zip(shares.items(), (GREY, BLUE, ORANGE), ("-", "--", "-."), strict=False):
         axes.stairs(share, edges, color=color, fill=True, alpha=0.12)

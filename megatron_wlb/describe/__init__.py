@@ -1,1 +1,1 @@
-"""From Megatron's arguments and settings to a `Job`, for training and for commands; without torch and megatron."""
+"""Turns Megatron's arguments and settings into a `Job`; needs neither torch nor megatron."""

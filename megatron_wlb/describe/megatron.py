@@ -1,4 +1,4 @@
-"""Megatron's arguments as a `Job`: the one translation of their names, for training and for commands."""
+"""Translates Megatron's arguments into a `Job`, for training and for commands alike."""
 
 import math
 from collections.abc import Mapping
@@ -27,17 +27,17 @@ FLAGS = {
     "overlap_p2p_comm_warmup_flush": "overlap-p2p-communication-warmup-flush",
     "world_size": "num-gpus",
 }
-"""Arguments with flags of another name; `world_size` is the launcher's."""
+"""Arguments whose flags have another name. `world_size` is set by the launcher."""
 _UNDEFERRABLE = (
     "defer_embedding_wgrad_compute fp4 fp8 moe_shared_expert_overlap overlap_dispatch_backward_with_experts_wgrad "
     "use_torch_fsdp2 use_transformer_engine_op_fuser"
 ).split()
-"""Arguments with which weight gradients stay in the backward pass: with other hooks or layers, or where it was not
-tested that none is lost."""
+"""Arguments that keep weight gradients in the backward pass: they use other hooks or layers, or were not tested for
+losing gradients."""
 
 
 def flag_of(name: str) -> str:
-    """The flag of one of Megatron's arguments."""
+    """Return the flag of one of Megatron's arguments."""
     return f"--{(SWITCHED_OFF | FLAGS).get(name, name).replace('_', '-')}"
 
 
@@ -51,9 +51,9 @@ def _other(group: str, help: str = "", default: Any = None, choices: tuple[str, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronArguments:
-    """The arguments that a job depends on, by Megatron's names; None is its default, or follows from others.
+    """The arguments of a job, by Megatron's names, before or after Megatron has validated them.
 
-    Before or after Megatron has validated them.
+    None means Megatron's default, or a value that follows from other arguments.
     """
 
     num_layers: int | None = _size("model", most=1 << 12)
@@ -131,9 +131,9 @@ class MegatronArguments:
 
     @classmethod
     def of(cls, stated: Mapping[str, Any]) -> "MegatronArguments":
-        """The arguments among those that are `stated`, as values or as text.
+        """Select the arguments from `stated`, with values or their text.
 
-        Raises ValueError, naming the flag and the limit, for a value of another kind or out of range.
+        Raises ValueError, naming the flag and the limit, for a value of another type or out of range.
         """
         values = {}
         for f in fields(cls):
@@ -161,9 +161,9 @@ def _short(value: Any) -> str:
 def job_of(
     arguments: MegatronArguments, *, settings: PlanSettings, model: ModelShape | None = None, **given: Any
 ) -> Job:
-    """The job that arguments describe; `given` are arguments of `make_job`, which take precedence.
+    """Build the job that arguments describe; `given` are arguments of `make_job`, which take precedence.
 
-    Raises ValueError, naming the flags, where they contradict each other.
+    Raises ValueError, naming the flags, if they contradict each other.
     """
     a, parallel = arguments, parallel_of(arguments)
     if a.seq_length is None:
@@ -190,10 +190,9 @@ def job_of(
 
 
 def model_of(a: MegatronArguments, base: ModelShape | None = None) -> ModelShape:
-    """The model of arguments, or `base` with the sizes that they have; a token runs through all its experts at once.
+    """Return the model of arguments, or `base` with their sizes; a token's experts count as one MLP.
 
-    Sizes that are missing are Megatron's defaults; without a vocabulary it is 0. Raises ValueError for sizes that
-    contradict each other.
+    Missing sizes are Megatron's defaults; a missing vocabulary has size 0. Raises ValueError for contradictory sizes.
     """
     names = ("num_layers", "hidden_size", "num_attention_heads")
     if missing := [flag_of(name) for name in names if base is None and getattr(a, name) is None]:
@@ -239,7 +238,7 @@ def model_of(a: MegatronArguments, base: ModelShape | None = None) -> ModelShape
 
 
 def parallel_of(a: MegatronArguments) -> Parallel:
-    """The parallel layout of arguments. Raises ValueError where ranks or layers do not divide."""
+    """Return the parallel layout of arguments. Raises ValueError if ranks or layers do not divide."""
     tp, cp, pp = a.tensor_model_parallel_size, a.context_parallel_size, a.pipeline_model_parallel_size
     ranks = tp * cp * pp
     world = a.world_size or ranks
@@ -298,7 +297,7 @@ def _virtual_stages(a: MegatronArguments, split: Split) -> int:
 
 
 def recompute_of(a: MegatronArguments) -> Recompute:
-    """Activation recomputation of arguments."""
+    """Return the activation recomputation of arguments."""
     granularity = a.recompute_granularity or ("selective" if a.recompute_activations else None)
     modules = a.recompute_modules
     if modules is None:
@@ -312,21 +311,21 @@ def recompute_of(a: MegatronArguments) -> Recompute:
 
 
 def row_multiple(fp8: Any, fp8_recipe: Any, fp4: Any) -> int:
-    """Alignment of the rows of a rank for FP8 and FP4 kernels: Megatron's get_fp8_align_size, get_fp4_align_size."""
+    """Row alignment of FP8 and FP4 kernels on a rank: Megatron's get_fp8_align_size, get_fp4_align_size."""
     if fp8:
         return 32 if fp8_recipe == "mxfp8" else 16
     return 128 if fp4 else 1
 
 
 def undeferrable(a: MegatronArguments) -> str:
-    """The flags with which layers cannot defer weight gradients; "" if they can."""
+    """Return the flags that keep layers from deferring weight gradients; "" if they can."""
     if given := next((flag_of(name) for name in _UNDEFERRABLE if getattr(a, name)), ""):
         return given
     if a.transformer_impl == "transformer_engine" and (a.add_bias_linear or a.add_qkv_bias):
         return "--transformer-impl transformer_engine with biases in linear layers"
     interleaved = a.virtual_pipeline_model_parallel_size or a.num_virtual_stages_per_pipeline_rank
     if interleaved and a.overlap_grad_reduce and not a.align_grad_reduce:
-        # Buckets without a deferred weight gradient would be reduced before or after those of other chunks, as the plan
-        # has it, which differs between data-parallel ranks.
+        # The plan orders reductions of buckets with deferred weight gradients, and it differs between data-parallel
+        # ranks. Buckets without any would be reduced at another place in that order.
         return "--overlap-grad-reduce --no-align-grad-reduce and virtual stages"
     return ""

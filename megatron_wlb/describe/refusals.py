@@ -1,4 +1,4 @@
-"""Megatron's arguments that training with `--wlb` cannot serve, each with the reason and the remedy."""
+"""Megatron's arguments that training with `--wlb` cannot serve, with reason and remedy."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -36,14 +36,14 @@ _REASONS = {
     ),
 }
 REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
-"""Arguments of upstream that training with --wlb cannot serve at all, each with the reason and the remedy."""
+"""Arguments of upstream that training with --wlb cannot serve with any value, with reason and remedy."""
 
 
 class _Refusal(NamedTuple):
     refused: Callable[[Any], Any]
-    """Whether these arguments are; one that is missing is None."""
+    """Whether these arguments are refused; a missing argument is None."""
     message: str
-    """With `{a}` for the arguments."""
+    """A format string; `a` is the arguments."""
 
 
 def _balancing(a: Any) -> bool:
@@ -194,7 +194,7 @@ _REFUSALS = (
 
 
 class _Lenient(Namespace):
-    """Arguments of which any may be missing."""
+    """Arguments that are None if missing."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -203,7 +203,7 @@ class _Lenient(Namespace):
 def check(args: Namespace) -> None:
     """Raise ValueError for the first of Megatron's arguments that training with `--wlb` cannot serve.
 
-    The message has the flag, the reason and the remedy. To be called before upstream validates its arguments.
+    The message has the flag, the reason and the remedy. Call this before upstream validates its arguments.
     """
     given = _Lenient(**vars(args))
     for name, reason in REFUSED.items():
@@ -221,13 +221,13 @@ _SERVED = {
     "moe_token_dispatcher_type": "alltoall",
     **{"position_embedding_type": "rope", "untie_embeddings_and_output_weights": True},
 }
-"""Arguments that training with --wlb takes."""
+"""Arguments that training with --wlb accepts."""
 
 
 def refuses(name: str, value: Any, *, has_experts: bool) -> bool:
-    """Whether `check` refuses an argument for its value, whatever the others are."""
+    """Whether `check` refuses an argument for its value, whatever the other arguments are."""
     try:
         check(Namespace(**_SERVED | {"num_experts": 2 if has_experts else None, name: value}))
-    except (ValueError, TypeError):  # a word where a number must be
+    except (ValueError, TypeError):  # text instead of a number
         return True
     return False

@@ -6,19 +6,25 @@ pipeline the largest micro-batch should be small for the work of the step. Where
 do. Else those of at most an eighth of a mean micro-batch are *fluid*: they run in the order in which they came, and
 level whatever the longer, *solid* ones leave uneven. In every step the policy tries sets of solid documents of
 neighbouring length, and takes the set that loses least time and lets least wait. `docs/packing.md` describes the
-algorithm and its guarantees.
+algorithm and its guarantees; `csrc/adaptive.cpp` has it.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_wlb import _native
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job, Packing
-from megatron_wlb.packing.adaptive_core import FORCED_STEPS, LOOK_AHEAD_BATCHES, Sizes, choose, most_tokens
 from megatron_wlb.pipeline.timeline import cost_weights
 from megatron_wlb.settings import setting
 from megatron_wlb.types import DOCUMENT, Draw, PackedBatch
+
+LOOK_AHEAD_BATCHES = 4
+"""Global batches that are known when a step is chosen, so that long documents find partners."""
+FORCED_STEPS = _native.FORCED_STEPS
+"""A document is forced this many steps before the bound on its delay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,31 +63,28 @@ class AdaptivePolicy:
     def __init__(self, job: Job, max_delay_steps: int) -> None:
         self._pool = np.empty(0, DOCUMENT)  # ordered by index
         p, count = job.parallel, job.num_micro_batches
-        self._sizes = Sizes(
-            num_micro_batches=count,
+        weights = cost_weights(job.schedule())
+        self._sizes = {
+            "num_micro_batches": count,
             # Ranks that divide experts wait for each other in every layer, so all micro-batches should be alike.
-            ranks=p.dp if p.expert_dp_ranks == 1 else count,
-            weights=cost_weights(job.schedule()),
-            max_tokens=job.max_tokens,
-            batch_tokens=job.batch_tokens,
-            crossover_tokens=job.crossover_tokens,
-            max_delay_steps=max_delay_steps,
-        )
+            "ranks": p.dp if p.expert_dp_ranks == 1 else count,
+            "total_weight": weights.total,
+            "largest_weight": weights.largest,
+            "unit_weight": weights.unit,
+            "max_tokens": job.max_tokens,
+            "batch_tokens": job.batch_tokens,
+            "crossover_tokens": job.crossover_tokens,
+            "max_delay_steps": max_delay_steps,
+        }
 
     def pack(self, step: int, draw: Draw) -> PackedBatch:
         """Pack step `step`. At the end of the data what waits runs in steps of little loss."""
         # What can't be packed must not pile up for ever, so the stream waits for it.
-        room = LOOK_AHEAD_BATCHES * self._sizes.batch_tokens - int(self._pool["length"].sum())
+        room = LOOK_AHEAD_BATCHES * self._sizes["batch_tokens"] - int(self._pool["length"].sum())
         self._pool = np.concatenate((self._pool, draw.more(room)))
         lengths = self._pool["length"]
-        rows, bounds = choose(
-            lengths,
-            document_work(lengths, self._sizes.crossover_tokens),
-            self._pool["arrival"],
-            step=step,
-            credit=int(lengths.sum()) - draw.ahead,
-            sizes=self._sizes,
-        )
+        work, credit = document_work(lengths, self._sizes["crossover_tokens"]), int(lengths.sum()) - draw.ahead
+        rows, bounds = _native.choose_adaptive(lengths, work, self._pool["arrival"], step, credit, **self._sizes)
         documents, self._pool = self._pool[rows], np.delete(self._pool, rows)
         return PackedBatch(documents=documents, bounds=bounds)
 
@@ -92,3 +95,9 @@ class AdaptivePolicy:
     def load_waiting(self, waiting: dict[str, np.ndarray]) -> None:
         """Take over what `waiting` gave."""
         self._pool = waiting["pool"]
+
+
+def most_tokens(batch_tokens: int, num_micro_batches: int) -> int:
+    """Tokens that a step holds at most: its limit, or what it should hold and half a fluid document."""
+    half = 1 / (2 * _native.FLUID_SHARE * num_micro_batches)
+    return math.ceil((1 + max(_native.TOKEN_BAND, _native.TOKEN_REPAY + half)) * batch_tokens)

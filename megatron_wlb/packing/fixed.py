@@ -96,20 +96,19 @@ class WindowPolicy(ABC):
 
 
 class FixedPolicy(WindowPolicy):
-    """Balanced by attention work (`place`); the micro-batches of k steps run sorted by total work, the heaviest first.
-
-    Work is that of `document_work`.
+    """Balanced by attention work (`fill_windows`); the micro-batches of k steps run sorted by `document_work`, the
+    heaviest first.
     """
 
     def _place(self, lengths: np.ndarray, num_windows: int) -> Pieces:
         room, empty = np.full(num_windows, self._job.context_length), np.zeros(num_windows, np.int64)
-        row, length, window = place(lengths, room, empty)
+        row, length, window = fill_windows(lengths, room, empty)
         work = empty.copy()
         np.add.at(work, window, document_work(length, self._job.crossover_tokens))
         return row, length, np.argsort(np.argsort(-work, kind="stable"))[window]
 
 
-def place(lengths: np.ndarray, room: np.ndarray, work: np.ndarray) -> Pieces:
+def fill_windows(lengths: np.ndarray, room: np.ndarray, work: np.ndarray) -> Pieces:
     """Longest first into the window of least attention work d^2 that has room; ties go to the lower index.
 
     A document that fits nowhere whole is cut into as few pieces as the room allows: the window with most room is

@@ -6,7 +6,6 @@ import numpy as np
 
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job, Packing
-from megatron_wlb.plan import native
 from megatron_wlb.settings import integers, setting
 from megatron_wlb.types import DOCUMENT, Draw, PackedBatch
 
@@ -79,7 +78,7 @@ class WlbPolicy:
         late[: len(self._remained)] = self._remained["arrival"] + LATE_STEPS < step
         documents = documents[longest_first(documents, late)]
         work = document_work(documents["length"], self._job.crossover_tokens)
-        micro_batch = place(documents["length"], work, n, max_tokens)
+        micro_batch = assign(documents["length"], work, n, max_tokens)
         remained = documents[micro_batch == n]
         self._remained = remained[np.argsort(remained["index"])]
         order = np.argsort(micro_batch, kind="stable")
@@ -127,12 +126,12 @@ def longest_first(documents: np.ndarray, late: np.ndarray) -> np.ndarray:
     return np.argsort((late * (1 << 26) + documents["length"]) * -(1 << 36) + documents["index"])
 
 
-def place(lengths: np.ndarray, work: np.ndarray, num_micro_batches: int, max_tokens: int) -> np.ndarray:
+def assign(lengths: np.ndarray, work: np.ndarray, num_micro_batches: int, max_tokens: int) -> np.ndarray:
     """The micro-batch of each document, int64 [n], or M where it fits nowhere; one after the other, as they stand.
 
     To the micro-batch of least work (lines 17 to 25 of Algorithm 1); if it has no room, to the shortest. Ties go to the
     lower index. A micro-batch may hold exactly S_max (equation 2), where line 23 says less than, which would never
-    place a document of S_max tokens. In C++ where there is a native core (`csrc/wlb.cpp`), to the same result.
+    place a document of S_max tokens.
 
     Args:
         lengths: in tokens, int64 [n].
@@ -140,15 +139,15 @@ def place(lengths: np.ndarray, work: np.ndarray, num_micro_batches: int, max_tok
         num_micro_batches: M.
         max_tokens: S_max.
     """
-    if native.core is not None:
-        micro_batch: np.ndarray = native.core.place_wlb(lengths, work, num_micro_batches, max_tokens)
-        return micro_batch
     tokens, load, micro_batches = [0] * num_micro_batches, [0] * num_micro_batches, []
     for length, amount in zip(lengths.tolist(), work.tolist(), strict=True):
-        lightest, shortest = load.index(min(load)), tokens.index(min(tokens))
-        fitting = [i for i in (lightest, shortest) if tokens[i] + length <= max_tokens]
-        if fitting:
-            tokens[fitting[0]] += length
-            load[fitting[0]] += amount
-        micro_batches.append(fitting[0] if fitting else num_micro_batches)
+        i = load.index(min(load))
+        if tokens[i] + length > max_tokens:
+            i = tokens.index(min(tokens))
+        if tokens[i] + length > max_tokens:
+            i = num_micro_batches
+        else:
+            tokens[i] += length
+            load[i] += amount
+        micro_batches.append(i)
     return np.array(micro_batches, np.int64)

@@ -78,8 +78,6 @@ class PassGraph:
     time: np.ndarray
     """Which time it takes: 2 * micro-batch + backward."""
     num_slots: int
-    waves: list[int]
-    """Where passes begin that wait for none of each other, and the number of passes."""
 
 
 @lru_cache(maxsize=64)
@@ -101,7 +99,6 @@ def passes_of(schedule: Schedule) -> PassGraph:
         end=(np.arange(num) % reach).astype(np.int32),
         time=(2 * micro_batch + backward).astype(np.int32),
         num_slots=reach + 1,
-        waves=[*np.flatnonzero(np.diff(chains.keys[order], prepend=-1)).tolist(), num],
     )
 
 

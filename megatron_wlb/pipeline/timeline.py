@@ -1,15 +1,14 @@
 """When the passes of a pipeline step begin and end: the longest path through their graph, in one sweep."""
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from megatron_wlb import _native
 from megatron_wlb.pipeline.graph import graph_of, passes_of
 from megatron_wlb.pipeline.play import Parts, play
 from megatron_wlb.pipeline.schedule import Schedule
-from megatron_wlb.plan import native
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +22,7 @@ class Timeline:
     start: np.ndarray
     end: np.ndarray
     filled: np.ndarray
-    """Time in weight gradients that were put off, right after the pass before on the same stage."""
+    """Time in deferred weight gradients, right after the pass before on the same stage."""
     left: np.ndarray
     """float64 [stages]: the same after the last pass."""
 
@@ -38,11 +37,11 @@ class Timeline:
 
     @property
     def busy(self) -> np.ndarray:
-        """Time in passes and in what they put off, float64 [stages]."""
+        """Time in passes and in what they defer, float64 [stages]."""
         return (self.end - self.start + self.filled).sum(axis=(0, 2, 3)) + self.left
 
     def weight_gradients(self, stage: int) -> np.ndarray:
-        """When those that were put off run on a stage: begin and duration, float64 [n, 2]."""
+        """When deferred ones run on a stage: begin and duration, float64 [n, 2]."""
         ops = self.schedule.ops(stage)
         at = (ops["backward"].astype(int), stage, ops["chunk"], ops["micro_batch"])
         begins = np.concatenate(([0.0], self.end[at]))
@@ -81,7 +80,7 @@ def with_parts(
     transfer: np.ndarray | float,
     parts: Parts | None,
 ) -> tuple[Timeline, np.ndarray]:
-    """`run` with parts of passes put off, and how many of its stage have run before each pass, shaped as `start`."""
+    """`run` with parts of passes deferred, and how many of its stage have run before each pass, shaped as `start`."""
     shape = (schedule.num_stages, schedule.num_chunks, schedule.num_micro_batches)
     passes = [np.broadcast_to(forward, shape)] + ([] if backward is None else [np.broadcast_to(backward, shape)])
     work = np.stack(passes).astype(np.float64)
@@ -102,18 +101,11 @@ def makespans(schedule: Schedule, work: np.ndarray) -> np.ndarray:
         work: of the micro-batches in K orders, int64 [K, M], not negative; all of it on all stages must fit 64 bits.
     """
     graph = passes_of(schedule)
-    if native.core is not None:
-        # Doubles, which processors compare two at a time, where they are as exact.
-        exact = int(work.max()) <= (1 << 53) // (2 * len(graph.time))
-        work = work.astype(np.float64 if exact else np.int64, order="C")
-        arrays = (graph.first, graph.second, graph.end, graph.time)
-        return native.core.makespans(*arrays, graph.num_slots, work).astype(np.int64)
-    times = np.stack((work.T, 2 * work.T), axis=1).reshape(-1, len(work))
-    ends = np.zeros((graph.num_slots, len(work)), np.int64)
-    for i, j in pairwise(graph.waves):
-        waiting = np.maximum(ends[graph.first[i:j]], ends[graph.second[i:j]])
-        ends[graph.end[i:j]] = waiting + times[graph.time[i:j]]
-    return ends[graph.end[-1]]
+    # Doubles, which processors compare two at a time, where they are as exact.
+    exact = int(work.max()) <= (1 << 53) // (2 * len(graph.time))
+    work = work.astype(np.float64 if exact else np.int64, order="C")
+    ends = _native.makespans(graph.first, graph.second, graph.end, graph.time, graph.num_slots, work)
+    return ends.astype(np.int64)
 
 
 class CostWeights(NamedTuple):

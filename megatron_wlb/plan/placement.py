@@ -5,9 +5,9 @@ import itertools
 
 import numpy as np
 
+from megatron_wlb import _native
 from megatron_wlb.job import Job
 from megatron_wlb.pipeline.timeline import cost_weights, makespans
-from megatron_wlb.plan import native
 
 EXHAUSTIVE = 6
 """Up to so many micro-batches, `order` tries all orders."""
@@ -71,12 +71,8 @@ def paces(work: np.ndarray, experts: np.ndarray, job: Job) -> np.ndarray:
 
 
 def _deal(work: np.ndarray, ranks: int, job: Job) -> np.ndarray:
-    if native.core is not None:
-        return native.core.place(work, ranks, *cost_weights(job.schedule())[:2])
-    rows = _back_and_forth(work, ranks)
-    while _swap(rows, work[rows], job):
-        pass
-    return np.sort(rows, axis=1)
+    weights = cost_weights(job.schedule())
+    return _native.place(work, ranks, weights.total, weights.largest)
 
 
 def _back_and_forth(sizes: np.ndarray, ranks: int) -> np.ndarray:
@@ -88,38 +84,9 @@ def _back_and_forth(sizes: np.ndarray, ranks: int) -> np.ndarray:
 
 def rank_cost(work: np.ndarray, job: Job) -> np.ndarray:
     """About the time of 1F1B on micro-batches of `work` (int64 [..., M]) on a rank, by `cost_weights`: int64 [...]."""
-    return _cost(work.sum(axis=-1), work.max(axis=-1), job)
-
-
-def _cost(total: np.ndarray, largest: np.ndarray, job: Job) -> np.ndarray:
     weights = cost_weights(job.schedule())
-    return weights.total * total + weights.largest * largest
-
-
-def _swap(rows: np.ndarray, work: np.ndarray, job: Job) -> bool:
-    """Swap in `rows` (int64 [dp, M]) what makes the costliest rank cheaper, and say whether there was anything."""
-    cost, totals = rank_cost(work, job), work.sum(axis=1)
-    worst = int(cost.argmax())
-    limit = cost[worst] - (cost[worst] >> 13)
-    # The largest of a rank without each of its micro-batches.
-    ordered = np.pad(np.sort(work, axis=1), ((0, 0), (1, 0)))
-    others = np.repeat(ordered[:, -1:], work.shape[1], axis=1)
-    np.put_along_axis(others, work.argmax(axis=1)[:, None], ordered[:, -2:-1], axis=1)
-    mine, my_others = work[worst][:, None], others[worst][:, None]
-    for rank in np.argsort(cost, kind="stable").tolist():
-        if cost[rank] >= limit:
-            return False
-        moved = work[rank] - mine
-        then = np.maximum(
-            _cost(totals[worst] + moved, np.maximum(my_others, work[rank]), job),
-            _cost(totals[rank] - moved, np.maximum(others[rank], mine), job),
-        )
-        best = int(then.argmin())
-        if then.flat[best] < limit:
-            i, j = divmod(best, work.shape[1])
-            rows[worst, i], rows[rank, j] = rows[rank, j], rows[worst, i]
-            return True
-    return False
+    cost: np.ndarray = weights.total * work.sum(axis=-1) + weights.largest * work.max(axis=-1)
+    return cost
 
 
 def order(work: np.ndarray, job: Job) -> np.ndarray:

@@ -23,7 +23,7 @@ def exchange_rows(x: Tensor, metadata: ShardMetadata, group: dist.ProcessGroup |
     For what K and V are made of, row by row; differentiable once. One all-to-all in forward, and one in backward, in
     which gradients return in the dtype of x; they are added up in fp32 (fp64 for fp64). Nothing is saved.
 
-    Raises ValueError for a plan of several stages, and for a group of other ranks than the plan's.
+    Raises ValueError for a plan of several rounds, and for a group of other ranks than the plan's.
     """
     part = only_part(metadata)
     check_group(metadata, group)
@@ -98,7 +98,7 @@ class Sum:
 
 
 class Leaving:
-    """dK and dV of a stage on their way to the ranks that hold the rows."""
+    """dK and dV of a round on their way to the ranks that hold the rows."""
 
     def __init__(
         self, dkv: Tensor, total: Sum, part: Part, group: dist.ProcessGroup | None, dtype: torch.dtype | None
@@ -132,7 +132,7 @@ def _exchanged(
 def of_gradients(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A second group of the same ranks; all of them must call.
 
-    NCCL runs what is exchanged in a group in the order in which it was begun. Gradients, which leave when a stage has
+    NCCL runs what is exchanged in a group in the order in which it was begun. Gradients, which leave when a round has
     been computed, would hold up the K and V of the next but one, and with `CUDA_DEVICE_MAX_CONNECTIONS=1` the attention
     between them.
     """
@@ -140,9 +140,9 @@ def of_gradients(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def only_part(metadata: ShardMetadata) -> Part:
-    if len(metadata.stages) > 1:
+    if len(metadata.rounds) > 1:
         raise ValueError(
-            f"a plan of {len(metadata.stages)} stages, and all keys are there at once; plan for a job whose "
+            f"a plan of {len(metadata.rounds)} rounds, and all keys are there at once; plan for a job whose "
             "cp_exchange is latents"
         )
     return metadata.parts[0]

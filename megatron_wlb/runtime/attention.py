@@ -1,8 +1,8 @@
 """Causal attention of packed documents over context-parallel ranks: exchange K and V, run every call, save only shards.
 
 Shapes: s local rows; Hq query heads, a multiple of the Hkv key heads; head size D, Dv of values. Attention runs in
-stages (`ShardPlan.stages`), each for a set of documents, which has n of the rows and P keys, and for h of the key heads
-with their query heads. K and V of the next stage arrive, and dK and dV of the last one leave, while this one computes;
+rounds (`ShardPlan.rounds`), each for a set of documents, which has n of the rows and P keys, and for h of the key heads
+with their query heads. K and V of the next round arrive, and dK and dV of the last one leave, while this one computes;
 the first K and V of backward may be sent before (`send_ahead`). `kv` holds K and V side by side, [rows, 2, h, D], or
 [rows, h, D + Dv] where Dv is not D: they are copied together once, which frees the QKV projection that they are views
 of, and one collective and one index_select move both.
@@ -68,7 +68,7 @@ def context_parallel_attention(
     q [s, Hq, D], k [s, Hkv, D], v [s, Hkv, Dv] are the local rows in the order of `metadata`; returns out [s, Hq, Dv],
     where Dv is D unless the backend takes any. With `sink` [Hq], every row also attends to a key of that score, by
     head, whose value is 0. `group` has one rank per shard of the plan (None: a single shard), and all of them must
-    call. Communication, for every stage with documents that are on several ranks: an all-to-all of the K and V that are
+    call. Communication, for every round with documents that are on several ranks: an all-to-all of the K and V that are
     needed, in forward and again in backward, and one of their gradients. Saved for backward: q, k, v, out and the
     log-sum-exps, none of them a view of anything larger.
 
@@ -90,7 +90,7 @@ def attention_to_keys(
     in the order in which `exchange_rows` gives rows; returns out [s, Hq, Dv]. kv itself is saved for backward, and q
     where it is not a view, so that what they hold may be let go and made again.
 
-    Raises ValueError where shapes, dtypes or devices do not fit each other, and for a plan of several stages.
+    Raises ValueError where shapes, dtypes or devices do not fit each other, and for a plan of several rounds.
     """
     k, v = keys_and_values(kv, q.shape[-1])
     rows = only_part(metadata).gather.shape[0]
@@ -128,70 +128,70 @@ class _ContextParallelAttention(torch.autograd.Function):
         """Without v, k is K and V of all keys side by side."""
         q, kv, arrived = owned(q), k if v is None else side_by_side(k, v), v is None
         out = q.new_empty((*q.shape[:2], keys_and_values(kv, q.shape[-1])[1].shape[-1]))
-        stages = _stages(q, k, metadata, arrived)
-        arriving = _arriving(kv, stages, group)
+        rounds = _rounds(q, k, metadata, arrived)
+        arriving = _arriving(kv, rounds, group)
         lse: list[Tensor] = []
         merged: dict[int, Tensor] = {}
         kept: list[Tensor] = []
-        for stage in stages:
-            part = stage.part
+        for round in rounds:
+            part = round.part
             kept.append(next(arriving))
             into = None if part.causal else merged.get(part.of[0])
-            lse += attend(q[stage.q], kept[-1], out[stage.q], part, options, into)
+            lse += attend(q[round.q], kept[-1], out[round.q], part, options, into)
             if part.of[1] == OWN and part.calls:
                 merged[part.of[0]] = lse[-1]
             if not (options.save_gathered and part.sent):
                 kept.pop()
         if sink is not None:
-            for (stage, call), sums in zip(_own_calls(stages), lse, strict=True):
-                score = sink[stage.q[1], None].to(sums.dtype)
-                out[stage.q][call.rows] *= torch.sigmoid(sums - score).T[:, :, None].to(out.dtype)
+            for (round, call), sums in zip(_own_calls(rounds), lse, strict=True):
+                score = sink[round.q[1], None].to(sums.dtype)
+                out[round.q][call.rows] *= torch.sigmoid(sums - score).T[:, :, None].to(out.dtype)
                 torch.logaddexp(sums, score, out=sums)
         ctx.save_for_backward(q, kv, out, sink, *lse, *kept)
-        ctx.setup, ctx.begun = (group, options, stages, arrived), None
+        ctx.setup, ctx.begun = (group, options, rounds, arrived), None
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        group, options, stages, arrived = ctx.setup
+        group, options, rounds, arrived = ctx.setup
         (q, kv, out, sink, *lses), order, arriving = ctx.begun or _begin_backward(ctx)
         ctx.begun = None
         # A gradient may have any strides, that of a plain sum 0.
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         dq, dsink = torch.empty_like(q), None
         if sink is not None and ctx.needs_input_grad[3]:
-            dsink = _sink_gradient(sink, stages, dout, out, lses)
-        if len(stages) == 1 and stages[0].part.keys_are_rows:
-            dkv = attend_backward(dout, q, kv, out, lses, dq, stages[0].part, options).to(kv.dtype)
+            dsink = _sink_gradient(sink, rounds, dout, out, lses)
+        if len(rounds) == 1 and rounds[0].part.keys_are_rows:
+            dkv = attend_backward(dout, q, kv, out, lses, dq, rounds[0].part, options).to(kv.dtype)
             of_keys = (dkv, None) if arrived else keys_and_values(dkv, q.shape[-1])
             return dq, *of_keys, dsink, None, None, None
         dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in keys_and_values(kv, q.shape[-1]))
         lse: dict[int, list[Tensor]] = {}
-        for i, stage in enumerate(stages):
-            number, keys = stage.part.of
-            if stage.part.causal:
-                lse[i] = [lses.pop(0) for _ in stage.part.calls]
+        for i, round in enumerate(rounds):
+            number, keys = round.part.of
+            if round.part.causal:
+                lse[i] = [lses.pop(0) for _ in round.part.calls]
             else:
-                own = next(j for j, other in enumerate(stages) if other.part.of == (number, OWN))
-                lse[i] = [lse[own][0][:, call.rows].contiguous() for call in stage.part.calls]
+                own = next(j for j, other in enumerate(rounds) if other.part.of == (number, OWN))
+                lse[i] = [lse[own][0][:, call.rows].contiguous() for call in round.part.calls]
             if keys == OWN:
-                dq[stage.q].zero_()
+                dq[round.q].zero_()
         sums: dict[tuple[int, int], Sum] = {}
-        for stage in stages:
-            sums.setdefault(stage.rows_and_heads, Sum(dk[stage.k], dv[stage.k])).left += 1
+        for round in rounds:
+            sums.setdefault(round.rows_and_heads, Sum(dk[round.k], dv[round.k])).left += 1
         leaving: list[Leaving] = []
-        exchanged = sum(bool(stage.part.sent) for stage in stages)
+        exchanged = sum(bool(round.part.sent) for round in rounds)
         beside = of_gradients(group) if group is not None and exchanged > 2 else group
         for i in order:
-            stage = stages[i]
-            local = dout[stage.q], q[stage.q]
+            round = rounds[i]
+            local = dout[round.q], q[round.q]
             leaving.append(
                 Leaving(
-                    # No variables: they would keep these through the next stage.
-                    attend_backward(*local, next(arriving), out[stage.q], lse[i], dq[stage.q], stage.part, options),
-                    sums[stage.rows_and_heads],
-                    stage.part,
+                    # No variables: they would keep these through the next round.
+                    attend_backward(*local, next(arriving), out[round.q], lse[i], dq[round.q], round.part, options),
+                    sums[round.rows_and_heads],
+                    round.part,
                     beside,
                     None if options.gradients_in_fp32 else kv.dtype,
                 )
@@ -208,28 +208,28 @@ class _Begun(NamedTuple):
     saved: list[Any]
     """q, kv, out, the sink or None, and the log-sum-exps of `_own_calls`."""
     order: list[int]
-    """Of stages."""
+    """Of rounds."""
     arriving: Iterator[Tensor]
 
 
 def _begin_backward(ctx: Any) -> _Begun:
-    group, _, stages, _ = ctx.setup
+    group, _, rounds, _ = ctx.setup
     q, kv, out, sink, *rest = ctx.saved_tensors
-    calls = len(_own_calls(stages))
+    calls = len(_own_calls(rounds))
     # What is not exchanged goes last, and hides the last gradients that leave.
-    order = sorted(range(len(stages)), key=lambda i: not stages[i].part.sent)
+    order = sorted(range(len(rounds)), key=lambda i: not rounds[i].part.sent)
     return _Begun(
-        [q, kv, out, sink, *rest[:calls]], order, _arriving(kv, [stages[i] for i in order], group, kept=rest[calls:])
+        [q, kv, out, sink, *rest[:calls]], order, _arriving(kv, [rounds[i] for i in order], group, kept=rest[calls:])
     )
 
 
-def _sink_gradient(sink: Tensor, stages: list["_Stage"], dout: Tensor, out: Tensor, lses: list[Tensor]) -> Tensor:
+def _sink_gradient(sink: Tensor, rounds: list["_Round"], dout: Tensor, out: Tensor, lses: list[Tensor]) -> Tensor:
     """That of `sink` [Hq]. The other gradients need nothing for it: out and the log-sum-exps know of it."""
     gradient = torch.zeros_like(sink, dtype=torch.promote_types(sink.dtype, torch.float32))
-    for (stage, call), lse in zip(_own_calls(stages), lses, strict=True):
-        share = torch.exp(sink[stage.q[1], None] - lse)
-        products = dout[stage.q][call.rows] * out[stage.q][call.rows]
-        gradient[stage.q[1]] -= (share * products.sum(-1, dtype=lse.dtype).T).sum(1)
+    for (round, call), lse in zip(_own_calls(rounds), lses, strict=True):
+        share = torch.exp(sink[round.q[1], None] - lse)
+        products = dout[round.q][call.rows] * out[round.q][call.rows]
+        gradient[round.q[1]] -= (share * products.sum(-1, dtype=lse.dtype).T).sum(1)
     return gradient.to(sink.dtype)
 
 
@@ -317,8 +317,8 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class _Stage(NamedTuple):
-    """A stage: its rows and heads, as q and all like it and k and all like it are indexed, and what it computes."""
+class _Round(NamedTuple):
+    """A round: its rows and heads, as q and all like it and k and all like it are indexed, and what it computes."""
 
     q: tuple[slice, slice]
     k: tuple[slice, slice]
@@ -330,49 +330,49 @@ class _Stage(NamedTuple):
         return self.part.of[0], self.k[1].start
 
 
-def _stages(q: Tensor, k: Tensor, metadata: ShardMetadata, arrived: bool = False) -> list[_Stage]:
-    """The stages of q [s, Hq, D] and k [s, Hkv, D]; of K and V side by side where all have `arrived`."""
+def _rounds(q: Tensor, k: Tensor, metadata: ShardMetadata, arrived: bool = False) -> list[_Round]:
+    """The rounds of q [s, Hq, D] and k [s, Hkv, D]; of K and V side by side where all have `arrived`."""
     if arrived:
         part = replace(only_part(metadata), sent=(), received=(), keys_are_rows=True)
-        return [_Stage((part.rows, slice(None)), (slice(None), slice(None)), part)]
+        return [_Round((part.rows, slice(None)), (slice(None), slice(None)), part)]
     parts, per_key = {part.of: part for part in metadata.parts}, q.shape[1] // k.shape[1]
-    stages = []
-    for number, heads, keys in metadata.stages:
+    rounds = []
+    for number, heads, keys in metadata.rounds:
         part, (first, stop) = parts[number, keys], heads or (0, k.shape[1])
         query_heads = slice(first * per_key, stop * per_key)
-        stages.append(_Stage((part.rows, query_heads), (part.rows, slice(first, stop)), part))
-    return stages
+        rounds.append(_Round((part.rows, query_heads), (part.rows, slice(first, stop)), part))
+    return rounds
 
 
-def _own_calls(stages: list[_Stage]) -> list[tuple[_Stage, Call]]:
+def _own_calls(rounds: list[_Round]) -> list[tuple[_Round, Call]]:
     """The calls with keys of their own, of each of which a log-sum-exp is kept."""
-    return [(stage, call) for stage in stages if stage.part.causal for call in stage.part.calls]
+    return [(round, call) for round in rounds if round.part.causal for call in round.part.calls]
 
 
 def _arriving(
-    kv: Tensor, stages: list[_Stage], group: dist.ProcessGroup | None, kept: list[Tensor] | None = None
+    kv: Tensor, rounds: list[_Round], group: dist.ProcessGroup | None, kept: list[Tensor] | None = None
 ) -> Iterator[Tensor]:
-    """K and V of P rows of one stage after the other; the first ones are on their way when this returns, and the
+    """K and V of P rows of one round after the other; the first ones are on their way when this returns, and the
     next ones while these are used.
 
-    With `kept`, the keys of the stages with an exchange, nothing travels.
+    With `kept`, the keys of the rounds with an exchange, nothing travels.
     """
-    of_stage = (kv[stage.k[0], ..., stage.k[1], :] for stage in stages)
+    of_round = (kv[round.k[0], ..., round.k[1], :] for round in rounds)
     if kept:
-        pairs = zip(stages, of_stage, strict=True)
-        return (kept.pop(0) if stage.part.sent else finish(own, None, stage.part) for stage, own in pairs)
-    starts = (begin(own, stage.part, group) for stage, own in zip(stages, of_stage, strict=True))
-    return _ahead(stages, starts, [next(starts)])
+        pairs = zip(rounds, of_round, strict=True)
+        return (kept.pop(0) if round.part.sent else finish(own, None, round.part) for round, own in pairs)
+    starts = (begin(own, round.part, group) for round, own in zip(rounds, of_round, strict=True))
+    return _ahead(rounds, starts, [next(starts)])
 
 
 def _ahead(
-    stages: list[_Stage],
+    rounds: list[_Round],
     starts: Iterator[tuple[Tensor, dist.Work | None]],
     under_way: list[tuple[Tensor, dist.Work | None]],
 ) -> Iterator[Tensor]:
-    for stage in stages:
+    for round in rounds:
         under_way += islice(starts, 1)
-        yield finish(*under_way.pop(0), stage.part)
+        yield finish(*under_way.pop(0), round.part)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, metadata: ShardMetadata, options: AttentionOptions) -> None:
@@ -382,16 +382,16 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, metadata: ShardMetadata, opti
             "[s, Hkv, D], [s, Hkv, Dv]: drop the batch dimension, and give Q and K the same head size"
         )
     _check_heads(q, k, v, options)
-    if options.window is not None and any(stage.keys is not None for stage in metadata.stages):
+    if options.window is not None and any(round.keys is not None for round in metadata.rounds):
         raise ValueError(
             f"a window of {options.window} keys, and a document that is computed in parts, which have none; plan for a "
             "job that is windowed"
         )
-    planned = {stage.document_set: stage.heads[1] for stage in metadata.stages if stage.heads}
+    planned = {round.document_set: round.heads[1] for round in metadata.rounds if round.heads}
     for stop in planned.values():
         if stop != k.shape[1]:
             raise ValueError(
-                f"k has {k.shape[1]} key heads, and stages are planned for {stop}; plan for the heads of a "
+                f"k has {k.shape[1]} key heads, and rounds are planned for {stop}; plan for the heads of a "
                 "tensor-parallel rank"
             )
     if not q.shape[0] == k.shape[0] == metadata.num_rows:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_wlb.runtime.encoding import Encoding
 from megatron_wlb.sharding.routing import exchange
 from megatron_wlb.sharding.segments import positions
-from megatron_wlb.types import ShardPlan, Stage
+from megatron_wlb.types import Round, ShardPlan
 
 
 class Call(NamedTuple):
@@ -34,7 +34,7 @@ class PartLayout:
     """A set of documents, or a share of its keys, that is exchanged and computed together, as one rank has it."""
 
     of: tuple[int, tuple[float, float] | None]
-    """`document_set` and `keys` of its stages."""
+    """`document_set` and `keys` of its rounds."""
     rows: slice
     """Local rows of the documents, n of them."""
     own_rows: slice
@@ -86,7 +86,7 @@ class ShardMetadata:
     encode: Encoding
     """The encoding of the backend that the tables are for."""
     layouts: tuple[PartLayout, ...]
-    stages: tuple[Stage, ...]
+    rounds: tuple[Round, ...]
     """The order in which attention runs."""
     sizes: tuple[int, ...]
     """Sizes of the int64 arrays that begin `integers`: positions, then the four of every `Part`."""
@@ -106,7 +106,7 @@ class ShardMetadata:
             )
         arrays, layouts, tables = [positions(plan.shards[cp_rank])], [], []
         first = {number: plan.first_row(cp_rank, number) for number in plan.call_sets}
-        for number, keys in dict.fromkeys((stage.document_set, stage.keys) for stage in plan.stages):
+        for number, keys in dict.fromkeys((round.document_set, round.keys) for round in plan.rounds):
             moved, calls = exchange(plan, cp_rank, number, keys), []
             for begin, segments in moved.calls:
                 table, max_q, max_k = encode(moved.key_begins, segments)
@@ -136,7 +136,7 @@ class ShardMetadata:
             max_length=int(plan.lengths.max()),
             encode=encode,
             layouts=tuple(layouts),
-            stages=plan.stages,
+            rounds=plan.rounds,
             sizes=tuple(map(len, arrays)),
             integers=torch.from_numpy(np.concatenate((*arrays, np.pad(packed, (0, len(packed) % 2)).view(np.int64)))),
         )

@@ -14,7 +14,7 @@ from megatron_wlb.sharding.segments import document_begins, ranges
 from megatron_wlb.types import SEGMENT, ShardPlan
 
 OWN = (0.0, 0.0)
-"""`Stage.keys` of segments with their own keys."""
+"""`Round.keys` of segments with their own keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Exchange:
 
 
 def exchange(plan: ShardPlan, cp_rank: int, document_set: int, keys: tuple[float, float] | None = None) -> Exchange:
-    """What rank `cp_rank` of the plan exchanges for a set of documents, or for a part of its keys (`Stage.keys`).
+    """What rank `cp_rank` of the plan exchanges for a set of documents, or for a part of its keys (`Round.keys`).
 
     O(rows of the set), vectorised.
     """

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from megatron_wlb.cli import pictures
+from megatron_wlb.cli.common import render
 from megatron_wlb.cli.pictures import BLUE, GREY, ORANGE
 from megatron_wlb.plan.dataset import read_index
 
@@ -32,7 +33,7 @@ def main() -> None:
         pictures.section(*RESUME, lambda figure: draw_loss(figure, log, reference, result), 3.4),
     ]
     template, title = Path(__file__).with_name("report.html"), "WLB-LLM on Megatron-LM: the demo run"
-    page = pictures.page(template, title=title, figures=key_figures(steps, result), sections=sections)
+    page = render(template, title=title, figures=key_figures(steps, result), sections=sections)
     arguments.output.write_text(page)
     if arguments.picture:
         with matplotlib.rc_context(pictures.STYLE | {"font.size": 11}):

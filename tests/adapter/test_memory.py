@@ -36,7 +36,7 @@ class _Held:
 
 
 def _kept(argv):
-    """Bytes that autograd keeps of the first micro-batch, at the end of each layer and of the model; its rows; the job."""
+    """Bytes that autograd keeps of the first micro-batch at the end of each layer and in all, its rows, and the job."""
     from megatron.training import get_args, training
 
     from megatron_wlb.adapter import describe
@@ -97,9 +97,9 @@ def _local_extra(job):
 
 
 def _added(argv, size):
-    """Bytes per token that the second of two layers adds on average over ranks, and the job."""
-    ranks = run_world(_kept, size, [*argv, "--num-layers", "2"])
-    return sum(ends[1] - ends[0] for ends, _, _ in ranks) / sum(rows for _, rows, _ in ranks), ranks[0][-1]
+    """Bytes per token that the last of three layers adds, on average over ranks, and the job."""
+    ranks = run_world(_kept, size, [*argv, "--num-layers", "3"])
+    return sum(ends[2] - ends[1] for ends, _, _ in ranks) / sum(rows for _, rows, _ in ranks), ranks[0][-1]
 
 
 CASES = [

@@ -43,7 +43,7 @@ LAYOUTS = [
     *((2, CP2), (2, f"{CP2} {SEQUENCE}"), (2, f"{CP2} {HYBRID}"), full(2, f"{CP2} {BY_DOCUMENT}")),
     *(full(4, f"{CP4} {sharding}") for sharding in (SEQUENCE, BY_DOCUMENT, HYBRID, "")),
     *(full(2, PP2), full(2, VPP2), full(4, PP4), full(2, f"{PP2} --decoder-last-pipeline-num-layers 1")),
-    (2, f"{VPP2} --pipeline-model-parallel-layout Et|tt|t|L"),
+    (2, f"{PP2} --pipeline-model-parallel-layout Et|tt|t|L"),
     (4, f"{PP4} --pipeline-model-parallel-layout E|tt*2|t|L"),
     (2, ""),
     (8, f"{ALL} {BY_DOCUMENT}"),

@@ -56,7 +56,7 @@ def _attend(plan):
 
 def test_every_network_moves_the_same():
     plan = in_parts(LENGTHS, 2)
-    assert len(plan.stages) > 3
+    assert len(plan.rounds) > 3
     for found, measured in run_world(_attend, 2, plan):
         assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
         (sizes, seconds), (other_sizes, _) = measured

@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-
 from megatron_wlb.cli.flags import settle
+
 from tests.adapter.datasets import write_index
 from tests.cli.analyses import FFN, JOB, MODEL, C, N, described
 from tests.jobs import EDGES

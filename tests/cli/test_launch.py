@@ -7,9 +7,9 @@ import subprocess
 
 import numpy as np
 import pytest
+from megatron_wlb.cli.command import of_file
 
 from megatron_wlb.cli import command
-from megatron_wlb.cli.command import of_file
 from megatron_wlb.cli.launch import NOT_SIMULATED, world_size
 from megatron_wlb.cli.main import main
 from megatron_wlb.describe.flags import REFUSED

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
-from megatron_wlb.cli.main import main
 from megatron_wlb.cli.plan import UnflushedStream
 from megatron_wlb.cli.tune import Result
+
+from megatron_wlb.cli.main import main
 from megatron_wlb.describe.flags import add_wlb_arguments
 from megatron_wlb.job import Job
 from megatron_wlb.micro_batches import predictions

@@ -15,11 +15,11 @@ from random import Random
 from typing import Any
 
 import numpy as np
+from megatron_wlb.cli.lengths import read_lengths
+from megatron_wlb.cli.simulate import read_plan
 
 from megatron_wlb.cli import command
 from megatron_wlb.cli.compare import read_log
-from megatron_wlb.cli.lengths import read_lengths
-from megatron_wlb.cli.simulate import read_plan
 from megatron_wlb.cost import attention
 from megatron_wlb.job import MAX_TOKENS
 from megatron_wlb.packing import POLICIES

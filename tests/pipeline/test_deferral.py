@@ -1,17 +1,18 @@
-"""Weight gradients put off: closed forms, and what holds for any times and any memory."""
+"""Deferred weight gradients: closed forms, and what holds for any times and any memory."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_wlb import _native
 from megatron_wlb.pipeline.deferral import WeightGradients, run_deferred
 from megatron_wlb.pipeline.schedule import Schedule
 from megatron_wlb.pipeline.timeline import run
-from megatron_wlb.plan import native
 from tests.pipeline.schedules import timed_schedules
+from tests.reference.pipeline import play
 
 TRAINING = timed_schedules().filter(lambda timed: not timed[0].forward_only)
 
@@ -55,12 +56,10 @@ def test_all_run_once_in_memory_and_nothing_gets_later(timed, share, parts, held
 
 
 @given(timed_schedules())
-def test_plain_timelines_are_the_same_in_python_and_natively(timed):
+def test_plain_timelines_are_as_by_the_reference(timed):
     schedule, work, transfer = timed
-    assert native.core is not None
     done = run(schedule, *work, transfer=transfer)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "core", None)
+    with patch.object(_native, "play", play):
         plain = run(schedule, *work, transfer=transfer)
     np.testing.assert_array_equal(done.start, plain.start)
     np.testing.assert_array_equal(done.end, plain.end)
@@ -69,13 +68,11 @@ def test_plain_timelines_are_the_same_in_python_and_natively(timed):
 
 
 @given(TRAINING, st.floats(0, 0.5), st.integers(0, 4), st.floats(0, 1), st.integers(1, 20))
-def test_the_native_core_plays_the_same_to_the_bit(timed, share, parts, held, limit):
+def test_what_is_deferred_runs_as_by_the_reference(timed, share, parts, held, limit):
     schedule, work, transfer = timed
     weights = weights_of(work[1], share, parts, kept=1, held=held, limit=limit)
-    assert native.core is not None
     done, ran = run_deferred(schedule, *work, transfer, weights)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "core", None)
+    with patch.object(_native, "play", play):
         plain, plain_ran = run_deferred(schedule, *work, transfer, weights)
     np.testing.assert_array_equal(ran, plain_ran)
     for name in ("start", "end", "filled", "left"):
@@ -100,14 +97,14 @@ def _replay(schedule, stage, done, ran, weights):
         used += -1 if backward else 1
         follows = backward and (stage, chunk) == (schedule.num_stages - 1, schedule.num_chunks - 1)
         assert not (follows and ran_here)
-        # Too much only where all has run, but for what this pass, and those that follow it at once, put off.
+        # Too much only where all has run, but for what this pass, and those that follow it at once, defer.
         own = own * follows + weights.counts[stage, chunk] * backward
         assert used <= weights.limit[stage] + 1e-6 or len(waiting) <= own
     assert np.isclose(done.left[stage], sum(time for time, _ in waiting))
 
 
 @given(TRAINING)
-def test_nothing_put_off_is_the_plain_timeline(timed):
+def test_nothing_deferred_is_the_plain_timeline(timed):
     schedule, work, transfer = timed
     done, _ = run_deferred(schedule, *work, transfer, weights_of(work[1], 0, 2))
     plain = run(schedule, *work, transfer)

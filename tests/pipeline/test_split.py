@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_layers_of_the_edges():
-    layers = layers_of(job(model=MODELS["llama3-405b"], pp=16, vpp=4, split=EDGES, num_micro_batches=16))
+    layers = job(model=MODELS["llama3-405b"], pp=16, vpp=4, split=EDGES, num_micro_batches=16).layers()
     assert layers.shape == (16, 4)
     assert layers.sum() == 126
     assert layers[0, 0] == layers[-1, -1] == 1

@@ -140,7 +140,7 @@ def ending(work, schedule):
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3])
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
-def test_makespans_are_those_of_the_schedule(core, num_stages, num_chunks):
+def test_makespans_are_those_of_the_schedule(num_stages, num_chunks):
     rng = np.random.default_rng(0)
     for count in range(1 if num_chunks == 1 else num_stages, 13):
         groups = range(num_stages, count + 1)
@@ -153,7 +153,7 @@ def test_makespans_are_those_of_the_schedule(core, num_stages, num_chunks):
             assert alike == 5 * 3 * (num_chunks * count + num_stages - 1)
 
 
-def test_makespans_beyond_53_bits_are_exact(core):
+def test_makespans_beyond_53_bits_are_exact():
     schedule = Schedule(num_stages=4, num_micro_batches=8)
     work = 2**55 + np.random.default_rng(6).integers(0, 4, (20, 8))
     assert makespans(schedule, work).tolist() == [ending(w, schedule) for w in work]

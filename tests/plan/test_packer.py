@@ -55,7 +55,7 @@ def assert_same_step(one, other):
     np.testing.assert_array_equal(one.packing.bounds, other.packing.bounds)
 
 
-def test_a_run_resumed_at_any_step_plans_the_same(packing, core):
+def test_a_run_resumed_at_any_step_plans_the_same(packing):
     packer = packer_of(packing)
     steps = [packer.next() for _ in range(25)]
     assert any(step.num_waiting for step in steps)
@@ -136,7 +136,7 @@ def test_the_original_work_is_that_of_the_documents_drawn():
     assert all(0 < len(original_work(packer.next().drawn, described)) <= 4 for _ in range(20))
 
 
-def test_a_step_whose_documents_all_wait_draws_again(core):
+def test_a_step_whose_documents_all_wait_draws_again():
     # 3 levels: of lengths 10, 9 and 6 none has a second document within the first two windows of 10.
     def packer():
         described = job(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_wlb.job import Job
+from megatron_wlb.describe.make import job_from_json
 from megatron_wlb.plan import state
 from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.stream import DocumentStream, Source
@@ -35,7 +35,7 @@ def path(tmp_path):
 def test_what_is_saved_is_loaded(path):
     loaded, described = state.load(path)
     assert loaded == STATE
-    assert Job.from_json(described) == JOB
+    assert job_from_json(described) == JOB
     assert os.listdir(path.parent) == [path.name]
 
 

@@ -34,7 +34,7 @@ def test_every_public_name_is_there():
 
 @pytest.mark.parametrize("experts", [{}, {"ep": 4, "model": replace(MODEL, moe_router_topk=2)}])
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_plan_is_packed_placed_and_sharded(name, experts, core):
+def test_a_plan_is_packed_placed_and_sharded(name, experts):
     described = job(packing=POLICIES[name](), num_micro_batches=8, dp=2, cp=2, pp=2, **experts)
     packers = [packer_of(described) for _ in range(3)]
     for _ in range(6):

@@ -13,11 +13,13 @@ from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.runtime.attention import AttentionOptions, attend, attend_backward
 from megatron_wlb.runtime.backends import keys_and_values, side_by_side
 from megatron_wlb.runtime.metadata import ShardMetadata
-from megatron_wlb.sharding import hybrid, per_document, per_sequence, segments
-from megatron_wlb.sharding.rounds import regrouped
+from megatron_wlb.sharding import segments
 from megatron_wlb.sharding.routing import OWN
 from megatron_wlb.sharding.volume import Held
-from megatron_wlb.types import ShardPlan, Stage
+from megatron_wlb.types import Round, ShardPlan
+from tests.reference.chunks import per_document, per_sequence
+from tests.reference.hybrid import hybrid
+from tests.reference.rounds import regrouped
 
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
@@ -27,7 +29,7 @@ def _hybrid(lengths: np.ndarray, cp: int) -> ShardPlan:
     return hybrid(lengths, cp, 1 / 4, KernelModel(tile_rows=4, launch=0.0, tile=1.0, query_tile=0.0))
 
 
-def _staged(lengths: np.ndarray, cp: int) -> ShardPlan:
+def _in_rounds(lengths: np.ndarray, cp: int) -> ShardPlan:
     """Hybrid, documents that are whole by themselves, and the others in two sets."""
     plan = _hybrid(lengths, cp)
     shared = Held(plan).is_shared
@@ -41,18 +43,18 @@ def in_parts(lengths: np.ndarray, cp: int) -> ShardPlan:
     """
     plan = _hybrid(lengths, cp)
     (shared,) = np.nonzero(Held(plan).is_shared)
-    sets, stages = np.zeros(len(lengths), np.int64), []
+    sets, rounds = np.zeros(len(lengths), np.int64), []
     sets[shared] = 1 + np.arange(len(shared)) % 3
     for number in range(1, 1 + min(3, len(shared))):
-        stages += [Stage(number, keys=keys) for keys in ((OWN, (0, 0.1), (0.1, 1)) if number < 3 else (None,))]
-    return regrouped(plan, sets, stages)
+        rounds += [Round(number, keys=keys) for keys in ((OWN, (0, 0.1), (0.1, 1)) if number < 3 else (None,))]
+    return regrouped(plan, sets, rounds)
 
 
 SHARDINGS: dict[str, Callable[[np.ndarray, int], ShardPlan]] = {
     "per-sequence": per_sequence,
     "per-document": per_document,
     "hybrid": _hybrid,
-    "staged": _staged,
+    "in rounds": _in_rounds,
 }
 
 
@@ -110,8 +112,8 @@ def all_ranks(
     kv = side_by_side(k, v)
     out, dq, dkv = torch.empty_like(dout), torch.zeros_like(q), torch.zeros_like(kv, dtype=_summed(k.dtype))
     keys, lse, merged = {}, {}, [{} for _ in ranks]
-    stages = list(enumerate(zip(*(m.parts for m in metadata), strict=True)))
-    for i, parts in stages:
+    rounds = list(enumerate(zip(*(m.parts for m in metadata), strict=True)))
+    for i, parts in rounds:
         held = [r[part.rows] for r, part in zip(rows, parts, strict=True)]
         arrived = _exchanged([kv[r][p.sent_rows] for r, p in zip(held, parts, strict=True)], [p.sent for p in parts])
         for rank, (r, part, others) in enumerate(zip(held, parts, arrived, strict=True)):
@@ -122,7 +124,7 @@ def all_ranks(
             out[r] = local
             if part.of[1] == OWN and part.calls:
                 (merged[rank][part.of[0]],) = lse[i, rank]
-    for i, parts in stages:
+    for i, parts in rounds:
         held, back = [r[part.rows] for r, part in zip(rows, parts, strict=True)], []
         for rank, (r, part) in enumerate(zip(held, parts, strict=True)):
             sums = lse[i, rank]

@@ -1,5 +1,7 @@
-"""Other layouts of the same GPUs: context parallelism in the place of the pipeline or of data parallelism, and back,
-pipelines whose chunks have one layer, and those whose last stage has fewer layers, since it has the vocabulary."""
+"""Other layouts of the same GPUs: CP instead of PP or DP, and the reverse.
+
+Also pipelines with one layer per chunk, and pipelines with fewer layers on the last stage, which has the vocabulary.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -16,7 +18,7 @@ from megatron_wlb.plan.stream import DocumentStream
 from megatron_wlb.simulate.memory import DEVICE_SHARE, H100_BYTES, peak_bytes, weight_bytes
 
 FIRST_WINDOWS = 32
-"""Of the data, whose documents say how long a layer takes beside the vocabulary."""
+"""Windows of the data whose documents determine the time of a layer relative to the vocabulary."""
 _OF_STAGES = (
     "virtual_pipeline_model_parallel_size",
     "num_virtual_stages_per_pipeline_rank",
@@ -26,11 +28,11 @@ _OF_STAGES = (
     "decoder_last_pipeline_num_layers",
     "pipeline_model_parallel_layout",
 )
-"""Arguments that are of one layout's stages."""
+"""Arguments that belong to the stages of one layout."""
 
 
 def sizes(job: Job) -> list[tuple[int, int, int]]:
-    """CP, PP and virtual stages to try in the place of a job's, and of its data-parallel ranks; TP stays."""
+    """CP, PP and virtual stages to try in place of a job's own and of its DP ranks; TP stays."""
     p = job.parallel
     wanted = [(p.cp, p.pp), (p.cp * p.pp, 1), (p.cp, 1), (p.cp * p.dp, p.pp), (p.cp * p.pp * p.dp, 1)]
     if p.pp % 2 == 0:
@@ -40,14 +42,14 @@ def sizes(job: Job) -> list[tuple[int, int, int]]:
 
 
 def virtual_stages(layers: int, pp: int) -> int:
-    """Chunks of a stage with a layer each; one without a pipeline, and where layers do not divide."""
+    """Chunks per stage for one layer each; 1 without a pipeline, and if layers do not divide."""
     return 1 if pp == 1 or layers % pp else layers // pp
 
 
 def jobs(run: Run, job: Job, stream: Callable[[], DocumentStream]) -> Iterator[Job]:
-    """The job in every other layout that memory allows, with the best number of micro-batches.
+    """Yield the job in every other layout that fits memory, with the best number of micro-batches.
 
-    None for experts, of whose weights a job knows only what a token is multiplied with.
+    Yields none for experts: a job only knows the expert weights that a token is multiplied with.
     """
     for cp, pp, vpp in sizes(job) if not job.model.moe_router_topk else ():
         stages = dict.fromkeys(_OF_STAGES) | {"num_virtual_stages_per_pipeline_rank": vpp if vpp > 1 else None}
@@ -66,9 +68,9 @@ def jobs(run: Run, job: Job, stream: Callable[[], DocumentStream]) -> Iterator[J
 
 
 def relieved(job: Job, stream: DocumentStream) -> Job:
-    """The job with layers of its last stage on others, as long as that evens the time of the vocabulary.
+    """Move layers of the last stage to other stages, while that balances the time of the vocabulary.
 
-    By the work of the stream's next documents.
+    Uses the work of the stream's next documents.
     """
     model = job.model
     if job.parallel.pp == 1 or model.mtp_num_layers:
@@ -90,5 +92,5 @@ def relieved(job: Job, stream: DocumentStream) -> Job:
 
 
 def gib(job: Job) -> float:
-    """Memory of the fullest GPU, with the activations of `peak_bytes`."""
+    """Memory of the fullest GPU in GiB, with the activations of `peak_bytes`."""
     return (weight_bytes(job) + max(peak_bytes(job, stage) for stage in range(job.parallel.pp))) / 2**30

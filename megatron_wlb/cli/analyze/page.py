@@ -1,4 +1,4 @@
-"""The report as one page, with its pictures."""
+"""The report as one page, with pictures."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,18 +11,19 @@ from matplotlib.ticker import MaxNLocator
 from megatron_wlb.cli import pictures
 from megatron_wlb.cli.analyze import table
 from megatron_wlb.cli.analyze.report import Report, Sample
-from megatron_wlb.cli.balance import attention_of_ranks, micro_batch_times
+from megatron_wlb.cli.common import render
 from megatron_wlb.cli.pictures import BLUE, COLORS, GREEN, GREY, ORANGE
 from megatron_wlb.simulate import SimulatedStep
+from megatron_wlb.simulate.balance import attention_of_ranks, micro_batch_times
 
 MOST_EDGES = 48
-"""Passes of a stage beyond which white edges would hide them."""
+"""Most passes of a stage with white edges; more edges would cover the passes."""
 MOST_BARS = 160
-"""Beyond which micro-batches are drawn as an outline."""
+"""Most micro-batches drawn as bars; more are drawn as an outline."""
 
 
 def page(report: Report) -> str:
-    """The whole page."""
+    """Render the whole page."""
     sections = [
         pictures.section(title, text, partial(draw, report), height)
         for title, text, draw, height in _PICTURES
@@ -30,7 +31,7 @@ def page(report: Report) -> str:
     ]
     titles, *rows = table.rows(report)
     first, rest = table.headline(report)
-    return pictures.page(
+    return render(
         "analyze.html",
         title=f"--wlb: {first}",
         first=first.replace(" %", "\N{NO-BREAK SPACE}%"),
@@ -46,7 +47,7 @@ def page(report: Report) -> str:
 
 
 def lengths(report: Report, figure: Figure) -> None:
-    """Shares by length, one bin a power of 2."""
+    """Draw shares by document length, one bin per power of 2."""
     data = report.entries["data"]
     edges = np.array([data["up_to"][0] / 2, *data["up_to"]])
     shares = {name: np.array(share) for name, share in data["shares"].items()}
@@ -54,7 +55,7 @@ def lengths(report: Report, figure: Figure) -> None:
 
 
 def time(report: Report, figure: Figure) -> None:
-    """Where the time of a token goes, in the run and with --wlb."""
+    """Draw where the time of a token goes, in the run and with --wlb."""
     axes = figure.subplots()
     names = (report.entries["reference"], "ours")
     for row, name in enumerate(names):
@@ -73,7 +74,7 @@ def time(report: Report, figure: Figure) -> None:
 
 
 def _panels(report: Report, figure: Figure) -> Iterator[tuple[Axes, Sample, str]]:
-    """The run over --wlb: the step that is shown, and its title."""
+    """Yield axes, the step to show and its title, for the run above --wlb."""
     panels = figure.subplots(2, sharex=True, sharey=True)
     for axes, name in zip(panels, (report.entries["reference"], "ours"), strict=True):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -81,7 +82,7 @@ def _panels(report: Report, figure: Figure) -> Iterator[tuple[Axes, Sample, str]
 
 
 def _bars(axes: Axes, values: np.ndarray, mean: float, title: str) -> None:
-    """Bars, or an outline of very many; in orange what the largest has over the mean."""
+    """Draw bars, or an outline of very many; the excess of the largest over the mean is orange."""
     slowest, count = int(values.argmax()), len(values)
     if count <= MOST_BARS:
         axes.bar(range(count), values, color=BLUE)
@@ -95,7 +96,7 @@ def _bars(axes: Axes, values: np.ndarray, mean: float, title: str) -> None:
 
 
 def micro_batches(report: Report, figure: Figure) -> None:
-    """Time of every micro-batch, data-parallel ranks side by side."""
+    """Draw the time of every micro-batch, data-parallel ranks side by side."""
     job = report.setup.job
     for axes, (step, *_), title in _panels(report, figure):
         times = micro_batch_times(step) * job.model.num_layers / 1e3
@@ -107,7 +108,7 @@ def micro_batches(report: Report, figure: Figure) -> None:
 
 
 def ranks(report: Report, figure: Figure) -> None:
-    """Attention of the ranks that differ most."""
+    """Draw attention of the ranks that differ most."""
     for axes, (step, *_), title in _panels(report, figure):
         attention = attention_of_ranks(step)
         worst = attention[(attention.max(axis=1) / attention.mean(axis=1)).argmax()]
@@ -117,7 +118,7 @@ def ranks(report: Report, figure: Figure) -> None:
 
 
 def timelines(report: Report, figure: Figure) -> None:
-    """Passes of every stage."""
+    """Draw the passes of every stage."""
     for axes, (step, _, documents, _), title in _panels(report, figure):
         _timeline(axes, step)
         tokens = sum(int(lengths.sum()) for lengths in documents)
@@ -138,7 +139,7 @@ def _timeline(axes: Axes, step: SimulatedStep) -> None:
         for spans, color in ((forward, BLUE), (backward, ORANGE), (slowest.weight_gradients(stage), GREEN)):
             bars = (spans / 1e3).tolist()
             edges = {"edgecolor": "white", "linewidth": 0.3} if len(bars) <= MOST_EDGES else {"linewidth": 0}
-            # Thousands of passes are a picture of the order of 100 KB as pixels, and of megabytes as shapes.
+            # Thousands of passes take about 100 KB as pixels, and megabytes as shapes.
             axes.broken_barh(bars, (stage - 0.4, 0.8), color=color, rasterized=True, **edges)
 
 
@@ -178,4 +179,4 @@ _PICTURES: tuple[tuple[str, str, Callable[[Report, Figure], None], float], ...] 
         4.4,
     ),
 )
-"""Title, explanation, what draws it, and inches."""
+"""Title, explanation, function that draws it, and height in inches."""

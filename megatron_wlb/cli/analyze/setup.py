@@ -29,38 +29,38 @@ from megatron_wlb.simulate.memory import largest_max_tokens
 from megatron_wlb.types import Shard, ShardPlan
 
 MEGATRON = {"plain": "per-sequence", "thd": "per-document"}
-"""Schemes without --wlb, which may use what --wlb refuses, and how each shards."""
+"""Schemes without --wlb, which may use what --wlb refuses, and the sharding of each."""
 WARM_UP = 30
-"""Steps that are packed and not counted: queues fill."""
+"""Steps that are packed and not counted, while queues fill."""
 THRESHOLD_SHARES = (1 / 4, 1 / 2, 3 / 4)
-"""Of the window, of which one or two are tried as thresholds of Algorithm 1."""
+"""Shares of the window; one or two of them are tried as thresholds of Algorithm 1."""
 TUNING_STEPS = 6
-"""By which thresholds are compared, after those that warm up."""
+"""Steps that compare thresholds, after the warm-up."""
 
 
 class Megatron(NamedTuple):
-    """What a run without --wlb has beside its job."""
+    """Properties of a run without --wlb that its job does not have."""
 
     name: str = "plain"
-    """The scheme that it is."""
+    """Name of the scheme."""
     micro_batch_size: int = 1
-    """Windows of a micro-batch."""
+    """Windows per micro-batch."""
     tp_comm_overlap: bool = False
     hidden_transfers: bool = False
-    """`--overlap-p2p-communication-warmup-flush`, which is taken to overlap all transfers between stages."""
+    """`--overlap-p2p-communication-warmup-flush`; assumed to overlap all transfers between stages."""
 
     @property
     def refused(self) -> dict[str, "Megatron"]:
-        """What --wlb refuses of it, and the run without that."""
+        """The flags that --wlb refuses, each with the run without it."""
         without = {"--tp-comm-overlap": self._replace(tp_comm_overlap=False)} if self.tp_comm_overlap else {}
         if self.micro_batch_size > 1:
             without[f"--micro-batch-size {self.micro_batch_size}"] = self._replace(micro_batch_size=1)
         return without
 
     def simulate(self, job: Job, lengths: Sequence[np.ndarray]) -> SimulatedStep:
-        """A step of windows with these documents, so many of them a micro-batch.
+        """Simulate a step of windows with these documents, `micro_batch_size` of them per micro-batch.
 
-        With --tp-comm-overlap all of tensor-parallel communication overlaps, which favours Megatron.
+        Assumes that --tp-comm-overlap overlaps all tensor-parallel communication, which favours Megatron.
         """
         shards, size = shard_step(job, lengths), self.micro_batch_size
         if size > 1:
@@ -74,7 +74,7 @@ class Megatron(NamedTuple):
 
 
 def _joined(plans: Sequence[ShardPlan]) -> ShardPlan:
-    """Windows that run at once, each sharded by itself."""
+    """Join windows that run at once, each sharded by itself."""
     first = np.cumsum([0, *(len(plan.lengths) for plan in plans)])
 
     def calls(rank: int) -> tuple[np.ndarray, ...]:
@@ -105,7 +105,7 @@ class Setup:
         )
 
     def _best(self, job: Job) -> tuple[Job, list[Prediction], list[Job]]:
-        """The job with the number of micro-batches that `auto` would choose, what was compared, and other layouts."""
+        """Return the job with the micro-batches that `auto` chooses, what was compared, and other layouts."""
         settings = self.run.settings
         if settings.micro_batches != "auto" or not job.packing.steady_tokens:
             return job, [], []
@@ -117,7 +117,8 @@ class Setup:
 
     @cached_property
     def other(self) -> Job | None:
-        """The job with the other of Algorithm 1 and adaptive packing and a micro-batch for every window, if it fits."""
+        """The job with the other of Algorithm 1 and adaptive packing, a micro-batch per window; None if it does not
+        fit."""
         if not isinstance(self.job.packing, WlbPacking | AdaptivePacking):
             return None
         packing = AdaptivePacking() if isinstance(self.job.packing, WlbPacking) else WlbPacking()
@@ -127,9 +128,10 @@ class Setup:
 
     @cached_property
     def others(self) -> dict[str, Job]:
-        """The job with a flag that the run does not have, by that flag.
+        """Jobs with one flag that the run does not have, by that flag.
 
-        The other policy, gradients of K and V in the model's dtype, fewer layers on the last stage where memory allows.
+        These are the other policy, gradients of K and V in the model's dtype, and fewer layers on the last stage if
+        memory allows.
         """
         job, found = self.job, {}
         if self.other is not None:
@@ -158,11 +160,11 @@ class Setup:
         return min(jobs, key=self._time_per_work)
 
     def plain(self) -> Job:
-        """The job as Megatron trains it: a ring for K and V (`--cp-comm-type p2p`), micro-batches of a window."""
+        """The job as Megatron trains it: K and V in a ring (`--cp-comm-type p2p`), one window per micro-batch."""
         return replace(self._as_megatron(), packing=OriginalPacking(), cp_exchange="ring")
 
     def _as_megatron(self) -> Job:
-        """The job without what is only of --wlb; S_max as a flag says or by default, even if memory has no room."""
+        """The job without --wlb's own features; S_max as a flag says or by default, even if it exceeds memory."""
         job, given = self.job, self.run.settings.max_tokens
         job = _by_windows(job, job.parallel.group_size or job.parallel.pp)
         hidden = self.megatron.hidden_transfers
@@ -177,7 +179,7 @@ class Setup:
         return time / work
 
     def steps(self, job: Job, count: int) -> Iterator[PackedStep]:
-        """`count` steps as `job`, a scheme of this one, would train them, after those that warm up."""
+        """Yield `count` steps as `job`, one of the schemes, would train them, after the warm-up."""
         packer = make_packer(self.stream(), job, fingerprint="")
         for _ in range(WARM_UP):
             packer.next()
@@ -185,7 +187,7 @@ class Setup:
             yield packer.next()
 
     def flags(self) -> str:
-        """The flags that a launch line needs for a run with --wlb, besides those that it has."""
+        """Return the flags to add to a run's launch line for --wlb."""
         job, run = self.job, self.run
         settings = replace(run.settings, max_tokens=None)
         if job.packing.steady_tokens:  # else it is what `settings` has
@@ -204,12 +206,12 @@ class Setup:
 
 
 def setup_of(run: Run) -> Setup:
-    """What is analysed of a run. Raises ValueError, naming flags, for what is missing or is no dataset."""
+    """Set up the analysis of a run. Raises ValueError, naming flags, for what is missing or is no dataset."""
     return Setup(run, data_of(run.arguments, run.notes))
 
 
 def _by_windows(job: Job, group_size: int | None) -> Job:
-    """The job with a micro-batch for every window, in groups of such a size if so many can be interleaved in them."""
+    """Return the job with one micro-batch per window, in groups of `group_size` if possible."""
     parallel, windows = job.parallel, job.global_batch_size
     each = windows // parallel.dp
     if parallel.vpp == 1 or (group_size and each not in nearest_counts(each, parallel.pp, group_size)):
@@ -218,9 +220,9 @@ def _by_windows(job: Job, group_size: int | None) -> Job:
 
 
 def schemes(setup: Setup) -> dict[str, Job]:
-    """Ways to train the same data, by name: those of `MEGATRON`, the paper's, and --wlb's.
+    """Return the ways to train the same data, by name: those of `MEGATRON`, the paper's, and --wlb's.
 
-    Megatron shards over context-parallel ranks per sequence, or per document, where sequences come to it packed (THD).
+    Megatron shards per sequence, or per document if its sequences come packed (THD).
     """
     plain = setup.plain()
     has = {"plain": True, "thd": setup.job.parallel.cp > 1}

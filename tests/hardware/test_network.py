@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from megatron_wlb.hardware.network import Group, fit, load_network
-
-NETWORK = load_network()
+from megatron_wlb.hardware.network import H100_NETWORK as NETWORK
+from megatron_wlb.hardware.network import Group, fit
 
 
 @pytest.mark.parametrize(
@@ -40,7 +39,7 @@ def test_between_nodes_ranks_of_a_node_share_their_links():
     assert near < whole_nodes < two_per_node < one_per_node
     # The slower one counts: 15 of 16 parts enter every rank, and of n nodes, n - 1 parts enter each over its links.
     link = NETWORK.link_gb_per_s
-    expected = [15 / 16 / NETWORK.node["all_gather"][8][1], 7 / 8 / (2 * link), 15 / 16 / link]
+    expected = [15 / 16 / NETWORK.all_gather.gb_per_s[-1], 7 / 8 / (2 * link), 15 / 16 / link]
     assert [whole_nodes, two_per_node, one_per_node] == pytest.approx([size * e / 1e3 for e in expected], rel=0.01)
 
 

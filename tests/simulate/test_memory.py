@@ -58,7 +58,7 @@ def test_a_layer_keeps_34_bytes_per_value_of_the_hidden_state():
     assert layer_bytes(in_parallel(parallel, sequence_parallel=False)) == 10 * 12288 + (24 * 12288 + 4 * 96) / 8
     assert layer_input_bytes(GPT3) == 2 * 12288
     assert layer_input_bytes(parallel) == 2 * 12288 / 8
-    saved = replace(in_parallel(parallel, cp=4), save_gathered_kv=True)
+    saved = in_parallel(parallel, cp=4).sharded(save_gathered_kv=True)
     assert layer_bytes(saved) == layer_bytes(parallel) + 4 * 2 * 2 * 12288 / 8
     assert layer_bytes(in_parallel(saved, cp=1)) == layer_bytes(parallel)
     gated = replace(GPT3, model=replace(GPT3_SHAPE, gated_linear_unit=True, num_query_groups=8), hidden_dropout=False)

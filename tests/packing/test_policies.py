@@ -1,4 +1,4 @@
-"""PackedBatch policies: worked by hand, and what no policy may ever do to a document; flags and a policy of one's own."""
+"""Packing policies: worked by hand, and what no policy may ever do to a document; flags and a policy of one's own."""
 
 import argparse
 import json
@@ -6,51 +6,22 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from megatron_wlb.packing.ilp import IlpPacking
 
-from megatron_wlb.job import Job
-from megatron_wlb.packing import DEFAULT_POLICY, POLICIES, add_flags, base, from_args, ilp, without_effect
+from megatron_wlb.describe.make import job_from_json
+from megatron_wlb.job import MAX_TOKENS, Packing
+from megatron_wlb.packing import DEFAULT_POLICY, POLICIES, add_flags, from_args, without_effect
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.fixed import FixedPacking
 from megatron_wlb.packing.original import OriginalPacking
-from megatron_wlb.packing.wlb import BACKLOG_STEPS, LATE_STEPS, WlbPacking
-from megatron_wlb.plan import native
+from megatron_wlb.packing.wlb import BACKLOG_STEPS, LATE_STEPS, WlbPacking, assign
 from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.settings import setting
 from megatron_wlb.types import DOCUMENT, PackedBatch
 from tests.jobs import job
-
-
-def documents(lengths, *, first=0, arrival=0):
-    """DOCUMENT rows that follow one another."""
-    rows = np.zeros(len(lengths), DOCUMENT)
-    rows["index"] = rows["document"] = np.arange(first, first + len(lengths))
-    rows["length"] = lengths
-    rows["arrival"] = arrival
-    return rows
-
-
-class Feed:
-    """A Draw that gives all of its rows at the first request, however much is asked for."""
-
-    ahead = 0
-
-    def __init__(self, rows, *, exhausted=False):
-        self._rows, self.exhausted = rows, exhausted
-
-    def more(self, tokens=None):
-        rows, self._rows = self._rows, self._rows[:0]
-        return rows
-
-    global_batch = more
-
-
-def pack(policy, rows, *, step=0, exhausted=False):
-    """The policy's next step."""
-    return policy.pack(step, Feed(rows, exhausted=exhausted))
+from tests.packing.steps import documents, fixed, pack, packed, windows
 
 
 def wlb(num_micro_batches, max_tokens, thresholds=(), crossover_tokens=10):
@@ -64,23 +35,6 @@ def wlb(num_micro_batches, max_tokens, thresholds=(), crossover_tokens=10):
     )
 
 
-def windows(packing, num_micro_batches=2, context_length=10, crossover_tokens=5):
-    """A policy of fixed length."""
-    return packing.policy(
-        job(
-            num_micro_batches=num_micro_batches,
-            context_length=context_length,
-            max_tokens=context_length,
-            crossover_tokens=crossover_tokens,
-        )
-    )
-
-
-def packed(packing):
-    """Document indices of each micro-batch."""
-    return [packing.micro_batch(i)["index"].tolist() for i in range(len(packing))]
-
-
 def pieces(packing):
     """(index, offset, length) of the pieces of each micro-batch."""
     return [[tuple(d[["index", "offset", "length"]]) for d in packing.micro_batch(i)] for i in range(len(packing))]
@@ -90,7 +44,7 @@ def waiting(policy):
     return {name: rows["index"].tolist() for name, rows in policy.waiting().items()}
 
 
-def test_algorithm_1_by_hand(core):
+def test_algorithm_1_by_hand():
     policy = wlb(2, 10, (6,))
 
     # Document 1 is an outlier and waits. Work d * (d + 10) of the others: 4 -> 56, 3 -> 39, 2 -> 24. Longest first:
@@ -108,19 +62,19 @@ def test_algorithm_1_by_hand(core):
     assert waiting(policy) == {"queue0": [], "remained": []}
 
 
-def test_when_the_lightest_is_full_the_shortest_is_tried(core):
+def test_when_the_lightest_is_full_the_shortest_is_tried():
     # Work d * (d + 1): one document of 6 weighs 42, three of 3 weigh 36 in 9 tokens. The last two fit only where the
     # work is larger and the tokens are fewer.
     policy = wlb(2, 10, crossover_tokens=1)
     assert packed(pack(policy, documents([6, 3, 3, 3, 2, 2]))) == [[0, 4, 5], [1, 2, 3]]
 
 
-def test_ties_go_to_the_earlier_document_and_the_first_micro_batch(core):
+def test_ties_go_to_the_earlier_document_and_the_first_micro_batch():
     policy = wlb(3, 10)
     assert packed(pack(policy, documents([4] * 6))) == [[0, 3], [1, 4], [2, 5]]
 
 
-def test_every_queue_keeps_its_own_lengths(core):
+def test_every_queue_keeps_its_own_lengths():
     policy = wlb(3, 40, (10, 20))
     pack(policy, documents([9, 10, 19, 20, 40]))
     assert waiting(policy) == {"queue0": [1, 2], "queue1": [3, 4], "remained": []}
@@ -128,7 +82,7 @@ def test_every_queue_keeps_its_own_lengths(core):
     assert waiting(policy) == {"queue0": [], "queue1": [3, 4], "remained": []}
 
 
-def test_a_queue_of_n_gives_every_micro_batch_one_outlier(core):
+def test_a_queue_of_n_gives_every_micro_batch_one_outlier():
     policy = wlb(4, 100, (50,))
     for first in range(3):
         assert packed(pack(policy, documents([90], first=first))) == [[], [], [], []]
@@ -178,7 +132,7 @@ def test_what_the_stream_has_waited_for_is_not_owed():
     assert tokens[-20:] == [n * window] * 20
 
 
-def test_what_is_late_comes_first(core):
+def test_what_is_late_comes_first():
     """The shortest is left over as long as longer ones arrive."""
     policy = wlb(1, 10)
     early = documents([6, 5])
@@ -189,7 +143,7 @@ def test_what_is_late_comes_first(core):
     assert packed(pack(policy, late, step=LATE_STEPS + 1)) == [[1]]
 
 
-def test_fewer_documents_than_micro_batches(core):
+def test_fewer_documents_than_micro_batches():
     policy = wlb(5, 10)
     packing = pack(policy, documents([3, 7]))
     assert packed(packing) == [[1], [0], [], [], []]
@@ -199,25 +153,40 @@ def test_fewer_documents_than_micro_batches(core):
 batches = st.lists(st.lists(st.integers(1, 32), max_size=25), min_size=1, max_size=8)
 
 
-@pytest.mark.parametrize("in_python", [True, False])
 @given(batches=batches, num_micro_batches=st.integers(1, 6), thresholds=st.sets(st.integers(1, 32), max_size=3))
-def test_wlb_keeps_every_document_whole_and_once(in_python, batches, num_micro_batches, thresholds):
-    with pytest.MonkeyPatch.context() as patch:
-        if in_python:
-            patch.setattr(native, "core", None)
-        policy = wlb(num_micro_batches, 32, tuple(sorted(thresholds)), crossover_tokens=20)
-        arrived, ran = np.empty(0, DOCUMENT), np.empty(0, DOCUMENT)
-        for step, lengths in enumerate(batches):
-            rows = documents(lengths, first=len(arrived), arrival=step)
-            packing = pack(policy, rows, step=step)
-            arrived, ran = np.concatenate((arrived, rows)), np.concatenate((ran, packing.documents))
-            assert len(packing) == num_micro_batches
-            assert packing.bounds[0] == 0
-            assert packing.bounds[-1] == len(packing.documents)
-            assert (packing.sums(packing.documents["length"]) <= 32).all()
-            assert all(len(rows) < num_micro_batches for name, rows in policy.waiting().items() if name != "remained")
-            everything = np.concatenate((ran, *policy.waiting().values()))
-            np.testing.assert_array_equal(np.sort(everything, order="index"), arrived)
+def test_wlb_keeps_every_document_whole_and_once(batches, num_micro_batches, thresholds):
+    policy = wlb(num_micro_batches, 32, tuple(sorted(thresholds)), crossover_tokens=20)
+    arrived, ran = np.empty(0, DOCUMENT), np.empty(0, DOCUMENT)
+    for step, lengths in enumerate(batches):
+        rows = documents(lengths, first=len(arrived), arrival=step)
+        packing = pack(policy, rows, step=step)
+        arrived, ran = np.concatenate((arrived, rows)), np.concatenate((ran, packing.documents))
+        assert len(packing) == num_micro_batches
+        assert packing.bounds[0] == 0
+        assert packing.bounds[-1] == len(packing.documents)
+        assert (packing.sums(packing.documents["length"]) <= 32).all()
+        assert all(len(rows) < num_micro_batches for name, rows in policy.waiting().items() if name != "remained")
+        everything = np.concatenate((ran, *policy.waiting().values()))
+        np.testing.assert_array_equal(np.sort(everything, order="index"), arrived)
+
+
+@given(st.lists(st.integers(1, 64), max_size=40), st.integers(1, 6), st.integers(0, 1000))
+def test_what_algorithm_1_leaves_over_fits_nowhere(lengths, num_micro_batches, crossover):
+    lengths = np.array(lengths, np.int64)
+    chosen = assign(lengths, lengths * (lengths + crossover), num_micro_batches, 64)
+    assert chosen.dtype == np.int64
+    held = [0] * num_micro_batches
+    for length, i in zip(lengths.tolist(), chosen.tolist(), strict=True):
+        if i == num_micro_batches:
+            assert min(held) + length > 64
+        else:
+            held[i] += length
+    assert max(held) <= 64
+
+
+def test_the_largest_sums_of_work_stay_exact():
+    work = np.array([2**60, 2**60 - 1, 2**60 - 2, 2**60])
+    assert assign(np.full(4, MAX_TOKENS // 2), work, 2, MAX_TOKENS).tolist() == [0, 1, 1, 0]
 
 
 def test_original_by_hand():
@@ -236,14 +205,6 @@ def test_original_by_hand():
     assert [tuple(d[["index", "offset", "length"]]) for d in second.documents] == [(2, 7, 3), (3, 0, 7), (3, 7, 10)]
     assert second.bounds.tolist() == [0, 2, 3]
     assert len(policy.waiting()["carry"]) == 0
-
-
-def fixed(num_micro_batches=2, context_length=10, global_batches=2):
-    return windows(FixedPacking(global_batches=global_batches), num_micro_batches, context_length)
-
-
-def solved(num_micro_batches=2, context_length=10, global_batches=1):
-    return windows(IlpPacking(global_batches=global_batches), num_micro_batches, context_length)
 
 
 def test_fixed_by_hand():
@@ -304,51 +265,6 @@ def test_fixed_rejoins_a_document_that_it_plans_again():
     assert rows == [(2, 0, 7), (3, 0, 7), (4, 0, 5), (5, 4, 1), (6, 0, 3)]
 
 
-def largest(policy, rows, steps=1):
-    """Sum over the steps of the largest attention work, with the data at its end."""
-    packings = [pack(policy, rows if step == 0 else rows[:0], exhausted=True) for step in range(steps)]
-    return sum(int(p.sums(p.documents["length"] ** 2).max()) for p in packings)
-
-
-def test_ilp_by_hand():
-    # Squares 64, 49, 36, 25 and 16: greedily 64 + 25 against 49 + 36 + 16, at best 64 + 36 against 49 + 25 + 16.
-    rows = documents([8, 7, 6, 5, 4])
-    assert largest(fixed(context_length=20, global_batches=1), rows) == 101
-    assert largest(solved(context_length=20), rows) == 100
-
-
-def test_ilp_balances_steps_rather_than_everything():
-    # The largest document is alone in its step's maximum; the other step need not suffer for it.
-    rows = documents([10, 9, 3, 3, 3, 3])
-    assert largest(solved(global_batches=2), rows, steps=2) == 100 + 18
-
-
-@settings(max_examples=25)
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=10), st.integers(1, 2))
-def test_ilp_is_never_worse_than_fixed_on_the_same_pieces(lengths, num_steps):
-    lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), 2 * num_steps * 30 * 0.98, side="right"))]
-    rows = documents(lengths)
-    how = {"context_length": 30, "global_batches": num_steps}
-    steps = max(1, -(-sum(lengths) // 60))
-    best, greedy = largest(solved(**how), rows, steps), largest(fixed(**how), rows, steps)
-    assert best <= greedy * (1 + 1e-4) + 1e-4
-
-
-def test_ilp_fills_full_windows():
-    rows = documents(np.random.default_rng(0).integers(1, 500, 15))
-    policy = solved(num_micro_batches=3, context_length=int(rows["length"].sum()) // 3)
-    packing = pack(policy, rows)
-    assert (packing.sums(packing.documents["length"]) == packing.documents["length"].sum() // 3).all()
-
-
-def test_ilp_says_when_its_time_is_over(monkeypatch):
-    monkeypatch.setattr(ilp, "TIME_LIMIT_SECONDS", 1e-4)
-    rows = documents(np.random.default_rng(0).integers(1, 5000, 500))
-    policy = solved(num_micro_batches=16, context_length=int(rows["length"].sum()) // 16)
-    with pytest.raises(RuntimeError, match=r"found no packing of \d+ documents into 16 windows within 0.0001 s"):
-        pack(policy, rows)
-
-
 @pytest.mark.parametrize("name", ["original", "fixed", "wlb", "adaptive"])
 @given(
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=40).filter(any),
@@ -395,7 +311,7 @@ def test_a_finite_stream_runs_once_and_to_its_end(
     np.testing.assert_array_equal(whole, expected)
 
 
-def test_wlb_releases_its_outliers_at_the_end_the_longest_first(core):
+def test_wlb_releases_its_outliers_at_the_end_the_longest_first():
     policy = wlb(2, 20, (5, 10, 15))
     pack(policy, documents([6, 12, 15]))
     assert packed(pack(policy, documents([]), exhausted=True)) == [[2], [1]]
@@ -412,9 +328,9 @@ def test_flags_of_all_policies_make_the_one_that_is_named():
     assert parsed("") == POLICIES[DEFAULT_POLICY]()
     assert parsed("--wlb-packing wlb --wlb-outlier-thresholds 7,9") == WlbPacking(outlier_thresholds=(7, 9))
     assert parsed("--wlb-packing adaptive --wlb-max-delay-steps 20") == AdaptivePacking(max_delay_steps=20)
-    assert parsed("--wlb-packing ilp --wlb-global-batches 3") == IlpPacking(global_batches=3)
+    assert parsed("--wlb-packing fixed --wlb-global-batches 3") == FixedPacking(global_batches=3)
     for text, message in {
-        "--wlb-packing best": "--wlb-packing is 'best'; choose one of original, fixed, ilp, wlb, adaptive",
+        "--wlb-packing best": "--wlb-packing is 'best'; choose one of original, fixed, wlb, adaptive",
         "--wlb-packing wlb --wlb-outlier-thresholds 9,7": "--wlb-outlier-thresholds is 9,7; give lengths of at least",
         "--wlb-packing adaptive --wlb-max-delay-steps 19": "--wlb-max-delay-steps is 19; it must be from 20",
         "--wlb-packing fixed --wlb-global-batches 0": "--wlb-global-batches is 0; it must be from 1 to 1024",
@@ -425,8 +341,8 @@ def test_flags_of_all_policies_make_the_one_that_is_named():
         "": [],
         "--wlb-packing fixed --wlb-global-batches 3": [],
         "--wlb-outlier-thresholds 7,9": ["--wlb-outlier-thresholds is of --wlb-packing wlb, and packing is adaptive"],
-        "--wlb-packing ilp --wlb-max-delay-steps 20": [
-            "--wlb-max-delay-steps is of --wlb-packing adaptive, and packing is ilp"
+        "--wlb-packing fixed --wlb-max-delay-steps 20": [
+            "--wlb-max-delay-steps is of --wlb-packing adaptive, and packing is fixed"
         ],
     }.items():
         assert without_effect(parser.parse_args(text.split())) == said
@@ -434,7 +350,7 @@ def test_flags_of_all_policies_make_the_one_that_is_named():
 
 def test_a_new_policy_is_a_class_and_a_line_of_the_registry(monkeypatch):
     @dataclass(frozen=True, slots=True, kw_only=True)
-    class DealtPacking(base.PackedBatch):
+    class DealtPacking(Packing):
         name, help = "dealt", "documents are dealt out in turn."
         turns: int = setting(1, "Of dealt packing: documents at a time.", parse=int, least=1, most=9)
 
@@ -463,7 +379,7 @@ def test_a_new_policy_is_a_class_and_a_line_of_the_registry(monkeypatch):
     parser = argparse.ArgumentParser()
     add_flags(parser)
     described = job(packing=from_args(parser.parse_args("--wlb-packing dealt --wlb-turns 2".split())))
-    assert described == Job.from_json(json.loads(json.dumps(described.to_json())))
+    assert described == job_from_json(json.loads(json.dumps(described.to_json())))
 
     def packer():
         return make_packer(DocumentStream([Source(lengths=np.arange(99))], seed=1, context_length=64), described)

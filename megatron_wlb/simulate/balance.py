@@ -1,13 +1,13 @@
-"""How even a simulated step is: between micro-batches, data-parallel ranks and context-parallel ranks."""
+"""Balance of a simulated step: between micro-batches, DP ranks and CP ranks."""
 
 import numpy as np
 
-from megatron_wlb.simulate import SimulatedStep
 from megatron_wlb.simulate.passes import Passes
+from megatron_wlb.simulate.step import SimulatedStep
 
 
 def layer_times(passes: Passes) -> np.ndarray:
-    """Forward and backward of one layer of every micro-batch if its CP ranks were alike, in us: float64 [M]."""
+    """Forward plus backward time of one layer per micro-batch, with equal CP ranks, in us: float64 [M]."""
     return sum(layer.total - layer.attention.max(axis=1) + layer.attention.mean(axis=1) for layer in passes.layers)
 
 
@@ -17,12 +17,13 @@ def micro_batch_times(step: SimulatedStep) -> np.ndarray:
 
 
 def attention_of_ranks(step: SimulatedStep) -> np.ndarray:
-    """Attention of every micro-batch and CP rank, forward and backward of one layer in us: float64 [dp * M, cp]."""
+    """Attention time per micro-batch and CP rank, forward plus backward of one layer, in us: float64 [dp * M, cp]."""
     return np.concatenate([sum(layer.attention for layer in passes.layers) for passes in step.passes])
 
 
 def imbalances(step: SimulatedStep) -> dict[str, float]:
-    """Slowest over mean: micro-batches of a pipeline (mean over pipelines), DP ranks, CP ranks of all micro-batches."""
+    """Slowest over mean: micro-batches of a pipeline (mean over pipelines), DP ranks, CP ranks (over all
+    micro-batches)."""
     times, attention = micro_batch_times(step), attention_of_ranks(step)
     return {
         "pp": float((times.max(axis=1) / times.mean(axis=1)).mean()),

@@ -1,21 +1,23 @@
-"""Adaptive packing: nothing lost, S_max and the bound on delay never exceeded, both cores equal to the bit."""
+"""Adaptive packing: nothing lost, S_max and the bound on delay never exceeded, equal to its reference to the bit."""
 
 import math
 from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_wlb import _native
 from megatron_wlb.cost.work import document_work
-from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.adaptive_core import most_tokens
-from megatron_wlb.plan import metrics, native
+from megatron_wlb.job import MAX_TOKENS
+from megatron_wlb.packing.adaptive import AdaptivePacking, most_tokens
+from megatron_wlb.plan import metrics
 from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.placement import rank_cost
 from megatron_wlb.plan.stream import DocumentStream, Source
 from tests.jobs import job
+from tests.reference.adaptive import choose
 
 WINDOW = 512
 LEAST_DELAY = 20
@@ -50,6 +52,15 @@ def long_tail(count, seed=0):
     return np.clip(np.where(rng.random(count) < 0.03, tail, body), 1, WINDOW).astype(np.int64)
 
 
+def both(*arguments, chosen=_native.choose_adaptive, **sizes):
+    """The documents of a step, in C++ and by the reference alike."""
+    fast = chosen(*arguments, **sizes)
+    for ours, theirs in zip(fast, choose(*arguments, **sizes), strict=True):
+        assert ours.dtype == theirs.dtype == np.int64
+        np.testing.assert_array_equal(ours, theirs)
+    return fast
+
+
 NASTY = {
     "ones": [1] * 3000,
     "windows": [WINDOW] * 40,
@@ -67,7 +78,7 @@ NASTY = {
 @pytest.mark.parametrize("lengths", NASTY.values(), ids=NASTY)
 @pytest.mark.parametrize("n", [1, 4, 33])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_nasty_data_is_packed_once_within_bounds_and_alike_by_both_cores(lengths, n, layout):
+def test_nasty_data_is_packed_once_within_bounds_and_as_by_the_reference(lengths, n, layout):
     check(lengths, n, 1.25, LEAST_DELAY, layout)
 
 
@@ -79,20 +90,16 @@ def test_nasty_data_is_packed_once_within_bounds_and_alike_by_both_cores(lengths
     layout=st.sampled_from(list(LAYOUTS.values())),
     windows=st.sampled_from([1, 4, 6, 16]),
 )
-def test_any_data_is_packed_once_within_bounds_and_alike_by_both_cores(lengths, n, s_max, delay, layout, windows):
+def test_any_data_is_packed_once_within_bounds_and_as_by_the_reference(lengths, n, s_max, delay, layout, windows):
     check(lengths, n, s_max, delay, layout, windows)
 
 
 def check(lengths, n, s_max, delay, layout, windows=None):
     how = {"n": n, "s_max": s_max, "delay": delay, "layout": layout, "windows": windows}
-    fast, reference = (packer_of(lengths, **how) for _ in range(2))
-    seen = []
-    while not fast.finished:
-        step = fast.next()
-        with patch.object(native, "core", None):
-            expected = reference.next().packing
-        np.testing.assert_array_equal(step.packing.documents, expected.documents)
-        np.testing.assert_array_equal(step.packing.bounds, expected.bounds)
+    packer, seen = packer_of(lengths, **how), []
+    while not packer.finished:
+        with patch.object(_native, "choose_adaptive", both):
+            step = packer.next()
         assert len(step.packing) == n
         assert step.packing.documents["length"].sum() <= max(WINDOW, most_tokens((windows or n) * WINDOW, n))
         longest = int(WINDOW * s_max) * max(1, -(-(windows or n) // n))
@@ -105,6 +112,58 @@ def check(lengths, n, s_max, delay, layout, windows=None):
     pieces = stream_of(lengths).take(1 << 60)
     for name in ("index", "document", "offset", "length"):
         np.testing.assert_array_equal(documents[name], pieces[name])
+
+
+@st.composite
+def pools(draw):
+    """S_max, lengths and crossover: few lengths and few values, so that ties and exact fits are common."""
+    max_tokens = draw(st.sampled_from([1, 2, 7, 10, 64, 1000, MAX_TOKENS]))
+    lengths = st.one_of(
+        st.integers(1, max_tokens),
+        st.sampled_from(sorted({1, max_tokens, max(1, max_tokens // 2), max(1, max_tokens - 1)})),
+    )
+    return max_tokens, draw(st.lists(lengths, max_size=40)), draw(st.sampled_from([1, 7, 50_000, 1 << 35]))
+
+
+@settings(max_examples=500)
+@given(
+    pools(),
+    st.integers(1, 9),
+    st.integers(0, 40),
+    st.sampled_from([0, -(2**63), 2**63 - 1, 13, -13]),
+    st.tuples(st.integers(1, 3), st.integers(1, 24), st.sampled_from([0, 1, 6, 40]), st.integers(1, 24)),
+)
+def test_any_step_is_as_by_the_reference(case, n, step, credit, layout):
+    max_tokens, lengths, crossover = case
+    lengths = np.array(lengths, np.int64)
+    ranks, total, largest, unit = layout
+    work = document_work(lengths, crossover)
+    if work.astype(object).sum() > (1 << 62) // (total + largest):
+        return
+    both(
+        lengths,
+        work,
+        np.sort(np.arange(len(lengths)) * 7 % 20),
+        step,
+        credit,
+        num_micro_batches=n * ranks,
+        ranks=ranks,
+        total_weight=total,
+        largest_weight=largest,
+        unit_weight=unit,
+        max_tokens=max_tokens,
+        batch_tokens=max(1, max_tokens * 4 // 5 * n),
+        crossover_tokens=crossover,
+        max_delay_steps=20,
+    )
+
+
+def test_a_large_step_is_as_by_the_reference():
+    lengths = np.clip(np.random.default_rng(1).lognormal(7.5, 1.5, 9_000), 1, 131_072).astype(np.int64)
+    sizes = {"total_weight": 11, "largest_weight": 55, "unit_weight": 16, "num_micro_batches": 64, "ranks": 8}
+    limits = {"max_tokens": 163_840, "batch_tokens": 64 * 131_072, "crossover_tokens": 50_000, "max_delay_steps": 20}
+    rows, bounds = both(lengths, document_work(lengths, 50_000), np.arange(9_000) // 3000, 2, 0, **sizes, **limits)
+    assert 100 < len(rows) == bounds[-1]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -189,3 +248,65 @@ def test_a_pipeline_takes_less_time_with_more_micro_batches():
             cost, total = cost + rank_cost(work, described), total + work.sum()
         costs[n] = cost / total
     assert costs[16] < 0.97 * costs[8] < 0.97 * 0.97 * costs[4]
+
+
+ARGUMENTS = {
+    "length": np.array([70, 3]),
+    "work": np.array([4900, 9]),
+    "arrival": np.zeros(2, np.int64),
+    "step": 3,
+    "credit": 0,
+    "num_micro_batches": 2,
+    "ranks": 1,
+    "total_weight": 1,
+    "largest_weight": 0,
+    "unit_weight": 1,
+    "max_tokens": 100,
+    "batch_tokens": 160,
+    "crossover_tokens": 50,
+    "max_delay_steps": 20,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("length", np.array([1.0, 2.0]), "length must be a 1-d array of int64, not 1-d of float64"),
+        ("length", np.array([[1, 2]]), "length must be a 1-d array of int64, not 2-d of int64"),
+        ("work", np.array([1, 2], ">i8"), "work must be a 1-d array of int64, not 1-d of >i8"),
+        ("work", np.array([1, 2, 3]), "work has 3 elements, length has 2; give as many"),
+        ("arrival", np.array([0]), "arrival has 1 elements, length has 2; give as many"),
+        ("length", np.array([1, 0]), "a document's length is 0; it must be 1 to 100"),
+        ("length", np.array([1, 2**63 - 1]), f"a document's length is {2**63 - 1}; it must be 1 to 100"),
+        ("work", np.array([1, -5]), f"a document's work is -5; it must be 0 to {3 * 2**36}"),
+        ("work", np.array([0, 2**62]), f"a document's work is {2**62}; it must be 0 to {3 * 2**36}"),
+        ("arrival", np.array([0, -1]), f"arrival is -1; it must be 0 to {2**62}"),
+        ("step", -1, f"step is -1; it must be 0 to {2**62}"),
+        ("num_micro_batches", 0, f"num_micro_batches is 0; it must be 1 to {2**20}"),
+        ("num_micro_batches", 2**62, f"num_micro_batches is {2**62}; it must be 1 to {2**20}"),
+        ("max_tokens", MAX_TOKENS + 1, f"max_tokens is {MAX_TOKENS + 1}; it must be 1 to {MAX_TOKENS}"),
+        ("ranks", 3, "ranks is 3; it must be 1 to 2"),
+        ("ranks", 0, "ranks is 0; it must be 1 to 2"),
+        ("total_weight", 0, f"total_weight is 0; it must be 1 to {2**20}"),
+        ("largest_weight", -1, f"largest_weight is -1; it must be 0 to {2**20}"),
+        ("unit_weight", 2**62, f"unit_weight is {2**62}; it must be 1 to {2**20}"),
+        ("batch_tokens", 0, f"batch_tokens is 0; it must be 1 to {2**46}"),
+        ("crossover_tokens", -1, f"crossover_tokens is -1; it must be 1 to {2**62}"),
+        ("max_delay_steps", -(2**63), f"max_delay_steps is -{2**63}; it must be 1 to {2**62}"),
+    ],
+)
+def test_bad_values_are_refused(name, value, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        _native.choose_adaptive(**ARGUMENTS | {name: value})
+
+
+@pytest.mark.parametrize("changes", [{"step": 2**64}, {"length": [70, 3]}, {"max_tokens": 10.5}])
+def test_other_types_are_refused(changes):
+    with pytest.raises(TypeError):
+        _native.choose_adaptive(**ARGUMENTS | changes)
+
+
+def test_work_is_refused_whose_sum_may_not_fit():
+    sizes = {"max_tokens": MAX_TOKENS}
+    with pytest.raises(ValueError, match="the work of a document after those before it is 1; it must be 0 to 0"):
+        _native.choose_adaptive(**ARGUMENTS | sizes | {"length": np.full(2, MAX_TOKENS), "work": np.array([2**62, 1])})

@@ -1,4 +1,4 @@
-#include "stages.h"
+#include "rounds.h"
 
 #include <algorithm>
 #include <stdexcept>
@@ -17,7 +17,7 @@ struct Shared {
   const Piece *begin, *end;
 };
 
-// A stage that is tried: shared documents [first, stop), those with little work first.
+// A round that is tried: shared documents [first, stop), those with little work first.
 struct Way {
   size_t first, stop;
   std::optional<std::pair<int64_t, int64_t>> heads = {};
@@ -30,20 +30,20 @@ struct Row {
   int64_t rows, others, before;
 };
 
-// What a stage with an exchange takes.
+// What a round with an exchange takes.
 struct Timed {
   Times forward, backward;
   double arrive, leave;
 };
 
-class Stager {
+class Chooser {
  public:
-  Stager(const std::vector<Piece>& pieces, size_t cp_size, const Staging& staging)
-      : staging_(staging), cp_size_(cp_size), whole_(cp_size) {
+  Chooser(const std::vector<Piece>& pieces, size_t cp_size, const RoundCosts& costs)
+      : costs_(costs), cp_size_(cp_size), whole_(cp_size) {
     const Piece* const last = pieces.data() + pieces.size();
     int64_t rows = 0;
     for (const Piece& piece : pieces) rows += piece.segment.stop - piece.segment.start;
-    ahead_ = staging.ahead * static_cast<double>(rows / static_cast<int64_t>(cp_size));
+    ahead_ = costs.ahead * static_cast<double>(rows / static_cast<int64_t>(cp_size));
     for (const Piece *begin = pieces.data(), *end = begin; begin < last; begin = end) {
       bool is_shared = false;
       for (end = begin + 1; end < last && end->segment.start > 0; ++end) is_shared |= end->rank() != begin->rank();
@@ -54,13 +54,13 @@ class Stager {
       } else {
         Load& rank = whole_[begin->rank()];
         rank.heads = 1;
-        rank.counts += staging.forward.count(0, (end - 1)->segment.stop);
+        rank.counts += costs.forward.count(0, (end - 1)->segment.stop);
       }
     }
     std::sort(shared_.begin(), shared_.end(), [](const Shared& a, const Shared& b) {
       return a.tiles < b.tiles || (a.tiles == b.tiles && a.document < b.document);
     });
-    for (int64_t edge : staging.edges) edge_ = std::max(edge_, static_cast<size_t>(edge));
+    for (int64_t edge : costs.edges) edge_ = std::max(edge_, static_cast<size_t>(edge));
     std::vector<Load> sum(cp_size);
     for (size_t i = 0; i <= shared_.size(); ++i) {
       if (i <= edge_ || i + edge_ >= shared_.size()) before_.push_back(sum);
@@ -71,7 +71,7 @@ class Stager {
     }
   }
 
-  Staged choose(size_t num_documents) {
+  Rounds choose(size_t num_documents) {
     if (shared_.empty()) {
       attempt({});
     } else {
@@ -79,8 +79,8 @@ class Stager {
       try_heads();
       try_parts();
     }
-    Staged staged{best_time_, std::vector<int64_t>(num_documents), {}};
-    if (shared_.size() < num_documents) staged.stages.push_back({0});
+    Rounds chosen{best_time_, std::vector<int64_t>(num_documents), {}};
+    if (shared_.size() < num_documents) chosen.rounds.push_back({0});
     std::vector<std::pair<size_t, size_t>> numbered;
     for (const Way& way : best_) {
       const std::pair bounds{way.first, way.stop};
@@ -88,21 +88,21 @@ class Stager {
       const int64_t number = 1 + (found - numbered.begin());
       if (found == numbered.end()) {
         numbered.push_back(bounds);
-        for (size_t i = way.first; i < way.stop; ++i) staged.sets[shared_[i].document] = number;
+        for (size_t i = way.first; i < way.stop; ++i) chosen.sets[shared_[i].document] = number;
       }
-      staged.stages.push_back({number, way.heads, way.keys});
+      chosen.rounds.push_back({number, way.heads, way.keys});
     }
-    return staged;
+    return chosen;
   }
 
  private:
-  Counts count(const Piece& piece) const { return staging_.forward.count(piece.segment.start, piece.segment.stop); }
+  Counts count(const Piece& piece) const { return costs_.forward.count(piece.segment.start, piece.segment.stop); }
 
-  // Ways in the order of `_ways`; of a tie the first wins.
+  // Ways in the order of `ways` of tests/reference/rounds.py; of a tie the first wins.
   void try_sets() {
     const size_t n = shared_.size();
-    for (int64_t before : staging_.edges)
-      for (int64_t after : staging_.edges) {
+    for (int64_t before : costs_.edges)
+      for (int64_t after : costs_.edges) {
         const size_t first = static_cast<size_t>(before), rest = static_cast<size_t>(after);
         if (first + rest >= n && first + rest > 0) continue;
         std::vector<Way> ways;
@@ -113,7 +113,7 @@ class Stager {
   }
 
   void try_heads() {
-    const int64_t all = staging_.num_heads;
+    const int64_t all = costs_.num_heads;
     for (int64_t some : {int64_t{1}, all / 2})
       for (const std::vector<int64_t>& bounds : {std::vector<int64_t>{0, some, all}, {0, some, all - some, all}}) {
         std::vector<Way> ways;
@@ -128,7 +128,7 @@ class Stager {
     const size_t n = shared_.size();
     for (size_t first = n - 1;; first = 0) {
       find_rows(first);
-      for (const std::vector<double>& shares : staging_.shares) {
+      for (const std::vector<double>& shares : costs_.shares) {
         std::vector<Way> ways{{first, n, {}, kOwn}};
         if (first > 0) ways.push_back({0, first});
         for (size_t i = 1; i < shares.size(); ++i) ways.push_back({first, n, {}, std::pair{shares[i - 1], shares[i]}});
@@ -157,19 +157,19 @@ class Stager {
 
   void attempt(const std::vector<Way>& ways) {
     std::vector<Load> own = whole_;
-    std::vector<Timed> stages;
+    std::vector<Timed> rounds;
     for (const Way& way : ways) {
       if (way.keys == kOwn)
         add_own(own);
       else
-        stages.push_back(way.keys ? time_part(way) : time_set(way));
+        rounds.push_back(way.keys ? time_part(way) : time_set(way));
     }
     Times forward(cp_size_), backward(cp_size_);
     for (size_t r = 0; r < cp_size_; ++r) {
-      forward[r] = staging_.forward.time(own[r].heads, own[r].counts);
-      backward[r] = staging_.backward.time(own[r].heads, own[r].counts);
+      forward[r] = costs_.forward.time(own[r].heads, own[r].counts);
+      backward[r] = costs_.backward.time(own[r].heads, own[r].counts);
     }
-    const double time = run_forward(std::move(forward), stages) + run_backward(backward, stages);
+    const double time = run_forward(std::move(forward), rounds) + run_backward(backward, rounds);
     if (best_.empty() || time < best_time_) {
       best_time_ = time;
       best_ = ways;
@@ -192,7 +192,7 @@ class Stager {
 
   Timed time_set(const Way& way) const {
     const double share = way.heads ? static_cast<double>(way.heads->second - way.heads->first) /
-                                         static_cast<double>(staging_.num_heads)
+                                         static_cast<double>(costs_.num_heads)
                                    : 1;
     Timed timed = exchanged(way.first, way.stop, share);
     for (size_t r = 0; r < cp_size_; ++r) {
@@ -220,7 +220,7 @@ class Stager {
     for (size_t r = 0; r < cp_size_; ++r) {
       const auto query_tiles = static_cast<double>(loads[r].counts.query_tiles);
       set_times(timed, r, loads[r].heads, static_cast<double>(loads[r].counts.tiles), query_tiles);
-      const double merging = static_cast<double>(staging_.forward.heads) * (staging_.merge * query_tiles);
+      const double merging = static_cast<double>(costs_.forward.heads) * (costs_.merge * query_tiles);
       timed.forward[r] += merging;
       timed.backward[r] += merging;
     }
@@ -228,7 +228,7 @@ class Stager {
   }
 
   int64_t tiles(int64_t rows) const {
-    return (rows + staging_.forward.tile_rows - 1) >> staging_.forward.tile_bits;
+    return (rows + costs_.forward.tile_rows - 1) >> costs_.forward.tile_bits;
   }
 
   // Of documents in parts, every piece with its own keys.
@@ -237,11 +237,11 @@ class Stager {
     for (const Row& row : rows_) {
       Load& rank = own[row.call / 2];
       rank.heads += !std::exchange(is_here[row.call / 2], 1);
-      rank.counts += staging_.forward.count(0, row.rows);
+      rank.counts += costs_.forward.count(0, row.rows);
     }
   }
 
-  // A stage with the exchange of a share of what those documents move.
+  // A round with the exchange of a share of what those documents move.
   Timed exchanged(size_t first, size_t stop, double share) const {
     int64_t most = 0;
     for (size_t r = 0; r < cp_size_; ++r) {
@@ -249,52 +249,52 @@ class Stager {
       most = std::max({most, load.in, load.out});
     }
     const double rows = share * static_cast<double>(most);
-    const auto time = [&](double each) { return rows > 0 ? staging_.latency + rows * each : 0; };
-    return {Times(cp_size_), Times(cp_size_), time(staging_.arrive), time(staging_.leave)};
+    const auto time = [&](double each) { return rows > 0 ? costs_.latency + rows * each : 0; };
+    return {Times(cp_size_), Times(cp_size_), time(costs_.arrive), time(costs_.leave)};
   }
 
   void set_times(Timed& timed, size_t rank, int64_t calls, double tiles, double query_tiles) const {
-    timed.forward[rank] = staging_.forward.time(calls, tiles, query_tiles);
-    timed.backward[rank] = staging_.backward.time(calls, tiles, query_tiles);
+    timed.forward[rank] = costs_.forward.time(calls, tiles, query_tiles);
+    timed.backward[rank] = costs_.backward.time(calls, tiles, query_tiles);
   }
 
-  // `stage_times` of cost/exchange.py.
-  static double run_forward(Times free, const std::vector<Timed>& stages) {
+  // `round_times` of cost/exchange.py.
+  static double run_forward(Times free, const std::vector<Timed>& rounds) {
     double here = 0;
-    for (size_t i = 0; i < stages.size(); ++i) {
-      here += stages[i].arrive;
+    for (size_t i = 0; i < rounds.size(); ++i) {
+      here += rounds[i].arrive;
       double all_began = here;
       for (size_t r = 0; r < free.size(); ++r) {
         const double begin = std::max(free[r], here);
         all_began = std::max(all_began, begin);
-        free[r] = begin + stages[i].forward[r];
+        free[r] = begin + rounds[i].forward[r];
       }
       here = all_began;
     }
     return *std::max_element(free.begin(), free.end());
   }
 
-  double run_backward(const Times& own, const std::vector<Timed>& stages) const {
-    const auto again = [&](size_t i) { return staging_.kept || i == stages.size() ? 0 : stages[i].arrive; };
+  double run_backward(const Times& own, const std::vector<Timed>& rounds) const {
+    const auto again = [&](size_t i) { return costs_.kept || i == rounds.size() ? 0 : rounds[i].arrive; };
     Times free(own.size());
     double here = std::max(again(0) - ahead_, 0.0), channel = here, last = 0;
-    for (size_t i = 0; i < stages.size(); ++i) {
+    for (size_t i = 0; i < rounds.size(); ++i) {
       double all_began = 0, all_free = 0;
       for (size_t r = 0; r < free.size(); ++r) {
         const double begin = std::max(free[r], here);
         all_began = std::max(all_began, begin);
-        free[r] = std::max(begin + stages[i].backward[r], stages[i].leave > 0 ? last : 0);
+        free[r] = std::max(begin + rounds[i].backward[r], rounds[i].leave > 0 ? last : 0);
         all_free = std::max(all_free, free[r]);
       }
       if (again(i + 1) > 0) here = channel = std::max(channel, all_began) + again(i + 1);
-      last = channel = std::max(channel, all_free) + stages[i].leave;
+      last = channel = std::max(channel, all_free) + rounds[i].leave;
     }
     double end = channel;
     for (size_t r = 0; r < free.size(); ++r) end = std::max(end, free[r] + own[r]);
     return end;
   }
 
-  const Staging& staging_;
+  const RoundCosts& costs_;
   size_t cp_size_, edge_ = 1;  // a document in parts, or the most that are a set of their own
   double ahead_;
   std::vector<Row> rows_;                  // of documents in parts
@@ -307,19 +307,19 @@ class Stager {
 
 }  // namespace
 
-void check(const Staging& staging) {
-  if (staging.forward.tile_rows != staging.backward.tile_rows)
+void check(const RoundCosts& costs) {
+  if (costs.forward.tile_rows != costs.backward.tile_rows)
     throw std::invalid_argument("forward and backward have tiles of different sizes");
-  check_range("num_heads", staging.num_heads, 1, 1 << 16);
-  for (int64_t edge : staging.edges) check_range("an edge", edge, 0, 64);
-  if (staging.edges.empty() || staging.edges[0]) throw std::invalid_argument("edges must begin with 0");
-  for (const std::vector<double>& shares : staging.shares)
+  check_range("num_heads", costs.num_heads, 1, 1 << 16);
+  for (int64_t edge : costs.edges) check_range("an edge", edge, 0, 64);
+  if (costs.edges.empty() || costs.edges[0]) throw std::invalid_argument("edges must begin with 0");
+  for (const std::vector<double>& shares : costs.shares)
     if (shares.size() < 2 || std::any_of(shares.begin(), shares.end(), [](double s) { return !(0 <= s && s <= 1); }))
       throw std::invalid_argument("shares must be two or more from 0 to 1");
 }
 
-Staged stage(const std::vector<Piece>& pieces, size_t num_documents, size_t cp_size, const Staging& staging) {
-  return Stager(pieces, cp_size, staging).choose(num_documents);
+Rounds in_rounds(const std::vector<Piece>& pieces, size_t num_documents, size_t cp_size, const RoundCosts& costs) {
+  return Chooser(pieces, cp_size, costs).choose(num_documents);
 }
 
 }  // namespace wlb

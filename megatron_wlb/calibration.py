@@ -1,4 +1,4 @@
-"""What the kernel times of a profile are fitted to, how, and the file that they are written to."""
+"""Fits a profile's kernel times: the shapes to measure, the fit, and the file's contents."""
 
 import itertools
 from dataclasses import fields
@@ -17,10 +17,11 @@ Shape = tuple[ShardPlan, int]
 
 
 def shapes(longest: int) -> list[Shape]:
-    """Shards to measure, of documents of up to `longest` tokens (a power of two from 512 on); the same in every run.
+    """Return shards to measure, of up to `longest` tokens per document (a power of two from 512 on).
 
-    Single documents; equal documents packed; first and last chunks of single documents; mixed documents in all three
-    shardings. Whatever cost is common to a kind is in the fit as well as among what is held out.
+    They are the same in every run: single documents; equal documents packed; first and last chunks of single documents;
+    mixed documents in all three shardings. So a cost that is common to one kind is both in the fit and in the held-out
+    shards.
     """
     rng = np.random.default_rng(0)
     kernel = KernelModel(tile_rows=128, launch=0.0, tile=1.0, query_tile=1.0)
@@ -47,7 +48,7 @@ def shapes(longest: int) -> list[Shape]:
 def fit_directions(
     shards: list[Shard], us: np.ndarray, heads: int, tile_rows: tuple[int, ...]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Tile rows (those of `tile_rows` that fit best) and kernel times, and the errors of these, by direction.
+    """Fit kernel times by direction; returns them with the best of `tile_rows`, and their errors.
 
     `us` is float64 [shards, 2], forward and backward. Raises ValueError if the times do not grow with the tiles.
     """
@@ -73,31 +74,31 @@ def fit_directions(
 
 
 def held_out_shapes(num_shapes: int) -> np.ndarray:
-    """bool [num_shapes]: a third, the same in every run; shuffled, since `shapes` repeats itself."""
+    """bool [num_shapes]: a third, the same in every run; shuffled, since `shapes` is repetitive."""
     return np.random.default_rng(0).permutation(num_shapes) % 3 == 2
 
 
 def count(shard: Shard, heads: int, tile_rows: int) -> tuple[int, int, int]:
-    """What the launch, tile and query_tile of `KernelTimes` are multiplied with for a shard."""
+    """Return the factors of launch, tile and query_tile of `KernelTimes` for a shard."""
     kernel = KernelModel(tile_rows=tile_rows, launch=0.0, tile=0.0, query_tile=0.0)
     launches, tiles, query_tiles = kernel.count_shard(shard.calls)
     return launches, heads * tiles, heads * query_tiles
 
 
 def fit(counts: np.ndarray, us: np.ndarray) -> KernelTimes:
-    """Least squares of relative errors, no constant under 0, to 4 digits; counts [n, 3] as from `count`, us [n]."""
+    """Fit by least squares of relative errors, no constant under 0, to 4 digits; counts [n, 3] of `count`, us [n]."""
     from scipy.optimize import nnls
 
     relative = counts / us[:, None]
     unit = np.linalg.norm(relative, axis=0)
     shares = nnls(relative / unit, np.ones(len(us)))[0]
-    shares[shares < 1e-9 * shares.max()] = 0  # of rounding errors
+    shares[shares < 1e-9 * shares.max()] = 0  # rounding errors
     launch, tile, query_tile = map(rounded, shares / unit)
     return KernelTimes(launch=launch, tile=tile, query_tile=query_tile)
 
 
 def predict(times: KernelTimes, counts: np.ndarray) -> np.ndarray:
-    """Times in us, float64 [n], of counts [n, 3]."""
+    """Return predicted times in us, float64 [n], of counts [n, 3]."""
     return counts @ np.array([times.launch, times.tile, times.query_tile])
 
 
@@ -108,12 +109,12 @@ def relative_error(predicted: np.ndarray, measured: np.ndarray) -> tuple[float, 
 
 
 def rounded(x: float) -> float:
-    """To 4 significant digits."""
+    """Round to 4 significant digits."""
     return float(f"{x:.4g}")
 
 
 def entries(profile: Profile, error: dict[str, Any]) -> dict[str, Any]:
-    """The file of a profile with everything measured, as JSON types: 4 digits, and errors."""
+    """Return the file of a profile with everything measured, as JSON types: 4 digits, and errors."""
     assert profile.backward is not None and profile.linear_tflops is not None
     stated = msgspec.to_builtins(profile)
     for direction in ("forward", "backward"):

@@ -1,7 +1,4 @@
-"""The paper's two shardings: 2 * CP chunks of the packed sequence, or of every document; rank r holds two of them.
-
-These are chunks r and 2 * CP - 1 - r, so that a rank has as many cheap tokens, early in a document, as expensive ones.
-"""
+"""The paper's two shardings, as csrc/sharding.cpp has them: chunks r and 2 * CP - 1 - r on rank r."""
 
 import numpy as np
 

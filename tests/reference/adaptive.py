@@ -1,4 +1,4 @@
-"""What a step of adaptive packing runs: `choose`, the plain reference of `csrc/adaptive.cpp`."""
+"""What a step of adaptive packing runs, as csrc/adaptive.cpp has it."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -7,51 +7,37 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_wlb.pipeline.timeline import CostWeights
-from megatron_wlb.plan import native
-
-# csrc/adaptive.cpp has these numbers, too.
-LOOK_AHEAD_BATCHES = 4
-"""Global batches that are known when a step is chosen, so that long documents find partners."""
-FORCED_STEPS = 10
-"""A document is forced this many steps before the bound on its delay. Forced documents fill at least N * C / 2 tokens a
-step, and what waits is at most LOOK_AHEAD_BATCHES * N * C tokens and a window: 10 steps run all of it."""
-FLUID_SHARE = 8
-"""Documents of at most this part of a mean micro-batch are fluid."""
-EVEN = 0.002
-"""Where all that has arrived can run with at most this loss, it does, and nothing waits."""
-WAIT_PRICE = 0.1
-"""A global batch that waits for a step weighs as much as this share of the step's linear work."""
-TOKEN_BAND = 0.07
-"""A step holds at most 1 + TOKEN_BAND times N * C tokens."""
-TOKEN_REPAY = 0.0125
-"""Share of N * C by which a step makes up for earlier ones."""
-FULL = 0.9
-"""A step is full with this share of the tokens that it should hold."""
-ROUNDS, LIGHTEST = 200, 4
-"""Exchanges that refine a step at most, and micro-batches that each is tried with."""
+from megatron_wlb._native import (
+    EVEN,
+    EXCHANGES,
+    FLUID_SHARE,
+    FORCED_STEPS,
+    FULL,
+    LIGHTEST,
+    TOKEN_BAND,
+    TOKEN_REPAY,
+    WAIT_PRICE,
+)
 
 
 class Sizes(NamedTuple):
-    """What a step is packed for."""
+    """What a step is packed for; csrc/adaptive.h says what they are."""
 
     num_micro_batches: int
-    """M."""
     ranks: int
-    """That run M / ranks micro-batches each, and wait for each other at the end of a step."""
-    weights: CostWeights
+    total_weight: int
+    largest_weight: int
+    unit_weight: int
     max_tokens: int
-    """S_max, at least the longest document."""
     batch_tokens: int
-    """N * C."""
     crossover_tokens: int
     max_delay_steps: int
 
 
 def choose(
-    lengths: np.ndarray, work: np.ndarray, arrivals: np.ndarray, *, step: int, credit: int, sizes: Sizes
+    lengths: np.ndarray, work: np.ndarray, arrivals: np.ndarray, step: int, credit: int, **sizes: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Choose and place the documents of a step; in C++ where there is a native core, to the same result to the bit.
+    """Choose and place the documents of a step.
 
     Args:
         lengths: of the documents that wait, in the order of the stream, int64 [n].
@@ -59,25 +45,14 @@ def choose(
         arrivals: the steps in which they arrive, int64 [n].
         step: the step.
         credit: tokens that are owed to earlier steps.
-        sizes: of the job.
+        sizes: those of `Sizes`.
 
     Returns their rows, ordered by micro-batch and within it (int64 [m]), and the bounds of micro-batches
     (int64 [M + 1]).
     """
-    if native.core is not None:
-        choice: tuple[np.ndarray, np.ndarray] = native.core.choose_adaptive(
-            lengths, work, arrivals, step, credit, *sizes[:2], *sizes.weights, *sizes[3:]
-        )
-        return choice
     columns = (lengths.tolist(), work.tolist(), arrivals.tolist())
     pool = [_Document(*row) for row in zip(range(len(lengths)), *columns, strict=True)]
-    return _Step(pool, step, sizes).choose(credit)
-
-
-def most_tokens(batch_tokens: int, num_micro_batches: int) -> int:
-    """Tokens that a step holds at most: its limit, or what it should hold and half a fluid document."""
-    half = 1 / (2 * FLUID_SHARE * num_micro_batches)
-    return math.ceil((1 + max(TOKEN_BAND, TOKEN_REPAY + half)) * batch_tokens)
+    return _Step(pool, step, Sizes(**sizes)).choose(credit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +117,7 @@ class _Bins:
 
     def cost_of(self, works: Sequence[int]) -> int:
         """Of a rank with micro-batches of such work."""
-        return self._sizes.weights.total * sum(works) + self._sizes.weights.largest * max(works)
+        return self._sizes.total_weight * sum(works) + self._sizes.largest_weight * max(works)
 
     def cost_after(self, here: tuple[int, int], there: tuple[int, int], work: int) -> int:
         """Of the costlier one of two ranks, once so much work has gone from a micro-batch to another."""
@@ -306,17 +281,17 @@ class _Step:
         poured = fluid.poured(bins.total_tokens)
         tokens, work = bins.total_tokens + poured, float(bins.total_work) + fluid.density * float(poured)
         full = min(1.0, float(tokens) / (float(fluid.target) * FULL))
-        clustered = float(sizes.weights.total) * (work / sizes.ranks)
-        clustered += float(sizes.weights.largest) * (bins.alike / float(max(1, tokens)))
+        clustered = float(sizes.total_weight) * (work / sizes.ranks)
+        clustered += float(sizes.largest_weight) * (bins.alike / float(max(1, tokens)))
         lost = self._filled(bins, fluid, fluid.density * float(poured)) - max(clustered, self._even(work))
-        unit = float(sizes.weights.unit) * float(sizes.crossover_tokens) * (float(sizes.batch_tokens) / sizes.ranks)
+        unit = float(sizes.unit_weight) * float(sizes.crossover_tokens) * (float(sizes.batch_tokens) / sizes.ranks)
         relief += float(min(poured, fluid.arrived))
         return full, lost / unit, WAIT_PRICE * (relief / float(sizes.batch_tokens)) - lost / unit
 
     def _even(self, work: float) -> float:
         """Cost of a rank if all micro-batches had an even share of the work."""
         sizes = self._sizes
-        total, largest = float(sizes.weights.total), float(sizes.weights.largest)
+        total, largest = float(sizes.total_weight), float(sizes.largest_weight)
         return total * (work / sizes.ranks) + largest * (work / sizes.num_micro_batches)
 
     def _filled(self, bins: _Bins, fluid: _Fluid, work: float) -> float:
@@ -325,7 +300,7 @@ class _Step:
         By Newton's method from below; a rank's work is a concave function of its cost.
         """
         sizes, each = self._sizes, len(bins.work[0])
-        per_work, per_largest = float(sizes.weights.total), float(sizes.weights.largest)
+        per_work, per_largest = float(sizes.total_weight), float(sizes.largest_weight)
         spread = per_work + per_largest / each  # once all of a rank's micro-batches are alike
         cost = float(max(bins.cost))
         for _ in range(8):
@@ -370,14 +345,14 @@ class _Step:
         """
         sizes = self._sizes
         least = self._even(float(bins.total_work))
-        for _ in range(ROUNDS):
+        for _ in range(EXCHANGES):
             worst = bins.cost.index(max(bins.cost))
             if float(bins.cost[worst]) <= 1.0002 * least:
                 return
             heavy = bins.work[worst].index(max(bins.work[worst]))
             others = sorted((r for r in range(sizes.ranks) if r != worst), key=lambda r: (bins.cost[r], r))[:LIGHTEST]
             here, lightest = (worst, heavy), [(r, bins.work[r].index(min(bins.work[r]))) for r in others]
-            if sizes.weights.largest:
+            if sizes.largest_weight:
                 inside = sorted(range(len(bins.work[worst])), key=lambda i: (bins.work[worst][i], i))
                 lightest += [(worst, i) for i in inside[:LIGHTEST] if i != heavy]
             best, exchange = bins.cost[worst], None

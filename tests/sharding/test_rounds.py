@@ -1,4 +1,4 @@
-"""Stages of attention: what is chosen is what is predicted, and nothing that was tried is faster."""
+"""Rounds of attention: what is chosen is what is predicted, and nothing that was tried is faster."""
 
 import itertools
 
@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_wlb.cost.attention import attention_kernels
-from megatron_wlb.hardware.network import load_network
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.model import MODELS
-from megatron_wlb.sharding import per_document, per_sequence, shard
-from megatron_wlb.sharding.rounds import attention_times, regrouped, staged
+from megatron_wlb.sharding import shard
+from megatron_wlb.sharding.rounds import attention_times, round_costs
 from megatron_wlb.sharding.volume import Held
-from megatron_wlb.types import Stage
+from megatron_wlb.types import Round
 from tests.jobs import job
+from tests.reference.chunks import per_document, per_sequence
+from tests.reference.rounds import in_rounds, regrouped
 
 H100 = load_profile("h100-fa2")
 
@@ -26,7 +26,7 @@ def job_of(cp, **changes):
 
 def predicted(plan, given_job):
     """Forward and backward with the exchange, us."""
-    busy, added = attention_times(plan, given_job, attention_kernels(given_job), load_network())
+    busy, added = attention_times(plan, given_job)
     return sum(float(each.max()) + more for each, more in zip(busy, added, strict=True))
 
 
@@ -44,26 +44,26 @@ def test_what_is_chosen_is_what_is_predicted(sharding, case, windowed, kept):
     lengths, cp = case
     given_job = job_of(cp, windowed=windowed, save_gathered_kv=kept)
     plan = sharding(lengths, cp)
-    chosen = staged(plan, given_job)
+    chosen = in_rounds(plan, round_costs(given_job))
     assert chosen.time == pytest.approx(predicted(chosen, given_job))
     together = regrouped(plan, Held(plan).is_shared.astype(np.int64))
     assert chosen.time <= predicted(together, given_job) * (1 + 1e-9)
-    assert not windowed or all(stage.keys is None for stage in chosen.stages)
+    assert not windowed or all(round.keys is None for round in chosen.rounds)
     # Every head of every set once, and of a document in parts all keys.
     for number in set(chosen.call_sets):
-        stages = [stage for stage in chosen.stages if stage.document_set == number]
-        if stages and stages[0].keys is not None:
-            assert stages[0].keys == (0, 0) and stages[-1].keys[1] == 1
-            assert all(before.keys[1] == after.keys[0] for before, after in itertools.pairwise(stages[1:]))
-        elif stages and stages[0].heads is not None:
-            assert [head for stage in stages for head in range(*stage.heads)] == list(range(4))
+        rounds = [round for round in chosen.rounds if round.document_set == number]
+        if rounds and rounds[0].keys is not None:
+            assert rounds[0].keys == (0, 0) and rounds[-1].keys[1] == 1
+            assert all(before.keys[1] == after.keys[0] for before, after in itertools.pairwise(rounds[1:]))
+        elif rounds and rounds[0].heads is not None:
+            assert [head for round in rounds for head in range(*round.heads)] == list(range(4))
         else:
-            assert len(stages) == 1 or (number == 0 and not stages)
+            assert len(rounds) == 1 or (number == 0 and not rounds)
 
 
 def test_without_a_unit_of_time_shared_documents_go_together():
-    plan = staged(per_sequence(np.array([8, 100, 20], np.int64), 2), job(cp=2))
-    assert plan.stages == (Stage(0), Stage(1))
+    plan = in_rounds(per_sequence(np.array([8, 100, 20], np.int64), 2), round_costs(job(cp=2)))
+    assert plan.rounds == (Round(0), Round(1))
 
 
 def test_a_job_shards_for_the_least_time_of_both():
@@ -71,6 +71,6 @@ def test_a_job_shards_for_the_least_time_of_both():
     given_job = job_of(8, tp=8, model=MODELS["llama2-70b"])
     lengths = np.array([100_000, 8_000, 8_000, 7_000, 4_072, 4_000], np.int64)
     _, plan = shard(lengths, given_job)
-    (number,) = {stage.document_set for stage in plan.stages if stage.keys is not None}
+    (number,) = {round.document_set for round in plan.rounds if round.keys is not None}
     assert len(np.unique(np.concatenate([plan.segments(rank, number) for rank in range(8)])["document"])) > 1
     assert plan.time == pytest.approx(predicted(plan, given_job))

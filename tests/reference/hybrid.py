@@ -1,4 +1,4 @@
-"""Hybrid sharding: every document on as few ranks as balance needs: 1, 2, 4, ... up to all.
+"""Hybrid sharding, as csrc/hybrid.cpp has it: every document on as few ranks as balance needs: 1, 2, 4, ... up to all.
 
 The fewer ranks share a document, the fewer of its keys travel, and the fewer of its tiles are half empty. The paper
 names a hybrid of its two shardings as future work (section 8). Documents come longest first, and each takes the ranks
@@ -27,7 +27,6 @@ def hybrid(lengths: np.ndarray, cp: int, most_share: float, kernel: KernelModel)
     """Shard documents of `lengths` (int64 [n], sum divisible by cp), each on as few ranks as `most_share` allows.
 
     No rank has more work of one document than `most_share` times the mean work of a rank, where there are ranks enough.
-    The reference of `csrc/sharding.cpp`.
     """
     order = np.argsort(-lengths, kind="stable")
     own = np.array([_count(kernel, 0, length) for length in lengths[order].tolist()])

@@ -1,0 +1,59 @@
+"""The integer linear program of the paper's equation 1: worked by hand, and never worse than the greedy packing."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks import ilp
+from benchmarks.ilp import IlpPacking
+from tests.packing.steps import documents, fixed, pack, windows
+
+
+def solved(num_micro_batches=2, context_length=10, global_batches=1):
+    return windows(IlpPacking(global_batches=global_batches), num_micro_batches, context_length)
+
+
+def largest(policy, rows, steps=1):
+    """Sum over the steps of the largest attention work, with the data at its end."""
+    packings = [pack(policy, rows if step == 0 else rows[:0], exhausted=True) for step in range(steps)]
+    return sum(int(p.sums(p.documents["length"] ** 2).max()) for p in packings)
+
+
+def test_ilp_by_hand():
+    # Squares 64, 49, 36, 25 and 16: greedily 64 + 25 against 49 + 36 + 16, at best 64 + 36 against 49 + 25 + 16.
+    rows = documents([8, 7, 6, 5, 4])
+    assert largest(fixed(context_length=20, global_batches=1), rows) == 101
+    assert largest(solved(context_length=20), rows) == 100
+
+
+def test_ilp_balances_steps_rather_than_everything():
+    # The largest document is alone in its step's maximum; the other step need not suffer for it.
+    rows = documents([10, 9, 3, 3, 3, 3])
+    assert largest(solved(global_batches=2), rows, steps=2) == 100 + 18
+
+
+@settings(max_examples=25)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=10), st.integers(1, 2))
+def test_ilp_is_never_worse_than_fixed_on_the_same_pieces(lengths, num_steps):
+    lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), 2 * num_steps * 30 * 0.98, side="right"))]
+    rows = documents(lengths)
+    how = {"context_length": 30, "global_batches": num_steps}
+    steps = max(1, -(-sum(lengths) // 60))
+    best, greedy = largest(solved(**how), rows, steps), largest(fixed(**how), rows, steps)
+    assert best <= greedy * (1 + 1e-4) + 1e-4
+
+
+def test_ilp_fills_full_windows():
+    rows = documents(np.random.default_rng(0).integers(1, 500, 15))
+    policy = solved(num_micro_batches=3, context_length=int(rows["length"].sum()) // 3)
+    packing = pack(policy, rows)
+    assert (packing.sums(packing.documents["length"]) == packing.documents["length"].sum() // 3).all()
+
+
+def test_ilp_says_when_its_time_is_over(monkeypatch):
+    monkeypatch.setattr(ilp, "TIME_LIMIT_SECONDS", 1e-4)
+    rows = documents(np.random.default_rng(0).integers(1, 5000, 500))
+    policy = solved(num_micro_batches=16, context_length=int(rows["length"].sum()) // 16)
+    with pytest.raises(RuntimeError, match=r"found no packing of \d+ documents into 16 windows within 0.0001 s"):
+        pack(policy, rows)
