@@ -1,6 +1,5 @@
 """Bad input gets a clear error - value, limit, remedy - before any process group is made; good input becomes a job."""
 
-import contextlib
 import re
 import sys
 from argparse import Namespace
@@ -163,57 +162,6 @@ def test_interleaving_is_refused_with_the_nearest_numbers_that_fit(parse, monkey
     free, args.eval_global_batch_size = describe.make_job(args), 8
     assert free.schedule().group == 3  # of the 6 micro-batches that a rank has in training, and of 4 below
     assert describe.evaluation_job(free, args).schedule().group == 4
-
-
-VIRTUAL = "--num-virtual-stages-per-pipeline-rank 2"
-
-
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        ("", ""),
-        ("--transformer-impl transformer_engine", ""),
-        ("--transformer-impl transformer_engine --add-qkv-bias", "--transformer-impl transformer_engine with biases"),
-        ("--decoder-first-pipeline-num-layers 1", ""),
-        ("--use-transformer-engine-op-fuser", "--use-transformer-engine-op-fuser"),
-        (f"{VIRTUAL} --overlap-grad-reduce", ""),
-        (f"{VIRTUAL} --overlap-grad-reduce --no-align-grad-reduce", "--overlap-grad-reduce --no-align-grad-reduce and"),
-        ("--pipeline-model-parallel-size 1", "a single pipeline stage waits for nobody"),
-        ("--pipeline-model-parallel-size 4 --num-layers 6", "6 layers do not divide over 4 stages"),
-        (
-            "--pipeline-model-parallel-size 4 --num-layers 2 --account-for-embedding-in-pipeline-split "
-            "--account-for-loss-in-pipeline-split",
-            "",
-        ),
-    ],
-)
-def test_weight_gradients_are_deferred_where_layers_can(flags, why, parse):
-    args = parse(*"--pipeline-model-parallel-size 2 --transformer-impl local".split(), *flags.split(), world_size=4)
-    args.kv_channels, args.params_dtype, args.padded_vocab_size = 8, torch.float32, 256
-    args.virtual_pipeline_model_parallel_size, args.num_query_groups = 2 if VIRTUAL in flags else None, 2
-    assert describe.make_job(args).defer_weight_gradients == (not why)
-    args.wlb_defer_weight_gradients = "on"
-    with (
-        pytest.raises(ValueError, match=f"--wlb-defer-weight-gradients on.*{why}") if why else contextlib.nullcontext()
-    ):
-        assert describe.make_job(args).defer_weight_gradients
-    args.wlb_defer_weight_gradients = "off"
-    assert not describe.make_job(args).defer_weight_gradients
-
-
-def test_layers_are_counted_once_they_are_known(parse):
-    """And divided, before upstream validates its arguments."""
-    flags = "--pipeline-model-parallel-size 5 --num-layers 40 --wlb-defer-weight-gradients on --transformer-impl local"
-    describe.check(parse(*flags.split(), world_size=5))
-
-
-def test_a_job_has_all_that_memory_depends_on(parse):
-    experts = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-shared-expert-intermediate-size 32"
-    flags = f"{experts} --moe-token-dispatcher-type alltoall --qk-layernorm --cpu-offloading-num-layers 3"
-    job = job_of(parse(*flags.split(), "--transformer-impl", "local"))
-    assert job.model.ffn_hidden_size == 2 * 48 + 32
-    assert (job.model.moe_router_topk, job.model.qk_layernorm, job.offloaded_layers) == (2, True, 3)
-    assert job_of(parse("--transformer-impl", "local")).model.moe_router_topk == 0
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])

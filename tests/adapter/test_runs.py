@@ -91,13 +91,6 @@ def test_data_workers_give_the_same_run(dataset, tmp_path, monkeypatch):
     assert 2 * 9 * size <= made.value <= (2 * 9 + ahead) * size
 
 
-def test_s_max_follows_the_memory_budget(dataset, tmp_path):
-    with pytest.raises(RuntimeError, match="tokens fit into memory, less than --seq-length"):
-        train(1, dataset, "--wlb-max-tokens", "auto", "--wlb-memory-budget", "0.001")
-    flags = "--wlb-max-tokens auto --wlb-memory-budget 0.1 --train-iters 1".split()
-    assert train(1, dataset, *flags, log=tmp_path / "log.jsonl")["log"][0]["job"]["max_tokens"] > 320
-
-
 def test_the_number_of_micro_batches_is_chosen(dataset, tmp_path):
     """By all ranks alike; a resumed run chooses the same, and goes on as if it had not been cut."""
     common = [*ADAM, *PP2.split(), "--wlb-packing", "adaptive", "--num-layers", "2"]
@@ -144,14 +137,6 @@ def test_samples_are_windows_whatever_the_number_of_micro_batches(dataset, tmp_p
     assert [e.value for e in events.Scalars("learning-rate")] == pytest.approx([7.5e-4, 5e-4, 2.5e-4, 0])
     assert [e.value for e in events.Scalars("batch-size")] == [8] * 4
     assert [e.value for e in events.Scalars("wlb/micro-batches")] == [16] * 4
-
-
-def test_exit_duration(dataset, tmp_path, monkeypatch):
-    """The time has run out before the first step, after which the run stops, and is saved."""
-    monkeypatch.setattr(training, "_TRAIN_START_TIME", 0.0)
-    with pytest.raises(RuntimeError, match="SystemExit"):
-        train(1, dataset, *ADAM, "--save", str(tmp_path), "--save-interval", "9", "--exit-duration-in-mins", "1")
-    assert state.load(state_path(str(tmp_path), 1))[0]["step"] == 1
 
 
 def test_stragglers_are_measured_as_upstream_does(dataset, tmp_path, monkeypatch):
