@@ -105,8 +105,7 @@ class Recompute:
     granularity: str | None = None
     """full: a layer keeps its input only; selective: it drops `modules`; None: nothing is recomputed."""
     method: str | None = None
-    """block: recompute `num_layers` of each virtual stage; uniform: recompute `num_layers` at a time from a shared
-    input."""
+    """block: recompute `num_layers` of each virtual stage; uniform: `num_layers` at a time from a shared input."""
     num_layers: int | None = None
     modules: tuple[str, ...] = ()
 
@@ -199,8 +198,7 @@ class Job:
     profile: Profile
     """Profile for predicted times."""
     tp_overlap: float = 0.0
-    """Share of tensor-parallel communication that overlaps matrix products. Only for runs without --wlb:
-    `--tp-comm-overlap`."""
+    """Share of tensor-parallel communication that overlaps matrix products: `--tp-comm-overlap`, only without --wlb."""
     bytes_per_value: int = 2
     """Bytes of a value of the activations."""
     row_multiple: int = 1

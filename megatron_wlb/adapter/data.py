@@ -115,8 +115,7 @@ class Batch:
     labels: torch.Tensor | None
     """int64 [1 + depths, s], rows as in `tokens`; only on stages with the loss."""
     loss_mask: torch.Tensor | None
-    """float32 [1 + depths, s], rows as in `tokens`; only on stages with the loss. 0 on the tail padding, and where the
-    document has no target."""
+    """float32 [1 + depths, s], rows as in `tokens`, 0 without a target or on padding; only on stages with the loss."""
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on `device`, without waiting for the copy."""

@@ -22,8 +22,7 @@ def attention_of_ranks(step: SimulatedStep) -> np.ndarray:
 
 
 def imbalances(step: SimulatedStep) -> dict[str, float]:
-    """Slowest over mean: micro-batches of a pipeline (mean over pipelines), DP ranks, CP ranks (over all
-    micro-batches)."""
+    """Slowest over mean: micro-batches of a pipeline (mean over pipelines), DP ranks, CP ranks of all micro-batches."""
     times, attention = micro_batch_times(step), attention_of_ranks(step)
     return {
         "pp": float((times.max(axis=1) / times.mean(axis=1)).mean()),

@@ -117,8 +117,7 @@ class Setup:
 
     @cached_property
     def other(self) -> Job | None:
-        """The job with the other of Algorithm 1 and adaptive packing, a micro-batch per window; None if it does not
-        fit."""
+        """The job with the other of Algorithm 1 and adaptive packing, a micro-batch per window; None if none fits."""
         if not isinstance(self.job.packing, WlbPacking | AdaptivePacking):
             return None
         packing = AdaptivePacking() if isinstance(self.job.packing, WlbPacking) else WlbPacking()
