@@ -30,8 +30,8 @@ from benchmarks import results
 from benchmarks.lengths import WINDOW, attention_job, f2, micro_batches, packings, padded
 from benchmarks.results import Row
 from benchmarks.step_time import job_of
-from megatron_wlb.cli.calibration import Shape, fit_directions, rounded, shapes
-from megatron_wlb.cli.profile import TILE_ROWS, Target, attention_times
+from megatron_wlb.calibration import Shape, fit_directions, rounded, shapes
+from megatron_wlb.cli.profile import TILE_ROWS
 from megatron_wlb.hardware.network import H100_NETWORK, Collective, Group, fit
 from megatron_wlb.hardware.profile import Profile
 from megatron_wlb.job import Job, Recompute
@@ -41,11 +41,13 @@ from megatron_wlb.plan.step import shard_step
 from megatron_wlb.runtime import all_to_all
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.backends import get_backend
+from megatron_wlb.runtime.measure import Target, attention_times
 from megatron_wlb.runtime.metadata import ShardMetadata
 from megatron_wlb.sharding import per_document, rounds, shard
 from megatron_wlb.sharding.volume import Held
 from megatron_wlb.simulate import breakdown, simulate_step
 from megatron_wlb.types import ShardPlan
+from tests.reference.rounds import regrouped
 from tests.runtime.oracle import all_ranks, inputs
 from tests.worlds import run_world
 
@@ -209,7 +211,7 @@ def _measure(chosen: list[Shape]) -> tuple[np.ndarray, tuple[float, float]]:
 
     model, backend = attention_job(512, HEADS).model, get_backend("auto", "cpu")
     target = Target(model, "cpu", backend, "fp32", {"device": "cpu", "dtype": torch.float32})
-    times = [attention_times(shape, target, stopwatch) for shape in chosen]
+    times = [attention_times(*shape, target, stopwatch) for shape in chosen]
     us = []
     for num_bytes in MESSAGE_BYTES:
         given = torch.ones(num_bytes // 4)
@@ -241,9 +243,9 @@ def overlap(size: Size, profile: Profile) -> list[Row]:
     plans, rows = [], []
     for case, lengths in cases.items():
         _, planned = shard(lengths, job)
-        at_once = rounds.regrouped(planned, Held(planned).is_shared.astype(np.int64))
+        at_once = regrouped(planned, Held(planned).is_shared.astype(np.int64))
         for how, plan in (("at once", at_once), ("planned", planned)):
-            rows.append({"case": case, "network": "link", "stages": how, "count": len(plan.stages)})
+            rows.append({"case": case, "network": "link", "rounds": how, "count": len(plan.rounds)})
             plans.append(plan)
     measured = run_world(_run, 2, plans, size.rounds, timeout=1800)
     for row, plan, ranks in zip(rows, plans, zip(*measured, strict=True), strict=True):

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_wlb.cost.attention import attention_kernels
-from megatron_wlb.cost.exchange import exchange_model, exposed_exchange, stage_times
+from megatron_wlb.cost.exchange import exchange_model, exposed_exchange, round_times
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.job import Job
@@ -148,7 +148,7 @@ def magi_times(plan: ShardPlan, job: Job) -> tuple[np.ndarray, np.ndarray]:
         own = [times(kernel, share) for kernel in kernels]
         others = [np.tile(times(kernel, (1 - share) / stages), (stages, 1)) for kernel in kernels]
         moved, _ = exchange_model(job).times(np.full(stages, busiest / stages))
-        took = stage_times(own, others, (moved, moved), kept=job.sharding.save_gathered_kv)
+        took = round_times(own, others, (moved, moved), kept=job.sharding.save_gathered_kv)
         busy = np.array([first + later.sum(axis=0) for first, later in zip(own, others, strict=True)])
         return busy, (took - busy.max(axis=1))[:, None]
 

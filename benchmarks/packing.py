@@ -24,8 +24,8 @@ from benchmarks.ilp import IlpPacking
 from benchmarks.lengths import CROSSOVER, WINDOW, distributions, f2, job_7b, packer, stream
 from benchmarks.peers import InOrder, KarmarkarKarp
 from benchmarks.results import Row, at_most
+from megatron_wlb import _native
 from megatron_wlb.job import Job, Packing
-from megatron_wlb.packing import adaptive
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.fixed import FixedPacking
 from megatron_wlb.packing.original import OriginalPacking
@@ -125,7 +125,7 @@ def timings(quick: bool) -> list[Row]:
 def step_times(lengths: np.ndarray, n: int, steps: int) -> tuple[list[float], list[float]]:
     """Seconds of whole steps, from the stream to the snapshot, and of their choice and placement of documents alone."""
     packs = make_packer(stream(lengths, WINDOW, shuffle=True), job_7b(n, packing=AdaptivePacking()), fingerprint="")
-    times, choose = [], adaptive.choose
+    times, choose = [], _native.choose_adaptive
 
     def stopped(*arguments: Any, **sizes: Any) -> Any:
         begin = time.perf_counter()
@@ -133,7 +133,7 @@ def step_times(lengths: np.ndarray, n: int, steps: int) -> tuple[list[float], li
         times.append(time.perf_counter() - begin)
         return chosen
 
-    with patch.object(adaptive, "choose", stopped):
+    with patch.object(_native, "choose_adaptive", stopped):
         return [timed(packs.next) for _ in range(steps)], times
 
 
