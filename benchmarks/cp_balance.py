@@ -35,10 +35,11 @@ from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import STRATEGIES, Job, Parallel
 from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.packing import POLICIES
-from megatron_wlb.sharding import divide, mirrored_order, moved_rows, shard
+from megatron_wlb.sharding import divide, moved_rows, shard
 from megatron_wlb.sharding.volume import Held
 from megatron_wlb.simulate.passes import pass_times
 from megatron_wlb.types import SEGMENT, ShardPlan
+from tests.reference.sharding import mirrored_order
 
 PROFILE = load_profile("h100-fa2")
 KERNEL, _ = PROFILE.kernels(heads=4)

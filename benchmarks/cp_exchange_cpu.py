@@ -4,7 +4,7 @@
 
 Accuracy: errors of dK and dV against float64 where ranks send their shares in fp32, and in bf16 as the activations are;
 random activations, every document on all ranks. Savings: simulated steps of jobs on H100s with either dtype, of the
-same packings of F2. Overlap: two gloo processes of one thread run attention in fp32 and in stages, every document on
+same packings of F2. Overlap: two gloo processes of one thread run attention in fp32 and in rounds, every document on
 both, by turns with the exchange, without it (nothing moves), and the exchange alone. gloo is fast within a machine, so
 its all-to-alls also *wait*, one after the other, for the time of a link of LINK_GB_PER_S. Hidden is
 1 - (with - without) / alone. It is predicted by kernel times and the link, which both processes measure before, and by
@@ -88,7 +88,7 @@ QUICK = Size(accuracy_tokens=512, micro_batches=1, steps=2, tokens=1024, rounds=
 
 
 COLUMNS = (
-    *("case", "network", "stages", "count", "mib", "with_ms", "without_ms", "alone_ms", "hidden"),
+    *("case", "network", "rounds", "count", "mib", "with_ms", "without_ms", "alone_ms", "hidden"),
     *("predicted_hidden", "predicted_hidden_by_profile", "predicted_over_with", "predicted_over_with_by_profile"),
 )
 
@@ -117,7 +117,7 @@ def goals(exact: list[Row], rows: list[Row]) -> list[results.Goal]:
     wanted = [results.at_most("error that bf16 on the wire adds / error with fp32, largest", worst, 1.0)]
     for row in rows:
         off = abs(row["predicted_hidden"] - row["hidden"])
-        wanted.append(results.at_most(f"{row['case']}, {row['stages']}: share hidden, predicted off by", off, 0.1))
+        wanted.append(results.at_most(f"{row['case']}, {row['rounds']}: share hidden, predicted off by", off, 0.1))
     return wanted
 
 

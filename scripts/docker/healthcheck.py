@@ -5,9 +5,7 @@ import importlib
 
 import numpy as np
 
-from megatron_wlb.describe.make import make_job
-from megatron_wlb.model import MODELS
-from megatron_wlb.plan import DocumentStream, Source, make_packer
+from megatron_wlb import MODELS, DocumentStream, Source, make_job, make_packer
 
 TRAINING = "transformer_engine.pytorch flash_attn apex transformers megatron_wlb.adapter.training".split()
 
