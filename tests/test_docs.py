@@ -51,8 +51,8 @@ def test_what_is_named_exists(page):
     text = page.read_text().partition("### Removed")[0]
     for target in re.findall(r"\]\(([^)\s#]+)[^)\s]*\)", text):
         assert re.match("https?:", target) or (page.parent / target).exists(), target
-    folders = "adapter|benchmarks|cli|cost|describe|docs|examples|hardware|packing|patches|pipeline|plan|runtime|scripts|"
-    folders += "sharding|simulate|tests"
+    folders = "adapter|benchmarks|cli|cost|describe|docs|examples|hardware|packing|patches|pipeline|plan|runtime|"
+    folders += "scripts|sharding|simulate|tests"
     for path in re.findall(rf"`((?:{folders})/[a-z\d_/.-]+\.\w+)`", text):
         assert (ROOT / path).is_file() or (ROOT / "megatron_wlb" / path).is_file(), path
     for module in re.findall(r"python -m ((?:benchmarks|scripts)[.\w]*\w)", text):
