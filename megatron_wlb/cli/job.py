@@ -44,7 +44,8 @@ def add_megatron_flags(parser: argparse.ArgumentParser, groups: Collection[str] 
         elif bool in kinds:
             options |= {"action": "store_const", "const": f.name not in SWITCHED_OFF}
         else:
-            options["nargs"] = "*" if any(getattr(kind, "__origin__", None) is tuple for kind in kinds) else None
+            is_list = str not in kinds and any(getattr(kind, "__origin__", None) is tuple for kind in kinds)
+            options["nargs"] = "*" if is_list else None
             options |= {"choices": f.metadata["choices"]} if f.metadata["choices"] else {"metavar": "X"}
         added[group].add_argument(flag_of(f.name), **options)
 
@@ -62,6 +63,7 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_megatron_flags(parser)
     add_wlb_arguments(parser)
+    parser.set_defaults(**dict.fromkeys(vars(add_wlb_arguments(_wlb_parser()).parse_args([]))))  # None: not typed
 
 
 def shape_of(args: argparse.Namespace) -> ModelShape:
@@ -103,17 +105,19 @@ def run_of(args: argparse.Namespace, command: list[str]) -> Run:
     Raises ValueError, naming the flags, for missing or contradictory arguments.
     """
     launched = _launched(args, command)
-    wlb = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    for name, value in vars(add_wlb_arguments(wlb).parse_known_args(launched.wlb)[0]).items():
-        if getattr(args, name) == wlb.get_default(name):  # not typed
+    for name, value in _wlb_values(launched).items():
+        if getattr(args, name) is None:
             setattr(args, name, value)
     typed = {f.name: value for f in fields(MegatronArguments) if (value := getattr(args, f.name, None)) is not None}
-    stated = {"world_size": launched.world_size} | launched.stated | typed
+    launched = launched._replace(stated=launched.stated | typed)
+    stated = {"world_size": launched.world_size} | launched.stated
     if launched.source == "flags":
         stated.setdefault("add_bias_linear", False)
-    settled = ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank")
-    if launched.is_log and not typed.keys() & {*settled, "num_layers_per_virtual_pipeline_stage"}:
-        stated |= {"num_layers_per_virtual_pipeline_stage": None, settled[1]: None}  # settled by the first
+    of_stages: tuple[str, ...] = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
+    if launched.is_log:
+        if typed.keys() & {*of_stages, "pipeline_model_parallel_layout"}:
+            of_stages += ("virtual_pipeline_model_parallel_size",)
+        stated |= {name: typed.get(name) for name in of_stages}  # Megatron settles the last by the first two
     arguments = MegatronArguments.of(stated)
     if arguments.seq_length is None:
         raise ValueError("no --seq-length; give the log of a run, its command behind --, or its flags")
@@ -143,12 +147,27 @@ def run_of(args: argparse.Namespace, command: list[str]) -> Run:
     )
 
 
+def _wlb_parser() -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+
+
+def _wlb_values(launched: Launched) -> dict[str, Any]:
+    """Return the --wlb settings of a run, with defaults. Raises ValueError for an unknown flag or a bad value."""
+    try:
+        found, unknown = add_wlb_arguments(_wlb_parser()).parse_known_args(launched.wlb)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error}; give another value, or leave the flag out") from None
+    if unknown and not launched.is_log:  # which may be of another release
+        raise ValueError(f"{short(unknown[0])} is no flag of --wlb; leave it out, or see megatron-wlb analyze --help")
+    return vars(found)
+
+
 def _launched(args: argparse.Namespace, command: list[str]) -> Launched:
     if args.log is not None and command:
         raise ValueError(f"{short(args.log)} and a command behind --; give one of them")
     if args.log is not None:
         return read_log(args.log)
-    return read_command(command) if command else Launched({}, [], "flags")
+    return read_command(command, args.world_size) if command else Launched({}, [], "flags")
 
 
 def _settled(a: MegatronArguments, model: str | None, notes: list[str]) -> MegatronArguments:

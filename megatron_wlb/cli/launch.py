@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_wlb.cli.common import printable, short
-from megatron_wlb.describe.megatron import FLAGS, SWITCHED_OFF, MegatronArguments
+from megatron_wlb.describe.megatron import FLAGS, SWITCHED_OFF, MegatronArguments, flag_of
 from megatron_wlb.describe.refusals import refuses
 
 MOST_BYTES = 1 << 28
@@ -112,8 +112,12 @@ def read_log(name: str) -> Launched:
     return Launched(found, list(_wlb_words(found)), name, is_log=True)
 
 
-def read_command(words: Sequence[str]) -> Launched:
+def read_command(words: Sequence[str], world_size: int | None = None) -> Launched:
     """Read the command of a run, from its launcher to the flags of its script.
+
+    Args:
+        words: of the command, as a shell splits it.
+        world_size: number of GPUs; None: as the launcher says.
 
     Raises ValueError if there is no script, or if it trains anything but a GPT.
     """
@@ -126,7 +130,7 @@ def read_command(words: Sequence[str]) -> Launched:
     stated = _stated(words[script + 1 :])
     _refuse_others([*words[: script + 1]], stated)
     wlb = [word for name in stated if name.startswith("wlb") for word in _words_of(name, stated[name])]
-    return Launched(stated, wlb, "command", world_size=_world_size(words[:script]))
+    return Launched(stated, wlb, "command", world_size=world_size or _world_size(words[:script]))
 
 
 def judge(launched: Launched, arguments: MegatronArguments, *, approximate: bool) -> Judged:
@@ -153,7 +157,7 @@ def judge(launched: Launched, arguments: MegatronArguments, *, approximate: bool
     known = {*refused, *strange, *_MATTER, *_READ, *NOT_SIMULATED, *MegatronArguments.__dataclass_fields__}
     ignored = [name for name in judged if name not in known and not launched.is_log]
     remarks = _attention(launched)
-    flags = {name: f"--{name.replace('_', '-')}" for name in judged}
+    flags = {name: flag_of(name) for name in judged}
     if refused:
         remarks.append(
             f"Left out, since training with --wlb refuses them: {' '.join(flags[name] for name in refused)}."

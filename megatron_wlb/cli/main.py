@@ -49,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.set_defaults(run=module.run)
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
-    args = parser.parse_args(words[:end])
+    args, unknown = parser.parse_known_args(words[:end])
+    if unknown:
+        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         if words[end + 1 :] and args.run is not analyze.run:
             raise ValueError(f"{words[end + 1]} behind --: only analyze takes a run's command")

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -140,6 +140,8 @@ class MegatronArguments:
             value = stated.get(f.name)
             if value is None:
                 continue
+            if type(value) in (int, float) and str in (get_args(f.type) or (f.type,)):
+                value = str(value)  # --split 1
             try:
                 value = msgspec.convert(value, f.type, strict=False)
             except msgspec.ValidationError as error:
@@ -323,8 +325,7 @@ def undeferrable(a: MegatronArguments) -> str:
         return given
     if a.transformer_impl == "transformer_engine" and (a.add_bias_linear or a.add_qkv_bias):
         return "--transformer-impl transformer_engine with biases in linear layers"
-    interleaved = a.virtual_pipeline_model_parallel_size or a.num_virtual_stages_per_pipeline_rank
-    if interleaved and a.overlap_grad_reduce and not a.align_grad_reduce:
+    if a.overlap_grad_reduce and not a.align_grad_reduce and parallel_of(a).vpp > 1:
         # The plan orders reductions of buckets with deferred weight gradients, and it differs between data-parallel
         # ranks. Buckets without any would be reduced at another place in that order.
         return "--overlap-grad-reduce --no-align-grad-reduce and virtual stages"

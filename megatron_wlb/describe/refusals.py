@@ -57,6 +57,11 @@ def _fsdp2_with(a: Any) -> bool:
     return bool(a.use_torch_fsdp2 and (others or not a.untie_embeddings_and_output_weights))
 
 
+def _sees_right(a: Any) -> bool:
+    """Whether attention sees later tokens; --window-size may be text."""
+    return bool(a.window_size) and str(a.window_size).strip("()").rpartition(",")[2].strip() != "0"
+
+
 def _dispatches(a: Any, dispatcher: str, backend: str | None = None) -> bool:
     chosen = a.moe_token_dispatcher_type == dispatcher and backend in (None, a.moe_flex_dispatcher_backend)
     return bool(a.num_experts) and chosen
@@ -131,7 +136,7 @@ _REFUSALS = (
         "--attention-dropout is {a.attention_dropout}; packed attention has none, give --attention-dropout 0",
     ),
     _Refusal(
-        lambda a: (a.window_size or (0, 0))[1] != 0,
+        _sees_right,
         "--window-size is {a.window_size}; causal attention sees nothing to its right, give LEFT,0",
     ),
     _Refusal(

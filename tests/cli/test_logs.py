@@ -75,7 +75,7 @@ def test_a_log_says_what_the_flags_say(name, blocks, tmp_path):
     of_log = replace(log.job.parallel, etp=command.job.parallel.etp)
     assert replace(log.job, parallel=of_log) == command.job
     assert log.job.parallel.expert_tp == command.job.parallel.expert_tp
-    for each in ("seed", "data_path", "micro_batch_size", "window_size"):
+    for each in ("seed", "data_path", "micro_batch_size"):
         assert getattr(log.run.arguments, each) == getattr(command.run.arguments, each), each
     assert log.run.judged.left_out == command.run.judged.left_out
     assert log.run.judged.needs_dispatcher == command.run.judged.needs_dispatcher

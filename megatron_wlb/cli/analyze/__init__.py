@@ -43,11 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, words: Words) -> None:
     """Analyse, print and write. Raises ValueError on wrong input, before anything is written."""
+    import jinja2  # noqa: F401  # an extra, missed now rather than after the work
+
     terminal = console(args.json, args.html, args.trace, width=None if sys.stdout.isatty() else WIDTH)
     if (args.html, args.json, args.trace).count("-") > 1:
         raise ValueError("two outputs would be mixed on standard output; name a file for one")
     if args.html is not None:
-        from megatron_wlb.cli.analyze import page  # its packages are missed now rather than after the work
+        from megatron_wlb.cli.analyze import page  # so are its packages
     setup = setup_of(run_of(args, words.launched))
     packed, simulated = report.steps_of(setup.job)
     if args.steps is not None:

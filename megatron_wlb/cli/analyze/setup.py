@@ -26,6 +26,7 @@ from megatron_wlb.plan.step import shard_step
 from megatron_wlb.settings import flag_with_value
 from megatron_wlb.simulate import SimulatedStep, simulate_step
 from megatron_wlb.simulate.memory import largest_max_tokens
+from megatron_wlb.simulate.passes import untimed
 from megatron_wlb.types import Shard, ShardPlan
 
 MEGATRON = {"plain": "per-sequence", "thd": "per-document"}
@@ -94,6 +95,8 @@ class Setup:
     def __init__(self, run: Run, data: Data) -> None:
         self.run, self.data, self.notes = run, data, run.notes
         job = run.job()
+        if why := untimed(job):
+            raise ValueError(why)
         self.stream = partial(data.stream, run.arguments.seed, job.context_length)
         self.job, self.tried, self.layouts = self._best(job)
         a, stated = run.arguments, run.launched.stated
