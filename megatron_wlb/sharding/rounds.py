@@ -94,7 +94,8 @@ def attention_times(plan: ShardPlan, job: Job) -> tuple[list[np.ndarray], list[f
     exchange adds to the slowest rank's, us each."""
     costs, held = round_costs(job), Held(plan)
     loads = Loads(held, costs.forward)
-    own, during = [loads.of(np.arange(0))], []
+    own = [loads.of(np.arange(0))]
+    during: list[Load] = []
     for round in plan.rounds:
         calls = (zip(shard.calls, plan.call_sets, strict=True) for shard in plan.shards)
         of_set = [call["document"] for call, number in itertools.chain(*calls) if number == round.document_set]
