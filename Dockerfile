@@ -2,7 +2,7 @@
 #     docker build -t megatron-wlb .
 # For `megatron-wlb analyze` and the other commands that need neither torch nor a GPU:
 #     docker build -t megatron-wlb-analyze --target analyze .
-# NVIDIA's image by megatron-core (upstream's docker/.ngc_version.dev): 0.19 26.06-py3, 0.18 26.04-py3.
+# NVIDIA's image for megatron-core 0.19 (upstream's docker/.ngc_version.dev).
 ARG PYTORCH=26.06-py3
 ARG PYTHON=3.12-slim-bookworm
 

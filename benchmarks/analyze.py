@@ -9,6 +9,8 @@ defaults. Writes benchmarks/results/analyze.json, in about a minute; its only me
 import contextlib
 import io
 import json
+import shlex
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -37,7 +39,8 @@ def analysed(job: str, folder: Path) -> tuple[dict[str, Any], float]:
     """The report, and the CPU seconds that it took."""
     words = ["--data-path", str(folder / "f2"), *job.split()]
     if job.endswith(".sbatch"):
-        words = [*words[:2], "--vocab-size", "32000", "--steps", str(STEPS), *results.slurm_job(Path(job).stem)]
+        dry = subprocess.run(["bash", results.ROOT / job, "--dry-run"], check=True, capture_output=True, text=True)
+        words = [*words[:2], "--vocab-size", "32000", "--steps", str(STEPS), *shlex.split(dry.stdout)]
     outputs = ["--json", str(folder / "report.json"), "--html", str(folder / "report.html")]
     begin = time.process_time()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):

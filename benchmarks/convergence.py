@@ -1,27 +1,27 @@
 """Does a model come out the same under every packing policy? The same GPT on the same text, policy by policy.
 
-    python -m benchmarks.convergence [--quick] [--device cuda] [--seeds 8] [--jobs 2] [--output FOLDER] [--report]
+    python -m benchmarks.convergence [--quick] [--seeds 8] [--jobs 2] [--logs FOLDER] [--report]
 
-One process trains all micro-batches of a step and adds up their gradients, which is what any layout computes
+One process trains all micro-batches of a step and sums their gradients, as any layout does
 (`tests/benchmarks/test_convergence.py` compares it with Megatron on 4 processes): only packing differs. Model, text,
-trained tokens and learning rate over tokens are the same for all; a seed draws the weights and the order of documents.
-All runs of a seed go on from one model, trained in the original order until it is past the chaos of its first steps.
-`original-shuffled` is the control: nothing but another order of documents, so that what it loses or gains is noise.
+trained tokens and learning rate over tokens are equal; a seed draws the weights and the order of documents. All runs of
+a seed continue from one model, trained in the original order until it is past the chaos of its first steps. The control
+`original-shuffled` changes nothing but the order of documents, so its gain or loss is noise.
 
-A run is one file in the output folder (benchmarks/results/convergence by default, POLICY-SEED.json). A run that is
-there is kept, one that was killed is done again. At the end, or with --report alone over the runs that are there, it
-writes benchmarks/results/convergence.json and docs/convergence.png; `python -m scripts.docs` then writes the table of
-docs/convergence.md. About a quarter of an hour a run on a calm core; --quick takes minutes and writes no report. With
---device cuda a larger model on more text, in bf16.
+A run is one file in the folder of logs (benchmarks/results/convergence by default, POLICY-SEED.json). A finished run is
+kept, one that was killed is done again. At the end, or with --report alone, benchmarks/results/convergence.json and
+docs/convergence.png are written from the logs; `python -m scripts.docs` then writes the table of docs/convergence.md.
+A run takes about a quarter of an hour on a calm core; --quick takes minutes.
 """
 
+import copy
 import json
 import math
 import multiprocessing
-import os
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import convergence_corpus, convergence_displacement, convergence_report, results
-from benchmarks.convergence_displacement import displacement
+from benchmarks import convergence_report, results
 from benchmarks.convergence_model import Corpus, Gpt, Shape, accumulate
 from benchmarks.convergence_report import BASELINE, COLORS, CONTROL
-from benchmarks.lengths import WINDOW
-from benchmarks.results import Row
+from benchmarks.corpus import load
+from benchmarks.results import ROOT, Row
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import MODELS
@@ -49,7 +48,7 @@ from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import get_backend
 from megatron_wlb.types import PackedBatch
 
-ROOT = Path(__file__).parent
+CPU = torch.device("cpu")
 VARIANTS = tuple(COLORS)
 MEASUREMENTS = 5
 """Validations over a run, evenly over its tokens, the last after its last step; one more before its first."""
@@ -57,7 +56,7 @@ MEASUREMENTS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Everything that all runs of a report have in common."""
+    """The settings that all runs of a report share."""
 
     name: str
     shape: Shape
@@ -66,9 +65,9 @@ class Scale:
     """N, in windows."""
     dp: int = 2
     pp: int = 8
-    """Data-parallel ranks and pipeline stages, by which adaptive packing goes: documents wait long there."""
+    """Data-parallel ranks and pipeline stages, by which adaptive packing goes: it defers documents for long there."""
     start_batches: int
-    """Global batches in the original order, before what is compared; over the first half the learning rate rises."""
+    """Global batches in the original order before the comparison; over the first half the learning rate rises."""
     global_batches: int
     """Tokens of a run, in global batches of N * C; the learning rate falls to 0 along a cosine."""
     validation_tokens: int
@@ -95,23 +94,8 @@ class Scale:
     def tokens(self) -> int:
         return self.global_batches * self.batch_tokens
 
-    @property
-    def crossover_tokens(self) -> int:
-        return round(self.crossover_over_window * self.context_length)
 
-    @property
-    def folder(self) -> Path:
-        """Where the logs lie; those of the report are in the repository."""
-        if self.name == "quick":
-            return ROOT.parent / "demo/convergence-quick"
-        return ROOT / "results" / ("convergence" if self.name == "cpu" else f"convergence-{self.name}")
-
-    @property
-    def corpus_path(self) -> Path:
-        return ROOT.parent / f"demo/data/convergence-{self.name}.npz"
-
-
-CPU = Scale(
+REPORT = Scale(
     name="cpu",
     shape=Shape(num_layers=3, hidden_size=128, ffn_hidden_size=384, num_heads=2, vocab_size=1024),
     context_length=4096,
@@ -121,34 +105,20 @@ CPU = Scale(
     learning_rate=2e-3,
     pivot_bytes=2000,
 )
-SCALES = {
-    "cpu": CPU,
-    "quick": replace(
-        CPU,
-        name="quick",
-        shape=Shape(num_layers=2, hidden_size=64, ffn_hidden_size=128, num_heads=2, vocab_size=512),
-        context_length=1024,
-        start_batches=4,
-        global_batches=20,
-        validation_tokens=16_384,
-        pivot_bytes=500,
-    ),
-    "cuda": replace(
-        CPU,
-        name="cuda",
-        shape=Shape(num_layers=8, hidden_size=512, ffn_hidden_size=1536, num_heads=8, vocab_size=4096),
-        context_length=8192,
-        start_batches=100,
-        global_batches=400,
-        validation_tokens=524_288,
-        learning_rate=2e-3,
-        pivot_bytes=5000,
-    ),
-}
+QUICK = replace(
+    REPORT,
+    name="quick",
+    shape=Shape(num_layers=2, hidden_size=64, ffn_hidden_size=128, num_heads=2, vocab_size=512),
+    context_length=1024,
+    start_batches=4,
+    global_batches=20,
+    validation_tokens=16_384,
+    pivot_bytes=500,
+)
 
 
 def variants(scale: Scale) -> dict[str, dict[str, Any]]:
-    """What is compared, by name: the packing policy and what else `make_job` takes."""
+    """Arguments of `make_job` that are compared, by name."""
     return {
         BASELINE: {"packing": OriginalPacking()},
         CONTROL: {"packing": OriginalPacking()},
@@ -160,14 +130,14 @@ def variants(scale: Scale) -> dict[str, dict[str, Any]]:
 
 
 def job_of(variant: str, scale: Scale) -> Job:
-    """What packing is judged by: a 7B model in the place of the small one."""
+    """The job that packing goes by: a 7B model in the place of the small one."""
     return make_job(
         model=MODELS["llama2-7b"],
         parallel=Parallel(dp=scale.dp, pp=scale.pp),
         context_length=scale.context_length,
         global_batch_size=scale.global_batch_size,
         max_tokens=round(scale.max_tokens_over_window * scale.context_length),
-        crossover_tokens=scale.crossover_tokens,
+        crossover_tokens=round(scale.crossover_over_window * scale.context_length),
         **variants(scale)[variant],
     )
 
@@ -178,33 +148,20 @@ def packer_of(variant: str, scale: Scale, lengths: np.ndarray, seed: int) -> Pac
     return make_packer(stream, job_of(variant, scale))
 
 
-def displacements(steps: int = convergence_displacement.STEPS) -> list[Row]:
-    """What every variant does to the order of documents of other lengths, over a window of 128K; nothing is trained."""
-    from benchmarks.packing import distributions  # needs what machines that only measure may lack
-
-    scale, drawn = replace(CPU, context_length=WINDOW), distributions(200_000)
-    return [
-        {"data": data, "variant": name, **displacement(job_of(name, scale), drawn[data][0], steps)}
-        for data in convergence_displacement.LENGTHS
-        for name in VARIANTS
-        if name != CONTROL
-    ]
-
-
 class Trainer:
-    """A model, its optimizer, and the clock of the learning rate: trained tokens, below 0 before what is compared."""
+    """A model, its optimizer, and the clock of the learning rate: trained tokens, below 0 before the comparison."""
 
-    def __init__(self, scale: Scale, corpus: Corpus, seed: int, device: torch.device) -> None:
-        self._scale, self._corpus, self._device = scale, corpus, device
-        options = AttentionOptions(backend=get_backend("auto", device))
-        self.model = Gpt(scale.shape, attention=options, max_positions=scale.context_length, seed=seed).to(device)
+    def __init__(self, scale: Scale, corpus: Corpus, seed: int) -> None:
+        self._scale, self._corpus = scale, corpus
+        options = AttentionOptions(backend=get_backend("auto", CPU))
+        self.model = Gpt(scale.shape, attention=options, max_positions=scale.context_length, seed=seed)
         matrices = [p for p in self.model.parameters() if p.dim() == 2]
         vectors = [p for p in self.model.parameters() if p.dim() != 2]
         groups = [{"params": matrices, "weight_decay": scale.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self._optimizer = torch.optim.AdamW(groups, lr=0.0, betas=scale.betas)
         self.tokens = -scale.start_tokens
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Row:
         return {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict(), "tokens": self.tokens}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -219,7 +176,7 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.zero_grad()
-        loss = accumulate(self.model, self._corpus, packing, self._device)
+        loss = accumulate(self.model, self._corpus, packing)
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._scale.clip))
         self._optimizer.step()
         self.tokens += tokens
@@ -228,11 +185,7 @@ class Trainer:
     @torch.no_grad()
     def validate(self, corpus: Corpus, packing: PackedBatch) -> dict[str, float]:
         """Mean loss of the packed tokens: of all, and of documents longer than a quarter of the window."""
-        losses = []
-        for i in range(len(packing)):
-            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
-                batch = corpus.micro_batch(packing.micro_batch(i), self._device)
-                losses.append(self.model(batch).double().cpu())
+        losses = [self.model(corpus.micro_batch(packing.micro_batch(i))).double() for i in range(len(packing))]
         loss, lengths = torch.cat(losses).numpy(), packing.documents["length"]
         is_long = np.repeat(4 * lengths > self._scale.context_length, lengths)
         return {"all": round(float(loss.mean()), 6), "long": round(float(loss[is_long].mean()), 6)}
@@ -245,23 +198,23 @@ def learning_rate(tokens: float, scale: Scale) -> float:
     return scale.learning_rate * 0.5 * (1 + math.cos(math.pi * min(tokens / scale.tokens, 1.0)))
 
 
-def start(seed: int, scale: Scale, data: Row, device: torch.device) -> Row:
-    """State of the trainer that all variants go on from."""
+def start(seed: int, scale: Scale, data: Row) -> Row:
+    """State of the trainer that all variants continue from."""
     train = split(data, held_out=False)
-    packer, trainer = packer_of(BASELINE, scale, train.lengths, seed), Trainer(scale, train, seed, device)
+    packer, trainer = packer_of(BASELINE, scale, train.lengths, seed), Trainer(scale, train, seed)
     while trainer.tokens < 0:
         trainer.step(packer.next().packing)
     return trainer.state()
 
 
-def run(variant: str, seed: int, scale: Scale, data: Row, device: torch.device, state: Row) -> Row:
+def run(variant: str, seed: int, scale: Scale, data: Row, state: Row) -> Row:
     """Train one variant from the `state` that `start` left. Returns the log of the run."""
     begin, job = time.time(), job_of(variant, scale)
     train, held_out = (split(data, held_out=held) for held in (False, True))
     validation = validation_packing(held_out, scale)
     # Another order of documents than the start had, and the control yet another.
     shuffle = seed + (2000 if variant == CONTROL else 1000)
-    packer, trainer = packer_of(variant, scale, train.lengths, shuffle), Trainer(scale, train, seed, device)
+    packer, trainer = packer_of(variant, scale, train.lengths, shuffle), Trainer(scale, train, seed)
     trainer.load(state)
     steps: dict[str, list[float]] = {key: [] for key in ("tokens", "loss", "gradient_norm", "imbalance", "long_tokens")}
     measured, validations = [], [{"tokens": 0, **trainer.validate(held_out, validation)}]
@@ -279,7 +232,7 @@ def run(variant: str, seed: int, scale: Scale, data: Row, device: torch.device, 
     return {
         "variant": variant,
         "seed": seed,
-        **common(scale, data, device),
+        **common(scale, data),
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "seconds": round(time.time() - begin, 1),
         "validation": validations,
@@ -289,9 +242,9 @@ def run(variant: str, seed: int, scale: Scale, data: Row, device: torch.device, 
     }
 
 
-def common(scale: Scale, data: Row, device: torch.device) -> Row:
-    """What the runs of a report must share, as it comes back from JSON."""
-    return json.loads(json.dumps({"scale": asdict(scale), "corpus": data["summary"], "device": device.type}))
+def common(scale: Scale, data: Row) -> Row:
+    """Entries that all logs of a report must share, as they come back from JSON."""
+    return json.loads(json.dumps({"scale": asdict(scale), "corpus": data["summary"], "device": CPU.type}))
 
 
 def split(data: Row, *, held_out: bool) -> Corpus:
@@ -303,7 +256,7 @@ def split(data: Row, *, held_out: bool) -> Corpus:
 def validation_packing(corpus: Corpus, scale: Scale) -> PackedBatch:
     """Held-out documents of at least `validation_tokens` in all, in file order; none is cut but at the window.
 
-    Documents attend to themselves alone, so how they share micro-batches does not matter to the loss.
+    Attention ends with a document, so the loss does not depend on how documents share micro-batches.
     """
     source = Source(lengths=corpus.lengths)
     stream = DocumentStream([source], seed=0, context_length=scale.context_length, shuffle=False, num_epochs=1)
@@ -314,104 +267,62 @@ def validation_packing(corpus: Corpus, scale: Scale) -> PackedBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """The runs of a scale, each in a process and on a thread of its own, and where their files lie."""
+    """The runs of a scale and the folder of their logs, which are written at the end of a run."""
 
     scale: Scale
-    corpus: Path
-    device: torch.device
-    output: Path
+    logs: Path
 
-    def run_all(self, runs: list[tuple[str, int]], jobs: int) -> None:
-        """Do what is missing in `output`, `jobs` at a time, seed by seed."""
-        self.output.mkdir(parents=True, exist_ok=True)
-        wanted = common(self.scale, self.data(), self.device)
-        missing = [r for r in runs if not self.is_finished(*r, wanted)]
-        print(f"{len(missing)} of {len(runs)} runs to do")
+    def run_all(self, seeds: int, variants: Sequence[str], jobs: int) -> None:
+        """Do the runs that `logs` lacks, `jobs` seeds at a time, each in a process and on a thread of its own."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.data()  # made once
         with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-            waiting, seeds = [], sorted({seed for _, seed in missing})
-            for i, seed in enumerate(seeds):
-                # The start of the next seed before the runs of this one, so that none waits for its own.
-                starts = seeds[:2] if i == 0 else seeds[i + 1 : i + 2]
-                waiting += [pool.submit(self.start_one, each) for each in starts]
-                waiting += [pool.submit(self.run_one, *r) for r in missing if r[1] == seed]
-            for future in as_completed(waiting):
-                if future.exception():
-                    pool.shutdown(cancel_futures=True)
-                print(future.result(), flush=True)
+            for future in [pool.submit(self.run_seed, seed + 1, variants) for seed in range(seeds)]:
+                future.result()
 
-    def start_one(self, seed: int) -> str:
-        """`start`, unless its state lies beside the corpus; returns that it does."""
+    def run_seed(self, seed: int, variants: Sequence[str]) -> None:
+        """Do the missing runs of a seed."""
         torch.set_num_threads(1)
-        data, path = self.data(), self.start_path(seed)
-        wanted = common(self.scale, data, self.device)
-        if path.exists() and torch.load(path, map_location="cpu", weights_only=True)["common"] == wanted:
-            return f"seed {seed}: start is there"
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        torch.save({"common": wanted, **start(seed, self.scale, data, self.device)}, temporary)
-        temporary.rename(path)
-        return f"seed {seed}: start is made"
+        data, state = self.data(), None
+        for variant in variants:
+            path = self.logs / f"{variant}-{seed}.json"
+            if self.is_finished(path, data):
+                continue
+            state = state or start(seed, self.scale, data)
+            log = run(variant, seed, self.scale, data, copy.deepcopy(state))
+            lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in log.items())
+            results.write_whole(path, f"{{\n{lines}\n}}\n")
+            loss = log["validation"][-1]["all"]
+            print(f"{path.stem}: validation loss {loss:.4f} after {log['seconds']:.0f} s", flush=True)
 
-    def run_one(self, variant: str, seed: int) -> str:
-        """`run`, with its log written at the end and not before; returns how it went."""
-        self.start_one(seed)  # which sets the threads
-        state = torch.load(self.start_path(seed), map_location=self.device, weights_only=True)
-        log = run(variant, seed, self.scale, self.data(), self.device, state)
-        lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in log.items())
-        results.write_whole(self.path(variant, seed), f"{{\n{lines}\n}}\n")
-        loss = log["validation"][-1]["all"]
-        return f"{variant}, seed {seed}: validation loss {loss:.4f} after {log['seconds']:.0f} s"
-
-    def is_finished(self, variant: str, seed: int, wanted: Row) -> bool:
+    def is_finished(self, path: Path, data: Row) -> bool:
         """Whether the log of a run is there. Raises ValueError for one of other settings, rather than overwrite it."""
-        path = self.path(variant, seed)
         if not path.exists():
             return False
-        log = json.loads(path.read_text())
+        log, wanted = json.loads(path.read_text()), common(self.scale, data)
         if different := [key for key in wanted if log[key] != wanted[key]]:
-            raise ValueError(
-                f"{path} is of another {' and '.join(different)}; give an --output of its own, or delete it"
-            )
+            raise ValueError(f"{path} is of another {' and '.join(different)}; give --logs of its own, or delete it")
         return True
-
-    def path(self, variant: str, seed: int) -> Path:
-        return self.output / f"{variant}-{seed}.json"
-
-    def start_path(self, seed: int) -> Path:
-        return self.corpus.with_name(f"{self.corpus.stem}-start-{seed}.pt")
 
     def data(self) -> Row:
         scale = self.scale
-        return convergence_corpus.load(
-            self.corpus,
-            vocab_size=scale.shape.vocab_size,
-            pivot_bytes=scale.pivot_bytes,
-            held_out_share=scale.held_out_share,
-        )
+        sizes = {"pivot_bytes": scale.pivot_bytes, "held_out_share": scale.held_out_share}
+        return load(ROOT / f"demo/data/convergence-{scale.name}.npz", vocab_size=scale.shape.vocab_size, **sizes)
 
 
 def main() -> None:
     parser = results.parser(__doc__, "a tiny model on little text, to see that it all runs")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--seeds", type=int, default=8, help="seeds 1 to this; the first of every policy run first")
-    parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated; default: %(default)s")
-    parser.add_argument("--output", type=Path, help="folder of the logs, then no report is written")
+    parser.add_argument("--seeds", type=int, default=8, help="seeds 1 to this; default: %(default)s")
+    parser.add_argument("--jobs", type=int, default=2, help="seeds side by side; default: %(default)s")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="default: all")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="of the runs; default: the report's")
     parser.add_argument("--report", action="store_true", help="run nothing, report over the logs that are there")
     args = parser.parse_args()
-    names = args.variants.split(",")
-    if unknown := set(names) - set(VARIANTS):
-        parser.error(f"unknown variants {', '.join(sorted(unknown))}; choose among {', '.join(VARIANTS)}")
-    scale = SCALES["quick" if args.quick else args.device]
-    folder = args.output or scale.folder
+    scale = QUICK if args.quick else REPORT
+    folder = args.logs or (ROOT / "demo/convergence-quick" if args.quick else results.FOLDER / "convergence")
     if not args.report:
-        todo = Runs(scale=scale, corpus=scale.corpus_path, device=torch.device(args.device), output=folder)
-        todo.run_all([(name, seed) for seed in range(1, args.seeds + 1) for name in names], args.jobs)
-    logs = convergence_report.read(folder)
-    rows = convergence_report.compare(logs)
-    convergence_report.show(rows)
-    if args.output is None and not args.quick:
-        print(*convergence_report.write(logs, displacements()), sep="\n")
-    results.conclude(convergence_report.goals(rows), args.check)
+        Runs(scale=scale, logs=folder).run_all(args.seeds, args.variants, args.jobs)
+    convergence_report.report(args, convergence_report.read(folder))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A small GPT over `megatron_wlb.runtime` attention, and what a global batch of micro-batches does to it.
+"""A small GPT over `megatron_wlb.runtime` attention, and the gradient of a step of micro-batches.
 
 The model is upstream's GPT (RMSNorm, rotary positions, SwiGLU, no biases) with upstream's names and layouts of weights,
 so that `tests/benchmarks/test_convergence.py` can compare it with Megatron's own training. Needs torch only.
@@ -39,7 +39,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Packed documents on the device; attention and positions never cross documents."""
+    """Packed documents; attention and positions never cross them."""
 
     tokens: Tensor
     """int64 [s]."""
@@ -60,24 +60,24 @@ class Corpus:
         self._tokens = tokens
         self._begins = np.cumsum(lengths) - lengths
         self.lengths = trained_tokens(lengths)
-        """What each document trains, int64 [documents]."""
+        """Trained tokens of each document, int64 [documents]."""
 
-    def micro_batch(self, documents: np.ndarray, device: torch.device) -> MicroBatch:
-        """DOCUMENT rows [n], n >= 1, concatenated, on `device`."""
+    def micro_batch(self, documents: np.ndarray) -> MicroBatch:
+        """DOCUMENT rows [n], n >= 1, concatenated."""
         lengths = documents["length"]
         begins = self._begins[documents["document"]] + documents["offset"]
         # Places of inputs, one after the other within a document.
         places = np.repeat(begins - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
         plan = sharding.divide(lengths, 1, "per-sequence", FLOPS_PROFILE.kernels()[0])
         return MicroBatch(
-            tokens=torch.from_numpy(self._tokens[places].astype(np.int64)).to(device),
-            labels=torch.from_numpy(self._tokens[places + 1].astype(np.int64)).to(device),
-            metadata=ShardMetadata.build(plan, 0, get_backend("auto", device).encode).to(device),
+            tokens=torch.from_numpy(self._tokens[places].astype(np.int64)),
+            labels=torch.from_numpy(self._tokens[places + 1].astype(np.int64)),
+            metadata=ShardMetadata.build(plan, 0, get_backend("auto", "cpu").encode),
         )
 
 
 class Gpt(nn.Module):
-    """Decoder-only transformer; weights are drawn from `seed`, the same on every device."""
+    """Decoder-only transformer; weights are drawn from `seed`."""
 
     def __init__(self, shape: Shape, *, attention: AttentionOptions, max_positions: int, seed: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Gpt(nn.Module):
         self.layers = nn.ModuleList(Layer(shape, attention) for _ in range(shape.num_layers))
         self.final_layernorm = nn.RMSNorm(shape.hidden_size, eps=1e-5)
         self.output_layer = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
-        self.register_buffer("rotary", _rotary_table(max_positions, shape.hidden_size // shape.num_heads), False)
+        self.register_buffer("rotary", rotary_table(max_positions, shape.hidden_size // shape.num_heads), False)
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -105,15 +105,18 @@ class Gpt(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, shape: Shape, attention: AttentionOptions) -> None:
+    """A layer, or the share of one of `tp` tensor-parallel ranks, without their communication."""
+
+    def __init__(self, shape: Shape, attention: AttentionOptions, tp: int = 1) -> None:
         super().__init__()
-        hidden, self._heads, self._attention = shape.hidden_size, shape.num_heads, attention
+        hidden, self._heads, self._attention = shape.hidden_size, shape.num_heads // tp, attention
+        width, ffn = hidden // tp, shape.ffn_hidden_size // tp
         self.input_layernorm = nn.RMSNorm(hidden, eps=1e-5)
-        self.linear_qkv = nn.Linear(hidden, 3 * hidden, bias=False)
-        self.linear_proj = nn.Linear(hidden, hidden, bias=False)
+        self.linear_qkv = nn.Linear(hidden, 3 * width, bias=False)
+        self.linear_proj = nn.Linear(width, hidden, bias=False)
         self.pre_mlp_layernorm = nn.RMSNorm(hidden, eps=1e-5)
-        self.linear_fc1 = nn.Linear(hidden, 2 * shape.ffn_hidden_size, bias=False)
-        self.linear_fc2 = nn.Linear(shape.ffn_hidden_size, hidden, bias=False)
+        self.linear_fc1 = nn.Linear(hidden, 2 * ffn, bias=False)
+        self.linear_fc2 = nn.Linear(ffn, hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, metadata: ShardMetadata) -> Tensor:
         """x [s, H] -> [s, H]; cos and sin [s, 1, D]."""
@@ -126,7 +129,7 @@ class Layer(nn.Module):
         return x + self.linear_fc2(F.silu(gate) * up)
 
 
-def _rotary_table(positions: int, head_size: int) -> Tensor:
+def rotary_table(positions: int, head_size: int) -> Tensor:
     """Cosines and sines, fp32 [2, positions, D]."""
     frequencies = ROTARY_BASE ** -(torch.arange(0, head_size, 2) / head_size)
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies).repeat(1, 2)
@@ -139,18 +142,15 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
 
 
-def accumulate(model: Gpt, corpus: Corpus, packing: PackedBatch, device: torch.device) -> float:
+def accumulate(model: Gpt, corpus: Corpus, packing: PackedBatch) -> float:
     """Add the gradient of the mean loss over all tokens of a step; returns that mean.
 
-    The micro-batches of all data-parallel ranks come one after the other: their sum is what any layout computes.
+    Micro-batches of all data-parallel ranks follow one another, and their sum is the gradient of any layout.
     """
-    tokens = int(packing.documents["length"].sum())
-    total = torch.zeros((), device=device)
+    tokens, total = int(packing.documents["length"].sum()), torch.zeros(())
     for i in range(len(packing)):
-        if packing.bounds[i] == packing.bounds[i + 1]:
-            continue  # a step may have fewer documents than micro-batches
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss = model(corpus.micro_batch(packing.micro_batch(i), device)).sum()
-        (loss / tokens).backward()
-        total += loss.detach()
+        if packing.bounds[i] < packing.bounds[i + 1]:  # a step may have fewer documents than micro-batches
+            loss = model(corpus.micro_batch(packing.micro_batch(i))).sum()
+            (loss / tokens).backward()
+            total += loss.detach()
     return float(total) / tokens

@@ -1,19 +1,22 @@
 """Compares the runs of `benchmarks/convergence.py` with the baseline, seed by seed: a table, a picture and a page."""
 
 import json
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
-from benchmarks import convergence_displacement, results
+from benchmarks import results
 from benchmarks.results import Row
 
 BASELINE = "original"
 CONTROL = "original-shuffled"
-"""The baseline with another order of documents: how far apart runs are between which there is nothing to choose."""
+"""The baseline with another order of documents, whose distance from it is noise."""
 CONFIDENCE = 0.95
 MARGIN_PERCENT = 0.5
 """Equivalent is what two one-sided tests, of 1 - CONFIDENCE each, show to be less than this from the baseline, above
@@ -23,12 +26,9 @@ HALF_WIDTH_PERCENT = 0.4
 """Goal for the interval of a difference: so many seeds are enough."""
 JUDGED = ("wlb", "adaptive", "adaptive-2N")
 """Variants that should be equivalent."""
-MEASURES = {
-    "optimizer_steps": "steps",
-    "imbalance": "imbalance_mean",
-    **{name: name for name in ("late_steps", "spread_steps", "token_cv", "long_share_mean", "long_share_std")},
-}
-"""Columns that are means over seeds of what `metrics.Summary` has."""
+SAME = ("late_steps", "spread_steps", "token_cv", "long_share_mean", "long_share_std")
+MEASURES = {"optimizer_steps": "steps", "imbalance": "imbalance_mean"} | {name: name for name in SAME}
+"""Columns that are means over seeds of fields of `metrics.Summary`."""
 COLORS = {
     "original": "#000000",
     "original-shuffled": "#8c8c8c",
@@ -91,8 +91,6 @@ def interval(values: list[float]) -> tuple[float | None, float | None]:
     mean = float(np.mean(values)) if values else None
     if len(values) < 2:
         return mean, None
-    from scipy import stats  # which machines that only measure may lack
-
     return mean, float(stats.sem(values)) * float(stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1))
 
 
@@ -100,8 +98,6 @@ def equivalence(values: list[float], margin: float) -> float | None:
     """p of two one-sided t-tests that the mean lies within +-margin (Schuirmann 1987); None for too few values."""
     if len(values) < 2:
         return None
-    from scipy import stats
-
     sides = (-margin, "greater"), (margin, "less")
     return max(float(stats.ttest_1samp(values, edge, alternative=side).pvalue) for edge, side in sides)
 
@@ -121,7 +117,7 @@ def _final(log: Row, measure: str) -> float:
 
 
 def verdicts(rows: list[Row]) -> list[str]:
-    """What the intervals and the tests say, in one sentence for each variant."""
+    """The outcome of the intervals and tests, a sentence for each variant."""
     sentences = []
     for row in rows:
         name, mean, half = row["variant"], row["difference_percent"], row["difference_half_width"]
@@ -177,41 +173,26 @@ def _with_error(row: Row, key: str) -> str:
     return f"{mean:+.2f}" if half is None else f"{mean:+.2f} ± {half:.2f}"
 
 
-def show(rows: list[Row]) -> None:
-    if not rows:
+def report(args: Namespace, logs: list[Row]) -> None:
+    """Print the comparison, and write it with its picture."""
+    if not logs:
         print("no run has finished")
         return
+    rows = compare(logs)
     cells = [{name: column(row) for name, column in _COLUMNS.items()} for row in rows]
     results.show([{"policy": row["variant"]} | cell for row, cell in zip(rows, cells, strict=True)], width=200)
     print(*verdicts(rows), sep="\n")
-
-
-def write(logs: list[Row], displacement: list[Row]) -> list[Path]:
-    """Write the JSON and, where a run has finished, the picture of these runs, and return their paths."""
-    rows = compare(logs)
-    settings = {
-        **({key: logs[0][key] for key in ("scale", "corpus", "parameters")} if logs else {}),
-        "runs": [f"{log['variant']}-{log['seed']}" for log in logs],
-        "displacement": displacement,
-    }
-    device, suffix = (logs[0]["device"], logs[0]["scale"]["name"]) if logs else ("cpu", "cpu")
-    device, suffix = None if device == "cpu" else device, "" if suffix == "cpu" else f".{suffix}"
-    path = results.write("convergence", settings=settings, rows=rows, goals=goals(rows), device=device, suffix=suffix)
-    return [path, draw(logs, rows, f"convergence{suffix}")] if rows else [path]
+    settings = {key: logs[0][key] for key in ("scale", "corpus", "parameters")}
+    settings["runs"] = [f"{log['variant']}-{log['seed']}" for log in logs]
+    results.finish(args, "convergence", settings=settings, rows=rows, goals=goals(rows), draw=partial(draw, logs, rows))
 
 
 def page(data: Row) -> str:
-    """What docs/convergence.md says of convergence.json; `python -m scripts.docs` puts it there."""
-    lines = _comparison(data["settings"], data["rows"]) if data["rows"] else ["No run of this text has finished yet."]
-    moved = convergence_displacement.table(data["settings"]["displacement"])
-    title = "By planning alone, for N = 8 and a window of 131,072 tokens:"
-    return "\n".join([*lines, "", title, "", *moved]) + "\n"
-
-
-def _comparison(settings: Row, rows: list[Row]) -> list[str]:
+    """The text of docs/convergence.md on convergence.json; `python -m scripts.docs` puts it there."""
+    settings, rows = data["settings"], data["rows"]
     scale, train, held_out = settings["scale"], settings["corpus"]["train"], settings["corpus"]["held_out"]
     tokens = scale["global_batches"] * scale["global_batch_size"] * scale["context_length"]
-    return [
+    lines = [
         f"{len(settings['runs'])} runs of {tokens:,} tokens, {settings['parameters']:,} parameters. Training text: "
         f"{train['documents']:,} documents of {train['tokens']:,} tokens (p50 {train['p50']:,}, p90 {train['p90']:,}, "
         f"longest {train['longest']:,}); held out: {held_out['documents']:,} of {held_out['tokens']:,}; digest "
@@ -226,14 +207,14 @@ def _comparison(settings: Row, rows: list[Row]) -> list[str]:
         "",
         "![Validation loss over tokens, and final differences](convergence.png)",
     ]
+    return "\n".join(lines) + "\n"
 
 
 def _resolution(rows: list[Row]) -> list[str]:
-    """How small a difference these runs could have shown, and how large one is without a cause."""
-    by_name = {row["variant"]: row for row in rows}
+    """The least difference that these runs could have shown, and the difference without a cause."""
+    by_name, lines = {row["variant"]: row for row in rows}, []
     halves = [row["difference_half_width"] for row in rows if row["difference_half_width"] is not None]
     noise, losses = by_name.get(CONTROL, {}).get("difference_std"), by_name.get(BASELINE, {}).get("loss_of_seeds", [])
-    lines = []
     if noise is not None:
         lines.append(
             f"- Noise: two orders of the same documents under `{BASELINE}` end {noise:.2f} % apart (standard deviation "
@@ -248,7 +229,7 @@ def _resolution(rows: list[Row]) -> list[str]:
     return lines
 
 
-def draw(logs: list[Row], rows: list[Row], name: str) -> Path:
+def draw(logs: list[Row], rows: list[Row], folder: Path) -> Path:
     """Loss over tokens, of the seeds that all variants have, and the final differences with their intervals."""
     figure: Any = results.figure(12, 4.2)
     left, right = figure.subplots(1, 2)
@@ -260,8 +241,7 @@ def draw(logs: list[Row], rows: list[Row], name: str) -> Path:
             left.plot(tokens / 1e6, losses, color=color, label=variant, lw=1.2)
     left.set(xlabel="trained tokens (millions)", ylabel=f"validation loss (mean of {len(shared)} seeds)", yscale="log")
     left.yaxis.set_minor_formatter(lambda value, _: f"{value:.1f}")
-    if shared:
-        left.legend(frameon=False, fontsize=8)
+    left.legend(frameon=False, fontsize=8)
     compared = [row for row in reversed(rows) if row["difference_percent"] is not None]
     for place, row in enumerate(compared):
         color, seeds = COLORS[row["variant"]], row["difference_of_seeds"]
@@ -271,4 +251,4 @@ def draw(logs: list[Row], rows: list[Row], name: str) -> Path:
     right.axvline(0, color="black", lw=0.8)
     right.set_yticks(range(len(compared)), [row["variant"] for row in compared])
     right.set_xlabel(f"final loss to {BASELINE}, %: mean, 95 % interval, seeds")
-    return results.save(figure, name)
+    return results.save(figure, "convergence", folder)

@@ -3,47 +3,41 @@
     python -m benchmarks.cp_balance [--quick] [--check]
 
 Micro-batches of N = 4 by `original` and `adaptive` packing, documents in the order of the stream; a LLaMA2-7B layer at
-TP = 8 (4 query heads per rank), the shipped H100 model of one forward launch per call, no communication. The limit is
-the attention of whole documents, without a wasted tile, divided by the ranks. `rows in` are the rows of K and V that
-come to a rank from others, in shares of all rows: the mean of the ranks, and the rank with most. Choices are by
-attention alone, but for "auto, exchange", which counts the rows as a job does.
+TP = 8 (4 query heads a rank) and the shipped H100 profile, one forward launch a call, no communication. The limit is
+the attention of whole documents, without a wasted tile, divided by the ranks. `rows_in` are the rows of K and V that
+come to a rank from others, over all rows: the mean of the ranks, and the rank with most. Choices go by attention alone;
+"auto, exchange" counts the rows as a job does.
 
-`settings.exchange` has a whole layer, forward and backward: attention, everything linear in tokens, and the exchange
-that nothing hides, as a share of that time ("exposed"); and the limit's share of it. The limit is here the attention of
-whole documents and the linear work, spread evenly, nothing waited for. No tensor-parallel communication counts. How
-peers are read stands in `cp_peers`; dynamic CP has the documents of a whole step, N micro-batches, at once, and weighs
-their linear work, too. `settings.two_levels` has what an exchange would save at the most that sends a row to every node
-once, for jobs with several context-parallel ranks on a node. What whole steps expose is in `step_time`.
-Writes benchmarks/results/cp_balance.json and docs/cp_balance.png.
+`settings.exchange` has a whole layer, forward and backward: attention, everything linear in tokens, and the exposed
+exchange as a share of that time; and the share of its limit, in which attention of whole documents and linear work are
+spread evenly and nothing waits. Tensor-parallel communication does not count. `cp_peers` has the peers; dynamic CP gets
+the documents of a whole step at once and weighs their linear work, too. `settings.two_levels` bounds what an exchange
+would save that sends a row to every node once, where a node has several context-parallel ranks. `step_time` has the
+exchange that whole steps expose. Writes benchmarks/results/cp_balance.json and docs/cp_balance.png.
 """
 
 import itertools
-import json
-import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 from rich.progress import track
 
 from benchmarks import cp_peers, results
-from benchmarks.gpu.cases import attention_job
-from benchmarks.lengths import CROSSOVER, DATA, S_MAX, f2, packed, padded
-from benchmarks.packing import distributions
+from benchmarks.lengths import CROSSOVER, S_MAX, attention_job, distca, f2, packed, padded
 from benchmarks.results import Row
 from megatron_wlb.cost.attention import attention_kernels
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import STRATEGIES, Job, Parallel
 from megatron_wlb.model import MODELS, ModelShape
-from megatron_wlb.plan import native
+from megatron_wlb.packing import POLICIES
 from megatron_wlb.sharding import divide, mirrored_order, moved_rows, shard
 from megatron_wlb.sharding.volume import Held
-from megatron_wlb.simulate.passes import H100, pass_times
+from megatron_wlb.simulate.passes import pass_times
 from megatron_wlb.types import SEGMENT, ShardPlan
 
 PROFILE = load_profile("h100-fa2")
@@ -67,7 +61,7 @@ SHAPES = {
 
 @cache
 def job_of(window: int, cp: int, model: ModelShape = MODELS["llama2-7b"], tp: int = 8) -> Job:
-    """Sharding goes by both directions and the exchange."""
+    """A job whose sharding goes by both directions and the exchange."""
     shape = {"model": model, "context_length": window, "global_batch_size": PER_STEP, "profile": PROFILE}
     return make_job(**shape, parallel=Parallel(cp=cp, tp=tp, sequence_parallel=False))
 
@@ -111,11 +105,11 @@ def whole(lengths: np.ndarray) -> np.ndarray:
 
 def cases(quick: bool) -> list[tuple[Row, list[np.ndarray]]]:
     """What is sharded: values of `CASE`, and document lengths of micro-batches, int64 [documents] each."""
-    data, found = distributions(200_000), []
+    found = []
     names, windows, cps = (("F2",), (1 << 17,), (4,)) if quick else (("F2", "dist_wlbllm"), (1 << 17, 1 << 19), CPS)
     for name, window, packing in itertools.product(names, windows, PACKINGS):
-        drawn = f2(200_000, 0, window) if name == "F2" else data[name][0]
-        job = attention_job(window, (4, 4), packing=packing)
+        drawn = f2(200_000, 0, window) if name == "F2" else distca()
+        job = attention_job(window, (4, 4), packing=POLICIES[packing]())
         made = packed(np.minimum(drawn, window), job, 20 if quick else 100)
         found += [(dict(zip(CASE, (name, window, packing, cp), strict=True)), made) for cp in cps]
     return found
@@ -142,14 +136,14 @@ def balance(found: list[tuple[Row, list[np.ndarray]]]) -> list[Row]:
 def layers(made: Sequence[np.ndarray], job: Job) -> dict[str, tuple[float, float]]:
     """Time of a layer, forward and backward, of all micro-batches, and the exposed exchange in it, us each."""
     cp, kernels = job.parallel.cp, attention_kernels(job)
-    jobs = {
-        OURS: job,
-        "wlb, all-gather": replace(job, cp_sharding="wlb", cp_exchange="all", reorder=False),
-        "per-sequence, ring": replace(job, cp_sharding="per-sequence", cp_exchange="ring", reorder=False),
-        RING: replace(job, cp_sharding="per-document", cp_exchange="ring", reorder=False),
-    }
+
+    def peer(cp_sharding: str, cp_exchange: str) -> Job:
+        return replace(job.sharded(cp_sharding=cp_sharding), cp_exchange=cp_exchange, reorder=False)
+
+    jobs = {OURS: job, "wlb, all-gather": peer("wlb", "all")}
+    jobs |= {"per-sequence, ring": peer("per-sequence", "ring"), RING: peer("per-document", "ring")}
     plans = {name: [shard(lengths, given)[1] for lengths in made] for name, given in jobs.items()}
-    passes = {name: pass_times(jobs[name], H100, plans[name]).layers for name in (OURS, "wlb, all-gather")}
+    passes = {name: pass_times(jobs[name], plans[name]).layers for name in (OURS, "wlb, all-gather")}
     timed = {
         name: (sum((each.total - each.tensor).sum() for each in both), sum(each.exchange.sum() for each in both))
         for name, both in passes.items()
@@ -158,7 +152,7 @@ def layers(made: Sequence[np.ndarray], job: Job) -> dict[str, tuple[float, float
     linear = np.array([[each.linear.sum() / tokens] for each in passes[OURS]])
 
     def add(name: str, times: Callable[..., tuple[np.ndarray, np.ndarray]], plans: Iterable[ShardPlan]) -> None:
-        each = [(plan, *times(plan, job, H100.network)) for plan in plans]
+        each = [(plan, *times(plan, job)) for plan in plans]
         busy = np.array([linear * [shard.tokens for shard in plan.shards] + attention for plan, attention, _ in each])
         took = (busy + [added for _, _, added in each]).max(axis=2)
         timed[name] = took.sum(), (took - busy.max(axis=2)).sum()
@@ -199,10 +193,10 @@ def two_levels(found: list[tuple[Row, list[np.ndarray]]]) -> list[Row]:
             cp, took = 32 // tp, np.zeros(2)
             job = job_of(case["window"], cp, SHAPES[name][0], tp)
             for lengths in made[:TIMED]:
-                _, plan = shard(lengths, job)
-                faster = H100.network.link_gb_per_s / once_a_node(plan, H100.network.gpus_per_node // tp)
-                networks = H100.network, replace(H100.network, link_gb_per_s=faster)
-                both = [pass_times(job, replace(H100, network=network), [plan]).layers for network in networks]
+                (_, plan), network = shard(lengths, job), PROFILE.network
+                faster = network.link_gb_per_s / once_a_node(plan, network.gpus_per_node // tp)
+                profiles = PROFILE, replace(PROFILE, network=replace(network, link_gb_per_s=faster))
+                both = [pass_times(replace(job, profile=profile), [plan]).layers for profile in profiles]
                 took += [sum((each.total - each.tensor)[0] for each in layer) for layer in both]
             row = {"model": name, "data": case["data"], "window": case["window"], "tp": tp, "cp": cp}
             rows.append(row | {"us": took[0] / len(made[:TIMED]), "saved": 1 - took[1] / took[0]})
@@ -223,20 +217,17 @@ def once_a_node(plan: ShardPlan, local: int) -> float:
     return once / now if now else 1.0
 
 
-def selection(documents: int, job: Job, repeats: tuple[int, int]) -> Row:
-    """CPU time to choose and make a job's plan for so many documents and its stages, native and Python, in one run."""
+def selection(documents: int, job: Job, repeats: int) -> Row:
+    """CPU time to choose and make a job's plan for so many documents, and its stages."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(4.3, 1.2, documents), 1, 60_000).astype(np.int64)
-    times: dict[str, list[float]] = {"native": [], "python": []}
-    for core, count in zip((native.core, None), repeats, strict=True):
-        with patch.object(native, "core", core):
-            for _ in range(count):
-                begin = time.process_time()
-                shard(lengths, job)
-                times["native" if core else "python"].append((time.process_time() - begin) * 1e3)
-    python_ms = statistics.median(times["python"])
-    row = {"documents": documents, "cp": job.parallel.cp, "tokens": int(lengths.sum()), "python_ms": python_ms}
-    return row | results.spread("native_ms", times["native"])
+    times = []
+    for _ in range(repeats):
+        begin = time.process_time()
+        shard(lengths, job)
+        times.append((time.process_time() - begin) * 1e3)
+    row = {"documents": documents, "cp": job.parallel.cp, "tokens": int(lengths.sum())}
+    return row | results.spread("native_ms", times)
 
 
 def goals(rows: list[Row], selected: dict[str, Row]) -> list[results.Goal]:
@@ -245,19 +236,6 @@ def goals(rows: list[Row], selected: dict[str, Row]) -> list[results.Goal]:
         if (row["window"], row["cp"], row["strategy"]) == (1 << 17, 4, "auto"):
             name = f"{row['data']}, {row['packing']} packing, 128K, CP=4: share of the gain of the limit"
             wanted.append(results.at_least(name, row["share_of_gain"], 0.85))
-    before = json.loads((DATA / "cp_two_kinds.json").read_text())
-    ours = {tuple(row[key] for key in CASE): row for row in rows if row["strategy"] == "auto"}
-    for data, cp in sorted({(was["data"], was["cp"]) for was in before}):
-        pairs = [
-            (ours[case], was)
-            for was in before
-            if (was["data"], was["cp"]) == (data, cp) and (case := tuple(was[key] for key in CASE)) in ours
-        ]
-        for name, key, goal in (("slowest rank's time", "predicted_us", 1.002), ("rows in", "rows_in", 0.6)):
-            if pairs:
-                worst = max(row[key] / was[key] for row, was in pairs)
-                what = f"{data}, CP={cp}: {name}, of those with documents on one rank or all"
-                wanted.append(results.at_most(what, worst, goal))
     for limit, row in zip((0.5, 10), selected.values(), strict=True):
         name = f"sharding and stages of {row['documents']:,} documents on {row['cp']} ranks, ms"
         wanted.append(results.at_most(name, row["native_ms"], limit))
@@ -278,40 +256,31 @@ def exchange_goals(rows: list[Row]) -> list[results.Goal]:
     return wanted
 
 
-def draw(rows: list[Row]) -> Path:
+def draw(rows: list[Row], folder: Path) -> Path:
     """Share of the attainable gain over CP ranks, F2 at 128K."""
     figure = results.figure(10, 3.6)
     axes = figure.subplots(1, 2, sharey=True)
-    styles = {
-        "per-sequence, mirrored order": ("#8c8c8c", "^"),
-        "wlb": ("#d55e00", "o"),
-        "auto": ("#0072b2", "s"),
-    }
+    styles = {"per-sequence, mirrored order": ("#8c8c8c", "^"), "wlb": ("#d55e00", "o"), "auto": ("#0072b2", "s")}
     for axis, packing in zip(axes, PACKINGS, strict=True):
         for strategy, (color, marker) in styles.items():
             here = [r for r in rows if (r["data"], r["window"], r["packing"]) == ("F2", 1 << 17, packing)]
             points = [(r["cp"], 100 * r["share_of_gain"]) for r in here if r["strategy"] == strategy]
             axis.plot(*zip(*points, strict=True), color=color, marker=marker, label=strategy)
         axis.set_xscale("log", base=2)
-        axis.set(
-            xticks=[2, 4, 8, 16, 32],
-            xticklabels=["2", "4", "8", "16", "32"],
-            xlabel="context-parallel ranks",
-            ylim=(0, 102),
-        )
+        axis.set(xticks=CPS, xticklabels=CPS, xlabel="context-parallel ranks", ylim=(0, 102))
         axis.set_title(f"{packing} packing", loc="left", fontsize=10)
     axes[0].set_ylabel("gain over per-sequence, % of the limit's")
     axes[0].legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 0.3))
-    return results.save(figure, "cp_balance")
+    return results.save(figure, "cp_balance", folder)
 
 
 def main() -> None:
-    args = results.parser(__doc__, "seconds: F2, 128K, CP=4, nothing written").parse_args()
+    args = results.parser(__doc__, "half a minute: F2, 128K, CP=4").parse_args()
     found = cases(args.quick)
     rows, exchanged = balance(found), exchange(found)
     selected = {
-        "selection": selection(1000, job_of(1 << 17, 16), (300, 2 if args.quick else 5)),
-        "large_selection": selection(10_000, job_of(1 << 20, 64), (300, 1)),
+        "selection": selection(1000, job_of(1 << 17, 16), 300),
+        "large_selection": selection(10_000, job_of(1 << 20, 64), 20 if args.quick else 300),
     }
     results.show(rows)
     results.show(exchanged, [column for column in exchanged[0] if not column.endswith(", exposed")])

@@ -1,19 +1,18 @@
-"""How others shard documents over context-parallel ranks and exchange K and V, written from published descriptions.
+"""How others shard documents over context-parallel ranks and exchange K and V, from their published descriptions.
 
-Plans to compare with, not to run: ranks may hold different numbers of tokens, and a call a document several times.
-Times are of a layer, forward and backward, float64 [2, ...] us, and favourable: merging by log-sum-exps takes no time,
-nor do tiles that are half empty because keys come in parts, and different rings don't wait for each other.
+The plans are for comparison and cannot run: ranks may hold different numbers of tokens, and a call may have a document
+several times. Times are of a layer, forward and backward, float64 [2, ...] us, and favour the others: merging by
+log-sum-exps is free, so are tiles that are half empty because keys come in parts, and rings do not wait for each other.
 """
 
 import heapq
 from dataclasses import replace
 
 import numpy as np
-from megatron_wlb.simulate.dynamic_cp import ranks_of
 
 from megatron_wlb.cost.attention import attention_kernels
 from megatron_wlb.cost.exchange import exchange_model, exposed_exchange, stage_times
-from megatron_wlb.hardware.network import Network
+from megatron_wlb.cost.work import document_work
 from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.job import Job
 from megatron_wlb.sharding import moved_rows
@@ -22,13 +21,13 @@ from megatron_wlb.sharding.volume import Held
 from megatron_wlb.types import SEGMENT, Shard, ShardPlan
 
 MAGI_STAGES = (1, 2, 4, 8)
-"""Stages in which MagiAttention's ranks get keys of others: one by default, in its dynamic mode up to eight."""
+"""Stages in which MagiAttention's ranks get keys of other ranks: one by default, up to eight in its dynamic mode."""
 
 
 def magi(lengths: np.ndarray, cp: int) -> ShardPlan:
     """MagiAttention's dispatch: eight equal chunks of the packed sequence a rank, the largest attended area first.
 
-    Each goes to the rank with the least area so far that has not its eight. Adjacent chunks are one; all is one call.
+    A chunk goes to the rank of least area that has fewer than eight. Adjacent chunks are joined; a rank has one call.
     """
     begins, tokens = document_begins(lengths), int(lengths.sum())
     size = -(-tokens // (8 * cp))
@@ -59,6 +58,32 @@ def magi(lengths: np.ndarray, cp: int) -> ShardPlan:
     return ShardPlan(lengths=lengths, shards=shards, strategy="magi", call_sets=(0,))
 
 
+def ranks_of(lengths: np.ndarray, ranks: int, rank_tokens: float, crossover_tokens: int = 0) -> np.ndarray:
+    """First rank of every document under Megatron's dynamic context parallelism, and their number, int64 [n, 2].
+
+    After its scheduling (`--hybrid-context-parallel`, on its dev branch `--dynamic-context-parallel`). The longest
+    documents come first. Each takes the fewest ranks, 1, 2, 4, ... or all, that have room for it alone, and of the
+    aligned groups of that size the one whose slowest rank has least work. Tokens of ranks differ.
+
+    Args:
+        lengths: int64 [n], of a whole step.
+        ranks: context-parallel times data-parallel ranks.
+        rank_tokens: room of a rank (`--max-seqlen-per-dp-cp-rank`).
+        crossover_tokens: for `document_work`; by default work is quadratic, as in Megatron.
+    """
+    work, of_documents = np.zeros(ranks), document_work(lengths, crossover_tokens)
+    found = np.empty((len(lengths), 2), np.int64)
+    for document in np.argsort(-lengths, kind="stable").tolist():
+        size = 1
+        while size < ranks and lengths[document] > size * rank_tokens:
+            size = min(2 * size, ranks)
+        groups = work[: ranks // size * size].reshape(-1, size)
+        first = size * int(groups.max(axis=1).argmin())
+        work[first : first + size] += of_documents[document] / size
+        found[document] = first, size
+    return found
+
+
 def dynamic(lengths: np.ndarray, cp: int, room: int | None = None, crossover_tokens: int = 0) -> ShardPlan:
     """Dynamic context parallelism: documents on the ranks of `ranks_of`, equal heads and tails on each.
 
@@ -82,11 +107,11 @@ def dynamic(lengths: np.ndarray, cp: int, room: int | None = None, crossover_tok
     return ShardPlan(lengths=lengths, shards=tuple(shards), strategy="dynamic")
 
 
-def ring_times(plan: ShardPlan, job: Job, network: Network, *, whole: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Kernels of attention in rings, and what hops add, [2, cp] each, with one launch for each part of K and V.
+def ring_times(plan: ShardPlan, job: Job, *, whole: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Kernels of attention in rings, and the time that hops add, [2, cp] each; every part of K and V is a launch.
 
-    All documents are in a ring of all ranks, or, without `whole`, those of the same ranks, from the first to the last
-    that holds some, in a ring of these.
+    With `whole` a single ring of all ranks carries all documents. Without, documents of the same ranks share a ring,
+    which reaches from the first rank that holds one to the last.
     """
     held, kernels, ring = Held(plan), attention_kernels(job), replace(job, cp_exchange="ring")
     tiles, lives = held.by_rank(np.stack(kernels[0].tiles(held.segments), axis=1)), held.seen > 0
@@ -100,17 +125,17 @@ def ring_times(plan: ShardPlan, job: Job, network: Network, *, whole: bool) -> t
         forward, backward = (kernel.time(size, *counts) for kernel in kernels)
         alone = replace(ring, parallel=replace(job.parallel, cp=size))
         slowest = forward.max(keepdims=True), backward.max(keepdims=True)
-        hops = exposed_exchange(alone, plan.lengths[documents].sum(keepdims=True).astype(float), slowest, network)
+        hops = exposed_exchange(alone, plan.lengths[documents].sum(keepdims=True).astype(float), slowest)
         attention[:, first:stop] += forward, backward
         added[:, first:stop] += hops
     return attention, added
 
 
-def magi_times(plan: ShardPlan, job: Job, network: Network) -> tuple[np.ndarray, np.ndarray]:
-    """Kernels of attention, [2, cp], and what MagiAttention's exchange adds to the slowest rank's, [2, 1].
+def magi_times(plan: ShardPlan, job: Job) -> tuple[np.ndarray, np.ndarray]:
+    """Kernels of attention, [2, cp], and the time that MagiAttention's exchange adds to the slowest rank, [2, 1].
 
-    Ranks begin with the keys that they hold. Those of others that they need come by an all-to-all, in equal stages, as
-    many of `MAGI_STAGES` as take least time. Gradients leave in the dtype of K and V, its default.
+    Ranks begin with the keys that they hold. Other keys that they need come by all-to-alls in equal stages, in the
+    number of `MAGI_STAGES` that takes least time. Gradients leave in the dtype of K and V, its default.
     """
     held, kernels = Held(plan), attention_kernels(job)
     tiles = held.by_rank(np.stack(kernels[0].tiles(held.segments), axis=1)).sum(axis=0)
@@ -122,7 +147,7 @@ def magi_times(plan: ShardPlan, job: Job, network: Network) -> tuple[np.ndarray,
     def overlapped(stages: int) -> tuple[np.ndarray, np.ndarray]:
         own = [times(kernel, share) for kernel in kernels]
         others = [np.tile(times(kernel, (1 - share) / stages), (stages, 1)) for kernel in kernels]
-        moved, _ = exchange_model(job, network).times(np.full(stages, busiest / stages))
+        moved, _ = exchange_model(job).times(np.full(stages, busiest / stages))
         took = stage_times(own, others, (moved, moved), kept=job.sharding.save_gathered_kv)
         busy = np.array([first + later.sum(axis=0) for first, later in zip(own, others, strict=True)])
         return busy, (took - busy.max(axis=1))[:, None]
@@ -131,7 +156,7 @@ def magi_times(plan: ShardPlan, job: Job, network: Network) -> tuple[np.ndarray,
 
 
 def own_share(held: Held) -> np.ndarray:
-    """Share of every rank's attention that needs no key of another, float64 [cp]; ranks have one call each."""
+    """Share of every rank's attention that needs no other rank's keys, float64 [cp]; ranks have one call each."""
     segments, rows = held.segments, held.segments["stop"] - held.segments["start"]
     # Rows of the same document on the same rank before each segment; a call has them in order.
     before = document_begins(rows)[:-1]

@@ -2,13 +2,12 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 
 from benchmarks import results
+from benchmarks.results import ROOT
 
-ROOT = Path(__file__).parent.parent
 KEPT = ("step", "loss", "tokens", "imbalance_original", "imbalance", "delay_mean_steps", "delay_max_steps")
 
 

@@ -6,15 +6,18 @@ from typing import Any
 
 import numpy as np
 
+from megatron_wlb.cost.work import document_work
 from megatron_wlb.describe.make import make_job
-from megatron_wlb.job import Job, Parallel
-from megatron_wlb.model import MODELS
+from megatron_wlb.job import Job, Packing, Parallel
+from megatron_wlb.model import MODELS, ModelShape
+from megatron_wlb.plan.dataset import read_index, trained_tokens
 from megatron_wlb.plan.packer import Packer, make_packer
 from megatron_wlb.plan.stream import DocumentStream, Source
+from megatron_wlb.types import PackedBatch
 
 DATA = Path(__file__).parent / "data"
 WINDOW = 131_072
-"""That F2 was made for."""
+"""The context window that F2 was made for."""
 CROSSOVER = 51_200
 S_MAX = 1.25
 """In windows."""
@@ -33,6 +36,28 @@ def f2(count: int, seed: int, window: int | None = None) -> np.ndarray:
     return np.clip(drawn, shortest, window or longest).astype(np.int64)
 
 
+def distca() -> np.ndarray:
+    """Lengths of DistCA's sample, drawn after the shape in the paper, int64 [documents]."""
+    return np.load(DATA / "dist_wlbllm.npz")["lengths"].astype(np.int64)
+
+
+def distributions(count: int) -> dict[str, tuple[np.ndarray, int]]:
+    """Lengths and window by name; the demo's only where `scripts/demo.sh` has made them."""
+    rng = np.random.default_rng(7)
+    log_normal = rng.lognormal(8.5, 1.5, count)
+    humps = np.where(rng.random(count) < 0.02, rng.normal(90_000, 15_000, count), 3_000)
+    data = {
+        "F2": (f2(count, 0), WINDOW),
+        "dist_wlbllm": (distca(), WINDOW),
+        "log-normal": (np.clip(log_normal, 16, WINDOW).astype(np.int64), WINDOW),
+        "two humps": (np.clip(humps, 16, WINDOW).astype(np.int64), WINDOW),
+    }
+    demo = Path(__file__).parent.parent / "demo/data/python"
+    if demo.with_suffix(".idx").exists():
+        data["demo"] = (trained_tokens(read_index(str(demo)).tokens), 2048)
+    return data
+
+
 def stream(lengths: np.ndarray, window: int, *, shuffle: bool = False) -> DocumentStream:
     """Documents of `lengths`, by default in order, again and again."""
     return DocumentStream([Source(lengths=lengths)], seed=0, context_length=window, shuffle=shuffle)
@@ -43,20 +68,47 @@ def job_7b(global_batch_size: int = 4, window: int = WINDOW, **changes: Any) -> 
 
     `changes` are arguments of `make_job`.
     """
-    ranks = Parallel(dp=global_batch_size)
-    sizes = {
-        "parallel": ranks,
-        "global_batch_size": global_batch_size,
-        "context_length": window,
-        "max_tokens": round(S_MAX * window),
-    }
+    sizes = {"parallel": Parallel(dp=global_batch_size), "global_batch_size": global_batch_size}
+    sizes |= {"context_length": window, "max_tokens": round(S_MAX * window)}
     crossover = CROSSOVER * window // WINDOW
     return make_job(**{"model": MODELS["llama2-7b"], "crossover_tokens": crossover} | sizes | changes)
+
+
+def attention_job(window: int, heads: tuple[int, int], cp: int = 1, **changes: Any) -> Job:
+    """A job of which attention alone counts, for (Hq, Hkv) heads of a rank, without communication.
+
+    A micro-batch for every one of four data-parallel ranks, so that packing makes them alike. `changes` are arguments
+    of `make_job`.
+    """
+    model = ModelShape(
+        num_layers=1,
+        hidden_size=1,
+        ffn_hidden_size=1,
+        num_attention_heads=heads[0],
+        num_query_groups=heads[1],
+        padded_vocab_size=0,
+    )
+    sizes = {"context_length": window, "global_batch_size": 4, "parallel": Parallel(cp=cp, dp=4)}
+    return make_job(**{"model": model, "crossover_tokens": CROSSOVER, "cp_exchange": "all"} | sizes | changes)
+
+
+def micro_batches(window: int, packing: Packing, count: int) -> list[np.ndarray]:
+    """Document lengths of F2 micro-batches, int64 [documents] each; below half of F2's window, scaled with it."""
+    lengths = f2(20_000, 0)
+    if window < WINDOW // 2:
+        lengths = np.maximum(1, lengths * window // WINDOW)
+    return packed(lengths, attention_job(window, (1, 1), packing=packing), count)
 
 
 def packer(lengths: np.ndarray, job: Job) -> Packer:
     """Packs documents of `lengths`, in order, for a job."""
     return make_packer(stream(lengths, job.context_length), job, fingerprint="")
+
+
+def packings(lengths: np.ndarray, job: Job, steps: int, skip: int = 0) -> list[PackedBatch]:
+    """`steps` steps of a job, after `skip` others."""
+    packs = packer(lengths, job)
+    return [packs.next().packing for _ in range(skip + steps)][skip:]
 
 
 def packed(lengths: np.ndarray, job: Job, count: int) -> list[np.ndarray]:
@@ -74,3 +126,9 @@ def padded(lengths: np.ndarray, unit: int) -> np.ndarray:
     """Brought to a multiple of `unit` by a document at the tail."""
     padding = -int(lengths.sum()) % unit
     return np.append(lengths, padding) if padding else lengths
+
+
+def work_per_token(packs: Packer, job: Job, steps: int) -> float:
+    """Work per token of the documents in the next `steps` steps."""
+    documents = np.concatenate([packs.next().packing.documents["length"] for _ in range(steps)])
+    return float(document_work(documents, job.crossover_tokens).sum() / documents.sum())

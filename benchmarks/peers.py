@@ -1,21 +1,38 @@
-"""What others do with the same documents, written from their published descriptions, as packing policies."""
+"""What others do with the same documents, from their published descriptions: packing policies, and Megatron itself."""
 
 import heapq
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job, Packing
+from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.types import DOCUMENT, Draw, PackedBatch
+
+
+def as_megatron(job: Job, *, cp_exchange: str = "ring", cp_sharding: str = "per-sequence") -> Job:
+    """The job by Megatron's defaults: a micro-batch for every window, as packed, interleaved in groups of as many as
+    stages, and a ring of context-parallel ranks."""
+    group = job.parallel.pp if job.parallel.vpp > 1 else None
+    return replace(
+        job.sharded(cp_sharding=cp_sharding),
+        num_micro_batches=job.global_batch_size,
+        parallel=replace(job.parallel, group_size=group),
+        packing=OriginalPacking(),
+        reorder=False,
+        defer_weight_gradients=False,
+        hidden_transfers=False,
+        cp_exchange=cp_exchange,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KarmarkarKarp(Packing):
-    """The documents of a global batch in N sets of equal L^2 + c * L by largest differencing, as verl does.
+    """The documents of a global batch in N sets of equal L^2 + c * L by largest differencing, as verl packs.
 
-    Knows no limit on the length of a micro-batch; no document waits.
+    The length of a micro-batch has no limit; no document is deferred.
     """
 
     name = "Karmarkar-Karp"
@@ -49,7 +66,7 @@ class _KarmarkarKarp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InOrder(Packing):
-    """Whole documents in order, a micro-batch full at its share of the tokens, as token-count schedulers do."""
+    """Whole documents in order; a micro-batch is full at its share of the tokens, as in token-count schedulers."""
 
     name = "in order"
 

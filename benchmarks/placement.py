@@ -1,12 +1,11 @@
-"""What placing micro-batches on data-parallel ranks and ordering them there by work gains, and how long it takes.
+"""Gains of placing micro-batches on data-parallel ranks and ordering them there by work, and the time that it takes.
 
     python -m benchmarks.placement [--quick] [--check]
 
-Works are those that each policy packs of F2 at S_max = 1.25 windows; the first and last tenth of the steps are left
-out. Figures are predicted times of the slowest rank's 1F1B (`timeline.makespans`), in shares of a step whose
-micro-batches are all alike; ends may be cheaper than that. Of jobs with expert parallelism whole steps are simulated:
-Megatron's own, and ours with micro-batches placed as if every rank had all experts, and as they are. Writes
-benchmarks/results/placement.json.
+Each policy packs F2 at S_max = 1.25 windows; the first and last tenth of the steps are left out. Figures are predicted
+times of the slowest rank's 1F1B (`timeline.makespans`) over a step whose micro-batches are all alike; cheap ends can
+take less. For jobs with expert parallelism whole steps are simulated: Megatron's, and ours with micro-batches placed by
+their sums, as if every rank had all experts, and slot by slot. Writes benchmarks/results/placement.json.
 """
 
 import itertools
@@ -19,61 +18,46 @@ from typing import Any
 import numpy as np
 
 from benchmarks import results
-from benchmarks.lengths import CROSSOVER, S_MAX, WINDOW, f2, job_7b, packer
+from benchmarks.lengths import CROSSOVER, S_MAX, WINDOW, f2, job_7b, packings
+from benchmarks.peers import as_megatron
 from benchmarks.results import Row, at_most
-from megatron_wlb.cli.analyze.setup import WARM_UP, as_megatron
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import Job, Packing, Parallel
 from megatron_wlb.model import ModelShape
-from megatron_wlb.packing import POLICIES
+from megatron_wlb.packing.adaptive import AdaptivePacking
+from megatron_wlb.packing.fixed import FixedPacking
+from megatron_wlb.packing.original import OriginalPacking
+from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.pipeline.timeline import makespans
-from megatron_wlb.plan import native
 from megatron_wlb.plan.placement import order, paces, place, rank_cost
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate import balanced_time, breakdown, simulate_step
 from megatron_wlb.simulate.passes import crossover
 
 PACKINGS = {
-    "original": POLICIES["original"](),
-    "fixed, 1 global batches": POLICIES["fixed"](),
-    "Algorithm 1, 0.25/0.5": POLICIES["wlb"](outlier_thresholds=(WINDOW // 4, WINDOW // 2)),
-    "adaptive": POLICIES["adaptive"](),
+    "original": OriginalPacking(),
+    "fixed, 1 global batches": FixedPacking(),
+    "Algorithm 1, 0.25/0.5": WlbPacking(outlier_thresholds=(WINDOW // 4, WINDOW // 2)),
+    "adaptive": AdaptivePacking(),
 }
-# Micro-batches, data-parallel ranks, stages, chunks: from 4 to 64 micro-batches a rank.
 LAYOUTS = ((16, 4, 4, 1), (64, 8, 4, 1), (64, 8, 8, 1), (64, 8, 4, 2), (64, 4, 4, 1), (64, 1, 4, 1))
-QUICK = ((16, 4, 4, 1), (64, 8, 4, 1))
-TIMED: tuple[tuple[int, ...], ...] = (
-    *LAYOUTS,
-    (64, 1, 4, 2),
-    (64, 1, 8, 1),
-    (64, 1, 8, 2),
-    (2048, 64, 4, 1),
-    (2048, 64, 16, 4),
-)
-# Of 8 ranks that divide experts.
-TIMED += ((64, 8, 4, 1, 8), (64, 8, 1, 1, 8), (2048, 64, 4, 1, 8))
+"""Micro-batches, data-parallel ranks, stages, chunks: from 4 to 64 micro-batches a rank."""
+LARGER = ((64, 1, 4, 2), (64, 1, 8, 1), (64, 1, 8, 2), (2048, 64, 4, 1), (2048, 64, 16, 4))
+EXPERT_LAYOUTS = ((64, 8, 4, 1, 8), (64, 8, 1, 1, 8), (2048, 64, 4, 1, 8))
+"""The last number is that of ranks that divide experts."""
+TIMED = (*LAYOUTS, *LARGER, *EXPERT_LAYOUTS)
+WARM_UP = 30
+"""Steps that fill queues and are not counted."""
 EP, MICRO_BATCHES = 8, 8
 """Expert-parallel ranks, and micro-batches of a data-parallel rank, of jobs with experts."""
+SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_query_groups", "padded_vocab_size", "moe_router_topk")
 EXPERTS = {
-    "Mixtral 8x7B": ModelShape(
-        num_layers=32,
-        hidden_size=4096,
-        ffn_hidden_size=2 * 14336,
-        num_attention_heads=32,
-        num_query_groups=8,
-        padded_vocab_size=32000,
-        moe_router_topk=2,
-    ),
-    "Qwen3 30B-A3B": ModelShape(
-        num_layers=48,
-        hidden_size=2048,
-        ffn_hidden_size=8 * 768,
-        num_attention_heads=32,
-        num_query_groups=4,
-        padded_vocab_size=151936,
-        moe_router_topk=8,
-    ),
+    name: ModelShape(num_attention_heads=32, **dict(zip(SIZES, sizes, strict=True)))
+    for name, sizes in {
+        "Mixtral 8x7B": (32, 4096, 2 * 14336, 8, 32000, 2),
+        "Qwen3 30B-A3B": (48, 2048, 8 * 768, 4, 151936, 8),
+    }.items()
 }
 """By their published configurations: few large experts, and many small ones."""
 
@@ -85,10 +69,8 @@ def job_of(n: int, dp: int = 1, pp: int = 1, vpp: int = 1, ep: int = 1, **change
 
 def works(policy: Packing, n: int, steps: int) -> np.ndarray:
     """Work of each micro-batch, int64 [steps, N]."""
-    packs = packer(f2(300_000, 0), job_of(n, packing=policy))
-    packings = [packs.next().packing for _ in range(steps)]
-    every = [p.sums(document_work(p.documents["length"], CROSSOVER)) for p in packings]
-    return np.array(every[steps // 10 : steps - steps // 10])
+    packed = packings(f2(300_000, 0), job_of(n, packing=policy), steps - steps // 10, steps // 10)
+    return np.array([p.sums(document_work(p.documents["length"], CROSSOVER)) for p in packed[: -(steps // 10)]])
 
 
 def snake(work: np.ndarray, dp: int) -> np.ndarray:
@@ -124,7 +106,7 @@ def compare(work: np.ndarray, job: Job, rng: np.random.Generator) -> dict[str, f
 
 def quality(quick: bool) -> list[Row]:
     rows, rng = [], np.random.default_rng(0)
-    layouts = QUICK if quick else LAYOUTS
+    layouts = LAYOUTS[:2] if quick else LAYOUTS
     for name, policy in PACKINGS.items():
         packed = {n: works(policy, n, 20 if quick else 100) for n in {layout[0] for layout in layouts}}
         for n, dp, pp, vpp in layouts:
@@ -145,7 +127,7 @@ def with_experts(quick: bool) -> list[Row]:
                 MICRO_BATCHES * dp,
                 model=model,
                 parallel=parallel,
-                packing=POLICIES["adaptive" if policy == "adaptive" else "wlb"](),
+                packing=AdaptivePacking() if policy == "adaptive" else WlbPacking(),
                 profile=load_profile("h100-fa2"),
             )
             job = replace(job, crossover_tokens=crossover(job))
@@ -159,59 +141,20 @@ def with_experts(quick: bool) -> list[Row]:
 
 def simulated(job: Job, steps: int) -> dict[str, float]:
     """Sums over `steps` steps of a job and of Megatron's, as `with_experts` shows them."""
-    ways = {"plain": as_megatron(job), "ours": job}
-    own = replace(job, parallel=replace(job.parallel, ep=1, etp=None))
+    plain, own = as_megatron(job), replace(job, parallel=replace(job.parallel, ep=1, etp=None))
     sums: Counter[str] = Counter()
-    for scheme, placed in (("plain", {"megatron": ways["plain"]}), ("ours", {"sums": own, "slots": job})):
-        packs = packer(f2(300_000, 0), ways[scheme])
-        packings = [packs.next().packing for _ in range(WARM_UP + steps)][WARM_UP:]
-        for packing in packings:
-            lengths = packing.lengths
-            sums[scheme] += sum(int(document_work(each, job.crossover_tokens).sum()) for each in lengths)
-            for way, placing in placed.items():
-                step = simulate_step(ways[scheme], shard_step(placing, lengths))
+    for run, ways in ((plain, {"megatron": plain}), (job, {"sums": own, "slots": job})):
+        for packing in packings(f2(300_000, 0), run, steps, WARM_UP):
+            for way, placing in ways.items():
+                step = simulate_step(run, shard_step(placing, packing.lengths))
                 sums[way] += step.time
                 sums[f"{way} waits"] += breakdown(step).ep_wait
-            sums[f"{scheme} limit"] += balanced_time(step)
-    alike = sums["ours limit"] / sums["ours"]
-    times = {
-        way: sums[way] / sums[scheme] for way, scheme in (("megatron", "plain"), ("sums", "ours"), ("slots", "ours"))
-    }
-    return {
-        **{way: time / alike for way, time in times.items()},
-        **{f"{way} waits": sums[f"{way} waits"] / sums[way] for way in times},
-        "slots / sums": times["slots"] / times["sums"],
-    }
-
-
-def partitions(items: tuple[int, ...], size: int) -> list[list[tuple[int, ...]]]:
-    """All ways to split items into sets of `size`."""
-    if not items:
-        return [[]]
-    first, rest = items[0], items[1:]
-    return [
-        [(first, *others), *remaining]
-        for others in itertools.combinations(rest, size - 1)
-        for remaining in partitions(tuple(i for i in rest if i not in others), size)
-    ]
-
-
-def optima(quick: bool) -> list[Row]:
-    """`place` and `snake` over the best of all partitions, on log-normal works."""
-    rows, rng = [], np.random.default_rng(0)
-    for n, dp in ((6, 2), (8, 2), (9, 3), (12, 2)):
-        every, job = np.array(partitions(tuple(range(n)), n // dp)), job_of(n, dp, 4)
-        excess: dict[str, list[float]] = {"placed": [], "snake": []}
-        for _ in range(10 if quick else 100):
-            work = rng.lognormal(10, 1, n).astype(np.int64)
-            best = rank_cost(work[every], job).max(axis=1).min()
-            for name, ranks in (("placed", place(work, job)), ("snake", snake(work, dp))):
-                excess[name].append(float(rank_cost(work[ranks], job).max() / best))
-        rows.append(
-            {"N": n, "DP": dp, "PP": 4}
-            | {f"{name} {f.__name__}": f(v) for name, v in excess.items() for f in (statistics.mean, max)}
-        )
-    return rows
+                sums[f"{way} work"] += int(document_work(packing.documents["length"], job.crossover_tokens).sum())
+                sums[f"{way} limit"] += balanced_time(step)
+    alike = sums["slots limit"] / sums["slots work"]
+    times = {way: sums[way] / sums[f"{way} work"] / alike for way in ("megatron", "sums", "slots")}
+    waits = {f"{way} waits": sums[f"{way} waits"] / sums[way] for way in times}
+    return times | waits | {"slots / sums": times["slots"] / times["sums"]}
 
 
 def timings(quick: bool) -> list[Row]:
@@ -219,37 +162,25 @@ def timings(quick: bool) -> list[Row]:
 
     Log-normal works, which leave the search most to do, and nearly equal ones.
     """
-    rng, rows, fast = np.random.default_rng(0), [], native.core
+    rng, rows = np.random.default_rng(0), []
     draws = {"log-normal": lambda n: rng.lognormal(10, 1, n), "5 % apart": lambda n: rng.normal(1e6, 5e4, n)}
-    for layout, (name, draw), core in itertools.product(TIMED, draws.items(), ("native", "Python")):
-        n, dp, pp, vpp, *ep = layout
-        native.core, job, times = fast if core == "native" else None, job_of(*layout), []
+    for layout, (name, draw) in itertools.product(TIMED, draws.items()):
+        (n, dp, pp, vpp, *ep), job, times = layout, job_of(*layout), []
         for _ in range(1 + (5 if quick else 50)):
             work = draw(n).astype(np.int64)
             experts = (work * rng.uniform(0.2, 0.8, n)).astype(np.int64)
             begin = time.thread_time()
-            rows_of_ranks = place(work, job, experts)
-            order(paces(work[rows_of_ranks], experts[rows_of_ranks], job)[0], job)
+            ranks = place(work, job, experts)
+            order(paces(work[ranks], experts[ranks], job)[0], job)
             times.append(time.thread_time() - begin)
         first, *warm = 1e3 * np.array(times)
         where = f"N={n} DP={dp} PP={pp} VPP={vpp}" + "".join(f" EP={size}" for size in ep)
-        rows.append(
-            {
-                "layout": where,
-                "works": name,
-                "core": core,
-                "first_ms": float(first),
-                **results.spread("median_ms", warm),
-            }
-        )
-    native.core = fast
+        rows.append({"layout": where, "works": name, "first_ms": float(first), **results.spread("median_ms", warm)})
     return rows
 
 
-def goals(rows: list[Row], best: list[Row], times: list[Row], experts: list[Row]) -> list[results.Goal]:
-    fast = [t for t in times if t["core"] == "native"]
-    wanted = [at_most(f"{t['layout']}, {t['works']}: place + order, ms", t["median_ms"], 1.0) for t in fast]
-    wanted += [at_most(f"N={r['N']} DP={r['DP']}: placed over the optimum, mean", r["placed mean"], 1.01) for r in best]
+def goals(rows: list[Row], times: list[Row], experts: list[Row]) -> list[results.Goal]:
+    wanted = [at_most(f"{t['layout']}, {t['works']}: place + order, ms", t["median_ms"], 1.0) for t in times]
     shares = [r["slots / sums"] for r in experts]
     wanted.append(at_most("jobs with experts: slots alike / sums alike, mean", statistics.mean(shares), 0.98))
     wanted.append(at_most("jobs with experts: slots alike / sums alike, worst", max(shares), 1.0))
@@ -261,15 +192,15 @@ def goals(rows: list[Row], best: list[Row], times: list[Row], experts: list[Row]
 
 
 def main() -> None:
-    args = results.parser(__doc__, "two layouts and fewer steps, nothing written").parse_args()
-    rows, best, times = quality(args.quick), optima(args.quick), timings(args.quick)
+    args = results.parser(__doc__, "two layouts and fewer steps").parse_args()
+    rows, times = quality(args.quick), timings(args.quick)
     experts = with_experts(args.quick)
-    for table in (rows, best, times, experts):
-        results.show(table, width=170)
+    for table in (rows, times, experts):
+        results.show(table)
     settings = {"window": WINDOW, "crossover": CROSSOVER, "S_max": S_MAX, "steps": 100, "seed": 0}
     means = {way: statistics.mean(row[way] for row in experts) for way in ("megatron", "sums", "slots")}
-    settings |= {"optima": best, "timings": times, "experts": experts, "experts, mean": means}
-    results.finish(args, "placement", settings=settings, rows=rows, goals=goals(rows, best, times, experts))
+    settings |= {"timings": times, "experts": experts, "experts, mean": means}
+    results.finish(args, "placement", settings=settings, rows=rows, goals=goals(rows, times, experts))
 
 
 if __name__ == "__main__":

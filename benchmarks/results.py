@@ -7,7 +7,6 @@ import datetime
 import json
 import os
 import platform
-import shlex
 import statistics
 import subprocess
 import sys
@@ -18,15 +17,10 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-FOLDER = Path(__file__).parent / "results"
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "benchmarks" / "results"
+DOCS = ROOT / "docs"
 PACKAGES = ("numpy", "scipy", "torch", "megatron-core", "transformer-engine", "flash-attn", "triton")
-
-
-def slurm_job(name: str) -> list[str]:
-    """The words that `scripts/slurm/NAME.sbatch` would run."""
-    script = Path(__file__).parent.parent / "scripts" / "slurm" / f"{name}.sbatch"
-    return shlex.split(subprocess.run(["bash", script, "--dry-run"], check=True, capture_output=True, text=True).stdout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +35,7 @@ class Goal:
 
     @property
     def holds(self) -> bool:
-        # A Python bool also for NumPy's numbers, whose truth values JSON does not take.
+        # JSON takes Python's bool, not NumPy's.
         return bool(self.value <= self.goal if self.direction == "<=" else self.value >= self.goal)
 
 
@@ -54,11 +48,13 @@ def at_least(name: str, value: float, goal: float) -> Goal:
 
 
 def parser(doc: str | None, quick: str | None = None) -> argparse.ArgumentParser:
-    """A parser that takes --check and, where `quick` says what it does, --quick."""
+    """A parser that takes --check, --output and, where `quick` says what it does, --quick."""
     options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if quick is not None:
-        options.add_argument("--quick", action="store_true", help=quick)
+        options.add_argument("--quick", action="store_true", help=f"{quick}; without --output nothing is written")
     options.add_argument("--check", action="store_true", help="exit with 1 if a goal is missed")
+    text = "folder of the result file and the picture; default: benchmarks/results and docs"
+    options.add_argument("--output", type=Path, metavar="FOLDER", help=text)
     return options
 
 
@@ -66,17 +62,19 @@ def finish(
     args: argparse.Namespace,
     name: str,
     *,
-    settings: dict[str, Any],
+    settings: Row,
     rows: list[Row],
     goals: Sequence[Goal],
-    draw: Callable[[], Path] | None = None,
+    draw: Callable[[Path], Path] | None = None,
     suffix: str = "",
 ) -> None:
-    """Write the result file, and the picture that `draw` makes, unless the run was quick; then `conclude`."""
-    if not getattr(args, "quick", False):
-        print(write(name, settings=settings, rows=rows, goals=goals, suffix=suffix))
-        if draw:
-            print(draw())
+    """Write the result file, draw the picture unless the run was quick, and conclude."""
+    quick = getattr(args, "quick", False)
+    if args.output or not quick:
+        given = {"settings": settings, "rows": rows, "goals": goals}
+        print(write(name, **given, suffix=suffix, folder=args.output))
+    if draw and not quick:
+        print(draw(args.output or DOCS))
     conclude(goals, args.check)
 
 
@@ -94,21 +92,19 @@ def spread(name: str, values: Collection[float]) -> dict[str, float]:
     return {key: float(value) for key, value in row.items()}
 
 
-def show(rows: list[Row], columns: Sequence[str] = (), *, title: str | None = None, width: int = 150) -> None:
-    """Print these columns of rows, or all, as a table."""
+def show(rows: list[Row], columns: Sequence[str] = (), *, title: str | None = None, width: int = 160) -> None:
+    """Print these columns of rows, or all, as a table; floats with four decimals."""
     from rich.console import Console  # which machines that only measure may lack
     from rich.table import Table
+
+    def cell(value: Any) -> str:
+        return "" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
 
     columns = columns or list(rows[0])
     table = Table(*columns, title=title)
     for row in rows:
-        table.add_row(*(text(row.get(column)) for column in columns))
+        table.add_row(*(cell(row.get(column)) for column in columns))
     Console(width=width).print(table)
-
-
-def text(value: Any) -> str:
-    """A value as a cell of a table: None is empty, and floats have four decimals."""
-    return "" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def figure(width: float, height: float) -> Any:
@@ -118,11 +114,11 @@ def figure(width: float, height: float) -> Any:
     return Figure((width, height), layout="constrained")
 
 
-def save(figure: Any, name: str, folder: Path | None = None) -> Path:
-    """Write docs/NAME.png, without upper and right borders of axes, and return its path."""
+def save(figure: Any, name: str, folder: Path) -> Path:
+    """Write NAME.png, without upper and right borders of axes, and return its path."""
     for axis in figure.axes:
         axis.spines[["top", "right"]].set_visible(False)
-    path = (folder or DOCS) / f"{name}.png"
+    path = folder / f"{name}.png"
     figure.savefig(path, dpi=110)
     return path
 
@@ -130,16 +126,18 @@ def save(figure: Any, name: str, folder: Path | None = None) -> Path:
 def write(
     name: str,
     *,
-    settings: dict[str, Any],
+    settings: Row,
     rows: list[Row],
     goals: Sequence[Goal] = (),
     device: str | None = None,
+    commit: str | None = None,
     suffix: str = "",
+    folder: Path | None = None,
 ) -> Path:
     """Write the result file, whole or not at all, and return its path."""
     data = {
         "benchmark": name,
-        "commit": _commit(),
+        "commit": commit or _commit(),
         "date": datetime.date.today().isoformat(),
         "device": device or f"{_cpu()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version(), **_versions()},
@@ -147,8 +145,9 @@ def write(
         "rows": rows,
         "goals": [asdict(g) | {"holds": g.holds} for g in goals],
     }
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    return write_whole(FOLDER / f"{name}{suffix}.json", json.dumps(data, indent=1) + "\n")
+    folder = folder or FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    return write_whole(folder / f"{name}{suffix}.json", json.dumps(data, indent=1) + "\n")
 
 
 def write_whole(path: Path, content: str) -> Path:
@@ -160,7 +159,7 @@ def write_whole(path: Path, content: str) -> Path:
 
 def _commit() -> str:
     """The commit that was measured, with "+" if the tree had changes; "unknown" without git or its folder."""
-    run = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+    run = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
     try:
         return subprocess.run(run, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
     except OSError:

@@ -1,20 +1,21 @@
-"""How much of the limit a training step reaches: Megatron's ways, the paper's, and ours; predicted, not measured.
+"""The share of its limit that a training step reaches: Megatron's ways, the paper's, and ours; predicted, not measured.
 
     python -m benchmarks.step_time [--quick] [--check]
 
-The limit of a step has its attention, linear layers, vocabulary, tensor-parallel communication and optimizer spread
-evenly over all GPUs, and nobody ever waits; of whole documents, by the micro-batches that have the least of it.
-Documents of F2 and of DistCA's sample; the shipped H100 model. Schemes: Megatron with a ring per sequence and a ring
-per document (THD), with documents over micro-batches by token count (`dp_balanced`, as upstream describes it), the
-paper, and --wlb by adaptive packing with a micro-batch for every window, and with as many as `--wlb-micro-batches auto`
-chooses, memory taken to be enough; where `analyze` would try it with fewer layers on the last stage; and without a
-pipeline with `--wlb-cp-gradients model`. Speed-ups are of work, since Megatron cuts documents where windows end; a gain
-per token is that per work over the work a token of many steps that are packed. Errors are standard errors of a ratio of
-means over steps. Writes benchmarks/results/step_time.json and docs/step_time.png in about ten minutes.
+The limit spreads attention, linear layers, vocabulary, tensor-parallel communication and optimizer of a step evenly
+over all GPUs, and nothing waits; it is that of whole documents, in the micro-batches that need least. Documents are of
+F2 and DistCA's sample, times of the shipped H100 profile. Schemes: Megatron with a ring per sequence and a ring per
+document (THD), micro-batches by token count (`dp_balanced`, as upstream describes it), the paper, and --wlb by adaptive
+packing with a micro-batch for every window or as many as `--wlb-micro-batches auto` chooses, memory taken to be enough;
+where `analyze` would try it with fewer layers on the last stage; and without a pipeline with `--wlb-cp-gradients
+model`. Megatron cuts documents where windows end, so speed-ups are of work; a gain per token is the gain per work over
+the work per token of many packed steps. Errors are standard errors of a ratio of means over steps. Writes
+benchmarks/results/step_time.json and docs/step_time.png in about ten minutes.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,19 @@ import numpy as np
 from rich.progress import track
 
 from benchmarks import results
-from benchmarks.lengths import WINDOW, f2, stream
-from benchmarks.packing import distributions
-from benchmarks.peers import InOrder
+from benchmarks.lengths import WINDOW, distca, f2, packer, packings, stream, work_per_token
+from benchmarks.peers import InOrder, as_megatron
 from benchmarks.results import Row
-from megatron_wlb.cli.analyze import layouts
+from megatron_wlb.cli.analyze.layouts import relieved
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.describe.make import make_job
-from megatron_wlb.describe.settings import PlanSettings
+from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import Job, Parallel
 from megatron_wlb.micro_batches import predictions
 from megatron_wlb.model import MODELS
 from megatron_wlb.packing.adaptive import AdaptivePacking
-from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan import metrics
-from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate import SimulatedStep, breakdown, limit_time, simulate_step
 from megatron_wlb.simulate.memory import H100_BYTES
@@ -64,12 +62,12 @@ LAYOUTS = {
 }
 """Model, layout, and N at a window of 128K; half of that at 256K, a quarter at 512K, so that tokens a step stay."""
 SHORT = tuple(name for name in LAYOUTS if "node" not in name)
-"""Those of scripts/slurm, one of them with fewer virtual stages and without a pipeline, and of models with larger
-vocabularies: at a window of 128K only."""
+"""At a window of 128K only: the jobs of scripts/slurm, 7B with fewer virtual stages and without a pipeline, and models
+with larger vocabularies."""
 STEPS, WARM_UP, QUICK = 60, 12, 6
 DRAWN_FROM = 21
 PACKED = 200
-"""Steps that work per token is of."""
+"""Steps that tell the work per token."""
 CASE = ("data", "window", "layout")
 
 
@@ -85,51 +83,46 @@ def cases(quick: bool) -> list[tuple[str, int, str]]:
     ]
 
 
-def schemes(name: str, window: int, lengths: np.ndarray) -> Iterator[tuple[str, Job]]:
-    """What is compared, by name."""
+def job_of(name: str, window: int, **changes: Any) -> Job:
+    """The job of a layout as --wlb trains it, a micro-batch for every window; `changes` are arguments of `make_job`."""
     model, sizes, count = LAYOUTS[name]
-    count = max(1, count * WINDOW // window)
+    windows = max(1, count * WINDOW // window)
+    given = {
+        "model": MODELS[model],
+        "context_length": window,
+        "global_batch_size": windows,
+        "parallel": Parallel(**sizes),
+        "packing": AdaptivePacking(),
+        "profile": load_profile("h100-fa2"),
+        "device_bytes": H100_BYTES,
+    }
+    return make_job(**given | changes)
 
-    def make(num_micro_batches: int = count, packing: Any = None, group_size: int | None = None, **changes: Any) -> Job:
-        return make_job(
-            model=MODELS[model],
-            context_length=window,
-            global_batch_size=count,
-            num_micro_batches=num_micro_batches,
-            parallel=Parallel(**sizes, group_size=group_size),
-            packing=packing or AdaptivePacking(),
-            settings=PlanSettings(profile="h100-fa2"),
-            device_bytes=H100_BYTES,
-            **changes,
-        )
 
-    others = {"reorder": False, "defer_weight_gradients": False, "hidden_transfers": False}
-    others |= {"group_size": sizes.get("pp")}
-    megatron = others | {"packing": OriginalPacking(), "cp_exchange": "ring"}
-    yield "ring per sequence", make(**megatron, cp_sharding="per-sequence")
-    yield "ring per document", make(**megatron, cp_sharding="per-document")
-    yield "dp_balanced", make(**megatron | {"packing": InOrder()}, cp_sharding="per-document")
-    yield "paper", make(packing=WlbPacking(), cp_exchange="all", cp_sharding="wlb", **others)
-    yield "ours, M = N", make()
+def schemes(name: str, window: int, lengths: np.ndarray) -> Iterator[tuple[str, Job]]:
+    """The schemes of a case, by name."""
+    make = partial(job_of, name, window)
+    ours = make()
+    per_document = as_megatron(ours, cp_sharding="per-document")
+    yield "ring per sequence", as_megatron(ours)
+    yield "ring per document", per_document
+    yield "dp_balanced", replace(per_document, packing=InOrder())
+    yield "paper", replace(as_megatron(ours, cp_sharding="wlb", cp_exchange="all"), packing=WlbPacking())
+    yield "ours, M = N", ours
     yield "ours, M = N, not deferred", make(defer_weight_gradients=False)
-    best, _ = predictions(make(), make, lambda: stream(lengths, window), memory_known=True)
+    best, _ = predictions(ours, make, lambda: stream(lengths, window), memory_known=True)
     yield "ours, auto", best
-    relieved = layouts.relieved(best, stream(lengths, window))
-    if relieved != best:
-        yield "ours, auto, fewer layers on the last stage", relieved
-    if "pp" not in sizes:
+    if (fewer := relieved(best, stream(lengths, window))) != best:
+        yield "ours, auto, fewer layers on the last stage", fewer
+    if ours.parallel.pp == 1:
         yield "ours, auto, dK and dV as the model", best.sharded(cp_gradients="model")
 
 
-def measured(job: Job, lengths: np.ndarray, steps: int) -> dict[str, np.ndarray | float | int]:
-    """Time, limit and work of steps, float64 [steps] each; the share of the exchange in the time, how late documents
-    are, and how tokens vary."""
-    packer = make_packer(stream(lengths, job.context_length), job, fingerprint="")
-    times, summaries, exchange = [], [], 0.0
-    for k in range(WARM_UP + steps):
-        step = packer.next()
-        if k < WARM_UP:
-            continue
+def measured(job: Job, lengths: np.ndarray, steps: int) -> dict[str, Any]:
+    """Time, limit and work of steps, float64 [steps] each; the share of the exchange in the time, the delay of
+    documents, and the spread of tokens."""
+    packs, times, summaries, exchange = packer(lengths, job), [], [], 0.0
+    for step in [packs.next() for _ in range(WARM_UP + steps)][WARM_UP:]:
         packing = step.packing
         simulated = simulate_step(job, shard_step(job, packing.lengths))
         work = document_work(packing.documents["length"], job.crossover_tokens).sum()
@@ -155,7 +148,7 @@ def rows_of(case: tuple[str, int, str], lengths: np.ndarray, steps: int) -> list
         limits[scheme] = found["limit"].sum() / work.sum()
         row = dict(zip(CASE, case, strict=True)) | {"scheme": scheme, "micro_batches": job.num_micro_batches}
         row |= {"windows": job.global_batch_size, "ms": time.mean() / 1e3}
-        row["work_per_token"] = work_per_token(job, lengths)
+        row["work_per_token"] = work_per_token(packer(lengths, job), job, PACKED)
         for ring in ("ring per sequence", "ring per document"):
             if ring in rates:
                 over, its_error = rate / rates[ring][0], rates[ring][1]
@@ -170,12 +163,6 @@ def rows_of(case: tuple[str, int, str], lengths: np.ndarray, steps: int) -> list
     return rows
 
 
-def work_per_token(job: Job, lengths: np.ndarray) -> float:
-    packer = make_packer(stream(lengths, job.context_length), job, fingerprint="")
-    documents = np.concatenate([packer.next().packing.documents["length"] for _ in range(PACKED)])
-    return float(document_work(documents, job.crossover_tokens).sum() / documents.sum())
-
-
 def _rate(time: np.ndarray, work: np.ndarray) -> tuple[float, float]:
     """Work per time, and its relative standard error."""
     rate = work.sum() / time.sum()
@@ -185,10 +172,10 @@ def _rate(time: np.ndarray, work: np.ndarray) -> tuple[float, float]:
 def clustering_bound(name: str, lengths: np.ndarray) -> float:
     """Share of a pipeline's time that packing can fill with 4 N micro-batches of whole documents and steady tokens.
 
-    A document of length d runs with at most N * C / d of its like, and 1F1B is then idle for (P - 1) * d / (V * N * C)
-    of its work.
+    A step holds at most N * C / d documents of length d, and 1F1B is then idle for (P - 1) * d / (V * N * C) of their
+    work.
     """
-    job = dict(schemes(name, WINDOW, lengths))["ours, M = N"]
+    job = job_of(name, WINDOW)
     parallel, work = job.parallel, document_work(lengths, job.crossover_tokens).astype(float)
     alike = np.maximum(lengths / job.batch_tokens, 1 / (4 * job.global_batch_size))
     return float(work.sum() / (work * (1 + (parallel.pp - 1) / parallel.vpp * alike)).sum())
@@ -221,18 +208,13 @@ def goals(rows: list[Row]) -> list[results.Goal]:
 
 
 def typical(job: Job, lengths: np.ndarray) -> SimulatedStep:
-    """Of a job's steps the one with the median share of the limit."""
-    packer = make_packer(stream(lengths, job.context_length), job, fingerprint="")
-    steps = []
-    for k in range(WARM_UP + DRAWN_FROM):
-        packing = packer.next().packing
-        if k >= WARM_UP:
-            documents = packing.lengths
-            steps.append(simulate_step(job, shard_step(job, documents)))
+    """The step of a job with the median share of the limit."""
+    packed = packings(lengths, job, DRAWN_FROM, WARM_UP)
+    steps = [simulate_step(job, shard_step(job, packing.lengths)) for packing in packed]
     return sorted(steps, key=lambda step: step.time / limit_time(step))[DRAWN_FROM // 2]
 
 
-def draw() -> Path:
+def draw(folder: Path) -> Path:
     """Passes of a typical step of 7B on 64 GPUs, forward and backward, by its number of micro-batches."""
     lengths = f2(100_000, 0)
     pipeline, flat = (dict(schemes(name, WINDOW, lengths)) for name in ("7B PP4", "7B CP8"))
@@ -258,15 +240,14 @@ def draw() -> Path:
         axes.invert_yaxis()
         axes.set_title(f"{title}: {100 * limit / step.time:.0f} % of the limit", loc="left", fontsize=10)
     axes.set_xlabel("time of a step over its limit; forward passes blue, backward orange, weight gradients green")
-    return results.save(figure, "step_time")
+    return results.save(figure, "step_time", folder)
 
 
 def main() -> None:
-    args = results.parser(__doc__, "two layouts, few steps, nothing written").parse_args()
-    steps, data = (QUICK if args.quick else STEPS), distributions(200_000)
-    rows = []
+    args = results.parser(__doc__, "two layouts, few steps").parse_args()
+    steps, rows = QUICK if args.quick else STEPS, []
     for case in track(cases(args.quick), "simulating"):
-        drawn = f2(400_000, 0, case[1]) if case[0] == "F2" else data[case[0]][0]
+        drawn = f2(400_000, 0, case[1]) if case[0] == "F2" else distca()
         rows += rows_of(case, np.minimum(drawn, case[1]), steps)
     results.show(rows)
     pipelines = [name for name, (_, sizes, _) in LAYOUTS.items() if "pp" in sizes and name in SHORT]

@@ -1,11 +1,10 @@
-"""Real training on cores of this machine, for benchmarks: upstream's `pretrain()`, and how long each rank computes.
+"""Real training on cores of this machine: upstream's `pretrain()`, and the CPU time of each rank's passes.
 
 Processes are forks of one that has imported everything, with one thread on a core of their own.
 """
 
 import logging
 import os
-import subprocess
 import sys
 import time
 import warnings
@@ -16,15 +15,12 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from benchmarks.lengths import WINDOW, f2
 from benchmarks.results import Row
 from megatron_wlb.cost.attention import sharding_kernel
 from megatron_wlb.job import Job
-from megatron_wlb.plan.dataset import read_index
 from megatron_wlb.sharding import rank_work
 from tests.adapter.datasets import write_index
 
-ROOT = Path(__file__).parent.parent
 SHAPE = "--hidden-size 256 --num-attention-heads 8 --kv-channels 64 --ffn-hidden-size 704 --swiglu".split()
 SEED = 1234
 TRAINING = f"""
@@ -38,17 +34,8 @@ VOCABULARY = 255
 Steps = list[Row]
 """The steps of one rank: "seconds", "other" CPU time (optimizer, planning, logging); of all ranks "tokens", "work",
 "late", tokens times the steps that they ran late, and "group" (`Parallel.group_size`); and for each micro-batch of the
-rank the CPU time of its passes, "busy", in which the weight gradients that were put off are "weights", and what
-planning knows: "rows", "pairs", "kernel_us"."""
-
-
-def document_lengths(name: str, window: int) -> np.ndarray:
-    """Tokens of documents: F2 scaled to this window; or the demo's corpus as it is, made if it is not there."""
-    if name == "f2":
-        return np.maximum(f2(20000, 0) * window // WINDOW, 2)
-    prefix = ROOT / "demo/data/python"
-    subprocess.run([sys.executable, ROOT / "scripts/demo/make_data.py", "--output", prefix], check=True)
-    return read_index(str(prefix)).tokens
+rank the CPU time of its passes, "busy", the deferred weight gradients among it, "weights", and the sizes that planning
+knows: "rows", "pairs", "kernel_us"."""
 
 
 def write_dataset(folder: Path, lengths: np.ndarray) -> str:
@@ -92,7 +79,7 @@ def train(argv: list[str], first: int) -> Steps:
     from megatron.core.pipeline_parallel import schedules
     from megatron.training import get_args, training
 
-    from megatron_wlb.adapter import cpu, plans, script
+    from megatron_wlb.adapter import cpu, plans, script, wgrad
     from megatron_wlb.plan import step
 
     sys.argv = ["pretrain_gpt.py", *argv, "--distributed-backend", "gloo", *cpu.FLAGS]
@@ -126,17 +113,14 @@ def train(argv: list[str], first: int) -> Steps:
         passes.update(forward=[], backward=[], weights=[])
         result = train_step(*args, **kwargs)
         now = [time.perf_counter(), time.thread_time()]
-        number = first - 1 + len(steps)
+        cost = costs[first - 1 + len(steps)]
         both = [sum(parts) for parts in zip(passes["forward"], passes["backward"], strict=True)]
         # Backward goes through the virtual stages from the last one, and through micro-batches in the same order.
-        by_micro_batch = np.bincount(order, weights=both) if order else np.array(both)
-        rows = np.array(costs.get(number, {}).get("rows", np.ones(len(by_micro_batch))))
+        rows, by_micro_batch = np.array(cost["rows"]), np.bincount(order, weights=both)
         weights = sum(passes["weights"]) * rows / rows.sum()  # products with as many rows
-        by_micro_batch = (by_micro_batch + weights).tolist()
         seconds, computing = (end - begin for begin, end in zip(last, now, strict=True))
-        other = computing - sum(by_micro_batch)
-        step = {"seconds": seconds, "busy": by_micro_batch, "weights": weights.tolist(), "other": other}
-        steps.append(step | costs.get(number, {}))
+        step = {"seconds": seconds, "busy": (by_micro_batch + weights).tolist(), "weights": weights.tolist()}
+        steps.append(step | {"other": computing - sum(step["busy"])} | cost)
         last[:] = now
         return result
 
@@ -150,17 +134,12 @@ def train(argv: list[str], first: int) -> Steps:
 
     schedules.forward_step = busy(schedules.forward_step, "forward")
     schedules.backward_step = busy(schedules.backward_step, "backward")
-    deferral.Step._run = busy(deferral.Step._run, "weights")  # type: ignore[method-assign]
+    wgrad.Step._run = busy(wgrad.Step._run, "weights")  # type: ignore[method-assign]
     training.setup_model_and_optimizer, training.train_step = setup_for_later, train_step_timed
     step.plan_step = plan_step_kept
     plans.Plans._resume = resume_by_planning  # type: ignore[method-assign]
     script.teach()
-    if "--wlb" in argv:
-        script.train()
-    else:
-        from tests.adapter import upstream_script
-
-        upstream_script.main()
+    script.train()
     return steps[1:]
 
 

@@ -1,6 +1,6 @@
-"""The description of a training job: what is trained, on which ranks, in which micro-batches, by which predictions.
+"""Describes a training job: its model, ranks, micro-batches and predictions.
 
-`describe.make_job` makes it once, from values that are ready; everything below `describe` takes it.
+`describe.make_job` builds it once, from final values; everything below `describe` takes it.
 """
 
 import math
@@ -19,9 +19,9 @@ from megatron_wlb.settings import Settings, setting
 from megatron_wlb.types import Policy
 
 MAX_TOKENS = _native.MAX_TOKENS
-"""Longest micro-batch for which work stays exact in 64 bits, with room for sums over a global batch."""
+"""Longest micro-batch whose work is exact in 64 bits, with room for sums over a global batch."""
 FP32 = 4
-"""Bytes of a value, such as a gradient."""
+"""Bytes of an fp32 value, such as a gradient."""
 CP_EXCHANGES = ("shared", "latents", "all", "ring")
 STRATEGIES = {
     "per-sequence": ("per-sequence",),
@@ -30,7 +30,7 @@ STRATEGIES = {
     "wlb": ("per-sequence", "per-document"),
     "auto": ("per-sequence", "hybrid"),
 }
-"""The shardings that every value of `Sharding.cp_sharding` compares."""
+"""The shardings that each value of `Sharding.cp_sharding` compares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +54,10 @@ class Parallel:
     sequence_parallel: bool = True
     """Tensor-parallel ranks divide the sequence between attention and MLP."""
     group_size: int | None = None
-    """Consecutive micro-batches in one virtual stage (`--microbatch-group-size-per-virtual-pipeline-stage`);
-    None: as `even_groups` has it. Megatron's default is PP."""
+    """Consecutive micro-batches in one virtual stage (`--microbatch-group-size-per-virtual-pipeline-stage`); None:
+    `even_groups`. Megatron's default is PP."""
     split: Split = EVEN
-    """How layers are dealt over stages."""
+    """How layers are split over stages."""
 
     def __post_init__(self) -> None:
         for name in ("tp", "cp", "pp", "vpp", "dp", "ep"):
@@ -76,14 +76,14 @@ class Parallel:
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks of a stage that divide the experts of a layer between them, and exchange tokens in it."""
+        """Ranks of a stage that divide a layer's experts, and exchange tokens in it."""
         return self.ep * self.expert_tp
 
     @property
     def expert_dp_ranks(self) -> int:
-        """Neighbouring data-parallel ranks that wait for each other in every layer, since they divide experts.
+        """Neighbouring data-parallel ranks that divide experts, and so wait for each other in every layer.
 
-        Megatron divides the TP x CP x DP ranks of a stage into runs of `expert_ranks`; those of one data-parallel rank
+        Megatron divides the TP x CP x DP ranks of a stage into runs of `expert_ranks`. Ranks of one data-parallel rank
         wait for each other anyway.
         """
         return math.lcm(self.expert_ranks, self.tp * self.cp) // (self.tp * self.cp)
@@ -105,7 +105,7 @@ class Recompute:
     granularity: str | None = None
     """full: a layer keeps its input only; selective: it drops `modules`; None: nothing is recomputed."""
     method: str | None = None
-    """block: `num_layers` of each virtual stage are recomputed; uniform: so many share an input and run at once."""
+    """block: recompute `num_layers` of each virtual stage; uniform: `num_layers` at a time from a shared input."""
     num_layers: int | None = None
     modules: tuple[str, ...] = ()
 
@@ -143,26 +143,26 @@ class Packing(Settings):
     help: ClassVar[str]
     """What the policy does, for `--help` and the page of flags."""
     keeps_order: ClassVar[bool] = False
-    """Micro-batches keep their places, and documents theirs."""
+    """Micro-batches and documents keep their places."""
     fixed_length: ClassVar[bool] = False
-    """Micro-batches are one context window long, not up to S_max."""
+    """Micro-batches are one context window long, instead of up to S_max."""
     steady_tokens: ClassVar[bool] = False
-    """Steps hold N * C tokens whatever M is, which may so be chosen for time alone (`--wlb-micro-batches auto`)."""
+    """Steps hold N * C tokens whatever M is, so M can be chosen for time alone (`--wlb-micro-batches auto`)."""
 
     def most_step_tokens(self, job: "Job") -> int | None:
-        """Tokens that a step holds at most, whatever S_max is; None: as many as fit."""
+        """Most tokens that a step holds, whatever S_max is; None: as many as fit."""
         return job.batch_tokens if self.fixed_length else None
 
     @abstractmethod
     def policy(self, job: "Job") -> Policy:
-        """The policy with nothing packed yet. Raises ValueError if it cannot pack this job."""
+        """Return the policy with nothing packed yet. Raises ValueError if it cannot pack this job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A training job. Lengths are in trained tokens.
 
-    Raises ValueError for sizes that contradict each other.
+    Raises ValueError for contradictory sizes.
     """
 
     model: ModelShape
@@ -170,7 +170,7 @@ class Job:
     context_length: int
     """The context window C (`--seq-length`): longer documents are cut there."""
     num_micro_batches: int
-    """M, of a step, over all data-parallel ranks."""
+    """M, micro-batches of a step, over all data-parallel ranks."""
     global_batch_size: int
     """N: a step trains N context windows of tokens on average."""
     max_tokens: int
@@ -182,34 +182,34 @@ class Job:
     sharding: Sharding = Sharding()
     """Settings of context parallelism."""
     reorder: bool = True
-    """Micro-batches are placed on data-parallel ranks and ordered there by work, and documents within a micro-batch
-    may change places. False keeps them as they were packed, as Megatron and the paper do."""
+    """Place micro-batches on data-parallel ranks and order them there by work; documents within a micro-batch may
+    change places. False keeps the order of packing, as Megatron and the paper do."""
     cp_exchange: str = "shared"
-    """Which K and V context-parallel ranks exchange. shared: what is needed of documents that live on several ranks, in
-    stages; latents: the same rows before attention, as the latents of multi-latent attention that K and V are then
-    expanded from; all: of all documents, by one all-gather, as in the paper; ring: of all, from rank to rank
+    """Which K and V context-parallel ranks exchange. shared: the needed rows of documents that live on several ranks,
+    in stages. latents: the same rows before attention, as latents of multi-latent attention, from which K and V are
+    then expanded. all: all documents, by one all-gather, as in the paper. ring: all documents, from rank to rank
     (`--cp-comm-type p2p`)."""
     defer_weight_gradients: bool = False
-    """Products for weights leave the backward passes and run while their pipeline stage waits (`simulate.weight_gradients`)."""
+    """Weight gradients leave the backward passes and fill idle time of their stage (`simulate.weight_gradients`)."""
     hidden_transfers: bool = True
-    """Where chunks are interleaved, transfers between stages hide (`pipeline.Schedule`). Not by Megatron's defaults."""
+    """Transfers between interleaved stages overlap passes (`pipeline.Schedule`). Off by Megatron's defaults."""
     activation_bytes: int | None = None
-    """What activations may take on a stage; None: not known."""
+    """Memory for the activations of a stage; None: unknown."""
     profile: Profile
-    """What predicted times go by."""
+    """Profile for predicted times."""
     tp_overlap: float = 0.0
-    """Share of tensor-parallel communication that overlaps matrix products. Not of this plugin: `--tp-comm-overlap`."""
+    """Share of tensor-parallel communication that overlaps matrix products: `--tp-comm-overlap`, only without --wlb."""
     bytes_per_value: int = 2
     """Bytes of a value of the activations."""
     row_multiple: int = 1
-    """What FP8 and FP4 kernels align the rows of a rank to."""
+    """Row alignment of FP8 and FP4 kernels on a rank."""
     windowed: bool = False
     """Some layers use sliding-window attention."""
     hidden_dropout: bool = False
     """Hidden dropout is over 0."""
     recompute: Recompute = Recompute()
     offloaded_layers: int = 0
-    """Layers whose activations wait in host memory for backward (`--cpu-offloading-num-layers`)."""
+    """Layers whose activations are in host memory until backward (`--cpu-offloading-num-layers`)."""
 
     def __post_init__(self) -> None:
         for name in ("context_length", "global_batch_size", "num_micro_batches", "crossover_tokens", "row_multiple"):
@@ -258,7 +258,7 @@ class Job:
                 f"{count} micro-batches for {self.global_batch_size} windows a step: those of {self.packing.name} "
                 "packing are one window long; give as many"
             )
-        # As long as every stage takes for everything, one micro-batch after the other, forward and backward.
+        # Upper bound of a step: all passes of all stages run one after the other.
         passes = 3 * count * self.parallel.pp * self.parallel.vpp
         if passes * self.max_tokens * (self.context_length + self.crossover_tokens) >= 1 << 63:
             raise ValueError(
@@ -274,7 +274,8 @@ class Job:
     def unit_tokens(self) -> int:
         """Micro-batches are padded at their end to a multiple of this.
 
-        Context-parallel ranks hold two equal chunks each, and sequence-parallel ranks equal parts of what they hold.
+        Context-parallel ranks hold two equal chunks each. Sequence-parallel ranks divide the rows of their
+        context-parallel rank equally.
         """
         p = self.parallel
         rows = p.sequence_ranks * self.row_multiple
@@ -282,40 +283,40 @@ class Job:
 
     @property
     def cp_gradient_bytes(self) -> int:
-        """Bytes of a value of dK and dV as they travel between context-parallel ranks."""
+        """Bytes of a value of dK and dV when sent between context-parallel ranks."""
         return FP32 if self.sharding.cp_gradients == "fp32" else self.bytes_per_value
 
     @property
     def expands_again(self) -> bool:
-        """Whether backward expands K and V of all keys from latents once more, which forward did not keep."""
+        """Whether backward expands K and V of all keys from latents again, which forward did not keep."""
         again = not self.sharding.save_gathered_kv or "mla_up_proj" in self.recompute.modules
         return self.cp_exchange == "latents" and again and self.recompute.granularity != "full"
 
     @property
     def expert_crossover_tokens(self) -> int:
-        """The part of `crossover_tokens` that is the work of experts."""
+        """The experts' part of `crossover_tokens`."""
         return self.crossover_tokens * self.model.expert_weights // self.model.token_weights
 
     @property
     def micro_batches_per_rank(self) -> int:
-        """Micro-batches of one data-parallel rank in a step."""
+        """Micro-batches of a data-parallel rank in a step."""
         return self.num_micro_batches // self.parallel.dp
 
     @property
     def batch_tokens(self) -> int:
-        """Tokens of a global batch, N * C, which steps hold on average."""
+        """Tokens of a global batch, N * C: what steps hold on average."""
         return self.global_batch_size * self.context_length
 
     @property
     def least_max_tokens(self) -> int:
-        """The least that S_max may be: a window, and micro-batches that hold a global batch."""
+        """Smallest valid S_max: a window, and enough for the micro-batches to hold a global batch."""
         mean = -(-self.batch_tokens // (self.num_micro_batches * self.unit_tokens)) * self.unit_tokens
         return max(self.context_length, mean)
 
     def most_rank_tokens(self, longest: int) -> float:
-        """Tokens of a step that a data-parallel rank holds at most where no micro-batch has more than `longest`.
+        """Most tokens of a step on a data-parallel rank if no micro-batch has more than `longest`.
 
-        inf: as many as fit. `placement.place` sees to it.
+        inf: as many as fit. `placement.place` ensures this.
         """
         most, ranks = self.packing.most_step_tokens(self), self.parallel.dp
         if most is None:
@@ -324,11 +325,11 @@ class Job:
 
     @property
     def reorders(self) -> bool:
-        """Whether micro-batches and documents change places by work."""
+        """Whether micro-batches and documents are reordered by work."""
         return self.reorder and not self.packing.keeps_order
 
     def schedule(self, num_micro_batches: int | None = None) -> Schedule:
-        """The pipeline schedule of a data-parallel rank."""
+        """Return the pipeline schedule of a data-parallel rank."""
         return Schedule(
             num_stages=self.parallel.pp,
             num_chunks=self.parallel.vpp,
@@ -338,26 +339,26 @@ class Job:
         )
 
     def sharded(self, **settings: Any) -> "Job":
-        """The job with other settings of context parallelism."""
+        """Return the job with other settings of context parallelism."""
         return replace(self, sharding=replace(self.sharding, **settings))
 
     def decoder_layers(self) -> np.ndarray:
-        """Decoder layers of every virtual stage, int64 [pp, vpp]. Raises ValueError where they do not divide."""
+        """Decoder layers of every virtual stage, int64 [pp, vpp]. Raises ValueError if they do not divide."""
         return self.parallel.split.layers(self.model.num_layers, self.parallel.pp, self.parallel.vpp)
 
     def layers(self) -> np.ndarray:
-        """Decoder layers, and on the last virtual stage MTP layers, int64 [pp, vpp]. Raises as `decoder_layers`."""
+        """Decoder layers plus, on the last virtual stage, MTP layers, int64 [pp, vpp]. Raises as `decoder_layers`."""
         layers = self.decoder_layers()
         layers[-1, -1] += self.model.mtp_num_layers
         return layers
 
     def to_json(self) -> dict[str, Any]:
-        """The job as JSON types, which logs and checkpoints keep."""
+        """Return the job as JSON types, for logs and checkpoints."""
         return asdict(self) | {"packing": {"name": self.packing.name, **asdict(self.packing)}}  # type: ignore[call-overload]
 
 
 def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """What changed between two descriptions as JSON types, as "parallel.tp 2 -> 4"; the profile by its name alone."""
+    """List changes between two `to_json`, as "parallel.tp 2 -> 4"; profiles compare by name."""
     changes = []
     for name, value in now.items():
         old = before.get(name) if isinstance(before, dict) else None

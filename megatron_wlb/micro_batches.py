@@ -1,4 +1,4 @@
-"""How many micro-batches a step should have: as many as are predicted to take least time for a run's own documents."""
+"""Chooses the number of micro-batches per step that is predicted fastest for a run's documents."""
 
 import contextlib
 from collections.abc import Callable
@@ -17,39 +17,39 @@ from megatron_wlb.simulate.step import simulate_step
 from megatron_wlb.types import PackedBatch
 
 SHARES = (1, 3 / 2, 2, 3, 4, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
-"""Micro-batches for every window of tokens that are tried, where a step can have so many."""
+"""Micro-batches per window to try, if a step can have that many."""
 RANKS = 2
-"""Data-parallel ranks that stand for all."""
+"""Data-parallel ranks that represent all."""
 WARM_UP, WINDOWS, LEAST_STEPS, MOST_STEPS = 24, 224, 4, 32
-"""Steps that are packed and not counted, until the first long documents have run; then so many windows of documents, in
-as many steps as that makes."""
+"""Steps that are packed and not counted, until the first long documents have run. Then the windows to count, and bounds
+on the steps that hold them."""
 ALIKE = 0.01
-"""Times that differ by less are alike: then least delay counts."""
+"""Times that differ by less count as equal; then the least delay decides."""
 
 
 class Prediction(NamedTuple):
-    """What a number of micro-batches would bring."""
+    """The prediction for a number of micro-batches."""
 
     job: Job
     time: float
-    """Of a step per work, over that with a micro-batch for every window."""
+    """Time of a step per work, relative to one micro-batch per window."""
     late_steps: float
-    """Mean over tokens."""
+    """Delay in steps, mean over tokens."""
 
 
 def predictions(
     default: Job, make: Callable[..., Job], stream: Callable[[], DocumentStream], *, memory_known: bool
 ) -> tuple[Job, list[Prediction]]:
-    """The job with the best number of micro-batches, and all that were tried, by their number; [] if `default` it is.
+    """Return the job with the best number of micro-batches, and all predictions by number.
 
-    All see the same first documents. A few data-parallel ranks stand for all. Time goes by work (`placement.rank_cost`)
-    where a job cannot be timed (`untimed`).
+    The list is [] if nothing was compared. All numbers see the same first documents, on a few data-parallel ranks. Time
+    is work (`placement.rank_cost`) if a job cannot be timed (`untimed`).
 
     Args:
-        default: the job with a micro-batch for every window.
-        make: the job with `num_micro_batches`; raises ValueError where it cannot have them.
-        stream: of the run's documents from the beginning, without end.
-        memory_known: `make` refuses micro-batches that are too long for memory; else none of several windows is tried.
+        default: the job with one micro-batch per window.
+        make: builds the job with `num_micro_batches`; raises ValueError if it cannot have that many.
+        stream: returns the run's documents from the beginning, without end.
+        memory_known: `make` refuses micro-batches too long for memory. Otherwise none of several windows is tried.
     """
     if not default.packing.steady_tokens:
         return default, []
@@ -69,14 +69,14 @@ def predictions(
 
 
 def step_time(job: Job, packing: PackedBatch) -> float:
-    """What a step is predicted to take: us as simulated, or where the job cannot be timed (`untimed`) its cost."""
+    """Return a step's predicted time: simulated us, or `step_cost` if the job is `untimed`."""
     if untimed(job):
         return step_cost(packing, job)
     return simulate_step(job, shard_step(job, packing.lengths)).time
 
 
 def _scaled(job: Job) -> Job:
-    """The job with `RANKS` data-parallel ranks, or as many as divide experts."""
+    """Return the job with `RANKS` data-parallel ranks, or as many as divide experts if more."""
     parallel = job.parallel
     ranks = min(parallel.dp, max(RANKS, parallel.expert_dp_ranks))
     windows, count = (size * ranks // parallel.dp for size in (job.global_batch_size, job.num_micro_batches))
@@ -84,7 +84,7 @@ def _scaled(job: Job) -> Job:
 
 
 def _measured(job: Job, stream: Callable[[], DocumentStream]) -> tuple[float, float]:
-    """Time of steps per work, and how late their documents are."""
+    """Return the time of steps per work, and the mean delay of their tokens in steps."""
     packer = make_packer(stream(), job, fingerprint="")
     steps = min(MOST_STEPS, max(LEAST_STEPS, WINDOWS // job.global_batch_size))
     time = work = late = tokens = 0.0

@@ -11,29 +11,29 @@ class ModelShape:
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
-    """The sizes of all experts that a token goes to, shared ones too, added up."""
+    """Summed over all experts that a token goes to, including shared ones."""
     num_attention_heads: int
     num_query_groups: int
     padded_vocab_size: int
-    """0 leaves the embedding and the output layer out."""
+    """0 omits the embedding and the output layer."""
     kv_channels: int = 128
     """Values of a query head and of a key head."""
     v_head_dim: int = 0
     """Values of a value head; 0: `kv_channels`."""
     kv_lora_rank: int = 0
-    """Multi-latent attention: values of the latent that a token's keys and values are projected from; 0: none."""
+    """Multi-latent attention: values of the latent from which a token's keys and values are projected; 0: none."""
     q_lora_rank: int = 0
-    """The same of queries; 0: they are projected from the hidden state."""
+    """Values of the latent of queries; 0: queries are projected from the hidden state."""
     qk_pos_emb_head_dim: int = 0
-    """Values of a key that are rotated, which all heads of multi-latent attention share."""
+    """Rotated values of a key, shared by all heads of multi-latent attention."""
     gated_linear_unit: bool = True
     qk_layernorm: bool = False
     """Norms of Q and K."""
     moe_router_topk: int = 0
     """Experts that a token goes to; 0: a dense model."""
     mtp_num_layers: int = 0
-    """Layers that predict tokens further ahead, on the last stage. Each has a matrix before it that joins two hidden
-    states, and runs the output layer once more."""
+    """Layers that predict tokens further ahead, on the last stage. Before each, a matrix joins two hidden states; after
+    each, the output layer runs once more."""
 
     @property
     def query_size(self) -> int:
@@ -52,7 +52,7 @@ class ModelShape:
 
     @property
     def head_size(self) -> int:
-        """Values of a head, by which attention's products count: the mean of those of keys and of values."""
+        """Values of a head as attention's FLOPs count them: the mean of key and value heads."""
         return sum(self.head_sizes) // 2
 
     @property
@@ -67,24 +67,24 @@ class ModelShape:
 
     @property
     def output_size(self) -> int:
-        """Values of a token that attention gives."""
+        """Values of attention's output per token."""
         return self.num_attention_heads * self.value_channels
 
     @property
     def attention_size(self) -> int:
-        """Values of a token in Q, K, V and what attention gives."""
+        """Values of Q, K, V and attention's output per token."""
         return self.query_size + self.key_size + self.value_size + self.output_size
 
     @property
     def latent_size(self) -> int:
-        """Values that are projected from the hidden state in place of Q, K and V; 0 without multi-latent attention."""
+        """Values projected from the hidden state instead of Q, K and V; 0 without multi-latent attention."""
         return self.q_lora_rank + self.kv_lora_rank + self.qk_pos_emb_head_dim if self.kv_lora_rank else 0
 
     @property
     def projections(self) -> list[tuple[int, int]]:
         """Outputs and inputs of the matrices between the input of one attention and its Q, K and V.
 
-        With latents: that from the hidden state to latents, then those to queries, and to keys and values.
+        With latents: from the hidden state to latents, then from latents to queries, and to keys and values.
         """
         if not self.kv_lora_rank:
             return [(self.query_size + self.key_size + self.value_size, self.hidden_size)]
@@ -112,8 +112,11 @@ class ModelShape:
 
     @property
     def column_weights(self) -> tuple[int, ...]:
-        """Weights of each column-parallel matrix of one layer but experts', whose tokens are exchanged apart: QKV,
-        where there are latents those from them, and the first of the MLP."""
+        """Weights of each column-parallel matrix of a layer: QKV and the first of the MLP.
+
+        With latents, QKV are the matrices from latents. Experts do not count, since their tokens are exchanged
+        separately.
+        """
         projections = [outputs * inputs for outputs, inputs in self.projections]
         attention = sum(projections[1:] or projections)
         mlp = self.hidden_size * self.ffn_hidden_size * (2 if self.gated_linear_unit else 1)
@@ -121,7 +124,7 @@ class ModelShape:
 
     @property
     def expert_weights(self) -> int:
-        """The part of `layer_weights` that is in experts; 0 in a dense model."""
+        """The experts' part of `layer_weights`; 0 in a dense model."""
         return self._mlp_weights if self.moe_router_topk else 0
 
     @property
@@ -130,12 +133,12 @@ class ModelShape:
 
     @property
     def vocabulary_weights(self) -> int:
-        """Weights of the embedding, and as many of the output layer."""
+        """Weights of the embedding. The output layer has as many."""
         return self.padded_vocab_size * self.hidden_size
 
     @property
     def token_weights(self) -> int:
-        """Weights that a token is multiplied with in one layer, with an even share of what is beside layers."""
+        """Weights that multiply a token in one layer, with an even share of the weights outside of layers."""
         ahead = self.mtp_num_layers
         beside = (1 + ahead) * self.vocabulary_weights + ahead * self.joining_weights
         return self.layer_weights + beside // (self.num_layers + ahead)
@@ -155,7 +158,7 @@ class ModelShape:
         return max(1, 2 * self.token_weights // (self.query_size + self.output_size))
 
     def kv_values_per_rank(self, tp: int) -> int:
-        """Values of a token's K and V that a tensor-parallel rank has."""
+        """Values of a token's K and V on a tensor-parallel rank."""
         return self.heads_per_rank(tp)[1] * sum(self.head_sizes)
 
     def heads_per_rank(self, tp: int) -> tuple[int, int]:
@@ -178,7 +181,7 @@ def _shape(layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: i
 def latent_sizes(
     *, kv_lora_rank: int, q_lora_rank: int | None, qk_head_dim: int, qk_pos_emb_head_dim: int, v_head_dim: int
 ) -> dict[str, int]:
-    """The fields of `ModelShape` that Megatron's sizes of multi-latent attention settle."""
+    """Return the fields of `ModelShape` that Megatron's sizes of multi-latent attention determine."""
     return {
         "kv_channels": qk_head_dim + qk_pos_emb_head_dim,
         "v_head_dim": v_head_dim,
@@ -203,6 +206,6 @@ MODELS = {
 }
 """llama2-7b, codellama-34b, llama2-70b: the published configurations (Touvron et al. 2023, Roziere et al. 2023);
 llama3-8b, llama3-405b: The Llama 3 Herd of Models, table 3; deepseek-v2-lite, deepseek-v3: their technical reports
-(2024), with experts in the first layers, too. The paper's 550M and 30B are internal models "scaled in
-layers and dimensions" of unpublished shape; ours are assumed: 550m has 24 layers of 10 heads (558 M parameters), 30b
-the layers, width and heads of OPT-30B, both LLaMA's feed-forward ratio of 8/3."""
+(2024), but with experts in the first layers, too. The paper's 550M and 30B are internal models "scaled in layers and
+dimensions", of unpublished shape. The shapes here are assumed: 550m has 24 layers of 10 heads (558 M parameters), 30b
+has the layers, width and heads of OPT-30B, and both have LLaMA's feed-forward ratio of 8/3."""

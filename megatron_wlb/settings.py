@@ -1,4 +1,4 @@
-"""Settings: each is defined, defaulted and checked once, beside what it acts on; flags follow from that."""
+"""Settings: each is defined once, with default and checks, next to its code; flags follow from it."""
 
 import argparse
 from collections.abc import Callable, Collection
@@ -16,22 +16,22 @@ def setting(
     most: float | None = None,
     word: str | None = None,
 ) -> Any:
-    """A field of a `Settings` dataclass.
+    """Return a field of a `Settings` dataclass.
 
     Args:
-        default: None where the default follows from something else, which `help` then names; False makes a switch.
+        default: None if the default follows from something else, which `help` names; False makes a switch.
         help: what the setting does, for `--help` and the page of flags.
-        parse: makes a value of a flag's text.
-        choices: the values that are allowed.
-        least: smallest number that is allowed.
-        most: largest number that is allowed.
-        word: what may stand instead of a number.
+        parse: converts the text of a flag to a value.
+        choices: allowed values.
+        least: smallest allowed number.
+        most: largest allowed number.
+        word: a word that is allowed instead of a number.
     """
     return field(default=default, metadata={k: v for k, v in locals().items() if k != "default"})
 
 
 class Settings:
-    """Base of frozen dataclasses whose fields are made by `setting`. Raises ValueError for values out of range."""
+    """Base of frozen dataclasses with fields from `setting`. Raises ValueError for values out of range."""
 
     __slots__ = ()
 
@@ -48,13 +48,13 @@ class Settings:
         self.check()
 
     def check(self) -> None:
-        """What ranges and choices cannot say; raises ValueError."""
+        """Check what ranges and choices cannot express; raises ValueError."""
 
     @classmethod
     def add_flags(cls, group: Any, without: Collection[str] = ()) -> None:
-        """Add a flag for every setting, but those of the names `without`, to an argparse parser or argument group.
+        """Add a flag for every setting not in `without` to an argparse parser or argument group.
 
-        Choices and ranges are checked when the settings are made, which serves those who come without flags as well.
+        Choices and ranges are checked when the settings are made, so they also hold without flags.
         """
         for f in fields(cls):  # type: ignore[arg-type]
             if f.name in without:
@@ -69,24 +69,24 @@ class Settings:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Self:
-        """The settings that parsed flags describe. Raises ValueError for values out of range."""
+        """Build the settings from parsed flags. Raises ValueError for values out of range."""
         return cls(**{f.name: getattr(args, f"wlb_{f.name}") for f in fields(cls)})  # type: ignore[arg-type]
 
 
 def flag(name: str) -> str:
-    """The flag of a setting."""
+    """Return the flag of a setting."""
     return f"--wlb-{name.replace('_', '-')}"
 
 
 def flag_with_value(name: str, value: Any) -> str:
-    """A setting as it is written on a command line."""
+    """Format a setting as on a command line."""
     if value is True:
         return flag(name)
     return f"{flag(name)} {','.join(map(str, value)) if isinstance(value, tuple) else value}"
 
 
 def integers(text: str) -> tuple[int, ...]:
-    """Parses integers with commas between them."""
+    """Parse comma-separated integers."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -94,7 +94,7 @@ def integers(text: str) -> tuple[int, ...]:
 
 
 def integer_or_auto(text: str) -> int | str:
-    """Parses an integer or the word auto."""
+    """Parse an integer or the word auto."""
     try:
         return text if text == "auto" else int(text)
     except ValueError:

@@ -20,7 +20,7 @@ main() {
     bash scripts/setup.sh
     mkdir -p demo
     rm -rf "$log" "$reference_log" demo/checkpoint
-    "$python" scripts/demo/make_data.py --output "$data" --context-length "$context_length"
+    "$python" -m scripts.demo.make_data --output "$data" --context-length "$context_length"
     choose_layout
     choose_model
 

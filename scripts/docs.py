@@ -7,10 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megatron_wlb.describe.flags import add_wlb_arguments
-
 from benchmarks.convergence_report import page
 from benchmarks.paper import report
+from megatron_wlb.describe.flags import add_wlb_arguments
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,7 +29,6 @@ def pages() -> dict[Path, str]:
         ("convergence", "results", convergence()),
         ("paper", "result", paper()),
         ("paper", "checks", checks()),
-        ("paper", "sensitivity", sensitivity()),
     )
     for stem, name, part in parts:
         path = ROOT / "docs" / f"{stem}.md"
@@ -105,11 +103,11 @@ def convergence() -> str:
 
 
 def paper() -> str:
-    """What is simulated beside the paper's numbers, without times and other factors on attention than 1.2."""
+    """The simulated numbers beside the paper's, without times and with no other factor on attention than 1.2."""
     lines = [
         [line["figure"], line["what"], *(f"{line[c]:.2f}" if line.get(c) else "" for c in report.COLUMNS)]
         for line in _result("paper")["settings"]["comparison"]
-        if not re.search(r"^ms |level|fastest|x 1\.[13]|of the two", line["what"])
+        if line["figure"] in report.FIGURES and not re.search(r"^ms |x 1\.[13]|of the two", line["what"])
     ]
     return _table(["figure", "what", *report.COLUMNS], lines)
 
@@ -129,12 +127,6 @@ def checks() -> str:
         ],
     ]
     return _table(["", "published", "simulated"], lines)
-
-
-def sensitivity() -> str:
-    """Averages of Figure 12 with one assumption changed at a time."""
-    first, *names = (lines := report.sensitivity(_result("paper")["rows"]))[0]
-    return _table(["", *names], [[line[first], *(f"{line[name]:.2f}" for name in names)] for line in lines])
 
 
 def _result(name: str) -> dict[str, Any]:

@@ -32,7 +32,7 @@ cmp "$work/patched/pretrain_gpt.py" "$checkout/pretrain_gpt.py"
 GIT_DIR=none git -C "$work/patched" apply "$patch"
 echo "== megatron-core $version: the patch applies and comes off again"
 
-python scripts/demo/make_data.py --output "$work/data" --context-length 512 >/dev/null
+python -m scripts.demo.make_data --output "$work/data" --context-length 512 >/dev/null
 vocab_size=$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["vocab_size"])' "$work/data.json")
 flags=(
     --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --seq-length 512

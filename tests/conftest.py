@@ -1,6 +1,7 @@
 """Tests marked `full` run only with --run-full; no test has a deadline, since a busy machine is no failure."""
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -12,6 +13,16 @@ settings.load_profile("untimed")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-full", action="store_true", help="also run the tests that take minutes")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    folder = Path(__file__).parent / "gpu"
+    if not any(folder.is_relative_to(Path(arg).resolve()) for arg in config.args):
+        return None
+    import torch  # takes seconds, which other tests may not need
+
+    num_files = len(list(folder.glob("test_*.py")))
+    return None if torch.cuda.is_available() else f"tests/gpu: {num_files} file(s) not collected, no GPU"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -3,102 +3,99 @@
 import ast
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatron_wlb"
 
-# What a module, or a room, may import of ours besides itself (the longest matching entry counts), and which frameworks.
-BOTTOM = ("settings", "model")
-PLANNING = (*BOTTOM, "job", "cost", "pipeline", "plan")
-ALLOWED = {
-    "settings": ((), ()),
-    "model": ((), ()),
-    "pipeline": ((), ()),
-    "cost": (("model", "plan.types"), ()),
-    "cost.passes": (("cost", "job", "pipeline.split", "plan.types", "plan.sharding"), ()),
-    "cost.memory": (("job", "pipeline"), ()),
-    "plan": (PLANNING, ()),
-    "plan.packing": ((*BOTTOM, "cost", "pipeline.timeline", "plan.types"), ()),
-    "plan.sharding": ((*BOTTOM, "cost", "plan.types"), ()),
-    "job": (("model", "cost", "pipeline.schedule", "pipeline.split", "plan.packing", "plan.sharding"), ()),
-    "describe": (PLANNING, ()),
-    "simulate": (PLANNING, ()),
-    "runtime": (("plan.types", "plan.sharding.segments", "plan.sharding.exchange"), ("torch",)),
-    "adapter": ((*PLANNING, "describe", "runtime", "simulate"), ("torch", "megatron")),
-    "__main__": (("cli",), ()),
-    "run": (("adapter",), ()),
-    "cli": ((*PLANNING, "describe", "runtime", "simulate", "adapter"), ("torch", "megatron")),
+LAYERS = """
+settings model types _native hardware pipeline job cost sharding calibration packing simulate plan micro_batches
+describe __init__ runtime adapter cli __main__ run
+""".split()
+"""Files and folders (rooms) of the package; each may import itself and those before it."""
+ONLY = {
+    "job": ("settings", "model", "types", "_native", "hardware", "pipeline"),
+    "runtime": ("model", "types", "sharding"),
+    "cli": LAYERS[: LAYERS.index("adapter")],
+    "__main__": ("cli",),
+    "run": ("adapter",),
 }
-FRAMEWORKS = ("torch", "megatron", "transformer_engine", "flash_attn", "apex")
+"""Rooms that may import fewer."""
+FRAMEWORKS = {"torch": ("runtime", "adapter"), "megatron": ("adapter",), "transformer_engine": (), "flash_attn": ()}
+"""Which rooms may import what; the attention backends find their packages by name."""
+IN_FUNCTIONS = {"cli": ("torch", "runtime")}
+"""What a room may import inside functions alone, since most of its commands run without."""
+
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
 
 
-def imports(path: Path):
-    """What a module imports when it runs; names for type checkers alone don't count."""
-    tree = ast.parse(path.read_text())
-    typing = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
-    unread = {id(inner) for block in typing for inner in ast.walk(block)}
+def room(module: str) -> str:
+    """The room of a module of ours; a framework is its own."""
+    top, _, inner = module.partition(".")
+    return (inner.split(".")[0] or "__init__") if top == PACKAGE.name else top
+
+
+def imports(module: str) -> Iterator[tuple[str, bool]]:
+    """What a module imports, and whether inside a function."""
+    tree = ast.parse(MODULES[module].read_text())
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    inside = {id(inner) for function in functions for inner in ast.walk(function)}
     for node in ast.walk(tree):
-        if id(node) in unread:
-            continue
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((alias.name, id(node) in inside) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
             for alias in node.names:
-                submodule = ROOT / node.module.replace(".", "/") / f"{alias.name}.py"
-                folder = ROOT / node.module.replace(".", "/") / alias.name
-                is_module = submodule.exists() or (folder.is_dir() and node.module.startswith("megatron_wlb"))
-                yield f"{node.module}.{alias.name}" if is_module else node.module
+                name = f"{node.module}.{alias.name}"
+                is_module = name in MODULES or alias.name == "_native"
+                yield (name if is_module else f"{'.' * node.level}{node.module}"), id(node) in inside
 
 
-def modules():
-    return sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
+def allowed(importer: str, imported: str, in_function: bool) -> bool:
+    """Whether a room may import another, or a framework."""
+    if imported in IN_FUNCTIONS.get(importer, ()):
+        return in_function
+    if imported in LAYERS:
+        below = LAYERS[: LAYERS.index(importer)]
+        return imported == importer or (imported in below and imported in ONLY.get(importer, below))
+    return imported not in ("", "tests", "scripts") and importer in FRAMEWORKS.get(imported, (importer,))
 
 
-def name(path: Path) -> str:
-    return str(path.relative_to(ROOT).with_suffix("")).replace("/", ".").removesuffix(".__init__")
+def test_every_import_is_of_a_lower_layer():
+    offences = [
+        f"{module} imports {imported}"
+        for module in MODULES
+        for imported, in_function in imports(module)
+        if not allowed(room(module), room(imported), in_function)
+    ]
+    assert not offences, "\n".join(offences)
 
 
-def rule(module: str) -> str:
-    """The entry of ALLOWED that a module goes by."""
-    return max((r for r in ALLOWED if module == r or module.startswith(r + ".")), key=len)
+def test_no_import_is_for_type_checkers_alone():
+    assert not [module for module, path in MODULES.items() if "TYPE_CHECKING" in path.read_text()]
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports(path):
-    own = rule(name(path).removeprefix("megatron_wlb."))
-    ours, frameworks = ALLOWED[own]
-    for imported in imports(path):
-        top = imported.split(".")[0]
-        if top in FRAMEWORKS:
-            assert top in frameworks, f"{path.name} imports {imported}"
-        elif top == "megatron_wlb":
-            inner = imported.removeprefix("megatron_wlb").removeprefix(".")
-            inside = inner in ("", "_native") or rule(inner) == own
-            assert inside or any(inner == r or inner.startswith(r + ".") for r in ours), (
-                f"{path.name} imports {imported}"
-            )
-        else:
-            assert top not in ("tests", "scripts"), f"{path.name} imports {imported}"
-
-
-def test_nothing_is_imported_in_a_circle():
-    TopologicalSorter({name(path): imports(path) for path in modules()}).prepare()  # raises CycleError
+def test_neither_files_nor_rooms_import_in_a_circle():
+    files, rooms = defaultdict(set), defaultdict(set)
+    for module in MODULES:
+        for imported, _ in imports(module):
+            files[module].add(imported)
+            if room(imported) != room(module):
+                rooms[room(module)].add(room(imported))
+    for graph in (files, rooms):
+        TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def test_planning_runs_where_torch_and_megatron_are_blocked():
-    names = [
-        name(p)
-        for p in modules()
-        if p.relative_to(PACKAGE).parts[0] not in ("runtime", "adapter", "run.py", "__main__.py")
-    ]
+    names = [name for name in MODULES if room(name) not in ("runtime", "adapter", "run", "__main__")]
     code = (
         "import importlib, sys\n"
-        f"for name in {FRAMEWORKS!r}: sys.modules[name] = None\n"
+        f"for name in {[*FRAMEWORKS]!r}: sys.modules[name] = None\n"
         f"for name in {names!r}: importlib.import_module(name)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)

@@ -1,34 +1,35 @@
-"""A run on one device: its clock, what it has found, and what it writes."""
+"""A run on one device: its clock, its rows, and its result file, which is written after every case."""
 
 import re
 import sys
 import time
 import traceback
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import results
-from benchmarks.gpu.clock import Clock
 from benchmarks.results import Row
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import get_backend
 
+FLUSHED_BYTES = 1 << 28
+"""More than any L2 holds."""
+LEAD_CYCLES = tuple(3_000_000 << i for i in range(6))
+"""2 ms in which the host gets ahead, so that launches overlap kernels as in training; up to 50 ms where it must."""
+SAMPLES = 5
+Call = Callable[[], Any]
 
-def command_line(doc: str | None, sections: str, last: str) -> ArgumentParser:
-    """What `Bench` takes of every benchmark; `last` says what --minutes ends."""
+
+def command_line(doc: str | None) -> ArgumentParser:
     parser = results.parser(doc, "tiny, to see that everything runs")
-    parser.add_argument("--sections", default=sections, help=f"some of {sections}, which then name the file, too")
-    parser.set_defaults(every=sections)
-    parser.add_argument("--backend", help="attention backend; default: aten on cuda, cpu on cpu")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--minutes", type=float, default=8.5, help=last)
-    parser.add_argument("--output", metavar="FOLDER", help="default: benchmarks/results, and nowhere with --quick")
-    parser.add_argument("--commit", help="what is measured; default: what git says, which a copied tree does not know")
+    parser.add_argument("--backend", default="auto", help="attention backend; default: the one that training chooses")
+    parser.add_argument("--minutes", type=float, default=8.5, help="no case begins later; default: %(default)s")
+    parser.add_argument("--commit", help="commit that is measured; default: git's, which a copied tree does not know")
     return parser
 
 
@@ -38,40 +39,36 @@ class Bench:
     def __init__(self, name: str, args: Namespace) -> None:
         self.name, self.args, self._begin = name, args, time.perf_counter()
         self.device = torch.device(args.device)
-        on_gpu = self.device.type == "cuda"
-        if not on_gpu:
+        self.on_gpu = self.device.type == "cuda"
+        if not self.on_gpu:
             torch.set_num_threads(1)  # threads that share cores with others wait for each other
-        self.device_name = torch.cuda.get_device_name() if on_gpu else "cpu"
-        self.dtype = torch.bfloat16 if on_gpu else torch.float32
-        self.backend = get_backend(args.backend or ("aten" if on_gpu else "cpu"), self.device)
-        self.options = AttentionOptions(backend=self.backend)
-        self.clock = Clock(self.device)
-        self.settings: Row = {"command": sys.argv[1:], "backend": self.backend.name, "cuda": torch.version.cuda}
+        self.device_name = torch.cuda.get_device_name() if self.on_gpu else "cpu"
+        self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
+        self.options = AttentionOptions(backend=get_backend(args.backend, self.device))
+        self.settings: Row = {"command": sys.argv[1:], "backend": self.options.backend.name, "cuda": torch.version.cuda}
         self.rows: list[Row] = []
         self.goals: list[results.Goal] = []
-        self.say(f"{self.device_name}, torch {torch.__version__}, CUDA {torch.version.cuda}, {self.backend.name}")
+        self.say(
+            f"{self.device_name}, torch {torch.__version__}, CUDA {torch.version.cuda}, {self.settings['backend']}"
+        )
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
+        """Seconds since the start."""
         return time.perf_counter() - self._begin
-
-    @property
-    def seconds_left(self) -> float:
-        return 60 * self.args.minutes - self.seconds
 
     def say(self, text: str) -> None:
         print(f"[{self.seconds:5.0f} s] {text}", flush=True)
 
     def add(self, row: Row) -> None:
-        """Keep a row, and print it but for lists."""
+        """Keep a row and print it."""
         self.rows.append(row)
         shown = {key: value for key, value in row.items() if value is not None and not isinstance(value, list)}
         self.say("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in shown.items()))
 
     @contextmanager
     def case(self, **case: Any) -> Iterator[None]:
-        """What it raises becomes a row of this case; then, or if it is interrupted, all that was found is written."""
+        """An exception becomes a row of this case; then, or if it is interrupted, all rows are written."""
         try:
             yield
         except Exception as error:  # of a kernel, the allocator, a profiler
@@ -80,29 +77,64 @@ class Bench:
         finally:
             self.write()
 
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=self.device, dtype=self.dtype)
+
+    def ms(self, call: Call) -> float:
+        """Device time of a call with cold caches; on the CPU, wall-clock time."""
+        if not self.on_gpu:
+            begin = time.perf_counter()
+            call()
+            return (time.perf_counter() - begin) * 1e3
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flushed = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device=self.device)
+        for lead in LEAD_CYCLES:
+            flushed.zero_()
+            torch.cuda._sleep(lead)
+            start.record()
+            call()
+            behind = start.query()  # the device waited for launches
+            end.record()
+            end.synchronize()
+            if not behind:
+                break
+        return float(start.elapsed_time(end))
+
+    def timed(self, name: str, call: Call, samples: int = SAMPLES) -> Row:
+        """Median, least and largest `NAME_ms` after a first call that does not count."""
+        call()
+        return results.spread(f"{name}_ms", [self.ms(call) for _ in range(samples)])
+
+    def memory(self, forward: Call, backward: Callable[[Any], Any]) -> Row:
+        """MiB beside the inputs: kept after `forward`, and the peak until `backward` of its result ends."""
+        if not self.on_gpu:
+            return {"kept_mib": None, "peak_mib": None}
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        saved = forward()
+        kept = torch.cuda.memory_allocated() - before
+        backward(saved)
+        return {"kept_mib": kept / 2**20, "peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20}
+
+    def write(self) -> None:
+        """Write all rows so far; a quick run only where --output says."""
+        if self.args.quick and not self.args.output:
+            return
+        tag = (re.findall(r"[a-z]+\d+", self.device_name.lower()) or [self.device.type])[0]
+        results.write(
+            self.name,
+            settings=self.settings | {"seconds": self.seconds},
+            rows=self.rows,
+            goals=self.goals,
+            device=self.device_name if self.on_gpu else None,
+            commit=self.args.commit,
+            suffix=f".{tag}",
+            folder=self.args.output,
+        )
+
     def conclude(self) -> None:
         """Print which goals hold; exit with 1 if a case has failed or, with --check, a goal is missed."""
         results.conclude(self.goals, self.args.check)
         if failed := sum("failed" in row for row in self.rows):
             sys.exit(f"{failed} cases have failed")
-
-    def goal(self, name: str, value: float, direction: str, goal: float) -> None:
-        self.goals.append(results.Goal(name=name, value=value, goal=goal, direction=direction))
-
-    def write(self) -> None:
-        """What has been found so far; a quick run only where it is told to."""
-        if self.args.output is None and self.args.quick:
-            return
-        if self.args.output is not None:
-            results.FOLDER = Path(self.args.output)
-        if self.args.commit is not None:
-            results._commit = lambda: self.args.commit
-        tag = (re.findall(r"[a-z]+\d+", self.device_name.lower()) or [self.device.type])[0]
-        results.write(
-            self.name if set(self.args.sections) >= set(self.args.every) else f"{self.name}_{self.args.sections}",
-            settings=self.settings | {"seconds": self.seconds, "host_behind": self.clock.behind},
-            rows=self.rows,
-            goals=self.goals,
-            device=self.device_name if self.device.type == "cuda" else None,
-            suffix=f".{tag}",
-        )

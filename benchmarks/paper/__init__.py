@@ -1,4 +1,1 @@
-"""Figures 1, 4 and 12 to 15 and Table 2 of the paper, simulated: paper, reproduced, ours, limit.
-
-`python -m benchmarks.paper`; `docs/paper.md` shows the result.
-"""
+"""Table 2 and Figures 12 and 15 of the paper, simulated: `python -m benchmarks.paper`, shown in docs/paper.md."""

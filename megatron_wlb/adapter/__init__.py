@@ -1,1 +1,1 @@
-"""Where this plugin meets Megatron-LM: the only place that imports megatron."""
+"""Integration with Megatron-LM; no other package imports megatron."""

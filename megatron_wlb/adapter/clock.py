@@ -1,4 +1,4 @@
-"""Where the time of a step goes, measured on every rank: by events on a GPU, by the clock on a CPU."""
+"""Measures a step's time on every rank: by events on a GPU, by the host clock on a CPU."""
 
 import contextlib
 import time
@@ -16,28 +16,28 @@ from megatron_wlb.pipeline.timeline import run
 from megatron_wlb.simulate.weight_gradients import part_counts
 
 Span = tuple[Any, Any]
-"""What `_now` gave at the beginning and at the end."""
+"""Start and end, as returned by `_now`."""
 
 
 class Clock:
-    """The passes of a step and what they waited for the exchange of K and V; asks the device nothing while it runs."""
+    """Times a step's passes and their waits for the K/V exchange, without synchronising the device."""
 
     def __init__(self, job: Job, *, sees_exchange: bool) -> None:
-        """`sees_exchange`: attention is ours, whose `exchange` is measured."""
+        """`sees_exchange`: the plugin's attention runs, so its exchange can be measured."""
         self._job, self._sees_exchange = job, sees_exchange or job.parallel.cp == 1
         self._spans: dict[str, list[Span]] | None = None
 
     def begin(self) -> None:
-        """A forward-backward pass begins, of which nothing is recorded before `measure`."""
+        """Start a forward-backward pass. Nothing is recorded until `measure`."""
         self._spans, self._began = None, _now()
 
     def measure(self) -> None:
-        """It is of a training step that is to be measured."""
+        """Record this forward-backward pass: it belongs to a training step to be measured."""
         self._spans = {"forward": [], "backward": [], "weights": [], "exchange": []}
 
     @contextlib.contextmanager
     def span(self, what: str) -> Iterator[None]:
-        """Around a "forward" or "backward" pass, "weights" that it put off, or the wait for an "exchange" within."""
+        """Time a "forward" or "backward" pass, deferred "weights", or an "exchange" wait in a pass."""
         if self._spans is None:
             yield
             return
@@ -46,7 +46,7 @@ class Clock:
         self._spans[what].append((began, _now()))
 
     def backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Upstream's backward pass, measured."""
+        """Wrap upstream's `backward_step` to time it."""
 
         def backward_step(*args: Any, **kwargs: Any) -> Any:
             with self.span("backward"):
@@ -55,7 +55,7 @@ class Clock:
         return backward_step
 
     def exchange(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The all-to-all of `runtime.attention`, whose waits are measured."""
+        """Wrap `runtime.all_to_all._all_to_all` to time its waits."""
 
         def all_to_all(*args: Any, **kwargs: Any) -> _Exchange:
             return _Exchange(original(*args, **kwargs), self)
@@ -63,10 +63,10 @@ class Clock:
         return all_to_all
 
     def shares(self, step_seconds: float | None) -> dict[str, float | None] | None:
-        """`measured_shares` of the step, mean over all ranks. All ranks call; None on those that give no time.
+        """Return `measured_shares` of the step, from the times of all ranks.
 
-        The device is waited for up to the end of backward, which upstream has done, too: it has read the norm of the
-        gradients.
+        All ranks must call this. Returns None on ranks that pass no `step_seconds`, and if the step was not measured.
+        Blocks until the device ends backward, which upstream has already done by reading the gradient norm.
         """
         if self._spans is None:
             return None
@@ -93,13 +93,13 @@ class Clock:
 
 
 class _Exchange:
-    """An exchange that is under way."""
+    """An exchange in flight, whose wait is timed."""
 
     def __init__(self, work: dist.Work, clock: Clock) -> None:
         self._work, self._clock = work, clock
 
     def wait(self) -> None:
-        """Wait for it, measured."""
+        """Wait for the exchange, timed."""
         with self._clock.span("exchange"):
             self._work.wait()
 
@@ -107,20 +107,20 @@ class _Exchange:
 def measured_shares(
     job: Job, passes: np.ndarray, exchange: float | None, span: float, step: float
 ) -> dict[str, float | None]:
-    """Shares of a step, as `simulate.shares` predicts them, as far as they can be told from outside.
+    """Return the measured counterpart of `simulate.shares`; a share that was not seen is None.
 
-    Bubble is what a pipeline idles whose micro-batches all take the mean; waiting is how much longer the passes of the
-    slowest rank took than such a pipeline, for whatever reason; all after them is busy. What tensor- and
-    expert-parallel ranks wait for each other lies within a pass and is busy, too. The wait for an exchange has that
-    for a slower context-parallel rank in it.
+    Bubble is the idle time of a pipeline whose micro-batches all take the mean time. Waiting is the time by which the
+    slowest rank's passes exceed such a pipeline, for any reason. Time after the last pass is busy. Waits of tensor- and
+    expert-parallel ranks for each other fall within a pass and are busy, too. The wait for an exchange includes the
+    wait for a slower context-parallel rank.
 
     Args:
-        job: what ran.
-        passes: mean time of a forward pass, a backward pass and the weights it put off, float64 [3, stages, chunks];
-            any unit, the same in all.
-        exchange: mean over ranks of the waits in a step; None where they were not seen, which are busy then.
-        span: from the beginning of the step to the end of the last pass of any rank.
-        step: the time of the step.
+        job: the job that ran.
+        passes: mean time of a forward pass, a backward pass and its deferred weight gradients, float64 [3, stages,
+            chunks]; in any unit, which all times share.
+        exchange: mean over ranks of exchange waits in a step; None if not seen, which makes these waits busy.
+        span: time from the start of the step to the end of the last pass on any rank.
+        step: time of the step.
     """
     forward, backward, weights = passes[:, :, :, None]
     schedule, backward = job.schedule(), backward + weights

@@ -1,7 +1,7 @@
-"""Run upstream Megatron without a GPU: for development, the demo and the tests, on gloo.
+"""Runs upstream Megatron without a GPU, on gloo: for development, the demo and the tests.
 
-`install()` makes "cuda" mean the CPU for the calls that Megatron makes. `torch.cuda.is_available()` stays False, so
-nobody mistakes such a run for a GPU run. It must be called before megatron is imported.
+`install()` redirects Megatron's "cuda" calls to the CPU. Call it before megatron is imported.
+`torch.cuda.is_available()` stays False, so nobody mistakes such a run for a GPU run.
 """
 
 import functools
@@ -24,7 +24,7 @@ _NOTHING = "set_device synchronize empty_cache set_stream reset_peak_memory_stat
 
 
 class _Stream:
-    """Everything on the CPU runs in order, so that streams and events have nothing to do."""
+    """A stream or event that does nothing, since everything on the CPU runs in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def __enter__(self) -> "_Stream":
@@ -47,7 +47,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _on_cpu(function: Any) -> Any:
-    """A factory or conversion that reads a CUDA device as the CPU."""
+    """Wrap a factory or conversion so that a CUDA device means the CPU."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -75,7 +75,7 @@ def _tensor_type(original: Any) -> Any:
     @functools.wraps(original)
     def call(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None:
-            # Megatron's optimizer sorts parameters by names such as "torch.cuda.FloatTensor".
+            # Megatron's optimizer groups parameters by names such as "torch.cuda.FloatTensor".
             return original(self).replace("torch.", "torch.cuda.", 1)
         return original(self, dtype.replace("cuda.", "") if isinstance(dtype, str) else dtype, *args, **kwargs)
 
@@ -83,12 +83,13 @@ def _tensor_type(original: Any) -> Any:
 
 
 def install() -> None:
-    """Map Megatron's CUDA calls to the CPU. Raises RuntimeError if there is a GPU or megatron is imported already."""
+    """Redirect Megatron's CUDA calls to the CPU. Raises RuntimeError with a GPU, or if megatron is already imported."""
     if torch.cuda.is_available():
         raise RuntimeError("this machine has a GPU; run Megatron on it")
     if any(name.split(".")[0] == "megatron" for name in sys.modules):
         raise RuntimeError("megatron was imported before adapter.cpu.install(); import it afterwards")
-    # Upstream's fusions are torch.compile, which would trace our stand-ins; imported now, since it looks at them then.
+    # Upstream's fusions use torch.compile, which would trace the stand-ins below. Import dynamo before they are set: it
+    # reads the torch functions at import.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     importlib.import_module("torch._dynamo")
 
@@ -103,7 +104,7 @@ def install() -> None:
 
     stream = _Stream()
     properties = SimpleNamespace(major=9, minor=0, total_memory=1 << 36, multi_processor_count=1, name="cpu")
-    # One function each: torch.compile has rules by name, and finds the name by the function.
+    # A separate function for each name: torch.compile finds its rule through the function's name.
     replacements: dict[str, Any] = {name: lambda *args, **kwargs: None for name in _NOTHING.split()}
     replacements |= {
         "device_count": lambda: 1,  # upstream builds no parallel groups at 0
@@ -134,13 +135,13 @@ def install() -> None:
         setattr(torch.cuda, name, value)
     torch.cuda.random.get_rng_state = replacements["get_rng_state"]
     torch.cuda.random.set_rng_state = replacements["set_rng_state"]
-    # Upstream takes this to decide how to set the RNG state; without it, it uses default_generators.
+    # Without this function, upstream sets the RNG state through default_generators.
     if hasattr(torch._C, "_cuda_setRNGState"):
         del torch._C._cuda_setRNGState
 
 
 def install_megatron() -> None:
-    """The places where upstream itself asks for CUDA; call after `install` and before `pretrain`."""
+    """Patch upstream where it requires CUDA; call after `install` and before `pretrain`."""
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
     from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp
     from megatron.core.transformer import multi_token_prediction
@@ -149,13 +150,13 @@ def install_megatron() -> None:
 
     from_group = fsdp.DeviceMesh.from_group
     fsdp.DeviceMesh.from_group = lambda group, device, **rest: from_group(group, "cpu", **rest)
-    # Upstream makes the split sizes of an all-to-all numbers as it copies them from the GPU.
+    # Upstream converts the split sizes of an all-to-all to numbers while it copies them from the GPU.
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, **rest: (
         tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
     )
-    # From 0.20 on, MTP layers look for a class that is none without TransformerEngine.
+    # From 0.20 on, MTP layers check for a class that is missing without TransformerEngine.
     multi_token_prediction.is_inference_column_parallel_linear = lambda module: False
-    # Of the checkpoint writer; started by upstream's fork server, it would lack what `install` has done.
+    # Fork the checkpoint writer: a process of upstream's fork server would lack the changes of `install`.
     worker = PersistentAsyncCaller._get_process.__func__
     PersistentAsyncCaller._get_process = classmethod(
         lambda cls, rank, mp_mode="", *rest, **options: worker(cls, rank, "fork", *rest, **options)

@@ -1,4 +1,4 @@
-"""Documents to tensors: datasets from upstream's data flags, the sampler, and the batches of this rank."""
+"""Turns documents into tensors: upstream's datasets, the sampler, and this rank's batches."""
 
 import functools
 import hashlib
@@ -18,7 +18,6 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.dist_signal_handler import DistributedSignalHandler
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_wlb.adapter.thd import ThdShard
 from megatron_wlb.plan.dataset import DocumentIndex, TrainedTokens, read_index
 from megatron_wlb.plan.step import MicroBatchPlan, Planner
 from megatron_wlb.plan.stream import DocumentStream, Source
@@ -30,14 +29,14 @@ SPLITS = ("train", "valid", "test")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitData:
-    """The documents of one split: stream sources and the `.bin/.idx` dataset behind each."""
+    """The documents of one split: stream sources, and the `.bin/.idx` dataset of each."""
 
     sources: list[Source]
     indices: list[DocumentIndex]
 
     @property
     def fingerprint(self) -> str:
-        """Digest of everything that the order of documents depends on, besides the seed."""
+        """Digest of everything that determines the order of documents, besides the seed."""
         digest = hashlib.blake2b(digest_size=16)
         for source, index in zip(self.sources, self.indices, strict=True):
             digest.update(repr((index.fingerprint, source.first, len(source.lengths), source.weight)).encode())
@@ -47,7 +46,8 @@ class SplitData:
 def load_splits(args: Namespace) -> dict[str, SplitData]:
     """Read the `.idx` files that upstream's data flags name; an empty split has no sources.
 
-    Raises ValueError for a missing or damaged file, or if there is nothing to train on, or to evaluate on.
+    Raises ValueError for a missing or damaged file, for an empty training split, and for an empty validation split if
+    the run evaluates.
     """
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     if blend is None and blend_per_split is None:
@@ -61,8 +61,8 @@ def load_splits(args: Namespace) -> dict[str, SplitData]:
             index = read(prefix)
             first, stop = (round(bound * len(index)) for bound in bounds or ())
             tokens = index.tokens[first:stop]
-            total = int(tokens.sum()) - np.count_nonzero(tokens)  # all but the last of every document
-            # Without weights, datasets count by their size, as upstream does.
+            total = int(tokens.sum()) - np.count_nonzero(tokens)  # the last token of a document is only a target
+            # Without weights, datasets are weighted by size, as upstream does.
             weight = float(weights[i]) if weights is not None else float(total)
             if total:
                 sources.append(Source(lengths=TrainedTokens(tokens), weight=weight, first=first))
@@ -77,7 +77,7 @@ def load_splits(args: Namespace) -> dict[str, SplitData]:
     if not data["train"].sources:
         raise ValueError("--wlb: the training split is empty: no document of at least 2 tokens; check --split")
     if args.eval_iters > 0 and not data["valid"].sources:
-        # Upstream evaluates all the same, on nothing.
+        # Upstream would evaluate on nothing.
         raise ValueError(
             f"--wlb: the validation split is empty, and --eval-iters is {args.eval_iters}; give --eval-iters 0, or "
             "another --split"
@@ -86,12 +86,12 @@ def load_splits(args: Namespace) -> dict[str, SplitData]:
 
 
 def stream_of(args: Namespace, split: str, data: SplitData) -> DocumentStream:
-    """The documents of a split in the order of training, from the beginning and without end."""
+    """Return the endless stream of a split's documents in training order, from the beginning."""
     return DocumentStream(data.sources, seed=args.seed + SPLITS.index(split), context_length=args.seq_length)
 
 
 class WlbBatchSampler(torch.utils.data.Sampler[MicroBatchPlan]):
-    """Yields the micro-batches of this data-parallel rank, step after step, for ever."""
+    """Yields the micro-batches of this data-parallel rank, step by step, endlessly."""
 
     def __init__(self, planner: Planner, first_step: int) -> None:
         self._planner, self._first_step = planner, first_step
@@ -108,32 +108,30 @@ class Batch:
     split: str
     step: int
     padded_tokens: int
-    """Tokens of the whole micro-batch, over all context-parallel ranks."""
+    """Tokens of the whole micro-batch with padding, over all context-parallel ranks."""
     metadata: ShardMetadata
-    thd: ThdShard | None
-    """For Megatron's own attention."""
     tokens: torch.Tensor | None
-    """int64 [1 + depths, s], row k that many tokens further ahead (`mtp`); only on stages with an embedding."""
+    """int64 [1 + depths, s]; row k is k tokens further ahead (see `mtp`). Only on stages with an embedding."""
     labels: torch.Tensor | None
-    """int64 [1 + depths, s], likewise; only on stages with the loss."""
+    """int64 [1 + depths, s], rows as in `tokens`; only on stages with the loss."""
     loss_mask: torch.Tensor | None
-    """float32 [1 + depths, s], likewise; 0 on the tail padding, and where the document has no such target."""
+    """float32 [1 + depths, s], rows as in `tokens`, 0 without a target or on padding; only on stages with the loss."""
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on `device`, without waiting for the copy."""
+        """Return the batch on `device`, without waiting for the copy."""
         return self._each(lambda part: part.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":
-        """Called by torch's DataLoader."""
+        """Return the batch in pinned memory; called by torch's DataLoader."""
         return self._each(lambda part: part.pin_memory())
 
     def _each(self, move: Callable[[Any], Any]) -> "Batch":
-        parts = {name: getattr(self, name) for name in ("metadata", "thd", "tokens", "labels", "loss_mask")}
+        parts = {name: getattr(self, name) for name in ("metadata", "tokens", "labels", "loss_mask")}
         return replace(self, **{name: move(part) for name, part in parts.items() if part is not None})
 
 
 class DocumentDataset(torch.utils.data.Dataset[Batch]):
-    """Maps a MicroBatchPlan to this rank's Batch. Reads only the tokens of its own shard, and only where needed."""
+    """Maps a MicroBatchPlan to this rank's Batch; reads only its shard, on stages that need tokens."""
 
     def __init__(
         self,
@@ -144,13 +142,10 @@ class DocumentDataset(torch.utils.data.Dataset[Batch]):
         is_first: bool,
         is_last: bool,
         mmap: bool,
-        encode: Encoding | None,
+        encode: Encoding = varlen,
         depths: int = 0,
     ) -> None:
-        """`encode` is that of the attention backend that batches are for; None: Megatron's own attention.
-
-        `depths` are the tokens that are predicted beyond the next one.
-        """
+        """`encode`: encoding of the attention backend. `depths`: tokens predicted beyond the next one."""
         self._split, self._cp_rank, self._encode, self._depths = split, cp_rank, encode, depths
         self._is_first, self._is_last = is_first, is_last
         needed = is_first or is_last
@@ -165,8 +160,7 @@ class DocumentDataset(torch.utils.data.Dataset[Batch]):
             split=self._split,
             step=plan.step,
             padded_tokens=plan.padded_tokens,
-            metadata=ShardMetadata.build(plan.shards, self._cp_rank, self._encode or varlen),
-            thd=ThdShard.build(plan.shards, self._cp_rank) if self._encode is None else None,
+            metadata=ShardMetadata.build(plan.shards, self._cp_rank, self._encode),
             tokens=tokens if self._is_first or self._depths else None,
             labels=labels if self._is_last else None,
             loss_mask=loss_mask if self._is_last else None,
@@ -178,12 +172,12 @@ class DocumentDataset(torch.utils.data.Dataset[Batch]):
         mask = np.zeros((1 + self._depths, shard.tokens), np.float32)
         at = 0
         for number, start, stop in np.concatenate(shard.calls).tolist():
-            if number < len(plan.documents):  # else the tail padding: token 0, not trained
+            if number < len(plan.documents):  # skip the tail padding: token 0, not trained
                 document = plan.documents[number]
                 length = int(document["length"])
                 read = self._tokens(document, start, min(stop + self._depths, length) + 1 - start)
                 for depth in range(1 + self._depths):
-                    size = max(0, min(stop, length - depth) - start)  # rows that have a target so far ahead
+                    size = max(0, min(stop, length - depth) - start)  # rows with a target at this depth
                     out[:, depth, at : at + size] = read[depth : depth + size], read[depth + 1 : depth + 1 + size]
                     mask[depth, at : at + size] = 1
             at += stop - start
@@ -201,9 +195,10 @@ class DocumentDataset(torch.utils.data.Dataset[Batch]):
 def loader(
     dataset: DocumentDataset, planner: Planner, first_step: int, num_workers: int, exit_signal: int | None
 ) -> Iterator[Batch]:
-    """Endless batches of this rank from `first_step` on, read ahead by `num_workers` processes.
+    """Return this rank's endless batches from `first_step` on, prefetched by `num_workers`.
 
-    These outlive `exit_signal`, which launchers send to whole process groups, so that training can end by itself.
+    The processes survive `exit_signal`, which launchers send to whole process groups, so that training can end by
+    itself.
     """
     return iter(
         torch.utils.data.DataLoader(

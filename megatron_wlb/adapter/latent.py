@@ -1,7 +1,8 @@
-"""Multi-latent attention: upstream's, and one of which latents travel between context-parallel ranks, not K and V.
+"""Multi-latent attention: upstream's, and a variant that exchanges latents instead of K and V.
 
-Shapes: s local rows, T of them here where tensor-parallel ranks divide rows; P rows that local queries see; H heads of
-this rank, with D values of a query or key, of which the last E are rotated, and Dv of a value; R values of a latent.
+Shapes: s local rows; T rows of this rank where tensor-parallel ranks divide the s rows; P rows visible to local
+queries; H heads of this rank; D values of a query or key, the last E of them rotated; Dv values of a value; R values of
+a latent.
 """
 
 from functools import partial
@@ -13,17 +14,20 @@ from megatron.core.tensor_parallel import CheckpointWithoutOutput, mappings
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch.nn.functional import pad
 
-from megatron_wlb.adapter import compat
+from megatron_wlb.describe.megatron import row_multiple
 from megatron_wlb.runtime.all_to_all import exchange_rows
 from megatron_wlb.runtime.backends import owned, side_by_side
 
 
 class WlbLatentAttention(MLASelfAttention):  # type: ignore[misc]
-    """Upstream's. Tensor-parallel ranks add up the gradients of what all heads share of a key, each of its heads."""
+    """Upstream's attention. Tensor-parallel ranks sum the gradients of the key part that all heads share."""
 
     def _qkv_down_projection(self, hidden_states: Any) -> Any:
-        """Local layers divide latents over ranks. Upstream gathers them, and does not sum that gradient; it does where
-        ranks divide rows, as TransformerEngine's layers do."""
+        """Return latents divided by rows over tensor-parallel ranks.
+
+        Upstream's local layers divide latents by columns instead. Upstream then gathers the columns without summing
+        their gradient. It sums the gradient where ranks divide rows, as TransformerEngine's layers do.
+        """
         q, kv = super()._qkv_down_projection(hidden_states)
         if kv.shape[-1] != self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim:
             kv = mappings.gather_from_tensor_model_parallel_region(kv, group=self.tp_group)
@@ -32,12 +36,12 @@ class WlbLatentAttention(MLASelfAttention):  # type: ignore[misc]
 
 
 class WlbLatentExchange(WlbLatentAttention):
-    """The same, but the latents of rows that queries see, and what their heads share of a key, come to the rank, and
-    are expanded there together with its own.
+    """Exchanges latents instead of K and V, and expands them on the receiving rank.
 
-    Expanded K and V are let go after attention, and made again for its backward by upstream's recomputation of
-    `mla_up_proj`, of queries only where that was asked for; but not where the layer is recomputed as a whole, or
-    `save_gathered` keeps them.
+    A rank receives the latents, and the key part that heads share, of all rows visible to its queries. It frees the
+    expanded K and V after attention. Backward expands them again through upstream's recomputation of `mla_up_proj`,
+    with the queries only if the run asked for that. K and V are kept if the whole layer is recomputed, or with
+    `save_gathered`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -45,7 +49,9 @@ class WlbLatentExchange(WlbLatentAttention):
         self._queries_again: bool = self.recompute_up_proj
         kept = self.core_attention.options.save_gathered or self.config.recompute_granularity == "full"
         self.recompute_up_proj: bool = self._queries_again or not kept
-        self._row_multiple = self.tp_group.size() * compat.row_multiple(self.config)
+        self._row_multiple = self.tp_group.size() * row_multiple(
+            self.config.fp8, self.config.fp8_recipe, self.config.fp4
+        )
 
     def get_query_key_value_tensors(
         self,
@@ -55,7 +61,7 @@ class WlbLatentExchange(WlbLatentAttention):
         packed_seq_params: Any = None,
         **unused: Any,
     ) -> Any:
-        """Queries [s, H, D], K and V of all keys `side_by_side`, in place of values None, and both latents."""
+        """Return queries [s, H, D], all K and V `side_by_side`, None for values, and both latents."""
         positions = self.rotary_pos_emb.get_rotary_seq_len(None, None, hidden_states, self.config, packed_seq_params)
         angles = self.rotary_pos_emb(positions)
         angles, magnitude = angles if isinstance(angles, tuple) else (angles, 1.0)  # YaRN has both
@@ -79,11 +85,12 @@ class WlbLatentExchange(WlbLatentAttention):
         return self._queries(q, rotated), kv, None, q, latents
 
     def _exchanged(self, latents: Any, shared: Any, rotated: Any, metadata: Any) -> tuple[Any, Any]:
-        """latents [T, R] and shared [T, E] of own rows -> those of all keys, [P', R] divided over tensor-parallel ranks
-        and [P, E], where P' is P filled up to what they can share.
+        """Exchange latents [T, R] and shared key parts [T, E] of own rows; returns them for all keys.
 
-        Each of these ranks brings its columns of a row. All have the whole gradient of a latent, and of what heads
-        share that of their own, which are added up before columns are divided.
+        Returns latents [P', R], whose rows are divided over tensor-parallel ranks, and shared key parts [P, E]. P' is P
+        padded to a multiple that these ranks can divide. Each tensor-parallel rank sends its columns of a row. Every
+        such rank has the whole gradient of a latent, but only its own heads' gradient of the shared part. The latter is
+        summed before columns are divided.
         """
         group, sizes = self.tp_group, (latents.shape[-1], shared.shape[-1])
         own = torch.cat((latents, shared), dim=-1)
@@ -99,7 +106,7 @@ class WlbLatentExchange(WlbLatentAttention):
         return owned(latents), mappings.copy_to_tensor_model_parallel_region(owned(shared), group=group)
 
     def _queries(self, q: Any, rotated: Any) -> Any:
-        """q [T, latent or hidden state] -> [s, H, D]."""
+        """q [T, latent or hidden size] -> queries [s, H, D]."""
         project = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
         q, _ = project(q)
         q = q.view(len(q), -1, self.q_head_dim)
@@ -107,13 +114,13 @@ class WlbLatentExchange(WlbLatentAttention):
         return torch.cat((plain, rotated(turned)), dim=-1)
 
     def _keys_and_values(self, latents: Any, shared: Any) -> Any:
-        """What `_exchanged` gave -> K [P, H, D] and V [P, H, Dv], `side_by_side`."""
+        """Result of `_exchanged` -> K [P, H, D] and V [P, H, Dv], `side_by_side`."""
         kv, _ = self.linear_kv_up_proj(latents)
         kv = kv[: len(shared)].view(len(shared), -1, self.config.qk_head_dim + self.config.v_head_dim)
         keys, values = kv.split((self.config.qk_head_dim, self.config.v_head_dim), dim=-1)
         return side_by_side(torch.cat((keys, shared[:, None].expand(-1, kv.shape[1], -1)), dim=-1), values)
 
     def _rotated(self, x: Any, angles: Any, magnitude: float) -> Any:
-        """x [s, heads, E] turned by the positions of its rows."""
+        """Rotate x [s, heads, E] by the positions of its rows."""
         given = {"config": self.config, "mscale": magnitude, "cp_group": self.pg_collection.cp}
-        return apply_rotary_pos_emb(x, angles, **given, **compat.latent_rotation())
+        return apply_rotary_pos_emb(x, angles, **given, mla_rotary_interleaved=True)

@@ -1,4 +1,4 @@
-"""One line and one JSON object a step: loss, tokens, balance, delay."""
+"""The per-step log: one line and one JSON object with loss, tokens, balance and delay."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from megatron_wlb.plan.step import StepPlan
 from megatron_wlb.sharding import rank_work
 
 SOURCES = ("predicted", "measured")
-"""Of shares, in the words of `simulate.SHARES` and their order."""
+"""Fields of a log entry that hold shares, in the words and order of `simulate.SHARES`."""
 Shares = Mapping[str, float | None] | None
 
 
@@ -22,11 +22,20 @@ def summary(
     step_seconds: float,
     wait_seconds: float,
     *,
-    predicted: Shares = None,
+    predicted: tuple[float, Mapping[str, float]] | None = None,
     measured: Shares = None,
 ) -> dict[str, Any]:
-    """What every line says of a step, as JSON types; shares are of the step's time, None where there are none."""
-    tokens = plan.tokens
+    """Return the log entry of a step, as JSON types.
+
+    Args:
+        plan: plan of the step.
+        loss: mean over tokens.
+        step_seconds: time of the step.
+        wait_seconds: the part of it spent waiting for the planner.
+        predicted: simulated time in us, and simulated shares; None if the job cannot be timed.
+        measured: shares of the step's time.
+    """
+    tokens, (predicted_us, shares) = plan.tokens, predicted or (None, None)
     return {
         "step": plan.step + 1,
         "digest": f"{plan.digest:016x}",
@@ -42,16 +51,16 @@ def summary(
         "delays_tokens": plan.delays,
         "step_ms": step_seconds * 1e3,
         "plan_wait_ms": wait_seconds * 1e3,
-        "predicted": predicted,
+        "predicted_ms": None if predicted_us is None else predicted_us / 1e3,
+        "predicted": shares,
         "measured": measured,
     }
 
 
 def details(plan: StepPlan, job: Job) -> dict[str, Any]:
-    """What the log keeps besides, as JSON types; work is in units of `cost.work.document_work`.
+    """Return further fields of the log entry, as JSON types; work as in `cost.work`.
 
-    The job, and `lengths`, those of the documents of all M micro-batches, are what `megatron-wlb compare` predicts
-    `step_ms` from.
+    `megatron-wlb compare` predicts `step_ms` from `job` and `lengths`, the document lengths of all M micro-batches.
     """
     packing, kernel, cp = plan.packing, sharding_kernel(job), job.parallel.cp
     return {
@@ -73,7 +82,7 @@ def details(plan: StepPlan, job: Job) -> dict[str, Any]:
 
 
 def line(entry: dict[str, Any]) -> str:
-    """The line that training prints."""
+    """Format the line that training prints."""
     return (
         f" wlb step {entry['step']:6d} | loss {entry['loss']:.6f} | tokens {entry['tokens']} in "
         f"{entry['num_micro_batches']} micro-batches | imbalance {entry['imbalance_original']:.3f} -> "
@@ -84,10 +93,10 @@ def line(entry: dict[str, Any]) -> str:
 
 
 def _percent(shares: Mapping[str, float | None]) -> str:
-    """Shares as "busy 71, bubble 24, exchange -, waiting 5 %"; - is what cannot be told."""
+    """Format shares as "busy 71, bubble 24, exchange -, waiting 5 %"; - is an unknown share."""
     return ", ".join(f"{name} {'-' if s is None else f'{100 * s:.0f}'}" for name, s in shares.items()) + " %"
 
 
 def append(path: str, entry: dict[str, Any]) -> None:
-    """Append one JSON line, all of it or nothing. Raises OSError, as `files.append`."""
+    """Append one JSON line, all or nothing. Raises OSError, as `files.append`."""
     files.append(path, (json.dumps(entry, separators=(",", ":")) + "\n").encode(), "--wlb-log")

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch, to be divided by the tokens of the global batch (`--calculate-per-token-loss`)."""
+"""A micro-batch's loss, before division by the global batch's tokens (`--calculate-per-token-loss`)."""
 
 from argparse import Namespace
 from functools import partial
@@ -8,15 +8,15 @@ import torch
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import to_local_if_dtensor
 
-_SPIKE = 10  # upstream calls a loss spiky at ten times the largest seen
+_SPIKE = 10  # upstream's threshold: ten times the largest loss seen
 
 
 def token_loss(
     args: Namespace, loss_mask: torch.Tensor | None, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the token losses, after upstream's checks of it, and their number.
+    """Return sum and number of the token losses, and both for the log, after upstream's checks.
 
-    Upstream divides gradients by that number's sum over the global batch.
+    Upstream divides gradients by the sum of this number over the global batch.
     """
     assert loss_mask is not None  # the stage with the loss has the mask
     loss = torch.sum(output.view(-1).float() * loss_mask.view(-1).float())
@@ -35,9 +35,10 @@ def token_loss(
 
 
 def scale_sharded(original: Any) -> Any:
-    """`scale_gradients` of torch-FSDP2, which upstream leaves empty: its gradients would not be per token.
+    """Return `scale_gradients` for torch-FSDP2, to scale per token; upstream's own does nothing.
 
-    FSDP2 has averaged over its ranks, each a part of the global batch, so their number goes back in.
+    FSDP2 has averaged gradients over its ranks, which each train a part of the global batch. Multiplying by the number
+    of ranks turns the mean into a sum.
     """
 
     def scale_gradients(self: Any, scaling_factor: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The model: upstream's GPT with WLB's attention, and rotary positions that follow their tokens."""
+"""The model: upstream's GPT with WLB attention, and rotary embeddings by token position."""
 
 import weakref
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from megatron.core.utils import divide
 
 from megatron_wlb.adapter import compat
 from megatron_wlb.adapter.latent import WlbLatentAttention, WlbLatentExchange
-from megatron_wlb.adapter.thd import ThdCoreAttention, ThdPackedSeqParams
+from megatron_wlb.adapter.thd import ThdCoreAttention
 from megatron_wlb.runtime.attention import AttentionOptions, attention_to_keys, context_parallel_attention, send_ahead
 from megatron_wlb.runtime.backends import owned
 from megatron_wlb.runtime.metadata import ShardMetadata
@@ -28,20 +28,20 @@ from megatron_wlb.runtime.metadata import ShardMetadata
 
 @dataclass
 class WlbPackedSeqParams(PackedSeqParams):
-    """Carries the shard of a micro-batch through upstream's layers; captured in closures, it survives recomputation."""
+    """Carries a micro-batch's shard through upstream's layers; captured in closures, it survives recomputation."""
 
     wlb: ShardMetadata | None = None
-    thd: ThdPackedSeqParams | None = None
-    """For Megatron's own attention."""
+    thd: PackedSeqParams | None = None
+    """Parameters of Megatron's own attention."""
     ahead: Iterator[Any] | None = None
-    """What `mtp.rolled` gives, for a stage with MTP layers."""
+    """Iterator of `mtp.rolled`, for a stage with MTP layers."""
 
     def __post_init__(self) -> None:
         self.qkv_format = "sbhd"  # rows keep their order, so rotary embeddings apply row by row
 
 
 class WlbCoreAttention(MegatronModule):
-    """Core attention over per-document or per-sequence shards; the signature is upstream's."""
+    """Core attention over context-parallel shards, with upstream's signature."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class WlbCoreAttention(MegatronModule):
         self._cp_group, self._tp_group = pg_collection.cp, pg_collection.tp
         self._add_sink()
         self.last: weakref.ref[Any] | None = None
-        """The last call's node of the graph; None if it has none, and will be recomputed."""
+        """Graph node of the last call; None if it has none and will be recomputed."""
 
     def forward(
         self,
@@ -79,7 +79,7 @@ class WlbCoreAttention(MegatronModule):
     ) -> torch.Tensor:
         """query [s, 1, Hq, D], key [s, 1, Hkv, D], value [s, 1, Hkv, Dv] -> [s, 1, Hq * Dv].
 
-        Multi-latent attention leaves the 1 out. Where latents travel, key is what `attention_to_keys` takes.
+        Multi-latent attention omits the 1. If latents are exchanged, `key` is the `kv` of `attention_to_keys`.
         """
         metadata = getattr(packed_seq_params, "wlb", None)
         if metadata is None:
@@ -100,7 +100,7 @@ class WlbCoreAttention(MegatronModule):
         return out.reshape(out.shape[0], 1, -1)
 
     def _add_sink(self) -> None:
-        """The score of a sink for every head of this rank, by the name that it has in upstream's checkpoints."""
+        """Register a sink score for every head of this rank, under upstream's name in checkpoints."""
         self.register_parameter("softmax_offset", None)
         if self.config.softmax_type != "learnable":
             return
@@ -114,7 +114,7 @@ class WlbCoreAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """The sinks', as upstream's core attention has it."""
+        """Return the sharded sinks, as upstream's core attention does."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -126,16 +126,16 @@ class WlbCoreAttention(MegatronModule):
 
 
 class WlbSelfAttention(SelfAttention):  # type: ignore[misc]
-    """Upstream's. Where core attention is recomputed, K and V are kept without the QKV projection they are views of."""
+    """Upstream's self-attention; recomputed core attention saves Q, K and V, not the QKV projection."""
 
     def _checkpointed_attention_forward(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         return super()._checkpointed_attention_forward(owned(query), owned(key), owned(value), *args, **kwargs)
 
 
 def configure(model: Any, *, options: AttentionOptions | None, context_length: int) -> Any:
-    """Make upstream build WLB's attention and rotary positions into its model, a `compat.model_config`.
+    """Make upstream build WLB attention and positions into its model; returns the config `model`.
 
-    Without `options` it keeps its own attention.
+    Without `options` the model keeps its own attention.
     """
     model.transformer_layer_spec = partial(_layer_spec, options=options)
     model.transformer.variable_seq_lengths = True
@@ -147,10 +147,10 @@ def configure(model: Any, *, options: AttentionOptions | None, context_length: i
 
 
 def _layer_spec(config: Any, vp_stage: int | None = None, *, options: AttentionOptions | None) -> Any:
-    """Upstream's own layer spec with its core attention exchanged, and without TransformerEngine also its norms."""
+    """Return upstream's layer spec with core attention and, without TransformerEngine, norms replaced."""
     spec = compat.default_layer_spec(config, vp_stage)
     if config.transformer_impl == "local" and isinstance(spec, ModuleSpec):
-        # Only a spec of the whole block says which final norm to build.
+        # Only a spec of the whole block selects the final norm.
         count = get_num_layers_to_build(config.transformer, vp_stage=vp_stage)
         spec = TransformerBlockSubmodules(layer_specs=[spec] * count)
     for layer in spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]:
@@ -161,14 +161,14 @@ def _layer_spec(config: Any, vp_stage: int | None = None, *, options: AttentionO
 
 
 def adapt_mtp(layer: Any, config: Any, options: AttentionOptions | None) -> None:
-    """The same for the spec of one of upstream's MTP layers."""
+    """Adapt the spec of one of upstream's MTP layers, as `_layer_spec` does for decoder layers."""
     _adapt(layer.submodules.mtp_model_layer, config, options)
     if config.transformer_impl == "local":
         layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = _torch_norm
 
 
 def _adapt(layer: Any, config: Any, options: AttentionOptions | None) -> None:
-    """Exchange core attention, and without TransformerEngine norms, in the spec of a layer."""
+    """Replace core attention and, without TransformerEngine, norms in the spec of a layer."""
     submodules = layer.submodules
     attention = submodules.self_attention.submodules
     if options is None:
@@ -188,7 +188,7 @@ def _adapt(layer: Any, config: Any, options: AttentionOptions | None) -> None:
 
 
 def _torch_norm(config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> torch.nn.Module:
-    """Torch's LayerNorm or RMSNorm; upstream's wrapper of the same refuses sequence parallelism."""
+    """Return torch's LayerNorm or RMSNorm; upstream's wrapper of them refuses sequence parallelism."""
     cls = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
     module = cls(hidden_size, eps=eps)
     for parameter in module.parameters():
@@ -206,9 +206,10 @@ def _follow_positions(chunks: list[GPTModel], *, max_positions: int) -> list[GPT
 
 
 def _one_layout(chunks: list[GPTModel]) -> list[GPTModel]:
-    """Give the embedding's output [s, 1, h] the strides of every layer's; upstream leaves it those of [1, s, h].
+    """Give the embedding's output [s, 1, h] the strides of a layer's output.
 
-    At changing lengths torch would compile fusions for both, and for experts, which return views, once more.
+    Upstream leaves it the strides of [1, s, h]. With varying lengths, torch would compile fusions for both layouts, and
+    once more for experts, which return views.
     """
     for chunk in chunks:
         if (embedding := getattr(chunk, "embedding", None)) is not None:
@@ -217,10 +218,10 @@ def _one_layout(chunks: list[GPTModel]) -> list[GPTModel]:
 
 
 def _send_ahead(chunks: list[GPTModel]) -> list[GPTModel]:
-    """Let the K and V that attention needs first in backward travel from when the layer's backward begins.
+    """Prefetch the first K and V of attention's backward when the layer's backward begins.
 
-    All ranks of the group are at the same place of their program there, so that collectives keep one order; and with
-    one connection to the device, the next one is queued only when attention itself begins.
+    All ranks of the group reach this point in the same order, so their collectives stay in order. With one connection
+    to the device, the next collective is queued only when attention itself begins.
     """
 
     def watch(layer: Any, inputs: Any, output: Any) -> None:
@@ -235,10 +236,10 @@ def _send_ahead(chunks: list[GPTModel]) -> list[GPTModel]:
 
 
 def _rotate_by_position(embeddings: list[Any], max_positions: int, rows_only: bool = False) -> None:
-    """Make rotary embeddings, which are all alike, look positions up instead of counting rows.
+    """Make rotary embeddings look positions up instead of counting rows; all of them must be alike.
 
-    Upstream hands the result of `get_rotary_seq_len` to `forward`, so that the first may return the positions. A row is
-    [1, 1, D], or with `rows_only` [1, D], since multi-latent attention drops the dimension of the batch.
+    Upstream passes the result of `get_rotary_seq_len` to `forward`, so the former may return positions. A row is [1, 1,
+    D], or [1, D] with `rows_only`, since multi-latent attention drops the batch dimension.
     """
     tables: dict[torch.device, Any] = {}
 

@@ -1,8 +1,8 @@
-"""Multi-token prediction: upstream's MTP layers and loss, with what lies further ahead taken from the loader.
+"""Multi-token prediction: upstream's MTP layers and loss, with tokens ahead from the loader.
 
-At depth k, the row of token i is given token i + k as its input and token i + k + 1 as its target. Upstream rolls the
-micro-batch by one token a depth, which looks past documents and, with context parallelism, past shards. A rank's loader
-reads these tokens from the document itself instead; what lies beyond it is token 0, and weighs nothing.
+At depth k, the row of token i has token i + k as input and token i + k + 1 as target. Upstream rolls the micro-batch by
+one token per depth, which crosses documents and, with context parallelism, shards. Here, a rank's loader reads the
+tokens from the document itself. Beyond its end they are token 0 with weight 0.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from megatron_wlb.adapter.data import Batch
 
 
 def weights(lengths: np.ndarray, depths: int) -> list[float]:
-    """What a target of each depth weighs in the loss, so that every depth weighs as much as the main loss.
+    """Return the loss weight of a target at each depth; every depth weighs as much as the main loss.
 
-    Upstream takes tokens over targets of the micro-batch, with which targets would count more where documents are
-    short. This is the ratio of the whole step, and that of upstream where all micro-batches are alike.
+    Upstream uses tokens over targets of each micro-batch, which would give targets more weight where documents are
+    short. This is the ratio over the whole step. It equals upstream's ratio if all micro-batches are alike.
 
     Args:
-        lengths: int64 [documents], trained tokens of those of the step, over all data-parallel ranks.
+        lengths: int64 [documents], trained tokens of the step's documents, over all data-parallel ranks.
         depths: `--mtp-num-layers`.
     """
     targets = [int(np.maximum(lengths - depth, 0).sum()) for depth in range(1, depths + 1)]
@@ -32,11 +32,11 @@ def weights(lengths: np.ndarray, depths: int) -> list[float]:
 
 
 def rolled(batch: Batch, scales: Sequence[float]) -> Iterator[tuple[torch.Tensor, Any]]:
-    """What upstream's `roll_tensor` is to return in a forward pass, call by call, on the stage with the MTP layers.
+    """Yield the results of upstream's `roll_tensor` in a forward pass of the stage with MTP layers.
 
-    Upstream's layers ask for the inputs of one depth after the other, tokens [1, s] and positions [1, s]; then its loss
-    asks for labels [1, s] and mask [1, s], with the mask's sum. It divides by that, and multiplies by the trained
-    tokens of the shard; given these, the weight of a target is what the mask says.
+    Upstream's layers ask for the inputs of each depth in turn: tokens [1, s], then positions [1, s]. Its loss then asks
+    for labels [1, s], and for the mask [1, s] with its sum. The loss divides by this sum and multiplies by the shard's
+    trained tokens. The sum returned here is the number of trained tokens, so the mask alone is a target's weight.
     """
     assert batch.tokens is not None and batch.labels is not None and batch.loss_mask is not None
     depths = range(1, len(scales) + 1)
@@ -51,7 +51,7 @@ def rolled(batch: Batch, scales: Sequence[float]) -> Iterator[tuple[torch.Tensor
 
 @contextlib.contextmanager
 def installed(adapt: Callable[[Any, Any], None]) -> Iterator[None]:
-    """Within, upstream's MTP layers are built as `adapt(layer spec, config)` changes them, and roll nothing."""
+    """Make upstream's MTP layers use specs changed by `adapt(layer spec, config)`, and roll nothing."""
     specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     prediction = importlib.import_module("megatron.core.transformer.multi_token_prediction")
 

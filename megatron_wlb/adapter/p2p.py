@@ -1,11 +1,11 @@
-"""The pipeline under variable micro-batch lengths: upstream's schedules, shapes from the plan.
+"""Pipeline communication for variable lengths: upstream's schedules, shapes from the plan.
 
-Upstream's `variable_seq_lengths` sends the shape of every tensor ahead of it and waits for the answer on the host. All
-ranks know the plan, so this communicator sends nothing: it counts receives and answers with the length of the
-micro-batch that the schedule moves at that point.
+Upstream's `variable_seq_lengths` sends the shape of every tensor first, and blocks the host until it arrives. All ranks
+know the plan, so this communicator sends no shapes. It counts receives, and returns the length of the micro-batch that
+the schedule moves at that point.
 
-The interleaved schedule waits for every output until it is sent, since it frees it then. Here, with upstream's overlap
-of transfers, it does not: as many of the last outputs and gradients are kept as there are stages.
+Upstream's interleaved schedule waits for every send, because it then frees the output. With upstream's overlap of
+transfers, this communicator does not wait. It keeps as many of the last outputs and gradients as there are stages.
 """
 
 from collections import deque
@@ -19,13 +19,14 @@ from megatron_wlb.pipeline.schedule import Schedule
 
 
 class PlannedP2PCommunicator(P2PCommunicator):
-    """Receives tensors of [rows[m], 1, hidden] for micro-batch m; one instance for one forward-backward.
+    """Receives tensors of [rows[m], 1, hidden] for micro-batch m; one instance per forward-backward pass.
 
     Args:
         pp_group: process group of the pipeline.
-        config: upstream's model config, `variable_seq_lengths` on.
-        rows: of each micro-batch of this data-parallel rank in order, what a rank holds of its sequence.
-        fill: called when something has been posted and would be waited for; `batch_p2p_comm` of the config is off then.
+        config: upstream's model config, with `variable_seq_lengths` on.
+        rows: rows of each micro-batch of this data-parallel rank on one GPU, in order.
+        fill: called after transfers are posted and before they are waited for; needs `batch_p2p_comm` off in the
+            config.
     """
 
     def __init__(
@@ -66,13 +67,13 @@ class PlannedP2PCommunicator(P2PCommunicator):
         return *received, None
 
     def settle(self) -> None:
-        """Wait for what is still on its way, at the end of a forward-backward."""
+        """Wait for pending sends, at the end of a forward-backward pass."""
         self._settle(0)
 
     def _settle(self, kept: int) -> None:
         while len(self._sent) > kept:
             self._sent[0][0].wait()
-            self._sent.popleft()  # not before: its tensor must live until then
+            self._sent.popleft()  # only now, since the tensor must live until it is sent
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
@@ -84,11 +85,11 @@ class PlannedP2PCommunicator(P2PCommunicator):
 
 
 def by_direction(original: Any) -> Any:
-    """Upstream's `_p2p_ops`, where activations and gradients of two stages travel beside each other.
+    """Wrap upstream's `_p2p_ops` to move activations and gradients of two stages concurrently.
 
-    NCCL runs what a pair of ranks exchanges in one group in the order in which it was posted, so a receive would wait
-    for a send before it, and with `CUDA_DEVICE_MAX_CONNECTIONS=1` so would all kernels after it. Upstream has a second
-    group for pipelines of two stages alone. Each rank posts in upstream's order, in which no two wait for each other.
+    Within a group, NCCL runs the operations of a pair of ranks in the order they were posted. A receive would wait for
+    an earlier send and, with `CUDA_DEVICE_MAX_CONNECTIONS=1`, so would all later kernels. Upstream has a second group
+    only for pipelines of two stages. Each rank posts in upstream's order, which cannot deadlock.
     """
 
     def p2p_ops(*, group: torch.distributed.ProcessGroup, **rest: Any) -> dict[str, Any]:
@@ -109,7 +110,7 @@ def by_direction(original: Any) -> Any:
 
 
 class _Filled:
-    """A request whose wait has something to do first."""
+    """A request that calls `fill` before it waits."""
 
     def __init__(self, request: Any, fill: Callable[[], None]) -> None:
         self._request, self._fill = request, fill

@@ -1,4 +1,4 @@
-"""The plans that a run trains by: a planner for every split, the packer's state beside checkpoints, and resuming."""
+"""The plans of a run: a planner for every split, packer state next to checkpoints, and resuming."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -17,21 +17,21 @@ from megatron_wlb.plan.packer import Packer, make_packer
 from megatron_wlb.plan.step import Planner, StepPlan
 
 DIGEST_INTERVAL = 16
-"""Steps between two comparisons of what all ranks have planned; the first step of a run is always compared."""
+"""Steps between comparisons of the plan digests of all ranks. The first step of a run is always compared."""
 
 
 def state_path(folder: str, iteration: int) -> Path:
-    """`FOLDER/iter_0000010.wlb.json`, beside upstream's `FOLDER/iter_0000010/`."""
+    """Return `FOLDER/iter_0000010.wlb.json`, next to upstream's `FOLDER/iter_0000010/`."""
     return Path(folder) / f"iter_{iteration:07d}.wlb.json"
 
 
 class Plans:
-    """Plans of training and evaluation steps, by split and step; every rank makes the same ones."""
+    """Plans of training and evaluation steps, by split and step; every rank makes the same plans."""
 
     def __init__(self, args: Namespace, job: Job, run: RunSettings) -> None:
         self._args, self._run = args, run
         self.jobs = {"train": job}
-        """By split."""
+        """The job of each split."""
         if args.eval_iters > 0:
             self.jobs |= dict.fromkeys(("valid", "test"), describe.evaluation_job(job, args))
         self._planners: dict[str, Planner] = {}
@@ -39,14 +39,14 @@ class Plans:
         self.first_step = 0
         """The first training step of this process."""
         self.last_step: int | None = None
-        """The training step that runs, or ran last."""
+        """The training step that is running, or ran last."""
         self.begins_anew = False
-        """The first step is trained from the beginning of the data, although training has come further."""
+        """The first step trains the beginning of the data, although training is further along."""
 
     def planner(self, split: str, data: SplitData, first_step: int) -> Planner:
-        """The planner of a split from `first_step` on, made when it is first asked for.
+        """Return the planner of a split from `first_step` on, created on first use.
 
-        Raises ValueError for a packer state that is missing or does not fit.
+        Raises ValueError if the packer state is missing or does not fit.
         """
         if split not in self._planners:
             job = self.jobs[split]
@@ -61,7 +61,7 @@ class Plans:
         return self._planners[split]
 
     def begin(self, split: str, step: int, device: torch.device) -> StepPlan:
-        """The plan of a step that is about to run; steps before the last one are forgotten.
+        """Return the plan of a step about to run; forgets the steps before the previous one.
 
         Raises RuntimeError on every rank if any two planned a training step differently.
         """
@@ -75,24 +75,25 @@ class Plans:
         return plan
 
     def trained(self, iteration: int) -> StepPlan:
-        """The plan of the step that training counts as `iteration`, from 1 on."""
+        """Return the plan of the step that training counts as `iteration`, from 1 on."""
         return self._planners["train"].get(iteration - 1)
 
     @property
     def wait_seconds(self) -> float:
-        """How long training has waited for plans."""
+        """Seconds that training has waited for plans."""
         return self._planners["train"].wait_seconds
 
     def save(self, iteration: int) -> None:
-        """Write the packer's state after `iteration` beside upstream's checkpoint. Raises OSError where the disk fails.
+        """Write the packer state after `iteration` next to the checkpoint. Raises OSError if the disk fails.
 
-        By the iteration, not by what ran last: a step that failed validation is saved as one still to come.
+        The state follows `iteration`, not the last step that ran: a step that failed validation is saved as still to
+        come.
         """
         packer = self.trained(iteration).state if iteration > self.first_step else self._first_state
         state.save(state_path(self._args.save, iteration), packer, self.jobs["train"])
 
     def _resume(self, packer: Packer, first_step: int) -> None:
-        """Bring a new packer to `first_step`, and print what is different from the run before."""
+        """Bring a new packer to `first_step`, and print what changed since the previous run."""
         self.first_step = first_step
         if self._run.document_log and torch.distributed.get_rank() == 0:
             document_log.mend(self._run.document_log)
@@ -114,7 +115,7 @@ class Plans:
 
 
 def _load(packer: Packer, folder: str, step: int) -> Any:
-    """Load the state of a checkpoint into a packer; returns the description of the job that saved it."""
+    """Load a checkpoint's state into a packer; returns the description of the job that saved it."""
     path = state_path(folder, step)
     saved, job = state.load(path)
     if saved["step"] != step:

@@ -1,4 +1,4 @@
-"""What a run says of itself: what it begins with, a line a step after upstream's, the logs, TensorBoard and W&B."""
+"""Startup summary, per-step log line, log files, TensorBoard and W&B."""
 
 import contextlib
 import functools
@@ -34,22 +34,22 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 class Report:
-    """Stands in for upstream's log of a step (`installed`), and adds what `--wlb` has to say."""
+    """Replaces upstream's step log (`installed`), and adds the output of `--wlb`."""
 
     def __init__(
         self, args: Namespace, job: Job, run: RunSettings, plans: Plans, tried: Sequence[Prediction] = ()
     ) -> None:
-        """`tried` are the numbers of micro-batches that `job` was chosen from."""
+        """`tried`: predictions for the numbers of micro-batches that `job` was chosen from."""
         self._args, self._job, self._run, self._plans, self._tried = args, job, run, plans, tried
-        self._waited = 0.0  # for the planner, up to the last line of the log
-        self._began = 0.0  # the last step, by `time.perf_counter`
+        self._waited = 0.0  # seconds for the planner, up to the last log line
+        self._began = 0.0  # start of the last step, by `time.perf_counter`
         self._telemetry = Telemetry(args)
         self._thread = ThreadPoolExecutor(1, "wlb-prediction")
-        self._predicted: Future[dict[str, float]] | None = None
+        self._predicted: Future[tuple[float, dict[str, float]]] | None = None
         self.clock = Clock(job, sees_exchange=run.attention_backend != "megatron")
 
     def start(self, data: SplitData, attention: AttentionOptions | None) -> None:
-        """Say what is trained, and how it is planned."""
+        """Print what is trained and how it is planned."""
         job = self._job
         documents, short = sum(len(s.lengths) for s in data.sources), sum(s.too_short for s in data.sources)
         policy = [f"--wlb-packing {job.packing.name}"]
@@ -85,27 +85,27 @@ class Report:
         print_rank_0(f"> wlb: attention backend {chosen}, profile {job.profile.name}{measured}")
 
     def begin_step(self) -> None:
-        """A forward-backward pass begins, before its data are there."""
+        """Start a forward-backward pass, before its data are there."""
         self._began = time.perf_counter()
         self.clock.begin()
 
     def planned(self, plan: StepPlan) -> None:
-        """It is of a training step. Where that is to be reported it is measured, and simulated meanwhile."""
+        """Take the plan of a training step; if the step will be reported, measure and simulate it."""
         self._predicted = None
         if not self._wants(plan.step + 1):
             return
         self.clock.measure()
         if _is_last() and not untimed(self._job):
-            self._predicted = self._thread.submit(predicted_shares, self._job, plan.packing)
+            self._predicted = self._thread.submit(_predicted, self._job, plan.packing)
 
     def _wants(self, iteration: int) -> bool:
-        """Whether anything will be said of a step."""
+        """Whether anything will be reported of a step."""
         line = iteration % self._args.log_interval == 0
         return line or bool(self._run.log) or self._telemetry.wants(iteration)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Within, upstream's step log and its count of operations go through this class."""
+        """Inside, upstream's step log and FLOP count go through this class."""
         throughput = Throughput(self._trained_lengths)
         documents = ("args", "batch_size", "seqlen_squared_sum_in_batch", "total_real_tokens_in_batch")
         logged = functools.partial(self._logged, throughput)
@@ -120,14 +120,14 @@ class Report:
         return self._plans.trained(self._plans.last_step + 1).packing.documents["length"]
 
     def _logged(self, throughput: Throughput, original: Any) -> Any:
-        """Upstream's log line, then ours; only the last rank has the loss."""
+        """Wrap upstream's `training_log` to print its line, then ours; only the last rank has the loss."""
 
         @functools.wraps(original)
         def training_log(loss_dict: Any, total_loss_dict: Any, learning_rate: Any, iteration: int, *args, **kwargs):  # type: ignore[no-untyped-def]
-            # Upstream adds up and clears the losses that it is given, so read ours first.
+            # Upstream accumulates and clears these losses, so read the loss first.
             wanted = self._wants(iteration)
             loss = float(loss_dict["lm loss"]) if _is_last() and wanted else None
-            took = time.perf_counter() - self._began  # on a GPU, too: to read the loss waits for all of the step
+            took = time.perf_counter() - self._began  # on a GPU, too: reading the loss waits for the step
             with throughput.line(total_loss_dict):
                 result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
             self._log_documents(iteration)
@@ -154,11 +154,12 @@ class Report:
             document_log.append(path, iteration - 1, packing, begins_anew=begins_anew)
 
 
-def predicted_shares(job: Job, packing: PackedBatch) -> dict[str, float]:
-    """`simulate.shares` of a step."""
-    return shares(simulate_step(job, shard_step(job, packing.lengths)))
+def _predicted(job: Job, packing: PackedBatch) -> tuple[float, dict[str, float]]:
+    """Return the simulated time of a step in us, and its `simulate.shares`."""
+    step = simulate_step(job, shard_step(job, packing.lengths))
+    return step.time, shares(step)
 
 
 def _is_last() -> bool:
-    """Whether this is the rank that has the loss, and writes."""
+    """Whether this rank has the loss and writes the logs."""
     return torch.distributed.get_rank() == torch.distributed.get_world_size() - 1

@@ -1,6 +1,6 @@
-"""The two ways in: a script of upstream's under `megatron_wlb.run`, and this repository's own `pretrain_gpt.py`.
+"""The entry points: upstream's script under `megatron_wlb.run`, and our own `pretrain_gpt.py`.
 
-Both teach `--wlb` to upstream, which then parses the command line and trains as it does without us.
+Both add `--wlb` to upstream, which then parses the command line and trains as usual.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _HELP = {"--help", "-h"}
 
 
 def main() -> None:
-    """Train as upstream's `pretrain_gpt.py` does with `--wlb`, without a checkout of upstream.
+    """Train with `--wlb` as upstream's `pretrain_gpt.py` does, without a checkout of upstream.
 
     Bad input ends the process with one line and status 2.
     """
@@ -33,10 +33,11 @@ def main() -> None:
 
 
 def install() -> None:
-    """Teach `--wlb` to the `pretrain_gpt.py` that runs; to be called before it imports megatron.
+    """Add `--wlb` to the `pretrain_gpt.py` that is running; call before it imports megatron.
 
-    Its `parse_args` learns our flags. With `--wlb` its `pretrain` then gets our data, forward step and attention; its
-    own dataset provider and forward step do not run. Without `--wlb` both do what upstream's do.
+    Its `parse_args` takes the plugin's flags. With `--wlb`, its `pretrain` uses the plugin's data, forward step and
+    attention, and the script's own dataset provider and forward step do not run. Without `--wlb`, both work as
+    upstream's.
     """
     with one_line():
         _prepare()
@@ -44,7 +45,7 @@ def install() -> None:
 
 
 def teach() -> None:
-    """`install` where megatron has been imported: replace three of upstream's functions."""
+    """Do `install` for an imported megatron: replace three of upstream's functions."""
     package: Any = importlib.import_module("megatron.training")
     training: Any = importlib.import_module("megatron.training.training")
     arguments: Any = importlib.import_module("megatron.training.arguments")
@@ -55,28 +56,28 @@ def teach() -> None:
 
 
 def train() -> None:
-    """What upstream's script does after its imports; data, model and forward step are ours."""
+    """Do what upstream's script does after its imports, with our data, model and forward step."""
     from megatron_wlb.adapter import compat
 
-    # Upstream 0.19 divides by the evaluation interval even if nothing is evaluated, and has no default for it.
+    # Upstream 0.19 divides by the evaluation interval even without evaluation, and has no default for it.
     compat.run_script({"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000})
 
 
 @contextlib.contextmanager
 def one_line() -> Iterator[None]:
-    """End the process with status 2 and one line a node where bad input raises a ValueError."""
+    """Turn a ValueError for bad input into status 2 and one line per node."""
     try:
         yield
     except ValueError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # files may be missing on one node alone
-            # Of a path in it, control characters could write to the terminal.
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # on every node: files may be missing on one of them
+            # Control characters, as in a path, could write to the terminal.
             text = "".join(c if c.isprintable() else " " for c in str(error))
             print(f"{os.path.basename(sys.argv[0])}: error: {text}", file=sys.stderr)
         raise SystemExit(2) from error
 
 
 def _prepare() -> None:
-    """Check upstream's version, and that there is a GPU; where the CPU is asked for, it takes the GPU's place."""
+    """Check upstream's version and the GPU; redirect CUDA to the CPU if the run asks for gloo."""
     import torch
 
     from megatron_wlb.adapter import compat, cpu
@@ -91,7 +92,7 @@ def _prepare() -> None:
         cpu.install()
     import megatron.core
 
-    compat.check_version(megatron.core.__version__)  # of what runs: a checkout on PYTHONPATH has no metadata
+    compat.check_version(megatron.core.__version__)  # of the imported code: a checkout on PYTHONPATH has no metadata
     if without_gpu:
         sys.argv += cpu.FLAGS
         cpu.install_megatron()
@@ -118,7 +119,10 @@ def _parsing(original: Any) -> Any:
 
 
 def _loading(original: Any) -> Any:
-    """Upstream's flags of the checkpoint overwrite many, given or not; attention dropout stays as given."""
+    """Wrap upstream's `load_args_from_checkpoint` to keep attention dropout as given.
+
+    Arguments of the checkpoint overwrite many flags, even those given.
+    """
 
     @functools.wraps(original)
     def load_args_from_checkpoint(args: Namespace, load_arg: str = "load", **options: Any) -> Any:
@@ -128,7 +132,7 @@ def _loading(original: Any) -> Any:
         loaded = original(args, load_arg=load_arg, **options)
         if args.wlb:
             args.attention_dropout = dropout
-            if load_arg == "load":  # the last of two calls
+            if load_arg == "load":  # upstream's second and last call
                 with one_line():
                     try:
                         describe.check(args)
@@ -153,18 +157,19 @@ def _training(original: Any) -> Any:
 
         from megatron_wlb.adapter.model import configure
         from megatron_wlb.adapter.training import Training
-        from megatron_wlb.adapter.wgrad import put_off
+        from megatron_wlb.adapter.wgrad import defer
 
         bound = inspect.signature(original).bind(*args, **kwargs)
         call = bound.arguments
         options = get_args()
         with one_line():
             training = Training(options)
-            model = compat.model_of_script(options, call)
-        configure(model, options=training.attention, context_length=options.seq_length)
+        config = call["cfg_container"]
+        configure(config.model, options=training.attention, context_length=options.seq_length)
         if training.defers_weight_gradients:
-            compat.delay_weight_gradients(options, call, model)
-            model.pre_wrap_hooks.append(put_off)
+            # Set after upstream's check of its flags, which allows this only with overlapped expert communication.
+            config.model.transformer.delay_wgrad_compute = config.ddp.delay_wgrad_compute = True
+            config.model.pre_wrap_hooks.append(defer)
         call["train_valid_test_dataset_provider"] = training.dataset_provider
         call["forward_step_func"] = training.forward_step
         with compat.prebuilt_dataset_helpers(), training.installed():

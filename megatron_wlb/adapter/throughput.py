@@ -1,4 +1,4 @@
-"""Upstream's FLOP counts and TFLOP/s for what steps with `--wlb` train: documents of many lengths, tokens that vary."""
+"""Upstream's FLOP count and TFLOP/s for steps whose documents vary in length and number."""
 
 import contextlib
 import functools
@@ -11,7 +11,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 
 def attended_squares(args: Namespace, lengths: np.ndarray) -> float:
-    """Twice the pairs of tokens that attention computes, the mean over layers; sliding windows shorten some of them."""
+    """Twice the token pairs that attention computes, averaged over layers with and without sliding windows."""
     exact = lengths.astype(np.float64)
     squares = (exact**2).sum()
     if window := args.window_size:
@@ -23,12 +23,13 @@ def attended_squares(args: Namespace, lengths: np.ndarray) -> float:
 
 
 class Throughput:
-    """Gives upstream's formula the documents of a step. It is asked after every step, and once more for a log line.
+    """Passes the documents of a step to upstream's FLOP formula.
 
-    A line is about the time per step since the one before, and so about the mean operations of these steps.
+    Upstream calls the formula after every step, and once more for a log line. A log line shows the mean time per step
+    since the previous line, so it gets the mean FLOPs of these steps.
 
     Args:
-        trained: gives the lengths of the documents of the step that was trained last, int64 [n].
+        trained: returns the document lengths of the last trained step, int64 [n].
     """
 
     def __init__(self, trained: Callable[[], np.ndarray]) -> None:
@@ -37,7 +38,7 @@ class Throughput:
         self._in_line = False
 
     def counted(self, original: Any) -> Any:
-        """The replacement of `num_floating_point_operations`."""
+        """Wrap upstream's `num_floating_point_operations`."""
 
         @functools.wraps(original)
         def num_floating_point_operations(args: Namespace, batch_size: int, *rest: Any, **options: Any) -> float:
@@ -57,7 +58,7 @@ class Throughput:
 
     @contextlib.contextmanager
     def line(self, totals: dict[str, Any]) -> Iterator[None]:
-        """Around upstream's `training_log`; `totals` is its total_loss_dict, which counts the steps of the line."""
+        """Wrap a call of upstream's `training_log`; `totals`, its total_loss_dict, counts the line's steps."""
         steps = 1 + sum(int(totals.get(f"{kind} iterations", 0)) for kind in ("advanced", "skipped"))
         del self._steps[:-steps]
         self._in_line = True

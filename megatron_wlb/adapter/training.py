@@ -1,4 +1,4 @@
-"""A training run with `--wlb`: what upstream's `pretrain()` is given, and where we step in (`installed`)."""
+"""A run with `--wlb`: the inputs of upstream's `pretrain()`, and replacements in it (`installed`)."""
 
 import contextlib
 import functools
@@ -22,11 +22,14 @@ from megatron_wlb.adapter.model import WlbPackedSeqParams, adapt_mtp
 from megatron_wlb.adapter.p2p import PlannedP2PCommunicator, by_direction
 from megatron_wlb.adapter.plans import Plans
 from megatron_wlb.adapter.report import Report
-from megatron_wlb.adapter.wgrad import Step, WeightGradients
+from megatron_wlb.adapter.thd import packed_seq_params
+from megatron_wlb.adapter.wgrad import DeferredWeightGradients, Step
 from megatron_wlb.describe.settings import RunSettings
 from megatron_wlb.plan.step import StepPlan
+from megatron_wlb.runtime import all_to_all
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import get_backend
+from megatron_wlb.runtime.encoding import varlen
 from megatron_wlb.simulate.weight_gradients import part_counts
 
 
@@ -37,14 +40,14 @@ class Training:
         self._args, run = args, RunSettings.from_args(args)
         gpu = torch.cuda.is_available()
         if gpu:
-            torch.cuda.set_device(args.local_rank)  # upstream does so later, and backends are tried before
+            torch.cuda.set_device(args.local_rank)  # upstream sets it later, after backends are tested
         self._device = torch.device("cuda" if gpu else "cpu")
         self._splits = data.load_splits(args)
         train = functools.partial(data.stream_of, args, "train", self._splits["train"])
         self._job, tried = describe.best_job(args, train)
         job = self._job
         self.attention: AttentionOptions | None = None
-        """None for Megatron's own."""
+        """None: Megatron's own attention."""
         if run.attention_backend != "megatron":
             self.attention = AttentionOptions(
                 backend=get_backend(run.attention_backend, self._device, job.model.head_sizes),
@@ -56,22 +59,22 @@ class Training:
         self._plans = Plans(args, job, run)
         self._report = Report(args, job, run, self._plans, tried)
         self._batches: list[tuple[Iterator[Batch], ...] | None] = []
-        self._weight_gradients: WeightGradients | None = None
+        self._weight_gradients: DeferredWeightGradients | None = None
         self._deferring: Step | None = None
         self._mtp_weights: list[float] = []
-        """Of the step that runs, by depth."""
+        """Loss weight of each depth in the running step."""
 
     @property
     def defers_weight_gradients(self) -> bool:
-        """Whether layers put off the gradients of their weights."""
+        """Whether layers defer their weight gradients."""
         return self._job.defer_weight_gradients
 
     # What pretrain() is given -----------------------------------------------------------------------------------------
 
     def dataset_provider(self, num_samples: list[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-        """Endless batches of this rank for training, validation and test (`--dataloader-type external`)."""
+        """Return this rank's endless batches of the three splits (`--dataloader-type external`)."""
         if not vp_stage:
-            # Each is loaded once for all model chunks; workers for every chunk would be many processes.
+            # Load each split once for all model chunks: workers for every chunk would be many processes.
             self._batches = [
                 itertools.tee(batches, self._job.parallel.vpp) if batches is not None else None
                 for batches in map(self._load, self._splits)
@@ -95,21 +98,21 @@ class Training:
             is_first=mpu.is_pipeline_first_stage(ignore_virtual=True),
             is_last=mpu.is_pipeline_last_stage(ignore_virtual=True),
             mmap=args.mmap_bin_files,
-            encode=self.attention.backend.encode if self.attention else None,
+            encode=self.attention.backend.encode if self.attention else varlen,
             depths=args.mtp_num_layers or 0,
         )
         exit_signal = args.exit_signal if args.exit_signal_handler else None
         return data.loader(dataset, planner, first_steps[split], args.num_workers, exit_signal)
 
     def forward_step(self, data_iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
-        """Forward one micro-batch."""
+        """Run the forward pass of one micro-batch."""
         if self._deferring is not None:
             self._deferring.begin_forward()
         with training.stimer(bdata=True):  # --log-straggler
             batch = next(data_iterator).to(self._device)
         positions = batch.metadata.positions
         name = f"wlb {batch.split} step {batch.step}: {positions.numel()} of {batch.padded_tokens} tokens"
-        thd = batch.thd.packed_seq_params() if batch.thd is not None else None
+        thd = None if self.attention else packed_seq_params(batch.metadata)
         ahead = mtp.rolled(batch, self._mtp_weights)
         tokens, labels, loss_mask = (
             given[:1] if given is not None else None for given in (batch.tokens, batch.labels, batch.loss_mask)
@@ -127,17 +130,16 @@ class Training:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """The scoped replacements that training needs, in upstream and, to measure it, in our exchange."""
+        """Apply the replacements for training in upstream, and in our exchange to time it."""
         predicts_ahead = mtp.installed(functools.partial(adapt_mtp, options=self.attention))
         with (
             predicts_ahead if self._args.mtp_num_layers else contextlib.nullcontext(),
             compat.replaced(training, "get_forward_backward_func", self._planned_forward_backward, ()),
             compat.replaced(schedules, "backward_step", self._report.clock.backward, ()),
             compat.replaced(p2p_communication, "_p2p_ops", by_direction, ("group", "next_pipeline_rank")),
-            compat.replaced(exchange, "_all_to_all", self._report.clock.exchange, ()),
+            compat.replaced(all_to_all, "_all_to_all", self._report.clock.exchange, ()),
             compat.replaced(checkpointing, "maybe_save_dataloader_state", self._saved, ("train_iterator", "iteration")),
             compat.replaced(TorchFullyShardedDataParallel, "scale_gradients", scale_sharded, ("scaling_factor",)),
-            compat.whole_router_losses(),
             compat.mean_losses(self._job.global_batch_size / self._job.num_micro_batches),
             compat.whole_tracker(),
             self._report.installed(),
@@ -147,7 +149,7 @@ class Training:
     # Where we step in -------------------------------------------------------------------------------------------------
 
     def _planned_forward_backward(self, original: Any) -> Any:
-        """Schedules of upstream, each call with a communicator that knows the lengths of its micro-batches."""
+        """Wrap upstream's schedules; each call gets a communicator that knows its micro-batch lengths."""
 
         def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
             return functools.partial(self._forward_backward, original(*args, **kwargs))
@@ -156,7 +158,7 @@ class Training:
 
     def _forward_backward(self, schedule: Any, *, data_iterator: Any, model: Any, num_microbatches: int, **rest: Any):  # type: ignore[no-untyped-def]
         self._report.begin_step()
-        # The first batch says which step it is; a replay (rerun state machine) hands out the same batches again.
+        # The first batch names the step. A replay (rerun state machine) repeats the same batches.
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         batches = [next(iterator) for iterator in iterators]
         first = batches[0]
@@ -164,7 +166,7 @@ class Training:
         self._mtp_weights = mtp.weights(plan.packing.documents["length"], self._args.mtp_num_layers or 0)
         if first.split == "train":
             self._report.planned(plan)
-        count = len(plan.micro_batches)  # not `num_microbatches`: upstream counts samples, that is, windows
+        count = len(plan.micro_batches)  # not `num_microbatches`: upstream counts windows
         feeds = [_of_step(first, batch, iterator, count) for batch, iterator in zip(batches, iterators, strict=True)]
         parallel, chunks = self._job.parallel, model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
@@ -194,14 +196,14 @@ class Training:
 
     @contextlib.contextmanager
     def _deferred(self, plan: StepPlan, chunks: list[Any], config: Any) -> Iterator[Callable[[], None] | None]:
-        """Around a forward-backward pass; gives what runs the weight gradients that it puts off, if it does."""
+        """Defer weight gradients of a forward-backward pass; yields `Step.fill`, or None if none are deferred."""
         if plan.weight_gradients_before is None:
             yield None
             return
         stage = mpu.get_pipeline_model_parallel_rank()
         if self._weight_gradients is None:
             measured = functools.partial(self._report.clock.span, "weights")
-            self._weight_gradients = WeightGradients(chunks, part_counts(self._job)[stage], measured)
+            self._weight_gradients = DeferredWeightGradients(chunks, part_counts(self._job)[stage], measured)
         schedule, before = self._job.schedule(len(plan.micro_batches)), plan.weight_gradients_before[:, stage]
         with self._weight_gradients.step(schedule, stage, before, config) as self._deferring:
             try:
@@ -210,7 +212,7 @@ class Training:
                 self._deferring = None
 
     def _saved(self, original: Any) -> Any:
-        """Save the packer with the model; upstream marks the checkpoint complete only after this."""
+        """Wrap upstream's save hook to save the packer, before the checkpoint is marked complete."""
 
         @functools.wraps(original)
         def maybe_save_dataloader_state(train_iterator: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
@@ -221,7 +223,7 @@ class Training:
 
 
 def _of_step(first: Batch, batch: Batch, others: Iterator[Batch], count: int) -> Iterator[Batch]:
-    """`batch` and `count` - 1 `others`; all must be of the step of `first`."""
+    """Yield `batch` and `count` - 1 `others`; raises RuntimeError if one is not of `first`'s step."""
     for i in range(count):
         if i:
             batch = next(others)

@@ -1,11 +1,11 @@
-"""Weight gradients that leave the backward pass: linear layers that put them off, and the step that runs them by plan.
+"""Deferred weight gradients: linear layers that defer them, and the step that runs them.
 
-TransformerEngine's layers can (`delay_wgrad_compute`), and upstream's own learn it here (`put_off`): what backward
-needs for the product waits in a queue of the layer, and `backward_dw` computes the oldest and calls the hooks by which
-upstream's DDP adds it up. Upstream itself runs `backward_dw` only in its overlap of experts' communication.
+TransformerEngine's layers can defer (`delay_wgrad_compute`), and `defer` adds this to upstream's own layers. In
+backward, a layer queues the inputs of its weight gradient. `backward_dw` computes the oldest one and calls the hooks
+through which upstream's DDP accumulates it. Upstream itself runs `backward_dw` only to overlap expert communication.
 
-Layers that compute it while the gradient of their input is reduced over tensor-parallel ranks go on doing so, but for
-the output layer, whose product is far longer than that.
+Some layers overlap the weight gradient with the reduction of their input gradient over tensor-parallel ranks. They do
+not defer, except for the output layer, whose product takes far longer than the reduction.
 """
 
 import contextlib
@@ -27,35 +27,35 @@ Measured = Callable[[], contextlib.AbstractContextManager[None]]
 # Linear layers -------------------------------------------------------------------------------------------------------
 
 
-def put_off(chunks: list[Any]) -> list[Any]:
-    """Choose the linear layers that put the gradients of their weights off; a `pre_wrap_hook` of upstream's model."""
+def defer(chunks: list[Any]) -> list[Any]:
+    """Choose the linear layers that defer weight gradients; a `pre_wrap_hook` of upstream's model."""
     for chunk in chunks:
         for module in chunk.modules():
             kinds = layers.ColumnParallelLinear | layers.RowParallelLinear
             if module is not getattr(chunk, "output_layer", None) and _reduces_input_gradient(module):
-                if _puts_off(module):
+                if _defers(module):
                     _keep(module)
             elif isinstance(module, kinds) and module.weight is not None and module.weight.requires_grad:
-                _put_off(module)
+                _defer(module)
     return chunks
 
 
 def _reduces_input_gradient(module: Any) -> bool:
-    """Whether backward of a layer reduces the gradient of its input, and computes that of its weight meanwhile."""
+    """Whether a layer's backward overlaps its weight gradient with reducing its input gradient."""
     if isinstance(module, layers.ColumnParallelLinear):
         return (module.sequence_parallel or module.allreduce_dgrad) and not module.explicit_expert_comm
     return getattr(module, "parallel_mode", None) == "column" and module.tp_size > 1
 
 
 def _keep(linear: Any) -> None:
-    """Let a layer of TransformerEngine compute the gradient of its weight in backward."""
+    """Make a TransformerEngine layer compute its weight gradient in backward."""
     linear.wgrad_store = type(linear.wgrad_store)()
     for weight in _weights(linear):
         weight.skip_backward_post_hook = False  # type: ignore[attr-defined]
 
 
-def _put_off(linear: Any) -> None:
-    """Give a layer the interface that TransformerEngine's have."""
+def _defer(linear: Any) -> None:
+    """Give one of upstream's layers the interface for deferral of TransformerEngine's layers."""
     hooks: list[Callable[[], None]] = []
     waiting: Any = queue.Queue()
     linear.wgrad_store = SimpleNamespace(context=waiting, delay_wgrad_compute=lambda: True)
@@ -96,7 +96,7 @@ def _put_off(linear: Any) -> None:
 
 
 class _Linear(torch.autograd.Function):
-    """Upstream's linear layer; its backward leaves the product for the weight to others."""
+    """Upstream's linear layer; backward passes the inputs of the weight gradient to `later`."""
 
     @staticmethod
     def forward(
@@ -108,7 +108,7 @@ class _Linear(torch.autograd.Function):
         summed: Any,
         later: Callable[[tuple[torch.Tensor, torch.Tensor, Any]], None],
     ) -> torch.Tensor:
-        """`divided` is the group that divides the rows of `x`, `summed` the one that sums its gradient, or None."""
+        """`divided`: group that divides the rows of `x`. `summed`: group that sums its gradient. Either may be None."""
         ctx.save_for_backward(x, weight)
         ctx.biased, ctx.divided, ctx.summed, ctx.later = bias is not None, divided, summed, later
         rows = x if divided is None else mappings._gather_along_first_dim(x, divided)
@@ -131,15 +131,15 @@ class _Linear(torch.autograd.Function):
 # A step --------------------------------------------------------------------------------------------------------------
 
 
-class WeightGradients:
-    """Those of the model chunks of this rank, which it puts off.
+class DeferredWeightGradients:
+    """The deferred weight gradients of this rank's model chunks.
 
     Args:
         chunks: the model chunks of this stage, wrapped in upstream's DDP.
-        counts: how many parts the plan has of each, see `pipeline.deferral`.
-        measured: is entered around each part.
+        counts: number of parts that the plan has for each chunk, see `pipeline.deferral`.
+        measured: makes a context manager to enter around each part.
 
-    Raises RuntimeError where chunks have others than the plan, and for layers that could lose gradients.
+    Raises RuntimeError if chunks have other parts than the plan, and for layers that could lose gradients.
     """
 
     def __init__(self, chunks: Sequence[Any], counts: Sequence[int], measured: Measured) -> None:
@@ -147,7 +147,7 @@ class WeightGradients:
         self._parts = [_parts(unwrap_model(chunk)) for chunk in chunks]
         self._groups = [chunk.bucket_groups + chunk.expert_parallel_bucket_groups for chunk in chunks]
         known = {id(module) for parts in self._parts for part in parts for module in part}
-        if strange := [type(m).__name__ for c in chunks for m in c.modules() if _puts_off(m) and id(m) not in known]:
+        if strange := [type(m).__name__ for c in chunks for m in c.modules() if _defers(m) and id(m) not in known]:
             raise RuntimeError(
                 f"{strange[0]} puts gradients off, and the plan does not know of it; give --wlb-defer-weight-gradients "
                 "off, and report it with the flags"
@@ -164,14 +164,14 @@ class WeightGradients:
                         f"{type(module).__name__} puts gradients off that would be lost; this TransformerEngine is too "
                         "old for --wlb-defer-weight-gradients, give off"
                     )
-                # With fused accumulation backward returns gradients without meaning, for hooks that now come later.
+                # With fused accumulation, backward returns a meaningless gradient for hooks that now run later.
                 weight.register_post_accumulate_grad_hook(_clear)
 
     @contextlib.contextmanager
     def step(self, schedule: Schedule, stage: int, before: np.ndarray, config: Any) -> Iterator["Step"]:
-        """Around a forward-backward pass of upstream's schedule, which reads its config within.
+        """Enter around a forward-backward pass of upstream's schedule, which reads `config` inside.
 
-        `before` is the plan's (`simulate.weight_gradients.weight_gradients_before`), of this stage.
+        `before` is this stage's part of the plan's `weight_gradients_before`, see `simulate.weight_gradients`.
         """
         step = Step(self._parts, self._groups, schedule, stage, before, config, self._measured)
         given = config.batch_p2p_comm, config.grad_sync_func, config.finalize_model_grads_func
@@ -199,31 +199,31 @@ class Step:
     ) -> None:
         self._parts, self._groups, self._measured = parts, groups, measured
         ops = schedule.ops(stage).tolist()
-        # Backward passes without a part are not seen.
+        # `fill` cannot count backward passes without parts.
         seen = [(backward, chunk, i) for backward, chunk, i in ops if parts[chunk] or not backward]
         self._due = [int(before[int(backward), chunk, i]) for backward, chunk, i in seen]
         chunks = [chunk for backward, chunk, _ in seen if backward]
         self._order = [(chunk, part) for chunk in chunks for part in range(len(parts[chunk]))]
         self._due.append(len(self._order))
-        # From here on, those of a chunk are its last.
+        # Index in `_order` at which the parts of a chunk's last backward pass begin.
         self._last = [
             len(self._order) - 1 - self._order[::-1].index((chunk, 0)) if each else 0
             for chunk, each in enumerate(parts)
         ]
-        # Where upstream starts the reduction itself, gradients must not.
+        # Gradients must not start a reduction that upstream's schedule starts itself.
         self._starts_reduction = config.grad_sync_func is None or (len(parts) == 1 and stage == 0)
         self._reductions: dict[int, Callable[[], None]] = {}
         self._done, self._forwards = 0, 0
         self._ran = [0] * len(parts)
 
     def begin_forward(self) -> None:
-        """A forward pass begins."""
+        """Run the weight gradients that are due before a forward pass, then count the pass."""
         self.fill()
         self._forwards += 1
 
     def fill(self) -> None:
-        """Run what is due before the next pass."""
-        # By the attention of a layer, or the output layer: an expert may have had nothing to do.
+        """Run the weight gradients that are due before the next pass."""
+        # Count backward passes by the queue of an attention or output layer: the queue of an expert may stay empty.
         backwards = sum(
             ran + parts[0][-1].wgrad_store.context.qsize()
             for ran, parts in zip(self._ran, self._parts, strict=True)
@@ -232,7 +232,7 @@ class Step:
         self._run(self._due[self._forwards + backwards])
 
     def reduced_later(self, start: Any) -> Any:
-        """Upstream's `grad_sync_func`, which waits for the last weight gradient of its chunk."""
+        """Wrap upstream's `grad_sync_func` to wait for the last weight gradient of its chunk."""
 
         def later(chunk: int, original: Any, parameters: Any) -> None:
             self._reductions[chunk] = partial(original, parameters)
@@ -244,7 +244,7 @@ class Step:
         return each if isinstance(start, list) else each[0]
 
     def finished_before(self, finalize: Any) -> Any:
-        """Upstream's `finalize_model_grads_func`, with all weight gradients run before."""
+        """Wrap upstream's `finalize_model_grads_func` to run all weight gradients first."""
 
         def finalized(*args: Any, **kwargs: Any) -> Any:
             self._run(len(self._order))
@@ -252,7 +252,7 @@ class Step:
 
         return finalized
 
-    @torch.no_grad()  # what has been received has requires_grad, as upstream makes it
+    @torch.no_grad()  # upstream sets requires_grad on received tensors
     def _run(self, until: int) -> None:
         while self._done < until:
             chunk, part = self._order[self._done]
@@ -265,27 +265,27 @@ class Step:
             self._reduce(chunk)
 
     def _reduce(self, chunk: int) -> None:
-        """Start the reduction of a chunk that upstream has asked for, once all of its weight gradients have run."""
+        """Start a reduction that upstream has requested, once all weight gradients of the chunk have run."""
         if self._done >= self._last[chunk] + len(self._parts[chunk]) and chunk in self._reductions:
             self._reductions.pop(chunk)()
 
 
 def _parts(chunk: Any) -> list[list[Any]]:
-    """The layers of a chunk that put weight gradients off, as `pipeline.deferral` counts them, in backward order."""
+    """Return a chunk's deferring layers, as parts of `pipeline.deferral`, in backward order."""
     layers = [*getattr(chunk.decoder, "layers", ())]
     if chunk.post_process:
         layers.append(chunk.output_layer)
-    return [found for layer in reversed(layers) if (found := [m for m in reversed([*layer.modules()]) if _puts_off(m)])]
+    return [found for layer in reversed(layers) if (found := [m for m in reversed([*layer.modules()]) if _defers(m)])]
 
 
-def _puts_off(module: Any) -> bool:
+def _defers(module: Any) -> bool:
     store = getattr(module, "wgrad_store", None)
     return store is not None and store.delay_wgrad_compute()
 
 
 def _run(module: Any) -> None:
     for weight in _weights(module):
-        # With fused accumulation DDP still asks for one, and adds it up for embeddings that share their weights.
+        # With fused accumulation, DDP still expects a gradient, and adds it for embeddings with shared weights.
         weight.grad = torch.zeros((), dtype=weight.dtype, device=weight.device).expand_as(weight)
     module.backward_dw()
 
@@ -300,7 +300,7 @@ def _clear(weight: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def _ready(groups: list[Any], last: bool) -> Iterator[None]:
-    """Within, gradients count as ready for their reduction, or do not."""
+    """Inside, gradients count as ready for reduction if `last`, else not."""
     given = [group.is_last_microbatch for group in groups]
     for group in groups:
         group.is_last_microbatch = last

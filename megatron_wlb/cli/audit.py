@@ -1,8 +1,8 @@
 """`megatron-wlb audit`: check a run's document log: nothing lost, nothing doubled.
 
-Checks that the steps of a run trained every document exactly once in every pass over the data, over all restarts; where
-the data began anew (--wlb-restart-packing), from the last time on. Prints the result as JSON; exit code 1 if something
-is wrong.
+Checks that, over all restarts, the steps of a run trained every document exactly once in every pass over the data.
+After --wlb-restart-packing, only steps since the data last began anew count. Prints the result as JSON; the exit code
+is 1 if something is wrong.
 """
 
 import argparse
@@ -12,6 +12,7 @@ from dataclasses import asdict
 
 import numpy as np
 
+from megatron_wlb.cli.common import Words
 from megatron_wlb.plan import document_log
 from megatron_wlb.plan import state as saved
 from megatron_wlb.plan.dataset import read_tokens, trained_tokens
@@ -20,7 +21,7 @@ USAGE = "LOG --state FILE [--data-path PREFIX ...]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of the command."""
     parser.add_argument("log", metavar="LOG", help="the file that --wlb-document-log named")
     parser.add_argument(
         "--state",
@@ -38,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Raises ValueError for files that are not what they must be. Returns 1 if the audit finds something."""
+def run(args: argparse.Namespace, words: Words) -> int:
+    """Audit and print. Raises ValueError for files of another kind. Returns 1 if the audit finds something."""
     state, _ = saved.load(args.state)
     entries = document_log.read(args.log)
     entries = entries[entries["step"] < state["step"]]

@@ -1,4 +1,4 @@
-"""What commands share: argument types, output files, a progress bar, tables, remarks."""
+"""Shared by commands: argument types, output files, a progress bar, tables, remarks."""
 
 import argparse
 import datetime
@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def integer(least: int, most: int) -> Callable[[str], int]:
-    """An argparse type: integers from `least` to `most`."""
+    """Return an argparse type: integers from `least` to `most`."""
 
     def parse(text: str) -> int:
         if not text.isascii() or not text.isdecimal() or not least <= int(text) <= most:
@@ -26,7 +26,7 @@ def integer(least: int, most: int) -> Callable[[str], int]:
 
 @contextmanager
 def writer(output: str | None, flag: str = "--output") -> Iterator[Any]:
-    """A text file that appears under its name only when it is complete; - is standard output, None no file."""
+    """Open a text file that appears under its name only when complete; - is standard output, None no file."""
     if output is None:
         yield None
         return
@@ -51,14 +51,14 @@ def writer(output: str | None, flag: str = "--output") -> Iterator[Any]:
 
 
 def write_json(file: Any, entry: dict[str, Any]) -> None:
-    """Write an object over many lines to a file of `writer`, which may be None."""
+    """Write an object as indented JSON to a file of `writer`, which may be None."""
     if file is not None:
         file.write(json.dumps(entry, indent=1) + "\n")
 
 
 @contextmanager
 def progress(total: int, output: str | None, text: str = "planning") -> Iterator[Callable[[int], None]]:
-    """A bar up to `total` on standard error, if that is a terminal without the output, and rich is installed."""
+    """Yield a function that advances a bar, shown only with rich and on a terminal without the output."""
     try:
         from rich.console import Console
         from rich.progress import Progress
@@ -72,9 +72,9 @@ def progress(total: int, output: str | None, text: str = "planning") -> Iterator
 
 
 def console(*outputs: str | None, **options: Any) -> Any:
-    """A rich console on standard output, or on standard error where one of `outputs` is standard output.
+    """Return a rich console on standard output, or on standard error if one of `outputs` is standard output.
 
-    Call it before the work: rich is an extra, and `main` says which.
+    Call it before the work: rich is an extra, and `main` reports that it is missing.
     """
     from rich.console import Console
 
@@ -82,13 +82,13 @@ def console(*outputs: str | None, **options: Any) -> Any:
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], text: str = "", bold: Collection[str] = ()) -> Any:
-    """A table without lines, to print on `console`.
+    """Return a table without lines, to print on `console`.
 
     Args:
-        titles: of the columns, which hold numbers but for that with the title `text`.
-        rows: a text for every column.
+        titles: column titles; columns hold numbers, except the one with title `text`.
+        rows: one text per column.
         text: title of the column that holds words.
-        bold: first cells of rows that stand out.
+        bold: first cells of the rows to highlight.
     """
     from rich.table import Table
     from rich.text import Text
@@ -101,8 +101,28 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]], text: str = "", 
     return table
 
 
+def render(template: Path | str, **values: Any) -> str:
+    """A template of `templates/`, or a file that extends one of them, with `values`; HTML is escaped."""
+    import jinja2
+
+    file, folder = Path(template), Path(__file__).parent / "templates"
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([file.parent, folder]), autoescape=jinja2.select_autoescape(), trim_blocks=True
+    )
+    return environment.get_template(file.name).render(**values)
+
+
+class Words(NamedTuple):
+    """The words of a command line."""
+
+    typed: list[str]
+    """All of them."""
+    launched: list[str]
+    """A run's command, behind --."""
+
+
 def provenance(argv: Sequence[str], **versions: str | None) -> dict[str, Any]:
-    """Where a profile comes from, as JSON types."""
+    """Return the origin of a profile, as JSON types."""
     return {
         "versions": {"python": platform.python_version(), **versions},
         "date": datetime.date.today().isoformat(),
@@ -115,11 +135,11 @@ def short(text: str, most: int = 40) -> str:
 
 
 def printable(text: str) -> str:
-    """Text without control characters, by which a file's name could write to the terminal."""
+    """Replace control characters, with which a file's name could write to the terminal."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 
 def remark(notes: Sequence[str]) -> None:
-    """Print what numbers go by beside the flags, on standard error."""
+    """Print the assumptions behind the numbers on standard error, each once."""
     for note in dict.fromkeys(notes):
         print(f"- {note}", file=sys.stderr)

@@ -1,7 +1,7 @@
 """Entry point of `megatron-wlb`; wrong input is one line on standard error and exit code 2.
 
-A command is a module with `USAGE`, `add_arguments(parser)` and `run(args)`; its docstring is its help, the first line
-after the colon in the list of commands, the rest where it is asked for its own.
+A command is a module with `USAGE`, `add_arguments(parser)` and `run(args, words)`; its docstring is its help: the
+first line after the colon in the list of commands, the rest of it behind `COMMAND --help`.
 """
 
 import argparse
@@ -11,32 +11,30 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megatron_wlb import __version__
-from megatron_wlb.cli import analyze, audit, compare, plan, profile, simulate, tune
-from megatron_wlb.cli.common import printable
+from megatron_wlb.cli import analyze, audit, compare, profile
+from megatron_wlb.cli.common import Words, printable
 
-COMMANDS = (analyze, plan, tune, simulate, profile, compare, audit)
-EXTRAS = dict.fromkeys(("matplotlib", "pyarrow", "rich", "scipy"), "analysis") | {"torch": "train"}
-"""Packages that only some commands, inputs and policies need, and the extra that each comes with."""
-
+COMMANDS = (analyze, profile, compare, audit)
+EXTRAS = dict.fromkeys(("jinja2", "matplotlib", "rich", "scipy"), "analysis") | {"torch": "train"}
+"""Packages that only some commands need, and the extra that each comes with."""
 MOST_OF_A_WORD, MOST_OF_A_LINE = 200, 1000
-"""Characters of an error."""
+"""Most characters of a word and of the line of an error."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Wrong input is one line."""
+    """Reports wrong input in one line."""
 
     def __init__(self, **options: Any) -> None:
-        # No flag is the beginning of another: --save is Megatron's.
+        # No abbreviations: --save is Megatron's.
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        message, *notes = message.split("\n")
-        self.exit(2, refusal(self.prog, message if notes else f"{message}; see {self.prog} --help", notes))
+        self.exit(2, refusal(self.prog, f"{message}; see {self.prog} --help"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command (default: the arguments of the process). Returns the exit code."""
-    parser = Parser(prog="megatron-wlb", description="WLB-LLM for Megatron-LM: planning without training.")
+    parser = Parser(prog="megatron-wlb", description="WLB-LLM for Megatron-LM, without training.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in COMMANDS:
@@ -49,12 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         module.add_arguments(command)
         command.set_defaults(run=module.run)
-    args = parser.parse_args(argv)
-    args.argv = sys.argv[1:] if argv is None else list(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    args = parser.parse_args(words[:end])
     try:
-        return args.run(args) or 0
+        if words[end + 1 :] and args.run is not analyze.run:
+            raise ValueError(f"{words[end + 1]} behind --: only analyze takes a run's command")
+        return args.run(args, Words(words, words[end + 1 :])) or 0
     except BrokenPipeError:
-        # The reader has gone, as in `| head`; without this the interpreter fails again when it flushes at exit.
+        # The reader has closed the pipe, as in `| head`. Without this, the interpreter fails again when it flushes at
+        # exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except ModuleNotFoundError as error:
@@ -70,11 +72,10 @@ def _refuse(command: str, message: str) -> int:
     return 2
 
 
-def refusal(program: str, message: str, notes: Sequence[str] = ()) -> str:
-    """An error as it is printed: one line, and `notes` to copy in lines of their own."""
+def refusal(program: str, message: str) -> str:
+    """Format an error as one line."""
     words = (
         word if len(word) <= MOST_OF_A_WORD else f"{word[:MOST_OF_A_WORD]}..." for word in printable(message).split()
     )
     line = " ".join(words)
-    line = line if len(line) <= MOST_OF_A_LINE else f"{line[:MOST_OF_A_LINE]}..."
-    return "".join(f"{each}\n" for each in (f"{program}: error: {line}", *(f"  {note}" for note in notes)))
+    return f"{program}: error: {line if len(line) <= MOST_OF_A_LINE else f'{line[:MOST_OF_A_LINE]}...'}\n"

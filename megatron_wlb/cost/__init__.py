@@ -1,1 +1,1 @@
-"""The cost model: what documents, kernels, collectives, passes and activations cost a job."""
+"""The cost model: work of documents, attention kernels, and the exchange of K and V."""

@@ -1,4 +1,4 @@
-"""How long attention of a job takes, by its profile, and what its sharding goes by."""
+"""Attention times of a job by its profile, and the kernel model that its sharding uses."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -11,16 +11,16 @@ from megatron_wlb.job import Job
 
 
 def attention_kernels(job: Job) -> tuple[KernelModel, KernelModel]:
-    """Attention of one layer on one rank, forward and backward, communication aside."""
+    """Attention of one layer on one rank, forward and backward, without communication."""
     heads, size = job.model.heads_per_rank(job.parallel.tp)[0], job.model.head_size
     return job.profile.kernels(heads=heads, head_size=size, parts=exchange_parts(job))
 
 
 @lru_cache(maxsize=16)
 def sharding_kernel(job: Job) -> KernelModel:
-    """Attention of one layer on one rank, forward and backward together, with an exchange that nothing overlaps."""
+    """Attention of one layer on one rank, forward plus backward, with a fully exposed exchange."""
     forward, backward = attention_kernels(job)
-    # Where all rows travel, whatever the sharding, the exchange decides nothing.
+    # If all rows are exchanged whatever the sharding, the exchange does not affect the choice.
     if job.cp_exchange not in ("shared", "latents"):
         return forward + backward
     arrive, leave = exchange_model(job).times(np.array(job.context_length))

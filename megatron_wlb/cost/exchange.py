@@ -1,4 +1,4 @@
-"""How long the exchange of K and V between context-parallel ranks takes, and how much of it attention overlaps."""
+"""Time of the K/V exchange between context-parallel ranks, and its overlap with attention."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,35 +13,36 @@ Directions = tuple[np.ndarray, np.ndarray]
 
 
 def exchange_parts(job: Job) -> int:
-    """Parts of K and V of which one is computed with while the next travels, each with launches of its own."""
+    """Number of parts of K and V; each has its own launches, which overlap the next transfer."""
     return job.parallel.cp if job.cp_exchange == "ring" else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeModel:
-    """Time in us of an exchange: `latency`, and more for every row of K and V through the busiest rank; 0 for none.
+    """Time of an exchange in us: `latency`, plus a time per row of K and V through the busiest rank.
 
-    Where latents travel, a row of K and V is one of latents and the time to expand it.
+    It takes no time without rows. If latents are exchanged, a row is a row of latents, and its time includes expanding
+    it.
     """
 
     latency: float
     arrive: float
-    """For a row of K and V."""
+    """Per row of K and V."""
     leave: float
-    """For a row of their gradients."""
+    """Per row of their gradients."""
     ahead: float
-    """By which a row that a rank holds brings the first K and V of backward forward: they leave as the layer's backward
-    begins, and products for the inputs of its MLP and output projection run before attention. Those for weights, which
-    may be put off, don't count."""
+    """Time by which backward's first K and V are prefetched, per row that a rank holds. They are sent when the layer's
+    backward begins, so they overlap the products for input gradients of MLP and output projection. Products for weight
+    gradients do not count, since they may be deferred."""
 
     def times(self, rows: np.ndarray) -> Directions:
-        """In which K and V arrive and their gradients leave, if the busiest rank has `rows` rows."""
+        """Times in which K and V arrive and their gradients leave, if the busiest rank has `rows` rows."""
         arrive, leave = (np.where(rows > 0, self.latency + rows * each, 0.0) for each in (self.arrive, self.leave))
         return arrive, leave
 
 
 def exchange_model(job: Job) -> ExchangeModel:
-    """The exchange of a job; it takes no time where the profile has no unit of time."""
+    """Return the exchange of a job; it takes no time if the profile has no unit of time."""
     if job.profile.counts_pairs:
         return ExchangeModel(latency=0.0, arrive=0.0, leave=0.0, ahead=0.0)
     latency, byte = job.profile.network.all_to_all(Group(size=job.parallel.cp, stride=job.parallel.tp))
@@ -60,8 +61,11 @@ def exchange_model(job: Job) -> ExchangeModel:
 
 
 def _latents_model(job: Job, latency: float, byte: float) -> ExchangeModel:
-    """Each tensor-parallel rank brings its part of a row. They put the parts together, gather rows to expand them, and
-    in backward scatter and gather gradients of latents, and add up those of what heads share."""
+    """Return the exchange of latents, in which each tensor-parallel rank sends its part of a row.
+
+    These ranks gather the parts, and gather rows to expand them. In backward they scatter and gather gradients of
+    latents, and sum gradients of the key part that heads share.
+    """
     latent, shared = job.model.kv_lora_rank, job.model.qk_pos_emb_head_dim
     network, tensor = job.profile.network, Group(size=job.parallel.tp, stride=1)
 
@@ -72,7 +76,7 @@ def _latents_model(job: Job, latency: float, byte: float) -> ExchangeModel:
     forward, backward = expansion(job)
     gathered = time("all_gather", latent)
     again = forward + gathered if job.expands_again else 0.0
-    # Of collectives that only this needs, forward has one and backward three.
+    # Latents need one collective more in forward and three in backward: two on average.
     return ExchangeModel(
         latency=latency + 2 * float(network.collective("all_gather", 0, tensor)),
         arrive=moved + time("all_gather", latent + shared) + gathered + forward,
@@ -82,7 +86,7 @@ def _latents_model(job: Job, latency: float, byte: float) -> ExchangeModel:
 
 
 def expansion(job: Job) -> tuple[float, float]:
-    """Forward and backward time in us of K and V of one row from its latents, on a rank."""
+    """Time in us to expand K and V of one row from its latents on a rank, forward and backward."""
     flops = 2 * job.model.expanded_weights / job.parallel.tp / 1e6
     forward, backward = job.profile.rates
     return flops / forward, 2 * flops / backward
@@ -91,18 +95,19 @@ def expansion(job: Job) -> tuple[float, float]:
 def round_times(
     own: Sequence[np.ndarray], times: Sequence[np.ndarray], moved: Directions, *, kept: bool, ahead: float = 0.0
 ) -> Directions:
-    """How long attention takes in rounds, forward and backward, float64 [...] us each.
+    """Time of attention in rounds, forward and backward, float64 [...] us each.
 
-    What is whole on a rank runs first in forward and last in backward. K and V of a round begin to arrive when every
-    rank begins the round before, and gradients leave when all have ended theirs. A rank waits for those of a round
-    after the next one, and in the end for all. Rounds at the end that take no time and move nothing are none.
+    Documents that are whole on a rank run first in forward and last in backward. K and V of a round begin to arrive
+    when every rank begins the previous round. Gradients of a round leave when all ranks have ended it. A rank waits for
+    the gradients of a round after it has run the next one, and for all gradients at the end. Trailing rounds that take
+    no time and move nothing are ignored.
 
     Args:
-        own: forward and backward time of what is whole on a rank, float64 [..., cp] each.
-        times: those of every round with an exchange, float64 [..., rounds, cp] each.
+        own: forward and backward time of documents that are whole on a rank, float64 [..., cp] each.
+        times: forward and backward time of every round with an exchange, float64 [..., rounds, cp] each.
         moved: times in which K and V arrive and gradients leave, float64 [..., rounds] each.
-        kept: K and V that forward has got need not travel again.
-        ahead: the first ones of backward are on their way for so many us before.
+        kept: K and V are kept from forward, and are not sent again.
+        ahead: time in us by which backward's first K and V are prefetched.
     """
     arrive, leave = (np.moveaxis(each, -1, 0) for each in moved)
     forward, backward = (np.moveaxis(each, -2, 0) for each in times)
@@ -129,9 +134,9 @@ def round_times(
 
 
 def exposed_exchange(job: Job, rows: np.ndarray, attention: Directions) -> Directions:
-    """Time that exchanging K and V of all `rows` (float64 [M]) adds to the slowest ranks' `attention`.
+    """Time that exchanging K/V of all `rows` (float64 [M]) adds to the slowest ranks' `attention`.
 
-    In a ring, or all at once before attention: as the paper has it, K and V arrive by an all-gather, in backward again
+    For a ring, or an exchange before attention as in the paper: K and V arrive by an all-gather, in backward again
     unless they were kept, and their gradients leave in fp32.
     """
     cp, collective = job.parallel.cp, job.profile.network.collective
@@ -147,10 +152,9 @@ def exposed_exchange(job: Job, rows: np.ndarray, attention: Directions) -> Direc
 
 
 def _exposed_hops(hop: np.ndarray, cp: int, forward: np.ndarray, backward: np.ndarray) -> Directions:
-    """What CP - 1 hops add to the CP parts of attention, `forward` and `backward` long, of which one follows each hop.
+    """Exposed time of CP - 1 hops, each overlapped by one of CP parts of attention of `forward` and `backward` time.
 
-    As TransformerEngine has it: in backward K and V leave in all parts but the last, gradients, in bf16, in all but the
-    first.
+    As in TransformerEngine, backward sends K and V in all parts but the last, and bf16 gradients in all but the first.
     """
     added = [np.maximum(moved * hop - backward, 0) for moved in (1, 2)]
     return (cp - 1) * np.maximum(hop - forward, 0), 2 * added[0] + (cp - 2) * added[1]

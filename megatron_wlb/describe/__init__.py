@@ -1,1 +1,1 @@
-"""From Megatron's arguments and settings to a `Job`, for training and for commands. Needs neither torch nor megatron."""
+"""Turns Megatron's arguments and settings into a `Job`; needs neither torch nor megatron."""

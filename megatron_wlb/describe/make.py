@@ -1,4 +1,4 @@
-"""Makes a `Job` from settings, and settles what they leave open."""
+"""Makes a `Job` from settings, and fills in what they leave open."""
 
 import contextlib
 import math
@@ -35,7 +35,7 @@ def make_job(
     device_bytes: float | None = None,
     **given: Any,
 ) -> Job:
-    """The job that settings describe, with everything settled that they leave open.
+    """Build the job that settings describe, with everything filled in that they leave open.
 
     Args:
         model: what is trained.
@@ -43,19 +43,19 @@ def make_job(
         global_batch_size: N, the context windows of tokens that a step trains on average.
         parallel: the parallel layout; default: one rank.
         packing: the packing policy with its settings; default: `DEFAULT_POLICY`.
-        sharding: settings of context parallelism; default: the defaults.
-        settings: of planning; default: the defaults.
-        default_profile: where the settings name none.
-        budget_bytes: memory for activations where the settings name none; None: no limit.
-        device_bytes: memory of a GPU; where no budget is known, it bounds what is held for weight gradients, no more.
+        sharding: settings of context parallelism; default: `Sharding()`.
+        settings: settings of planning; default: `PlanSettings()`.
+        default_profile: profile if the settings name none.
+        budget_bytes: memory for activations if the settings name none; None: no limit.
+        device_bytes: memory of a GPU. Without a budget, it only limits what deferred weight gradients hold.
         given: other fields of `Job`, which take precedence over settings.
 
-    Raises ValueError for settings that contradict each other, and for an S_max that memory has no room for.
+    Raises ValueError for contradictory settings, and for an S_max that does not fit memory.
     """
     settings, parallel = settings or PlanSettings(), parallel or Parallel()
     if settings.memory_budget is not None:
         budget_bytes = settings.memory_budget * 2**30
-    # Of NumPy's integers, too, which JSON does not take.
+    # Converts NumPy's integers, too, which JSON does not take.
     window, windows = index(context_length), index(global_batch_size)
     count = index(
         given.pop("num_micro_batches", windows if settings.micro_batches == "auto" else settings.micro_batches)
@@ -76,7 +76,7 @@ def make_job(
         fields.setdefault("crossover_tokens", settings.crossover)
 
     def asked() -> Job:
-        """As far as it is settled, to be asked for times and memory; S_max is as many whole windows as needed."""
+        """The job as settled so far, to predict times and memory with; S_max is as many whole windows as needed."""
         whole = -(-windows // max(1, count)) * window
         return Job(**{"crossover_tokens": model.crossover_tokens, "max_tokens": whole, **fields})
 
@@ -102,7 +102,7 @@ def make_job(
 
 
 def job_from_json(data: Any) -> Job:
-    """The job that `Job.to_json` described. Raises ValueError for anything else."""
+    """Build the job that `Job.to_json` described. Raises ValueError for anything else."""
     try:
         return msgspec.convert(data, Job, dec_hook=_packing_from_json)
     except msgspec.MsgspecError as error:
@@ -116,8 +116,10 @@ def _packing_from_json(kind: type, data: Any) -> Any:
 
 
 def _cp_exchange(job: Job) -> str:
-    """latents where attention is predicted to take less time with them than with shared, for a window of documents of
-    which each is as long as all shorter ones together."""
+    """Return "latents" if attention is predicted to take less time with them, else "shared".
+
+    Predicted for a window of documents, each as long as all shorter ones together.
+    """
     if not job.model.kv_lora_rank or job.parallel.cp == 1 or job.profile.counts_pairs or job.offloaded_layers:
         return "shared"
     halves = [job.context_length >> i for i in range(1, job.context_length.bit_length()) if job.context_length >> i]
@@ -132,22 +134,22 @@ def _cp_exchange(job: Job) -> str:
 
 
 def _grouped(job: Job, wanted: int | str | None, budget_bytes: float) -> Parallel:
-    """The layout, in groups of as many micro-batches as stages where memory has no room for longer ones."""
+    """Return the layout, with groups as long as the pipeline if memory has no room for longer ones."""
     parallel = job.parallel
     least = wanted if isinstance(wanted, int) else default_max_tokens(job)
     if parallel.vpp > 1 and parallel.group_size is None and largest_max_tokens(job, budget_bytes) < least:
-        with contextlib.suppress(ValueError):  # so many cannot be interleaved
+        with contextlib.suppress(ValueError):  # this number cannot be interleaved
             return replace(job, parallel=replace(parallel, group_size=parallel.pp)).parallel
     return parallel
 
 
 def default_max_tokens(job: Job) -> int:
-    """S_max where neither settings nor memory say."""
+    """Return S_max if neither settings nor memory determine it."""
     return math.ceil(1.25 * job.least_max_tokens / job.unit_tokens) * job.unit_tokens
 
 
 def _max_tokens(job: Job, wanted: int | str | None, budget_bytes: float | None) -> int:
-    """S_max as wanted, or its default; a multiple of the job's unit."""
+    """Return S_max as wanted, or its default, a multiple of the job's unit. Raises ValueError if it does not fit."""
     fitting = None if budget_bytes is None else largest_max_tokens(job, budget_bytes)
     least = job.least_max_tokens
     if fitting is not None and fitting < least:

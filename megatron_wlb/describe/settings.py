@@ -1,4 +1,4 @@
-"""Settings of planning, and of the training run itself."""
+"""Settings of planning and of the training run."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,12 +6,12 @@ from typing import Literal
 from megatron_wlb.job import MAX_TOKENS
 from megatron_wlb.settings import Settings, integer_or_auto, setting
 
-ATTENTION_BACKENDS = ("auto", "aten", "flash_attn", "flash_attn_3", "te", "triton", "cpu", "reference", "megatron")
+ATTENTION_BACKENDS = ("auto", "aten", "flash_attn_3", "te", "cpu", "reference", "megatron")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings(Settings):
-    """Settings of planning, besides those of packing and sharding. Lengths are in trained tokens."""
+    """Settings of planning, except those of packing and sharding. Lengths are in trained tokens."""
 
     micro_batches: int | Literal["auto"] = setting(
         "auto",
@@ -64,15 +64,14 @@ class PlanSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings(Settings):
-    """What training goes by besides the description of its job."""
+    """Settings of the training run that are not part of its job."""
 
     attention_backend: str = setting(
         "auto",
-        "Kernels under context-parallel attention. aten: torch's own FlashAttention-2. flash_attn, flash_attn_3, te: "
-        "the packages flash-attn 2, FlashAttention-3, TransformerEngine. triton: ours. auto: on GPUs the first that "
-        "passes a small test, on Hopper and later in the order flash_attn_3, te, aten, flash_attn, triton, before "
-        "aten, flash_attn, te, triton; cpu without. megatron: TransformerEngine's attention and context parallelism "
-        "instead of ours, as without --wlb, for comparison.",
+        "Kernels under context-parallel attention. aten: FlashAttention-2, which torch ships. flash_attn_3, te: the "
+        "packages FlashAttention-3 and TransformerEngine. auto: on GPUs the first that passes a small test, from "
+        "Hopper on in the order flash_attn_3, te, aten, on older GPUs aten, te; without a GPU cpu. megatron: "
+        "TransformerEngine's attention and context parallelism instead of ours, as without --wlb, for comparison.",
         choices=ATTENTION_BACKENDS,
     )
     restart_packing: bool = setting(

@@ -1,1 +1,1 @@
-"""What GPUs and their network do: kernel times, rates and collectives, measured or assumed."""
+"""Performance of GPUs and their network: kernel times, rates and collectives, measured or assumed."""

@@ -1,4 +1,4 @@
-"""How long communication takes: fitted to NCCL within a node, by stated assumptions between nodes."""
+"""Communication times: fitted to NCCL within a node, assumed between nodes."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ MOVED: dict[str, Callable[[int], float]] = {
     "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
     "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
 }
-"""Share of the whole buffer that enters every rank in a ring (NCCL's "bus bandwidth" counts it)."""
+"""Share of the whole buffer that enters every rank in a ring, as NCCL's "bus bandwidth" counts it."""
 
 
 class Group(NamedTuple):
@@ -26,19 +26,19 @@ class Group(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective within a node, measured for some numbers of ranks."""
+    """A collective within a node, measured for several numbers of ranks."""
 
     ranks: tuple[int, ...]
     latency_us: tuple[float, ...]
     gb_per_s: tuple[float, ...]
-    """Bandwidth of what enters a rank."""
+    """Bandwidth into a rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
     """Communication between GPUs. Times in us, sizes in bytes (or arrays of them), bandwidths in GB/s = 1e9 bytes/s.
 
-    Collectives are named by `MOVED`; sizes are of the whole buffer (what all ranks hold after an all-gather).
+    Collectives are named as in `MOVED`. Sizes are those of the whole buffer, which all ranks hold after an all-gather.
     """
 
     name: str
@@ -47,14 +47,14 @@ class Network:
     all_reduce: Collective
     gpus_per_node: int = 8
     link_gb_per_s: float = 45.0
-    """Between nodes, per GPU. Assumed: 400 Gbit/s RoCE or InfiniBand per GPU, of which 90 % arrive."""
+    """Bandwidth between nodes, per GPU. Assumed: 90 % of 400 Gbit/s RoCE or InfiniBand."""
     hop_us: float = 10.0
-    """Latency per node that a ring passes, and of point-to-point messages. Assumed."""
+    """Latency per node in a ring, and of a point-to-point message. Assumed."""
 
     def collective(self, name: str, num_bytes: np.ndarray | float, group: Group) -> np.ndarray:
         """Time of a collective in `group`.
 
-        Between nodes, its ranks of one node share their links and take their part within the node meanwhile.
+        Between nodes, the ranks of a node share its links, and transfers within the node overlap.
         """
         num_bytes = np.asarray(num_bytes, np.float64)
         if group.size == 1:
@@ -70,10 +70,10 @@ class Network:
         return latency + time / 1e3
 
     def all_to_all(self, group: Group) -> tuple[float, float]:
-        """Latency of an all-to-all, in us, and us for each byte that enters, or leaves, the busiest rank of `group`.
+        """Latency of an all-to-all in us, and us per byte that enters or leaves the busiest rank of `group`.
 
-        Latency and bandwidth within a node are taken to be those of an all-gather: not measured. Between nodes each
-        row goes to every rank that needs it by itself.
+        Within a node, assumes latency and bandwidth of an all-gather, which was not measured. Between nodes, a row is
+        sent separately to every rank that needs it.
         """
         local = min(group.size, max(1, self.gpus_per_node // group.stride))
         latency, inside = self._within_node("all_gather", local) if local > 1 else (0.0, math.inf)
@@ -84,7 +84,7 @@ class Network:
         return latency, time / 1e3
 
     def point_to_point(self, num_bytes: np.ndarray | float, group: Group) -> np.ndarray:
-        """Time of a message between neighbours of `group`; through the network unless all of it is in one node."""
+        """Time of a message between neighbours of `group`; over the network unless the whole group is in one node."""
         num_bytes = np.asarray(num_bytes, np.float64)
         one_node = group.size * group.stride <= self.gpus_per_node
         bandwidth = self._within_node("all_gather", 2)[1] if one_node else self.link_gb_per_s
@@ -105,7 +105,7 @@ def fit(num_bytes: np.ndarray, times_us: np.ndarray) -> tuple[float, float]:
 
 @cache
 def load_network(name: str) -> Network:
-    """A network that comes with the package, by the name of its JSON file in `networks/`."""
+    """Load a network of the package, by the name of its JSON file in `networks/`."""
     file = resources.files("megatron_wlb.hardware") / "networks" / f"{name}.json"
     return msgspec.json.decode(file.read_bytes(), type=Network)
 

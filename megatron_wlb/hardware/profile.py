@@ -1,4 +1,4 @@
-"""What a device does: times of attention kernels, rates of everything else, and its network."""
+"""Performance of a device: times of attention kernels, rates of everything else, and its network."""
 
 import math
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from megatron_wlb.hardware.network import H100_NETWORK, Network
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelModel:
-    """Time of varlen attention launches of a rank and layer: t = launch + heads * (tile * N_t + query_tile * N_q).
+    """Time of a rank's varlen attention in a layer: t = launch + heads * (tile * N_t + query_tile * N_q).
 
     N_q counts query tiles of `tile_rows` rows, N_t the tiles of `tile_rows` x `tile_rows` that the causal mask leaves
-    visible. `exchange` is the exposed time per row of K and V that is gathered from all ranks.
+    visible. `exchange` is the exposed time per row of K and V gathered from all ranks.
     """
 
     tile_rows: int
@@ -28,16 +28,16 @@ class KernelModel:
     query_tile: float
     heads: int = 1
     parts: int = 1
-    """Parts of K and V; one computes while the next travels."""
+    """Parts of K and V: one computes while the next is transferred."""
     exchange: float = 0.0
 
     def count(self, segments: np.ndarray) -> tuple[int, int]:
-        """(N_t, N_q) of all of SEGMENT [n]."""
+        """(N_t, N_q), summed over SEGMENT [n]."""
         tiles, query_tiles = self.tiles(segments)
         return int(tiles.sum()), int(query_tiles.sum())
 
     def tiles(self, segments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(N_t, N_q) of each of SEGMENT [n], query rows [start, stop) against keys [0, stop): int64 [n] each."""
+        """(N_t, N_q) per SEGMENT [n], query rows [start, stop) against keys [0, stop): int64 [n] each."""
         t, starts, stops = self.tile_rows, segments["start"], segments["stop"]
         q = stops - starts
         full = q // t
@@ -46,40 +46,40 @@ class KernelModel:
         return full * first + full * (full - 1) // 2 + (q % t > 0) * -(-stops // t), -(-q // t)
 
     def count_shard(self, calls: Sequence[np.ndarray]) -> tuple[int, int, int]:
-        """Calls with rows, N_t and N_q of a shard."""
+        """Non-empty calls, N_t and N_q of a shard."""
         counts = [self.count(call) for call in calls if len(call)]
         return len(counts), sum(tiles for tiles, _ in counts), sum(query_tiles for _, query_tiles in counts)
 
     def launches(self, calls: Any, exchanged_rows: Any) -> Any:
-        """Launches of `calls`: one for every part each, or one in all where nothing is exchanged."""
+        """Launches of `calls`: one per part for each call, or one per call if nothing is exchanged."""
         return calls * np.where(exchanged_rows > 0, self.parts, 1)
 
     def time(self, launches: Any, tiles: Any, query_tiles: Any) -> Any:
-        """Predicted time of counts, which may be arrays; in the order of operations of csrc/pieces.h."""
+        """Predicted time from counts, which may be arrays; same order of operations as csrc/pieces.h."""
         return launches * self.launch + self.heads * (self.tile * tiles + self.query_tile * query_tiles)
 
     def __add__(self, other: "KernelModel") -> "KernelModel":
-        """Both directions together."""
+        """The sum of both directions."""
         summed = {name: getattr(self, name) + getattr(other, name) for name in ("launch", "tile", "query_tile")}
         return replace(self, **summed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTimes:
-    """Constants of one direction of `KernelModel`, in the unit of the profile (us, but for `flops`)."""
+    """Constants of one direction of `KernelModel`, in the profile's unit (us, except for `flops`)."""
 
     launch: float
     tile: float
     query_tile: float
 
     def scaled(self, factor: float) -> "KernelTimes":
-        """All times multiplied."""
+        """Return all times multiplied by `factor`."""
         return KernelTimes(launch=self.launch * factor, tile=self.tile * factor, query_tile=self.query_tile * factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Everything that predicted times go by: a JSON file has these fields, and may have others.
+    """The inputs of predicted times: a JSON file has these fields, and may have more.
 
     Raises ValueError for times and rates that no device has.
     """
@@ -90,24 +90,24 @@ class Profile:
     backward: KernelTimes | None = None
     """None if not measured: `attention_backward` times forward."""
     linear_tflops: tuple[float, float] | None = None
-    """TFLOP/s of a layer without attention, forward and backward: its matrix products over all of its time. None if
-    not measured: `assumed_tflops` for matrix products, and `memory_gb_per_s` for the rest."""
+    """TFLOP/s of a layer without attention, forward and backward: its matrix products over all of its time. None if not
+    measured: `assumed_tflops` for matrix products, and `memory_gb_per_s` for the rest."""
     head_size: int | None = None
     dtype: str | None = None
     """bf16 or fp32."""
     backend: str | None = None
     """Attention backend of the kernel times; None if not stated."""
     two_streams: bool = False
-    """The two calls of a rank run beside each other, on two streams; the kernel times are of that."""
+    """The two calls of a rank run concurrently on two streams; kernel times were measured that way."""
     attention_backward: float = 2.5
-    """Backward time of attention per forward time where it was not measured: 5 matrix products against 2."""
+    """Backward over forward time of attention if not measured: 5 matrix products against 2."""
     assumed_tflops: float = 550.0
-    """bf16 matrix products beside communication: 56 % of the 989 TFLOP/s of an H100's data sheet, for large matrices;
-    Llama 3 405B is then as fast as published (`benchmarks.paper`)."""
+    """Rate of large bf16 matrix products during communication: 56 % of the 989 TFLOP/s of an H100's data sheet. With
+    it, Llama 3 405B is as fast as published (`benchmarks.paper`)."""
     memory_gb_per_s: float = 2700.0
-    """Achieved by what is bound by memory. Assumed: 80 % of the 3350 GB/s of an H100's data sheet."""
+    """Rate of memory-bound operations. Assumed: 80 % of the 3350 GB/s of an H100's data sheet."""
     dp_overlap: float = 0.9
-    """Share of the exchange of gradients and parameters that overlaps passes. Assumed."""
+    """Share of gradient and parameter communication that overlaps passes. Assumed."""
     network: Network = H100_NETWORK
 
     def __post_init__(self) -> None:
@@ -137,12 +137,12 @@ class Profile:
     def kernels(
         self, *, heads: int = 1, head_size: int | None = None, parts: int = 1
     ) -> tuple[KernelModel, KernelModel]:
-        """Forward and backward of one layer on one rank.
+        """Return the kernels of one layer on one rank, forward and backward.
 
         Args:
             heads: query heads of a tensor-parallel rank.
-            head_size: tiles of another size than the measured one cost in proportion; None: the measured one.
-            parts: in which K and V arrive.
+            head_size: scales tile times by its ratio to the measured head size; None: the measured one.
+            parts: number of parts in which K and V arrive.
         """
         size = 1.0 if head_size is None or self.head_size is None else head_size / self.head_size
 
@@ -160,7 +160,7 @@ class Profile:
         return kernel(self.forward, 1.0), backward
 
     def differences(self, *, head_size: int, dtype: str, backend: str) -> str:
-        """Where the kernel times were measured for something else than the run, as "head size 128, not 64"; else ""."""
+        """How the measured kernels differ from the run, as "head size 128, not 64"; "" if they do not."""
         pairs = {
             "head size": (self.head_size, head_size),
             "dtype": (self.dtype, dtype),
@@ -176,16 +176,18 @@ FLOPS_PROFILE = Profile(
     backward=KernelTimes(launch=0.0, tile=0.0, query_tile=0.0),
 )
 """Counts attended pairs, once for both directions, and nothing else: no launch cost, no tile waste, no exchange."""
+DEFAULT_PROFILE = "h100-fa2"
+"""Of GPUs, where none is named."""
 _SHIPPED = resources.files("megatron_wlb.hardware") / "profiles"
 
 
 def shipped_profiles() -> list[str]:
-    """Names of the profiles that come with the package."""
+    """Names of the profiles in the package."""
     return ["flops", *sorted(p.name.removesuffix(".json") for p in _SHIPPED.iterdir() if p.name.endswith(".json"))]
 
 
 def profile_file(name_or_path: str) -> Any:
-    """The file of a profile, a shipped one by name. Raises ValueError if there is none."""
+    """Return the file of a profile, given a shipped name or a path. Raises ValueError if there is none."""
     if name_or_path in shipped_profiles():
         return _SHIPPED / f"{name_or_path}.json"
     path = Path(name_or_path)
@@ -198,7 +200,7 @@ def profile_file(name_or_path: str) -> Any:
 
 
 def load_profile(name_or_path: str) -> Profile:
-    """A shipped profile by name, or one from a JSON file (what `megatron-wlb profile` writes).
+    """Load a shipped profile by name, or a JSON file that `megatron-wlb profile` wrote.
 
     Raises ValueError if there is neither, or the file does not hold a profile.
     """

@@ -1,7 +1,7 @@
 """Document lengths of a Megatron `.bin/.idx` dataset, read and checked without torch or megatron.
 
-Of the usual index, one sequence a document, nothing is held: lengths and pointers stay mapped, and what is made of them
-is made a chunk at a time.
+The usual index, one sequence per document, is not loaded: lengths and pointers stay mapped, and are processed in
+chunks.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentIndex:
-    """Lengths of the documents of one dataset, and where they begin in its `.bin` file."""
+    """Document lengths of one dataset, and where documents begin in its `.bin` file."""
 
     prefix: str
     tokens: np.ndarray
@@ -28,16 +28,16 @@ class DocumentIndex:
     """First byte of each document in the `.bin` file, int64 [documents]."""
     item_bytes: int
     fingerprint: str
-    """Digest of the lengths: two datasets with the same fingerprint give the same plans."""
+    """Digest of the lengths: datasets with the same fingerprint give the same plans."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
 
 def read_index(prefix: str) -> DocumentIndex:
-    """Read `PREFIX.idx` and compare it with `PREFIX.bin`.
+    """Read `PREFIX.idx` and check it against `PREFIX.bin`.
 
-    Raises ValueError if a file is missing, truncated, not of this format, inconsistent, or without a document.
+    Raises ValueError if a file is missing, truncated, of another format, inconsistent, or without a document.
     """
     prefix = prefix.removesuffix(".idx")
     path, binary = Path(prefix + ".idx"), Path(prefix + ".bin")
@@ -59,7 +59,7 @@ def read_index(prefix: str) -> DocumentIndex:
             raise ValueError(
                 f"{path} has a document whose sequences do not follow each other in {binary}; build it again"
             )
-        # The end of a document that begins no sequence (an empty one at the end) points nowhere; any value serves.
+        # A trailing empty document begins no sequence; its pointer may have any value.
         begins = np.concatenate((pointers, [needed]))[documents[:-1]]
     digest = hashlib.blake2b(digest_size=16)
     for c in _chunks(len(tokens)):
@@ -72,7 +72,7 @@ def read_index(prefix: str) -> DocumentIndex:
 def read_tokens(prefix: str) -> np.ndarray:
     """Tokens of each document, int64 [documents], from `PREFIX.idx` alone.
 
-    Raises ValueError as `read_index` does, but for what only the `.bin` file shows.
+    Raises ValueError as `read_index` does, except for errors that only the `.bin` file shows.
     """
     path = Path(prefix.removesuffix(".idx") + ".idx")
     _check_file(path)
@@ -81,12 +81,12 @@ def read_tokens(prefix: str) -> np.ndarray:
 
 
 def trained_tokens(tokens: Any) -> Any:
-    """Trained tokens of documents of so many `tokens` (integer or array): the last one is a target only."""
+    """Trained tokens of documents with `tokens` (integer or array): the last token is only a target."""
     return np.maximum(tokens - 1, 0)
 
 
 class TrainedTokens:
-    """Trained tokens of documents by their `tokens` (int32 [documents]), which may be memory-mapped and stay so."""
+    """Trained tokens computed on access; `tokens` (int32 [documents]) may stay memory-mapped."""
 
     def __init__(self, tokens: np.ndarray) -> None:
         self._tokens = tokens
@@ -99,7 +99,7 @@ class TrainedTokens:
 
 
 def _check_file(path: Path) -> None:
-    """Raises ValueError unless it is one that can be mapped; reading a pipe would wait for ever."""
+    """Raise ValueError unless the file can be mapped; reading a pipe would block."""
     if not path.exists():
         raise ValueError(f"dataset file {path} does not exist; give --data-path the prefix of a .bin/.idx pair")
     if not path.is_file():
@@ -107,10 +107,10 @@ def _check_file(path: Path) -> None:
 
 
 def _tokens(path: Path, lengths: np.ndarray, documents: np.ndarray) -> np.ndarray:
-    """Tokens of each document from sequence lengths and document boundaries: `lengths` itself where these are they."""
+    """Tokens of each document; `lengths` itself if every document is one sequence."""
     if len(documents) < 2:
         raise ValueError(f"{path} holds no document; build it again from a non-empty corpus")
-    # As many boundaries as there can be between the first sequence and the last: every document is one sequence.
+    # The most distinct boundaries that there can be: every document is one sequence.
     if len(documents) == len(lengths) + 1 and (documents[1:] > documents[:-1]).all():
         return lengths
     ends = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
@@ -123,7 +123,7 @@ def _chunks(size: int) -> Iterator[slice]:
 
 
 def _parse(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Sequence lengths and pointers, document boundaries (in sequences), all mapped; bytes per token."""
+    """Return sequence lengths, pointers, document boundaries (all mapped), and bytes per token."""
     size = path.stat().st_size
     header = len(_MAGIC) + 8 + 1 + 8 + 8
     with path.open("rb") as file:

@@ -1,18 +1,13 @@
-"""The documents of every step of a run in a compact file that only grows, and the audit that none is lost or doubled.
+"""A log of the documents of every step, and the audit that none is lost or doubled.
 
-One gzip member a step, which holds the array ENTRY [n] as NumPy writes it: `zcat` and `numpy.load` read it. A step that
-was run again after a restart stands there twice; the later one counts. A step with which the data began anew
-(`--wlb-restart-packing`) begins with a row of its own, whose micro_batch is BEGINS_ANEW.
+The file only grows. It has records of `ENTRY`, 44 bytes each: a mark that begins a step and counts its documents, then
+the documents. A step that ran again after a restart appears twice; the later one counts.
 """
 
-import gzip
-import io
 import os
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -22,187 +17,125 @@ from megatron_wlb.types import DOCUMENT, PackedBatch
 ENTRY = np.dtype(
     [
         ("step", "<i8"),
-        ("micro_batch", "<i4"),
-        ("index", "<i8"),  # place in the stream
+        ("micro_batch", "<i4"),  # or the kind of mark
+        ("index", "<i8"),  # place in the stream; in a mark, the number of documents
         ("dataset", "<i4"),
         ("document", "<i8"),
         ("offset", "<i8"),  # first trained token within the document
         ("length", "<i4"),
     ]
 )
-
-BEGINS_ANEW = -1
-
-MAX_STEP_BYTES = 256 << 20
-"""Of a step unpacked, 6 million documents: far above any, so that a few hostile bytes do not fill the memory."""
-
+BEGINS, BEGINS_ANEW = -1, -2
+"""Marks that begin a step, and a step at which the data began anew (`--wlb-restart-packing`)."""
 _MOST = 1 << 53
-_BEGIN = b"\x1f\x8b\x08" + bytes(5)
-"""The first bytes of a gzip member without a time."""
+_CHUNK = 1 << 14
+"""Records that are read together, from the end."""
 
 
-def append(path: str | os.PathLike[str], step: int, packing: PackedBatch, *, begins_anew: bool = False) -> None:
-    """Append the micro-batches of a step, all or nothing; `begins_anew` where its data is the beginning of the stream.
+def append(path: str | os.PathLike[str], step: int, packed: PackedBatch, *, begins_anew: bool = False) -> None:
+    """Append the micro-batches of a step, all or nothing; `begins_anew`: the step's data begin the stream again.
 
-    Raises OSError, as `files.append`, and ValueError for a step that is too large to be read again.
+    Raises OSError, as `files.append`.
     """
-    rows = np.empty(len(packing.documents), ENTRY)
+    rows = np.zeros(1 + len(packed.documents), ENTRY)
     rows["step"] = step
-    rows["micro_batch"] = np.repeat(np.arange(len(packing)), np.diff(packing.bounds))
+    rows["micro_batch"][0] = BEGINS_ANEW if begins_anew else BEGINS
+    rows["micro_batch"][1:] = np.repeat(np.arange(len(packed)), np.diff(packed.bounds))
+    rows["index"][0] = len(packed.documents)
     for name in ("index", "dataset", "document", "offset", "length"):
-        rows[name] = packing.documents[name]
-    if begins_anew:
-        mark = np.zeros(1, ENTRY)
-        mark["step"], mark["micro_batch"] = step, BEGINS_ANEW
-        rows = np.concatenate((mark, rows))
-    buffer = io.BytesIO()
-    np.save(buffer, rows)
-    if buffer.tell() > MAX_STEP_BYTES:
-        raise ValueError(
-            f"step {step} has {len(rows)} documents, {buffer.tell()} bytes where --wlb-document-log takes "
-            f"{MAX_STEP_BYTES}; train without it"
-        )
-    files.append(path, gzip.compress(buffer.getvalue(), mtime=0), "--wlb-document-log")
+        rows[name][1:] = packed.documents[name]
+    files.append(path, rows.tobytes(), "--wlb-document-log")
 
 
 def mend(path: str | os.PathLike[str]) -> int:
-    """Cut off what a crash left half written at the end; returns the number of bytes. A missing file is fine.
+    """Cut off an incomplete step at the end; returns the bytes cut. A missing file is fine.
 
-    Reads no more than the last whole step and what follows it; `read` looks at the others. Raises ValueError for a file
-    that is not a document log, or has no whole step before what a crash may leave.
+    Reads only the last step; `read` checks the earlier ones. Raises ValueError for a file that is not a document log,
+    or whose last step is damaged.
     """
     if not Path(path).exists():
         return 0
     if not Path(path).is_file():
         raise ValueError(f"{path} is not a document log but a folder, pipe or device; name another file")
-    with open(path, "r+b") as file:
-        size = os.fstat(file.fileno()).st_size
-        if not size:
-            return 0
-        begin = _last_begin(file, size)
-        end = _end(file, begin)
-        if begin and not end:  # half written, so the one before it is the last whole step
-            begin = _last_begin(file, begin)
-            end = _end(file, begin)
-        if not begin and not end:
-            raise ValueError(f"{path} is not a document log: it does not begin with a whole step; name another file")
-        if not end or _last_begin(file, size) > end:
-            raise ValueError(
-                f"{path} is damaged at byte {end or begin}, before its last step; restore it, or name another file"
-            )
-        file.truncate(end)
-    return size - end
+    size = Path(path).stat().st_size
+    if not size:
+        return 0
+    not_a_log = f"{path} is not a document log: it does not begin with a whole step; name another file"
+    if size < ENTRY.itemsize:
+        raise ValueError(not_a_log)
+    rows = np.memmap(path, ENTRY, "r", shape=(size // ENTRY.itemsize,))
+    stop = len(rows)
+    while stop and not (rows["micro_batch"][max(0, stop - _CHUNK) : stop] < 0).any():
+        stop = max(0, stop - _CHUNK)
+    begin = max(0, stop - _CHUNK)
+    (marks,) = np.nonzero(rows["micro_batch"][begin:stop] < 0)
+    if not len(marks) or not _is_whole(rows[:1]):
+        raise ValueError(not_a_log)
+    last = begin + int(marks[-1])
+    end = last + 1 + int(rows["index"][last])
+    if end < len(rows) or not _is_whole(rows[last:]):
+        raise ValueError(f"{path} is damaged in its last step; restore it, or name another file")
+    kept = ENTRY.itemsize * (end if end == len(rows) else last)
+    del rows
+    if not kept:
+        raise ValueError(not_a_log)
+    os.truncate(path, kept)
+    return size - kept
 
 
 def read(path: str | os.PathLike[str]) -> np.ndarray:
-    """ENTRY [n] of the whole run, marks of a new beginning too, in order of steps; of a step that ran again, the last.
+    """Read the whole run in order of steps: ENTRY [n], with the marks of a new beginning.
 
-    Raises ValueError for a file that is damaged before its last step, or larger than the memory.
+    Of a step that ran again, returns the last run. Skips an incomplete step at the end. Raises ValueError for a file
+    that is not a document log, is damaged, or is too large for the memory.
     """
-    steps: dict[int, np.ndarray] = {}
-    room = _memory_bytes() // 4  # what is made of the rows takes several times as much
-    with open(path, "rb") as file:
-        end = 0
-        for rows, member_end in _members(file):
-            end = member_end
-            room -= rows.nbytes
-            if room < 0:
-                raise ValueError(
-                    f"{path} unpacks to over a quarter of {_memory_bytes()} bytes of memory; audit it on a larger one"
-                )
-            if len(rows):
-                steps[int(rows["step"][0])] = rows
-        if not steps or _last_begin(file, os.fstat(file.fileno()).st_size) > end:  # more than one step is cut off
-            raise ValueError(f"{path} is not a document log, or it is damaged at byte {end}; restore it")
-    return np.concatenate([steps[step] for step in sorted(steps)])
+    size, memory = os.stat(path).st_size, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size > memory // 4:  # the arrays made of the rows take several times as much
+        raise ValueError(f"{path} has {size} bytes, over a quarter of {memory} of memory; audit it on a larger machine")
+    rows = np.fromfile(path, ENTRY)
+    damaged = f"{path} is not a document log, or it is damaged; restore it"
+    if not len(rows) or rows["micro_batch"][0] >= 0 or not _is_whole(rows):
+        raise ValueError(damaged)
+    (begins,) = np.nonzero(rows["micro_batch"] < 0)
+    ends = begins + 1 + rows["index"][begins]
+    whole = ends <= len(rows)
+    if not whole[0] or (begins[1:] != ends[:-1]).any():
+        raise ValueError(damaged)
+    steps = {int(rows["step"][i]): (i, j) for i, j in zip(begins[whole].tolist(), ends[whole].tolist(), strict=True)}
+    kept = [slice(i + (rows["micro_batch"][i] == BEGINS), j) for _, (i, j) in sorted(steps.items())]
+    return np.concatenate([rows[each] for each in kept])
 
 
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _members(file: BinaryIO) -> Iterator[tuple[np.ndarray, int]]:
-    """Every whole step of a log, and where it ends; up to the first that is none."""
-    while True:
-        unpack = zlib.decompressobj(wbits=31)
-        data = bytearray()
-        try:
-            while not unpack.eof:
-                block = unpack.unconsumed_tail or file.read(1 << 20)
-                if not block:
-                    return
-                # Bounded, since a few bytes may stand for thousands.
-                data += unpack.decompress(block, MAX_STEP_BYTES + 1 - len(data))
-                if len(data) > MAX_STEP_BYTES:
-                    return
-        except zlib.error:
-            return
-        rows = _rows(data)
-        if rows is None:
-            return
-        file.seek(-len(unpack.unused_data), os.SEEK_CUR)
-        yield rows, file.tell()
-
-
-def _end(file: BinaryIO, begin: int) -> int:
-    """Where the whole steps from byte `begin` on end, 0 if there is none."""
-    file.seek(begin)
-    return max((end for _, end in _members(file)), default=0)
-
-
-def _rows(data: bytearray) -> np.ndarray | None:
-    """The array of a step, None for anything that `append` does not write. `numpy.load` would believe the header."""
-    start = 10 + int.from_bytes(data[8:10], "little")
-    count = max(0, len(data) - start) // ENTRY.itemsize
-    header = f"{{'descr': {ENTRY.descr!r}, 'fortran_order': False, 'shape': ({count},), }}"
-    # Versions of NumPy pad differently.
-    if data[:8] != b"\x93NUMPY\x01\x00" or bytes(data[10:start]).rstrip() != header.encode():
-        return None
-    if len(data) != start + count * ENTRY.itemsize:
-        return None
-    rows = np.frombuffer(data, ENTRY, count, start) if count else np.empty(0, ENTRY)
-    marks = rows["micro_batch"] == BEGINS_ANEW
-    if count and ((rows["step"] != rows["step"][0]).any() or marks[1:].any() or marks.all()):
-        return None
-    for name in ENTRY.names or ():
-        least = BEGINS_ANEW if name == "micro_batch" else 0
-        if count and not least <= rows[name].min() <= rows[name].max() <= _MOST:
-            return None
-    return rows
-
-
-def _last_begin(file: BinaryIO, stop: int) -> int:
-    """Where the last step that begins before byte `stop` does, 0 if none does."""
-    while stop > 0:
-        start = max(0, stop - (1 << 20))
-        file.seek(start)
-        place = file.read(stop - start + len(_BEGIN) - 1).rfind(_BEGIN)
-        if place >= 0:
-            return start + place
-        stop = start
-    return 0
+def _is_whole(rows: np.ndarray) -> bool:
+    """Whether `append` could have written these records."""
+    marks = rows["micro_batch"] < 0
+    in_range = all(
+        0 <= rows[name].min() <= rows[name].max() <= _MOST for name in (ENTRY.names or ()) if name != "micro_batch"
+    )
+    same = (np.diff(rows["step"]) == 0) | marks[1:]
+    return bool(marks[0] and in_range and (rows["micro_batch"] >= BEGINS_ANEW).all() and same.all())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """What a document log says about a run; see `audit`."""
+    """The result of `audit`."""
 
     restarts: int
-    """How often the data began anew. All else is about the steps from the last time on."""
+    """How often the data began anew. All other fields cover the steps since the last time."""
     first_step: int
-    """The first step that is judged."""
+    """The first step that is audited."""
     steps: int
     missing_steps: int
-    """Steps between the first and the last that are not in the log."""
+    """Steps between the first and the last that are missing in the log."""
     tokens: int
     documents: int
     """Documents trained, wholly or in part."""
     doubled: int
-    """Tokens that had been trained before in the same pass over the data."""
+    """Tokens trained before in the same pass over the data."""
     lost: int
-    """Places at which something between the first and the last piece was neither trained nor waits."""
+    """Gaps between the first and the last piece, neither trained nor waiting."""
     out_of_turn: int
-    """Documents that came again before all others of their dataset had come."""
+    """Documents that came again before every document of their dataset had come."""
 
     @property
     def clean(self) -> bool:
@@ -212,16 +145,16 @@ class Audit:
 def audit(
     entries: np.ndarray, waiting: np.ndarray, position: int, lengths: Sequence[np.ndarray] | None = None
 ) -> Audit:
-    """Check that what was trained and what waits make up the stream: every piece once, every document whole.
+    """Check that trained and waiting documents make up the stream: each piece once, each document whole.
 
-    Where the data began anew, the steps before belong to another stream, of which nobody knows what waited; so these
-    are not judged.
+    Steps before the data began anew are not audited: they belong to another stream, whose waiting documents are
+    unknown.
 
     Args:
-        entries: ENTRY [n], what `read` gave of a log that begins with the run.
-        waiting: DOCUMENT [m], what waits after the last step (of the packer state).
-        position: tokens that the stream had given by then (of the packer state).
-        lengths: of every document, by dataset of the blend; without, the end of a document is not checked.
+        entries: ENTRY [n], from `read`, of a log that begins with the run.
+        waiting: DOCUMENT [m], documents that wait after the last step (from the packer state).
+        position: tokens taken from the stream by then (from the packer state).
+        lengths: lengths of all documents, by dataset of the blend; without them, ends of documents are not checked.
     """
     marks = entries["micro_batch"] == BEGINS_ANEW
     first_step = int(entries["step"][marks][-1] if marks.any() else entries["step"].min())
@@ -233,14 +166,14 @@ def audit(
     before, after = rows[:-1], rows[1:]
     same = (before["dataset"] == after["dataset"]) & (before["document"] == after["document"])
     same &= (after["offset"] > 0) | (before["index"] == after["index"])
-    step = np.where(same, after["offset"] - stops[:-1], after["offset"])  # past the token that must come next
+    step = np.where(same, after["offset"] - stops[:-1], after["offset"])  # tokens past the one that must come next
     jump = after["index"] - before["index"]
     lost = int(((jump > 1) | (step > 0)).sum()) + int(rows["index"][0] > 0 or rows["offset"][0] > 0)
     lost += int(rows["length"].sum() != position)
     begins = np.concatenate(([True], ~same))
     if lengths is not None:
         _check_datasets(rows, lengths)
-        ends = rows[np.append(~same, False)]  # the last document may not have come to its end
+        ends = rows[np.append(~same, False)]  # the last document may be incomplete
         for dataset, totals in enumerate(lengths):
             here = ends[ends["dataset"] == dataset]
             lost += int((here["offset"] + here["length"] < totals[here["document"]]).sum())
@@ -259,7 +192,7 @@ def audit(
 
 
 def _check_datasets(rows: np.ndarray, lengths: Sequence[np.ndarray]) -> None:
-    """Raises ValueError for documents that the datasets have not."""
+    """Raise ValueError for documents that the datasets do not have."""
     sizes = np.array([len(each) for each in lengths], np.int64)
     unknown = (rows["dataset"] < 0) | (rows["dataset"] >= len(lengths)) | (rows["document"] < 0)
     unknown[~unknown] = rows["document"][~unknown] >= sizes[rows["dataset"][~unknown]]
@@ -272,7 +205,7 @@ def _check_datasets(rows: np.ndarray, lengths: Sequence[np.ndarray]) -> None:
 
 
 def _out_of_turn(documents: np.ndarray) -> int:
-    """Documents, in the order of the stream, that begin an earlier pass over their dataset than the one before."""
+    """Count documents, in stream order, that begin an earlier pass over their dataset than the document before."""
     order = np.lexsort((documents["index"], documents["document"], documents["dataset"]))
     rows = documents[order]
     new = np.ones(len(rows), bool)

@@ -1,16 +1,16 @@
-"""Appending to logs so that a full disk leaves whole entries only."""
+"""Appends to logs so that a full disk leaves only whole entries."""
 
 import os
 import stat
 
 
 def append(path: str | os.PathLike[str], data: bytes, flag: str) -> None:
-    """Append `data` in one write, all of it or nothing; to a pipe or a device as far as it goes.
+    """Append `data`, all or nothing; to a pipe or a device, as much as it takes.
 
-    Raises OSError, naming the file and its `flag`, where that fails, and for a pipe that nobody reads.
+    Raises OSError, naming the file and its `flag`, on failure, and for a pipe without a reader.
     """
     try:
-        # Else to open a pipe that nobody reads would wait for ever.
+        # Otherwise opening a pipe without a reader blocks.
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
         try:
             os.set_blocking(descriptor, True)
@@ -28,7 +28,7 @@ def append(path: str | os.PathLike[str], data: bytes, flag: str) -> None:
 def _write(descriptor: int, data: bytes) -> None:
     before = os.fstat(descriptor)
     try:
-        while data:  # a disk that is about to be full takes a part, and says so at the next write
+        while data:  # a nearly full disk takes a part, and fails at the next write
             data = data[os.write(descriptor, data) :]
     except BaseException:
         if stat.S_ISREG(before.st_mode):

@@ -1,4 +1,4 @@
-"""How well steps are balanced, and what that cost in order and in tokens per step: per step, and over a run."""
+"""Balance of steps, and its cost in order and in tokens per step: per step, and over a run."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ def imbalance(work: np.ndarray) -> float:
 
 
 def original_work(drawn: np.ndarray, job: Job) -> np.ndarray:
-    """Work of the micro-batches that original packing would make of DOCUMENT rows in the stream's order: int64 [<= N].
+    """Work of the micro-batches that original packing would make of DOCUMENT rows in stream order: int64 [<= N].
 
-    The first N windows that the documents fill; the one that they begin, where they fill none.
+    These are the first N windows that the documents fill, or the one that they begin if they fill none.
     """
     pieces, window = cut(drawn, job.context_length)
     full = int(drawn["length"].sum()) // job.context_length
@@ -30,7 +30,7 @@ def original_work(drawn: np.ndarray, job: Job) -> np.ndarray:
 
 
 def delays(packing: PackedBatch, step: int) -> dict[int, int]:
-    """Tokens of the step by the number of steps they ran after they arrived; negative if a policy read ahead."""
+    """Tokens of the step by their delay in steps since arrival; negative if a policy read ahead."""
     late = step - packing.documents["arrival"]
     first = int(late.min(initial=0))
     tokens = np.bincount(late - first, weights=packing.documents["length"])
@@ -39,16 +39,16 @@ def delays(packing: PackedBatch, step: int) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """What is measured of one step; see `measure`."""
+    """Measures of one step; see `measure`."""
 
     tokens: int
     imbalance: float
     ratio_to_bound: float
-    """Largest micro-batch over max(mean micro-batch, largest document), which no packing of the step goes below."""
+    """Largest micro-batch over max(mean micro-batch, largest document), the lower bound of any packing of the step."""
     delays: dict[int, int]
-    """Tokens by the number of steps they ran after they arrived."""
+    """Tokens by their delay in steps since arrival."""
     long_tokens: int
-    """Tokens of documents (pieces) of more than a quarter of the context window."""
+    """Tokens of documents (pieces) longer than a quarter of the context window."""
     plan_ms: float
 
 
@@ -70,11 +70,11 @@ def measure(packing: PackedBatch, step: int, job: Job, plan_ms: float = 0.0) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Measures of a run, always shown together: each can be had at the cost of another; see `summarise`."""
+    """Measures of a run, to be shown together: each can improve at the cost of another; see `summarise`."""
 
     steps: int
     middle_steps: int
-    """Those that means, quantiles and deviations are of."""
+    """Number of steps in means, quantiles and deviations."""
     tokens: int
     imbalance_mean: float
     imbalance_p95: float
@@ -82,12 +82,12 @@ class Summary:
     late_steps: float
     """Mean over tokens of max(0, delay)."""
     spread_steps: float
-    """Mean over tokens of |delay - median delay|: what is left if all of the data may run some steps later."""
+    """Mean over tokens of |delay - median delay|: what remains if all data may run some steps later."""
     max_delay_steps: int
     token_cv: float
-    """Standard deviation of tokens per step over their mean."""
+    """Standard deviation over mean of tokens per step."""
     long_share_mean: float
-    """Share of a step's tokens that belong to documents of more than a quarter of the window."""
+    """Share of a step's tokens in documents longer than a quarter of the window."""
     long_share_std: float
     waiting_documents: int
     plan_ms_median: float
@@ -96,15 +96,15 @@ class Summary:
 
 
 def edge(count: int, skip: float = 0.1) -> int:
-    """Steps at either end of so many that means leave out: queues fill and drain there."""
+    """Number of steps at either end, out of `count`, that means leave out: queues fill and drain there."""
     return int(skip * count)
 
 
 def summarise(steps: Sequence[StepMetrics], *, num_waiting: int, skip: float = 0.1) -> Summary:
     """Summarise all steps of a run.
 
-    The first and the last `skip` of the steps (rounded down) are left out of everything but counts, extremes and
-    planning time: queues fill and drain there. Raises ValueError if no step is left.
+    Leaves the first and the last `skip` of the steps (rounded down) out of everything but counts, extremes and planning
+    time: queues fill and drain there. Raises ValueError if no step is left.
     """
     left_out = edge(len(steps), skip)
     middle = steps[left_out : len(steps) - left_out]

@@ -1,4 +1,4 @@
-"""Turns the document stream into micro-batches, step by step, and keeps the state in between."""
+"""Packs the document stream into micro-batches, step by step, and keeps the state in between."""
 
 import hashlib
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from megatron_wlb.types import DOCUMENT, PackedBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A packer between two steps. Holds arrays that nobody writes to: most snapshots are dropped unread."""
+    """A packer's state between steps, in arrays never written to: most snapshots are dropped unread."""
 
     header: dict[str, Any]
-    """Everything of the state but what waits."""
+    """Everything in the state except the waiting documents."""
     waiting: dict[str, np.ndarray]
     """Documents drawn and not yet packed, by the place where they wait: DOCUMENT arrays."""
 
@@ -26,7 +26,7 @@ class Snapshot:
         return sum(map(len, self.waiting.values()))
 
     def state(self) -> dict[str, Any]:
-        """Everything `Packer.load_state` needs, as JSON types; small: references to documents, never tokens."""
+        """Return everything `Packer.load_state` needs, as JSON types; small: references to documents, never tokens."""
         return saved.make(self.header, self.waiting)
 
 
@@ -37,9 +37,9 @@ class PackedStep:
     step: int
     packing: PackedBatch
     drawn: np.ndarray
-    """What the step drew from the stream, in its order: DOCUMENT [n]."""
+    """Documents that the step drew from the stream, in its order: DOCUMENT [n]."""
     snapshot: Snapshot
-    """After this step."""
+    """State after this step."""
 
     @property
     def num_waiting(self) -> int:
@@ -47,16 +47,16 @@ class PackedStep:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The state of the packer after this step; made anew each time."""
+        """State of the packer after this step; computed on each access."""
         return self.snapshot.state()
 
 
 class Packer:
-    """Packs step after step; a policy draws from the stream what it needs.
+    """Packs step after step; a policy draws what it needs from the stream.
 
-    A document arrives in the step in whose global batch of N * C tokens it begins. A step that would hold no document
-    at all, since all of its documents wait, moves on by another global batch; where a policy forgoes the rest of one,
-    the next begins there.
+    A document arrives in the step whose global batch of N * C tokens it begins in. If all documents of a step would
+    wait, the step moves on by another global batch. If a policy forgoes the rest of a global batch, the next one begins
+    there.
     """
 
     def __init__(self, stream: DocumentStream, job: Job, *, fingerprint: str) -> None:
@@ -68,16 +68,16 @@ class Packer:
             "policy": job.packing.name,
         }
         self._step = 0
-        self._base = (0, 0)  # a step, and the position of the stream at which its global batch begins
+        self._base = (0, 0)  # a step, and the stream position where its global batch begins
 
     @property
     def step(self) -> int:
-        """The step that `next` will plan."""
+        """The step that `next` plans."""
         return self._step
 
     @property
     def finished(self) -> bool:
-        """The data is at its end, and nothing waits."""
+        """Whether the data is at its end and nothing waits."""
         return self._stream.exhausted and not any(map(len, self.waiting().values()))
 
     def next(self) -> PackedStep:
@@ -96,7 +96,7 @@ class Packer:
         return self._policy.waiting()
 
     def state(self) -> dict[str, Any]:
-        """Everything `load_state` needs; see `Snapshot.state`."""
+        """Return everything `load_state` needs; see `Snapshot.state`."""
         return self._snapshot().state()
 
     def _snapshot(self) -> Snapshot:
@@ -110,14 +110,14 @@ class Packer:
         return Snapshot(header=header, waiting=self._policy.waiting())
 
     def begin_at(self, step: int) -> None:
-        """Call the first step `step`: a run that goes on with the data from its beginning. Before any step only."""
+        """Call the first step `step`, for a run that begins the data again. Call this before any step."""
         self._step, self._base = step, (step, self._stream.position)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on after the step that `state` was taken after, also with another number of micro-batches.
+        """Continue after the step of `state`, also with another number of micro-batches.
 
-        Raises ValueError, before anything changes, for a state that is damaged or of another version, and for one of
-        another dataset, context window, policy, seed or order.
+        Raises ValueError, before anything changes, for a state that is damaged, of another version, or of another
+        dataset, context window, policy, seed or order.
         """
         saved.check(state)
         for name, value in self._identity.items():
@@ -131,19 +131,19 @@ class Packer:
         self._step = state["step"]
         base_step, position = state["base"]
         if state["global_batch_size"] != self._global_batch_size:
-            # What has been read ahead stays so; global batches have another size from here on.
+            # Tokens read ahead stay so; global batches have another size from here on.
             position += (self._step - base_step) * state["global_batch_size"] * self._identity["context_length"]
             base_step = self._step
         self._base = (base_step, position)
 
 
 class _Draw:
-    """The stream as a policy sees it in one step: tokens wanted in, documents with their arrival out."""
+    """The stream as a policy sees it in one step: takes token counts, returns documents with arrival."""
 
     def __init__(self, stream: DocumentStream, step: int, base: tuple[int, int], batch_tokens: int) -> None:
         self._stream, self._step, self._batch_tokens = stream, step, batch_tokens
         self.base = base
-        """A step, and the position of the stream at which its global batch begins."""
+        """A step, and the stream position where its global batch begins."""
         self._rows = [np.empty(0, DOCUMENT)]
 
     @property
@@ -166,13 +166,13 @@ class _Draw:
         begin = self._stream.position
         rows = self._stream.take(begin + tokens)
         starts = begin + np.cumsum(rows["length"]) - rows["length"]
-        # Not before it is taken: where documents don't fit their steps, the stream falls behind.
+        # At the earliest in this step: the stream falls behind if documents do not fit their steps.
         rows["arrival"] = np.maximum(self._step, step + (starts - position) // self._batch_tokens)
         self._rows.append(rows)
         return rows
 
     def drawn(self) -> np.ndarray:
-        """All rows that were drawn."""
+        """Return all rows that were drawn."""
         return np.concatenate(self._rows)
 
     def skip_a_global_batch(self) -> None:
@@ -181,12 +181,12 @@ class _Draw:
 
 
 def make_packer(stream: DocumentStream, job: Job, *, fingerprint: str | None = None) -> Packer:
-    """A packer of `stream` by the packing policy of a job.
+    """Return a packer of `stream` with the packing policy of a job.
 
     Args:
-        stream: where documents come from, in pieces of the job's context window at most.
+        stream: documents, in pieces of at most the job's context window.
         job: what is trained.
-        fingerprint: of the dataset, another of which a state is refused by; by default a digest of its lengths.
+        fingerprint: identifies the dataset; a state with another one is refused. Default: a digest of document lengths.
 
     Raises ValueError for a stream with another context window, and as the policy does.
     """
@@ -199,7 +199,7 @@ def make_packer(stream: DocumentStream, job: Job, *, fingerprint: str | None = N
 
 
 def _fingerprint(stream: DocumentStream) -> str:
-    """Digest of what the order of documents depends on, besides the seed."""
+    """Digest of everything that determines the order of documents, besides the seed."""
     digest = hashlib.blake2b(digest_size=16)
     for source in stream.sources:
         digest.update(repr((source.first, len(source.lengths), source.weight)).encode())

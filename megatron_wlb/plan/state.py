@@ -1,4 +1,4 @@
-"""The state of a packer: made, checked and filed here. A damaged one is refused by its digest."""
+"""The state of a packer: made, checked, saved and loaded. A digest detects damage."""
 
 import contextlib
 import hashlib
@@ -16,23 +16,23 @@ from megatron_wlb.types import DOCUMENT
 FORMAT = "megatron-wlb-packer-state"
 VERSION = 3
 MAX_BYTES = 256 << 20
-"""Far above any file (100 bytes a document that waits), so that a wrong one is not read into memory."""
+"""Far above any state (100 bytes per waiting document), so that a wrong file is not read into memory."""
 
 
 def make(header: dict[str, Any], waiting: dict[str, np.ndarray]) -> dict[str, Any]:
-    """The state that `header` and the documents that wait (DOCUMENT arrays by place) make up, as JSON types."""
+    """Return the state of `header` and waiting documents (DOCUMENT arrays), as JSON types."""
     state = {"format": FORMAT, "version": VERSION, **header}
     state["waiting"] = {place: [list(row) for row in rows.tolist()] for place, rows in waiting.items()}
     return state | {"digest": _digest(state)}
 
 
 def waiting(state: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Documents that wait in a state, by place: DOCUMENT arrays."""
+    """Return the waiting documents of a state, by place: DOCUMENT arrays."""
     return {place: np.array([tuple(row) for row in rows], DOCUMENT) for place, rows in state["waiting"].items()}
 
 
 def check(state: Any) -> None:
-    """Raises ValueError unless this is a state of this version that nothing has happened to."""
+    """Raise ValueError unless this is an undamaged state of this version."""
     kind = state.get("format") if isinstance(state, dict) else None
     if kind != FORMAT:
         raise ValueError(
@@ -49,16 +49,16 @@ def check(state: Any) -> None:
 
 
 def _digest(state: dict[str, Any]) -> str:
-    """Digest of everything in a state but itself."""
+    """Digest of a state without its own digest."""
     text = json.dumps({k: v for k, v in state.items() if k != "digest"}, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def save(path: str | os.PathLike[str], state: dict[str, Any], job: Job) -> None:
-    """Write a state and the job that it belongs to, atomically: a crash leaves the old file or the new, never a part.
+    """Write a state and its job atomically: a crash leaves the old file or the new one, never a part.
 
-    The job is there to be compared with that of the run that goes on; nothing depends on it. Raises OSError, naming the
-    file, where the disk does not take it.
+    The job only serves comparison with the job of a resumed run. Raises OSError, naming the file, if the disk does not
+    take it.
     """
     path, temporary = Path(path), ""
     try:
@@ -82,9 +82,9 @@ def save(path: str | os.PathLike[str], state: dict[str, Any], job: Job) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read what `save` wrote: the state, and the job as JSON types.
+    """Read a file of `save`: the state, and the job as JSON types.
 
-    Raises ValueError, naming the file, if there is none, or it is anything else.
+    Raises ValueError, naming the file, if it is missing or anything else.
     """
     path = Path(path)
     if not path.is_file():
@@ -98,6 +98,6 @@ def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         data = json.loads(path.read_bytes())
         data = data if isinstance(data, dict) else {}
         check(data.get("packer"))
-    except (ValueError, RecursionError) as error:  # cut off, no text, deep nesting, or what `check` says
+    except (ValueError, RecursionError) as error:  # truncated, no text, nested too deeply, or refused by `check`
         raise ValueError(f"{path} cannot be read as a packer state: {error}; restore it") from error
     return data["packer"], data.get("job") or {}

@@ -1,4 +1,4 @@
-"""The plan of step t: which documents each micro-batch holds, on which data-parallel rank, in which CP shards."""
+"""The plan of a step: each micro-batch's documents, data-parallel rank, and CP shards."""
 
 import atexit
 import hashlib
@@ -19,9 +19,9 @@ from megatron_wlb.simulate.weight_gradients import weight_gradients_before
 from megatron_wlb.types import PackedBatch, ShardPlan
 
 PLAN_AHEAD = 4
-"""Steps that the planner's thread may be ahead of training."""
+"""Steps by which the planner thread may be ahead of training."""
 _LOOK_SECONDS = 1.0
-"""How often a reader that waits looks whether the planner's thread still runs."""
+"""How often a waiting reader checks that the planner thread is alive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class MicroBatchPlan:
     documents: np.ndarray
     """DOCUMENT [n], in packed order."""
     shards: ShardPlan
-    """Lengths include the tail padding as a last document of its own."""
+    """Shards of the documents; lengths include the tail padding as a last document."""
 
     @property
     def tokens(self) -> int:
@@ -46,27 +46,25 @@ class MicroBatchPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """Everything a rank needs to know about one step."""
+    """Everything that a rank needs to know about one step."""
 
     step: int
     micro_batches: tuple[MicroBatchPlan, ...]
     """Micro-batches of this data-parallel rank, in pipeline order."""
     weight_gradients_before: np.ndarray | None
-    """Of `simulate.weight_gradients`; None: none are put off."""
+    """See `simulate.weight_gradients`; None: none are deferred."""
     packing: PackedBatch
     """All M micro-batches."""
     work: np.ndarray
     """Work of all M micro-batches, int64 [M]."""
-    cost: int
-    """About the time of the costliest data-parallel rank, in units of work (`placement.rank_cost`)."""
     original_work: np.ndarray
-    """Work of the micro-batches that original packing would make of the documents drawn (`metrics.original_work`)."""
+    """Work of the micro-batches that original packing would make of the drawn documents (`metrics.original_work`)."""
     delays: dict[int, int]
-    """Tokens by the number of steps they ran after they arrived."""
+    """Tokens by their delay in steps since arrival."""
     digest: int
-    """63 bits that are equal on two ranks if and only if (but for chance) they planned the same."""
+    """63 bits, equal on two ranks if and only if they planned the same (up to collisions)."""
     snapshot: Snapshot
-    """The packer after this step."""
+    """State of the packer after this step."""
 
     @property
     def tokens(self) -> int:
@@ -80,12 +78,12 @@ class StepPlan:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The state of the packer after this step; made anew each time."""
+        """State of the packer after this step; computed on each access."""
         return self.snapshot.state()
 
 
 def plan_step(packer: Packer, job: Job, dp_rank: int = 0) -> StepPlan:
-    """Plan the packer's next step for a data-parallel rank; reads top to bottom as the work does: pack, place, shard.
+    """Plan the packer's next step for a data-parallel rank: pack, place, shard.
 
     Raises StopIteration if the packer is finished.
     """
@@ -102,7 +100,6 @@ def plan_step(packer: Packer, job: Job, dp_rank: int = 0) -> StepPlan:
         weight_gradients_before=weight_gradients_before(job, shards) if job.defer_weight_gradients else None,
         packing=packing,
         work=work,
-        cost=int(placement.rank_cost(paces, job).max()),
         original_work=metrics.original_work(packed.drawn, job),
         delays=metrics.delays(packing, packed.step),
         digest=_digest(packed.step, packing, rows, job),
@@ -111,14 +108,14 @@ def plan_step(packer: Packer, job: Job, dp_rank: int = 0) -> StepPlan:
 
 
 def step_cost(packing: PackedBatch, job: Job) -> int:
-    """`StepPlan.cost` of a step that is packed."""
+    """Approximate time of a step's costliest data-parallel rank, in work (`placement.rank_cost`)."""
     work = packing.sums(document_work(packing.documents["length"], job.crossover_tokens))
     _, paces = _placed(work, packing.sums(packing.documents["length"]), job)
     return int(placement.rank_cost(paces, job).max())
 
 
 def shard_step(job: Job, lengths: Sequence[np.ndarray]) -> list[list[ShardPlan]]:
-    """What `plan_step` makes of M micro-batches whose documents have `lengths` (int64 [n] each), without documents.
+    """Place and shard M micro-batches of documents of `lengths` (int64 [n] each), as `plan_step`.
 
     Returns the shards of every data-parallel rank's micro-batches in pipeline order.
     """
@@ -129,9 +126,9 @@ def shard_step(job: Job, lengths: Sequence[np.ndarray]) -> list[list[ShardPlan]]
 
 
 def _placed(work: np.ndarray, tokens: np.ndarray, job: Job) -> tuple[np.ndarray, np.ndarray]:
-    """Micro-batches of every data-parallel rank, and what they take beside each other, int64 [dp, M / dp] each.
+    """Return each data-parallel rank's micro-batches and `placement.paces`, int64 [dp, M / dp] each.
 
-    `work` and `tokens` are those of all M, int64 [M].
+    `work` and `tokens` cover all M micro-batches, int64 [M].
     """
     experts = tokens * job.expert_crossover_tokens
     rows = placement.place(work, job, experts, tokens)
@@ -144,7 +141,7 @@ def _micro_batch(step: int, documents: np.ndarray, job: Job) -> MicroBatchPlan:
 
 
 def _digest(step: int, packing: PackedBatch, rows: np.ndarray, job: Job) -> int:
-    # The job, since ranks order and shard their own micro-batches only.
+    # Includes the job, since ranks order and shard only their own micro-batches.
     digest = hashlib.blake2b(repr((step, job)).encode(), digest_size=8)
     for array in (packing.documents, packing.bounds, rows):
         digest.update(np.ascontiguousarray(array).tobytes())
@@ -152,10 +149,10 @@ def _digest(step: int, packing: PackedBatch, rows: np.ndarray, job: Job) -> int:
 
 
 class Planner:
-    """Plans steps in a thread of its own, ahead of training by at most `PLAN_AHEAD` steps.
+    """Plans steps in a thread of its own, at most `PLAN_AHEAD` steps ahead of training.
 
     Steps are kept until `release`, so that several data iterators (one per virtual stage) and replays of a step read
-    the same plan; keyed by step number, never by the number of reads. The thread lives until `close`, or until the
+    the same plan. Plans are keyed by step, never by the number of reads. The thread lives until `close`, or until the
     process ends.
     """
 
@@ -168,20 +165,20 @@ class Planner:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self.wait_seconds = 0.0
-        """Time that readers have waited for the planner."""
+        """Seconds that readers have waited for the planner."""
 
     def get(self, step: int) -> StepPlan:
-        """The plan of `step`; waits for the planner.
+        """Return the plan of `step`, waiting for the planner.
 
-        Raises RuntimeError where there is none, from what the planner raised, and KeyError for a released step.
+        Raises RuntimeError, caused by the planner's error, if there is none, and KeyError for a released step.
         """
         begin = time.perf_counter()
         with self._changed:
             if self._thread is None:
-                # Started late, so that a process that only makes a planner may be forked.
+                # Start late, so that a process that only makes a planner may be forked.
                 self._thread = threading.Thread(target=self._run, name="wlb-planner", daemon=True)
                 self._thread.start()
-                # A thread that came back from C++ into an interpreter at its end would abort the process.
+                # A thread that returns from C++ while the interpreter ends would abort the process.
                 atexit.register(self.close)
             self._wanted = max(self._wanted, step)
             self._changed.notify_all()
@@ -208,10 +205,10 @@ class Planner:
                 del self._plans[old]
 
     def close(self) -> None:
-        """End the planner's thread, after the step that it is at; what is planned can still be read."""
+        """End the planner thread after its current step; finished plans can still be read."""
         atexit.unregister(self.close)
         if self._thread is not None and not self._thread.is_alive():
-            return  # forked since, perhaps, and the lock held by a thread that is not here
+            return  # maybe forked, with the lock held by a thread of the parent
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,8 +1,7 @@
-"""The order in which documents come: shuffled epochs, blends, pieces; resumable from a few integers.
+"""The order of documents: shuffled epochs, blends, pieces; resumable from a few integers.
 
 The shuffled order of an epoch is a keyed permutation computed on the fly (a Feistel network with cycle walking), so it
-costs no memory however many documents there are. A blend always draws from the dataset that is furthest behind its
-share of tokens.
+takes no memory. A blend always draws from the dataset that is furthest behind its share of tokens.
 """
 
 import math
@@ -32,33 +31,33 @@ class Source:
 
     @cached_property
     def too_short(self) -> int:
-        """Documents under 2 tokens, which have nothing to train."""
+        """Number of documents under 2 tokens, which have nothing to train."""
         parts = (self.lengths[begin : begin + _MANY] for begin in range(0, len(self.lengths), _MANY))
         return sum(int((part < 1).sum()) for part in parts)
 
 
 class _Order:
-    """The documents of a source as they come, epoch after epoch; those with nothing to train are passed over.
+    """The documents of a source in order, epoch after epoch; skips those with nothing to train.
 
     Args:
-        source: of the documents.
+        source: the dataset.
         key: selects the shuffles; None for file order.
-        drawn: documents that came before, those passed over included.
+        drawn: number of documents that came before, including skipped ones.
     """
 
     def __init__(self, source: Source, key: tuple[int, int] | None, drawn: int) -> None:
         self._source, self._key = source, key
         self.drawn = drawn
-        """Documents drawn so far, up to the last that was taken."""
+        """Number of documents drawn so far, up to the last one taken."""
         self.at = 0
-        """Place of the next document in the chunk."""
+        """Index of the next document in the chunk."""
         self.lengths: list[int] = []
         """Lengths of the documents of the chunk."""
         self._chunk = drawn  # where the next chunk begins
         self._document = self._length = self._ends = self._drawn = np.empty(0, np.int64)
 
     def permute(self) -> None:
-        """The next chunk, if the present one is at its end; a chunk at a time, since permuting is what costs."""
+        """Go to the next chunk if this one is used up. Permutes whole chunks, since permuting is costly."""
         size = len(self._source.lengths)
         while self.at == len(self.lengths):
             epoch, place = divmod(self._chunk, size)
@@ -72,12 +71,12 @@ class _Order:
             self._chunk += len(places)
 
     def count_begun(self, tokens: int) -> int:
-        """How many documents of the chunk begin within the next `tokens`."""
+        """Return how many documents of the chunk begin within the next `tokens`."""
         start = self._ends[self.at] - self._length[self.at]
         return min(int(np.searchsorted(self._ends, start + tokens)) + 1, len(self.lengths)) - self.at
 
     def take(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """The next `count` documents of the chunk and their lengths, int64 [count] each."""
+        """Take the next `count` documents of the chunk; returns numbers and lengths, int64 [count] each."""
         taken = slice(self.at, self.at + count)
         self.at += count
         if count:
@@ -86,17 +85,17 @@ class _Order:
 
 
 class DocumentStream:
-    """Stream of documents, cut into pieces of at most `context_length` tokens; endless unless `num_epochs` is given.
+    """Stream of documents in pieces of at most `context_length` tokens; endless without `num_epochs`.
 
     Args:
         sources: the datasets of the blend; weights are shares of tokens.
-        seed: of the epoch shuffles.
+        seed: seed of the epoch shuffles.
         context_length: longest piece in tokens.
         shuffle: False for file order.
-        num_epochs: passes over every dataset; a dataset that is at its end leaves the blend to the others.
+        num_epochs: passes over every dataset; an exhausted dataset drops out of the blend.
 
-    Raises ValueError if a dataset has no document with something to train, or one of negative length, or a weight is
-    not positive.
+    Raises ValueError if the blend is empty, a dataset has nothing to train or a document of negative length, or a
+    weight is not positive.
     """
 
     def __init__(
@@ -127,24 +126,24 @@ class DocumentStream:
         epochs = math.inf if num_epochs is None else num_epochs
         self._limits = [(len(s.lengths) - s.too_short) * epochs for s in sources]
         self._orders = self._begin_at([0] * len(sources))
-        self._counts = [0] * len(sources)  # documents with something to train that were taken from each dataset
+        self._counts = [0] * len(sources)  # documents taken from each dataset, without skipped ones
         self._tokens = [0] * len(sources)  # tokens taken from each dataset
         self._position = 0  # tokens taken in all
         self._index = 0  # pieces taken in all
-        self._head: tuple[int, int, int] | None = None  # dataset, document, offset of a document not wholly taken
+        self._head: tuple[int, int, int] | None = None  # dataset, document and offset of a partly taken document
 
     @property
     def position(self) -> int:
-        """Tokens taken so far: where the next piece begins."""
+        """Number of tokens taken so far: the next piece begins there."""
         return self._position
 
     @property
     def exhausted(self) -> bool:
-        """Nothing will come any more."""
+        """Whether nothing is left."""
         return self._head is None and not self._open()
 
     def take(self, limit: int) -> np.ndarray:
-        """Next pieces, all that begin before token `limit` of the stream: DOCUMENT [n], `arrival` left 0."""
+        """Take all next pieces that begin before token `limit` of the stream: DOCUMENT [n], with `arrival` 0."""
         dataset, document, offset, length = self._take_documents(limit - self._position)
         left = length - offset
         starts = self._position + np.cumsum(left) - left
@@ -164,7 +163,7 @@ class DocumentStream:
         return out
 
     def state(self) -> dict[str, Any]:
-        """What `load_state` needs to go on from here."""
+        """Return what `load_state` needs to continue from here."""
         return {
             "seed": self._seed,
             "shuffle": self._shuffle,
@@ -177,10 +176,10 @@ class DocumentStream:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a `state()` of a stream over the same datasets.
+        """Continue from a `state()` of a stream over the same datasets.
 
         Raises ValueError, before anything changes, for another number of datasets or another order of documents, which
-        would repeat some of the epoch's documents and leave out others.
+        would repeat some of the epoch's documents and skip others.
         """
         if len(state["drawn"]) != len(self.sources):
             raise ValueError(
@@ -197,16 +196,16 @@ class DocumentStream:
         self._head = tuple(state["head"]) if state["head"] else None
 
     def _begin_at(self, drawn: list[int]) -> list[_Order]:
-        """The order of each dataset after `drawn` documents of it."""
+        """Return the order of each dataset after `drawn` of its documents."""
         keys = [(self._seed, i) if self._shuffle else None for i in range(len(drawn))]
         return [_Order(*arguments) for arguments in zip(self.sources, keys, drawn, strict=True)]
 
     def _open(self) -> list[int]:
-        """Datasets that have documents left."""
+        """Datasets with documents left."""
         return [i for i, limit in enumerate(self._limits) if self._counts[i] < limit]
 
     def _take_documents(self, tokens: int) -> np.ndarray:
-        """Documents of which a piece begins within the next `tokens`: dataset, number, offset, length; int64 [4, n]."""
+        """Take documents with a piece that begins within `tokens`: dataset, number, offset, length; int64 [4, n]."""
         runs = [np.empty((4, 0), np.int64)]
         if self._head and tokens > 0:
             dataset, document, offset = self._head
@@ -227,7 +226,7 @@ class DocumentStream:
         return np.concatenate(runs, axis=1)
 
     def _next_datasets(self, datasets: list[int], tokens: int) -> np.ndarray:
-        """Which of `datasets` give the documents that begin within the next `tokens`, as far as their chunks go."""
+        """Choose datasets of the documents that begin within `tokens`, until a chunk is used up."""
         orders = [self._orders[i] for i in datasets]
         for order in orders:
             order.permute()
@@ -253,9 +252,9 @@ class DocumentStream:
 
 
 def shuffled(places: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
-    """Elements `places` (int64 [n]) of a permutation of range(size) that `key` selects, int64 [n].
+    """Return elements `places` (int64 [n]) of a permutation of range(size) that `key` selects, int64 [n].
 
-    A Feistel network over the next even power of two; what falls outside of the range walks on until it is inside.
+    A Feistel network over the next even power of two; values outside the range are mapped again until they are inside.
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)

@@ -1,6 +1,8 @@
-"""What context-parallel ranks exchange: rows of K and V, or of what they are made of, and their gradients.
+"""The exchange of K, V and their gradients between context-parallel ranks.
 
-A *pool* holds the rows that arrive and the rank's own; keys are picked from it in the order of a part.
+In place of K and V the latents that they are expanded from can travel.
+
+A *pool* holds the rows that arrive and the rank's own rows; keys are gathered from it in the order of a part.
 """
 
 import functools
@@ -18,10 +20,11 @@ _all_to_all = dist.all_to_all_single
 
 
 def exchange_rows(x: Tensor, metadata: ShardMetadata, group: dist.ProcessGroup | None) -> Tensor:
-    """The rows of x [s, ...] that local queries see, wherever they are: [P, ...], as `attention_to_keys` wants them.
+    """The rows of x [s, ...] on all ranks that local queries see, [P, ...].
 
-    For what K and V are made of, row by row; differentiable once. One all-to-all in forward, and one in backward, in
-    which gradients return in the dtype of x; they are added up in fp32 (fp64 for fp64). Nothing is saved.
+    Prepares keys for `attention_to_keys`: x is anything that K and V are computed from row by row, such as latents;
+    differentiable once. Takes one all-to-all in forward and one in backward. Gradients return in the dtype of x and are
+    summed in fp32 (fp64 for fp64). Saves no tensor for backward.
 
     Raises ValueError for a plan of several rounds, and for a group of other ranks than the plan's.
     """
@@ -52,7 +55,7 @@ class _ExchangeRows(torch.autograd.Function):
 
 
 def begin(kv: Tensor, part: Part, group: dist.ProcessGroup | None) -> tuple[Tensor, dist.Work | None]:
-    """The pool of kv, its n rows: rows that arrive, and the rank's own."""
+    """The pool of kv [n, ...], and the collective that fills it with other rows."""
     if not part.sent:
         return kv, None
     own, arrived = kv[part.own_rows], part.arrived_keys.shape[0]
@@ -62,22 +65,22 @@ def begin(kv: Tensor, part: Part, group: dist.ProcessGroup | None) -> tuple[Tens
 
 
 def finish(pool: Tensor, work: dist.Work | None, part: Part) -> Tensor:
-    """K and V of P rows from a pool. A function, so that nothing holds the pool while they are used."""
+    """K and V of P rows from a pool, which is let go of before they are used."""
     if work is not None:
         work.wait()
     return pool if part.keys_are_rows else pool.index_select(0, part.gather)
 
 
 class Sum:
-    """dK and dV of rows, added up over the parts that they are in."""
+    """dK and dV of rows, summed over the parts that contain them."""
 
     def __init__(self, dk: Tensor, dv: Tensor) -> None:
-        """dk [n, h, D] and dv [n, h, Dv] are filled when `done` has been called for each of `left` parts."""
+        """Writes dk [n, h, D] and dv [n, h, Dv] once `left` parts are done."""
         self._into, self.left = (dk, dv), 0
         self._total: Tensor | None = None
 
     def add(self, values: Tensor, rows: slice) -> None:
-        """Add values, K and V of rows side by side, which belong to this from now on."""
+        """Add gradients of K and V of `rows`, side by side; takes over `values`."""
         num_rows = self._into[0].shape[0]
         if self._total is None and values.shape[0] == num_rows:
             self._total = values
@@ -87,7 +90,7 @@ class Sum:
         self._total[rows] += values
 
     def done(self, back: Tensor | None, rows: Tensor) -> None:
-        """Add what came `back` from other ranks to `rows`; after the last part, write all of it down."""
+        """Add what came `back` to `rows`; after the last part, write the sums."""
         assert self._total is not None
         if back is not None:
             self._total.index_add_(0, rows, back.to(self._total.dtype))
@@ -103,7 +106,7 @@ class Leaving:
     def __init__(
         self, dkv: Tensor, total: Sum, part: Part, group: dist.ProcessGroup | None, dtype: torch.dtype | None
     ) -> None:
-        """dkv is what `attend_backward` gave; it leaves in `dtype`, by default its own."""
+        """dkv comes from `attend_backward`; it leaves in `dtype`, by default its own."""
         self._total, self._rows, self._back, self._work = total, part.sent_rows, None, None
         total.add(dkv if part.keys_are_rows else dkv.index_select(0, part.own_keys), part.own_rows)
         if part.sent:
@@ -112,7 +115,7 @@ class Leaving:
             self._work = _exchanged(self._given, self._back, part, group, back=True)
 
     def arrive(self) -> None:
-        """Wait for the shares of other ranks, and add them."""
+        """Wait for the gradients from other ranks, and add them."""
         if self._work is not None:
             self._work.wait()
         self._total.done(self._back, self._rows)
@@ -121,7 +124,7 @@ class Leaving:
 def _exchanged(
     arriving: Tensor, leaving: Tensor, part: Part, group: dist.ProcessGroup | None, back: bool = False
 ) -> dist.Work | None:
-    """Begin to move `leaving` to the ranks that need it, or with `back`, `arriving` to where it came from."""
+    """Start moving `leaving` to its readers, or with `back`, `arriving` to its source."""
     received, sent = list(part.received), list(part.sent)
     if back:
         return _all_to_all(leaving, arriving, sent, received, group=group, async_op=True)

@@ -94,7 +94,7 @@ def attention_times(plan: ShardPlan, job: Job) -> tuple[list[np.ndarray], list[f
     exchange adds to the slowest rank's, us each."""
     costs, held = round_costs(job), Held(plan)
     loads = Loads(held, costs.forward)
-    own = [loads.of(np.arange(0))]
+    own: list[Load] = [loads.of(np.arange(0))]
     during: list[Load] = []
     for round in plan.rounds:
         calls = (zip(shard.calls, plan.call_sets, strict=True) for shard in plan.shards)

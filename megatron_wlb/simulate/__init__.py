@@ -1,7 +1,7 @@
-"""Simulated training steps: `simulate_step(job, shards)` says how long a step takes, `breakdown` where time is lost.
+"""Simulates training steps: `simulate_step` predicts a step's time, `breakdown` where it goes.
 
-Discrete events of one step under data, pipeline, context and tensor parallelism, from lengths and shards alone; needs
-neither torch nor megatron nor a GPU.
+Simulates the discrete events of one step under data, pipeline, context and tensor parallelism, from lengths and shards
+alone. Needs neither torch nor megatron nor a GPU.
 """
 
 from megatron_wlb.simulate.step import (

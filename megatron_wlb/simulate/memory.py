@@ -1,11 +1,12 @@
-"""Activation memory of a pipeline stage under variable micro-batch lengths: what S_max costs, and which S_max fits.
+"""Activation memory of a pipeline stage with variable lengths, and the largest S_max that fits.
 
-Bytes per token and layer follow Korthikanti et al. (arXiv 2205.05198, section 4), with attention that saves no scores,
-grouped key heads, gated MLPs and experts: every tensor that some layer keeps for backward, in the training dtype. The
-layer is upstream's of TransformerEngine, whose norms are part of the linear layer that follows, but for that before
-experts. `tests/adapter/test_memory.py` compares with what autograd keeps of upstream's layer on a CPU.
+Bytes per token and layer follow Korthikanti et al. (arXiv 2205.05198, section 4), extended to attention that saves no
+scores, grouped key heads, gated MLPs and experts. They count every tensor that a layer keeps for backward, in the
+training dtype. The layer is upstream's TransformerEngine layer, which fuses norms into the following linear layer,
+except for the norm before experts. `tests/adapter/test_memory.py` compares with what autograd keeps of upstream's layer
+on a CPU.
 
-Not counted: a few values a row of norms and routers, what kernels other than FlashAttention-2 take, fragmentation.
+Not counted: a few values per row of norms and routers, buffers of kernels other than FlashAttention-2, fragmentation.
 """
 
 import math
@@ -16,20 +17,20 @@ import numpy as np
 from megatron_wlb.job import Job
 
 DEVICE_SHARE = 0.9
-"""Share of a GPU's memory that is planned with; the rest is for the context, NCCL, kernels and fragmentation."""
+"""Share of a GPU's memory to plan with; the rest is for the context, NCCL, kernels and fragmentation."""
 H100_BYTES = 80 * 2**30
 WEIGHT_BYTES, OPTIMIZER_BYTES = 6, 12
-"""Of a parameter: the bf16 weight and its fp32 gradient; what the distributed optimizer divides."""
+"""Bytes per parameter: the bf16 weight and its fp32 gradient; the states that the distributed optimizer divides."""
 
 
 def weight_bytes(job: Job) -> float:
-    """Weights, gradients and optimizer of the fullest GPU, with the distributed optimizer; of a dense model."""
+    """Bytes of weights, gradients and optimizer on the fullest GPU of a dense model, with the distributed optimizer."""
     p = job.parallel
     return float(stage_weights(job).max()) / p.tp * (WEIGHT_BYTES + OPTIMIZER_BYTES / (p.dp * p.cp))
 
 
 def stage_weights(job: Job) -> np.ndarray:
-    """Weights of every pipeline stage over its tensor-parallel ranks, float64 [pp]."""
+    """Number of weights of every pipeline stage, over its tensor-parallel ranks, float64 [pp]."""
     model = job.model
     weights = job.layers().sum(axis=1) * float(model.layer_weights)
     weights[0] += model.vocabulary_weights
@@ -40,44 +41,44 @@ def stage_weights(job: Job) -> np.ndarray:
 
 
 def layer_input_bytes(job: Job) -> float:
-    """The input of one layer, per token of a rank's part of the sequence."""
+    """Bytes of a layer's input, per token of a context-parallel rank."""
     return job.bytes_per_value * job.model.hidden_size / job.parallel.sequence_ranks
 
 
 def layer_bytes(job: Job) -> float:
-    """What one layer that is not wholly recomputed keeps for backward, per token of a rank's part of the sequence."""
+    """Bytes that a layer keeps for backward unless fully recomputed, per token of a CP rank."""
     return _attention_bytes(job) + _mlp_bytes(job, _dropped(job))
 
 
 def mtp_bytes(job: Job) -> float:
-    """What one MTP layer and its logits keep for backward, per token of a rank's part of the sequence."""
+    """Bytes that an MTP layer and its logits keep for backward, per token of a context-parallel rank."""
     if job.recompute.granularity == "full":
         return 2 * layer_input_bytes(job) + logits_bytes(job)
-    # Inputs of three norms, two of which are joined.
+    # Inputs of three norms, and the outputs of two of them joined.
     return 5 * layer_input_bytes(job) + layer_bytes(job) + logits_bytes(job)
 
 
 def logits_bytes(job: Job) -> float:
-    """Logits, and their softmax in fp32, per token of a rank's part of the sequence."""
+    """Bytes of logits and of their softmax in fp32, per token of a context-parallel rank."""
     return (job.bytes_per_value + 4) * job.model.padded_vocab_size / job.parallel.tp
 
 
 def _dropped(job: Job) -> frozenset[str]:
-    """Modules that are recomputed by themselves."""
+    """Modules that are recomputed selectively."""
     return frozenset(job.recompute.modules if job.recompute.granularity == "selective" else ())
 
 
 def _between_bytes(job: Job, norms: int) -> float:
-    """Between attention and MLP: tensors of the width of the hidden state, of one byte the mask of dropout."""
+    """Bytes of hidden-size tensors between attention and MLP; the dropout mask takes one byte per value."""
     h = job.model.hidden_size
     return (norms * job.bytes_per_value * h + (h if job.hidden_dropout else 0)) / job.parallel.sequence_ranks
 
 
 def _attention_bytes(job: Job) -> float:
-    """Input and output of the norm, those of the norms of Q and K, and what attention itself keeps."""
+    """Bytes of the norm's input and output, of the norms of Q and K, and of what core attention keeps."""
     model = job.model
     if "core_attn" in _dropped(job):
-        # Its inputs are kept, and its output by the layer after it.
+        # Its inputs are kept, and the next layer keeps its output.
         heads = job.bytes_per_value * _attention_size(job) / job.parallel.tp
     else:
         heads = _core_attention_bytes(job)
@@ -91,10 +92,10 @@ def _attention_bytes(job: Job) -> float:
 
 
 def _latent_bytes(job: Job) -> float:
-    """Latents before and after their norms, and sines and cosines for queries and keys, which every layer has.
+    """Bytes of latents before and after their norms, and of a layer's sines and cosines.
 
-    Where latents travel, those of all keys are kept; to expand them again, not what comes of their norm, but the part
-    of keys that heads share.
+    If latents are exchanged, the latents of all keys are kept. If they are expanded again, the key part that heads
+    share is kept instead of the norms' outputs.
     """
     model, norm, shared = job.model, 2 if job.model.qk_layernorm else 1, 4 * job.model.qk_pos_emb_head_dim
     keys = norm * model.kv_lora_rank
@@ -106,8 +107,11 @@ def _latent_bytes(job: Job) -> float:
 
 
 def _attention_size(job: Job) -> int:
-    """Values of Q, K, V and the output of attention that are kept: of K and V those of the rank's own rows, or where
-    latents travel those of all keys, unless they are expanded again."""
+    """Values of Q, K, V and the output of attention that are kept per token.
+
+    K and V count for the rank's own rows. If latents are exchanged, they count for all keys, or not at all if expanded
+    again.
+    """
     model, keys = job.model, job.model.key_size + job.model.value_size
     if job.cp_exchange != "latents":
         return model.attention_size
@@ -115,7 +119,7 @@ def _attention_size(job: Job) -> int:
 
 
 def _core_attention_bytes(job: Job) -> float:
-    """Q, K, V and the output of attention, and its log-sum-exps."""
+    """Bytes of Q, K, V, the output of attention, and its log-sum-exps."""
     model, cp = job.model, job.parallel.cp
     gathered = job.sharding.save_gathered_kv and cp > 1 and job.cp_exchange != "latents"
     values = _attention_size(job) + (cp * (model.key_size + model.value_size) if gathered else 0)
@@ -123,12 +127,12 @@ def _core_attention_bytes(job: Job) -> float:
 
 
 def _mlp_bytes(job: Job, dropped: Collection[str]) -> float:
-    """Input and output of the norm; the tokens that experts are sent; the MLP before and after its activation."""
+    """Bytes of the norm's input and output, tokens sent to experts, and the MLP before and after its activation."""
     model = job.model
     if model.moe_router_topk:
         outputs, whole, activation = "layernorm" not in dropped, "moe", "moe_act" not in dropped
     else:
-        # The norm goes with the MLP that it is a part of; nothing else of it can be recomputed by itself.
+        # The norm is part of the MLP and recomputed with it; no other part of the MLP can be recomputed alone.
         outputs, whole, activation = "mlp" not in dropped, "mlp", True
     kept = _between_bytes(job, 1 + outputs)
     if whole in dropped:
@@ -138,21 +142,21 @@ def _mlp_bytes(job: Job, dropped: Collection[str]) -> float:
 
 
 def _mlp_values_bytes(job: Job) -> float:
-    """The MLP after its activation."""
+    """Bytes of the MLP after its activation."""
     return job.bytes_per_value * job.model.ffn_hidden_size / job.parallel.tp
 
 
 def _expert_input_bytes(job: Job) -> float:
-    """A token is sent to `moe_router_topk` experts, and there to every tensor-parallel rank."""
+    """Bytes of a token at `moe_router_topk` experts, on each of their tensor-parallel ranks."""
     return layer_input_bytes(job) * job.model.moe_router_topk * job.parallel.expert_tp
 
 
 def mlp_backward_bytes(job: Job) -> float:
-    """What backward of one MLP holds beside what forward kept, per token of a rank's part of the sequence.
+    """Bytes that backward of one MLP adds to the kept ones, per token of a CP rank.
 
-    That is what it recomputes, the gradient of its output, with experts once more as it is sent, and two tensors before
-    and after a matrix product, an activation or an exchange. The larger ones are either the activation's, or rows that
-    ranks which divide the sequence gather, or that experts are sent.
+    It holds what it recomputes and the gradient of its output; with experts also that gradient as sent. Add two
+    tensors, before and after a matrix product, an activation or an exchange. The largest such tensor is the
+    activation's, the rows that sequence-parallel ranks gather, or the rows that experts are sent.
     """
     recomputed = _mlp_bytes(job, ()) - _mlp_bytes(job, _dropped(job))
     rows = _expert_input_bytes(job)
@@ -163,14 +167,15 @@ def mlp_backward_bytes(job: Job) -> float:
 
 
 def attention_backward_bytes(job: Job) -> float:
-    """What backward of one attention holds beside what forward kept, per token of a rank's part of the sequence.
+    """Bytes that backward of one attention adds to the kept ones, per token of a CP rank.
 
-    That is what it recomputes, gradients, and a kernel with K and V that have arrived and dK and dV in fp32, or these
-    as they leave, cast before they are put together unless they leave in fp32; where latents travel, K and V that are
-    expanded again, and dK and dV before they are cast. Counted as if a single document lived on
-    all ranks and ran in one stage: the rank that has its beginning and its end sees all keys, and sends its first half,
-    half of its rows a call, to all others. Kernels are taken to be of FlashAttention-2, which hold dQ in fp32, and dK
-    and dV for every query head.
+    It holds what it recomputes, and gradients. On top comes the larger of two phases: a kernel with received K and V
+    and with dK and dV in fp32; or dK and dV being sent, cast before they are concatenated unless sent in fp32. If
+    latents are exchanged: K and V expanded again, and dK and dV before their cast.
+
+    Assumes a single document on all ranks, in one stage. The rank with its beginning and end sees all keys, runs half
+    of its rows per call, and sends its first half to all other ranks. Assumes FlashAttention-2 kernels, which hold dQ
+    in fp32, and dK and dV for every query head.
     """
     model, p, w = job.model, job.parallel, job.bytes_per_value
     q, out, kv = model.query_size / p.tp, model.output_size / p.tp, (model.key_size + model.value_size) / p.tp
@@ -190,8 +195,10 @@ def attention_backward_bytes(job: Job) -> float:
 
 
 def arrived_bytes(job: Job) -> float:
-    """K and V that have come from other ranks for backward of one attention, per token of a rank's part of the
-    sequence, counted alike."""
+    """Bytes of received K and V for backward of one attention, per token of a context-parallel rank.
+
+    Counted for the same case as `attention_backward_bytes`.
+    """
     model, p = job.model, job.parallel
     if p.cp == 1 or job.sharding.save_gathered_kv or job.cp_exchange == "latents":
         return 0
@@ -199,11 +206,10 @@ def arrived_bytes(job: Job) -> float:
 
 
 def peak_bytes(job: Job, stage: int, max_tokens: int | None = None) -> float:
-    """Activations at the peak of a stage, if every micro-batch in flight had `max_tokens` (default: S_max) tokens, as
-    far as a data-parallel rank can hold so many in a step.
+    """Peak activation bytes of a stage if every micro-batch in flight had `max_tokens` (S_max).
 
-    The peak comes when the last layer of a stage begins its backward: in the MLP, while K and V of attention arrive, or
-    in attention, with the MLP freed.
+    Tokens are capped by what a data-parallel rank can hold in a step. The peak comes when the last layer of a stage
+    begins its backward: in the MLP, while K and V of attention arrive, or in attention, with the MLP freed.
     """
     kept, at_once = _token_bytes(job, stage)
     longest = job.max_tokens if max_tokens is None else max_tokens
@@ -211,27 +217,26 @@ def peak_bytes(job: Job, stage: int, max_tokens: int | None = None) -> float:
 
 
 def most_kept(job: Job, stage: int, longest: int, kept: np.ndarray) -> float:
-    """What a stage keeps at once at most, where no micro-batch has more than `longest` tokens, and a pass through a
-    virtual stage keeps so much of a token, float64 [vpp].
+    """Most bytes that a stage keeps at once, times CP, with micro-batches of up to `longest` tokens.
 
-    Every pass in flight may be that long, but each micro-batch of the rank is in flight once for every virtual stage at
-    most.
+    `kept` is what a pass through each virtual stage keeps per token, float64 [vpp]. Every pass in flight may have
+    `longest` tokens, but each micro-batch of the rank is in flight at most once per virtual stage.
     """
     return min(job.schedule().in_flight(stage, kept) * longest, _most_rank_tokens(job, longest) * float(kept.sum()))
 
 
 def _most_rank_tokens(job: Job, longest: int) -> float:
-    """Tokens of a step on a rank at most, with the padding of micro-batches."""
+    """Largest number of tokens of a step on a rank, with the padding of micro-batches."""
     return job.most_rank_tokens(longest) + job.micro_batches_per_rank * job.unit_tokens
 
 
 def largest_max_tokens(job: Job, budget_bytes: float) -> int:
-    """The largest S_max, a multiple of the job's unit, whose peak fits the budget on every stage; 0 if none does."""
+    """Largest S_max, a multiple of the job's unit, that fits the budget on every stage; 0 if none."""
     budget, unit, fitting = job.parallel.cp * budget_bytes, job.unit_tokens, []
     for stage in range(job.parallel.pp):
         kept, at_once = _token_bytes(job, stage)
         fits = budget / (job.schedule().in_flight(stage, kept) + at_once)
-        none, one = (kept.sum() * _most_rank_tokens(job, longest) for longest in (0, 1))  # it grows evenly with S_max
+        none, one = (kept.sum() * _most_rank_tokens(job, longest) for longest in (0, 1))  # linear in S_max
         if math.isfinite(none):
             fits = max(fits, (budget - none) / (one - none + at_once))
         fitting.append(int(max(0, fits)) // unit * unit)
@@ -239,16 +244,18 @@ def largest_max_tokens(job: Job, budget_bytes: float) -> int:
 
 
 def weight_gradient_bytes(job: Job) -> tuple[float, float]:
-    """What products for weights that are put off hold of a layer, and of the output layer, per token of a rank's part
-    of the sequence: inputs and gradients of outputs, as TransformerEngine holds them, gathered where tensor-parallel
-    ranks divide the sequence; of those in `passes.put_off_weights`."""
+    """Bytes that deferred weight gradients hold for a layer, and for the output layer.
+
+    Per token of a context-parallel rank. They hold inputs and output gradients of the weights in
+    `passes.deferrable_weights`, as TransformerEngine does: gathered where tensor-parallel ranks divide the sequence.
+    """
     model, p = job.model, job.parallel
     hidden, divided = 1 + max(1, model.moe_router_topk), model.output_size + model.ffn_hidden_size
     latents = 2 * model.latent_size if p.tp == 1 else model.latent_size
     if p.tp == 1 or latents:
         hidden += 1
     if p.tp == 1:
-        # Of latents that have travelled, too.
+        # Received latents count, too.
         keys = p.cp if job.cp_exchange == "latents" else 1
         divided += model.query_size + keys * (model.key_size + model.value_size)
         latents += (keys - 1) * model.kv_lora_rank
@@ -260,24 +267,29 @@ def weight_gradient_bytes(job: Job) -> tuple[float, float]:
 
 
 def kept_bytes(job: Job, stage: int) -> np.ndarray:
-    """What a pass through each virtual stage of a stage keeps until its backward has ended, per token of a rank's part
-    of the sequence, float64 [vpp]."""
+    """Bytes that a pass through each virtual stage keeps until its backward ends, float64 [vpp].
+
+    Per token of a context-parallel rank.
+    """
     return _token_bytes(job, stage)[0]
 
 
 def deferral_limits(job: Job) -> list[float]:
-    """Bytes that may be kept for backward and held for weight gradients on every stage: what activations may take, but
-    for what one micro-batch takes while it runs. Where that is not known, putting weight gradients off raises no
-    stage's predicted peak over that of the fullest."""
+    """Bytes per stage that may be kept for backward and held for weight gradients.
+
+    This is the memory for activations, minus what one running micro-batch takes. If the memory is unknown, or less than
+    the fullest stage's predicted peak, that peak replaces it: deferring then raises no stage's peak above it.
+    """
     most = max(job.activation_bytes or 0, *(peak_bytes(job, stage) for stage in range(job.parallel.pp)))
     return [most - job.max_tokens * _token_bytes(job, stage)[1] / job.parallel.cp for stage in range(job.parallel.pp)]
 
 
 def _token_bytes(job: Job, stage: int) -> tuple[np.ndarray, float]:
-    """What a stage keeps for a token of a micro-batch in each of its virtual stages, float64 [vpp], and what it holds
-    beside while one micro-batch runs."""
+    """Bytes per token that a stage keeps in each virtual stage, float64 [vpp], and holds for one running
+    micro-batch."""
     model, parallel, recompute = job.model, job.parallel, job.recompute
-    # Offloading as in TransformerEngine's `OffloadSynchronizer`; before, only what its own modules save left the GPU.
+    # Offloading as in TransformerEngine's `OffloadSynchronizer`. Older versions offload only what their own modules
+    # save.
     layers = job.decoder_layers()[stage].astype(float) - job.offloaded_layers
     ahead = 0 if "core_attn" in _dropped(job) else arrived_bytes(job)
     at_once = max(mlp_backward_bytes(job) + ahead, attention_backward_bytes(job) - _mlp_bytes(job, _dropped(job)))
@@ -290,7 +302,7 @@ def _token_bytes(job: Job, stage: int) -> tuple[np.ndarray, float]:
     else:
         kept = layers * layer_bytes(job)
     if parallel.vpp > 1:
-        # What was received ahead of its group, and of as many micro-batches as there are stages what has been sent.
+        # Inputs received before their group runs, and sent outputs of as many micro-batches as there are stages.
         sent = parallel.pp if job.hidden_transfers else 0
         at_once += (job.schedule().group - parallel.pp + sent) * layer_input_bytes(job)
     if stage == parallel.pp - 1:

@@ -1,4 +1,4 @@
-"""Predicted times of every pass of every micro-batch, and the parts that they sum."""
+"""Predicted times of every pass of every micro-batch, and their components."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -17,22 +17,22 @@ from megatron_wlb.types import ShardPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
-    """One direction of one layer, in us, for M micro-batches of a data-parallel rank."""
+    """Times of one direction of one layer, in us, for M micro-batches of a data-parallel rank."""
 
     linear: np.ndarray
-    """float64 [M]: matrix products and what is bound by memory."""
+    """float64 [M]: matrix products and memory-bound operations."""
     experts: np.ndarray
-    """float64 [M]: the part of `linear` that experts compute; 0 in dense models."""
+    """float64 [M]: the experts' part of `linear`; 0 in dense models."""
     tensor: np.ndarray
-    """float64 [M]: tensor-parallel communication that nothing hides."""
+    """float64 [M]: exposed tensor-parallel communication."""
     attention: np.ndarray
     """float64 [M, cp]: attention kernels of every context-parallel rank."""
     exchange: np.ndarray
-    """float64 [M]: exchange of K, V and their gradients that nothing hides, on the slowest rank."""
+    """float64 [M]: exposed exchange of K, V and their gradients, on the slowest rank."""
 
     @property
     def total(self) -> np.ndarray:
-        """float64 [M]; context-parallel ranks wait for each other in every layer."""
+        """float64 [M]: time of the layer, in which all context-parallel ranks wait for the slowest."""
         return self.linear + self.tensor + self.attention.max(axis=1) + self.exchange
 
 
@@ -47,12 +47,11 @@ class Passes:
     layers: tuple[LayerTimes, LayerTimes]
     """Forward and backward (with recomputation)."""
     weights: tuple[np.ndarray, np.ndarray]
-    """The part of `backward` that is products for weights of a layer and of the output layer, as far as they can be put
-    off: float64 [M] each."""
+    """Deferrable weight products within `backward`, of a layer and of the output layer: float64 [M] each."""
     rows: np.ndarray
-    """float64 [M]: tokens of a micro-batch that a context-parallel rank has."""
+    """float64 [M]: tokens of a micro-batch on a context-parallel rank."""
     expert_wait: np.ndarray
-    """The part of `forward` and `backward` that waits for other data-parallel ranks: float64 [2, stages, chunks, M]."""
+    """Time within `forward` and `backward` that waits for other data-parallel ranks: float64 [2, stages, chunks, M]."""
 
 
 def untimed(job: Job) -> str:
@@ -72,19 +71,20 @@ def untimed(job: Job) -> str:
     return ""
 
 
-def put_off_weights(job: Job) -> int:
-    """Weights of a layer whose gradients can be put off.
+def deferrable_weights(job: Job) -> int:
+    """Weights of a layer whose gradients can be deferred.
 
-    With tensor parallelism not those of column-parallel matrices: the gradient of their input is reduced meanwhile.
+    With tensor parallelism, column-parallel matrices do not count: their weight gradient overlaps the reduction of the
+    input gradient.
     """
     kept = sum(job.model.column_weights) if job.parallel.tp > 1 else 0
     return job.model.layer_weights - kept
 
 
 def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
-    """What the cost model says of M micro-batches of a data-parallel rank. Sequence parallelism is taken for granted.
+    """Predicted pass times of M micro-batches of a data-parallel rank. Assumes sequence parallelism.
 
-    Raises ValueError where the job cannot be timed, or the micro-batches are not sharded for it.
+    Raises ValueError if the job cannot be timed, or the micro-batches are not sharded for it.
     """
     if why := untimed(job):
         raise ValueError(why)
@@ -102,9 +102,9 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
     gather, scatter = (
         job.profile.network.collective(name, hidden_bytes, tensor) for name in ("all_gather", "reduce_scatter")
     )
-    # Forward: gathered before and scattered after attention and feed-forward. Backward mirrors that, and gathers inputs
-    # again for the gradients of weights. Upstream and TransformerEngine do that during the product for the input, and
-    # scatter during that for the weight, if it is not put off.
+    # Forward gathers before and scatters after attention and MLP. Backward mirrors this, and gathers inputs again for
+    # weight gradients. Upstream and TransformerEngine overlap that gather with the product for the input gradient, and
+    # the scatter with the product for the weight gradient, if it is not deferred.
     hiding = [_products(job, weights, tokens)[1] / 2 for weights in model.column_weights]
     hidden = sum(np.minimum(gather, product) + np.minimum(scatter, product) for product in hiding)
     moved = 2 * (gather + scatter), 4 * gather + 2 * scatter - hidden
@@ -124,8 +124,8 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
     if job.recompute.granularity == "full":
         backward = LayerTimes(**{f.name: getattr(backward, f.name) + getattr(forward, f.name) for f in fields(forward)})
     times = [layers * forward.total, layers * backward.total]
-    # The embedding scatters its rows; the output layer gathers them. Each MTP layer embeds once more, gathers two
-    # hidden states for the matrix that joins them and one after it, and goes through the output layer.
+    # The embedding scatters its rows; the output layer gathers them. Each MTP layer embeds again, gathers two hidden
+    # states for its joining matrix and one after it, and runs the output layer.
     output, ahead = _output(job, tokens), model.mtp_num_layers
     joining = _products(job, model.joining_weights, tokens)
     times[0][0, 0] += scatter * exposed
@@ -143,18 +143,18 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
         backward=times[1],
         transfer=transfer,
         layers=(forward, backward),
-        weights=(_products(job, put_off_weights(job), tokens)[1] / 2, of_output),
+        weights=(_products(job, deferrable_weights(job), tokens)[1] / 2, of_output),
         rows=tokens,
         expert_wait=np.zeros((2, *times[0].shape)),
     )
 
 
 def crossover(job: Job) -> int:
-    """Lc of a job in tokens, by the times of all passes: a document of d tokens takes as long as d * (d + Lc) says.
+    """Crossover length Lc of a job in tokens; a document of d takes time proportional to d * (d + Lc).
 
-    From a document of half a window, two of them, and one of twice the length. What a micro-batch has once, launches
-    and latencies, does not count. Context-parallel ranks divide attention and all else alike, so one stands for them.
-    By FLOPs where the job cannot be timed.
+    Solved from the pass times of a document of half a window, of two such documents, and of one document twice as long.
+    Costs per micro-batch (launches, latencies) cancel. Context-parallel ranks divide everything alike, so one rank
+    stands for all. By FLOPs if the job cannot be timed.
     """
     rows = job.profile.tile_rows
     half = max(1, job.context_length // 2 // rows) * rows
@@ -170,16 +170,16 @@ def crossover(job: Job) -> int:
     plans = [shard(np.array(lengths), alone)[1] for lengths in ([half], [half, half], [2 * half])]
     passes = pass_times(alone, plans)
     one, two, twice = (passes.forward + passes.backward)[0, 0]
-    squared = (twice - two) / 2  # what half * half pairs take, of what two - one is that and half * Lc
+    squared = (twice - two) / 2  # time of half * half pairs, where two - one is the time of half * (half + Lc)
     return max(1, round(half * ((two - one) / squared - 1)))
 
 
 def synchronised(job: Job, passes: Sequence[Passes]) -> tuple[Passes, ...]:
-    """`passes` of every data-parallel rank, where ranks that divide experts (`Parallel.expert_dp_ranks`) keep step.
+    """Return `passes` of all DP ranks, with ranks that divide experts (`expert_dp_ranks`) in lockstep.
 
-    In every layer, tokens go to the experts when the slowest of these ranks has done the rest of the layer, and come
-    back together; ranks do equal shares of the experts' work (routing is balanced). What the exchange of tokens itself
-    takes is not counted.
+    In every layer, tokens go to the experts once the slowest of these ranks has done the rest of the layer, and return
+    together. Ranks do equal shares of the experts' work, since routing is assumed to be balanced. The exchange of
+    tokens itself takes no time.
     """
     layers, beside = job.layers()[:, :, None], job.parallel.expert_dp_ranks
     together: list[Passes] = []
@@ -189,7 +189,7 @@ def synchronised(job: Job, passes: Sequence[Passes]) -> tuple[Passes, ...]:
         alone = own - experts + experts.mean(axis=0)
         times = alone.max(axis=0)
         transfer = np.max([p.transfer for p in group], axis=0)
-        share = job.model.expert_weights / put_off_weights(job)
+        share = job.model.expert_weights / deferrable_weights(job)
         weights = np.mean([p.weights[0] for p in group], axis=0) * share
         together += [
             replace(
@@ -206,7 +206,7 @@ def synchronised(job: Job, passes: Sequence[Passes]) -> tuple[Passes, ...]:
 
 
 def _attention(job: Job, shards: Sequence[ShardPlan]) -> tuple[Directions, Directions]:
-    """Kernels of a layer, forward and backward, float64 [M, cp], and what the exchange adds to the slowest, [M]."""
+    """Kernel times of a layer by direction, float64 [M, cp], and exposed exchange on the slowest rank, [M]."""
     kernels = attention_kernels(job)
     if job.cp_exchange == "shared":
         timed = [attention_times(plan, job) for plan in shards]
@@ -227,7 +227,7 @@ def _attention(job: Job, shards: Sequence[ShardPlan]) -> tuple[Directions, Direc
 
 
 def _linear(job: Job, tokens: np.ndarray) -> Directions:
-    """Matrix products of a layer and, unless rates were measured with it, what is bound by memory."""
+    """Matrix products of a layer, and memory-bound operations unless measured rates include them."""
     model = job.model
     forward, backward = _products(job, model.layer_weights, tokens)
     if job.expands_again:
@@ -242,7 +242,7 @@ def _linear(job: Job, tokens: np.ndarray) -> Directions:
 
 
 def _output(job: Job, tokens: np.ndarray) -> Directions:
-    """The output layer and the loss: logits are written as activations are, and read and written in fp32."""
+    """Output layer and loss: logits are written as activations, and read and written in fp32."""
     forward, backward = _products(job, job.model.vocabulary_weights, tokens)
     logits = _memory(job, job.model.padded_vocab_size * (job.bytes_per_value + 2 * FP32), tokens)
     return forward + logits, backward + 2 * logits

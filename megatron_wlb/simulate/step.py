@@ -1,4 +1,4 @@
-"""One training step of a job, simulated: from its micro-batches to its time, and where the time is lost."""
+"""Simulates one training step of a job: its time, and where the time goes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,26 +15,26 @@ from megatron_wlb.simulate.weight_gradients import timeline_of
 from megatron_wlb.types import ShardPlan
 
 ADAM_BYTES = 30
-"""Memory traffic of Adam per parameter: an fp32 gradient read, the fp32 weight and two moments read and written, the
-bf16 weight written."""
+"""Memory traffic of Adam per parameter: reads an fp32 gradient, reads and writes the fp32 weight and two moments, and
+writes the bf16 weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:
-    """Times in us. GPUs are [data-parallel rank, stage, context-parallel rank]; tensor-parallel ranks are alike."""
+    """Times in us. Arrays over GPUs are [DP rank, stage, CP rank]; tensor-parallel ranks are alike."""
 
     job: Job
     shards: tuple[tuple[ShardPlan, ...], ...]
     """Micro-batches of every data-parallel rank, in pipeline order."""
     passes: tuple[Passes, ...]
-    """Their times, per data-parallel rank."""
+    """Pass times, per data-parallel rank."""
     timelines: tuple[Timeline, ...]
-    """When they run, per data-parallel rank."""
+    """When passes run, per data-parallel rank."""
     gradients: float
-    """Time from the end of the last pass until gradients are reduced on all stages."""
+    """Time from the end of the last pass until all stages have reduced their gradients."""
     optimizer: float
     parameters: float
-    """Gathering of what the optimizer changed."""
+    """Time to gather the updated parameters."""
 
     @property
     def time(self) -> float:
@@ -43,13 +43,13 @@ class SimulatedStep:
 
     @property
     def attention(self) -> np.ndarray:
-        """Attention kernels of every GPU, float64 [dp, pp, cp] (figure 4 of the paper)."""
+        """Attention kernel time of every GPU, float64 [dp, pp, cp] (paper, figure 4)."""
         each = [sum(layer.attention.sum(axis=0) for layer in p.layers) for p in self.passes]
         return self.job.layers().sum(axis=1)[:, None] * np.stack(each)[:, None]
 
     @property
     def computation(self) -> np.ndarray:
-        """Attention and everything linear in tokens of every GPU, float64 [dp, pp, cp] (figure 1 of the paper)."""
+        """Attention kernel time plus linear time of every GPU, float64 [dp, pp, cp] (paper, figure 1)."""
         each = [sum(layer.linear.sum() for layer in p.layers) for p in self.passes]
         return self.attention + self.job.layers().sum(axis=1)[:, None] * np.array(each)[:, None, None]
 
@@ -71,9 +71,9 @@ class Breakdown:
     ep_wait: float
     """Waiting for the slowest data-parallel rank of an expert-parallel group, in every layer."""
     bubble: float
-    """Idle in a pipeline whose micro-batches are all alike: filling, draining, uneven stages and transfers."""
+    """Idle time of a pipeline with equal micro-batches: filling, draining, uneven stages and transfers."""
     imbalance: float
-    """Idle beyond that, since micro-batches differ."""
+    """Further idle time, due to unequal micro-batches."""
     dp_wait: float
     """Waiting for the slowest data-parallel rank."""
     gradients: float
@@ -87,10 +87,10 @@ SHARES = {
     "exchange": ("exchange", "cp_wait"),
     "waiting": ("ep_wait", "imbalance", "dp_wait"),
 }
-"""The words for where a step's time goes, everywhere and in this order, and the parts of a `Breakdown` that they sum.
+"""The names for where a step's time goes, in the order used everywhere, and the `Breakdown` fields that they sum.
 
-Busy is what no plan can spare: the limit over the step. A rank waits for a slower context-parallel one when it needs
-its K and V, so the two are one.
+Busy is what no plan can save: the limit over the step. Exchange includes the wait for a slower context-parallel rank,
+since it occurs when its K and V are needed.
 """
 
 
@@ -103,8 +103,8 @@ def simulate_step(job: Job, shards: Sequence[Sequence[ShardPlan]]) -> SimulatedS
         job: what runs where.
         shards: micro-batches of every data-parallel rank in pipeline order, padding included (`step.shard_step`).
 
-    Raises ValueError if the shards are not of the job: ranks, equal numbers of micro-batches, and what `pass_times`
-    and `Schedule` refuse.
+    Raises ValueError if the shards do not fit the job: another number of ranks, or unequal numbers of micro-batches.
+    Also raises what `pass_times` and `Schedule` raise.
     """
     counts = {len(micro_batches) for micro_batches in shards}
     if len(shards) != job.parallel.dp or len(counts) != 1:
@@ -117,7 +117,7 @@ def simulate_step(job: Job, shards: Sequence[Sequence[ShardPlan]]) -> SimulatedS
 
 
 def step_of(job: Job, shards: Sequence[Sequence[ShardPlan]], passes: Sequence[Passes]) -> SimulatedStep:
-    """The step that these passes make, of every data-parallel rank."""
+    """Build the step from the passes of every data-parallel rank."""
     timelines = tuple(timeline_of(job, p) for p in passes)
     reduce, optimizer, gather = _update(job)
     ends = np.stack([t.ends for t in timelines])  # [dp, stages]
@@ -133,7 +133,7 @@ def step_of(job: Job, shards: Sequence[Sequence[ShardPlan]], passes: Sequence[Pa
 
 
 def breakdown(step: SimulatedStep) -> Breakdown:
-    """Where the time goes. Simulates the step once more with all micro-batches of a rank alike."""
+    """Return where the time goes. Simulates the step again with equal micro-batches on each rank."""
     busy = float(np.mean([t.busy for t in step.timelines]))
     makespans = [t.makespan for t in step.timelines]
     alike = float(np.mean([_alike(step.job, [p]) for p in step.passes]))
@@ -149,7 +149,7 @@ def breakdown(step: SimulatedStep) -> Breakdown:
 
 
 def _in_passes(step: SimulatedStep) -> dict[str, float]:
-    """The parts of a `Breakdown` that passes are made of."""
+    """The parts of a `Breakdown` that lie within passes."""
     job = step.job
     layers = job.layers().sum() / job.parallel.pp
 
@@ -172,22 +172,22 @@ def _in_passes(step: SimulatedStep) -> dict[str, float]:
 
 
 def limit_time(step: SimulatedStep) -> float:
-    """Time of the step in us if its work were spread evenly over all GPUs, and nobody ever waited for anything."""
+    """Time of the step in us if its work were spread evenly over all GPUs, without any waiting."""
     parts = _in_passes(step)
     update = step.gradients + step.optimizer + step.parameters
     return sum(parts[name] for name in SHARES["busy"] if name in parts) + update
 
 
 def shares(step: SimulatedStep) -> dict[str, float]:
-    """What each of `SHARES` has of the step's time; they sum to 1."""
+    """Return the fraction of the step's time for each of `SHARES`; they sum to 1."""
     parts = breakdown(step)
     return {name: sum(getattr(parts, part) for part in of) / step.time for name, of in SHARES.items()}
 
 
 def balanced_time(step: SimulatedStep) -> float:
-    """Time of the step in us if all micro-batches, and all context-parallel shards, had the mean of their work.
+    """Time of the step in us if all micro-batches, and all CP shards, had the mean work.
 
-    The limit of what packing and sharding can gain: the same tokens and attention, nobody waits for a slower one.
+    The limit of what packing and sharding can gain, for the same tokens and attention.
     """
     layers = step.job.layers()[:, :, None]
     balanced = []
@@ -201,7 +201,7 @@ def balanced_time(step: SimulatedStep) -> float:
 
 
 def _alike(job: Job, passes: Sequence[Passes]) -> float:
-    """Makespan of a pipeline in which every micro-batch takes the mean of these."""
+    """Makespan of a pipeline in which every micro-batch takes the mean of `passes`."""
     first = passes[0]
 
     def mean(parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -222,7 +222,7 @@ def _alike(job: Job, passes: Sequence[Passes]) -> float:
 
 
 def _update(job: Job) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Exposed reduction of gradients, optimizer, and exposed gathering of parameters, in us, float64 [stages] each."""
+    """Time of exposed gradient reduction, optimizer, and exposed parameter gathering, in us, float64 [stages] each."""
     weights = stage_weights(job) / job.parallel.tp
     group = Group(size=job.parallel.dp * job.parallel.cp, stride=job.parallel.tp)
     collective, exposed = job.profile.network.collective, 1 - job.profile.dp_overlap

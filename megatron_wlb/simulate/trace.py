@@ -17,11 +17,11 @@ def write_trace(path: Path | str, step: SimulatedStep) -> None:
 
 
 def trace_events(step: SimulatedStep) -> Iterator[dict[str, Any]]:
-    """One process per data-parallel rank, one thread per stage, one event per pass ("F c0 m3": chunk 0, micro-batch 3)
-    and per wait in which weight gradients run ("W").
+    """Yield one process per data-parallel rank, one thread per stage, and one event per pass.
 
-    Arguments of an event are the micro-batch's tokens (with padding), its documents, the longest of them, its work and
-    how it is sharded. Times are in us.
+    The event "F c0 m3" is the forward pass of micro-batch 3 through chunk 0; "W" is deferred weight gradients.
+    Arguments of a pass are the micro-batch's tokens (with padding), its documents, its longest document, its work and
+    its sharding. Times are in us.
     """
     for rank, (timeline, micro_batches) in enumerate(zip(step.timelines, step.shards, strict=True)):
         yield _named("process", f"data-parallel rank {rank}", pid=rank)

@@ -1,4 +1,4 @@
-"""When the passes of a data-parallel rank run, and its weight gradients where a job puts them off."""
+"""Timeline of a data-parallel rank's passes, and of its weight gradients if the job defers them."""
 
 from collections.abc import Sequence
 
@@ -9,12 +9,12 @@ from megatron_wlb.job import Job
 from megatron_wlb.pipeline.deferral import WeightGradients, run_deferred
 from megatron_wlb.pipeline.timeline import Timeline, run
 from megatron_wlb.simulate import memory
-from megatron_wlb.simulate.passes import Passes, pass_times, put_off_weights, untimed
+from megatron_wlb.simulate.passes import Passes, deferrable_weights, pass_times, untimed
 from megatron_wlb.types import ShardPlan
 
 
 def undeferrable(job: Job) -> str:
-    """Why weight gradients of a job cannot be put off; "" if they can."""
+    """Why a job cannot defer weight gradients; "" if it can."""
     if job.parallel.pp == 1:
         return "a single pipeline stage waits for nobody"
     if job.model.mtp_num_layers:
@@ -27,28 +27,28 @@ def undeferrable(job: Job) -> str:
 
 
 def part_counts(job: Job) -> np.ndarray:
-    """Layers of every virtual stage, and the output layer, whose weight gradients are put off: int64 [pp, vpp]."""
+    """Deferrable parts of every virtual stage, each a layer or the output layer: int64 [pp, vpp]."""
     counts = job.layers()
     counts[-1, -1] += 1
     return counts
 
 
 def timeline_of(job: Job, passes: Passes) -> Timeline:
-    """When the passes of a data-parallel rank run, in us."""
+    """Return the timeline of a data-parallel rank's passes, in us."""
     if job.defer_weight_gradients:
         return _deferred(job, passes)[0]
     return run(job.schedule(len(passes.rows)), passes.forward, passes.backward, passes.transfer)
 
 
 def weight_gradients_before(job: Job, shards: Sequence[ShardPlan]) -> np.ndarray:
-    """How many products for weights have run before each pass of a data-parallel rank's micro-batches in a step.
+    """How many deferred weight gradients have run before each pass of a data-parallel rank in a step.
 
-    A part is that of a layer, or of the output layer. By predicted times; where a job cannot be timed, by work.
+    Counts parts, each a layer or the output layer. Placed by predicted times, or by work if the job cannot be timed.
 
     Returns int64 [2, stages, chunks, M], counted over the step; all have run at its end.
     """
     if untimed(job):
-        # A layer's forward takes the work of its documents, of which the part linear in tokens is that for weights.
+        # A layer's forward takes the work of its documents. The part linear in tokens is the products with weights.
         tokens = np.array([plan.lengths.sum() for plan in shards])
         work = np.array([document_work(plan.lengths, job.crossover_tokens).sum() for plan in shards])
         layer = tokens * float(job.crossover_tokens)
@@ -56,7 +56,7 @@ def weight_gradients_before(job: Job, shards: Sequence[ShardPlan]) -> np.ndarray
         forward = job.layers()[:, :, None] * work.astype(np.float64)
         forward[-1, -1] += output
         weights = _weight_gradients(
-            job, tokens / job.parallel.cp, layer * (put_off_weights(job) / job.model.layer_weights), output
+            job, tokens / job.parallel.cp, layer * (deferrable_weights(job) / job.model.layer_weights), output
         )
         return run_deferred(job.schedule(len(shards)), forward, 2 * forward, 0.0, weights)[1]
     return _deferred(job, pass_times(job, shards))[1]
@@ -69,7 +69,7 @@ def _deferred(job: Job, passes: Passes) -> tuple[Timeline, np.ndarray]:
 
 
 def _weight_gradients(job: Job, rows: np.ndarray, layer: np.ndarray, output: np.ndarray) -> WeightGradients:
-    """Of micro-batches with so many rows on a rank, and time for the weights of a layer and of the output layer."""
+    """Weight gradients of micro-batches with `rows`; `layer` and `output`: times of their weights."""
     counts = part_counts(job)
     held_of_layer, held_of_output = memory.weight_gradient_bytes(job)
     parts = (*counts.shape, int(counts.max()), 1)

@@ -6,7 +6,6 @@ lengths are spread over the window as in a real corpus over 128K, most far short
 """
 
 import argparse
-import hashlib
 import importlib.util
 import json
 import os
@@ -22,12 +21,13 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
+
+from benchmarks.corpus import draw, train_tokenizer
 
 PIVOT_BYTES = 2048
 SHARE_OF_JOINED_FOLDERS = 0.1
 LARGEST_JOINED_FOLDER_BYTES = 16 * 1024
-TOKENIZER_SAMPLE_BYTES = 4_000_000
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
@@ -68,7 +68,7 @@ def read_complete(prefix: Path, settings: dict[str, int]) -> dict[str, Any] | No
 def make_dataset(prefix: Path, settings: dict[str, int]) -> dict[str, Any]:
     sources = find_sources()
     with Console().status("training the tokenizer"):
-        tokenizer = train_tokenizer(sample_texts(sources), settings["vocab_size"])
+        tokenizer = train_tokenizer(map(read_document, sources), settings["vocab_size"])
     eod_id = tokenizer.get_vocab_size()
     documents = encode_documents(sources, tokenizer, eod_id, settings["max_tokens"])
     lengths = write_dataset(prefix, documents, eod_id + 1)
@@ -113,33 +113,8 @@ def find_sources() -> list[Source]:
     return sorted(sources, key=lambda source: draw("order", source.name))
 
 
-def draw(purpose: str, name: str) -> float:
-    """A number in [0, 1) that depends on nothing but its arguments."""
-    return int.from_bytes(hashlib.sha256(f"{purpose}:{name}".encode()).digest()[:6]) / 2**48
-
-
 def read_document(source: Source) -> str:
     return "".join(path.read_text(encoding="utf-8", errors="replace") for path in source.paths)
-
-
-def sample_texts(sources: list[Source]) -> Iterator[str]:
-    size = 0
-    for source in sources:
-        document = read_document(source)
-        yield document
-        size += len(document)
-        if size >= TOKENIZER_SAMPLE_BYTES:
-            return
-
-
-def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE that leaves the last of `vocab_size` numbers free for the end of a document."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
 
 
 def encode_documents(sources: list[Source], tokenizer: Tokenizer, eod_id: int, max_tokens: int) -> Iterator[list[int]]:

@@ -1,7 +1,6 @@
 """Turn the logs of the demo into one self-contained page, and optionally one picture for the README."""
 
 import argparse
-import html
 import math
 from collections import Counter
 from pathlib import Path
@@ -14,15 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from megatron_wlb.cli import pictures
+from megatron_wlb.cli.common import render
 from megatron_wlb.cli.pictures import BLUE, GREY, ORANGE
 from megatron_wlb.plan.dataset import read_index
-
-STYLE = """\
-dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .75rem; margin: 1rem 0 2rem }
-dl div { border-top: 2px solid #0072b2; padding-top: .25rem }
-dt { font-size: .85rem; color: #555 }
-dd { margin: 0; font-size: 1.25rem; font-weight: 600 }
-"""
 
 
 def main() -> None:
@@ -39,10 +32,9 @@ def main() -> None:
         pictures.section(*DELAY, lambda figure: draw_delays(figure, steps), 3.4),
         pictures.section(*RESUME, lambda figure: draw_loss(figure, log, reference, result), 3.4),
     ]
-    figures = "".join(f"<div><dt>{html.escape(k)}</dt><dd>{v}</dd></div>" for k, v in key_figures(steps, result))
-    title = "WLB-LLM on Megatron-LM: the demo run"
-    body = f"<h1>{title}</h1>\n<dl>{figures}</dl>\n<main>{''.join(sections)}</main>\n"
-    arguments.output.write_text(pictures.page(title, body, STYLE))
+    template, title = Path(__file__).with_name("report.html"), "WLB-LLM on Megatron-LM: the demo run"
+    page = render(template, title=title, figures=key_figures(steps, result), sections=sections)
+    arguments.output.write_text(page)
     if arguments.picture:
         with matplotlib.rc_context(pictures.STYLE | {"font.size": 11}):
             draw_picture(steps).savefig(arguments.picture, dpi=160)

@@ -13,22 +13,23 @@ from megatron.core.fusions.fused_bias_geglu import bias_geglu_impl, quick_gelu, 
 from megatron.core.fusions.fused_weighted_squared_relu import weighted_squared_relu_impl
 from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
-from tests.adapter.training import train
+from tests.adapter.training import FULL, MOE, full, train
 
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-MOE = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-ffn-hidden-size 64"
-EXPERT_BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"
-EVALUATION = "--eval-interval 1 --eval-iters 2"
-BIAS = "--disable-bias-linear"
-
-DROPOUT_ADD = "bias_dropout_add_fused_train"
+EXPERTS = f"{MOE} --moe-layer-freq ([0]+[1]*3) --moe-router-enable-expert-bias --moe-router-score-function sigmoid"
 LOSS = "calculate_logits_max calculate_predicted_logits calculate_cross_entropy_loss calculate_gradients"
+ADD = "bias_dropout_add_fused_train"
 TRAINED = {
-    "swiglu": (FULL, "", f"swiglu swiglu_back {DROPOUT_ADD}"),
-    "swiglu with bias": ("", BIAS, f"bias_swiglu bias_swiglu_back {DROPOUT_ADD}"),
-    "gelu with bias": ("--hidden-dropout 0.1", f"{BIAS} --swiglu", f"bias_gelu bias_gelu_back {DROPOUT_ADD}"),
-    "loss": (f"--bf16 --cross-entropy-loss-fusion {EVALUATION}", "", f"{LOSS} bias_dropout_add_fused_inference"),
-    "experts": (f"{MOE} {EXPERT_BIAS}", "", f"weighted_swiglu weighted_swiglu_back _apply_expert_bias {DROPOUT_ADD}"),
+    "experts, recomputed": (
+        f"{EXPERTS} {FULL}",
+        "",
+        f"_apply_expert_bias swiglu swiglu_back weighted_swiglu weighted_swiglu_back {ADD}",
+    ),
+    "swiglu with bias, loss": (
+        "--bf16 --cross-entropy-loss-fusion --eval-interval 1 --eval-iters 2",
+        "--disable-bias-linear",
+        f"bias_swiglu bias_swiglu_back {LOSS} {ADD} bias_dropout_add_fused_inference",
+    ),
+    "gelu with bias": ("--hidden-dropout 0.1", "--disable-bias-linear --swiglu", f"bias_gelu bias_gelu_back {ADD}"),
 }
 
 CALLED = {
@@ -43,7 +44,7 @@ CALLED = {
 """Fusions that no training here has; some need TransformerEngine, or flags that upstream lacks."""
 
 
-@pytest.fixture(params=["eager", pytest.param("inductor", marks=pytest.mark.full)])
+@pytest.fixture(params=["eager", full("inductor")])
 def backend(request):
     """Dynamo decides what is compiled, whatever compiles it; only the guards of inductor need inductor."""
     with torch.compiler.set_stance("default", force_backend=request.param):

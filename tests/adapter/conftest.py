@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import json
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from megatron_wlb.adapter import cpu
 from megatron_wlb.runtime.backends import choose_backend
 from tests.adapter.datasets import write_dataset
+from tests.adapter.training import BY_DOCUMENT
 
 if not torch.cuda.is_available():
     cpu.install()
@@ -38,3 +40,16 @@ choose_backend("cpu", (8, 8))  # tries it, once
 def dataset(tmp_path_factory):
     """Prefix of a dataset of 300 documents whose lengths have a long tail (2 to 700 tokens, window 256)."""
     return write_dataset(tmp_path_factory.mktemp("data") / "corpus", seed=0, documents=300)
+
+
+@pytest.fixture
+def profile(tmp_path):
+    """Flags that shard by document, for a kernel with these times in us."""
+
+    def flags(launch, tile):
+        kernel = {"launch": launch, "tile": tile, "query_tile": 0}
+        path = tmp_path / "profile.json"
+        path.write_text(json.dumps({"name": "made up", "tile_rows": 1, "forward": kernel}))
+        return f"{BY_DOCUMENT} --wlb-profile {path}"
+
+    return flags

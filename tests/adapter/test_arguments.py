@@ -1,7 +1,5 @@
 """Bad input gets a clear error - value, limit, remedy - before any process group is made; good input becomes a job."""
 
-import contextlib
-import functools
 import re
 import sys
 from argparse import Namespace
@@ -12,19 +10,24 @@ import megatron.core
 import numpy as np
 import pytest
 import torch
+from megatron.core.fp4_utils import get_fp4_align_size
+from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.training import training
 from megatron.training.arguments import parse_args, validate_args
 
-from megatron_wlb.adapter import arguments, compat, cpu, describe
+from megatron_wlb.adapter import compat, cpu, describe
 from megatron_wlb.adapter.data import load_splits
 from megatron_wlb.adapter.model import WlbCoreAttention
 from megatron_wlb.adapter.training import _of_step
+from megatron_wlb.describe import refusals
+from megatron_wlb.describe.flags import add_wlb_arguments
+from megatron_wlb.describe.megatron import row_multiple
 from megatron_wlb.describe.settings import PlanSettings, RunSettings
-from megatron_wlb.job import Parallel, Recompute
+from megatron_wlb.job import Parallel, Recompute, Sharding
 from megatron_wlb.model import ModelShape
 from megatron_wlb.packing import POLICIES
 from tests.adapter.datasets import write_index, write_lengths
-from tests.adapter.training import MODEL, _less
+from tests.adapter.training import MODEL, less
 
 
 @pytest.fixture
@@ -32,99 +35,53 @@ def parse(monkeypatch):
     def parsed(*flags, world_size=1, model=MODEL):
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *model, "--data-path", "unused", "--wlb", *flags])
         monkeypatch.setenv("WORLD_SIZE", str(world_size))
-        return parse_args(arguments.add_wlb_arguments)
+        return parse_args(add_wlb_arguments)
 
     return parsed
 
 
 MOE = "--num-experts 4 --moe-token-dispatcher-type"
 REFUSED = {
-    "--wlb-packing best": "choose one of original, fixed, ",
-    "--wlb-packing ilp": "is a baseline for plans and benchmarks",
     "--wlb-cp-sharding ring": "choose one of per-sequence, per-document, ",
-    "--wlb-attention-backend cudnn": "choose one of auto, aten, ",
-    "--wlb-attention-backend megatron --context-parallel-size 2": "cp-sharding is auto; give per-document",
-    "--wlb-attention-backend megatron --transformer-impl local": "leave --transformer-impl out",
-    "--wlb-attention-backend megatron --softmax-type learnable": "softmax-type learnable, .* give another backend",
+    "--wlb-attention-backend megatron --context-parallel-size 2": "which no corpus has; choose another",
     "--wlb-profile h200": "no profile 'h200': give a JSON file",
     "--wlb-packing wlb --wlb-outlier-thresholds 160,96": "increasing order",
-    "--wlb-packing wlb --wlb-outlier-thresholds 0,96": "at least 1",
     "--wlb-max-tokens 128": "is under --seq-length 256.*give at least 256",
     "--wlb-max-tokens 301 --context-parallel-size 2": "give a multiple of 4",
-    "--wlb-max-tokens 100000000": "must be from 1 to 67108864",
-    "--wlb-memory-budget 0": "must be from 0.0009765625 to 1024",
-    "--wlb-crossover 0": "must be from 1 to 34359738368",
     "--wlb-outlier-thresholds 96,160": "is of --wlb-packing wlb, and packing is adaptive; choose that, or take",
-    "--wlb-packing adaptive --wlb-max-delay-steps 19": "--wlb-max-delay-steps is 19; it must be from 20 to",
     "--micro-batch-size 2": "--micro-batch-size is 2.*give 1",
-    "--eval-micro-batch-size 2": "--eval-micro-batch-size 1",
-    "--seq-length 254 --context-parallel-size 4": "254, which 4 context-parallel .* cannot share.*multiple of 8",
     "--seq-length 254 --tensor-model-parallel-size 4 --sequence-parallel": "give a multiple of 4",
     "--seq-length 1032 --fp8-format hybrid": "give a multiple of 16",
-    "--global-batch-size 3": "3 micro-batches a step cannot be shared by 2 data-parallel ranks",
     "--wlb-micro-batches 3": r"3 micro-batches a step cannot .*; give a multiple of 2 \(--wlb-micro-batches\)",
     "--wlb-micro-batches 8 --global-batch-size 7": "--global-batch-size is 7, by which .*; give a multiple of 2",
-    "--wlb-micro-batches 16 --wlb-packing original": "16 micro-batches for 8 windows .*; give as many",
     "--cuda-graph-impl local": "fixed shapes",
-    "--transformer-impl local --apply-layernorm-1p": "leave one of them out",
-    "--rerun-mode report_stats": "give validate_results or disabled",
-    "--sequence-parallel --defer-embedding-wgrad-compute": "by the length of the first; leave it out",
     "--attention-backend local": "--wlb-attention-backend",
-    "--use-torch-fsdp2 --pipeline-model-parallel-size 2": "--use-torch-fsdp2 .*use --use-distributed-optimizer",
     "--use-torch-fsdp2 --use-distributed-optimizer": "--use-torch-fsdp2 .*use --use-distributed-optimizer",
-    "--use-torch-fsdp2 --save x": "--use-torch-fsdp2 with --save or --load",
-    "--use-torch-fsdp2 --load x": "--use-torch-fsdp2 with --save or --load",
-    "--use-torch-fsdp2 --mtp-num-layers 1": "--use-torch-fsdp2 .*use --use-distributed-optimizer",
-    "--mtp-num-layers 1 --pipeline-model-parallel-layout Et|tL": "on the last stage; leave the latter out",
-    "--attention-dropout 0.1": "give --attention-dropout 0",
+    "--transformer-impl local --apply-layernorm-1p": "leave one of them out",
     "--window-size 128,128": "give LEFT,0",
-    "--position-embedding-type mrope": "give rope, yarn",
-    "--multi-latent-attention --position-embedding-type yarn": "give rope, and --rope-type yarn",
     "--multi-latent-attention": "give --no-rope-fusion",
-    "--multi-latent-attention --no-rope-fusion --tensor-model-parallel-size 2": "give --sequence-parallel",
-    "--multi-latent-attention --no-rope-fusion --wlb-attention-backend megatron": "choose another",
-    "--dataloader-type cyclic": "leave it out",
-    "--save msc://bucket/run": "to object storage",
-    "--load msc://bucket/run": "to object storage",
-    f"{MOE} allgather": "give alltoall",
     f"{MOE} flex --moe-flex-dispatcher-backend hybridep": "give deepep",
     f"{MOE} alltoall --moe-router-load-balancing-type quantile_balancing": "divide by the experts",
-    f"{MOE} flex --moe-flex-dispatcher-backend ncclep": "first .*; give deepep",
     "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication": (
         "leave --no-overlap-p2p-communication out"
     ),
 }
-SINCE = {"ncclep": 19, "quantile_balancing": 19}
-"""Minor version of megatron-core that first has a flag, by a part of it."""
+"""By their flags, as upstream parses them; `tests/describe` has all refusals by their arguments."""
 
 
 @pytest.mark.parametrize("flags", REFUSED)
 def test_refused(flags, parse):
-    if any(part in flags and compat.minor() < since for part, since in SINCE.items()):
-        pytest.skip("this megatron-core does not have the flag")
-    args = parse(*flags.split(), world_size=2 if "batch" in flags else 1)
+    args = parse(*flags.split(), world_size=2 if "batch" in flags else 4 if "parallel-size" in flags else 1)
     with pytest.raises(ValueError, match=REFUSED[flags]) as error:
         describe.check(args)
     assert "--" in str(error.value)
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize("name", arguments.REFUSED)
-def test_refused_if_given_at_all(name, parse):
-    """By their arguments, some of which other versions have."""
-    args = parse()
-    describe.check(args)
-    setattr(args, name, [1])
-    with pytest.raises(ValueError, match=f"^--wlb: --{name.replace('_', '-')} .*; (give|leave|use|pre-train) "):
-        arguments.check(args)
-
-
-@pytest.mark.parametrize("flag", ["--calculate-per-token-loss", "--seq-length"])
-def test_required(flag, parse):
-    args = parse()
-    setattr(args, flag[2:].replace("-", "_"), None)
-    with pytest.raises(ValueError, match=f"{flag} is missing; give "):
-        describe.check(args)
+def test_what_is_refused_if_given_at_all_is_off_by_default(parse):
+    """Some of it only in other versions."""
+    args = vars(parse())
+    assert {name for name in refusals.REFUSED if name in args} and not any(args.get(name) for name in refusals.REFUSED)
 
 
 def job_of(args):
@@ -174,7 +131,7 @@ LATENT = "--multi-latent-attention --no-rope-fusion --kv-lora-rank 32 --qk-head-
 @pytest.mark.parametrize("flags", ["", LATENT, f"{LATENT} --q-lora-rank 40", f"{MOE} alltoall --moe-router-topk 2"])
 def test_a_job_has_the_operations_that_upstream_counts(flags, parse):
     """Of weights and attended tokens; upstream counts norms of latents, too, as a weight for each of their values."""
-    base = _less(MODEL, "--group-query-attention --num-query-groups") if LATENT in flags else MODEL
+    base = less(MODEL, "--group-query-attention --num-query-groups") if LATENT in flags else MODEL
     args = parse(*flags.split(), "--transformer-impl", "local", model=base)
     model, lengths = job_of(args).model, np.array([250, 3, 77])
     counted = training.num_floating_point_operations(
@@ -204,82 +161,19 @@ def test_interleaving_is_refused_with_the_nearest_numbers_that_fit(parse, monkey
     args.microbatch_group_size_per_vp_stage = None
     free, args.eval_global_batch_size = describe.make_job(args), 8
     assert free.schedule().group == 3  # of the 6 micro-batches that a rank has in training, and of 4 below
-    assert schedule_of(describe.evaluation_job(free, args)).group == 4
+    assert describe.evaluation_job(free, args).schedule().group == 4
 
 
-VIRTUAL = "--num-virtual-stages-per-pipeline-rank 2"
-
-
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        ("", ""),
-        ("--transformer-impl transformer_engine", ""),
-        ("--transformer-impl transformer_engine --add-qkv-bias", "--transformer-impl transformer_engine with biases"),
-        ("--decoder-first-pipeline-num-layers 1", ""),
-        ("--use-transformer-engine-op-fuser", "--use-transformer-engine-op-fuser"),
-        (f"{VIRTUAL} --overlap-grad-reduce", ""),
-        (f"{VIRTUAL} --overlap-grad-reduce --no-align-grad-reduce", "--overlap-grad-reduce --no-align-grad-reduce and"),
-        ("--pipeline-model-parallel-size 1", "a single pipeline stage waits for nobody"),
-        ("--pipeline-model-parallel-size 4 --num-layers 6", "6 layers do not divide over 4 stages"),
-        (
-            "--pipeline-model-parallel-size 4 --num-layers 2 --account-for-embedding-in-pipeline-split "
-            "--account-for-loss-in-pipeline-split",
-            "",
-        ),
-    ],
-)
-def test_weight_gradients_are_put_off_where_layers_can(flags, why, parse):
-    args = parse(*"--pipeline-model-parallel-size 2 --transformer-impl local".split(), *flags.split(), world_size=4)
-    args.kv_channels, args.params_dtype, args.padded_vocab_size = 8, torch.float32, 256
-    args.virtual_pipeline_model_parallel_size, args.num_query_groups = 2 if VIRTUAL in flags else None, 2
-    assert describe.make_job(args).defer_weight_gradients == (not why)
-    args.wlb_defer_weight_gradients = "on"
-    with (
-        pytest.raises(ValueError, match=f"--wlb-defer-weight-gradients on.*{why}") if why else contextlib.nullcontext()
-    ):
-        assert describe.make_job(args).defer_weight_gradients
-    args.wlb_defer_weight_gradients = "off"
-    assert not describe.make_job(args).defer_weight_gradients
-
-
-def test_layers_are_counted_once_they_are_known(parse):
-    """24 layers, of the model that stands in before validation, do not divide over 5 stages."""
-    flags = "--pipeline-model-parallel-size 5 --num-layers 40 --wlb-defer-weight-gradients on --transformer-impl local"
-    describe.check(parse(*flags.split(), world_size=5))
-
-
-def test_a_job_has_all_that_memory_depends_on(parse):
-    experts = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-shared-expert-intermediate-size 32"
-    flags = f"{experts} --moe-token-dispatcher-type alltoall --qk-layernorm --cpu-offloading-num-layers 3"
-    job = job_of(parse(*flags.split(), "--transformer-impl", "local"))
-    assert job.model.ffn_hidden_size == 2 * 48 + 32
-    assert (job.model.moe_router_topk, job.model.qk_layernorm, job.offloaded_layers) == (2, True, 3)
-    assert job_of(parse("--transformer-impl", "local")).model.moe_router_topk == 0
-
-
-@pytest.mark.parametrize(
-    ("flags", "unit"),
-    [
-        ("", 1),
-        ("--context-parallel-size 2 --tensor-model-parallel-size 4", 4),
-        ("--context-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel", 8),
-        ("--fp8-format hybrid", 16),
-        ("--fp8-format hybrid --fp8-recipe mxfp8 --context-parallel-size 2", 64),
-        ("--fp8-format hybrid --context-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel", 128),
-        ("--fp4-format e2m1 --fp4-recipe nvfp4 --context-parallel-size 2", 256),
-    ],
-)
-def test_micro_batches_are_aligned_for_ranks_and_kernels(flags, unit, parse, monkeypatch):
-    jobs, make_job = [], describe.describe.make_job
-    monkeypatch.setattr(describe.describe, "make_job", lambda **given: jobs.append(make_job(**given)))
-    describe.check(parse(*flags.split(), "--wlb-max-tokens", "1024"))
-    assert jobs[0].unit_tokens == unit
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
+def test_rows_are_aligned_as_upstream_aligns_them(recipe):
+    assert row_multiple("hybrid", recipe, None) == get_fp8_align_size(recipe)
+    assert row_multiple(None, recipe, "e2m1") == get_fp4_align_size("nvfp4")
+    assert row_multiple(None, recipe, None) == 1
 
 
 def test_every_setting_is_a_flag_with_help_and_its_default(parse, capsys):
     args = parse()
-    settings = [RunSettings, PlanSettings, *(policy for policy in POLICIES.values() if policy.trains)]
+    settings = [RunSettings, PlanSettings, Sharding, *POLICIES.values()]
     for each in settings:
         assert each.from_args(args) == each()
     with pytest.raises(SystemExit, match="0"):
@@ -288,30 +182,13 @@ def test_every_setting_is_a_flag_with_help_and_its_default(parse, capsys):
     assert all(f"--wlb-{f.name.replace('_', '-')}" in text for each in settings for f in fields(each))
 
 
-@pytest.mark.parametrize("version", ["0.12.1", "0.17.1", "0.18.0", "0.21.0", "1.18.2"])
-def test_unsupported_megatron_core_names_the_supported_ones(version):
-    with pytest.raises(ValueError, match=f"megatron-core {version} is not supported; install 0.18.2 or a later 0.18,"):
+def test_versions_of_megatron_core():
+    for version in ("0.18.2", "0.21.0", "1.19.2"):
+        match = f"megatron-core {version} is not supported; install 0.19.0 or a later 0.19,"
+        with pytest.raises(ValueError, match=match):
+            compat.check_version(version)
+    for version in ("0.19.0", "0.20.0+d98e", megatron.core.__version__):
         compat.check_version(version)
-
-
-@pytest.mark.parametrize(
-    "version", ["0.18.2", "0.18.3+a1b2", "0.19.0", "0.19.2", "0.20.0+d98e", megatron.core.__version__]
-)
-def test_supported_megatron_core(version):
-    compat.check_version(version)
-
-
-@pytest.mark.parametrize("minor", [18, 19])
-def test_what_an_older_megatron_core_lacks_is_refused(minor, monkeypatch):
-    monkeypatch.setattr(compat, "minor", lambda: minor)
-    for name in ("use_torch_fsdp2", "mtp_num_layers"):
-        message = f"--{name.replace('_', '-')} is not supported with megatron-core .*; leave it out, or install 0.19"
-        with pytest.raises(ValueError, match=message) if minor < 19 else contextlib.nullcontext():
-            compat.check_flags(Namespace(**{name: 1}))
-    mine = functools.partial(print, "mine")
-    message = "builds its model with mine; with megatron-core before 0.19 only gpt_builder"
-    with pytest.raises(ValueError if minor < 19 else KeyError, match=message if minor < 19 else "cfg_container"):
-        compat.model_of_script(Namespace(), {"model_provider": mine})
 
 
 def test_replacing_a_name_that_upstream_moved_fails():
@@ -372,7 +249,7 @@ def test_weights_and_optimizer_are_shared_as_flags_say(parse):
         args = parse("--expert-tensor-parallel-size", "1", "--optimizer", optimizer, *flags)
         args.kv_channels, args.ffn_hidden_size, args.padded_vocab_size = 16, 256, 512
         args.data_parallel_size = args.context_parallel_size = 2
-        args.virtual_pipeline_model_parallel_size = None
+        args.virtual_pipeline_model_parallel_size, args.world_size = None, 4 * args.pipeline_model_parallel_size
         return compat.weight_and_optimizer_bytes(args)
 
     whole = held()
@@ -385,8 +262,7 @@ def test_weights_and_optimizer_are_shared_as_flags_say(parse):
     assert uneven == held(*pipeline, "6") > held(*pipeline, "4")
     moe = "4 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-layer-freq ([0]+[1]*3)".split()
     assert held(*pipeline, *moe, "--decoder-first-pipeline-num-layers", "3") > held(*pipeline, *moe)
-    if compat.minor() >= 19:
-        assert held("--use-torch-fsdp2", "--untie-embeddings-and-output-weights") == whole / 4
+    assert held("--use-torch-fsdp2", "--untie-embeddings-and-output-weights") == whole / 4
 
 
 def test_activations_get_what_weights_and_optimizer_leave_of_a_gpu(monkeypatch):

@@ -5,33 +5,26 @@ experts one after the other in `SequentialMLP`), which keep more in the few plac
 TransformerEngine has cannot be compared: `TEGroupedMLP` with `moe_act`, and `layernorm` recomputed by itself.
 """
 
-import json
 import os
 import weakref
 
 import pytest
+from megatron.core.utils import unwrap_model
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_wlb.adapter import compat
 from megatron_wlb.simulate.memory import layer_bytes, layer_input_bytes, mtp_bytes
-from tests.adapter.training import MODEL, WLB, _less, _train
+from tests.adapter.training import CP2, FULL, GQA, MODEL, SELECTIVE, TP2, WLB, _train, full, less
 from tests.worlds import run_world
 
 SIZES = "--hidden-size 256 --ffn-hidden-size 704 --kv-channels 32 --global-batch-size 1 --train-iters 1".split()
 LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear"
 MOE = "--num-experts 8 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-ffn-hidden-size 352"
-TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
-CP2 = "--context-parallel-size 2"
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-SELECTIVE = "--recompute-granularity selective --recompute-modules"
-
 LATENT = """--multi-latent-attention --q-lora-rank 48 --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 16
 --v-head-dim 24 --qk-layernorm --rope-type rope"""
-
 MODELS = {
     "llama": MODEL,
     "gpt": [flag for flag in MODEL if flag not in LLAMA.split()],
-    "latent": [*_less(MODEL, "--group-query-attention --num-query-groups"), *LATENT.split()],
+    "latent": [*less(MODEL, GQA), *LATENT.split()],
 }
 
 
@@ -43,12 +36,12 @@ class _Held:
 
 
 def _kept(argv):
-    """Bytes that autograd keeps of the first micro-batch after its forward, its rows in a layer, and the job."""
+    """Bytes that autograd keeps of the first micro-batch at the end of each layer and in all, its rows, and the job."""
     from megatron.training import get_args, training
 
     from megatron_wlb.adapter import describe
 
-    setup, measured = training.setup_model_and_optimizer, []
+    setup, ends, measured = training.setup_model_and_optimizer, [], []
 
     def setup_and_watch(*args, **kwargs):
         result = setup(*args, **kwargs)
@@ -59,18 +52,23 @@ def _kept(argv):
             held.add(saved := _Held(tensor))
             return saved
 
+        def note(*unused):
+            storages = [saved.tensor.untyped_storage() for saved in held]
+            ends.append(sum({s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in weights}.values()))
+
         hooks = saved_tensors_hooks(pack, lambda saved: saved.tensor)
 
         def forward(*args, **kwargs):
-            held.clear()
             with hooks:
                 output = run(*args, **kwargs)
-            storages = [saved.tensor.untyped_storage() for saved in held]
-            kept = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in weights}
-            measured.append((sum(kept.values()), kwargs["packed_seq_params"].wlb.num_rows))
+            note()
+            measured.append(([*ends], kwargs["packed_seq_params"].wlb.num_rows))
+            model.forward = run
             return output
 
         run, model.forward = model.forward, forward
+        for layer in unwrap_model(model).decoder.layers:
+            layer.register_forward_hook(note)
         return result
 
     training.setup_model_and_optimizer = setup_and_watch
@@ -98,71 +96,59 @@ def _local_extra(job):
     return rotary + norms + dropout + mlp_input
 
 
-def full(*values):
-    return pytest.param(*values, marks=pytest.mark.full)
+def _added(argv, size):
+    """Bytes per token that the last of three layers adds, on average over ranks, and the job."""
+    ranks = run_world(_kept, size, [*argv, "--num-layers", "3"])
+    return sum(ends[2] - ends[1] for ends, _, _ in ranks) / sum(rows for _, rows, _ in ranks), ranks[0][-1]
 
 
 CASES = [
-    ("llama", 1, "--bf16"),
     ("llama", 1, ""),
-    ("llama", 1, "--bf16 --qk-layernorm"),
     ("llama", 2, f"--bf16 {TP2}"),
-    full("llama", 2, f"--bf16 {CP2} --wlb-cp-sharding per-document --wlb-save-gathered-kv"),
     ("llama", 1, f"--bf16 {FULL}"),
-    ("llama", 1, f"--bf16 {SELECTIVE} core_attn"),
-    ("llama", 1, f"--bf16 {SELECTIVE} mlp"),
+    ("llama", 1, f"--bf16 --qk-layernorm {SELECTIVE} core_attn mlp"),
     ("latent", 2, f"--bf16 {TP2}"),
-    full("latent", 1, f"--bf16 {SELECTIVE} core_attn"),
-    full("latent", 1, f"--bf16 {SELECTIVE} mla_up_proj"),
     ("gpt", 1, "--bf16 --hidden-dropout 0.1"),
-    full("gpt", 1, ""),
-    ("llama", 1, f"--bf16 {MOE}"),
-    full("llama", 1, MOE),
-    ("llama", 1, f"--bf16 {MOE} --moe-shared-expert-intermediate-size 352"),
-    ("llama", 2, f"--bf16 {MOE} {TP2}"),
-    full("llama", 2, f"--bf16 {MOE} {TP2} --expert-tensor-parallel-size 1 --expert-model-parallel-size 2"),
-    full("llama", 1, f"--bf16 {MOE} {FULL}"),
+    ("llama", 2, f"--bf16 {MOE} {TP2} --moe-shared-expert-intermediate-size 352"),
     ("llama", 1, f"--bf16 {MOE} {SELECTIVE} moe"),
+    *(
+        full("llama", 1, f"--bf16 {flags}")
+        for flags in ("", "--qk-layernorm", f"{SELECTIVE} core_attn", f"{SELECTIVE} mlp")
+    ),
+    full("llama", 2, f"--bf16 {CP2} --wlb-cp-sharding per-document --wlb-save-gathered-kv"),
+    *(full("latent", 1, f"--bf16 {SELECTIVE} {module}") for module in ("core_attn", "mla_up_proj")),
+    full("gpt", 1, ""),
+    *(full("llama", 1, flags) for flags in (MOE, f"--bf16 {MOE}", f"--bf16 {MOE} {FULL}")),
     full("llama", 1, f"--bf16 {MOE} {SELECTIVE} core_attn moe"),
+    full("llama", 2, f"--bf16 {MOE} {TP2} --expert-tensor-parallel-size 1 --expert-model-parallel-size 2"),
 ]
 
 
 @pytest.mark.parametrize(("model", "size", "flags"), CASES)
 def test_autograd_keeps_of_a_layer_what_is_predicted(model, size, flags, dataset):
-    """A second layer adds what one keeps. Ranks on average, since experts are not sent equally many tokens."""
-    argv = ["pretrain_gpt.py", *MODELS[model], *WLB, *SIZES, *flags.split(), "--data-path", dataset]
-    alone, both = (run_world(_kept, size, [*argv, "--num-layers", str(count)]) for count in (1, 2))
-    job = both[0][-1]
-    added = sum(two[0] - one[0] for one, two in zip(alone, both, strict=True)) / sum(rows for _, rows, _ in both)
+    """On average over ranks, since experts are not sent equally many tokens."""
+    added, job = _added(["pretrain_gpt.py", *MODELS[model], *WLB, *SIZES, *flags.split(), "--data-path", dataset], size)
     predicted = layer_input_bytes(job) if FULL in flags else layer_bytes(job) + _local_extra(job)
     assert predicted == pytest.approx(added, rel=0.02)
 
 
 @pytest.mark.parametrize("flags", ["", full(f"{SELECTIVE} core_attn"), full("--wlb-save-gathered-kv")])
-def test_autograd_keeps_latents_that_travel(flags, dataset, tmp_path):
+def test_autograd_keeps_latents_that_travel(flags, dataset, profile):
     """Or with a flag K and V. Predicted as if both ranks saw all keys; one sees three quarters of them."""
-    kernel = {"tile_rows": 1, "forward": {"launch": 0, "tile": 1e-9, "query_tile": 0}}
-    profile = tmp_path / "profile.json"
-    profile.write_text(json.dumps({"name": "made up", "kernel": kernel}))
     argv = ["pretrain_gpt.py", *MODELS["latent"], *WLB, *SIZES, "--bf16", *CP2.split(), *flags.split()]
-    argv += ["--wlb-cp-sharding", "per-document", "--wlb-profile", str(profile), "--data-path", dataset]
-    alone, both = (run_world(_kept, 2, [*argv, "--num-layers", str(count)]) for count in (1, 2))
-    job = both[0][-1]
+    added, job = _added([*argv, *profile(0, 1e-9).split(), "--data-path", dataset], 2)
     assert job.cp_exchange == "latents"
-    added = sum(two[0] - one[0] for one, two in zip(alone, both, strict=True)) / sum(rows for _, rows, _ in both)
-    assert layer_bytes(job) + _local_extra(job) == pytest.approx(
-        added, rel=0.04 if job.sharding.save_gathered_kv else 0.02
-    )
+    error = 0.04 if job.sharding.save_gathered_kv else 0.02
+    assert layer_bytes(job) + _local_extra(job) == pytest.approx(added, rel=error)
 
 
-@pytest.mark.skipif(compat.minor() < 19, reason="MTP is refused with this megatron-core")
-@pytest.mark.parametrize(("size", "flags"), [(1, "--bf16"), (2, f"--bf16 {TP2}"), (1, f"--bf16 {FULL}")])
+@pytest.mark.parametrize(("size", "flags"), [(2, f"--bf16 {TP2}"), full(1, "--bf16"), full(1, f"--bf16 {FULL}")])
 def test_autograd_keeps_of_an_mtp_layer_what_is_predicted(size, flags, dataset):
-    """Three norms of its own keep their inputs in fp32 here."""
+    """A second one adds what one keeps. Three norms of its own keep their inputs in fp32 here."""
     argv = ["pretrain_gpt.py", *MODELS["llama"], *WLB, *SIZES, *flags.split(), "--data-path", dataset]
     one, two = (run_world(_kept, size, [*argv, "--mtp-num-layers", str(count)]) for count in (1, 2))
     job = two[0][-1]
-    added = sum(b[0] - a[0] for a, b in zip(one, two, strict=True)) / sum(rows for _, rows, _ in two)
+    added = sum(b[0][-1] - a[0][-1] for a, b in zip(one, two, strict=True)) / sum(rows for _, rows, _ in two)
     norms = 3 * (8 - job.bytes_per_value) * job.model.hidden_size / job.parallel.sequence_ranks
     extra = 0 if FULL in flags else _local_extra(job) + norms
     assert mtp_bytes(job) + extra == pytest.approx(added, rel=0.02)

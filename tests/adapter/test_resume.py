@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import json
 import os
 import re
 
@@ -17,29 +16,35 @@ from megatron_wlb.plan import document_log, state
 from tests.adapter import training
 from tests.adapter.audit import audit
 from tests.adapter.datasets import write_dataset
-from tests.adapter.test_parity import CP2, GQA, LATENT, MTP, PP2, QUERY_LATENT, SINKS, TP2, VPP2, needs_mtp
-from tests.adapter.training import train
+from tests.adapter.training import (
+    ADAM,
+    CP2,
+    GQA,
+    LATENT,
+    MTP,
+    PP2,
+    QUERY_LATENT,
+    SINKS,
+    TP2,
+    VPP2,
+    entries,
+    full,
+    train,
+)
 
-ADAM = "--optimizer adam --lr 1e-3".split()
-LAYOUTS = ((1, ""), (4, f"{CP2} {VPP2}"))
 EXACT = ("step", "digest", "loss", "tokens", "imbalance", "imbalance_original", "delays_tokens", "work")
 
 
 @pytest.mark.parametrize(
     ("size", "flags", "packing"),
     [
-        *((*layout, packing) for layout in LAYOUTS for packing in ("wlb", "original", "adaptive", "fixed")),
-        pytest.param(
-            4,
-            f"{TP2} {PP2} {MTP} {SINKS} {LATENT} {QUERY_LATENT}",
-            "adaptive",
-            marks=needs_mtp,
-            id="mtp, sinks and latents",
-        ),
+        (1, "", "wlb"),
+        (4, f"{TP2} {PP2} {MTP} {SINKS} {LATENT} {QUERY_LATENT}", "adaptive"),
+        *(full(4, f"{CP2} {VPP2}", packing) for packing in ("wlb", "original", "adaptive", "fixed")),
     ],
 )
 def test_resumed_equals_uninterrupted(size, flags, packing, dataset, tmp_path):
-    common = [*flags.split(), *ADAM, "--wlb-packing", packing, "--train-iters", "4"]
+    common = [*flags.split(), *ADAM, *f"--wlb-packing {packing} --wlb-micro-batches 8 --train-iters 4".split()]
     train = functools.partial(training.train, without=GQA if LATENT in flags else "")
     whole = train(size, dataset, *common, log=tmp_path / "whole.jsonl")
 
@@ -49,7 +54,7 @@ def test_resumed_equals_uninterrupted(size, flags, packing, dataset, tmp_path):
     assert state.load(state_path(str(tmp_path / "ckpt"), 2))[0]["step"] == 2
     resumed = train(size, dataset, *common, *save, "--load", str(tmp_path / "ckpt"))
 
-    log = [json.loads(line) for line in (tmp_path / "parts.jsonl").read_text().splitlines()]
+    log = entries(tmp_path / "parts.jsonl")
     assert [e["step"] for e in log] == [1, 2, 3, 4]
     for part, reference in zip(log, whole["log"], strict=True):
         assert {k: part[k] for k in EXACT} == {k: reference[k] for k in EXACT}
@@ -58,10 +63,7 @@ def test_resumed_equals_uninterrupted(size, flags, packing, dataset, tmp_path):
         assert torch.equal(resumed["params"][name], parameter), name
 
 
-FULL = [pytest.param(packing, marks=pytest.mark.full) for packing in ("fixed", "original")]
-
-
-@pytest.mark.parametrize("packing", ["wlb", "adaptive", *FULL])
+@pytest.mark.parametrize("packing", ["adaptive", full("wlb"), full("fixed"), full("original")])
 def test_no_document_is_lost_or_doubled_when_layout_and_batch_size_change(packing, dataset, tmp_path):
     """Over the run as a whole, by the document log and what waits in the last checkpoint; starts say what is new.
 
@@ -71,9 +73,8 @@ def test_no_document_is_lost_or_doubled_when_layout_and_batch_size_change(packin
     windows, counts = ([4, 8, 6, 16],) * 2 if fixed else ([4, 8, 8, 16], [4, 16, 6, 8])
     log, checkpoint, prints = str(tmp_path / "documents"), str(tmp_path / "ckpt"), tmp_path / "prints"
     common = [*ADAM, "--wlb-packing", packing, "--wlb-document-log", log, "--save", checkpoint, "--load", checkpoint]
-    common += ["--save-interval", "3", "--override-opt-param-scheduler"]
-    common += ["--wlb-max-tokens", "640"]
-    layouts = [(1, ""), (4, "--pipeline-model-parallel-size 2"), (2, "--context-parallel-size 2"), (2, "")]
+    common += "--save-interval 3 --override-opt-param-scheduler --wlb-max-tokens 640 --num-layers 2".split()
+    layouts = [(1, ""), (4, PP2), (2, CP2), (2, "")]
     for part, ((size, flags), n, m) in enumerate(zip(layouts, windows, counts, strict=True), 1):
         flags += f" --global-batch-size {n} --wlb-micro-batches {m} --train-iters {3 * part}"
         train(size, dataset, *common, *flags.split(), prints=prints)
@@ -91,8 +92,8 @@ def test_no_document_is_lost_or_doubled_when_layout_and_batch_size_change(packin
     for change, pipelined in ((0, "False -> True"), (1, "True -> False")):
         expected[change] += f", defer_weight_gradients {pipelined}"
     assert changes == [(str(3 * part), change) for part, change in enumerate(expected, 1)]
-    entries = document_log.read(log)
-    micro_batches = [len(np.unique(entries["micro_batch"][entries["step"] == step])) for step in range(12)]
+    rows = document_log.read(log)
+    micro_batches = [len(np.unique(rows["micro_batch"][rows["step"] == step])) for step in range(12)]
     assert [max(part) for part in itertools.batched(micro_batches, 3)] == counts  # one may be empty
     found = audit(log, checkpoint, 12, [dataset])
     assert found.clean, found
@@ -124,17 +125,7 @@ def test_the_latest_checkpoint_is_noted_at_once(dataset, tmp_path, monkeypatch):
 def test_on_and_off_within_a_run(dataset, tmp_path):
     """Model, optimizer and iteration go on from a run without `--wlb` and back, whatever the order of documents."""
     ckpt = str(tmp_path / "ckpt")
-    common = [
-        *ADAM,
-        "--load",
-        ckpt,
-        "--save",
-        ckpt,
-        "--save-interval",
-        "1",
-        "--data-cache-path",
-        str(tmp_path / "cache"),
-    ]
+    common = [*ADAM, *f"--load {ckpt} --save {ckpt} --save-interval 1 --data-cache-path {tmp_path / 'cache'}".split()]
     common += ["--override-opt-param-scheduler", "--train-iters"]
     train(1, dataset, *common, "1", wlb=False)
     on = train(1, dataset, *common, "2", "--wlb-restart-packing", log=tmp_path / "on.jsonl")
@@ -152,17 +143,8 @@ def test_flags_of_the_checkpoint_are_held_against_the_same_rules(dataset, tmp_pa
     """`--use-checkpoint-args` overwrites what was given, and gives what was not; but no attention dropout."""
     experts = "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-ffn-hidden-size 64".split()
     for name, flags in (("dense", ["--attention-dropout", "0.1"]), ("moe", experts)):
-        save = [
-            "--save",
-            str(tmp_path / name),
-            "--save-interval",
-            "9",
-            "--data-cache-path",
-            str(tmp_path / "cache"),
-            "--train-iters",
-            "1",
-        ]
-        train(1, dataset, *ADAM, *save, *flags, wlb=False)
+        save = f"--save {tmp_path / name} --save-interval 9 --data-cache-path {tmp_path / 'cache'} --train-iters 1"
+        train(1, dataset, *ADAM, *save.split(), *flags, wlb=False)
     load = [*ADAM, "--use-checkpoint-args", "--wlb-restart-packing", "--train-iters", "2", "--load"]
     load = ["--override-opt-param-scheduler", *load]
     with pytest.raises(RuntimeError, match=r"allgather needs .*; give alltoall; flags of the checkpoint count, too"):

@@ -1,49 +1,78 @@
-"""Whole runs beside parity and resume: evaluation, blends, ranks that disagree, cores, workers, memory."""
+"""Whole runs beside parity and resume: evaluation, blends, ranks that disagree, workers, memory, and upstream's other
+ways to run: ends by samples or time, replays of a step, asynchronous saving."""
 
 import multiprocessing
+from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.training import training
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_wlb.adapter.data import DocumentDataset
+from megatron_wlb.adapter.plans import state_path
+from megatron_wlb.adapter.training import Training
+from megatron_wlb.plan import document_log, state
+from megatron_wlb.plan.dataset import read_index, trained_tokens
+from tests.adapter.audit import audit
 from tests.adapter.datasets import write_dataset
-from tests.adapter.training import relative_error, train
-
-PP2 = "--pipeline-model-parallel-size 2".split()
-CP2 = "--context-parallel-size 2".split()
+from tests.adapter.training import ADAM, CP2, PP2, entries, train
 
 
-def test_evaluation_is_the_same_in_every_layout_and_does_not_disturb_training(dataset, tmp_path):
-    evaluate = "--eval-iters 2 --eval-interval 1".split()
-    plain = train(1, dataset, log=tmp_path / "plain.jsonl")
-    one = train(1, dataset, *evaluate, log=tmp_path / "one.jsonl")
-    four = train(4, dataset, *PP2, *CP2, *evaluate, log=tmp_path / "four.jsonl")
-    assert len(one["evaluations"]) == 3  # after each of two steps, and at the end
-    assert four["evaluations"] == pytest.approx(one["evaluations"], rel=1e-5)
-    assert [e["loss"] for e in one["log"]] == [e["loss"] for e in plain["log"]]
+def losses(path):
+    """(step, loss, digest of the plan) of every line of a step log."""
+    return [(e["step"], e["loss"], e["digest"]) for e in entries(path)]
 
 
-def test_blend_of_two_datasets(dataset, tmp_path):
-    other = write_dataset(tmp_path / "other", seed=5, documents=50)
-    blend = f"0.7 {dataset} 0.3 {other}"
-    one = train(1, blend, log=tmp_path / "one.jsonl")
-    two = train(2, blend, *CP2, log=tmp_path / "two.jsonl")
-    assert [e["work"] for e in one["log"]] == [e["work"] for e in two["log"]]
-    assert max(relative_error(g, w) for g, w in zip(two["grads"], one["grads"], strict=True)) <= 1e-5
-    alone = train(1, dataset, log=tmp_path / "alone.jsonl")
-    assert [e["work"] for e in alone["log"]] != [e["work"] for e in one["log"]]
+@pytest.fixture(scope="module")
+def whole(dataset, tmp_path_factory):
+    """Four steps on one process: (losses, documents)."""
+    folder = tmp_path_factory.mktemp("whole")
+    log, documents = folder / "log.jsonl", folder / "documents"
+    train(1, dataset, *ADAM, "--train-iters", "4", "--wlb-document-log", str(documents), log=log)
+    return losses(log), document_log.read(documents)
+
+
+def test_evaluation_is_the_same_in_every_layout_and_does_not_disturb_training(dataset, whole, tmp_path):
+    evaluate = [*ADAM, *"--eval-iters 2 --eval-interval 1".split()]
+    one = train(1, dataset, *evaluate, log=tmp_path / "log.jsonl")["evaluations"]
+    four = train(4, dataset, *PP2.split(), *CP2.split(), *evaluate)["evaluations"]
+    assert len(one) == 3  # after each of two steps, and at the end
+    assert four == pytest.approx(one, rel=1e-5)
+    assert losses(tmp_path / "log.jsonl") == whole[0][:2]
+
+
+def test_several_epochs_of_a_blend(tmp_path):
+    """Over restarts and layouts; every document comes once in every pass over its dataset."""
+    prefixes = [
+        write_dataset(tmp_path / name, seed=seed, documents=n) for name, seed, n in (("a", 1, 40), ("b", 2, 25))
+    ]
+    log, checkpoint, blend = str(tmp_path / "documents"), str(tmp_path / "ckpt"), f"0.7 {prefixes[0]} 0.3 {prefixes[1]}"
+    common = [*ADAM, "--split", "100,0,0", "--wlb-document-log", log, "--save", checkpoint, "--load", checkpoint]
+    common += ["--override-opt-param-scheduler", "--save-interval", "9", "--num-layers", "1"]
+    train(1, blend, *common, "--train-iters", "6")
+    train(2, blend, *common, *CP2.split(), "--train-iters", "12")
+    rows, found = document_log.read(log), audit(log, checkpoint, 12, prefixes)
+    assert found.clean, found
+    for dataset, share in enumerate((0.7, 0.3)):
+        its = rows[rows["dataset"] == dataset]
+        assert its["length"].sum() / rows["length"].sum() == pytest.approx(share, abs=0.05)
+        times = np.unique(its["document"][its["offset"] == 0], return_counts=True)[1]
+        assert times.min() >= 2
+        assert len(times) == (trained_tokens(read_index(prefixes[dataset]).tokens) > 0).sum()
 
 
 def test_ranks_that_plan_differently_stop_with_an_error(dataset):
     with pytest.raises(RuntimeError, match=r"ranks planned step 0 differently .*same dataset files, flags"):
-        train(2, dataset, *CP2, flags_of_rank={1: ["--wlb-outlier-thresholds", "40,160"]})
+        train(2, dataset, *CP2.split(), flags_of_rank={1: ["--wlb-outlier-thresholds", "40,160"]})
 
 
-@pytest.mark.parametrize(
-    ("size", "layout"), [(1, ""), (3, "--pipeline-model-parallel-size 3 --num-virtual-stages-per-pipeline-rank 2")]
-)
-def test_data_workers_give_the_same_run(size, layout, dataset, tmp_path, monkeypatch):
+def test_data_workers_give_the_same_run(dataset, tmp_path, monkeypatch):
     """On stages between the first and the last, too, and batches are made once for both of their model chunks."""
+    size, layout = 3, "--pipeline-model-parallel-size 3 --num-virtual-stages-per-pipeline-rank 2"
     flags = f"{layout} --num-layers 6 --global-batch-size 9 --num-workers".split()
     plain = train(size, dataset, *flags, "0", log=tmp_path / "plain.jsonl")
     made = multiprocessing.get_context("fork").Value("i", 0)
@@ -62,8 +91,145 @@ def test_data_workers_give_the_same_run(size, layout, dataset, tmp_path, monkeyp
     assert 2 * 9 * size <= made.value <= (2 * 9 + ahead) * size
 
 
-def test_s_max_follows_the_memory_budget(dataset, tmp_path):
-    with pytest.raises(RuntimeError, match="tokens fit into memory, less than --seq-length"):
-        train(1, dataset, "--wlb-max-tokens", "auto", "--wlb-memory-budget", "0.001")
-    run = train(1, dataset, "--wlb-max-tokens", "auto", "--wlb-memory-budget", "0.1", log=tmp_path / "log.jsonl")
-    assert len(run["log"]) == 2
+def test_the_number_of_micro_batches_is_chosen(dataset, tmp_path):
+    """By all ranks alike; a resumed run chooses the same, and goes on as if it had not been cut."""
+    common = [*ADAM, *PP2.split(), "--wlb-packing", "adaptive", "--num-layers", "2"]
+    uncut, log, checkpoint = tmp_path / "uncut", tmp_path / "log", str(tmp_path / "ckpt")
+    train(2, dataset, *common, log=uncut)
+    saving = ["--save", checkpoint, "--load", checkpoint, "--save-interval", "1"]
+    for steps in ("1", "2"):
+        train(2, dataset, *common, *saving, "--train-iters", steps, "--override-opt-param-scheduler", log=log)
+    assert len({e["num_micro_batches"] for e in entries(uncut)}) == 1
+    assert losses(log) == losses(uncut)
+    _, job = state.load(state_path(checkpoint, 2))
+    assert job["num_micro_batches"] > job["global_batch_size"] == 8
+
+
+def test_samples_are_windows_whatever_the_number_of_micro_batches(dataset, tmp_path, monkeypatch):
+    """Upstream's counts go by N, the steps run M; the run is cut in two, and equal to the uncut one to the bit."""
+    forward = Training.forward_step
+    ran = tmp_path / "ran"
+
+    def counted(self, data_iterator, model):
+        batch = next(data_iterator)
+        with ran.open("a") as file:
+            file.write(f"{batch.split} ")
+        return forward(self, iter([batch]), model)
+
+    monkeypatch.setattr(Training, "forward_step", counted)
+    common = [*ADAM, *"--train-samples 32 --lr-decay-style linear --wlb-micro-batches 16".split()]
+    common += ["--eval-iters", "1", "--eval-interval", "2", "--num-layers", "2"]
+    without = "--train-iters --lr-decay-style --eval-iters"
+    uncut = train(1, dataset, *common, without=without, log=tmp_path / "uncut")
+    evaluated = ["valid"] * 8
+    steps = [*["train"] * 32, *evaluated]
+    assert ran.read_text().split() == [*steps, *steps, *evaluated]  # once more at the end
+
+    board, log = str(tmp_path / "board"), tmp_path / "log"
+    common += ["--save", str(tmp_path / "ckpt"), "--save-interval", "9", "--tensorboard-dir", board]
+    with pytest.raises(RuntimeError, match="SystemExit"):
+        train(1, dataset, *common, "--exit-interval", "3", without=without, log=log)
+    cut = train(1, dataset, *common, "--load", str(tmp_path / "ckpt"), without=without, log=log)
+    assert losses(log) == losses(tmp_path / "uncut")
+    assert all(torch.equal(cut["params"][name], value) for name, value in uncut["params"].items())
+    events = EventAccumulator(board).Reload()
+    assert [e.step for e in events.Scalars("learning-rate vs samples")] == [8, 16, 24, 32]
+    assert [e.value for e in events.Scalars("learning-rate")] == pytest.approx([7.5e-4, 5e-4, 2.5e-4, 0])
+    assert [e.value for e in events.Scalars("batch-size")] == [8] * 4
+    assert [e.value for e in events.Scalars("wlb/micro-batches")] == [16] * 4
+
+
+def test_stragglers_are_measured_as_upstream_does(dataset, tmp_path, monkeypatch):
+    """`--log-straggler` times data and model of every forward step; without a GPU upstream itself stays out."""
+    timed = tmp_path / "timed"
+
+    def start():
+        with timed.open("a") as file:
+            file.write("data " if training.stimer.bdata else "model ")
+        training.stimer.bdata = False  # as upstream's does
+
+    monkeypatch.setattr(training.stimer, "start", start)
+    train(1, dataset, *ADAM, "--train-iters", "1")
+    assert timed.read_text() == "data model " * 8
+
+
+def test_steps_are_replayed(dataset, tmp_path, monkeypatch):
+    """A transient error is injected into every step after the first, each of which runs again, and nothing else."""
+    plain, replayed, documents = tmp_path / "plain.jsonl", tmp_path / "replayed.jsonl", tmp_path / "documents"
+    common = [*ADAM, *CP2.split(), *PP2.split(), *"--wlb-micro-batches 16 --train-iters 3 --num-layers 2".split()]
+    train(4, dataset, *common, log=plain)
+    forward = Training.forward_step
+
+    def counted(self, *args, **kwargs):
+        with (tmp_path / f"forward{dist.get_rank()}").open("a") as file:
+            file.write(".")
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(Training, "forward_step", counted)
+    inject = "--rerun-mode validate_results --error-injection-rate 1 --error-injection-type transient_error".split()
+    inject += ["--no-check-for-nan-in-loss-and-grad", "--check-for-spiky-loss"]  # the second does not end a run
+    train(4, dataset, *common, *inject, "--wlb-document-log", str(documents), log=replayed)
+    assert losses(replayed) == losses(plain)
+    assert np.unique(document_log.read(documents)["step"]).tolist() == [0, 1, 2]
+    assert [(tmp_path / f"forward{rank}").stat().st_size for rank in range(4)] == [16 * (1 + 2 + 2)] * 4
+
+
+def test_a_step_that_fails_validation_is_saved_as_still_to_come(dataset, whole, tmp_path):
+    """A persistent error is injected into a step after the first: it is replayed, saved for another GPU, replayed from
+    there, and trained when the run goes on without validation."""
+    log, documents, checkpoint = tmp_path / "log.jsonl", str(tmp_path / "documents"), str(tmp_path / "ckpt")
+    saving = f"--save {checkpoint} --save-interval 9 --wlb-document-log {documents}"
+    common = [*ADAM, "--train-iters", "4", *saving.split()]
+    inject = "--rerun-mode validate_results --error-injection-rate 1 --error-injection-type persistent_error".split()
+    with pytest.raises(RuntimeError, match="SystemExit: 16"):
+        train(1, dataset, *common, *inject, log=log)
+    assert losses(log) == whole[0][:1]
+    assert state.load(state_path(checkpoint, 1))[0]["step"] == 1
+    with pytest.raises(RuntimeError, match="SystemExit: 16"):  # it ran once more, on the same machine
+        train(1, dataset, *common, "--load", checkpoint, "--rerun-mode", "validate_results", log=log)
+    train(1, dataset, *common, "--load", checkpoint, "--rerun-mode", "disabled", log=log)
+    assert losses(log) == whole[0]
+    assert np.array_equal(document_log.read(documents), whole[1])
+
+
+@pytest.mark.parametrize("worker", [[], ["--use-persistent-ckpt-worker"]])
+def test_asynchronous_saving(worker, dataset, whole, tmp_path, monkeypatch):
+    """The state of the packer is there before the checkpoint counts as saved."""
+    log, checkpoint = tmp_path / "log.jsonl", tmp_path / "ckpt"
+    common = [*ADAM, "--train-iters", "4", "--save", str(checkpoint), "--save-interval", "1"]
+    common += ["--async-save", "--async-strategy", "mcore", *worker]
+    order = tmp_path / "order"
+    finalize = training.maybe_finalize_async_save
+
+    def watched_finalize(*args, **kwargs):
+        result = finalize(*args, **kwargs)
+        tracker = checkpoint / "latest_checkpointed_iteration.txt"
+        if tracker.is_file():
+            iteration = int(tracker.read_text())
+            with order.open("a") as file:
+                file.write(f"{iteration} {state_path(str(checkpoint), iteration).is_file()}\n")
+        return result
+
+    monkeypatch.setattr(training, "maybe_finalize_async_save", watched_finalize)
+    with pytest.raises(RuntimeError, match="SystemExit"):
+        train(1, dataset, *common, "--exit-interval", "2", log=log)
+    seen = set(order.read_text().splitlines())
+    assert "2 True" in seen and not any("False" in line for line in seen)
+    assert (checkpoint / "latest_checkpointed_iteration.txt").read_text() == "2"
+    train(1, dataset, *common, "--load", str(checkpoint), log=log)
+    assert losses(log) == whole[0]
+
+
+def test_a_rank_that_hangs_ends_in_the_timeout(dataset, monkeypatch):
+    """A minute of --distributed-timeout-minutes takes four seconds here."""
+    forward = Training.forward_step
+
+    def hang(self, *args, **kwargs):
+        if dist.get_rank() == 1 and self._plans.last_step == 1:
+            dist.distributed_c10d.time.sleep(3600)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(Training, "forward_step", hang)
+    monkeypatch.setattr(parallel_state, "timedelta", lambda minutes: timedelta(seconds=4 * minutes))
+    with pytest.raises(RuntimeError, match="[Tt]imed out"):
+        train(2, dataset, *PP2.split(), "--distributed-timeout-minutes", "1")

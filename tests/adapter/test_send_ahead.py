@@ -14,12 +14,12 @@ from tests.worlds import run_world
 def _events(recompute: bool) -> list[str]:
     """What a forward and backward of two layers does, in order: collectives, and the MLP's backward."""
     from megatron_wlb.adapter import model
-    from megatron_wlb.runtime import attention
+    from megatron_wlb.runtime import all_to_all, attention
     from megatron_wlb.runtime.backends import get_backend
     from megatron_wlb.runtime.metadata import ShardMetadata
     from megatron_wlb.sharding import per_document
 
-    events, collective, backend = [], exchange._all_to_all, get_backend("cpu", "cpu")
+    events, collective, backend = [], all_to_all._all_to_all, get_backend("cpu", "cpu")
     metadata = ShardMetadata.build(per_document(np.array([32]), 2), dist.get_rank(), backend.encode)
     packed = model.WlbPackedSeqParams(wlb=metadata)
 
@@ -27,7 +27,7 @@ def _events(recompute: bool) -> list[str]:
         events.append("exchange")
         return collective(*tensors, **rest)
 
-    exchange._all_to_all = counted
+    all_to_all._all_to_all = counted
 
     class Layer(torch.nn.Module):
         def __init__(self):

@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,29 +12,33 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_wlb.adapter import clock, log, report
 from megatron_wlb.cli.main import main
+from megatron_wlb.hardware.network import Collective, Network
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.step import shard_step
-from megatron_wlb.simulate import SHARES, Hardware, shares, simulate_step
-from tests.adapter.training import train
+from megatron_wlb.simulate import SHARES, shares, simulate_step
+from tests.adapter.training import ADAM, BY_DOCUMENT, CP2, PP2, train
 from tests.jobs import job
-from tests.simulate.test_step import FREE
 
 MEASURED = {"busy": 0.75, "bubble": 0.2, "exchange": None, "waiting": 0.05}
-PP2 = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2".split()
-FLAGS = "--optimizer adam --lr 1e-3 --train-iters 4".split()
+FLAGS = [*ADAM, "--train-iters", "4"]
 
 
-@pytest.mark.parametrize(("size", "flags"), [(1, []), (4, PP2)])
-def test_scalars_of_tensorboard_are_those_of_the_log(size, flags, dataset, tmp_path):
-    board = tmp_path / "board"
-    timed = "--wlb-profile", "h100-fa2", "--tensorboard-dir", str(board)
-    run = train(size, dataset, *flags, *FLAGS, *timed, log=tmp_path / "log.jsonl")
-    events = EventAccumulator(str(board), size_guidance={"histograms": 0}).Reload()
+@pytest.fixture(scope="module")
+def run(dataset, tmp_path_factory):
+    """A run of four steps on four ranks, and the folder of what it wrote: board, log and prints."""
+    folder = tmp_path_factory.mktemp("run")
+    flags = f"{CP2} {PP2} {BY_DOCUMENT} --wlb-profile h100-fa2 --tensorboard-dir {folder / 'board'}"
+    return train(4, dataset, *flags.split(), *FLAGS, log=folder / "log", prints=folder / "prints"), folder
+
+
+def test_scalars_of_tensorboard_are_those_of_the_log(run):
+    entries, folder = run[0]["log"], run[1]
+    events = EventAccumulator(str(folder / "board"), size_guidance={"histograms": 0}).Reload()
     found = {tag: [e.value for e in events.Scalars(tag)] for tag in events.Tags()["scalars"] if tag.startswith("wlb/")}
 
     def of_log(name):
-        return pytest.approx([entry[name] for entry in run["log"]], rel=1e-6)
+        return pytest.approx([entry[name] for entry in entries], rel=1e-6)
 
     assert found["wlb/tokens"] == of_log("tokens")
     assert found["wlb/micro-batches"] == of_log("num_micro_batches") == [8] * 4
@@ -47,11 +52,35 @@ def test_scalars_of_tensorboard_are_those_of_the_log(size, flags, dataset, tmp_p
     assert all(0 < seconds < math.inf for seconds in found["wlb/step-time-predicted"])
     for how in ("predicted", "measured"):
         for name in SHARES:
-            assert found[f"wlb/{how}-{name}"] == pytest.approx([e[how][name] for e in run["log"]], rel=1e-6, abs=1e-9)
-    assert found["wlb/sharding-whole"] == [1.0] * 4
-    for event, entry in zip(events.Histograms("wlb/delay"), run["log"], strict=True):
+            assert found[f"wlb/{how}-{name}"] == pytest.approx([e[how][name] for e in entries], rel=1e-6, abs=1e-9)
+    assert found["wlb/sharding-per-document"] == [1.0] * 4
+    for event, entry in zip(events.Histograms("wlb/delay"), entries, strict=True):
         counts = dict(zip(event.histogram_value.bucket_limit, event.histogram_value.bucket, strict=True))
         assert counts == {float(steps): tokens for steps, tokens in entry["delays_tokens"].items()}
+
+
+def test_the_line_says_where_the_time_of_a_step_goes(run):
+    lines = [line for line in (run[1] / "prints").read_text().splitlines() if line.startswith(" wlb step")]
+    for entry, line in zip(run[0]["log"], lines, strict=True):
+        assert sum(entry["predicted"].values()) == pytest.approx(1) == sum(entry["measured"].values())
+        assert entry["measured"]["exchange"] > 0 and entry["measured"]["bubble"] > 0
+        assert line == log.line(entry)
+    text = log.line(entry | {"predicted": MEASURED, "measured": MEASURED})
+    assert text.endswith("| predicted busy 75, bubble 20, exchange -, waiting 5 % | measured busy 75, bubble 20, "
+                         "exchange -, waiting 5 %")  # fmt: skip
+
+
+def test_the_log_is_what_compare_reads(run, tmp_path):
+    entries, out = run[0]["log"], tmp_path / "compared.json"
+    for entry in entries:
+        assert sum(map(sum, entry["lengths"])) == entry["tokens"]
+        assert len(entry["lengths"]) == len(entry["work"]) == 8
+    assert main(["compare", str(run[1] / "log"), "--json", str(out)]) == 0
+    compared = json.loads(out.read_text())
+    assert compared["job"]["parallel"] == entries[0]["job"]["parallel"]
+    assert (compared["job"]["parallel"]["cp"], compared["job"]["parallel"]["pp"]) == (2, 2)
+    assert [s["step"] for s in compared["steps"]] == [2, 3, 4]
+    assert [s["measured_us"] for s in compared["steps"]] == pytest.approx([1e3 * e["step_ms"] for e in entries[1:]])
 
 
 def test_nothing_is_written_or_measured_without_a_writer(dataset, tmp_path, monkeypatch):
@@ -95,7 +124,7 @@ def test_wandb_gets_the_same(monkeypatch):
 
 
 def test_a_trace_of_upstreams_profiler_names_the_micro_batches(dataset, tmp_path):
-    flags = "--context-parallel-size 2 --profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 3"
+    flags = f"{CP2} --profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 3"
     board, log = tmp_path / "board", tmp_path / "log.jsonl"
     run = train(2, dataset, *FLAGS, *flags.split(), "--tensorboard-dir", str(board), log=log)
     events = json.loads(gzip.decompress((tmp_path / "torch_profile/rank-0.json.gz").read_bytes()))["traceEvents"]
@@ -104,35 +133,24 @@ def test_a_trace_of_upstreams_profiler_names_the_micro_batches(dataset, tmp_path
     assert names == {f"wlb train step 1: {tokens // 2} of {tokens} tokens" for tokens in padded}
 
 
-@pytest.mark.parametrize(("size", "flags"), [(1, ""), (4, "--pipeline-model-parallel-size 2 --wlb-packing original")])
-def test_the_log_is_what_compare_reads(size, flags, dataset, tmp_path):
-    path, out = tmp_path / "log.jsonl", tmp_path / "compared.json"
-    entries = train(size, dataset, *flags.split(), "--train-iters", "3", log=path)["log"]
-    for entry in entries:
-        assert sum(map(sum, entry["lengths"])) == entry["tokens"]
-        assert len(entry["lengths"]) == len(entry["work"]) == 8
-    assert main(["compare", str(path), "--json", str(out)]) == 0
-    compared = json.loads(out.read_text())
-    assert compared["job"]["parallel"] == entries[0]["job"]["parallel"]
-    assert compared["job"]["parallel"]["dp"] == (2 if size > 1 else 1)
-    assert [s["step"] for s in compared["steps"]] == [2, 3]
-    assert [s["measured_us"] for s in compared["steps"]] == pytest.approx([1e3 * e["step_ms"] for e in entries[1:]])
-
-
 @pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("layout", [{}, {"dp": 2}, {"pp": 4, "dp": 2}, {"pp": 2, "vpp": 2, "cp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"pp": 4, "dp": 2}, {"pp": 2, "vpp": 2, "cp": 2}], ids=str)
 def test_what_is_measured_of_a_simulated_step_is_what_was_predicted(layout, deferred):
     """Of its passes as a `Clock` sees them, which does not see transfers between stages, nor which layer a weight
     gradient is of, and memory."""
+    free = Collective((2, 8), (0.0, 0.0), (1e30, 1e30))
+    network = Network(
+        name="free", all_gather=free, reduce_scatter=free, all_reduce=free, link_gb_per_s=math.inf, hop_us=0.0
+    )
     ours = job(
         **layout,
         defer_weight_gradients=deferred and "pp" in layout,
         num_micro_batches=16,
-        profile=load_profile("h100-fa2"),
+        profile=replace(load_profile("h100-fa2"), network=network),
         packing=AdaptivePacking(),
     )
     lengths = [np.array([16 * (1 + i % 4)] * (1 + i % 3)) for i in range(16)]
-    step = simulate_step(ours, shard_step(ours, lengths), Hardware(network=FREE))
+    step = simulate_step(ours, shard_step(ours, lengths))
     passes = np.stack([np.mean([getattr(p, way).mean(-1) for p in step.passes], 0) for way in ("forward", "backward")])
     weights = np.zeros((1, *passes.shape[1:]))
     if ours.defer_weight_gradients:
@@ -150,17 +168,3 @@ def test_what_is_measured_of_a_simulated_step_is_what_was_predicted(layout, defe
     assert measured == pytest.approx(predicted, abs=0.02 if ours.defer_weight_gradients else 1e-9)
     unseen = clock.measured_shares(ours, passes, None, span, step.time)
     assert unseen == measured | {"busy": pytest.approx(measured["busy"] + predicted["exchange"]), "exchange": None}
-
-
-def test_the_line_says_where_the_time_of_a_step_goes(dataset, tmp_path):
-    flags = "--context-parallel-size 2 --pipeline-model-parallel-size 2 --wlb-cp-sharding per-document".split()
-    run = train(4, dataset, *flags, *FLAGS, log=tmp_path / "log", prints=tmp_path / "prints")
-    lines = [line for line in (tmp_path / "prints").read_text().splitlines() if line.startswith(" wlb step")]
-    for entry, line in zip(run["log"], lines, strict=True):
-        assert entry["predicted"] is None  # flops is no time
-        assert sum(entry["measured"].values()) == pytest.approx(1)
-        assert entry["measured"]["exchange"] > 0 and entry["measured"]["bubble"] > 0
-        assert line == log.line(entry)
-    text = log.line(entry | {"predicted": MEASURED, "measured": MEASURED})
-    assert text.endswith("| predicted busy 75, bubble 20, exchange -, waiting 5 % | measured busy 75, bubble 20, "
-                         "exchange -, waiting 5 %")  # fmt: skip

@@ -1,27 +1,21 @@
 """Megatron's own attention under `--wlb`, whole training runs against ours.
 
-TransformerEngine needs a GPU, so a module with its signature and its cut of documents stands in for it.
+TransformerEngine needs a GPU, so a module with its signature stands in for it.
 """
-
-import itertools
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_wlb.adapter import compat, describe
-from megatron_wlb.job import Job
-from tests.adapter.datasets import write_lengths
-from tests.adapter.test_parity import CP2, FULL, PP2, compare
-from tests.adapter.training import train
-
-UNIT = 8  # two chunks on up to four ranks
+from megatron_wlb.adapter import compat
+from megatron_wlb.describe import refusals
+from tests.adapter.test_parity import compare
+from tests.adapter.training import FULL, PP2, TP2, train
 
 
 class StandIn(torch.nn.Module):
-    """Dense attention over all ranks' rows, of which it knows no more than TransformerEngine is told."""
+    """Dense attention over rows in packed order, of which it knows no more than TransformerEngine is told."""
 
     def __init__(
         self,
@@ -35,66 +29,27 @@ class StandIn(torch.nn.Module):
         pg_collection=None,
     ):
         super().__init__()
-        self.cp_group = pg_collection.cp
 
     def forward(self, query, key, value, attention_mask, attn_mask_type, attention_bias=None, packed_seq_params=None):
         packed = packed_seq_params
         assert isinstance(packed, PackedSeqParams)
         assert packed.qkv_format == "thd"
-        bounds = packed.cu_seqlens_q.tolist()
-        assert bounds == packed.cu_seqlens_kv.tolist() == packed.cu_seqlens_q_padded.tolist()
+        bounds = packed.cu_seqlens_q
+        for others in (packed.cu_seqlens_kv, packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded):
+            assert torch.equal(others, bounds)
         assert packed.max_seqlen_q == packed.max_seqlen_kv == max(np.diff(bounds))
-        size = self.cp_group.size()
-        rows = [torch.tensor(_rows(bounds, rank, size)) for rank in range(size)]
-        mine = rows[self.cp_group.rank()]
-        assert len(query) == len(key) == len(value) == len(mine)
-        keys, values = (_Gather.apply(x, self.cp_group) for x in (key, value))
-        theirs = torch.cat(rows)
-        document = torch.searchsorted(torch.tensor(bounds), torch.arange(bounds[-1]), right=True)
-        visible = (document[mine][:, None] == document[theirs]) & (mine[:, None] >= theirs)
-        heads = query.shape[1] // keys.shape[1]
-        keys, values = (x.repeat_interleave(heads, dim=1) for x in (keys, values))
+        assert len(query) == len(key) == len(value) == bounds[-1]
+        rows = torch.arange(len(query))
+        document = torch.searchsorted(bounds, rows, right=True)
+        visible = (document[:, None] == document) & (rows[:, None] >= rows)
+        keys, values = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, keys) * query.shape[-1] ** -0.5
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, float("-inf")).softmax(-1), values).flatten(1)
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        pool = x.new_empty(group.size(), *x.shape)
-        dist.all_gather(list(pool.unbind()), x.contiguous(), group=group)
-        return pool.flatten(0, 1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.contiguous()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad.chunk(ctx.group.size())[ctx.group.rank()], None
-
-
-def _rows(bounds, rank, size):
-    """What TransformerEngine's `thd_get_partitioned_indices` gives: two chunks of each document, side by side."""
-    if size == 1:
-        return list(range(bounds[-1]))
-    rows = []
-    for begin, end in itertools.pairwise(bounds):
-        chunk = (end - begin) // (2 * size)
-        for i in (rank, 2 * size - 1 - rank):
-            rows += range(begin + i * chunk, begin + (i + 1) * chunk)
-    return rows
-
-
-@pytest.fixture(scope="module")
-def even(tmp_path_factory):
-    """A dataset whose documents have a multiple of UNIT tokens, and one for the last label."""
-    lengths = UNIT * np.random.default_rng(0).geometric(0.15, 300) + 1
-    return write_lengths(tmp_path_factory.mktemp("even") / "corpus", lengths)
-
-
 @pytest.fixture
 def stand_in(monkeypatch):
-    """Its place in upstream's layers, which are local ones."""
+    """Its place in upstream's layers, which are local ones; these would be refused."""
     upstream = compat.default_layer_spec
 
     def default_layer_spec(*args, **kwargs):
@@ -104,22 +59,11 @@ def stand_in(monkeypatch):
         return spec
 
     monkeypatch.setattr(compat, "default_layer_spec", default_layer_spec)
-    monkeypatch.setattr(describe, "_check_upstream_attention", lambda args: None)
-    # One unit in all layouts, so that all have the same padding.
-    monkeypatch.setattr(Job, "unit_tokens", UNIT)
+    monkeypatch.setattr(refusals, "check", lambda args: None)
 
 
-@pytest.mark.parametrize(
-    ("size", "layout"),
-    [(1, ""), (2, CP2), (4, "--context-parallel-size 4"), (4, f"{CP2} {PP2}"), (2, f"{CP2} {FULL}")],
-)
-def test_trains_as_with_ours(size, layout, even, stand_in, tmp_path):
-    flags = "--wlb-cp-sharding per-document --wlb-attention-backend".split()
-    ours = train(1, even, *flags, "cpu", log=tmp_path / "ours.jsonl")
-    theirs = train(size, even, *layout.split(), *flags, "megatron", log=tmp_path / "theirs.jsonl")
-    compare(theirs, ours)
-
-
-def test_a_document_that_cannot_be_cut(dataset, stand_in, tmp_path):
-    with pytest.raises(RuntimeError, match="does not divide into 2 \\* CP = 4 equal chunks; choose another backend"):
-        train(2, dataset, *CP2.split(), *"--wlb-cp-sharding per-document --wlb-attention-backend megatron".split())
+def test_trains_as_with_ours(dataset, stand_in, tmp_path):
+    """With padding, which tensor-parallel ranks need, and recomputation."""
+    ours = train(1, dataset, "--wlb-attention-backend", "cpu", log=tmp_path / "ours.jsonl")
+    flags = f"{TP2} {PP2} {FULL} --wlb-attention-backend megatron"
+    compare(train(4, dataset, *flags.split(), log=tmp_path / "theirs.jsonl"), ours)

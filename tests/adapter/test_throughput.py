@@ -11,9 +11,7 @@ from megatron.training import training
 from megatron_wlb.adapter.throughput import attended_squares
 from megatron_wlb.plan import document_log
 from tests.adapter.datasets import write_lengths
-from tests.adapter.training import train
-
-ADAM = "--optimizer adam --lr 1e-3".split()
+from tests.adapter.training import ADAM, CP2, train
 
 # By hand, of the MODEL: 4 layers, hidden 64, 8 query and 2 key heads of 8, SwiGLU of 96, 256 words; forward + backward.
 _PER_TOKEN = 4 * (6 * 64 * (64 + 2 * 16 + 64) + 6 * 64 * 3 * 96) + 6 * 64 * 256
@@ -64,11 +62,10 @@ def test_a_document_for_every_micro_batch_counts_as_upstream_counts(rates, tmp_p
     assert ours == upstreams == 8 * by_hand(np.array([256]))
 
 
-@pytest.mark.parametrize("flags", ["", "--context-parallel-size 2"])
-def test_lines_and_the_sum_count_the_documents(flags, dataset, rates, tmp_path):
+def test_lines_and_the_sum_count_the_documents(dataset, rates, tmp_path):
     """A line of two steps reports their mean; the sum goes on over a restart."""
     size, log, checkpoint = 2, str(tmp_path / "documents"), str(tmp_path / "ckpt")
-    common = [*flags.split(), *ADAM, "--wlb-document-log", log, "--log-interval", "2", "--save", checkpoint]
+    common = [*CP2.split(), *ADAM, "--wlb-document-log", log, "--log-interval", "2", "--save", checkpoint]
     common += ["--save-interval", "2", "--ckpt-format", "torch_dist", "--log-progress", "--train-iters"]
     train(size, dataset, *common, "4")
     train(size, dataset, *common, "6", "--load", checkpoint, "--override-opt-param-scheduler")

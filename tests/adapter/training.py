@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
@@ -32,6 +33,28 @@ MODEL = """
 
 WLB = "--wlb --wlb-max-tokens 320".split()
 ALGORITHM_1 = "--wlb-packing wlb --wlb-outlier-thresholds 96,160".split()
+ADAM = "--optimizer adam --lr 1e-3".split()
+
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+CP2 = "--context-parallel-size 2"
+PP2 = "--pipeline-model-parallel-size 2"
+BY_DOCUMENT = "--wlb-cp-sharding per-document"
+VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
+EP2 = "--expert-model-parallel-size 2"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
+
+MOE = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-ffn-hidden-size 64"
+MTP = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5"
+SINKS = "--softmax-type learnable --window-size 16,0 --window-attn-skip-freq 2"
+LATENT = "--multi-latent-attention --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16"
+QUERY_LATENT = "--q-lora-rank 24 --qk-layernorm --rope-type rope"
+GQA = "--group-query-attention --num-query-groups"
+
+
+def full(*values: Any) -> Any:
+    """A case that takes minutes, or that others cover."""
+    return pytest.param(*values, marks=pytest.mark.full)
 
 
 def train(
@@ -54,7 +77,7 @@ def train(
     training, "log": the step log, "evaluations": validation losses, "sends": by rank, dtypes of all point-to-point
     sends, "compiled": how often torch.compile compiled each function of upstream, on rank 0 and after its warm-up}.
     """
-    argv = ["pretrain_gpt.py", *_less(MODEL, without), *(WLB if wlb else [])]
+    argv = ["pretrain_gpt.py", *less(MODEL, without), *(WLB if wlb else [])]
     if wlb and "--wlb-packing" not in flags:
         argv += ALGORITHM_1
     argv += flags
@@ -69,11 +92,17 @@ def train(
         "compiled": results[0]["compiled"],
         "grads": [_merge([r["grads"][step] for r in results]) for step in range(len(results[0]["grads"]))],
         "params": _merge([r["params"] for r in results]),
-        "log": [json.loads(line) for line in log.read_text().splitlines()] if log is not None else None,
+        "log": entries(log) if log is not None else None,
     }
 
 
-def _less(flags: list[str], names: str) -> list[str]:
+def entries(log: Path) -> list[dict[str, Any]]:
+    """The lines of a step log."""
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def less(flags: list[str], names: str) -> list[str]:
+    """Flags without those of `names` and their values."""
     for name in names.split():
         first = flags.index(name)
         flags = flags[:first] + flags[first + (1 if flags[first + 1].startswith("--") else 2) :]

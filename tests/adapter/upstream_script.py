@@ -3,7 +3,6 @@
 import functools
 
 import torch
-from megatron.core import package_info
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.enums import ModelType
@@ -11,7 +10,6 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import argument_utils, arguments, get_args, pretrain
 from megatron.training.utils import get_blend_and_blend_per_split
 
-MINOR = int(package_info.__version__.split(".")[1])
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000}
 
 
@@ -47,24 +45,8 @@ def loss(loss_mask, output):
     return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
 
 
-def gpt_builder(args, pre_process, post_process, vp_stage=None, config=None, pg_collection=None):
-    from megatron_wlb.adapter.compat import GptConfig
-
-    config = GptConfig(args=args, transformer=config or arguments.core_transformer_config_from_args(args))
-    return config.build(pre_process, post_process, vp_stage, pg_collection=pg_collection)
-
-
-def model_provider(builder, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
-    return builder(get_args(), pre_process, post_process, vp_stage, config, pg_collection)
-
-
 def main():
-    model = functools.partial(model_provider, gpt_builder)
     args = arguments.parse_and_validate_args(args_defaults=DEFAULTS)
-    if MINOR < 19:
-        config = argument_utils.pretrain_cfg_container_from_args(args)
-        pretrain(config, datasets, model, ModelType.encoder_or_decoder, forward_step)
-        return
     config = argument_utils.pretrain_cfg_container_from_args(args, argument_utils.gpt_config_from_args(args))
     pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
 

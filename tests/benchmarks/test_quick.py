@@ -1,15 +1,110 @@
-"""Benchmarks of predictions, which nothing else runs, run through."""
+"""Every benchmark runs, and writes a result file with the fields of the kept one, which documents quote."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from benchmarks import convergence_report, cp_balance, packing, results
+from benchmarks.paper import report as paper_report
 
-@pytest.mark.parametrize("name", ["cp_balance", "placement", "step_time"])
-def test_it_runs(name):
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick"]
-    run = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    assert "holds " in run.stdout
+ROOT = Path(__file__).parents[2]
+FIELDS = ["benchmark", "commit", "date", "device", "versions", "settings", "rows", "goals"]
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "name"),
+    [
+        ("cp_balance", "--quick", "cp_balance"),
+        ("cp_exchange_cpu", "--quick", "cp_exchange_cpu"),
+        ("gpu.cp_attention", "--quick --device cpu --minutes 0.1", "cp_attention.cpu"),
+        ("gpu.layer", "--quick --device cpu", "layer.cpu"),
+        ("paper", "--quick", "paper"),
+        ("placement", "--quick", "placement"),
+        ("step_time", "--quick", "step_time"),
+        slow("convergence", "--quick --seeds 2 --logs {}/logs", "convergence"),
+        slow("end_to_end_cpu", "--quick", "end_to_end_cpu"),
+        slow("packing", "--quick", "packing"),
+        slow("simulator", "--quick --record {}/recorded.json", "simulator"),
+    ],
+    ids=lambda value: value if "." in value or "-" not in value else "",
+)
+def test_it_runs(module, options, name, tmp_path):
+    command = [sys.executable, "-m", f"benchmarks.{module}", *options.format(tmp_path).split(), "--output", tmp_path]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
+    found = json.loads((tmp_path / f"{name}.json").read_text())
+    assert list(found) == FIELDS and found["benchmark"] == name.split(".")[0]
+    assert found["rows"] and not any("failed" in row for row in found["rows"])
+    for goal in found["goals"]:
+        assert goal["holds"] == (
+            goal["value"] <= goal["goal"] if goal["direction"] == "<=" else goal["value"] >= goal["goal"]
+        )
+        assert ("holds  " if goal["holds"] else "MISSED ") + goal["name"] in run.stdout
+    kept = results.FOLDER / f"{name}.json"
+    if kept.exists():
+        before = json.loads(kept.read_text())
+        assert {key for row in found["rows"] for key in row} <= {key for row in before["rows"] for key in row}
+        assert found["settings"].keys() <= before["settings"].keys()
+
+
+def test_analyze(tmp_path, monkeypatch):
+    """The report of fewer documents, for one of the jobs."""
+    from benchmarks import analyze
+
+    monkeypatch.setattr(analyze, "DOCUMENTS", 20_000)
+    monkeypatch.setattr(analyze, "STEPS", 2)
+    monkeypatch.setattr(analyze, "JOBS", {"7B": analyze.JOBS["7B"]})
+    monkeypatch.setattr(sys, "argv", ["analyze", "--output", str(tmp_path)])
+    analyze.main()
+    rows = json.loads((tmp_path / "analyze.json").read_text())["rows"]
+    before = json.loads((results.FOLDER / "analyze.json").read_text())["rows"]
+    assert {row["scheme"] for row in rows} == {row["scheme"] for row in before}
+    assert {key for row in rows for key in row} == {key for row in before for key in row}
+
+
+@pytest.mark.parametrize("name", ["convergence", "cp_balance", "packing", "paper"])
+def test_a_picture_is_drawn_from_the_kept_results(name, tmp_path):
+    rows = json.loads((results.FOLDER / f"{name}.json").read_text())["rows"]
+    if name == "convergence":
+        path = convergence_report.draw(convergence_report.read(results.FOLDER / name), rows, tmp_path)
+    else:
+        module = {"cp_balance": cp_balance, "packing": packing, "paper": paper_report}[name]
+        path = module.draw(rows, tmp_path)
+    assert path == tmp_path / f"{name}.png" and path.stat().st_size > 10_000
+
+
+def test_a_missed_goal_is_told_and_fails_only_a_check(capsys):
+    goals = [results.at_most("error", np.float64(0.04), 0.05), results.at_least("speed", 1.2, 1.5)]
+    results.conclude(goals, check=False)
+    told = "holds  error = 0.04 (<= 0.05)\nMISSED speed = 1.2 (>= 1.5)\n"
+    assert capsys.readouterr().out == told
+    results.conclude(goals[:1], check=True)
+    with pytest.raises(SystemExit, match="1"):
+        results.conclude(goals, check=True)
+
+
+def test_a_quick_run_writes_nothing_unless_it_is_told_where(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "FOLDER", tmp_path / "kept")
+    for words, written in (
+        (["--quick"], None),
+        (["--quick", "--output", str(tmp_path)], tmp_path),
+        ([], tmp_path / "kept"),
+    ):
+        args = results.parser("", "soon").parse_args(words)
+        results.finish(args, "name", settings={}, rows=[{"ms": 2.0}], goals=[])
+        found = list(tmp_path.rglob("name.json"))
+        assert found == ([written / "name.json"] if written else [])
+        for path in found:
+            path.unlink()
+
+
+def test_a_spread_is_median_minimum_and_maximum():
+    assert results.spread("ms", np.array([4, 1, 3, 9])) == {"ms": 3.5, "ms_min": 1.0, "ms_max": 9.0}

@@ -1,12 +1,13 @@
-"""Small jobs as flags, what flags describe, and `megatron-wlb analyze` as tests call it."""
+"""Small jobs as flags, what words describe, and `megatron-wlb analyze` as tests call it."""
 
 import json
 import re
-from argparse import Namespace
+import shlex
 from typing import NamedTuple
 
+from megatron_wlb.cli.analyze.setup import setup_of
 from megatron_wlb.cli.data import Data, data_of
-from megatron_wlb.cli.flags import add_job_flags, job_of
+from megatron_wlb.cli.job import Run, add_job_flags, run_of
 from megatron_wlb.cli.main import Parser, main
 from megatron_wlb.job import Job
 from tests.cli.commands import refusal
@@ -17,34 +18,52 @@ MODEL = f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads {HE
 MODEL += f"--vocab-size {VOCABULARY}"
 JOB = f"{MODEL} --seq-length {C} --global-batch-size {N} --split 1"
 LARGE = (
-    "--tensor-model-parallel-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 2 --num-gpus 16 "
-    "--num-layers 4 --hidden-size 512 --num-attention-heads 4 --vocab-size 128 --group-query-attention "
-    f"--seq-length {8 * C} --global-batch-size 8"
+    "--tensor-model-parallel-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 4 "
+    "--hidden-size 512 --num-attention-heads 4 --vocab-size 128 --group-query-attention --disable-bias-linear "
+    f"--seq-length {8 * C} --global-batch-size 8 --wlb-micro-batches 8"
 )
+"""For `RUN`, or with --num-gpus 16; a number of micro-batches saves a search."""
+RUN = "-- torchrun --nproc-per-node 8 --nnodes 2 pretrain_gpt.py"
+"""16 GPUs, with the flags that follow."""
 
 
 class Described(NamedTuple):
-    """What a command line describes."""
+    """What words describe."""
 
-    args: Namespace
+    run: Run
     job: Job
     data: Data | None
     """None without flags of data."""
-    notes: list[str]
+
+    @property
+    def notes(self) -> list[str]:
+        return self.run.notes
+
+
+def run(*words):
+    """The run of words as a shell would read them."""
+    words = shlex.split(" ".join(map(str, words)))
+    end = words.index("--") if "--" in words else len(words)
+    parser = Parser(prog="megatron-wlb analyze")
+    add_job_flags(parser)
+    return run_of(parser.parse_args(words[:end]), words[end + 1 :])
 
 
 def described(*words):
-    parser = Parser(prog="megatron-wlb analyze")
-    add_job_flags(parser)
-    args = parser.parse_known_args(" ".join(words).split())[0]
-    notes = list(args.remarks)
-    job = job_of(args, notes)
-    has_data = args.data_path or args.train_data_path or args.data_args_path or args.per_split_data_args_path
-    return Described(args, job, data_of(args, notes) if has_data else None, notes)
+    found = run(*words)
+    a = found.arguments
+    has_data = a.data_path or a.train_data_path or a.data_args_path or a.per_split_data_args_path
+    return Described(found, found.job(), data_of(a, found.notes) if has_data else None)
+
+
+def setup(*words):
+    return setup_of(run(*words))
 
 
 def analyse(tmp_path, *words):
-    assert main(["analyze", *" ".join(words).split(), "--json", str(tmp_path / "analysis")]) == 0
+    """The numbers of a report; `words` may end with a command."""
+    json_file = ["--json", str(tmp_path / "analysis")]
+    assert main(["analyze", *json_file, *" ".join(words).split()]) == 0
     return json.loads((tmp_path / "analysis").read_text())
 
 

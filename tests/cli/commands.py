@@ -1,6 +1,5 @@
 """Commands as tests run them: refused with one line, or in a process of their own."""
 
-import json
 import re
 import subprocess
 import sys
@@ -27,14 +26,14 @@ def refusal(capsys, *arguments):
 
 def process(*arguments, without=(), **options):
     """A command run in a process of its own, where modules `without` cannot be imported."""
-    code = f"import sys\nfor name in {without!r}: sys.modules[name] = None\n"
-    code += "from megatron_wlb.cli.main import main\nsys.exit(main())"
+    code = f"""
+import sys
+class Missing:
+    def find_spec(self, name, *_):
+        if name in {without!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Missing())
+from megatron_wlb.cli.main import main
+sys.exit(main())"""
     options = {"capture_output": True, "text": True, "cwd": ROOT, "check": False} | options
     return subprocess.run([sys.executable, "-c", code, *map(str, arguments)], **options)
-
-
-def write_json(folder, lengths):
-    """The file of lengths that commands read."""
-    path = folder / "lengths.json"
-    path.write_text(json.dumps(lengths))
-    return str(path)

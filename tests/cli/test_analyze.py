@@ -2,10 +2,13 @@
 
 import argparse
 import base64
+import io
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import chain
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import numpy as np
@@ -13,17 +16,41 @@ import pytest
 
 from megatron_wlb import packing
 from megatron_wlb.cli.analyze.report import data_entries
-from megatron_wlb.cli.analyze.setup import flags_of, schemes, setup_of
+from megatron_wlb.cli.analyze.setup import schemes
 from megatron_wlb.cli.main import main
 from megatron_wlb.describe.flags import add_wlb_arguments
+from megatron_wlb.describe.make import job_from_json
 from megatron_wlb.describe.settings import PlanSettings
-from megatron_wlb.job import Job
+from megatron_wlb.job import Sharding
 from megatron_wlb.packing.wlb import WlbPacking
-from megatron_wlb.plan.stream import shuffled
+from megatron_wlb.plan.packer import make_packer
+from megatron_wlb.plan.stream import DocumentStream, Source, shuffled
 from megatron_wlb.simulate.memory import largest_max_tokens
 from tests.adapter.datasets import write_index
-from tests.cli.analyses import FFN, HEADS, HIDDEN, JOB, LARGE, LAYERS, VOCABULARY, C, N, analyse, described, refused
-from tests.cli.commands import process, write_json
+from tests.cli.analyses import (
+    FFN,
+    HEADS,
+    HIDDEN,
+    JOB,
+    LARGE,
+    LAYERS,
+    RUN,
+    VOCABULARY,
+    C,
+    N,
+    analyse,
+    refused,
+    setup,
+)
+from tests.cli.commands import process
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory, lengths):
+    """Prefix of a dataset with documents that are eight times as long."""
+    prefix = tmp_path_factory.mktemp("long") / "long"
+    write_index(prefix.with_suffix(".idx"), 8 * lengths + 1)
+    return f"--split 1 --data-path {prefix}"
 
 
 def order(lengths, seed=1234):
@@ -69,20 +96,17 @@ def imbalance(micro_batches, crossover):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_plain_and_ours_by_hand(tmp_path, lengths, data, size):
-    """One GPU: the windows of plain Megatron cut by hand, the steps of ours from `megatron-wlb plan`."""
+    """One GPU: the windows of plain Megatron cut by hand, the steps of ours packed without `analyze`."""
     words = f"--wlb-packing wlb --steps 200 --micro-batch-size {size}"
     found = analyse(tmp_path, JOB, "--data-path", data, words)
-    job = Job.from_json(found["job"])
+    job = job_from_json(found["job"])
     assert found["steps"] == {"warm_up": 30, "packed": 200, "simulated": 200}
     pieces = order(lengths)
     cut = windows(pieces)
     plain = [cut[N * i : N * (i + 1)] for i in range(30, 230)]
-
-    arguments = f"--global-batch-size {N} --seq-length {C} --wlb-crossover {job.crossover_tokens} --wlb-max-tokens "
-    arguments += f"{job.max_tokens} --wlb-packing wlb --output {tmp_path / 'plan'}"
-    assert main(["plan", write_json(tmp_path, pieces), *arguments.split()]) == 0
-    steps = [json.loads(line) for line in (tmp_path / "plan").read_text().splitlines()[31:231]]
-    ours = [[[d[2] for d in documents] for documents in step["micro_batches"]] for step in steps]
+    in_order = Source(lengths=np.array(pieces))
+    packer = make_packer(DocumentStream([in_order], seed=0, context_length=C, shuffle=False), job)
+    ours = [[each.tolist() for each in packer.next().packing.lengths] for _ in range(230)][30:]
 
     per_token = {}
     for name, planned in (("plain", plain), ("ours", ours)):
@@ -105,29 +129,27 @@ def test_the_crossover_of_the_simulated_times_by_hand(tmp_path):
     """Whole tiles cost as many pairs as they hold, and half a tile more for every one."""
     documents = np.random.default_rng(0).lognormal(6, 1.2, 4000).astype(np.int64) // 128 * 128
     write_index(tmp_path / "tiles.idx", documents.clip(128, C) + 1)
-    line = f"{JOB} --steps 4 --data-path {tmp_path / 'tiles'}"
+    line = f"{JOB} --data-path {tmp_path / 'tiles'} --wlb-micro-batches 4"
     weights = HIDDEN * (4 * HIDDEN + 2 * FFN)
     linear = 3 * (2 * weights / 550e6 + 2 * (14 * HIDDEN + 2 * FFN) / 2700e3)
     linear += 3 * (2 * VOCABULARY * HIDDEN / 550e6 + 10 * VOCABULARY / 2700e3) / LAYERS
     tile = 3.5 * HEADS * 0.0256
-    by_times = (linear + tile / 2 / 128) / (tile / 2 / 128**2)
-    found = analyse(tmp_path, line)
-    assert found["job"]["crossover_tokens"] == pytest.approx(by_times, rel=1e-3)
-    assert "--wlb-crossover" not in found["flags"]
-    setup = setup_of(described(line, "--wlb-crossover 900").args)
-    assert setup.job.crossover_tokens == 900 and "--wlb-crossover 900" in flags_of(setup)
+    found = setup(line)
+    assert found.job.crossover_tokens == pytest.approx((linear + tile / 2 / 128) / (tile / 2 / 128**2), rel=1e-3)
+    assert "--wlb-crossover" not in found.flags()
+    given = setup(line, "--wlb-crossover 900")
+    assert given.job.crossover_tokens == 900 and "--wlb-crossover 900" in given.flags()
 
 
-@pytest.mark.parametrize(("words", "added"), [("--split 1", 1), ("--split 99,1,0", 0), ("--split 1 --eval-iters 9", 1)])
-def test_without_a_validation_split_there_is_no_evaluation(data, words, added):
+@pytest.mark.parametrize(("split", "added"), [("--split 1", True), ("--split 99,1,0", False)])
+def test_without_a_validation_split_there_is_no_evaluation(data, split, added):
     """Which training refuses, unless told not to evaluate."""
-    args = described(JOB.replace("--split 1", words), "--wlb-crossover 9 --data-path", data).args
-    setup = setup_of(args)
-    assert flags_of(setup).endswith("--eval-iters 0") == added
+    flags = setup(JOB.replace("--split 1", split), "--wlb-crossover 9 --wlb-micro-batches 4 --data-path", data).flags()
+    assert flags.endswith("--eval-iters 0") == added
 
 
 def test_more_memory_than_there_is(tmp_path, data, capsys):
-    job = JOB.replace(f"--num-layers {LAYERS}", "--num-layers 4000")
+    job = JOB.replace(f"--num-layers {LAYERS}", "--num-layers 4000 --wlb-micro-batches 4")
     analyse(tmp_path, job, "--steps 1 --data-path", data)
     assert "H100 has room (80 GiB). Activations alone are more than that." in capsys.readouterr().out
 
@@ -150,11 +172,12 @@ def test_nothing_to_gain(tmp_path, capsys):
 
 def test_where_ours_loses_no_flags_are_to_be_added(tmp_path, capsys):
     write_index(tmp_path / "full.idx", np.full(300, 16 * C + 1))
-    model = (
-        "--num-layers 2 --hidden-size 4096 --num-attention-heads 32 --tensor-model-parallel-size 4 --vocab-size 1024"
+    words = (
+        f"--steps 2 {RUN} --num-layers 2 --hidden-size 4096 --num-attention-heads 32 --vocab-size 1024 --sft "
+        f"--tensor-model-parallel-size 2 --context-parallel-size 8 --seq-length {16 * C} --global-batch-size 2 "
+        f"--split 1 --wlb-micro-batches 2 --data-path {tmp_path / 'full'}"
     )
-    words = f"{model} --context-parallel-size 8 --seq-length {16 * C} --global-batch-size 2 --split 1 --steps 2"
-    found = analyse(tmp_path, f"{words} --data-path {tmp_path / 'full'} --sft")["schemes"]["ours"]
+    found = analyse(tmp_path, words)["schemes"]["ours"]
     printed = capsys.readouterr().out
     assert found["speedup"] < 1
     assert printed.startswith("Predicted: --wlb would lose, 0.")
@@ -162,10 +185,9 @@ def test_where_ours_loses_no_flags_are_to_be_added(tmp_path, capsys):
     assert "Simulated was --wlb --calculate-per-token-loss" in printed and "refuses them: --sft." in printed
 
 
-def test_levels_of_imbalance(tmp_path, lengths):
+def test_levels_of_imbalance(tmp_path, long):
     """In a layout that has them all: balancing lowers each, and the speed-up lies between none and the limit."""
-    write_index(tmp_path / "long.idx", 8 * lengths + 1)
-    found = analyse(tmp_path, LARGE, "--steps 40 --data-path", str(tmp_path / "long"))
+    found = analyse(tmp_path, "--num-gpus 16", LARGE, "--steps 40", long)
     plain, ours = (found["schemes"][name] for name in ("plain", "ours"))
     for level in ("pp", "dp", "cp"):
         assert plain["imbalance"][level] > ours["imbalance"][level] >= 1
@@ -181,12 +203,11 @@ def test_levels_of_imbalance(tmp_path, lengths):
         assert sum(parts.values()) == pytest.approx(2 * parts["step"])
 
 
-def test_what_is_refused_is_lost(tmp_path, lengths, capsys):
-    """Megatron with --tp-comm-overlap, and what it and windows of two would lose; attention that is not simulated."""
-    write_index(tmp_path / "long.idx", 8 * lengths + 1)
-    data = "--steps 8 --data-path", str(tmp_path / "long")
-    alone = analyse(tmp_path, LARGE, *data)
-    found = analyse(tmp_path, LARGE, *data, "--tp-comm-overlap --window-size 128,0 --approximate --sft")
+def test_what_is_refused_is_lost(tmp_path, long, capsys):
+    """Megatron with --tp-comm-overlap, and what it would lose without; layers that are not simulated."""
+    run = f"{RUN} {LARGE} {long}"
+    alone = analyse(tmp_path, "--steps 8", run)
+    found = analyse(tmp_path, "--steps 8 --approximate", run, "--tp-comm-overlap --hybrid-override-pattern M* --sft")
     assert (alone["reference"], alone["lost"], found["reference"]) == ("plain", {}, "thd")
     assert list(alone["schemes"]) == ["plain", "thd", "paper", "ours"]
     for name in ("plain", "thd"):
@@ -196,23 +217,19 @@ def test_what_is_refused_is_lost(tmp_path, lengths, capsys):
     assert found["schemes"]["ours"]["us_per_token"] == alone["schemes"]["ours"]["us_per_token"]
     assert found["schemes"]["thd"]["speedup"] == 1
     printed = capsys.readouterr().out
-    assert "An estimate without sliding windows:" in printed
+    assert "An estimate without layers of several kinds:" in printed
     assert f"--tp-comm-overlap out: {-100 * found['lost']['--tp-comm-overlap']:+.0f} %" in printed
 
 
-def test_megatron_waits_for_transfers_unless_the_command_hides_them(tmp_path, lengths):
-    write_index(tmp_path / "long.idx", 8 * lengths + 1)
-    data = "--num-virtual-stages-per-pipeline-rank 2", "--steps 8 --data-path", str(tmp_path / "long")
-    alone, hidden = (
-        analyse(tmp_path, LARGE, *data, *more) for more in ([], ["--overlap-p2p-communication-warmup-flush"])
-    )
-    before, after = (
-        {name: each["us_per_token"] for name, each in found["schemes"].items()} for found in (alone, hidden)
-    )
-    assert after["plain"] < before["plain"]
-    assert after["ours"] == before["ours"]
-    slow = analyse(tmp_path, LARGE, *data, "--no-overlap-p2p-communication")["schemes"]["ours"]["us_per_token"]
-    assert slow > before["ours"]
+def test_megatron_waits_for_transfers_unless_the_command_hides_them(tmp_path, long):
+    def times(*flags):
+        run = f"--steps 8 {RUN} {LARGE} {long} --num-virtual-stages-per-pipeline-rank 2"
+        found = analyse(tmp_path, run, *flags)["schemes"]
+        return [found[name]["us_per_token"] for name in ("plain", "ours")]
+
+    (before, ours), (after, same) = times(), times("--overlap-p2p-communication-warmup-flush")
+    assert after < before and same == ours
+    assert times("--no-overlap-p2p-communication")[1] > ours
 
 
 @pytest.mark.parametrize(
@@ -224,68 +241,57 @@ def test_megatron_waits_for_transfers_unless_the_command_hides_them(tmp_path, le
     ],
 )
 def test_megatron_interleaves_in_groups_of_its_own(windows, flag, megatron, ours, data):
-    line = (
-        f"--model llama2-7b --seq-length 4096 --global-batch-size {windows} --pipeline-model-parallel-size 4 --split 1"
-    )
-    line += f" --num-virtual-stages-per-pipeline-rank 2 --wlb-micro-batches {windows} {flag} --data-path {data}"
-    groups = {name: job.schedule().group for name, job in schemes(setup_of(described(line).args)).items()}
+    line = f"--model llama2-7b --seq-length 4096 --global-batch-size {windows} --pipeline-model-parallel-size 4"
+    line += f" --num-virtual-stages-per-pipeline-rank 2 --wlb-micro-batches {windows} {flag} --split 1"
+    groups = {name: job.schedule().group for name, job in schemes(setup(line, "--data-path", data)).items()}
     assert groups == {"plain": megatron, "paper": megatron, "ours": ours}
 
 
 def test_the_paper_has_its_own_number_of_micro_batches(data):
     """And an S_max to go with it."""
     line = JOB, "--data-path", data, "--wlb-packing adaptive --wlb-micro-batches 1"
-    setup = setup_of(described(*line).args)
-    assert (setup.job.num_micro_batches, setup.job.max_tokens) == (1, 1.25 * N * C)
-    for paper in (schemes(setup)["paper"], setup.other):
+    found = setup(*line)
+    assert (found.job.num_micro_batches, found.job.max_tokens) == (1, 1.25 * N * C)
+    for paper in (found.paper, found.other):
         assert (paper.num_micro_batches, paper.max_tokens) == (N, 1.25 * C)
-    given = setup_of(described(*line, f"--wlb-max-tokens {6 * C}").args)
-    assert schemes(given)["paper"].max_tokens == given.other.max_tokens == 6 * C
+    given = setup(*line, f"--wlb-max-tokens {6 * C}")
+    assert given.paper.max_tokens == given.other.max_tokens == 6 * C
+
+
+def test_the_paper_has_the_best_thresholds_of_a_grid_unless_they_are_given(tmp_path, data, capsys):
+    words = JOB, "--wlb-crossover 900 --wlb-packing wlb --data-path", data
+    found = setup(*words)
+    tried = [WlbPacking(outlier_thresholds=each) for each in ((C // 4,), (C // 2,), (3 * C // 4,), (C // 4, C // 2))]
+    assert found.paper.packing.outlier_thresholds is not None and found.job.packing == WlbPacking()
+    best = found._time_per_work(found.paper)
+    assert all(best <= found._time_per_work(replace(found.paper, packing=each)) for each in tried)
+    entries = analyse(tmp_path, "--steps 4", *words)["schemes"]
+    thresholds = list(found.paper.packing.outlier_thresholds)
+    assert (entries["paper"]["outlier_thresholds"], entries["ours"]["outlier_thresholds"]) == (thresholds, None)
+    assert f"--wlb-outlier-thresholds {','.join(map(str, thresholds))}." in capsys.readouterr().out
+    given = setup(*words, "--wlb-outlier-thresholds 500,2000")
+    assert given.paper.packing == given.job.packing == WlbPacking(outlier_thresholds=(500, 2000))
 
 
 def test_what_it_is_compared_with_need_not_fit(data):
     """A rank may get micro-batches of S_max only by Algorithm 1, and so need more memory than by adaptive packing."""
     line = "--model llama2-7b --seq-length 131072 --global-batch-size 4 --num-gpus 64 --tensor-model-parallel-size 8"
     line += f" --context-parallel-size 2 --pipeline-model-parallel-size 4 --split 1 --data-path {data}"
-    setup = setup_of(described(line, "--wlb-memory-budget 40").args)
-    assert setup.job.max_tokens == schemes(setup)["paper"].max_tokens == 1.25 * 131072
-    assert setup.other is None
-    setup = setup_of(described(line, "--wlb-memory-budget 40 --wlb-max-tokens auto").args)
-    assert setup.other.max_tokens == largest_max_tokens(setup.other, 40 * 2**30) < 1.25 * 131072 < setup.job.max_tokens
-    assert schemes(setup)["paper"].max_tokens == 1.25 * 131072
+    line += " --wlb-micro-batches 4 --wlb-outlier-thresholds 65536 --wlb-memory-budget 40"
+    found = setup(line)
+    assert found.job.max_tokens == found.paper.max_tokens == 1.25 * 131072
+    assert found.other is None
+    found = setup(line, "--wlb-max-tokens auto")
+    assert found.other.max_tokens == largest_max_tokens(found.other, 40 * 2**30) < 1.25 * 131072 < found.job.max_tokens
+    assert found.paper.max_tokens == 1.25 * 131072
 
 
-def test_dynamic_context_parallelism_is_what_gains_are_over(tmp_path, lengths, capsys):
-    """It is compared with Megatron's ring per document, and a page begins with what comes of it."""
-    write_index(tmp_path / "long.idx", 8 * lengths + 1)
-    layout = LARGE.replace("--pipeline-model-parallel-size 2", "--wlb-crossover 900 --wlb-micro-batches 8")
-    words = layout, f"--max-seqlen-per-dp-cp-rank {2 * C} --steps 40 --data-path", str(tmp_path / "long")
-    found = analyse(tmp_path, *words, f"--dynamic-context-parallel --html {tmp_path / 'page'}")
-    assert (found["reference"], found["refused"]) == ("dynamic", ["--dynamic-context-parallel"])
-    dynamic, thd = (found["schemes"][name] for name in ("dynamic", "thd"))
-    assert list(found["schemes"]) == ["plain", "thd", "dynamic", "paper", "ours"] and dynamic["speedup"] == 1
-    # Of other steps than those of the table.
-    assert found["lost"]["--dynamic-context-parallel"] == pytest.approx(1 - thd["speedup"], abs=0.1)
-    first = found["headline"].partition(". ")[0]
-    assert first in Page((tmp_path / "page").read_text()).text.replace("\u00a0", " ")
-    printed = capsys.readouterr().out
-    assert printed.startswith(first) and "(dynamic CP) is the run that gains are over" in printed
-    for flag, packs in (("--dynamic-context-parallel", True), ("--hybrid-context-parallel", False)):
-        assert setup_of(described(*words, flag).args).megatron.packs == packs
-    piped = setup_of(described(*words, "--hybrid-context-parallel --pipeline-model-parallel-size 2").args)
-    assert piped.megatron.name == "plain" and "is not simulated with a pipeline" in " ".join(piped.notes)
-
-
-def test_ranks_that_divide_experts_wait(tmp_path, lengths, capsys):
-    write_index(tmp_path / "long.idx", 8 * lengths + 1)
-    words = (
-        LARGE,
-        "--wlb-packing wlb --steps 10 --num-experts 4 --moe-ffn-hidden-size 256 --data-path",
-        str(tmp_path / "long"),
-    )
-    alone = analyse(tmp_path, *words)["schemes"]
+def test_ranks_that_divide_experts_wait(tmp_path, long, capsys):
+    words = f"--num-gpus 16 {LARGE} --wlb-packing wlb --wlb-outlier-thresholds 16384 --steps 10 --num-experts 4 "
+    words += f"--moe-ffn-hidden-size 256 {long}"
+    alone = analyse(tmp_path, words)["schemes"]
     assert "divide experts" not in capsys.readouterr().out
-    shared = analyse(tmp_path, *words, "--expert-model-parallel-size 4")["schemes"]
+    shared = analyse(tmp_path, words, "--expert-model-parallel-size 4")["schemes"]
     plain, ours = (shared[name]["typical_step_ms"] for name in ("plain", "ours"))
     assert plain["ep_wait"] / plain["step"] > ours["ep_wait"] / ours["step"] > 0
     shares = [f"{100 * each['ep_wait'] / each['step']:.1f} %" for each in (plain, ours)]
@@ -299,7 +305,7 @@ def test_ranks_that_divide_experts_wait(tmp_path, lengths, capsys):
 
 def test_shares_of_work_by_hand(data, lengths):
     """Documents over the window count window by window."""
-    found = data_entries(setup_of(described(JOB, "--wlb-crossover 900 --data-path", data).args))
+    found = data_entries(setup(JOB, "--wlb-crossover 900 --wlb-micro-batches 4 --data-path", data))
     shares = found["shares"]
     assert (found["documents"], found["tokens"]) == (len(lengths), lengths.sum())
     work = [d * 900 + (d // C) * C * C + (d % C) ** 2 for d in lengths.tolist()]
@@ -312,13 +318,13 @@ def test_flags_to_paste_are_those_that_were_simulated(tmp_path, data):
     ours = "--wlb-packing wlb --wlb-outlier-thresholds 500,2000 --wlb-max-tokens 6144 --wlb-cp-sharding hybrid"
     found = analyse(tmp_path, JOB, "--data-path", data, ours, "--wlb-log run.jsonl --steps 2")
     args, _ = add_wlb_arguments(argparse.ArgumentParser()).parse_known_args(found["flags"].split())
-    settings = PlanSettings.from_args(args)
     assert packing.from_args(args) == WlbPacking(outlier_thresholds=(500, 2000))
-    assert (settings.max_tokens, settings.cp_sharding, args.wlb_log) == (6144, "hybrid", "run.jsonl")
-    assert found["schemes"]["ours"]["packing"] == "wlb"
-    assert found["schemes"]["ours"]["longest_micro_batch_tokens"] == 6144
+    assert (PlanSettings.from_args(args).max_tokens, args.wlb_log) == (6144, "run.jsonl")
+    assert Sharding.from_args(args) == Sharding(cp_sharding="hybrid")
+    ours, paper = (found["schemes"][name] for name in ("ours", "paper"))
+    assert (ours["packing"], ours["longest_micro_batch_tokens"]) == ("wlb", 6144)
     # Algorithm 1 with the same thresholds in both.
-    assert found["schemes"]["ours"]["imbalance"]["work_mean"] == found["schemes"]["paper"]["imbalance"]["work_mean"]
+    assert ours["imbalance"]["work_mean"] == paper["imbalance"]["work_mean"]
 
 
 class Page(HTMLParser):
@@ -340,7 +346,8 @@ class Page(HTMLParser):
 def test_page(tmp_path, data, layout, images):
     """Stands alone: every picture is in it, and whatever the table says."""
     target = tmp_path / "report.html"
-    found = analyse(tmp_path, JOB, layout, "--data-path", data, "--steps 2 --lr 3 --html", str(target))
+    words = f"--steps 2 --html {target} {RUN} {JOB} {layout} --global-batch-size 16 --wlb-micro-batches 16 --lr 3"
+    found = analyse(tmp_path, words, "--data-path", data)
     text = target.read_text()
     page = Page(text)
     assert len(page.images) == images
@@ -355,11 +362,30 @@ def test_page(tmp_path, data, layout, images):
     assert ("CP ranks: slowest / mean" in page.text) == bool(layout)
 
 
+def test_a_trace_of_a_typical_step(tmp_path, data):
+    words = f"--steps 4 --pipeline-model-parallel-size 2 --wlb-micro-batches 4 --trace {tmp_path / 'trace'}"
+    typical = analyse(tmp_path, JOB, words, "--data-path", data)["schemes"]["ours"]["typical_step_ms"]
+    spans = [e for e in json.loads((tmp_path / "trace").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(1e3 * typical["step"], abs=0.01)
+    assert {(e["pid"], e["tid"]) for e in spans} == {(0, 0), (0, 1)}
+
+
 def test_json_on_standard_output(data, capsys):
-    assert main(["analyze", *JOB.split(), "--data-path", data, "--steps", "2", "--json", "-"]) == 0
+    words = f"{JOB} --wlb-micro-batches 4 --data-path {data} --steps 2 --json -"
+    assert main(["analyze", *words.split()]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["prediction"] is True
     assert "This is a prediction" in printed.err
+
+
+def test_a_log_from_standard_input(data, capsys, monkeypatch):
+    arguments = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "world_size": 2, "seq_length": C}
+    arguments |= {"global_batch_size": 4, "data_path": [data], "split": 1, "vocab_size": 9, "wlb_micro_batches": 4}
+    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in arguments.items()]
+    text = "\n".join([f"{'-' * 24} arguments {'-' * 24}", *lines, f"{'-' * 20} end of arguments {'-' * 20}"])
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(text.encode())))
+    assert main(["analyze", "-", "--steps", "2"]) == 0
+    assert "2 layers of 64, window 4,096, 2 GPUs" in capsys.readouterr().out
 
 
 def test_without_torch(data):
@@ -368,24 +394,31 @@ def test_without_torch(data):
     assert done.stdout.startswith("Predicted: ") and "adaptive" in done.stdout
 
 
+@pytest.mark.parametrize("module", ["rich", "jinja2", "matplotlib"])
+def test_an_extra_is_missed_before_the_work(tmp_path, module):
+    """For which there is not even data here."""
+    done = process("analyze", *JOB.split(), "--data-path", "none", "--html", tmp_path / "page", without=(module,))
+    message = f"megatron-wlb analyze: error: {module} is not installed; pip install 'megatron-wlb[analysis]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", r"no --data-path; give"),
-        ("--data-path DATA --seq-length 4098 --context-parallel-size 4", r"4098, which 4 context-parallel"),
-        ("--data-path DATA --num-layers 5 --pipeline-model-parallel-size 2", r"5 layers do not divide over 2 stages"),
+        ("", "no --data-path; give"),
+        ("--data-path DATA --num-layers 5 --pipeline-model-parallel-size 2", "5 layers do not divide over 2 stages"),
         ("--data-path DATA --pipeline-model-parallel-size 2 --account-for-loss-in-pipeline-split",
-         r"2 layers and 1 for the edges do not divide over 2 stages of 1 chunks"),
-        ("--data-path DATA --tensor-model-parallel-size 8", r"4 attention heads do not divide over 8 ranks"),
-        ("--data-path DATA --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 8 "
-         "--num-gpus 8", r"cannot be interleaved over 2 pipeline stages in groups of 2"),
-        ("--data-path DATA --wlb-profile flops", r"profile flops counts attended pairs"),
-        ("--data-path DATA --wlb-attention-backend cuda", r"--wlb-attention-backend is 'cuda'; choose"),
-        ("--data-path DATA --wlb-packing ilp", r"--wlb-packing ilp is a baseline for plans and benchmarks"),
-        ("--data-path DATA --hybrid-context-parallel", r"no --max-seqlen-per-dp-cp-rank: 1 ranks .* at least 4096"),
-        ("--data-path DATA --html - --json -", r"would be mixed on standard output"),
-        ("--data-path DATA --html no/such/report.html", r"--html no/such/report.html: the folder .* does not exist"),
-        ("--data-path DATA --json no/such/report.json", r"--json no/such/report.json: the folder .* does not exist"),
+         "2 layers and 1 for the edges do not divide over 2 stages of 1 chunks"),
+        ("--data-path DATA --tensor-model-parallel-size 8", "4 attention heads do not divide over 8 ranks"),
+        ("--data-path DATA --wlb-profile flops", "profile flops counts attended pairs"),
+        ("--data-path DATA --micro-batch-size 3", "--micro-batch-size 3 does not divide the 4 windows"),
+        ("--data-path DATA --html - --json -", "would be mixed on standard output"),
+        ("--data-path DATA --trace - --json -", "would be mixed on standard output"),
+        ("--data-path DATA --html no/such/report.html", "--html no/such/report.html: the folder .* does not exist"),
+        ("--data-path DATA --json no/such/report.json", "--json no/such/report.json: the folder .* does not exist"),
+        ("--data-path DATA --trace no/such/step.json", "--trace no/such/step.json: the folder .* does not exist"),
+        ("--data-path DATA --steps 0", "--steps: '0' must be an integer from 1 to 16384"),
     ],
 )  # fmt: skip
 def test_errors(data, capsys, words, message):

@@ -8,7 +8,6 @@ import numpy as np
 from benchmarks.lengths import stream
 from megatron_wlb.cli.analyze import layouts
 from megatron_wlb.cli.analyze.report import other_flags
-from megatron_wlb.cli.analyze.setup import setup_of
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import Job, Parallel
@@ -18,7 +17,7 @@ from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.pipeline.split import Split
 from megatron_wlb.simulate.memory import peak_bytes
-from tests.cli.analyses import JOB, N, analyse, described
+from tests.cli.analyses import JOB, N, analyse, setup
 
 
 def test_the_other_policy_is_mentioned_where_it_is_faster(data):
@@ -28,11 +27,11 @@ def test_the_other_policy_is_mentioned_where_it_is_faster(data):
         ("--wlb-packing wlb --wlb-outlier-thresholds 500", AdaptivePacking()),
         ("--wlb-packing original", None),
     ):
-        setup = setup_of(described(JOB, "--wlb-crossover 900 --data-path", data, words).args)
-        assert (setup.other and setup.other.packing) == other
+        given = setup(JOB, "--wlb-crossover 900 --data-path", data, words)
+        assert (given.other and given.other.packing) == other
         slow, fast = ({"us_per_token": us, "us_per_token_error": 0.01} for us in (1e3, 1e-3))
-        assert other_flags(setup, fast, slow) == []
-        found = other_flags(setup, slow, slow)
+        assert other_flags(given, fast, slow) == []
+        found = other_flags(given, slow, slow)
         assert [each["flag"] for each in found] == ([f"--wlb-packing {other.name}"] if other else [])
         assert all(each["speedup"] > 2 for each in found)
 
@@ -53,19 +52,19 @@ def test_fewer_layers_on_the_last_stage_are_mentioned_where_they_would_be_faster
     assert again["schemes"]["ours"]["us_per_token"] < found["schemes"]["ours"]["us_per_token"]
     assert layouts_of(again) == []
     # Nor where memory is enough for even stages alone.
-    ours = setup_of(described(words).args).job
+    ours = setup(words).job
     enough = max(peak_bytes(ours, stage) for stage in range(2)) / 2**30
     for share, mentioned in ((1.001, False), (2, True)):
-        setup = setup_of(described(words, f"--wlb-memory-budget {share * enough}").args)
-        assert setup.job.max_tokens == ours.max_tokens and (other["flag"] in setup.others) == mentioned
+        given = setup(words, f"--wlb-memory-budget {share * enough}")
+        assert given.job.max_tokens == ours.max_tokens and (other["flag"] in given.others) == mentioned
 
 
 def test_gradients_in_the_dtype_of_the_model_are_mentioned_where_they_can_be_faster(data):
     words = f"{JOB} --data-path {data} --context-parallel-size 2 --wlb-packing original"
-    found = setup_of(described(words).args)
+    found = setup(words)
     assert found.others == {"--wlb-cp-gradients model": found.job.sharded(cp_gradients="model")}
-    assert not setup_of(described(words, "--wlb-cp-gradients model").args).others
-    assert not setup_of(described(words.replace("-parallel-size 2", "-parallel-size 1")).args).others
+    assert not setup(words, "--wlb-cp-gradients model").others
+    assert not setup(words.replace("-parallel-size 2", "-parallel-size 1")).others
 
 
 def test_layers_leave_a_last_stage_that_the_vocabulary_fills():
@@ -91,9 +90,8 @@ def test_layers_leave_a_last_stage_that_the_vocabulary_fills():
 def test_other_layouts_have_the_tokens_of_the_run(data):
     """Where no flag says how many windows a step has, too."""
     words = JOB.replace(f"--global-batch-size {N} ", ""), "--wlb-crossover 900 --data-path", data
-    setup = setup_of(described(*words, "--pipeline-model-parallel-size 2 --num-gpus 4").args)
-    windows = setup.job.global_batch_size
-    assert windows == 4 and {each.global_batch_size for each in setup.layouts} == {windows}
+    found = setup(*words, "--pipeline-model-parallel-size 2 --num-gpus 4")
+    assert {each.global_batch_size for each in (found.job, *found.layouts)} == {4} and found.layouts
 
 
 def test_other_layouts_are_those_of_the_same_gpus_in_chunks_of_a_layer():

@@ -1,14 +1,16 @@
 """Logs: blocks that upstream's own parser prints of a run's flags say what the flags say."""
 
 import os
+import shlex
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from megatron_wlb.cli.command import BLOCK, of_file
-from tests.cli.analyses import JOB, described
+from megatron_wlb.cli import launch
+from megatron_wlb.cli.launch import BLOCK, read_log
+from tests.cli.analyses import JOB, described, run
 
 FLAGS = {
     "dense": "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --global-batch-size 16",
@@ -16,15 +18,16 @@ FLAGS = {
     "--swiglu --ffn-hidden-size 96 --seq-length 256 --global-batch-size 24 --tensor-model-parallel-size 2 "
     "--context-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
     "--sequence-parallel --hidden-dropout 0.0 --attention-dropout 0 --untie-embeddings-and-output-weights --seed 5 "
-    "--recompute-activations --data-path 0.3 DATA 0.7 DATA --split 90,5,5 --use-distributed-optimizer",
+    "--recompute-activations --data-path 0.3 DATA 0.7 DATA --split 90,5,5 --use-distributed-optimizer "
+    "--disable-bias-linear --overlap-grad-reduce --no-align-grad-reduce",
     "experts": "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-experts 8 --moe-router-topk 3 "
     "--moe-ffn-hidden-size 32 --expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall --seq-length 128 "
-    "--moe-shared-expert-intermediate-size 16 --global-batch-size 32 --micro-batch-size 2 --qk-layernorm",
+    "--moe-shared-expert-intermediate-size 16 --global-batch-size 32 --micro-batch-size 2 --qk-layernorm --split 1",
     "refused": "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --global-batch-size 64 "
     "--micro-batch-size 4 --mock-data --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap "
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 --dataloader-type cyclic",
     "layout": "--num-layers 9 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --global-batch-size 16 "
-    "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout E(t|)*6tt|tL",
+    "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout E(t|)*6tt|tL --no-overlap-p2p-communication",
     "ends": "--num-layers 12 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --global-batch-size 16 "
     "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --decoder-last-pipeline-num-layers 0",
     "one expert": "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --num-experts 1 "
@@ -34,6 +37,7 @@ FLAGS = {
 COMMON = (
     "--max-position-embeddings 256 --train-iters 3 --lr 1e-3 --bf16 --vocab-size 1000 --tokenizer-type NullTokenizer"
 )
+COMMAND = "--approximate -- torchrun --nproc-per-node 8 --nnodes 2 pretrain_gpt.py"
 
 
 @pytest.fixture(scope="module")
@@ -67,16 +71,18 @@ def blocks(data):
 def test_a_log_says_what_the_flags_say(name, blocks, tmp_path):
     words, block = blocks[name]
     (tmp_path / "log").write_text(block)
-    command = ("torchrun --nproc-per-node 8 --nnodes 2 pretrain_gpt.py", *words)
-    log, typed = (described("--approximate", *each) for each in (("--launch", str(tmp_path / "log")), command))
-    of_log = replace(log.job.parallel, etp=typed.job.parallel.etp)
-    assert replace(log.job, parallel=of_log) == typed.job
-    assert log.job.parallel.expert_tp == typed.job.parallel.expert_tp
-    for each in ("seed", "data_path", "micro_batch_size", "left_out", "needs_dispatcher"):
-        assert getattr(log.args, each) == getattr(typed.args, each), each
-    assert set(log.args.refused) == set(typed.args.refused)
-    assert (log.args.split or "969,30,1").replace(" ", "") == (typed.args.split or "969,30,1")
-    assert bool(log.args.stated["tp_comm_overlap"]) == bool(typed.args.stated.get("tp_comm_overlap"))
+    log, command = described(f"{tmp_path / 'log'} --approximate"), described(COMMAND, *map(shlex.quote, words))
+    of_log = replace(log.job.parallel, etp=command.job.parallel.etp)
+    assert replace(log.job, parallel=of_log) == command.job
+    assert log.job.parallel.expert_tp == command.job.parallel.expert_tp
+    for each in ("seed", "data_path", "micro_batch_size", "window_size"):
+        assert getattr(log.run.arguments, each) == getattr(command.run.arguments, each), each
+    assert log.run.judged.left_out == command.run.judged.left_out
+    assert log.run.judged.needs_dispatcher == command.run.judged.needs_dispatcher
+    assert set(log.run.judged.refused) == set(command.run.judged.refused)
+    assert (log.run.arguments.split or "969,30,1").replace(" ", "") == (command.run.arguments.split or "969,30,1")
+    overlaps = [bool(each.run.launched.stated.get("tp_comm_overlap")) for each in (log, command)]
+    assert overlaps == [name == "refused"] * 2
     assert [note for note in log.notes if "Not simulated" in note] == []
 
 
@@ -84,32 +90,82 @@ def test_the_last_block_counts_whatever_stands_around_it(blocks, tmp_path):
     """A run that was requeued, with another rank's lines in between, and prefixes of srun and torchrun."""
     _, first = blocks["llama"]
     _, second = blocks["dense"]
-    other = [f"[default0]:3: {line}\n[rank7]: a warning\n" for line in second.splitlines()]
+    other = [f"[default0]:3: {line}\n[rank7]: a warning \xe9\n" for line in second.splitlines()]
     padded = "> padded vocab (size: 1000) with 536 dummy tokens (new size: 1536)\n"
     begun = first[: first.index("num_layers")]
-    (tmp_path / "log").write_text(first + "iteration 1\n" + "".join(other) + padded + begun, encoding="latin-1")
-    job = described("--launch", str(tmp_path / "log")).job
+    log = tmp_path / "log"
+    log.write_text(first + "iteration 1\n" + "".join(other) + padded + begun, encoding="latin-1")
+    job = described(log).job
     assert (job.model.num_layers, job.model.padded_vocab_size, job.context_length) == (4, 1536, 128)
-    extracted = os.popen(f"{BLOCK} {tmp_path / 'log'}").read()
-    (tmp_path / "block").write_text(extracted)
-    assert of_file(str(tmp_path / "block")).arguments["num_layers"] == "4"
-    for text, message in ((begun, "holds a part"), (second.replace("  world_size", "  x"), "lack num_layers or world")):
-        (tmp_path / "log").write_text(text)
+    assert os.system(f"{BLOCK} {log} > {tmp_path / 'block'}") == 0
+    assert read_log(str(tmp_path / "block")).stated["num_layers"] == 4
+    for text, message in (
+        (begun, "has no arguments as Megatron prints them; give the log of a run, .*or the run's command behind --"),
+        (second.replace("  world_size", "  x"), "its arguments lack num_layers or world_size; give the log"),
+        (second.replace("  world_size", "  deepspeed ....... True\n  world_size"), "^DeepSpeed does not train a GPT"),
+    ):
+        log.write_text(text)
         with pytest.raises(ValueError, match=message):
-            of_file(str(tmp_path / "log"))
+            read_log(str(log))
 
 
-def test_flags_beside_a_log_overrule_it(blocks, data, tmp_path):
+def test_what_a_log_says_of_wlb_is_taken(blocks, tmp_path):
+    """Also of another release, which has other flags."""
+    lines = {"wlb": True, "wlb_packing": "wlb", "wlb_outlier_thresholds": (20, 30), "wlb_log": "a b", "wlb_new": 3}
+    lines |= {"wlb_save_gathered_kv": False, "wlb_max_tokens": None, "wlb_memory_budget": 40.5}
+    text = "".join(f"  {name} {'.' * (48 - len(name))} {value}\n" for name, value in lines.items())
+    (tmp_path / "log").write_text(blocks["dense"][1].replace("  world_size", f"{text}  world_size"))
+    found = run(tmp_path / "log")
+    assert (found.packing.name, found.packing.outlier_thresholds) == ("wlb", (20, 30))
+    assert (found.settings.memory_budget, found.settings.max_tokens) == (40.5, None)
+    assert (found.run_settings.log, found.sharding.save_gathered_kv) == ("a b", False)
+    assert run(tmp_path / "log", "--wlb-packing adaptive").packing.name == "adaptive"
+
+
+def test_typed_flags_take_precedence(blocks, data, tmp_path):
     (tmp_path / "log").write_text(blocks["llama"][1])
-    args, job, _, _ = described(
-        "--launch", str(tmp_path / "log"), "--num-gpus 32 --seq-length 512", "--data-path", data
-    )
-    assert (job.parallel.dp, job.context_length, args.data_path) == (4, 512, [data])
+    _, job, blend = described(tmp_path / "log", "--num-gpus 32 --seq-length 512 --data-path", data)
+    assert (job.parallel.dp, job.parallel.vpp, job.context_length, blend.prefixes) == (4, 2, 512, [data])
+    for flag, stages in (
+        ("--num-virtual-stages-per-pipeline-rank 4", 4),
+        ("--num-layers-per-virtual-pipeline-stage 4", 1),
+        ("--pipeline-model-parallel-layout E(tt|)*3ttL", 2),
+    ):
+        assert described(tmp_path / "log", flag).job.parallel.vpp == stages
 
 
-def test_logs_of_other_trainers_are_named(blocks, tmp_path, capsys):
-    text = blocks["dense"][1].replace("  world_size", "  deepspeed ....... True\n  world_size")
-    (tmp_path / "log").write_text(text)
-    with pytest.raises(SystemExit):
-        described(JOB, "--launch", str(tmp_path / "log"))
-    assert "DeepSpeed does not train a GPT of Megatron-core" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "No such file or directory; give the log"),
+        (lambda path: path.mkdir(), "is a folder, pipe or device; give the log of a run, .*or - for standard input"),
+        (lambda path: os.mkfifo(path), "is a folder, pipe or device"),
+        (lambda path: path.symlink_to("/dev/zero"), "is a folder, pipe or device"),
+        (lambda path: path.write_bytes(bytes(9999)), "is binary"),
+        (lambda path: path.write_bytes("a log".encode("utf-16")), "is UTF-16; give it as iconv"),
+        (lambda path: path.write_bytes(b""), "has no arguments as Megatron prints them"),
+        (lambda path: path.write_bytes(b"\xe9\xff\n" * 99), "has no arguments as Megatron prints them"),
+        (lambda path: path.symlink_to("/proc/self/mem"), "Input/output error; give the log"),
+        (lambda path: (path.touch(), os.truncate(path, 1 << 40)), "has over 256 MiB; give .*sed -n"),
+    ],
+)
+def test_files_that_are_no_log(tmp_path, make, message):
+    make(tmp_path / "train.log")
+    with pytest.raises(ValueError, match=message) as error:
+        read_log(str(tmp_path / "train.log"))
+    assert str(tmp_path)[:20] in str(error.value)
+
+
+def test_standard_input_is_bounded(monkeypatch):
+    monkeypatch.setattr(launch, "MOST_BYTES", 9)
+    with open("/dev/zero", "rb") as zeros:
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=zeros))
+        with pytest.raises(ValueError, match="^- has over 0 MiB"):
+            read_log("-")
+
+
+def test_a_run_of_something_else_is_refused_beside_typed_flags(blocks, tmp_path):
+    hybrid = "  is_hybrid_model ... True\n  world_size"
+    (tmp_path / "log").write_text(blocks["dense"][1].replace("  world_size", hybrid))
+    with pytest.raises(ValueError, match=r"^pretrain_hybrid.py does not train a GPT of Megatron-core"):
+        run(tmp_path / "log", JOB)

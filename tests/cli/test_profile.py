@@ -7,12 +7,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_wlb.cli import calibration, profile
+from megatron_wlb import calibration
+from megatron_wlb.cli import profile
 from megatron_wlb.cli.main import main
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.hardware.profile import KernelTimes, load_profile
 from megatron_wlb.model import MODELS, ModelShape
-from tests.cli.commands import process, refusal, write_json
+from megatron_wlb.simulate.memory import H100_BYTES
+from tests.cli.analyses import described
+from tests.cli.commands import process, refusal
 
 MODEL = "--hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --kv-channels 16".split()
 SMALL = ["--device", "cpu", "--quick"]
@@ -51,25 +54,26 @@ def test_the_fit_recovers_constants_from_noisy_times(rows):
 def test_what_is_faster_on_two_streams_runs_on_them(tmp_path, monkeypatch):
     """As on a GPU, where the second of two calls is free: only shards with two are measured both ways."""
 
-    def timed(shape, target, stopwatch, *, two_streams=False):
-        plan, rank = shape
+    def timed(plan, rank, target, stopwatch, *, two_streams=False):
         launches, tiles, _ = calibration.count(plan.shards[rank], 4, 128)
         measured.append((launches, two_streams))
         return (10.0 * (1 if two_streams else launches) + tiles, 20.0 + 2 * tiles)
 
     measured: list[tuple[int, bool]] = []
-    monkeypatch.setattr(profile, "attention_times", timed)
-    monkeypatch.setattr(profile, "linear_times", lambda *arguments: (1.0, 2.0))
+    measure = "megatron_wlb.runtime.measure."
+    monkeypatch.setattr(f"{measure}attention_times", timed)
+    monkeypatch.setattr(f"{measure}linear_times", lambda *arguments: (1.0, 2.0))
+    monkeypatch.setattr(f"{measure}stopwatch_of", lambda *arguments, **named: None)
     target = SimpleNamespace(device="cuda")
-    monkeypatch.setattr(profile, "_stopwatch", lambda *arguments, **named: None)
     _, us, two_streams = profile._measure(
         SimpleNamespace(quick=True, output="-"), target, shapes := calibration.shapes(4096)
     )
     assert two_streams and len(us) == len(shapes)
     assert {launches for launches, both in measured if both} == {2}
     times = {"launch": 1.0, "tile": 1.0, "query_tile": 0.0}
-    stated = {"name": "two", "kernel": {"tile_rows": 128, "forward": times, "two_streams": True}}
-    assert load_profile(write_json(tmp_path, stated)).two_streams
+    stated = {"name": "two", "tile_rows": 128, "forward": times, "two_streams": True}
+    (tmp_path / "two.json").write_text(json.dumps(stated))
+    assert load_profile(str(tmp_path / "two.json")).two_streams
 
 
 def test_one_slow_sample_does_not_move_the_fit():
@@ -97,23 +101,23 @@ def test_shapes_are_those_of_training():
 
 def test_a_run_on_the_cpu(written):
     data = json.loads(written.read_text())
-    assert data["kernel"].items() >= {"head_size": 16, "dtype": "fp32", "backend": "cpu"}.items()
-    assert data["kernel"]["two_streams"] is load_profile(str(written)).two_streams is False
+    assert data.items() >= {"head_size": 16, "dtype": "fp32", "backend": "cpu", "name": "mine"}.items()
+    assert "two_streams" not in data and not load_profile(str(written)).two_streams
     assert data["error"]["forward"].keys() == data["error"]["backward"].keys()
     assert data["error"]["forward"]["held_out_median"] <= data["error"]["forward"]["held_out_p90"]
     assert data["linear"]["ffn_hidden_size"] == 128
     assert data["linear"]["gated_linear_unit"] is True
     # 4 * 64 * 16 query and output, 4 * 64 * 16 of two key heads, a gated MLP of 128.
     weights = 64 * (2 * 64 + 2 * 32) + 3 * 64 * 128
-    for direction, flops in (("forward", 2 * weights), ("backward", 4 * weights)):
+    for i, (direction, flops) in enumerate((("forward", 2 * weights), ("backward", 4 * weights))):
         us = data["linear"][f"{direction}_us_per_token"]
-        assert data["linear_tflops"][direction] == pytest.approx(flops / us / 1e6, rel=1e-3)
+        assert data["linear_tflops"][i] == pytest.approx(flops / us / 1e6, rel=1e-3)
     assert data["command"].startswith("megatron-wlb profile --hidden-size 64 ")
     assert data["versions"]["torch"] and data["date"] and data["device"].startswith("one thread of ")
 
 
-def test_what_it_writes_is_a_profile(written, tmp_path):
-    """And planning takes its crossover from it."""
+def test_what_it_writes_is_a_profile(written):
+    """By which training and `analyze` find the crossover that it states."""
     loaded = load_profile(str(written))
     assert loaded.name == "mine"
     assert loaded.forward.tile + loaded.backward.tile > 0
@@ -122,10 +126,8 @@ def test_what_it_writes_is_a_profile(written, tmp_path):
     sizes = {"context_length": 4096, "global_batch_size": 1, "profile": loaded}
     stated = json.loads(written.read_text())["crossover_tokens"]
     assert make_job(model=model, **sizes).crossover_tokens == stated
-    flags = ["--global-batch-size", "1", "--seq-length", "64", "--wlb-profile", str(written), "--model", "550m"]
-    assert main(["plan", write_json(tmp_path, [64, 32, 32]), *flags, "--output", str(tmp_path / "plan")]) == 0
-    header = json.loads((tmp_path / "plan").read_text().splitlines()[0])
-    assert header["crossover"] == make_job(model=MODELS["550m"], **sizes | {"context_length": 64}).crossover_tokens
+    flags = f"--global-batch-size 1 --seq-length 4096 --wlb-profile {written} --model 550m"
+    assert described(flags).job == make_job(model=MODELS["550m"], device_bytes=H100_BYTES, hidden_dropout=True, **sizes)
 
 
 @pytest.mark.gpu
@@ -152,12 +154,12 @@ def test_a_run_on_a_gpu(tmp_path):
     ],
 )
 def test_wrong_flags_are_refused_before_measuring(flags, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(profile, "linear_times", None)
+    monkeypatch.setattr("megatron_wlb.runtime.measure.linear_times", None)
     refused(message, capsys, tmp_path, *MODEL, *SMALL, *flags.replace("FOLDER", str(tmp_path)).split())
 
 
 def test_no_model(tmp_path, capsys):
-    refused("^no --hidden-size, --num-attention-heads: give the sizes of the model, or --model$", capsys, tmp_path)
+    refused("^no --hidden-size, --num-attention-heads: give the sizes of the model$", capsys, tmp_path)
 
 
 def test_no_gpu(tmp_path, capsys, monkeypatch):
@@ -168,7 +170,7 @@ def test_no_gpu(tmp_path, capsys, monkeypatch):
 
 def test_a_dtype_that_the_backend_does_not_run(tmp_path, capsys, monkeypatch):
     backend = SimpleNamespace(name="te", dtypes=())
-    monkeypatch.setattr("megatron_wlb.runtime.backends.get_backend", lambda name, device, head_sizes: backend)
+    monkeypatch.setattr("megatron_wlb.runtime.measure.get_backend", lambda name, device, head_sizes: backend)
     refused("attention backend te does not run fp32; choose another --dtype", capsys, tmp_path, *MODEL, *SMALL)
 
 
@@ -178,7 +180,7 @@ def test_a_device_without_enough_memory(tmp_path, capsys, monkeypatch):
     def full(*args):
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
 
-    monkeypatch.setattr(profile, "attention_times", full)
+    monkeypatch.setattr("megatron_wlb.runtime.measure.attention_times", full)
     refused("^out of device memory; give --quick, or a smaller model$", capsys, tmp_path, *MODEL, *SMALL)
 
 

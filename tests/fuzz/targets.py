@@ -3,11 +3,11 @@
 A reader refuses by ValueError or OSError; every other exception is a finding, `Broken` too.
 """
 
+import argparse
 import functools
-import gzip
-import io
 import json
 import struct
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_wlb.cli import command
 from megatron_wlb.cli.compare import read_log
-from megatron_wlb.cli.lengths import read_lengths
-from megatron_wlb.cli.simulate import read_plan
-from megatron_wlb.cost import attention
-from megatron_wlb.job import MAX_TOKENS
+from megatron_wlb.cli.job import add_job_flags, run_of
+from megatron_wlb.hardware import profile
 from megatron_wlb.packing import POLICIES
 from megatron_wlb.plan import document_log, state
 from megatron_wlb.plan.dataset import read_index, read_tokens
@@ -117,31 +114,6 @@ def _state_seeds() -> list[bytes]:
     return seeds
 
 
-def _plan(data: bytes, folder: Path) -> None:
-    header, steps = read_plan(io.BytesIO(data), "plan")
-    for lengths in steps:
-        require(len(lengths) == header["micro_batches"], "N micro-batches a step")
-        for each in lengths:
-            require(not len(each) or 1 <= each.min() <= each.max() <= header["context_length"], "lengths are in range")
-            require(each.sum() <= header["max_tokens"], "a micro-batch holds at most S_max")
-
-
-def _plan_seeds() -> list[bytes]:
-    header = {
-        "format": "megatron-wlb-plan",
-        "version": 2,
-        "policy": "wlb",
-        "windows": 2,
-        "micro_batches": 2,
-        "context_length": 64,
-        "max_tokens": 80,
-        "crossover": 32,
-    }
-    steps = [{"step": k, "micro_batches": [[[k, 0, 64], [k + 9, 64, 7]], [[k + 1, 0, 33]]]} for k in range(3)]
-    lines = [json.dumps(line) for line in (header, *steps, {"summary": {}})]
-    return ["\n".join(each).encode() for each in (lines, [*lines[:2], *lines[-1:]])]
-
-
 def _mutate_lines(random: Random, data: bytes, others: Sequence[bytes]) -> bytes:
     """A change of the JSON of a line, or of the text."""
     lines = data.split(b"\n")
@@ -176,43 +148,14 @@ def _documents(data: bytes, folder: Path) -> None:
 
 def _documents_seeds() -> list[bytes]:
     seeds = []
-    for policy in ("wlb", "adaptive"):
-        running, log = packer(policy), io.BytesIO()
-        for _ in range(3):
-            packed = running.next()
-            rows = np.empty(len(packed.packing.documents), document_log.ENTRY)
-            rows["step"] = packed.step
-            rows["micro_batch"] = np.repeat(np.arange(len(packed.packing)), np.diff(packed.packing.bounds))
-            for name in ("index", "dataset", "document", "offset", "length"):
-                rows[name] = packed.packing.documents[name]
-            log.write(member(rows))
-        seeds += [log.getvalue(), log.getvalue()[:-9]]
-    mark = rows[:1].copy()
-    mark["micro_batch"] = document_log.BEGINS_ANEW
-    return [*seeds, member(np.concatenate((mark, rows)))]
-
-
-def member(rows: np.ndarray) -> bytes:
-    """As `document_log.append` writes a step."""
-    buffer = io.BytesIO()
-    np.save(buffer, rows)
-    return gzip.compress(buffer.getvalue(), mtime=0)
-
-
-def _lengths(data: bytes, folder: Path) -> None:
-    path = folder / ("lengths.npy" if data[:1] == b"\x93" else "lengths.json")
-    path.write_bytes(data)
-    lengths = read_lengths(str(path))
-    require(lengths.dtype == np.int64 and 0 <= lengths.min() <= lengths.max() <= MAX_TOKENS, "lengths are in range")
-
-
-def _lengths_seeds() -> list[bytes]:
-    arrays = []
-    for dtype in ("<i8", ">u2", "<i4"):
-        buffer = io.BytesIO()
-        np.save(buffer, np.arange(20, dtype=dtype))
-        arrays.append(buffer.getvalue())
-    return [b"[512, 2048, 0]", json.dumps(list(range(50))).encode(), *arrays]
+    with tempfile.TemporaryDirectory() as folder:
+        for policy in ("wlb", "adaptive"):
+            running, log = packer(policy), Path(folder, policy)
+            for begins_anew in (False, False, True):
+                step = running.next()
+                document_log.append(log, step.step, step.packing, begins_anew=begins_anew)
+                seeds.append(log.read_bytes())
+    return [*seeds, seeds[-1][:-9]]
 
 
 def _step_log(data: bytes, folder: Path) -> None:
@@ -229,31 +172,51 @@ def _step_log_seeds() -> list[bytes]:
 
 def _profile(data: bytes, folder: Path) -> None:
     (folder / "profile.json").write_bytes(data)
-    profile = attention.load_profile(str(folder / "profile.json"))
-    require(all(np.isfinite(kernel.time(1, 3, 2)) for kernel in profile.kernels(heads=8)), "times are finite")
+    loaded = profile.load_profile(str(folder / "profile.json"))
+    require(all(np.isfinite(kernel.time(1, 3, 2)) for kernel in loaded.kernels(heads=8)), "times are finite")
 
 
 def _profile_seeds() -> list[bytes]:
-    folder = Path(attention.__file__).parent / "profiles"
+    folder = Path(profile.__file__).parent / "profiles"
     return [path.read_bytes() for path in sorted(folder.glob("*.json"))]
 
 
-def _launch(data: bytes, folder: Path) -> None:
+@functools.cache
+def _typed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_job_flags(parser)
+    return parser.parse_args(["LOG"])
+
+
+def _log(data: bytes, folder: Path) -> None:
+    """The job of a run that has this log."""
     file = folder / "train.log"
     file.write_bytes(data)
-    launched = command.of_file(str(file))
-    require(bool(launched.arguments) != bool(launched.flags), "it is a log or a command")
+    args = argparse.Namespace(**vars(_typed()) | {"log": str(file)})
+    run = run_of(args, [])
+    require(run.launched.is_log and run.arguments.world_size, "a log has its number of GPUs")
+    job = run.job()
+    require(job.parallel.num_gpus == run.arguments.world_size, "so has its job")
 
 
-def _launch_seeds() -> list[bytes]:
-    return [
-        b"cd x && WORLD_SIZE=8 torchrun --nproc-per-node 8 x.py --num-layers 4 \\\n 'c d' --bf16 2>&1 | tee x\n",
-        b"srun -N 4 bash -c 'python x.py --seq-length 8' # c\nsrun -N 4 bash -c 'python x.py --seq-length 8'\n",
-        b"------------------------ arguments ------------------------\n  num_layers ............................... 4\n"
-        b"  world_size ..................................... 8\n"
-        b"-------------------- end of arguments ---------------------\n"
-        b" > padded vocab (size: 100) with 28 dummy tokens (new size: 128)\n",
-    ]
+def _log_seeds() -> list[bytes]:
+    arguments = {
+        **{"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "world_size": 8, "swiglu": True, "fp8": None},
+        **{"seq_length": 128, "global_batch_size": 16, "vocab_size": 100, "pipeline_model_parallel_size": 2},
+        **{"virtual_pipeline_model_parallel_size": 2, "hidden_dropout": 0.1, "data_path": ["0.3", "a", "0.7", "b"]},
+        **{"wlb": True, "wlb_packing": "wlb", "wlb_outlier_thresholds": (64, 96), "window_size": None, "split": "1,1"},
+    }
+    experts = arguments | {"num_experts": 4, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
+    latent = arguments | {"multi_latent_attention": True, "q_lora_rank": 48, "kv_lora_rank": 32, "wlb": False}
+    return [_block(each) for each in (arguments, experts, latent)] + [_block(latent)[:-90] + _block(arguments)]
+
+
+def _block(arguments: dict[str, Any]) -> bytes:
+    """As Megatron prints arguments."""
+    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in arguments.items()]
+    ends = f"{'-' * 24} arguments {'-' * 24}", f"{'-' * 20} end of arguments {'-' * 21}"
+    padded = "> padded vocab (size: 100) with 28 dummy tokens (new size: 128)"
+    return "\n".join([ends[0], *lines, ends[1], padded, ""]).encode()
 
 
 TARGETS = {
@@ -261,11 +224,9 @@ TARGETS = {
     for target in (
         Target(name="index", read=_index, seeds=_index_seeds, mutate=mutate.of_bytes),
         Target(name="state", read=_state, seeds=_state_seeds, mutate=_mutate_lines),
-        Target(name="plan", read=_plan, seeds=_plan_seeds, mutate=_mutate_lines),
         Target(name="documents", read=_documents, seeds=_documents_seeds, mutate=mutate.of_bytes),
-        Target(name="lengths", read=_lengths, seeds=_lengths_seeds, mutate=mutate.of_text),
         Target(name="step_log", read=_step_log, seeds=_step_log_seeds, mutate=_mutate_lines),
         Target(name="profile", read=_profile, seeds=_profile_seeds, mutate=_mutate_lines),
-        Target(name="launch", read=_launch, seeds=_launch_seeds, mutate=mutate.of_text),
+        Target(name="log", read=_log, seeds=_log_seeds, mutate=mutate.of_text),
     )
 }

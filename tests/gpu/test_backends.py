@@ -9,10 +9,11 @@ from megatron_wlb.runtime.backends import BACKENDS, choose_backend, get_backend
 from megatron_wlb.runtime.backends.trial import HEAD_SIZES, kernel_args, try_backend
 from megatron_wlb.runtime.metadata import ShardMetadata
 from megatron_wlb.sharding import per_document
+from tests.covering import covering
 from tests.runtime.calls import CALLS, FULL, WINDOWS, check, expected, run, tensors
 from tests.runtime.oracle import SHARDINGS, TOLERANCE, all_ranks, assert_close, dense, in_parts, inputs
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 LENGTHS = {
     "pairs": [2] * 8,
@@ -22,7 +23,11 @@ LENGTHS = {
 }
 
 
-@pytest.fixture(params=[name for name, cls in BACKENDS.items() if cls.device_types == ("cuda",)])
+ON_GPU = [name for name, cls in BACKENDS.items() if cls.device_types == ("cuda",)]
+HEADS = {"GQA": (8, 2), "MHA": (4, 4), "MQA": (4, 1)}
+
+
+@pytest.fixture(params=ON_GPU)
 def backend(request):
     """Skips, with the reason, where the package is not installed, has another interface, or not this GPU's kernels."""
     capability = torch.cuda.get_device_capability()
@@ -46,23 +51,21 @@ def single(backend, lengths):
     return metadata, [x.cuda().requires_grad_() for x in inputs(sum(lengths), (8, 2), 64, torch.bfloat16)]
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("heads", [(8, 2), (4, 4)], ids=["GQA", "MHA"])
-@pytest.mark.parametrize("entries", CALLS.values(), ids=CALLS)
+@covering(indirect=("backend",), backend=ON_GPU, entries=CALLS, heads=HEADS, window=WINDOWS)
 def test_calls(backend, entries, heads, window):
     for dtype in backend.dtypes:
         poison()
         check(backend, entries, heads, 64, dtype, scale=0.2, window=window, device="cuda")
 
 
-@pytest.mark.parametrize("entries", FULL.values(), ids=FULL)
+@covering(indirect=("backend",), backend=ON_GPU, entries=FULL)
 def test_calls_where_queries_see_all_keys(backend, entries):
     for dtype in backend.dtypes:
         poison()
         check(backend, entries, (8, 2), 64, dtype, scale=0.2, causal=False, device="cuda")
 
 
-@pytest.mark.parametrize("head_size", [8, 24, 80, 96, 128, 192, 256, (192, 128)])
+@covering(indirect=("backend",), backend=ON_GPU, head_size=[8, 24, 80, 96, 128, 192, 256, (192, 128)])
 def test_head_sizes(backend, head_size):
     if isinstance(head_size, tuple) and not backend.any_value_size:
         pytest.skip(f"{backend.name} refuses values of another head size than keys")
@@ -89,12 +92,9 @@ def test_random_numbers_are_left_alone(backend):
     assert torch.equal(before, torch.cuda.get_rng_state())
 
 
-@pytest.mark.parametrize("heads", [(8, 2), (4, 4), (4, 1)], ids=["GQA", "MHA", "MQA"])
-@pytest.mark.parametrize("cp", [1, 2, 4])
-@pytest.mark.parametrize("sharding", SHARDINGS)
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@covering(indirect=("backend",), backend=ON_GPU, lengths=LENGTHS, sharding=SHARDINGS, cp=[1, 2, 4], heads=HEADS)
 def test_all_shards_of_a_plan(backend, lengths, sharding, cp, heads):
-    plan = SHARDINGS[sharding](np.array(lengths, np.int64), cp)
+    plan = sharding(np.array(lengths, np.int64), cp)
     tensors = [x.cuda() for x in inputs(sum(lengths), heads, 64, torch.bfloat16)]
     for window in (None, 100):
         poison()
@@ -102,8 +102,7 @@ def test_all_shards_of_a_plan(backend, lengths, sharding, cp, heads):
         assert_close(got, dense(*tensors, lengths, 0.2, window), TOLERANCE[torch.bfloat16])
 
 
-@pytest.mark.parametrize("cp", [2, 4])
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@covering(indirect=("backend",), backend=ON_GPU, lengths=LENGTHS, cp=[2, 4])
 def test_documents_in_parts(backend, lengths, cp):
     tensors = [x.cuda() for x in inputs(sum(lengths), (8, 2), 64, torch.bfloat16)]
     poison()

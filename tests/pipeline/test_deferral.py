@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_wlb import _native
-from megatron_wlb.pipeline.deferral import WeightGradients, run_deferred
+from megatron_wlb.pipeline.deferral import WeightGradients, _needs, run_deferred
 from megatron_wlb.pipeline.schedule import Schedule
 from megatron_wlb.pipeline.timeline import run
 from tests.pipeline.schedules import timed_schedules
@@ -110,3 +110,12 @@ def test_nothing_deferred_is_the_plain_timeline(timed):
     plain = run(schedule, *work, transfer)
     np.testing.assert_array_equal(done.start, plain.start)
     np.testing.assert_array_equal(done.end, plain.end)
+
+
+def test_what_later_passes_free_is_not_there_before():
+    """A pass keeps 1 byte, and its backward frees half of one; nothing runs before that of the last virtual stage."""
+    steps = np.stack((np.ones((2, 1, 3)), np.full((2, 1, 3), -0.5)))
+    needs = _needs(Schedule(num_stages=2, num_micro_batches=3), steps)
+    assert (needs[0] == 1).all() and (needs[1] == 0).all()
+    growing = _needs(Schedule(num_stages=2, num_micro_batches=3), np.abs(steps))
+    assert (growing[0] == [[[1]], [[1.5]]]).all()

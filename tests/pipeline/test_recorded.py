@@ -21,17 +21,13 @@ def test_every_layout_was_recorded():
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_recorded_step_is_reproduced(name):
+    """Its passes run in the order of the schedule, and take as long as simulated."""
     recording = RECORDED[name]
     assert abs(recording.error) <= WITHIN
     assert recording.start_error <= WITHIN
     work = (recording.end - recording.start).reshape(-1, recording.schedule.num_micro_batches).sum(axis=0)
     assert work.max() > 1.5 * work.min()  # ragged
     assert recording.simulated().busy.max() < 0.9 * recording.simulated().makespan  # something to get wrong
-
-
-@pytest.mark.parametrize("name", RECORDED)
-def test_the_passes_ran_in_the_order_of_the_schedule(name):
-    recording = RECORDED[name]
     for stage in range(recording.schedule.num_stages):
         ops = recording.schedule.ops(stage)
         at = (ops["backward"].astype(int), stage, ops["chunk"], ops["micro_batch"])

@@ -1,6 +1,7 @@
-"""Attention of every sharding, backend and head layout against a dense oracle that knows the document lengths only."""
+"""Attention of every sharding, backend and head layout against a dense oracle that knows only the document lengths."""
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,13 +11,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from megatron_wlb.runtime import attention
+from megatron_wlb.runtime import all_to_all, attention
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.backends import Backend, get_backend
 from megatron_wlb.runtime.backends.aten import AtenBackend
 from megatron_wlb.runtime.backends.te import TeBackend
-from megatron_wlb.runtime.metadata import ShardMetadata
+from megatron_wlb.runtime.metadata import Part, ShardMetadata
+from megatron_wlb.sharding import per_document, per_sequence
 from megatron_wlb.types import Round, ShardPlan
+from tests.covering import covering
 from tests.runtime.oracle import SHARDINGS, TOLERANCE, all_ranks, assert_close, dense, in_parts, inputs, local_rows
 
 LENGTHS = {
@@ -29,12 +32,9 @@ LENGTHS = {
 }
 HEADS = {"GQA": (8, 2), "MHA": (4, 4), "MQA": (4, 1)}
 HEAD_SIZE = 16
-
-
-@pytest.fixture(params=["cpu", "reference"])
-def backend(request: pytest.FixtureRequest) -> Backend:
-    torch.set_num_threads(1)
-    return get_backend(request.param, "cpu")
+BACKENDS = {name: get_backend(name, "cpu") for name in ("cpu", "reference")}
+PARTS = ShardMetadata.build(in_parts(np.array([16, 16], np.int64), 2), 0, BACKENDS["cpu"].encode)
+FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def silent_group(monkeypatch):
         out.zero_()
         return group  # as the handle of the collective
 
-    monkeypatch.setattr(exchange, "_all_to_all", moves_nothing)
+    monkeypatch.setattr(all_to_all, "_all_to_all", moves_nothing)
     monkeypatch.setattr(attention, "of_gradients", lambda group: group)
     return group
 
@@ -56,13 +56,13 @@ def by_heads(plan, num_heads):
     return replace(plan, rounds=tuple(Round(0, (head, head + 1)) for head in range(num_heads)))
 
 
-def make_plan(sharding: str, lengths: list[int], cp: int) -> ShardPlan:
-    return SHARDINGS[sharding](np.array(lengths, np.int64), cp)
+def per_document_plan(lengths: list[int], cp: int) -> ShardPlan:
+    return per_document(np.array(lengths, np.int64), cp)
 
 
-def single(backend: Backend, sharding: str = "per-document") -> tuple[ShardMetadata, torch.Tensor]:
+def single(backend: Backend, sharding: Callable[..., ShardPlan] = per_document) -> tuple[ShardMetadata, torch.Tensor]:
     """The metadata of "mixed" on one rank, and its rows."""
-    plan = make_plan(sharding, LENGTHS["mixed"], 1)
+    plan = sharding(np.array(LENGTHS["mixed"], np.int64), 1)
     return ShardMetadata.build(plan, 0, backend.encode), local_rows(plan, 0)
 
 
@@ -73,33 +73,29 @@ def run(q, k, v, dout, metadata, options):
     return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("cp", [1, 2, 4])
-@pytest.mark.parametrize("sharding", SHARDINGS)
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@covering(
+    backend=BACKENDS, lengths=LENGTHS, sharding=SHARDINGS, cp=[1, 2, 3, 4, 8], heads=HEADS, dtype=[FP64, FP32, BF16]
+)
 def test_all_ranks_together_are_dense_attention(backend, lengths, sharding, cp, heads, dtype):
+    all_ranks_are_dense_attention(backend, lengths, sharding, cp, heads, dtype)
+
+
+@covering(backend=BACKENDS, lengths=LENGTHS, cp=[1, 2, 3, 4, 8], heads=HEADS, dtype=[FP64, FP32, BF16])
+def test_documents_in_parts_are_dense_attention(backend, lengths, cp, heads, dtype):
+    all_ranks_are_dense_attention(backend, lengths, in_parts, cp, heads, dtype)
+
+
+def all_ranks_are_dense_attention(backend, lengths, sharding, cp, heads, dtype):
+    missing = -sum(lengths) % (2 * cp)
+    lengths = [*lengths, missing] if missing else lengths
     tensors = inputs(sum(lengths), heads, HEAD_SIZE, dtype)
-    got = all_ranks(*tensors, make_plan(sharding, lengths, cp), AttentionOptions(backend=backend, scale=0.3))
+    plan = sharding(np.array(lengths, np.int64), cp)
+    got = all_ranks(*tensors, plan, AttentionOptions(backend=backend, scale=0.3))
     assert all(x.dtype == dtype for x in got)
     assert_close(got, dense(*tensors, lengths, 0.3), TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_documents_in_parts_are_dense_attention(backend, lengths, cp, heads, dtype):
-    lengths = [*lengths, *[-sum(lengths) % (2 * cp)] * (sum(lengths) % (2 * cp) > 0)]
-    tensors = inputs(sum(lengths), heads, HEAD_SIZE, dtype)
-    plan = in_parts(np.array(lengths, np.int64), cp)
-    got = all_ranks(*tensors, plan, AttentionOptions(backend=backend, scale=0.3))
-    assert_close(got, dense(*tensors, lengths, 0.3), TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
-@pytest.mark.parametrize("scale", [None, 0.7])
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@covering(backend=BACKENDS, sharding=SHARDINGS, scale={"default": None, "given": 0.7}, dtype=[FP64, FP32, BF16])
 def test_autograd_on_a_single_shard(backend, sharding, scale, dtype):
     lengths = LENGTHS["mixed"]
     tensors = inputs(sum(lengths), (8, 2), HEAD_SIZE, dtype)
@@ -109,27 +105,28 @@ def test_autograd_on_a_single_shard(backend, sharding, scale, dtype):
     assert_close(got, tuple(x[order] for x in want), TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 def test_head_sizes_and_strided_inputs(backend):
     """Megatron hands over views of one QKV projection, and a plain sum sends back a gradient of stride 0."""
     lengths = LENGTHS["mixed"]
-    metadata, order = single(backend, "per-sequence")
-    q, k, v, _ = inputs(sum(lengths), (8, 2), 24, torch.float32)
+    metadata, order = single(backend, per_sequence)
+    q, k, v, _ = inputs(sum(lengths), (8, 2), 24, FP32)
     options = AttentionOptions(backend=backend)
     fused = torch.cat((q, k, v), dim=1)[order].requires_grad_()
     out = context_parallel_attention(*fused.split([8, 2, 2], dim=1), metadata, None, options)
     out.sum().backward()
     want = dense(q, k, v, torch.ones_like(q), lengths, 24**-0.5)
     got = (out.detach(), *fused.grad.split([8, 2, 2], dim=1))
-    assert_close(got, tuple(x[order] for x in want), TOLERANCE[torch.float32])
+    assert_close(got, tuple(x[order] for x in want), TOLERANCE[FP32])
     transposed = q[order].transpose(1, 2).contiguous().transpose(1, 2)
     again = context_parallel_attention(transposed, *fused.split([8, 2, 2], dim=1)[1:], metadata, None, options)
     assert torch.equal(again, out)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@covering(backend=BACKENDS, use_reentrant=[True, False])
 def test_activation_recomputation_changes_nothing(backend, use_reentrant):
     metadata, _ = single(backend)
-    q, k, v, dout = inputs(metadata.num_rows, (8, 2), HEAD_SIZE, torch.float32)
+    q, k, v, dout = inputs(metadata.num_rows, (8, 2), HEAD_SIZE, FP32)
     options = AttentionOptions(backend=backend)
     plain = run(q, k, v, dout, metadata, options)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
@@ -139,19 +136,17 @@ def test_activation_recomputation_changes_nothing(backend, use_reentrant):
     assert all(torch.equal(x, y) for x, y in zip(plain, recomputed, strict=True))
 
 
-@pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("settings", [{}, {"save_gathered": True}])
-@pytest.mark.parametrize("cp", [1, 2])
-def test_what_is_saved_for_backward(backend, cp, settings, heads, silent_group):
-    """The local tensors, or besides them K and V of all keys; none of them keeps the memory of others."""
-    plan = make_plan("per-document", LENGTHS["mixed"], cp)
-    metadata = ShardMetadata.build(by_heads(plan, 2) if heads == 2 else plan, 0, backend.encode)
-    q, k, v, _ = inputs(metadata.num_rows, (8, 2), HEAD_SIZE, torch.float32)
+@covering(backend=BACKENDS, cp=[1, 2], save_gathered=[False, True], by_head=[False, True])
+def test_what_is_saved_for_backward(backend, cp, save_gathered, by_head, silent_group):
+    """The local tensors, and with `save_gathered` K and V of all keys; none keeps the memory of another tensor."""
+    plan = per_document_plan(LENGTHS["mixed"], cp)
+    metadata = ShardMetadata.build(by_heads(plan, 2) if by_head else plan, 0, backend.encode)
+    q, k, v, _ = inputs(metadata.num_rows, (8, 2), HEAD_SIZE, FP32)
     fused = torch.cat((q, k, v), dim=1).requires_grad_()
-    group, options = silent_group if cp > 1 else None, AttentionOptions(backend=backend, **settings)
+    group, options = silent_group if cp > 1 else None, AttentionOptions(backend=backend, save_gathered=save_gathered)
     out = context_parallel_attention(*fused.split([8, 2, 2], dim=1), metadata, group, options)
     saved = [x for x in out.grad_fn.saved_tensors if x is not None]
-    gathered = 2 * len(metadata.parts[0].gather) * k[0].numel() if settings and cp > 1 else 0
+    gathered = 2 * len(metadata.parts[0].gather) * k[0].numel() if save_gathered and cp > 1 else 0
     assert sum(x.numel() for x in saved) == 2 * q.numel() + 2 * k.numel() + q.shape[0] * q.shape[1] + gathered
     assert all(x.untyped_storage().nbytes() == x.nbytes for x in saved)
 
@@ -175,9 +170,9 @@ class _Still(TeBackend):
 
     def __init__(self, calls, num_keys, heads, head_size):
         self._engine, self._dtypes, self._states_layout = None, {}, False
-        self._out = {rows: torch.empty(rows, heads[0], head_size, dtype=torch.bfloat16) for rows in calls}
+        self._out = {rows: torch.empty(rows, heads[0], head_size, dtype=BF16) for rows in calls}
         self._lse = {rows: torch.empty(rows, heads[0], 1) for rows in calls}
-        self._dkv = torch.empty(num_keys, 2, heads[1], head_size, dtype=torch.bfloat16).unbind(1)
+        self._dkv = torch.empty(num_keys, 2, heads[1], head_size, dtype=BF16).unbind(1)
 
     def _forward(self, q, k, v, **rest):
         assert k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
@@ -191,11 +186,11 @@ class _Still(TeBackend):
 def test_a_layer_does_only_what_differs_between_layers(silent_group):
     """Entries, offsets and indices follow from the micro-batch, and are in its metadata; K and V are copied once."""
     heads, head_size = (8, 2), 64
-    metadata = ShardMetadata.build(make_plan("per-document", LENGTHS["mixed"], 2), 0, TeBackend.encode)
+    metadata = ShardMetadata.build(per_document_plan(LENGTHS["mixed"], 2), 0, TeBackend.encode)
     (documents,) = metadata.parts
     calls = [call.rows.stop - call.rows.start for call in documents.calls]
     options = AttentionOptions(backend=_Still(calls, len(documents.gather), heads, head_size))
-    q, k, v, dout = inputs(metadata.num_rows, heads, head_size, torch.bfloat16)
+    q, k, v, dout = inputs(metadata.num_rows, heads, head_size, BF16)
     for _ in range(2):  # views of the buffer are made once, in the first layer
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         with _Allocations() as forward:
@@ -214,11 +209,39 @@ def test_a_layer_does_only_what_differs_between_layers(silent_group):
     assert names == [*sent, *local, *arrived, *kernels, *leave, *home]
 
 
+def test_gradients_of_exchanged_rows_are_added_up_in_fp32(monkeypatch, silent_group):
+    dtypes, add = [], torch.Tensor.index_add_
+    monkeypatch.setattr(torch.Tensor, "index_add_", lambda x, *rest: dtypes.append(x.dtype) or add(x, *rest))
+    metadata = ShardMetadata.build(per_document_plan(LENGTHS["mixed"], 2), 0, BACKENDS["cpu"].encode)
+    rows = torch.ones(metadata.num_rows, 3, dtype=BF16, requires_grad=True)
+    all_to_all.exchange_rows(rows, metadata, silent_group).sum().backward()
+    assert dtypes == [FP32] and rows.grad.dtype == BF16
+
+
+def test_backward_ends_with_what_is_not_exchanged(monkeypatch, silent_group):
+    """So that it overlaps the last gradients that leave; forward begins with it."""
+    exchanged = []
+    for name in ("attend", "attend_backward"):
+        run = getattr(attention, name)
+
+        def watched(*given, run=run):
+            exchanged.append(bool(next(x for x in given if isinstance(x, Part)).sent))
+            return run(*given)
+
+        monkeypatch.setattr(attention, name, watched)
+    options = AttentionOptions(backend=BACKENDS["cpu"])
+    plan = SHARDINGS["in rounds"](np.array(LENGTHS["mixed"], np.int64), 2)
+    metadata = ShardMetadata.build(plan, 0, options.backend.encode)
+    q, k, v, dout = inputs(metadata.num_rows, (8, 2), HEAD_SIZE, FP32)
+    context_parallel_attention(q.requires_grad_(), k, v, metadata, silent_group, options).backward(dout)
+    assert exchanged == [False, True, True, True, True, False]
+
+
 def test_a_pool_is_let_go_before_its_keys_are_used(monkeypatch, silent_group):
-    plan = by_heads(make_plan("per-document", LENGTHS["mixed"], 2), 4)
-    metadata = ShardMetadata.build(plan, 0, get_backend("cpu", "cpu").encode)
-    q, k, v, _ = inputs(metadata.num_rows, (8, 4), HEAD_SIZE, torch.float32)
-    begin, pools = exchange.begin, []
+    plan = by_heads(per_document_plan(LENGTHS["mixed"], 2), 4)
+    metadata = ShardMetadata.build(plan, 0, BACKENDS["cpu"].encode)
+    q, k, v, _ = inputs(metadata.num_rows, (8, 4), HEAD_SIZE, FP32)
+    begin, pools = all_to_all.begin, []
 
     def watched(*arguments):
         pool, work = begin(*arguments)
@@ -247,11 +270,11 @@ def test_the_tensors_of_a_round_are_let_go_before_the_next(monkeypatch, silent_g
         return call
 
     monkeypatch.setattr(attention, "attend_backward", watched(attention.attend_backward))
-    monkeypatch.setattr(attention, "finish", watched(exchange.finish))
-    options = AttentionOptions(backend=get_backend("cpu", "cpu"))
-    plan = by_heads(make_plan("per-document", LENGTHS["mixed"], 2), 4)
+    monkeypatch.setattr(attention, "finish", watched(all_to_all.finish))
+    options = AttentionOptions(backend=BACKENDS["cpu"])
+    plan = by_heads(per_document_plan(LENGTHS["mixed"], 2), 4)
     metadata = ShardMetadata.build(plan, 0, options.backend.encode)
-    q, k, v, dout = inputs(metadata.num_rows, (8, 4), HEAD_SIZE, torch.float32)
+    q, k, v, dout = inputs(metadata.num_rows, (8, 4), HEAD_SIZE, FP32)
     context_parallel_attention(q.requires_grad_(), k, v, metadata, silent_group, options).backward(dout)
     assert alive == [0] * 4 + [0, 1] * 4  # of backward, keys during it
 
@@ -269,21 +292,15 @@ def test_the_tensors_of_a_round_are_let_go_before_the_next(monkeypatch, silent_g
         ("metadata.to", lambda q, k, v, m: (q, k, v, m.to("meta"))),
         ("another attention backend than", lambda q, k, v, m: (q, k, v, replace(m, encode=TeBackend.encode))),
         ("rank 0 of 1 .* rank 1 of 2", lambda q, k, v, m: (q, k, v, replace(m, cp_rank=1, cp=2))),
+        ("a window of 5 keys, and a document that is computed in parts", lambda q, k, v, m: (q, k, v, PARTS)),
     ],
 )
-def test_wrong_inputs_are_refused(backend, message, change):
-    metadata = ShardMetadata.build(by_heads(make_plan("per-document", [16], 1), 2), 0, backend.encode)
-    given = change(*inputs(16, (4, 2), HEAD_SIZE, torch.float32)[:3], metadata)
+def test_wrong_inputs_are_refused(message, change):
+    backend = BACKENDS["cpu"]
+    metadata = ShardMetadata.build(by_heads(per_document_plan([16], 1), 2), 0, backend.encode)
+    given = change(*inputs(16, (4, 2), HEAD_SIZE, FP32)[:3], metadata)
     with pytest.raises(ValueError, match=message):
-        context_parallel_attention(*given, None, AttentionOptions(backend=backend))
-
-
-def test_a_window_on_a_document_in_parts_is_refused(backend):
-    plan = in_parts(np.array(LENGTHS["mixed"], np.int64), 2)
-    metadata = ShardMetadata.build(plan, 0, backend.encode)
-    q, k, v, _ = inputs(metadata.num_rows, (4, 2), HEAD_SIZE, torch.float32)
-    with pytest.raises(ValueError, match="a window of 5 keys, and a document that is computed in parts"):
-        context_parallel_attention(q, k, v, metadata, None, AttentionOptions(backend=backend, window=5))
+        context_parallel_attention(*given, None, AttentionOptions(backend=backend, window=5))
 
 
 class _IndexedAsOnGpu(TorchDispatchMode):
@@ -295,18 +312,18 @@ class _IndexedAsOnGpu(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
 def test_the_oracle_of_gpu_tests_runs_on_a_device(sharding):
     lengths = LENGTHS["mixed"]
-    tensors = [x.to("meta") for x in inputs(sum(lengths), (8, 2), 64, torch.bfloat16)]
+    tensors = [x.to("meta") for x in inputs(sum(lengths), (8, 2), 64, BF16)]
     with _IndexedAsOnGpu():
-        got = all_ranks(*tensors, make_plan(sharding, lengths, 2), AttentionOptions(backend=AtenBackend()))
+        got = all_ranks(*tensors, sharding(np.array(lengths, np.int64), 2), AttentionOptions(backend=AtenBackend()))
     assert [x.shape for x in got] == [x.shape for x in (tensors[0], tensors[0], *tensors[1:3])]
 
 
 def test_aten_refuses_what_it_cannot_run():
     metadata, _ = single(AtenBackend())
-    q, k, v, _ = inputs(metadata.num_rows, (4, 2), 12, torch.float32)
+    q, k, v, _ = inputs(metadata.num_rows, (4, 2), 12, FP32)
     with pytest.raises(ValueError, match="'aten' runs one of torch.float16, torch.bfloat16"):
         context_parallel_attention(q, k, v, metadata, None, AttentionOptions(backend=AtenBackend()))
     q, k, v = (x.bfloat16() for x in (q, k, v))

@@ -7,10 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_wlb.runtime import all_to_all
 from megatron_wlb.runtime.all_to_all import exchange_rows
 from megatron_wlb.runtime.attention import AttentionOptions, attention_to_keys, context_parallel_attention, send_ahead
 from megatron_wlb.runtime.backends import get_backend, side_by_side
 from megatron_wlb.runtime.metadata import ShardMetadata
+from tests.covering import covering
 from tests.runtime.oracle import SHARDINGS, TOLERANCE, assert_close, dense, in_parts, inputs, local_rows
 from tests.worlds import run_world
 
@@ -25,15 +27,36 @@ def _plan(lengths, sharding, cp, heads):
     return dataclasses.replace(plan, rounds=tuple(rounds))
 
 
-def _attend(cp, sharding, dtype, backend, heads, settings):
+WAYS = {
+    "per-sequence": ("per-sequence", None, None),
+    "windowed": ("per-sequence", "by turns", 7),
+    "per-document": ("per-document", None, None),
+    "in rounds": ("in rounds", None, None),
+    "heads by turns": ("in rounds", "by turns", None),
+    "in parts": ("in parts", None, None),
+}
+"""Sharding, whether key heads run by turns, and the window."""
+NUMBERS = {
+    "fp32": (torch.float32, "cpu"),
+    "bf16": (torch.bfloat16, "cpu"),
+    "fp64": (torch.float64, "reference"),
+}
+
+
+def _attend(cp, way, numbers, heads, sizes, save_gathered, ahead, has_sink, gradients_in_fp32):
     """This rank's rows and out, dq, dk, dv of them; ranks are grouped cp by cp."""
-    settings = dict(settings)
     groups = [dist.new_group(range(i, i + cp)) for i in range(0, dist.get_world_size(), cp)]
     group = groups[dist.get_rank() // cp]
-    plan = _plan(LENGTHS, sharding, cp, settings.pop("rounds", None) and [(0, 1), (1, heads[1])])
-    is_ahead, has_sink, sizes = (settings.pop(*each) for each in (("ahead", False), ("sink", False), ("sizes", 16)))
-    rows = local_rows(plan, group.rank())
-    options = AttentionOptions(backend=get_backend(backend, "cpu"), scale=0.3, **settings)
+    sharding, turns, window = way
+    plan = _plan(LENGTHS, sharding, cp, turns and [(0, 1), (1, heads[1])])
+    rows, (dtype, backend) = local_rows(plan, group.rank()), numbers
+    options = AttentionOptions(
+        backend=get_backend(backend, "cpu"),
+        scale=0.3,
+        window=window,
+        save_gathered=save_gathered,
+        gradients_in_fp32=gradients_in_fp32,
+    )
     metadata = ShardMetadata.build(plan, group.rank(), options.backend.encode)
     q, k, v, dout = (x[rows] for x in inputs(sum(LENGTHS), heads, sizes, dtype))
     sinks = (_sink(heads, dtype),) if has_sink else ()
@@ -41,64 +64,45 @@ def _attend(cp, sharding, dtype, backend, heads, settings):
 
     def run(options):
         out = context_parallel_attention(q, k, v, metadata, group, options, *sinks)
-        if is_ahead:
+        if ahead:
             send_ahead(out.grad_fn)
         return out.detach(), *torch.autograd.grad(out, (q, k, v, *sinks), dout)
 
     first, again = run(options), run(options)
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True)), "two runs differ"
-    if not options.gradients_in_fp32:
-        collective = exchange._all_to_all
+    if not gradients_in_fp32:
+        collective = all_to_all._all_to_all
 
         def rounded(output, given, *sizes, **rest):
             return collective(output, given.to(dtype).to(given.dtype), *sizes, **rest)
 
-        exchange._all_to_all = rounded
+        all_to_all._all_to_all = rounded
         want = run(dataclasses.replace(options, gradients_in_fp32=True))
         assert all(torch.equal(x, y) for x, y in zip(first, want, strict=True)), "more is rounded than what leaves"
     return rows, first
 
 
-@pytest.mark.parametrize("heads", [(8, 2), (4, 4)], ids=["GQA", "MHA"])
-@pytest.mark.parametrize(
-    ("world_size", "cp", "sharding", "dtype", "backend", "settings"),
-    [
-        (2, 2, "per-sequence", torch.float32, "cpu", {}),
-        (2, 2, "per-document", torch.bfloat16, "cpu", {}),
-        (2, 2, "per-document", torch.float64, "reference", {}),
-        (2, 2, "in rounds", torch.float32, "cpu", {"rounds": "heads"}),
-        (2, 2, "in rounds", torch.bfloat16, "cpu", {"rounds": "heads", "save_gathered": True}),
-        (2, 2, "per-sequence", torch.float32, "cpu", {"rounds": "heads", "window": 7}),
-        (4, 4, "per-sequence", torch.bfloat16, "cpu", {"rounds": "heads"}),
-        (4, 4, "per-document", torch.float32, "cpu", {}),
-        (4, 4, "in rounds", torch.float64, "reference", {"rounds": "heads", "save_gathered": True}),
-        (4, 4, "in rounds", torch.float32, "cpu", {"window": 20, "save_gathered": True}),
-        (4, 2, "per-document", torch.float32, "cpu", {"save_gathered": True}),
-        (2, 2, "in parts", torch.float32, "cpu", {}),
-        (3, 3, "in parts", torch.bfloat16, "cpu", {"save_gathered": True, "ahead": True}),
-        (8, 8, "in parts", torch.float64, "reference", {"ahead": True}),
-        (3, 3, "in rounds", torch.float32, "cpu", {"ahead": True}),
-        (8, 8, "in rounds", torch.float32, "cpu", {"rounds": "heads"}),
-        (8, 8, "per-document", torch.bfloat16, "cpu", {}),
-        (2, 2, "per-document", torch.bfloat16, "cpu", BF16_GRADIENTS),
-        (4, 4, "in rounds", torch.bfloat16, "cpu", {"rounds": "heads", "save_gathered": True, **BF16_GRADIENTS}),
-        (3, 3, "in parts", torch.bfloat16, "reference", BF16_GRADIENTS),
-        (8, 8, "in parts", torch.bfloat16, "cpu", {"save_gathered": True, **BF16_GRADIENTS}),
-        (8, 8, "per-sequence", torch.bfloat16, "cpu", {"window": 20, **BF16_GRADIENTS}),
-        (4, 2, "in parts", torch.float32, "cpu", BF16_GRADIENTS),
-        (2, 2, "in rounds", torch.float64, "reference", BF16_GRADIENTS),
-        (4, 4, "in rounds", torch.float32, "cpu", {"sizes": (24, 16), "rounds": "heads", "save_gathered": True}),
-        (3, 3, "in parts", torch.float64, "reference", {"sizes": (24, 16), "ahead": True, "sink": True}),
-        (2, 2, "per-sequence", torch.float32, "cpu", {"window": 7, "sink": True}),
-        (3, 3, "in parts", torch.bfloat16, "cpu", {"ahead": True, "sink": True}),
-        (4, 4, "in rounds", torch.float64, "reference", {"rounds": "heads", "sink": True}),
-    ],
+@covering(
+    ranks={"2": (2, 2), "3": (3, 3), "2 groups of 2": (4, 2), "8": (8, 8)},
+    way=WAYS,
+    numbers=NUMBERS,
+    heads={"GQA": (8, 2), "MHA": (4, 4)},
+    sizes={"D=Dv": 16, "D>Dv": (24, 16)},
+    save_gathered=[False, True],
+    ahead=[False, True],
+    sink=[False, True],
+    gradients_in_fp32=[True, False],
 )
-def test_processes_together_are_dense_attention(world_size, cp, sharding, dtype, backend, heads, settings):
-    answers = run_world(_attend, world_size, cp, sharding, dtype, backend, heads, settings)
-    tensors = inputs(sum(LENGTHS), heads, settings.get("sizes", 16), dtype)
-    sink = _sink(heads, dtype) if "sink" in settings else None
-    want = dense(*tensors, LENGTHS, 0.3, settings.get("window"), sink)
+def test_processes_together_are_dense_attention(
+    ranks, way, numbers, heads, sizes, save_gathered, ahead, sink, gradients_in_fp32
+):
+    world_size, cp = ranks
+    dtype, window = numbers[0], way[-1]
+    answers = run_world(
+        _attend, world_size, cp, way, numbers, heads, sizes, save_gathered, ahead, sink, gradients_in_fp32
+    )
+    sinks = (_sink(heads, dtype),) if sink else ()
+    want = dense(*inputs(sum(LENGTHS), heads, sizes, dtype), LENGTHS, 0.3, window, *sinks)
     for i in range(0, world_size, cp):
         rows = torch.cat([rows for rows, _ in answers[i : i + cp]])
         *parts, sinks = zip(*((*parts[:4], parts[4:]) for _, parts in answers[i : i + cp]), strict=True)
@@ -106,16 +110,22 @@ def test_processes_together_are_dense_attention(world_size, cp, sharding, dtype,
         assert_close(tuple(got), (*(x[rows] for x in want[:4]), *want[4:]), TOLERANCE[dtype])
 
 
+def _noted():
+    """Shape and dtype of what this rank gives from here on, by collective."""
+    calls, collective = [], all_to_all._all_to_all
+
+    def noting(output, given, *sizes, **rest):
+        calls.append((tuple(given.shape), given.dtype))
+        return collective(output, given, *sizes, **rest)
+
+    all_to_all._all_to_all = noting
+    return calls
+
+
 def _attend_to_keys(sharding, dtype, backend, heads, sizes, settings):
     """The same with K and V that `exchange_rows` brings, and how often it calls for an exchange."""
     plan, rank = SHARDINGS[sharding](np.array(LENGTHS, np.int64), dist.get_world_size()), dist.get_rank()
-    collective, calls = exchange._all_to_all, []
-
-    def counted(output, given, *split, **rest):
-        calls.append((given.shape[1:], given.dtype))
-        return collective(output, given, *split, **rest)
-
-    exchange._all_to_all = counted
+    calls = _noted()
     rows, sinks = local_rows(plan, rank), (_sink(heads, dtype),) if settings.pop("sink", False) else ()
     options = AttentionOptions(backend=get_backend(backend, "cpu"), scale=0.3, **settings)
     metadata = ShardMetadata.build(plan, rank, options.backend.encode)
@@ -125,7 +135,7 @@ def _attend_to_keys(sharding, dtype, backend, heads, sizes, settings):
     kv = side_by_side(*kv.split((k.shape[-1], v.shape[-1]), dim=-1))
     out = attention_to_keys(q, kv, metadata, options, *sinks)
     gradients = torch.autograd.grad(out, (q, k, v, *sinks), dout)
-    return rows, (out.detach(), *gradients), calls
+    return rows, (out.detach(), *gradients), [(shape[1:], dtype) for shape, dtype in calls]
 
 
 @pytest.mark.parametrize(
@@ -174,15 +184,7 @@ def _sink(heads, dtype):
 
 def _calls(lengths, sharding, settings):
     """What this rank gives in the collectives of one forward and backward, and rows it sends and receives by set."""
-    calls = []
-    collective = exchange._all_to_all
-
-    def counted(output, input, *sizes, **rest):
-        calls.append((tuple(input.shape), input.dtype))
-        return collective(output, input, *sizes, **rest)
-
-    exchange._all_to_all = counted
-    settings = dict(settings)
+    calls, settings = _noted(), dict(settings)
     plan = _plan(lengths, sharding, dist.get_world_size(), settings.pop("rounds", None))
     options = AttentionOptions(backend=get_backend("auto", "cpu"), **settings)
     metadata = ShardMetadata.build(plan, dist.get_rank(), options.backend.encode)
@@ -214,27 +216,16 @@ def test_collectives_of_forward_and_backward(settings, heads, forward, backward)
     assert (sent_by_0, sent_by_1) == (48, 95)  # the document of one token is on one rank
 
 
-def test_rounds_gather_ahead_of_each_other():
-    answers = run_world(_calls, 2, LENGTHS, "in rounds", {})
-    for calls, moved in answers:
-        assert len(moved) == 2
-        dtypes = [torch.bfloat16] * 4 + [torch.float32] * 2
-        assert sorted(calls, key=lambda call: str(call[1])) == [
-            ((rows, 2, 2, 16), dtype)
-            for rows, dtype in zip([*(s for s, _ in moved * 2), *(r for _, r in moved)], dtypes, strict=True)
-        ]
-
-
 def _groups():
     """Dtypes that travelled with the group given, and with another."""
-    world, collective, found = dist.group.WORLD, exchange._all_to_all, (set(), set())
+    world, collective, found = dist.group.WORLD, all_to_all._all_to_all, (set(), set())
 
     def seen(output, input, *sizes, group, async_op):
         assert dist.get_process_group_ranks(group) == [0, 1]
         found[group is not world].add(str(input.dtype))
         return collective(output, input, *sizes, group=group, async_op=async_op)
 
-    exchange._all_to_all = seen
+    all_to_all._all_to_all = seen
     options = AttentionOptions(backend=get_backend("auto", "cpu"))
     metadata = ShardMetadata.build(_plan(LENGTHS, "in parts", 2, None), dist.get_rank(), options.backend.encode)
     q, k, v, dout = (x[: metadata.num_rows] for x in inputs(sum(LENGTHS), (8, 2), 16, torch.bfloat16))
@@ -251,7 +242,9 @@ def test_only_documents_on_several_ranks_are_exchanged():
     assert run_world(_calls, 2, [4] * 8, "per-sequence", {}) == [([], [])] * 2
 
 
-@pytest.mark.parametrize("settings", [{}, {"rounds": ((0, 1), (1, 2))}, {"save_gathered": True}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"rounds": ((0, 1), (1, 2))}, {"save_gathered": True}], ids=["plain", "heads by turns", "kept"]
+)
 def test_a_rank_whose_documents_live_nowhere_else_takes_part(settings):
     """Of the first document, ranks 0 and 1 hold a half each; all others are whole, on one rank."""
     lengths = [16] + [8] * 6

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_wlb.model import ModelShape
+from megatron_wlb.runtime import all_to_all
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.encoding import varlen
 from megatron_wlb.runtime.metadata import ShardMetadata
@@ -81,7 +82,7 @@ def _peak(given, rank):
 )
 def test_backward_of_attention_holds_what_is_predicted(cp, dtype, key_heads, settings, monkeypatch):
     """Of collectives that move nothing: real ones let go of their tensors whenever their thread gets to it."""
-    monkeypatch.setattr(exchange, "_all_to_all", lambda out, given, *sizes, group, async_op: group)
+    monkeypatch.setattr(all_to_all, "_all_to_all", lambda out, given, *sizes, group, async_op: group)
     model = ModelShape(
         num_layers=1,
         hidden_size=8 * HEAD_SIZE,

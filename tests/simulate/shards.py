@@ -6,6 +6,7 @@ import numpy as np
 
 from megatron_wlb.cost.attention import sharding_kernel
 from megatron_wlb.hardware.profile import load_profile
+from megatron_wlb.job import Recompute
 from megatron_wlb.model import MODELS
 from megatron_wlb.sharding import divide
 from megatron_wlb.sharding.rounds import round_costs
@@ -26,3 +27,18 @@ def shards_of(given, lengths, strategy="per-sequence"):
     kernel = sharding_kernel(given)
     plans = [divide(np.array(each), given.parallel.cp, strategy, kernel) for each in lengths]
     return [in_rounds(plan, round_costs(given)) for plan in plans] if given.cp_exchange == "shared" else plans
+
+
+JOBS = [
+    job(tp=2, cp=2, pp=2, dp=2),
+    job(tp=8, cp=2, pp=4, vpp=2),
+    job(
+        model=replace(MODELS["llama3-405b"], num_layers=6),
+        pp=4,
+        dp=3,
+        split=jobs.EDGES,
+        recompute=Recompute(granularity="full"),
+    ),
+    job(model=replace(MODELS["llama2-7b"], num_layers=8, mtp_num_layers=2), pp=4),
+    job(model=replace(MODELS["llama2-7b"], num_layers=8, moe_router_topk=2), cp=2, pp=2, dp=4, ep=4),
+]

@@ -1,15 +1,16 @@
 """`megatron-wlb analyze`: predict what --wlb would bring to a run.
 
-Predicts what --wlb would bring to a run, from the lengths of its documents and its launch flags alone; needs neither a
-GPU, nor Megatron, nor torch, and of the dataset only the .idx file.
+Predicts the gain of --wlb for a run, from the lengths of its documents and its arguments alone. Needs neither a GPU,
+nor Megatron, nor torch; of the dataset, it reads only the .idx file.
 
-    megatron-wlb analyze --html report.html torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
-    megatron-wlb analyze --launch train.log --html report.html
+    megatron-wlb analyze train.log --html report.html
+    megatron-wlb analyze --html report.html -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
     megatron-wlb analyze --model llama2-7b --seq-length 131072 --tensor-model-parallel-size 8 ... --data-path DATA
 
-Flags of Megatron that don't matter, are not simulated, or are refused by training with --wlb are listed. Plain Megatron
-(attention stays inside of documents), the paper's WLB-LLM and this project's --wlb (as its --wlb-* flags say) run the
-same data, shuffled as in training; steps are packed, sharded and simulated as they would be trained.
+LOG comes first. Flags take precedence over a log or a command. Lists Megatron's arguments that do not matter, are not
+simulated, or are refused by training with --wlb. Plain Megatron (attention stays inside documents), the paper's WLB-LLM
+with tuned thresholds, and --wlb (with the --wlb-* flags given) run the same data, shuffled as in training. Steps are
+packed, sharded and simulated as they would be trained.
 """
 
 import argparse
@@ -17,19 +18,22 @@ import sys
 
 from megatron_wlb.cli.analyze import report, table
 from megatron_wlb.cli.analyze.setup import schemes, setup_of
-from megatron_wlb.cli.common import console, integer, progress, write_json, writer
-from megatron_wlb.cli.flags import add_job_flags
+from megatron_wlb.cli.common import Words, console, integer, progress, write_json, writer
+from megatron_wlb.cli.job import add_job_flags, run_of
 
 WIDTH = 100
-"""Columns, where no terminal says how many there are."""
-USAGE = "[--html FILE] [--json FILE] [COMMAND | --launch FILE | FLAGS]"
+"""Columns if no terminal tells its width."""
+USAGE = "[LOG] [--html FILE] [--json FILE] [--trace FILE] [FLAGS] [-- COMMAND]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of the command."""
     parser.add_argument("--html", metavar="FILE", help="report with pictures to write, in one file")
     parser.add_argument(
         "--json", metavar="FILE", help="numbers to write; - for standard output, the table on the other"
+    )
+    parser.add_argument(
+        "--trace", metavar="FILE", help="timeline of a typical step with --wlb, for Perfetto or chrome://tracing"
     )
     parser.add_argument(
         "--steps", type=integer(1, 1 << 14), metavar="K", help="steps to simulate; default: by the size of the job"
@@ -37,27 +41,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_flags(parser)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace, words: Words) -> None:
     """Analyse, print and write. Raises ValueError on wrong input, before anything is written."""
-    terminal = console(args.json, args.html, width=None if sys.stdout.isatty() else WIDTH)
-    if args.html == args.json == "-":
-        raise ValueError("--html - and --json - would be mixed on standard output; name a file for one")
+    terminal = console(args.json, args.html, args.trace, width=None if sys.stdout.isatty() else WIDTH)
+    if (args.html, args.json, args.trace).count("-") > 1:
+        raise ValueError("two outputs would be mixed on standard output; name a file for one")
     if args.html is not None:
-        import matplotlib  # noqa: F401  # missed now rather than after the work
-    setup = setup_of(args)
+        from megatron_wlb.cli.analyze import page  # its packages are missed now rather than after the work
+    setup = setup_of(run_of(args, words.launched))
     packed, simulated = report.steps_of(setup.job)
     if args.steps is not None:
         packed, simulated = max(args.steps, packed // args.steps * args.steps), args.steps
-    total = len(schemes(setup)) * packed
     with (
         writer(args.json, "--json") as file,
         writer(args.html, "--html") as html,
-        progress(total, args.json, "analysing") as advance,
+        writer(args.trace, "--trace") as trace,
+        progress(len(schemes(setup)) * packed, args.json, "analysing") as advance,
     ):
         results = report.analyse(setup, packed, simulated, advance)
         write_json(file, {"headline": " ".join(table.headline(results)).strip()} | results.entries)
         if html is not None:
-            from megatron_wlb.cli.analyze import page
-
             html.write(page.page(results))
+        write_json(trace, results.trace())
     table.show(results, terminal)

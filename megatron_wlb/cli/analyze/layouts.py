@@ -1,31 +1,38 @@
-"""Other layouts of the same GPUs: context parallelism in the place of the pipeline or of data parallelism, and back,
-pipelines whose chunks have one layer, and those whose last stage has fewer layers, since it has the vocabulary."""
+"""Other layouts of the same GPUs: CP instead of PP or DP, and the reverse.
 
-import argparse
+Also pipelines with one layer per chunk, and pipelines with fewer layers on the last stage, which has the vocabulary.
+"""
+
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
-from megatron_wlb.cli.flags import job_of
+from megatron_wlb.cli.job import Run
 from megatron_wlb.job import Job
 from megatron_wlb.micro_batches import predictions
 from megatron_wlb.pipeline.split import laid_out
 from megatron_wlb.plan.stream import DocumentStream
 from megatron_wlb.simulate.memory import DEVICE_SHARE, H100_BYTES, peak_bytes, weight_bytes
 
-if TYPE_CHECKING:
-    from megatron_wlb.cli.analyze.setup import Setup
-
 FIRST_WINDOWS = 32
-"""Of the data, whose documents say how long a layer takes beside the vocabulary."""
+"""Windows of the data whose documents determine the time of a layer relative to the vocabulary."""
+_OF_STAGES = (
+    "virtual_pipeline_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
+    "microbatch_group_size_per_vp_stage",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
+)
+"""Arguments that belong to the stages of one layout."""
 
 
 def sizes(job: Job) -> list[tuple[int, int, int]]:
-    """CP, PP and virtual stages that take the place of those of a job, and of its data-parallel ranks; TP stays within
-    its node."""
+    """CP, PP and virtual stages to try in place of a job's own and of its DP ranks; TP stays."""
     p = job.parallel
     wanted = [(p.cp, p.pp), (p.cp * p.pp, 1), (p.cp, 1), (p.cp * p.dp, p.pp), (p.cp * p.pp * p.dp, 1)]
     if p.pp % 2 == 0:
@@ -35,33 +42,36 @@ def sizes(job: Job) -> list[tuple[int, int, int]]:
 
 
 def virtual_stages(layers: int, pp: int) -> int:
-    """Chunks of a stage with a layer each; one without a pipeline, and where layers do not divide."""
+    """Chunks per stage for one layer each; 1 without a pipeline, and if layers do not divide."""
     return 1 if pp == 1 or layers % pp else layers // pp
 
 
-def jobs(setup: "Setup", args: argparse.Namespace) -> Iterator[Job]:
-    """The job in every other layout that memory allows, with the best number of micro-batches.
+def jobs(run: Run, job: Job, stream: Callable[[], DocumentStream]) -> Iterator[Job]:
+    """Yield the job in every other layout that fits memory, with the best number of micro-batches.
 
-    None for experts, of whose weights a job knows only what a token is multiplied with.
+    Yields none for experts: a job only knows the expert weights that a token is multiplied with.
     """
-    stream = partial(setup.data.stream, setup.seed, setup.job.context_length)
-    for cp, pp, vpp in sizes(setup.job) if not setup.job.model.moe_router_topk else ():
-        layout: dict[str, int | None] = {"context_parallel_size": cp, "pipeline_model_parallel_size": pp}
-        layout |= {"num_gpus": setup.job.parallel.num_gpus, "global_batch_size": setup.job.global_batch_size}
-        layout |= {"wlb_max_tokens": None, "wlb_memory_budget": None}
-        layout |= dict.fromkeys(_OF_STAGES)
-        layout["num_virtual_stages_per_pipeline_rank"] = vpp if vpp > 1 else None
+    for cp, pp, vpp in sizes(job) if not job.model.moe_router_topk else ():
+        stages = dict.fromkeys(_OF_STAGES) | {"num_virtual_stages_per_pipeline_rank": vpp if vpp > 1 else None}
+        layout = replace(
+            run.arguments,
+            context_parallel_size=cp,
+            pipeline_model_parallel_size=pp,
+            **stages,  # type: ignore[arg-type]
+        )
+        free = replace(run.settings, max_tokens=None, memory_budget=None)
         with contextlib.suppress(ValueError):
-            given = argparse.Namespace(**vars(args) | layout)
-            given.wlb_memory_budget = (DEVICE_SHARE * H100_BYTES - weight_bytes(job_of(given, []))) / 2**30
-            if given.wlb_memory_budget > 0:
-                make = partial(job_of, given, [])
+            budget = (DEVICE_SHARE * H100_BYTES - weight_bytes(run.job(layout, settings=free))) / 2**30
+            if budget > 0:
+                make = partial(run.job, layout, settings=replace(free, memory_budget=budget))
                 yield predictions(make(), make, stream, memory_known=True)[0]
 
 
 def relieved(job: Job, stream: DocumentStream) -> Job:
-    """The job with layers of its last pipeline stage on others, as long as that evens what the vocabulary takes; by the
-    work of the stream's next documents."""
+    """Move layers of the last stage to other stages, while that balances the time of the vocabulary.
+
+    Uses the work of the stream's next documents.
+    """
     model = job.model
     if job.parallel.pp == 1 or model.mtp_num_layers:
         return job
@@ -81,17 +91,6 @@ def relieved(job: Job, stream: DocumentStream) -> Job:
     return replace(job, parallel=replace(job.parallel, split=laid_out(layers)))
 
 
-_OF_STAGES = (
-    "num_virtual_stages_per_pipeline_rank",
-    "num_layers_per_virtual_pipeline_stage",
-    "microbatch_group_size_per_virtual_pipeline_stage",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "pipeline_model_parallel_layout",
-)
-"""Arguments that are of one layout's stages."""
-
-
 def gib(job: Job) -> float:
-    """What the fullest GPU holds, with the activations of `peak_bytes`."""
+    """Memory of the fullest GPU in GiB, with the activations of `peak_bytes`."""
     return (weight_bytes(job) + max(peak_bytes(job, stage) for stage in range(job.parallel.pp))) / 2**30

@@ -1,8 +1,7 @@
-"""The report as one page, with its pictures."""
+"""The report as one page, with pictures."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from html import escape
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,68 +11,43 @@ from matplotlib.ticker import MaxNLocator
 from megatron_wlb.cli import pictures
 from megatron_wlb.cli.analyze import table
 from megatron_wlb.cli.analyze.report import Report, Sample
-from megatron_wlb.cli.balance import attention_of_ranks, micro_batch_times
+from megatron_wlb.cli.common import render
 from megatron_wlb.cli.pictures import BLUE, COLORS, GREEN, GREY, ORANGE
 from megatron_wlb.simulate import SimulatedStep
+from megatron_wlb.simulate.balance import attention_of_ranks, micro_batch_times
 
 MOST_EDGES = 48
-"""Passes of a stage beyond which white edges would hide them."""
+"""Most passes of a stage with white edges; more edges would cover the passes."""
 MOST_BARS = 160
-"""Beyond which micro-batches are drawn as an outline."""
-_STYLE = """\
-.source { color: #555; font-size: .9rem; overflow-wrap: anywhere }
-.scroll { overflow-x: auto }
-.lead { font-size: 1.15rem; border-left: 4px solid #0072b2; padding-left: .75rem; margin: 1rem 0 }
-table { border-collapse: collapse; width: 100%; max-width: 48rem; margin: 1rem 0; font-variant-numeric: tabular-nums }
-th, td { padding: .2rem 0 .2rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e3e3e3 }
-th:first-child, td:first-child { text-align: left; white-space: normal; padding-left: 0; min-width: 7rem;
-                                 position: sticky; left: 0; background: #fff }
-td.part { padding-left: 1rem !important; color: #555 }
-tbody tr:first-child { font-weight: 600 }
-:is(th, td):nth-last-child(2) { color: #0072b2 }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f3f5f7; padding: .75rem; border-radius: 4px;
-      font-size: .85rem }
-ul { padding-left: 1.1rem }
-@media (max-width: 30rem) { table { font-size: .78rem } th, td { padding-left: .35rem } }
-"""
+"""Most micro-batches drawn as bars; more are drawn as an outline."""
 
 
 def page(report: Report) -> str:
-    """The whole page."""
+    """Render the whole page."""
     sections = [
         pictures.section(title, text, partial(draw, report), height)
         for title, text, draw, height in _PICTURES
-        if draw is not ranks or (report.setup.job.parallel.cp > 1 and not report.setup.megatron.dynamic)
+        if draw is not ranks or report.setup.job.parallel.cp > 1
     ]
-    flags = [f"<h2>{title}</h2><pre>{escape(flags)}</pre>" for title, flags in table.to_paste(report)]
-    facts = [f"<li>{escape(fact)}</li>" for fact in table.facts(report)]
     titles, *rows = table.rows(report)
     first, rest = table.headline(report)
-    body = [
-        f"<h1>{escape(first).replace(' %', '&nbsp;%')}</h1>",
-        *([f'<p class="lead">{escape(rest)}</p>'] if rest else []),
-        f"<p>{escape(table.job_line(report))}</p><p class=source>{escape(table.source(report))}</p>",
-        f"<div class=scroll><table><thead>{_row(titles, 'th')}</thead><tbody>",
-        *(_row(row, "td") for row in rows),
-        "</tbody></table></div>",
-        *flags,
-        "<main>",
-        *sections,
-        "</main><h2>What this goes by</h2><ul>",
-        *facts,
-        "</ul>\n",
-    ]
-    return pictures.page(f"--wlb: {first}", "\n".join(body), _STYLE)
-
-
-def _row(cells: table.Row, tag: str) -> str:
-    part = " class=part" if cells[0].startswith(" ") else ""
-    others = "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells[1:])
-    return f"<tr><{tag}{part}>{escape(cells[0].strip())}</{tag}>{others}</tr>"
+    return render(
+        "analyze.html",
+        title=f"--wlb: {first}",
+        first=first.replace(" %", "\N{NO-BREAK SPACE}%"),
+        rest=rest,
+        job=table.job_line(report),
+        source=table.source(report),
+        titles=titles,
+        rows=rows,
+        flags=table.to_paste(report),
+        sections=sections,
+        facts=table.facts(report),
+    )
 
 
 def lengths(report: Report, figure: Figure) -> None:
-    """Shares by length, one bin a power of 2."""
+    """Draw shares by document length, one bin per power of 2."""
     data = report.entries["data"]
     edges = np.array([data["up_to"][0] / 2, *data["up_to"]])
     shares = {name: np.array(share) for name, share in data["shares"].items()}
@@ -81,7 +55,7 @@ def lengths(report: Report, figure: Figure) -> None:
 
 
 def time(report: Report, figure: Figure) -> None:
-    """Where the time of a token goes, in the run and with --wlb."""
+    """Draw where the time of a token goes, in the run and with --wlb."""
     axes = figure.subplots()
     names = (report.entries["reference"], "ours")
     for row, name in enumerate(names):
@@ -100,7 +74,7 @@ def time(report: Report, figure: Figure) -> None:
 
 
 def _panels(report: Report, figure: Figure) -> Iterator[tuple[Axes, Sample, str]]:
-    """The run over --wlb: the step that is shown, and its title."""
+    """Yield axes, the step to show and its title, for the run above --wlb."""
     panels = figure.subplots(2, sharex=True, sharey=True)
     for axes, name in zip(panels, (report.entries["reference"], "ours"), strict=True):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -108,7 +82,7 @@ def _panels(report: Report, figure: Figure) -> Iterator[tuple[Axes, Sample, str]
 
 
 def _bars(axes: Axes, values: np.ndarray, mean: float, title: str) -> None:
-    """Bars, or an outline of very many; in orange what the largest has over the mean."""
+    """Draw bars, or an outline of very many; the excess of the largest over the mean is orange."""
     slowest, count = int(values.argmax()), len(values)
     if count <= MOST_BARS:
         axes.bar(range(count), values, color=BLUE)
@@ -122,7 +96,7 @@ def _bars(axes: Axes, values: np.ndarray, mean: float, title: str) -> None:
 
 
 def micro_batches(report: Report, figure: Figure) -> None:
-    """Time of every micro-batch, data-parallel ranks side by side."""
+    """Draw the time of every micro-batch, data-parallel ranks side by side."""
     job = report.setup.job
     for axes, (step, *_), title in _panels(report, figure):
         times = micro_batch_times(step) * job.model.num_layers / 1e3
@@ -134,7 +108,7 @@ def micro_batches(report: Report, figure: Figure) -> None:
 
 
 def ranks(report: Report, figure: Figure) -> None:
-    """Attention of the ranks that differ most."""
+    """Draw attention of the ranks that differ most."""
     for axes, (step, *_), title in _panels(report, figure):
         attention = attention_of_ranks(step)
         worst = attention[(attention.max(axis=1) / attention.mean(axis=1)).argmax()]
@@ -144,7 +118,7 @@ def ranks(report: Report, figure: Figure) -> None:
 
 
 def timelines(report: Report, figure: Figure) -> None:
-    """Passes of every stage."""
+    """Draw the passes of every stage."""
     for axes, (step, _, documents, _), title in _panels(report, figure):
         _timeline(axes, step)
         tokens = sum(int(lengths.sum()) for lengths in documents)
@@ -165,7 +139,7 @@ def _timeline(axes: Axes, step: SimulatedStep) -> None:
         for spans, color in ((forward, BLUE), (backward, ORANGE), (slowest.weight_gradients(stage), GREEN)):
             bars = (spans / 1e3).tolist()
             edges = {"edgecolor": "white", "linewidth": 0.3} if len(bars) <= MOST_EDGES else {"linewidth": 0}
-            # Thousands of passes are a picture of the order of 100 KB as pixels, and of megabytes as shapes.
+            # Thousands of passes take about 100 KB as pixels, and megabytes as shapes.
             axes.broken_barh(bars, (stage - 0.4, 0.8), color=color, rasterized=True, **edges)
 
 
@@ -205,4 +179,4 @@ _PICTURES: tuple[tuple[str, str, Callable[[Report, Figure], None], float], ...] 
         4.4,
     ),
 )
-"""Title, explanation, what draws it, and inches."""
+"""Title, explanation, function that draws it, and height in inches."""

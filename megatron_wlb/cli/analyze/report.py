@@ -1,4 +1,4 @@
-"""The numbers: steps of plain Megatron, of the paper's scheme and of --wlb, packed, sharded and simulated."""
+"""The numbers: packed, sharded and simulated steps of Megatron, the paper's scheme and --wlb."""
 
 import datetime
 import json
@@ -6,44 +6,42 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib import resources
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_wlb import __version__
 from megatron_wlb.cli.analyze import layouts
-from megatron_wlb.cli.analyze.setup import MEGATRON, WARM_UP, Megatron, Setup, flags_of, schemes
-from megatron_wlb.cli.balance import imbalances
-from megatron_wlb.cli.flags import DEFAULT_PROFILE
+from megatron_wlb.cli.analyze.setup import MEGATRON, WARM_UP, Megatron, Setup, schemes
 from megatron_wlb.cost.work import document_work
-from megatron_wlb.hardware.profile import Profile, shipped_profiles
+from megatron_wlb.hardware.profile import DEFAULT_PROFILE, profile_file
 from megatron_wlb.job import Job
 from megatron_wlb.micro_batches import ALIKE
 from megatron_wlb.plan import metrics
-from megatron_wlb.simulate import SimulatedStep, breakdown, limit_time
+from megatron_wlb.simulate import SimulatedStep, breakdown, limit_time, trace_events
+from megatron_wlb.simulate.balance import imbalances
 from megatron_wlb.simulate.memory import peak_bytes
 
 FORMAT = "megatron-wlb-analysis"
-VERSION = 6
+VERSION = 7
 MAX_STEPS, LEAST_SIMULATED, LEAST_PACKED = 200, 4, 40
 PASSES, MICRO_BATCHES = 60_000, 20_000
-"""About how much is simulated and packed of each scheme, where that is between the bounds above."""
+"""Approximate passes to simulate and micro-batches to pack per scheme, within the bounds above."""
 OTHER_SIMULATED, OTHER_PACKED = 24, 96
-"""Of every other layout, and of the other policy."""
+"""Steps to simulate and to pack, of every other layout and other flag."""
 LOST_STEPS = 20
-"""That say what Megatron would lose without a flag."""
+"""Steps that determine what Megatron would lose without a flag."""
 
 Advance = Callable[[int], None]
 
 
 class Sample(NamedTuple):
-    """A step that was simulated."""
+    """A simulated step."""
 
     step: SimulatedStep
     limit_us: float
     documents: list[np.ndarray]
-    """Lengths of the documents of its micro-batches."""
+    """Document lengths of its micro-batches."""
     work: int
 
 
@@ -52,13 +50,17 @@ class Report(NamedTuple):
 
     setup: Setup
     entries: dict[str, Any]
-    """As JSON types."""
+    """The numbers, as JSON types."""
     examples: dict[str, Sample]
-    """A typical step of every scheme, for the pictures: the one whose time per token is nearest to that of all."""
+    """A typical step of every scheme: the one whose time per token is nearest to the mean."""
+
+    def trace(self) -> dict[str, Any]:
+        """Return the typical step with --wlb as a timeline, see `simulate.trace`."""
+        return {"traceEvents": list(trace_events(self.examples["ours"].step)), "displayTimeUnit": "ms"}
 
 
 def steps_of(job: Job) -> tuple[int, int]:
-    """How many steps of each scheme are packed, and how many of those are simulated."""
+    """Return how many steps of each scheme are packed, and how many of them are simulated."""
     parallel, count = job.parallel, job.num_micro_batches
     passes = count * (parallel.pp * parallel.vpp + 2 * parallel.cp)
     simulated = min(MAX_STEPS, max(LEAST_SIMULATED, PASSES // passes))
@@ -67,12 +69,10 @@ def steps_of(job: Job) -> tuple[int, int]:
 
 
 def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Report:
-    """Simulate all schemes. `advance` is told of every step."""
+    """Simulate all schemes; calls `advance` for every step."""
     numbers, examples, jobs = {}, {}, schemes(setup)
     for name, job in jobs.items():
         megatron = setup.megatron if name in MEGATRON else Megatron()
-        if name != "dynamic":
-            megatron = megatron._replace(dynamic="")
         numbers[name], examples[name] = measure(setup, job, packed, simulated, advance, megatron)
     reference = setup.megatron.name
     limit = _compare(numbers, numbers[reference])
@@ -81,16 +81,16 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
         "version": VERSION,
         "prediction": True,
         "job": setup.job.to_json(),
-        "model": setup.model,
+        "model": setup.run.model,
         "data": data_entries(setup),
-        "launch": setup.launch,
+        "launch": setup.run.launched.source,
         "date": datetime.date.today().isoformat(),
         "release": __version__,
-        "left_out": setup.left_out,
+        "left_out": setup.run.judged.left_out,
         "reference": reference,
         "lost": lost(setup, jobs[reference], min(packed, LOST_STEPS)),
         "steps": {"warm_up": WARM_UP, "packed": packed, "simulated": simulated},
-        "profile": profile_entries(setup.settings.profile or DEFAULT_PROFILE, setup.job.profile),
+        "profile": profile_entries(setup),
         "limit": limit,
         "micro_batches": [
             {"micro_batches": each.job.num_micro_batches, "time": each.time, "late_steps": each.late_steps}
@@ -99,16 +99,16 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
         "schemes": numbers,
         "layouts": other_layouts(setup, numbers["ours"], numbers[reference]),
         "other_flags": other_flags(setup, numbers["ours"], numbers[reference]),
-        "flags": flags_of(setup),
+        "flags": setup.flags(),
         "notes": setup.notes,
-        "ignored": setup.ignored,
-        "refused": setup.refused,
+        "ignored": setup.run.judged.ignored,
+        "refused": setup.run.judged.refused,
     }
     return Report(setup, entries, examples)
 
 
 def other_layouts(setup: Setup, best: dict[str, Any], reference: dict[str, Any]) -> list[dict[str, Any]]:
-    """Layouts that are faster than `best` by two standard errors, the fastest first."""
+    """Return layouts that are faster than `best` by `_is_faster`, the fastest first."""
     found = []
     for job in setup.layouts:
         numbers = _measure_other(setup, job)
@@ -121,7 +121,7 @@ def other_layouts(setup: Setup, best: dict[str, Any], reference: dict[str, Any])
 
 
 def other_flags(setup: Setup, best: dict[str, Any], reference: dict[str, Any]) -> list[dict[str, Any]]:
-    """Those of `Setup.others` that are faster than `best` by two standard errors."""
+    """Return flags of `Setup.others` that are faster than `best` by `_is_faster`."""
     measured = {flag: _measure_other(setup, job) for flag, job in setup.others.items()}
     return [
         {"flag": flag} | _speedup(numbers, reference) for flag, numbers in measured.items() if _is_faster(numbers, best)
@@ -140,7 +140,7 @@ def _speedup(numbers: dict[str, Any], over: dict[str, Any]) -> dict[str, float]:
 
 
 def lost(setup: Setup, job: Job, steps: int) -> dict[str, float]:
-    """What Megatron loses without each of the flags that --wlb refuses, as shares of its tokens a second."""
+    """Megatron's loss without each flag that --wlb refuses, as a share of its tokens per second."""
     without = setup.megatron.refused
     if not without:
         return {}
@@ -153,16 +153,16 @@ def lost(setup: Setup, job: Job, steps: int) -> dict[str, float]:
 
 
 def _is_faster(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """By over 1 % and by two standard errors."""
+    """Whether `one` is faster than `other` by over 1 % and by two standard errors."""
     ratio = other["us_per_token"] / one["us_per_token"]
     error = math.hypot(one["us_per_token_error"], other["us_per_token_error"])
     return bool(ratio - 1 > max(ALIKE, 2 * ratio * error))
 
 
 def _compare(schemes: dict[str, dict[str, Any]], plain: dict[str, Any]) -> dict[str, float]:
-    """Add to the numbers of schemes what they bring over `plain`, one of them. Returns what nobody could exceed."""
+    """Add to each scheme's numbers its gain over `plain`, one of them. Returns --wlb's limit."""
     us_per_token = schemes["ours"]["limit_us_per_token"]
-    # Megatron has its own, since it cuts documents where windows end, which is less work a token.
+    # Megatron has a limit of its own: it cuts documents at window ends, which lowers the work per token.
     megatron = min(numbers["limit_us_per_token"] for name, numbers in schemes.items() if name in MEGATRON)
     for name, numbers in schemes.items():
         numbers |= _speedup(numbers, plain)
@@ -173,10 +173,10 @@ def _compare(schemes: dict[str, dict[str, Any]], plain: dict[str, Any]) -> dict[
 def measure(
     setup: Setup, job: Job, packed: int, simulated: int, advance: Advance, megatron: Megatron
 ) -> tuple[dict[str, Any], Sample]:
-    """Pack `packed` steps of a scheme, simulate `simulated` of them, evenly spread; means as JSON types, an example.
+    """Pack `packed` steps of a scheme and simulate `simulated` of them, evenly spread.
 
-    Few steps have more or fewer long documents than all data has. So time per token is time per work of what was
-    simulated, times the work per token of everything that was packed.
+    Returns means as JSON types, and an example. A few steps have more or fewer long documents than all data have. So
+    time per token is the simulated steps' time per work, times the work per token of all packed steps.
     """
     measured: list[metrics.StepMetrics] = []
     samples: list[Sample] = []
@@ -199,7 +199,8 @@ def measure(
     typical = {part: us / 1e3 for part, us in asdict(breakdown(example.step)).items()}
     numbers = {
         "packing": job.packing.name,
-        "num_micro_batches": None if megatron.dynamic else job.num_micro_batches // megatron.micro_batch_size,
+        "outlier_thresholds": getattr(job.packing, "outlier_thresholds", None),
+        "num_micro_batches": job.num_micro_batches // megatron.micro_batch_size,
         "cp_sharding": job.sharding.cp_sharding if job.parallel.cp > 1 else None,
         **times,
         **_packing(job, summary, megatron),
@@ -210,10 +211,10 @@ def measure(
 
 
 def _times(samples: Sequence[Sample], work_per_token: float) -> dict[str, Any]:
-    """The time of a step and of a token, and their error."""
+    """Return the time of a step and of a token, and its error."""
     time, limit, work = np.array([(sample.step.time, sample.limit_us, sample.work) for sample in samples]).T
     per_work = time.sum() / work.sum()
-    # Of a ratio of means over steps.
+    # The error of a ratio of means over steps.
     error = float(np.std(time - per_work * work) / np.sqrt(len(samples)) / time.mean())
     return {
         "step_ms": float(time.mean()) / 1e3,
@@ -224,18 +225,15 @@ def _times(samples: Sequence[Sample], work_per_token: float) -> dict[str, Any]:
 
 
 def _imbalance(samples: Sequence[Sample], summary: metrics.Summary) -> dict[str, float]:
-    """Slowest over mean by predicted times, and largest over mean by the work of lengths; means over steps."""
+    """Return slowest over mean by predicted times, and largest over mean by work; means over steps."""
     levels = [imbalances(sample.step) for sample in samples]
     means = {level: float(np.mean([each[level] for each in levels])) for level in levels[0]}
     return means | {"work_mean": summary.imbalance_mean, "work_p95": summary.imbalance_p95}
 
 
 def _packing(job: Job, summary: metrics.Summary, megatron: Megatron) -> dict[str, Any]:
-    """What packing costs in delay, in even steps and in memory."""
+    """Return what packing costs in delay, in uneven tokens per step, and in memory."""
     longest = megatron.micro_batch_size * job.context_length if job.packing.fixed_length else job.max_tokens
-    if megatron.dynamic:
-        on_rank = megatron.rank_tokens if megatron.packs else min(megatron.rank_tokens, job.context_length)
-        longest = on_rank * job.parallel.cp
     return {
         "late_steps": summary.late_steps,
         "max_delay_steps": summary.max_delay_steps,
@@ -246,11 +244,11 @@ def _packing(job: Job, summary: metrics.Summary, megatron: Megatron) -> dict[str
 
 
 def data_entries(setup: Setup) -> dict[str, Any]:
-    """Documents and tokens of the training split, and their shares by length (powers of 2)."""
+    """Return documents and tokens of the training split, and their shares by length (powers of 2)."""
     every = np.concatenate([source.lengths for source in setup.data.sources])
     lengths, counts = np.unique(every, return_counts=True)
     edges = 2 ** np.arange(0, math.ceil(math.log2(max(2, int(lengths[-1])))) + 1)
-    # Every share of a document counts where its length is; one over the window is attended to window by window.
+    # A document counts in the bin of its length. One longer than the window is attended to window by window.
     window, crossover_tokens = setup.job.context_length, setup.job.crossover_tokens
     full, rest = np.divmod(lengths, window)
     work = lengths.astype(np.float64) * crossover_tokens + full * float(window) ** 2 + rest.astype(np.float64) ** 2
@@ -262,7 +260,7 @@ def data_entries(setup: Setup) -> dict[str, Any]:
     quantiles = np.quantile(every, (0.5, 0.9, 0.99, 1.0)).astype(int).tolist()
     return {
         "prefixes": setup.data.prefixes,
-        "seed": setup.seed,
+        "seed": setup.run.arguments.seed,
         "documents": len(every),
         "tokens": int(every.sum()),
         "length_quantiles": dict(zip(("p50", "p90", "p99", "max"), quantiles, strict=True)),
@@ -271,16 +269,16 @@ def data_entries(setup: Setup) -> dict[str, Any]:
     }
 
 
-def profile_entries(name: str, profile: Profile) -> dict[str, Any]:
-    """The profile of that name or path, what it says of its own errors, and the network."""
-    cost = resources.files("megatron_wlb.cost")
-    shipped = cost / "profiles" / f"{name}.json"
-    stated = json.loads((shipped if name in shipped_profiles() else Path(name)).read_text())
-    network = json.loads((cost / "network-h100.json").read_text())
+def profile_entries(setup: Setup) -> dict[str, Any]:
+    """Return origin and stated errors of the profile and of its network."""
+    profile = setup.job.profile
+    stated = json.loads(profile_file(setup.run.settings.profile or DEFAULT_PROFILE).read_text())
+    network = resources.files("megatron_wlb.hardware") / "networks" / f"{profile.network.name}.json"
+    of_network = json.loads(network.read_text()) if network.is_file() else {"name": profile.network.name}
     origin = ("name", "device", "source", "kernel_measured", "date", "error")
     return {
         **{key: stated[key] for key in origin if key in stated},
         "backward_measured": profile.backward is not None,
         "linear_measured": profile.linear_tflops is not None,
-        "network": {key: network[key] for key in ("name", "device", "source", "error")},
+        "network": {key: of_network[key] for key in origin if key in of_network},
     }

@@ -1,4 +1,4 @@
-"""The report in words: rows and sentences that the terminal and the page share."""
+"""The report in words: rows and sentences for both the terminal and the page."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -7,20 +7,20 @@ from typing import Any
 
 from megatron_wlb.cli import common
 from megatron_wlb.cli.analyze.report import Report
-from megatron_wlb.cli.analyze.setup import WARM_UP, Megatron
+from megatron_wlb.cli.common import render
 from megatron_wlb.simulate import SHARES
 from megatron_wlb.simulate.memory import H100_BYTES
 
-TITLES = {"plain": "Megatron", "thd": "THD", "dynamic": "dynamic CP", "paper": "paper", "ours": "--wlb"}
-"""What schemes are called."""
+TITLES = {"plain": "Megatron", "thd": "THD", "paper": "paper", "ours": "--wlb"}
+"""Names of the schemes."""
 SPEEDUP = "speed-up per token"
 
 Row = tuple[str, ...]
-"""A title, what it is for every scheme, and the limit."""
+"""A title, its value for every scheme, and its value at the limit."""
 
 
 def rows(report: Report) -> list[Row]:
-    """Titles of the columns, and what is shown of the schemes and of the limit."""
+    """Return the column titles, then a row per number with its values for the schemes and the limit."""
     schemes, limit = list(report.entries["schemes"].values()), report.entries["limit"]
     parallel = report.setup.job.parallel
     pp, dp, cp, gpus = parallel.pp, parallel.dp, parallel.cp, parallel.num_gpus
@@ -43,8 +43,7 @@ def rows(report: Report) -> list[Row]:
         "exchange": [part("  for the slowest CP rank", "cp_wait")],
         "waiting": [part("  for the slowest EP rank", "ep_wait")] if parallel.expert_dp_ranks > 1 else [],
     }
-    dynamic = bool(report.setup.megatron.dynamic)  # whose ranks count as data-parallel ones
-    has = {"bubble": pp > 1, "exchange": cp > 1, "waiting": pp * dp > 1 or dynamic}
+    has = {"bubble": pp > 1, "exchange": cp > 1, "waiting": pp * dp > 1}
     words = [
         [part(f"{word}, % of a step", *parts), *finer.get(word, [])]
         for word, parts in SHARES.items()
@@ -54,13 +53,13 @@ def rows(report: Report) -> list[Row]:
     def speed(numbers: dict[str, float]) -> str:
         return f"{1e6 / numbers['us_per_token'] / gpus:,.0f}"
 
-    levels = (("pp", "micro-batches", pp), ("dp", "DP ranks", dp + dynamic), ("cp", "CP ranks", cp))
+    levels = (("pp", "micro-batches", pp), ("dp", "DP ranks", dp), ("cp", "CP ranks", cp))
     return [
         ("", *(TITLES[name] for name in report.entries["schemes"]), "limit"),
         row(SPEEDUP, lambda n: f"{n['speedup']:.3f}", f"{limit['speedup']:.3f}"),
         row("  standard error", lambda n: f"{n['speedup_error']:.3f}" if n["speedup_error"] else ""),
         row("  of the limit", lambda n: f"{100 * min(1, n['of_limit']):.0f} %", "100 %"),
-        row("micro-batches a step", lambda n: f"{n['num_micro_batches']:,}" if n["num_micro_batches"] else ""),
+        row("micro-batches a step", lambda n: f"{n['num_micro_batches']:,}"),
         row("time per million tokens, s", lambda n: f"{n['us_per_token']:.3f}", f"{limit['us_per_token']:.3f}"),
         row("tokens a second and GPU", speed, speed(limit)),
         *(imbalance(f"{title}: slowest / mean", name) for name, title, size in levels if size > 1),
@@ -76,14 +75,14 @@ def rows(report: Report) -> list[Row]:
 
 
 def gain(report: Report) -> float:
-    """What --wlb brings, as a share of the speed without; below 0 where it loses, 0 where that is not certain."""
+    """Return --wlb's gain as a share of the speed without; below 0 for a loss, 0 if not certain."""
     ours = report.entries["schemes"]["ours"]
     brings: float = ours["speedup"] - 1
     return brings if abs(brings) > max(0.005, 2 * ours["speedup_error"]) else 0.0
 
 
 def headline(report: Report) -> tuple[str, str]:
-    """What is to be read first, and the rest of the report in a few sentences."""
+    """Return the sentence to read first, and the rest of the report in a few sentences."""
     entries, schemes = report.entries, report.entries["schemes"]
     without = f" without {', '.join(entries['left_out'])}" if entries["left_out"] else ""
     predicted = f"An estimate{without}" if without else "Predicted"
@@ -102,124 +101,38 @@ def headline(report: Report) -> tuple[str, str]:
 
 
 def to_paste(report: Report) -> list[tuple[str, str]]:
-    """Titles, and the flags below them; nothing where there is nothing to gain."""
+    """Return titles and the flags below them; [] if there is nothing to gain."""
     pairs = [("Add to the command", report.entries["flags"]), ("Take out", " ".join(report.entries["refused"]))]
     return [(title, flags) for title, flags in pairs if flags and gain(report) > 0]
 
 
 def facts(report: Report) -> list[str]:
-    """What the numbers go by, a sentence each."""
-    entries, job = report.entries, report.setup.job
-    profile, steps, ignored = entries["profile"], entries["steps"], " ".join(entries["ignored"])
-    stated = "; ".join(errors_of(profile)) or "the profile states none"
-    device = f" ({profile['device']})" if "device" in profile else ""
-    measured = "measured" if profile["linear_measured"] else "assumed"
-    backward = "" if profile["backward_measured"] else "; backward of attention is assumed to take 2.5 times forward"
-    exchange = (
-        "Megatron exchanges K and V in a ring, and shards sequences, or, packed (THD), every document; the paper's "
-        "scheme gathers all of them before it computes, --wlb moves those that a rank needs, in stages of which one "
-        "computes while the next travels. "
+    """The basis of the numbers, a sentence or two each."""
+    entries, job, schemes = report.entries, report.setup.job, report.entries["schemes"]
+    waits = [schemes[name]["typical_step_ms"] for name in (entries["reference"], "ours")]
+    text = render(
+        "facts.txt",
+        **entries,
+        errors=errors_of(entries["profile"]),
+        parallel=job.parallel,
+        crossover=job.crossover_tokens,
+        ep_wait=[f"{100 * typical['ep_wait'] / typical['step']:.1f} %" for typical in waits],
+        device_gib=H100_BYTES >> 30,
+        over_device=any(numbers["activation_gib"] > H100_BYTES / 2**30 for numbers in schemes.values()),
+        negative=any(_waiting(numbers) < 0 for numbers in schemes.values()),
+        nothing_to_add=gain(report) <= 0,
     )
-    waits = [numbers["typical_step_ms"] for numbers in map(entries["schemes"].get, (entries["reference"], "ours"))]
-    plain, ours = (f"{100 * typical['ep_wait'] / typical['step']:.1f} %" for typical in waits)
-    experts = (
-        f"{job.parallel.expert_dp_ranks} data-parallel ranks divide experts and wait for each other in every layer: "
-        f"{plain} of a typical step of Megatron, {ours} of --wlb."
-    )
-    over_device = any(numbers["activation_gib"] > H100_BYTES / 2**30 for numbers in entries["schemes"].values())
-    return [
-        f"This is a prediction by simulation. Attention: profile {profile['name']}{device}. Its errors on what it was "
-        f"not fitted to: {stated}{backward}.",
-        f"Other layers go by {measured} rates, the network by profile {profile['network']['name']} (within a node: "
-        f"{profile['network']['error']}; between nodes assumed). The time of a whole step has not been compared "
-        "with a GPU's; megatron-wlb compare does that with the log of a run.",
-        f"{steps['simulated']} steps of each scheme were simulated and {steps['packed']} packed, after {WARM_UP} that "
-        "fill queues. Time per token is that of the simulated steps' work, at the work per token of all packed ones.",
-        *([experts] if job.parallel.expert_dp_ranks > 1 else []),
-        *([_dynamic(report.setup.megatron)] if report.setup.megatron.dynamic else []),
-        exchange * (job.parallel.cp > 1) + "In all columns attention stays inside of documents, and sequence "
-        "parallelism is on. All numbers are those of bf16: FP8 is not modelled.",
-        "Activations are the peak if every micro-batch in flight had S_max tokens, as far as a rank can hold so many; "
-        "weights and optimizer come on top, and what is held for weight gradients that were put off, as far as an "
-        f"H100 has room ({H100_BYTES >> 30} GiB)." + " Activations alone are more than that." * over_device,
-        "The limit has the same work spread evenly over all GPUs, and nobody ever waits: no bubble, no exchange. The "
-        f"work of a document of d tokens is d x {job.crossover_tokens:,} + d x d.",
-        *([_BELOW] if entries["limit"]["speedup"] < 1 else []),
-        *([_NEGATIVE] if any(_waiting(each) < 0 for each in entries["schemes"].values()) else []),
-        *([_OVERLAP] if "--tp-comm-overlap" in entries["lost"] else []),
-        *([_of_counts(entries["micro_batches"])] if entries["micro_batches"] else []),
-        *map(_of_other_flag, entries["other_flags"]),
-        *_of_layouts(report),
-        *entries["notes"],
-        *([] if gain(report) > 0 else [f"Nothing is to be added to the command. Simulated was {entries['flags']}."]),
-        *([f"Ignored, since nothing here depends on them: {ignored}."] if ignored else []),
-    ]
-
-
-_BELOW = "The limit is below 1: whole documents have more work a token than those that Megatron cuts where windows end."
-_NEGATIVE = "Waiting is below 0 where uneven micro-batches, in a good order, are done sooner than even ones would be."
-_OVERLAP = (
-    "--tp-comm-overlap is taken to hide all tensor-parallel communication of Megatron, which is more than it does; "
-    "--wlb runs without."
-)
+    return [line for line in text.splitlines() if line]
 
 
 def _waiting(numbers: dict[str, Any]) -> float:
-    """Per mille of a typical step, as far as it is shown."""
+    """Per mille of a typical step."""
     typical = numbers["typical_step_ms"]
     return round(1000 * sum(typical[name] for name in SHARES["waiting"]) / typical["step"])
 
 
-def _of_other_flag(other: dict[str, Any]) -> str:
-    speedup = f"{other['speedup']:.2f} ± {other['speedup_error']:.2f} times"
-    said = f"{other['flag']} would be faster: {speedup} as many tokens a second."
-    if not other["flag"].startswith("--wlb"):
-        said += " It takes the place of all flags of virtual stages and their layers, and Megatron would gain, too."
-    return said
-
-
-def _dynamic(megatron: Megatron) -> str:
-    each = "those of the same ranks at once, as far as there is room" if megatron.packs else "each by itself"
-    return (
-        f"{megatron.dynamic} (dynamic CP) is the run that gains are over. A document runs on as few of all context- "
-        f"and data-parallel ranks as have room for it, of {megatron.rank_tokens:,} tokens each; {each}. Ranks, here "
-        "counted as DP ranks, are taken to wait for each other at the end of a step only, which favours Megatron."
-    )
-
-
-def _of_layouts(report: Report) -> list[str]:
-    """Layouts that are faster, with their sizes and memory."""
-    found = report.entries["layouts"]
-    if not found:
-        return []
-    each = (
-        f"CP {n['cp']} x PP {n['pp']}{_chunks(n['vpp'])} x DP {n['dp']} with {n['num_micro_batches']:,} micro-batches "
-        f"of up to {n['max_tokens']:,} tokens: {n['speedup']:.2f} ± {n['speedup_error']:.2f} times, "
-        f"{n['late_steps']:.2f} steps late, {n['gib']:.0f} GiB a GPU"
-        for n in found
-    )
-    return [
-        f"Faster on the same GPUs, with TP {found[0]['tp']} and adaptive packing: {'; '.join(each)}. Memory is "
-        "activations, weights and a distributed optimizer."
-    ]
-
-
-def _chunks(vpp: int) -> str:
-    return f" of {vpp} virtual stages" if vpp > 1 else ""
-
-
-def _of_counts(counts: list[dict[str, Any]]) -> str:
-    tried = (
-        f"{each['micro_batches']:,} {100 * each['time']:.0f} % ({each['late_steps']:.2f} steps late)" for each in counts
-    )
-    return (
-        f"Time of a step by its number of micro-batches, with adaptive packing, of few steps: {', '.join(tried)}; "
-        "100 % is with one for every window."
-    )
-
-
 def errors_of(profile: dict[str, Any]) -> list[str]:
-    """What a profile says of its errors on what it was not fitted to, one sentence each."""
+    """Return the errors that a profile states for held-out data, one sentence each."""
 
     def walk(what: str, entry: Any) -> Iterator[str]:
         if not isinstance(entry, dict):
@@ -242,11 +155,11 @@ PARTS = {
     "waiting for other ranks": ("dp_wait", "ep_wait"),
     "gradients and optimizer": ("gradients", "optimizer", "parameters"),
 }
-"""Where the time goes, in few words, and the parts of a `Breakdown` that it is."""
+"""Short names for where the time goes, and the fields of `Breakdown` that each sums."""
 
 
 def parts(report: Report, scheme: str) -> dict[str, float]:
-    """Seconds of a million tokens by `PARTS`, as a typical step has them."""
+    """Return seconds per million tokens by `PARTS`, in the proportions of a typical step."""
     numbers = report.entries["schemes"][scheme]
     typical = numbers["typical_step_ms"]
     shares = {title: max(0.0, sum(typical[name] for name in names)) for title, names in PARTS.items()}
@@ -254,16 +167,15 @@ def parts(report: Report, scheme: str) -> dict[str, float]:
 
 
 def source(report: Report) -> str:
-    """What the report is of, when it was made, and by what."""
+    """Return the source of the report, its date, and its release."""
     entries = report.entries
-    named = entries["launch"] and not entries["launch"].startswith(("-", "/dev/"))
-    run = entries["launch"] if named else "flags and command as given"
+    run = entries["launch"] if report.setup.run.launched.is_log else "flags and command as given"
     data = ", ".join(entries["data"]["prefixes"])
     return f"{run}; data: {data}; {entries['date']}, megatron_wlb {entries['release']}"
 
 
 def job_line(report: Report) -> str:
-    """The job in a line."""
+    """Return the job in one line."""
     job, data = report.setup.job, report.entries["data"]
     parallel, quantiles = job.parallel, data["length_quantiles"]
     model = report.entries["model"] or f"{job.model.num_layers} layers of {job.model.hidden_size}"
@@ -277,7 +189,7 @@ def job_line(report: Report) -> str:
 
 
 def show(report: Report, console: Any) -> None:
-    """Print everything."""
+    """Print the report."""
     from rich.text import Text
 
     say = partial(console.print, soft_wrap=True)

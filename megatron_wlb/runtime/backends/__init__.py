@@ -1,4 +1,4 @@
-"""Attention backends: forward and backward of one call, and the one place that chooses between them."""
+"""Attention backends, which run forward and backward of a call; their choice."""
 
 import functools
 from dataclasses import dataclass
@@ -8,12 +8,11 @@ import torch
 from megatron_wlb.runtime.backends.aten import AtenBackend
 from megatron_wlb.runtime.backends.checks import check_value_size
 from megatron_wlb.runtime.backends.cpu import CpuBackend
-from megatron_wlb.runtime.backends.flash_attn import FlashAttn3Backend, FlashAttnBackend
+from megatron_wlb.runtime.backends.flash_attn_3 import FlashAttn3Backend
 from megatron_wlb.runtime.backends.protocol import Backend, KernelArgs, keys_and_values, owned, side_by_side
 from megatron_wlb.runtime.backends.reference import ReferenceBackend
 from megatron_wlb.runtime.backends.te import TeBackend
 from megatron_wlb.runtime.backends.trial import HEAD_SIZES, try_backend
-from megatron_wlb.runtime.backends.triton import TritonBackend
 
 __all__ = [
     "BACKENDS",
@@ -30,25 +29,23 @@ __all__ = [
 
 BACKENDS: dict[str, type[Backend]] = {
     "aten": AtenBackend,
-    "flash_attn": FlashAttnBackend,
     "flash_attn_3": FlashAttn3Backend,
     "te": TeBackend,
-    "triton": TritonBackend,
     "cpu": CpuBackend,
     "reference": ReferenceBackend,
 }
 _HOPPER = (9, 0)
-_PREFERENCE = {"cuda": ("aten", "flash_attn", "te", "triton"), "cpu": ("cpu",)}
-_PREFERENCE_ON_HOPPER = ("flash_attn_3", "te", "aten", "flash_attn", "triton")
+_PREFERENCE = {"cuda": ("aten", "te"), "cpu": ("cpu",)}
+_PREFERENCE_ON_HOPPER = ("flash_attn_3", "te", "aten")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The backend that "auto" chose."""
+    """The backend of "auto"."""
 
     name: str
     refused: tuple[tuple[str, str], ...]
-    """Backends that would have come first, each with why it did not."""
+    """Preferred backends that do not work here, each with the reason."""
 
     def __str__(self) -> str:
         reasons = "; ".join(f"{name}: {why}" for name, why in self.refused)
@@ -57,18 +54,13 @@ class Choice:
 
 @functools.cache
 def choose_backend(device_type: str, head_sizes: tuple[int, int]) -> Choice:
-    """The backend of "auto": the first in order of preference that computes the right thing on a small call here, with
-    keys and values of these head sizes.
+    """The first preferred backend that computes a small call correctly here.
 
-    Tried once per process, without a word between ranks: on the same machine image all come to the same. On Hopper and
-    later (compute capability 9.0) the kernels written for it come first:
-
-    1. flash_attn_3; te (cuDNN), but last where deterministic gradients are asked for, which take much memory there;
-    2. aten, flash_attn: FlashAttention-2, from torch and from its package;
-    3. triton: needs no package, and nobody has tuned it.
-
-    Other GPUs have the same without FlashAttention-3, and those before Hopper te after 2. The order is reasoned, not
-    measured: none of it has run on a GPU. Raises ValueError where nothing works.
+    Keys and values have `head_sizes`. Tried once per process; ranks do not communicate, since all ranks of one machine
+    image choose alike. Hopper and later GPUs (compute capability 9.0) prefer kernels written for them: flash_attn_3, te
+    (cuDNN), then FlashAttention-2 (aten). With deterministic gradients te comes last, since they take much memory
+    there. Older GPUs prefer aten. The order is reasoned, not measured: no backend has run on a GPU yet. Raises
+    ValueError where no backend works.
     """
     refused: list[tuple[str, str]] = []
     for name in _preference(device_type):
@@ -95,10 +87,10 @@ def _preference(device_type: str) -> tuple[str, ...]:
 
 
 def get_backend(name: str, device: torch.device | str, head_sizes: tuple[int, int] = HEAD_SIZES) -> Backend:
-    """The backend `name`, or for "auto" that of `choose_backend`. `head_sizes` are of keys and values.
+    """The backend `name`; "auto" is resolved by `choose_backend`.
 
-    Raises ValueError for an unknown name and for a backend that cannot run on `device`, with what is installed, or with
-    values of another size than keys.
+    `head_sizes` are the sizes of key heads and value heads. Raises ValueError for an unknown name, a device that the
+    backend does not run on, a missing package, and head sizes that the backend does not support.
     """
     device = torch.device(device)
     choices = ", ".join(("auto", *BACKENDS))

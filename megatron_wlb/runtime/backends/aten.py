@@ -1,4 +1,4 @@
-"""GPU backend: the varlen FlashAttention-2 that torch ships, one operator per call."""
+"""GPU backend on the varlen FlashAttention-2 that torch ships."""
 
 from typing import Any
 
@@ -19,14 +19,13 @@ _WRITTEN_FOR = "torch 2.11 to 2.15"
 
 
 class AtenBackend:
-    """`aten::_flash_attention_forward` and `_backward`: causal, aligned to the bottom right of every entry.
+    """`aten::_flash_attention_forward` and `_backward`, one operator per call.
 
-    The operators are private to torch, so their schemas are compared with what is passed and taken here: ValueError
-    where a version of torch has others. Bitwise reproducible under `torch.use_deterministic_algorithms(True)`; in
-    backward ValueError where that takes too much memory, see `check_sum_of_dq`.
-
-    FlashAttention-2. Torch can put FA3 under the same operators for the whole process; that is not supported here,
-    `FlashAttn3Backend` runs the same kernels by themselves.
+    The package flash-attn 2 has the same kernels. Causal masks are aligned to the bottom right of every entry. The
+    operators are private to torch, so their schemas are checked: raises ValueError where this version of torch takes
+    other arguments. Bitwise reproducible under `torch.use_deterministic_algorithms(True)`; backward raises ValueError
+    where that takes too much memory (`check_sum_of_dq`). Torch can replace the operators by FlashAttention-3 for the
+    whole process, which is not supported here; `FlashAttn3Backend` runs these kernels.
     """
 
     name = "aten"
@@ -57,7 +56,7 @@ class AtenBackend:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, args: KernelArgs
     ) -> Tensor:
         """See `Backend.backward`."""
-        # The random state of the forward pass, in its dtype; without dropout nobody reads it.
+        # The random state of forward; the kernel does not read it without dropout.
         rng_state = torch.empty(2, dtype=torch.uint64, device=q.device)
         state = {"grad_out": dout, "out": out, "logsumexp": lse, "rng_state": rng_state, "unused": rng_state[0]}
         check_sum_of_dq(self.name, q, k, args.table.shape[1] - 1)

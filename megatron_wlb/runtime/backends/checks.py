@@ -1,4 +1,4 @@
-"""What GPU backends check about the packages and tensors they are given, with errors that say what to do."""
+"""Checks of packages, head sizes and memory that GPU backends share."""
 
 import importlib
 from collections.abc import Iterable
@@ -11,14 +11,14 @@ from megatron_wlb.runtime.backends.protocol import Backend
 
 _MAX_HEAD_SIZE = 256
 WORKSPACE_SHARE = 0.1
-"""Of a GPU's memory, what deterministic gradients may take: what `simulate.memory.DEVICE_SHARE` leaves free."""
+"""Share of GPU memory that deterministic gradients may take: what `simulate.memory.DEVICE_SHARE` leaves free."""
 
 
 def import_for(backend: str, module: str, package: str) -> Any:
-    """`module`, which comes with `package`. Raises ValueError where that is not installed or does not load."""
+    """The imported `module`; raises ValueError where `package` does not load."""
     try:
         return importlib.import_module(module)
-    except (ImportError, OSError) as error:  # OSError: a shared library that it needs is missing
+    except (ImportError, OSError) as error:  # OSError: a shared library is missing
         raise ValueError(
             f"attention backend {backend!r} needs {package}, which cannot be imported ({error}); install it, or choose "
             "another backend"
@@ -30,7 +30,7 @@ def check_arguments(
 ) -> None:
     """Raise ValueError unless `function` can be called with the keywords `given`.
 
-    `parameters` are its parameters, each with whether it has a default.
+    `parameters` maps parameter names to whether they have a default.
     """
     given = set(given)
     unknown = sorted(given - parameters.keys())
@@ -43,13 +43,12 @@ def check_arguments(
 
 
 def schema_parameters(schema: Any) -> dict[str, bool]:
-    """Parameters of an operator's schema, each with whether it has a default."""
+    """Parameter names of an operator's schema, each with whether it has a default."""
     return {argument.name: argument.has_default_value() for argument in schema.arguments}
 
 
 def check_head_size(backend: str, q: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless the head sizes of q [sq, Hq, D] and v [P, Hkv, Dv] are some that FlashAttention kernels
-    are made for."""
+    """Raise ValueError unless FlashAttention has kernels for the sizes D and Dv."""
     for size in (q.shape[-1], v.shape[-1]):
         if size % 8 or size > _MAX_HEAD_SIZE:
             raise ValueError(
@@ -59,18 +58,18 @@ def check_head_size(backend: str, q: Tensor, v: Tensor) -> None:
 
 
 def check_value_size(backend: Backend | type[Backend], head_sizes: tuple[int, int]) -> None:
-    """Raise ValueError where the head sizes of keys and values differ, and the backend wants them equal."""
+    """Raise ValueError where the backend needs key and value heads of one size."""
     if len(set(head_sizes)) > 1 and not backend.any_value_size:
         raise ValueError(
-            f"attention backend {backend.name!r} wants values of the head size of keys, {head_sizes[0]}, and they have "
-            f"{head_sizes[1]}; choose flash_attn_3, te or triton"
+            f"attention backend {backend.name!r} needs value heads of the size of key heads, {head_sizes[0]}, not "
+            f"{head_sizes[1]}; choose flash_attn_3 or te, on GPUs of compute capability 9.0 or later"
         )
 
 
 def check_workspace(backend: str, needed: int, q: Tensor, k: Tensor) -> None:
-    """Raise ValueError where deterministic gradients would take more than `WORKSPACE_SHARE` of the GPU's memory.
+    """Raise ValueError where deterministic gradients take too much memory.
 
-    `needed` bytes for q [sq, Hq, D] and k [P, Hkv, D].
+    The limit is `WORKSPACE_SHARE` of the GPU's memory. They take `needed` bytes for q [sq, Hq, D] and k [P, Hkv, D].
     """
     most = WORKSPACE_SHARE * torch.cuda.get_device_properties(q.device).total_memory
     if needed > most:
@@ -83,11 +82,11 @@ def check_workspace(backend: str, needed: int, q: Tensor, k: Tensor) -> None:
 
 
 def check_sum_of_dq(backend: str, q: Tensor, k: Tensor, num_entries: int) -> None:
-    """`check_workspace` for FlashAttention-2, where torch asks for deterministic gradients.
+    """Raise ValueError where FlashAttention-2 takes too much memory for determinism.
 
-    It then sums dQ once for every thread block of a head that works on the same entry: fp32 [ceil(multiprocessors /
-    (entries * heads)), rows + 128 * entries, heads, head size], the head size rounded up to a multiple of 32
-    (`mha_varlen_bwd` of flash-attn 2.8 and of torch).
+    With deterministic algorithms the kernel keeps one copy of dQ for every thread block that works on the same head of
+    an entry: fp32 [ceil(multiprocessors / (entries * heads)), rows + 128 * entries, heads, head size], with the head
+    size rounded up to a multiple of 32 (`mha_varlen_bwd` of flash-attn 2.8 and of torch).
     """
     if not torch.are_deterministic_algorithms_enabled():
         return

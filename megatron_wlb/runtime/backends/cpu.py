@@ -1,13 +1,13 @@
-"""CPU backend: torch's flash attention, one masked call for a short segment and two without a mask for a long one.
+"""CPU backend on torch's flash attention, with one or two calls per segment.
 
-Query rows [start, stop) of a document see all of its keys [0, start) and, causally, [start, stop). A short segment is
-one call under a mask, a view of the one that all segments of a call share, and little is done around the kernel. In
-a long one the hidden half of the square would cost more than a second call: a causal square and a prefix of keys that
-all queries see are merged by their log-sum-exps. Given the merged output and log-sum-exp, backward returns each part's
-share of the exact gradients, since it recomputes P = exp(scores - lse) and needs nothing else of the softmax. Half
-precision is computed in fp32: the kernel is several times slower in it where a CPU has no such units. Where a window
-hides keys, queries are worked off in masked blocks, each with the keys that one of them sees. Torch's kernel wants one
-head size: where values have another one, zeros make it the larger of the two.
+Query rows [start, stop) of a document see all of its keys [0, start) and, causally, keys [start, stop). A short segment
+is one call under a mask, a view of one mask that all segments of a call share. In a long segment the masked half of the
+square would cost more than a second call. So one call computes the causal square, another one the prefix of keys that
+all queries see, and the results are merged by their log-sum-exps. Given the merged output and log-sum-exp, backward
+returns each part's share of the exact gradients, because it recomputes P = exp(scores - lse) and needs nothing else of
+the softmax. Half precision is computed in fp32, since the kernel is several times slower in half precision on CPUs
+without such units. With a window, queries run in masked blocks, each with the keys that its queries see. Torch's kernel
+takes one head size: if values have another one, zeros pad the smaller of the two.
 
 Shapes: n query rows of a call; Hq = Hkv * g heads, head size D; g query heads share a key head.
 """
@@ -27,11 +27,11 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 _WINDOW_BLOCK = 256
 _LONG = 256
-"""Rows of a segment from which on two calls are faster than one, as measured with 8 heads of size 64."""
+"""Segments of at least so many rows run faster in two calls, measured with 8 heads of size 64."""
 
 
 class SegmentRows(NamedTuple):
-    """Query rows [q_start, q_stop) of a call are the last rows of keys [k_start, k_stop)."""
+    """Query rows [q_start, q_stop), the last rows of keys [k_start, k_stop)."""
 
     q_start: int
     q_stop: int
@@ -40,14 +40,14 @@ class SegmentRows(NamedTuple):
 
     @property
     def k_split(self) -> int:
-        """First key that is also a query: all queries see the keys before it, causally those from it on."""
+        """The first key that is also a query; all queries see the keys before it."""
         return self.k_stop - (self.q_stop - self.q_start)
 
 
 class CpuBackend:
-    """Flash attention on the CPU, one or two calls per segment; the same result in every run.
+    """Flash attention on the CPU, one or two calls per segment, deterministic.
 
-    With a window one call per 256 rows, of at most 256 + window keys each.
+    With a window it makes one call per 256 rows, of at most 256 + window keys each.
     """
 
     name = "cpu"
@@ -111,7 +111,7 @@ class CpuBackend:
         masked, long = _parts(args)
         mask = _Mask(masked, args, g, lse.dtype)
         dout, q, out = (x.to(lse.dtype) for x in (dout, q, out))
-        # Parts of a document are summed, too.
+        # Parts of a document are summed as well, so in fp32.
         given, dkv = dkv, dkv if dkv.dtype == lse.dtype else dkv.to(lse.dtype)
         if not args.adds_up:
             dkv.zero_()
@@ -119,7 +119,7 @@ class CpuBackend:
         ks, vs, dks, dvs = (_heads(x) for x in (k, v, *dkv.unbind(1)))
 
         def gradients(part: SegmentRows, keys: slice, hidden: Tensor | None = None) -> Tensor:
-            """Those of K and V are added up."""
+            """dQ of a part; adds its dK and dV to the totals."""
             do, qs, o, m = (_rows(x, part) for x in grouped)
             k_part, v_part = (x[:, :, keys].to(q.dtype) for x in (ks, vs))
             dq_part, *dkv_part = _backward(do, qs, k_part, v_part, o, m, 0.0, False, attn_mask=hidden, scale=args.scale)
@@ -145,13 +145,13 @@ class CpuBackend:
 
 
 def _of_one_size(*tensors: Tensor) -> list[Tensor]:
-    """The tensors [..., any] with zeros up to the largest."""
+    """The tensors [..., any], padded with zeros to the largest last dimension."""
     size = max(x.shape[-1] for x in tensors)
     return [F.pad(x, (0, size - x.shape[-1])) for x in tensors]
 
 
 def _parts(args: KernelArgs) -> tuple[list[SegmentRows], list[SegmentRows]]:
-    """What is one call, under a mask if it is causal, and long segments."""
+    """Parts that are one call each, masked if causal, and long segments."""
     masked: list[SegmentRows] = []
     long: list[SegmentRows] = []
     for rows in map(SegmentRows._make, args.table.tolist()):
@@ -174,7 +174,7 @@ def _window_parts(rows: SegmentRows, window: int) -> list[SegmentRows]:
 
 
 class _Mask:
-    """What is added to the scores of [n * g query rows, keys]: -inf behind a query, and before its window."""
+    """The mask of scores [n * g, keys]: -inf after a query and before its window."""
 
     def __init__(self, parts: list[SegmentRows], args: KernelArgs, g: int, dtype: torch.dtype) -> None:
         self._causal, window = args.causal, args.window
@@ -194,13 +194,13 @@ class _Mask:
 
 
 def _slices(rows: SegmentRows) -> tuple[slice, slice, slice | None]:
-    """Queries of a long segment, keys that they see causally, and keys that all of them see."""
+    """Queries of a long segment, keys seen causally, and keys seen by all queries."""
     prefix = slice(rows.k_start, rows.k_split) if rows.k_split > rows.k_start else None
     return slice(rows.q_start, rows.q_stop), slice(rows.k_split, rows.k_stop), prefix
 
 
-# The causal square needs one query row per key, so the heads of a group go to the batch dimension, where keys can be
-# broadcast without a copy. Elsewhere they become more query rows of the same key head.
+# The causal square needs one query row per key, so the heads of a group become the batch dimension, where keys are
+# broadcast without a copy. Elsewhere the heads of a group become more query rows of their key head.
 
 
 def _by_group(x: Tensor, g: int) -> Tensor:
@@ -214,7 +214,7 @@ def _from_group(x: Tensor) -> Tensor:
 
 
 def _per_group(x: Tensor, g: int) -> Tensor:
-    """[n, Hkv, D] -> [g, Hkv, n, D], the same for every g."""
+    """[n, Hkv, D] -> [g, Hkv, n, D], broadcast over g."""
     return x.transpose(0, 1).expand(g, -1, -1, -1)
 
 

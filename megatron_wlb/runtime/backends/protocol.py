@@ -1,4 +1,4 @@
-"""What an attention backend is."""
+"""The interface of attention backends."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -10,13 +10,13 @@ from megatron_wlb.runtime.encoding import Encoding
 
 
 def owned(x: Tensor) -> Tensor:
-    """x, or a contiguous copy where it is a view: saved for backward, a view keeps all of what it looks at."""
+    """x, or a contiguous copy of a view, which would keep its whole base alive."""
     whole = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
     return x if whole else x.clone(memory_format=torch.contiguous_format)
 
 
 def side_by_side(k: Tensor, v: Tensor) -> Tensor:
-    """K and V in one tensor: [P, Hkv, D] each -> [P, 2, Hkv, D], or [P, Hkv, D + Dv] for v [P, Hkv, Dv]."""
+    """K and V in one tensor, [P, 2, Hkv, D], or [P, Hkv, D + Dv] if sizes differ."""
     return torch.stack((k, v), dim=1) if k.shape == v.shape else torch.cat((k, v), dim=-1)
 
 
@@ -26,30 +26,30 @@ def keys_and_values(kv: Tensor, head_size: int) -> tuple[Tensor, ...]:
 
 
 class KernelArgs(NamedTuple):
-    """What an attention call is given beside its q, k and v."""
+    """Arguments of an attention call besides q, k and v."""
 
     table: Tensor
-    """int32, as the backend's `encode` made it, on the device of q."""
+    """int32 from the backend's `encode`, on the device of q."""
     max_q: int
     max_k: int
     scale: float
     """Factor of the scores; positive."""
     window: int | None = None
-    """Keys that a query sees before its own (window_size_left of FlashAttention); None: all of its document."""
+    """Keys that a query sees before its own (FlashAttention's window_size_left); None: all of its document."""
     causal: bool = True
-    """Queries see keys up to their own place, counted from the ends of an entry; else all, and there is no window."""
+    """Queries see keys up to their own position, counted from the end of an entry; otherwise all, without a window."""
     adds_up: bool = True
-    """Backward adds dK and dV to what `dkv` holds; else it overwrites all of it."""
+    """Backward adds dK and dV to `dkv`; otherwise it overwrites all of `dkv`."""
     before_adding: Callable[[], None] | None = None
-    """Called before that: `dkv` may be written on another stream until then."""
+    """Called before backward adds: until then another stream may write `dkv`."""
 
     def wait_to_add(self) -> None:
-        """To be called before backward touches `dkv`."""
+        """Call this before backward touches `dkv`."""
         if self.before_adding is not None:
             self.before_adding()
 
     def store(self, dkv: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Write dK [P, Hkv, D] and dV [P, Hkv, Dv] to dkv, which is as `side_by_side` makes it."""
+        """Add or write dK [P, Hkv, D] and dV [P, Hkv, Dv] to dkv (`side_by_side`)."""
         self.wait_to_add()
         for total, part in zip(keys_and_values(dkv, dk.shape[-1]), (dk, dv), strict=True):
             if self.adds_up:
@@ -59,11 +59,11 @@ class KernelArgs(NamedTuple):
 
 
 class Backend(Protocol):
-    """Attention of the queries of one call to all keys of the rank, as plain functions.
+    """Attention of one call's queries to all keys of the rank, as plain functions.
 
     Shapes: sq query rows of the call, P keys, Hq query heads, a multiple of the Hkv key heads, head size D of queries
     and keys, Dv of values. Query head h reads key head h // (Hq / Hkv); K and V are never expanded to Hq heads over all
-    P rows. Every tensor but `lse` has stride 1 in its last dimension and may be strided otherwise; k and v may be the
+    P rows. Every tensor but `lse` has stride 1 in its last dimension and any strides in the others; k and v may be the
     halves of one tensor (`side_by_side`).
     """
 
@@ -75,23 +75,24 @@ class Backend(Protocol):
 
     @property
     def encode(self) -> Encoding:
-        """Encodes a call of a shard for this backend: a function that can be pickled, see `encoding`."""
+        """The function that encodes a call for this backend, see `encoding`."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
-        """q [sq, Hq, D], k [P, Hkv, D], v [P, Hkv, Dv] -> out [sq, Hq, Dv], contiguous, and lse [Hq, sq].
+        """out [sq, Hq, Dv], contiguous, and lse [Hq, sq].
 
-        Neither is a view of anything larger. lse is the natural logarithm of the sum of exp(scale * q k^T), fp32 (fp64
-        for fp64 inputs). Raises ValueError for a head size that the backend cannot run.
+        q is [sq, Hq, D], k [P, Hkv, D], v [P, Hkv, Dv]. Neither result is a view of a larger tensor. lse is the natural
+        logarithm of the sum of exp(scale * q k^T), fp32 (fp64 for fp64 inputs). Raises ValueError for a head size that
+        the backend does not support.
         """
         ...
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, args: KernelArgs
     ) -> Tensor:
-        """dq [sq, Hq, D] in the dtype of q; the call's dK and dV go into dkv, K and V `side_by_side`.
+        """dq [sq, Hq, D] in the dtype of q; writes dK and dV to dkv (`side_by_side`).
 
-        dkv is fp32 (fp64 for fp64 inputs) where calls are summed in it (`KernelArgs.adds_up`), else it may have
-        the dtype of k.
+        dkv is fp32 (fp64 for fp64 inputs) if it sums calls (`KernelArgs.adds_up`); otherwise it may have the dtype of
+        k.
         """
         ...

@@ -1,4 +1,4 @@
-"""Reference backend: dense masked attention in float64, the oracle of the others.
+"""Reference backend: dense masked attention in float64, the oracle of tests.
 
 Shapes: sq query rows, P keys, Hq = Hkv * g heads, head size D, Dv of values.
 """
@@ -11,7 +11,7 @@ from megatron_wlb.runtime.encoding import varlen
 
 
 class ReferenceBackend:
-    """Attention written down from the varlen encoding alone, O(Hq * sq * P) memory."""
+    """Dense attention from the varlen encoding alone, with O(Hq * sq * P) memory."""
 
     name = "reference"
     device_types: tuple[str, ...] = ("cpu", "cuda")
@@ -47,13 +47,13 @@ def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, args: KernelArgs) -> Tensor:
-    """float64 [Hkv, g, sq, P], -inf where a query does not see a key."""
+    """Scores, float64 [Hkv, g, sq, P]; -inf where a query does not see a key."""
     scores = args.scale * torch.einsum("qhgd,khd->hgqk", _grouped(q, k.shape[1]), k.double())
     return scores.masked_fill(~_visible(args, q.shape[0], k.shape[0]), float("-inf"))
 
 
 def _visible(args: KernelArgs, num_queries: int, num_keys: int) -> Tensor:
-    """bool [sq, P]: same entry, and counted from the entry's end the key is not after the query, nor too far before."""
+    """Keys that each query sees, by entry, causality and window: bool [sq, P]."""
     (entry_q, to_end_q), (entry_k, to_end_k) = map(_locate, args.table, (num_queries, num_keys))
     same = entry_q[:, None] == entry_k[None, :]
     if not args.causal:
@@ -64,7 +64,7 @@ def _visible(args: KernelArgs, num_queries: int, num_keys: int) -> Tensor:
 
 
 def _locate(cu: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Entry of every row, and how far the row is from the entry's end, int64 [num_rows] each."""
+    """Entry of every row and its distance to the entry's end, int64 [num_rows]."""
     rows = torch.arange(num_rows, device=cu.device)
     entry = torch.searchsorted(cu[1:].long(), rows, right=True)
     return entry, cu[1:].long()[entry] - rows

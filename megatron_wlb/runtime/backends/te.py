@@ -1,4 +1,4 @@
-"""GPU backend on TransformerEngine: cuDNN's fused attention over packed rows, one call of it per call of ours."""
+"""GPU backend on TransformerEngine: cuDNN's fused attention over packed rows."""
 
 import functools
 import inspect
@@ -32,18 +32,18 @@ _LAYOUT_OF_GRADIENTS = "dqkv_layout"
 
 
 class TeBackend:
-    """`fused_attn_fwd` and `fused_attn_bwd` of TransformerEngine 2.2 to 2.20, with cuDNN 9.7 (2.20: 9.12) or newer.
+    """`fused_attn_fwd` and `fused_attn_bwd` of TransformerEngine 2.2 to 2.20.
 
-    cuDNN takes the place of an entry's first key from an array of its own (padded offsets), so only entries with
-    queries are given, and keys that nobody reads are skipped. It builds a plan for every number of entries, rows and
-    keys, all rounded up: the first steps are slow. Needs compute capability 9.0; head sizes over 128 run on 9.0, and
-    256 on the newest versions for 10.0. It takes K and V side by side as they are, and copies others,
-    those with value heads of another size among them. Deterministic under `torch.use_deterministic_algorithms(True)`:
-    on 9.0 for few rows only, see `_check_workspace`, on 10.0 with cuDNN 9.18.1 or newer. What cuDNN cannot run, it says
-    itself, as a RuntimeError.
+    They need cuDNN 9.7 or newer, and from 2.20 on 9.12. cuDNN reads the position of an entry's first key from a
+    separate array (padded offsets). So the table lists only entries with queries, and keys without a reader are
+    skipped. cuDNN builds a plan for every number of entries, rows and keys, all rounded up: the first steps are slow.
+    Needs compute capability 9.0; head sizes over 128 run on 9.0, and 256 on 10.0 with the newest versions. K and V side
+    by side are passed as views; otherwise, as with value heads of another size, they are copied. Deterministic under
+    `torch.use_deterministic_algorithms(True)`: on 9.0 for few rows only (`_check_workspace`), on 10.0 with cuDNN 9.18.1
+    or newer. cuDNN itself raises RuntimeError for what it cannot run.
 
-    Raises ValueError where the package is missing or takes other arguments, at the first call where cuDNN is so old
-    that log-sum-exps are not packed, and in backward where that workspace is too large.
+    Raises ValueError where the package is missing or takes other arguments, at the first call if cuDNN is too old to
+    pack log-sum-exps, and in backward if the workspace is too large.
     """
 
     name = "te"
@@ -53,9 +53,9 @@ class TeBackend:
 
     @staticmethod
     def encode(key_begins: np.ndarray, segments: np.ndarray) -> Encoded:
-        """The table [cu_q, cu_k, k_begins], [3, n + 1]: entries with queries only, and where the keys of each begin.
+        """The table [cu_q, cu_k, k_begins], [3, n + 1], of the entries with queries.
 
-        Empty entries at the end bring n to a power of two: from 2.18 on TransformerEngine does not round it itself.
+        Empty entries at the end bring n to a power of two, since TransformerEngine no longer rounds n from 2.18 on.
         """
         empty = max(_LEAST_ENTRIES, 1 << (len(segments) - 1).bit_length()) - len(segments)
         q, k = segments["stop"] - segments["start"], segments["stop"]
@@ -86,7 +86,7 @@ class TeBackend:
                 "heads, 1] were expected: cuDNN is older than 9.6, or pads them for this GPU (capability 12.0); use "
                 "a newer cuDNN, or choose another backend"
             )
-        # As it is in memory, [rows, heads]; older versions round the number of rows up.
+        # In memory it is [rows, heads]; older versions round the number of rows up.
         return out.view(*q.shape[:2], v.shape[-1]), owned(stats[: q.shape[0], :, 0]).T
 
     def backward(
@@ -109,7 +109,7 @@ class TeBackend:
             **arguments,
             **gradients,
         )
-        # Rows of K and V between the entries are 0: TransformerEngine clears gradients of packed rows first.
+        # Gradients of keys between the entries are 0: TransformerEngine clears gradients of packed rows first.
         args.store(dkv, dk, dv)
         return dq
 
@@ -138,7 +138,7 @@ class TeBackend:
 
 
 def _side_by_side(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """K and V as the halves of one tensor [P, 2, Hkv, D], which they usually are."""
+    """K and V as halves of one tensor [P, 2, Hkv, D], copied unless they are."""
     _, heads, size = k.shape
     strides = (2 * heads * size, size, 1)
     if k.stride() == v.stride() == strides and v.data_ptr() - k.data_ptr() == heads * size * k.itemsize:
@@ -147,7 +147,7 @@ def _side_by_side(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 
 
 def _function(function: Any, passed: tuple[str, ...]) -> Any:
-    """The function, checked, with those of `_FORMATS_OF_RESULTS` that it takes."""
+    """`function` with its `_FORMATS_OF_RESULTS` bound."""
     parameters = {
         name: parameter.default is not inspect.Parameter.empty
         for name, parameter in inspect.signature(function).parameters.items()
@@ -160,21 +160,23 @@ def _function(function: Any, passed: tuple[str, ...]) -> Any:
 
 
 def _check_workspace(q: Tensor, k: Tensor, num_entries: int) -> None:
-    """`check_workspace` for cuDNN. Compute capability 9.0 only: nothing like it is known of others.
+    """Raise ValueError where deterministic gradients of cuDNN take too much memory.
 
-    q [sq, Hq, D], k [P, Hkv, D].
+    q is [sq, Hq, D], k [P, Hkv, D]. Checks compute capability 9.0 only, since no such workspace is known of others.
     """
     if torch.cuda.get_device_capability(q.device) == (9, 0):
         check_workspace("te", _workspace_bytes(num_entries, q.shape[1], q.shape[0], k.shape[0]), q, k)
 
 
 def _workspace_bytes(num_entries: int, num_heads: int, num_queries: int, num_keys: int) -> int:
-    """2 bytes for every entry, head, query row and key row of cuDNN's plan: of every entry with all rows of the others.
+    """Workspace of deterministic gradients in cuDNN.
 
-    TransformerEngine builds plans for 32 entries or more, and rounds rows up as below (`get_max_tokens`). So this is
-    what it observed, by SM90_DET_FUSED_THD_BWD_MAX_BHSS in dot_product_attention/utils.py of 2.20: 128 B H S S bytes
-    for B = 2 sequences of S = 2 ** n tokens, and four times those for B = 4. It refuses from B H S S = 2 ** 30 on, but
-    outside of `fused_attn_bwd`, and for many short documents that is far too late. No GPU has confirmed the formula.
+    That is 2 bytes for every entry, head, query row and key row of the plan, with all rows counted for every entry.
+    TransformerEngine builds plans for at least 32 entries, and rounds rows up as below (`get_max_tokens`). The formula
+    then agrees with what its authors observed (SM90_DET_FUSED_THD_BWD_MAX_BHSS in dot_product_attention/utils.py of
+    2.20): 128 B H S S bytes for B = 2 sequences of S = 2 ** n tokens, and four times as many for B = 4. Their limit of
+    B H S S = 2 ** 30 is checked outside of `fused_attn_bwd`, and is far too high for many short documents. No GPU has
+    confirmed the formula.
     """
 
     def rounded(rows: int) -> int:
@@ -185,11 +187,11 @@ def _workspace_bytes(num_entries: int, num_heads: int, num_queries: int, num_key
 
 @functools.cache
 def _generator(device: torch.device) -> torch.Generator:
-    """For the forward pass, which draws even without dropout, so that it leaves the random numbers of others alone."""
+    """A generator of forward's own, which draws random numbers even without dropout."""
     return torch.Generator(device)
 
 
 @functools.cache
 def _no_random_state(device: torch.device) -> Tensor:
-    """What backward is told of the random state of forward; without dropout nobody reads it."""
+    """A random state for backward, which does not read it without dropout."""
     return torch.zeros(2, dtype=torch.int64, device=device)

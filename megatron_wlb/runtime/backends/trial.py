@@ -1,4 +1,4 @@
-"""A backend on a small call against the reference: does it work on this machine?"""
+"""A small call that checks a backend against the reference on this machine."""
 
 import numpy as np
 import torch
@@ -13,16 +13,15 @@ _ENTRIES = [(0, 70), (130, 130), (0, 1), (67, 200), (1, 1), (0, 300), (2, 150), 
 _WINDOWS = (None, 50)
 _HEADS = (4, 2)
 HEAD_SIZES = (64, 64)
-"""Of keys and values, of models whose are equal."""
+"""Head sizes of keys and values that the trial uses by default."""
 _TOLERANCE = 2**-6
 
 
 def try_backend(backend: Backend, device: torch.device, head_sizes: tuple[int, int] = HEAD_SIZES) -> None:
-    """Run forward and backward in bf16, with keys and values of `head_sizes`.
+    """Raise ValueError unless forward and backward in bf16 agree with float64.
 
-    Raises ValueError where they differ from float64, else whatever they raise.
-
-    About 200 rows; no random numbers but its own, and the same on every machine.
+    Keys and values have `head_sizes`. Errors of the backend itself pass through. Runs about 200 rows, the same on every
+    machine, and leaves the global random state alone.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -57,7 +56,7 @@ def kernel_args(
     scale: float,
     window: int | None = None,
 ) -> KernelArgs:
-    """What `backend` is given for a call of these entries (queries, keys); those without queries are gaps of keys."""
+    """Arguments of a call with entries (queries, keys); one without queries is a gap."""
     queries, keys = np.array(entries, np.int64).T
     segments = np.zeros(len(entries), SEGMENT)
     segments["document"], segments["start"], segments["stop"] = np.arange(len(entries)), keys - queries, keys

@@ -1,0 +1,199 @@
+"""The arithmetic of `end_to_end_cpu`: what steps must take of the measured passes, and what balance gains of it."""
+
+import statistics
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.results import Row
+from benchmarks.training_cpu import Steps
+from megatron_wlb.pipeline.deferral import WeightGradients, run_deferred
+from megatron_wlb.pipeline.schedule import Schedule
+from megatron_wlb.pipeline.timeline import makespans
+
+
+class Costs(NamedTuple):
+    """Times as planning predicts them."""
+
+    crossover: int
+    """A whole micro-batch costs rows * crossover + pairs."""
+    row: float
+    """A shard costs rows * this + kernel_us."""
+
+    def work(self, layout: str, step: Row) -> list[float]:
+        """Cost of every micro-batch of a rank, in a unit that all ranks share."""
+        if layout.startswith("CP"):
+            return [self.row * rows + us for rows, us in zip(step["rows"], step["kernel_us"], strict=True)]
+        return [float(rows * self.crossover + pairs) for rows, pairs in zip(step["rows"], step["pairs"], strict=True)]
+
+
+def fit(steps: Steps) -> Costs:
+    """Costs of micro-batches that one rank holds whole, by least squares of relative errors."""
+    busy, rows, pairs, kernel = (np.concatenate([s[k] for s in steps]) for k in ("busy", "rows", "pairs", "kernel_us"))
+
+    def ratio(other: np.ndarray) -> float:
+        """Cost of a row in units of `other`."""
+        row, one = np.linalg.lstsq(np.stack((rows, other), 1) / busy[:, None], np.ones(len(busy)))[0]
+        if not (row > 0 and one > 0):
+            raise ValueError("micro-batches took no longer for more attention; run while nothing else does")
+        return float(row / one)
+
+    return Costs(round(ratio(pairs)), ratio(kernel))
+
+
+def critical_path(layout: str, busy: np.ndarray, weights: np.ndarray | None = None, group: int | None = None) -> float:
+    """Time of a step that computing takes, of busy times float64 [ranks, micro-batches of a rank], in their unit.
+
+    The slower rank under data parallelism. Under context parallelism the slower rank of every micro-batch, since ranks
+    wait for each other within it. In a pipeline 1F1B, interleaved with VPP=2, of the mean over stages; `weights` are
+    the deferred part of `busy`, and `group` is the schedule's.
+    """
+    if layout.startswith("DP"):
+        return float(busy.sum(axis=1).max())
+    if layout.startswith("CP"):
+        return float(busy.max(axis=0).sum())
+    chunks, (stages, count) = 2 if "VPP=2" in layout else 1, busy.shape
+    sizes = {"num_stages": stages, "num_micro_batches": count, "num_chunks": chunks, "group_size": group}
+    schedule = Schedule(**sizes, hidden_transfers=chunks > 1)
+    mean = busy.mean(axis=0)
+    if weights is None or not weights.any():
+        # In whole numbers, a third of a pass forward and two backward.
+        scale = 2**40 / busy.sum()
+        work = np.rint(mean * scale).astype(np.int64)
+        return float(makespans(schedule, work[None])[0]) / 3 / scale / chunks
+    counts = np.ones((stages, chunks), np.int64)
+    counts[-1, -1] += 1  # the output layer's
+    shape = stages, chunks, count
+    deferred = WeightGradients.alike(counts, np.broadcast_to(weights.mean(axis=0) / chunks, shape))
+    passes = np.broadcast_to(mean / 3 / chunks, shape)
+    return run_deferred(schedule, passes, 2 * passes, 0.0, deferred)[0].makespan
+
+
+def even_path(layout: str, busy: np.ndarray, count: int | None = None) -> float:
+    """The critical path if all ranks and micro-batches had the mean, of `count` on a rank (default: as many)."""
+    count = count or busy.shape[1]
+    return critical_path(layout, np.full((len(busy), count), busy.sum() / len(busy) / count))
+
+
+def totals(layout: str, ranks: list[Steps], models: dict[str, Costs], count: int | None = None) -> Row:
+    """Sums over the steps of a round, and the errors of each predicted share of a step, in "errors".
+
+    Even is with `count` micro-batches on a rank, plain's, so that it measures work whatever a method has.
+    """
+    sums: Counter[str] = Counter()
+    errors: list[float] = []
+    for of_ranks in zip(*ranks, strict=True):
+        for key in ("tokens", "work", "late"):
+            sums[key] += of_ranks[0][key]
+        for key in ("seconds", "other"):
+            sums[key] += float(np.mean([step[key] for step in of_ranks]))
+        busy, weights = (np.array([step[key] for step in of_ranks]) for key in ("busy", "weights"))
+        group = of_ranks[0]["group"]
+        sums["critical"] += critical_path(layout, busy, weights, group)
+        sums["even"] += even_path(layout, busy, count)
+        sums["ideal"] += busy.sum() / len(busy)
+        for name, model in models.items():
+            work = np.array([model.work(layout, step) for step in of_ranks])
+            sums[f"{name} critical"] += critical_path(layout, work, work * weights / busy, group)
+            sums[f"{name} even"] += even_path(layout, work, count)
+            sums[f"{name} ideal"] += work.sum() / len(work)
+        if layout.startswith("PP"):  # whose stages differ by more than micro-batches
+            busy, work = busy.mean(axis=0), work.mean(axis=0)
+        errors += np.abs(work / work.mean() / (busy / busy.mean()) - 1).ravel().tolist()
+    return {**sums, "errors": errors}
+
+
+def compare(plain: Row, other: Row) -> Row:
+    """Ratios of the totals of two methods over the same rounds."""
+
+    def attainable(imbalance: float) -> float:
+        """Plain's gain if its critical path were shorter by `imbalance`."""
+        return plain["seconds"] / (plain["seconds"] - plain["critical"] + plain["critical"] / imbalance)
+
+    gain = attainable(plain["critical"] / plain["even"])
+    per_work = plain["seconds"] / plain["even"] / (other["seconds"] / other["even"])
+    computing = [(row["critical"] + row["other"]) / row["even"] for row in (plain, other)]
+    even = 1 + plain["other"] / plain["even"]
+    models = _models(other)
+    predicted = {name: [row[f"{name} critical"] / row[f"{name} even"] for row in (plain, other)] for name in models}
+    return {
+        "speedup_in_tokens": plain["seconds"] / plain["tokens"] / (other["seconds"] / other["tokens"]),
+        "speedup_per_work": per_work,
+        "speedup_by_cpu_time": computing[0] / computing[1],
+        "attainable": gain,
+        **{f"attainable by {name}": attainable(of_plain) for name, (of_plain, _) in predicted.items()},
+        "fraction": (per_work - 1) / (gain - 1),
+        "computing_gain": plain["critical"] / plain["even"] / (other["critical"] / other["even"]),
+        **{f"computing_gain by {name}": of_plain / of_other for name, (of_plain, of_other) in predicted.items()},
+        "fraction_by_cpu_time": (computing[0] / computing[1] - 1) / (computing[0] / even - 1),
+        "imbalance": other["critical"] / other["even"],
+        **{f"imbalance by {name}": of_other for name, (_, of_other) in predicted.items()},
+        "other_computing": other["other"] / other["seconds"],
+        "no_computing": 1 - (other["critical"] + other["other"]) / other["seconds"],
+    }
+
+
+def over_layout(reference: Row, other: Row) -> Row:
+    """Planned work a second over another layout's: measured, and predicted by every model."""
+
+    def gain(*keys: str) -> float:
+        per_work = [sum(row[key] for key in keys) / row["work"] for row in (reference, other)]
+        return per_work[0] / per_work[1]
+
+    def predicted(model: str) -> float:
+        longer = [row[f"{model} critical"] / row[f"{model} ideal"] for row in (reference, other)]
+        return longer[0] / longer[1]
+
+    return {
+        "over_plain_dp": gain("seconds"),
+        "over_plain_dp_by_cpu_time": gain("critical", "other"),
+        "over_plain_dp_computing": gain("critical"),
+        **{f"over_plain_dp by {model}": predicted(model) for model in _models(other)},
+    }
+
+
+def _models(sums: Row) -> list[str]:
+    return [key.removesuffix(" critical") for key in sums if key.endswith(" critical")]
+
+
+def summarise(
+    layout: str,
+    count: int,
+    measured: dict[str, list[list[Steps]]],
+    models: dict[str, Costs],
+    work: dict[str, float],
+    dp: list[list[Steps]] | None = None,
+) -> list[Row]:
+    """A row for each method: of all rounds together, and the median, least and greatest of single rounds.
+
+    Args:
+        layout: its name.
+        count: plain's micro-batches of a rank.
+        measured: of every method and round the steps of each rank, plain first.
+        models: errors of shares are the last model's.
+        work: work per token, by method.
+        dp: plain packing under DP=2, where layouts are compared.
+    """
+    found = {m: [totals(layout, ranks, models, count) for ranks in rounds] for m, rounds in measured.items()}
+    plain = next(iter(found.values()))
+    rows = []
+    for method, rounds in found.items():
+        row: Row = {"layout": layout, "method": method, **compare(_sum(plain), _sum(rounds))}
+        row["late_steps"] = sum(r["late"] for r in rounds) / sum(r["tokens"] for r in rounds)
+        if dp is not None:
+            row |= over_layout(_sum([totals("DP=2", ranks, models) for ranks in dp]), _sum(rounds))
+        row["work_per_token"] = work[method] / next(iter(work.values()))
+        row["speedup_per_token"] = row["speedup_per_work"] / row["work_per_token"]
+        single = [compare(p, r) for p, r in zip(plain, rounds, strict=True)]
+        for key in ("speedup_in_tokens", "speedup_per_work", "imbalance"):
+            values = [s[key] for s in single]
+            row |= {f"{key}_{f.__name__}": f(values) for f in (statistics.median, min, max)}
+        errors = np.concatenate([r["errors"] for r in rounds])
+        row |= {"share_error_median": float(np.median(errors)), "share_error_p90": float(np.quantile(errors, 0.9))}
+        rows.append(row | {key: sum(r[key] for r in rounds) for key in ("tokens", "seconds")})
+    return rows
+
+
+def _sum(rounds: list[Row]) -> Row:
+    return {key: sum(r[key] for r in rounds) for key in rounds[0] if key != "errors"}

@@ -1,0 +1,267 @@
+"""Schemes run on a case: packed, placed, sharded and simulated step after step, for Table 2 and Figures 12 and 15."""
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import combinations
+
+import numpy as np
+
+from benchmarks import results
+from benchmarks.lengths import packer
+from benchmarks.paper.cases import LAYER, MEAN_DELAY, SEVEN_128, SLOWER, Case, slower_attention
+from benchmarks.results import Row
+from megatron_wlb.cost.work import document_work
+from megatron_wlb.job import Job, Packing
+from megatron_wlb.packing.adaptive import AdaptivePacking
+from megatron_wlb.packing.fixed import FixedPacking
+from megatron_wlb.packing.original import OriginalPacking
+from megatron_wlb.packing.wlb import WlbPacking
+from megatron_wlb.plan import metrics
+from megatron_wlb.plan.packer import PackedStep
+from megatron_wlb.plan.step import shard_step
+from megatron_wlb.sharding import shard
+from megatron_wlb.simulate import SimulatedStep, balanced_time, simulate_step
+from megatron_wlb.simulate.passes import LayerTimes, pass_times
+from megatron_wlb.types import PackedBatch
+
+SKIPPED = 0.1
+"""Share of the steps that is left out at the beginning, where queues fill."""
+BLOCKS = 16
+"""Blocks of consecutive steps, whose spread gives standard errors."""
+TUNING_STEPS = 150
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """How a step is packed, sharded and exchanged."""
+
+    packing: Packing | None
+    """None: Algorithm 1 with the thresholds that suit the case."""
+    sharding: str
+    reorder: bool = False
+    """Micro-batches are placed and ordered by work."""
+    our_exchange: bool = False
+    """Only the needed K and V of shared documents travel, in stages, and sharding counts them."""
+
+    def job(self, case: Case) -> Job:
+        """The case's job as this scheme runs it."""
+        packing = self.packing or algorithm_1(case, tuned(case))
+        changed = replace(case.job.sharded(cp_sharding=self.sharding), packing=packing, reorder=self.reorder)
+        return replace(changed, cp_exchange="shared") if self.our_exchange else changed
+
+
+PLAIN = Scheme(packing=OriginalPacking(), sharding="per-sequence")
+FIXED = {s: Scheme(packing=FixedPacking(global_batches=1), sharding=s) for s in ("per-sequence", "per-document")}
+"""Fixed-4D takes the faster of the two in every case."""
+WLB = Scheme(packing=None, sharding="wlb")
+OURS = Scheme(packing=AdaptivePacking(), sharding="auto", reorder=True, our_exchange=True)
+BALANCE = replace(OURS, our_exchange=False)
+"""Ours with the paper's exchange, for the gain of balance alone."""
+MAIN = {"WLB-LLM": WLB, "ours, balance alone": BALANCE, "ours": OURS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Work of the documents of every step, and its time in us, float64 [steps] each."""
+
+    work: np.ndarray
+    times: np.ndarray
+
+
+def algorithm_1(case: Case, shares: Sequence[float]) -> WlbPacking:
+    """Algorithm 1 with thresholds in shares of the window."""
+    return WlbPacking(outlier_thresholds=tuple(round(s * case.window) for s in shares))
+
+
+def pack(case: Case, scheme: Scheme, steps: int, seed: int = 0) -> tuple[list[PackedStep], list[float]]:
+    """Steps of a scheme's packing after the first tenth, and the ms that each took."""
+    packs, packed, ms = packer(case.lengths(seed), scheme.job(case)), [], []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        packed.append(packs.next())
+        ms.append((time.perf_counter() - begin) * 1e3)
+    skipped = int(SKIPPED * steps)
+    return packed[skipped:], ms[skipped:]
+
+
+def summary(case: Case, packed: Sequence[PackedStep]) -> metrics.Summary:
+    """Balance by work, delay and tokens."""
+    measured = [metrics.measure(p.packing, p.step, case.job) for p in packed]
+    return metrics.summarise(measured, num_waiting=packed[-1].num_waiting, skip=0)
+
+
+@lru_cache(maxsize=64)
+def tuned(case: Case, num_queues: int = 2) -> tuple[float, ...]:
+    """Thresholds L_i of Algorithm 1 in eighths of the window: section 4.2, on a sample of its own."""
+
+    def quality(shares: tuple[float, ...]) -> tuple[float, float]:
+        packed, _ = pack(case, replace(WLB, packing=algorithm_1(case, shares)), TUNING_STEPS, seed=1)
+        balance = summary(case, packed)
+        return max(0.0, balance.late_steps - MEAN_DELAY), balance.imbalance_mean
+
+    return min((tuple(e / 8 for e in eighths) for eighths in combinations(range(1, 8), num_queues)), key=quality)
+
+
+def simulate(case: Case, scheme: Scheme, packing: PackedBatch) -> SimulatedStep:
+    """One step, placed and sharded as training would."""
+    job = scheme.job(case)
+    return simulate_step(job, shard_step(job, packing.lengths))
+
+
+def outcomes(case: Case, schemes: dict[str, Scheme], steps: int) -> dict[str, Outcome]:
+    """Outcomes of Plain-4D and each scheme on the same documents, and of two limits.
+
+    In the limit of balance, all micro-batches and context-parallel shards of Plain-4D's steps are alike; in the limit,
+    the exchange of K and V overlaps as well.
+    """
+    by_scheme, limits = {}, []
+    packed: dict[Packing | None, list[PackedStep]] = {}
+    for name, scheme in {"Plain-4D": PLAIN, **schemes}.items():
+        if scheme.packing not in packed:
+            packed[scheme.packing], _ = pack(case, scheme, steps)
+        work, times = [], []
+        for p in packed[scheme.packing]:
+            step = simulate(case, scheme, p.packing)
+            work.append(float(document_work(p.packing.documents["length"], case.job.crossover_tokens).sum()))
+            times.append(step.time)
+            if name == "Plain-4D":
+                limits.append((balanced_time(step), balanced_time(_without_exchange(step))))
+        by_scheme[name] = Outcome(work=np.array(work), times=np.array(times))
+    names = zip(("limit of balance", "limit"), np.array(limits).T, strict=True)
+    return by_scheme | {name: Outcome(work=by_scheme["Plain-4D"].work, times=times) for name, times in names}
+
+
+def _without_exchange(step: SimulatedStep) -> SimulatedStep:
+    layers = step.job.layers()[:, :, None]
+    passes = []
+    for p in step.passes:
+        forward, backward = (
+            times - layers * layer.exchange for times, layer in zip((p.forward, p.backward), p.layers, strict=True)
+        )
+        passes.append(replace(p, forward=forward, backward=backward))
+    return replace(step, passes=tuple(passes))
+
+
+def speedup(one: Outcome, plain: Outcome) -> Row:
+    """Throughput of `one` over the throughput of `plain`, and its standard error from blocks of steps.
+
+    Both run the same documents, but some of them in other steps. Counted in work, a block's throughput depends less on
+    its documents than in tokens; in the end both counts agree.
+    """
+    whole = (one.work.sum() / one.times.sum()) / (plain.work.sum() / plain.times.sum())
+    blocks = min(BLOCKS, len(one.times) // 2)
+    parts = [np.array_split(x, blocks) for x in (one.work, one.times, plain.work, plain.times)]
+    ratios = [(a.sum() / b.sum()) / (c.sum() / d.sum()) for a, b, c, d in zip(*parts, strict=True)]
+    return {"speedup": float(whole), "standard_error": float(np.std(ratios, ddof=1) / math.sqrt(blocks))}
+
+
+def table_2(steps: int) -> list[Row]:
+    """Imbalance of 7B-128K by simulated forward latency, as the paper measures it, and by work; packing is measured.
+
+    Rows of the solver, which takes minutes, come from benchmarks/packing.py: by work, with whole documents. Latency has
+    the sharding of the scheme that the packing belongs to: per-sequence, the paper's choice, or ours.
+    """
+    case, whole = SEVEN_128, replace(SEVEN_128, cut=False)
+    rows = [_packing("original", case, PLAIN, steps)]
+    for k in (1, 2, 4, 8):
+        scheme = replace(PLAIN, packing=FixedPacking(global_batches=k))
+        rows.append(_packing(f"fixed, {k} global batches", case, scheme, steps))
+    for r in json.loads((results.FOLDER / "packing.json").read_text())["rows"]:
+        if r["policy"].startswith("solver"):
+            label = ", ".join(r["policy"].split(", ")[:2])
+            measures = {"imbalance": r["imbalance_mean"], "longest_ms": r["plan_ms_max"], "steps": r["steps"]}
+            rows.append({"figure": "table 2", "packing": label, **measures, "from": "packing.json"})
+    for queues in (1, 2, 3):
+        shares = tuned(case, queues)
+        scheme = replace(WLB, packing=algorithm_1(case, shares))
+        rows.append(_packing(f"WLB-LLM, {queues} queues", case, scheme, steps) | {"L_i": shares})
+    rows.append(_packing("ours", case, OURS, steps))
+    rows.append(_packing("WLB-LLM, 2 queues, documents whole", whole, WLB, steps))
+    return [*rows, _packing("ours, documents whole", whole, OURS, steps)]
+
+
+def _packing(label: str, case: Case, scheme: Scheme, steps: int) -> Row:
+    packed, ms = pack(case, scheme, steps)
+    balance = summary(case, packed)
+    forward = [simulate(case, scheme, p.packing).passes[0].forward.sum(axis=(0, 1)) for p in packed]
+    latency = [float(each.max() * len(each) / each.sum()) for each in forward]
+    return {
+        "figure": "table 2",
+        "packing": label,
+        "imbalance": float(np.mean(latency)),
+        "standard_error": float(np.std(latency, ddof=1) / np.sqrt(len(latency))),
+        "imbalance_by_work": balance.imbalance_mean,
+        "late_steps": balance.late_steps,
+        "max_delay_steps": balance.max_delay_steps,
+        "token_cv": balance.token_cv,
+        "measured_ms": float(np.median(ms)),
+        "steps": len(packed),
+    }
+
+
+def figure_12(case: Case, steps: int) -> list[Row]:
+    """Speed-ups of a case of Table 1; Fixed-4D stands for the faster of its two shardings."""
+    schemes = {f"Fixed-4D, {s}": scheme for s, scheme in FIXED.items()} | MAIN
+    by_scheme = outcomes(case, schemes, steps)
+    ratios = {name: speedup(one, by_scheme["Plain-4D"]) for name, one in by_scheme.items()}
+    fixed = {s: ratios.pop(f"Fixed-4D, {s}") for s in FIXED}
+    best = max(fixed, key=lambda s: fixed[s]["speedup"])
+    ratios = {"Plain-4D": ratios.pop("Plain-4D"), "Fixed-4D": fixed[best] | {"sharding": best}, **ratios}
+    for name in MAIN:
+        for limit, key in (("limit of balance", "share_of_balance"), ("limit", "share_of_limit")):
+            ratios[name][key] = (ratios[name]["speedup"] - 1) / (ratios[limit]["speedup"] - 1)
+    seconds = float(by_scheme["WLB-LLM"].times.mean() / 1e6)
+    plan = {"crossover_tokens": case.job.crossover_tokens, "L_i": tuned(case), "step_seconds": seconds}
+    ratios["WLB-LLM"] |= plan
+    return [{"figure": "12", "case": case.name, "scheme": name, **row} for name, row in ratios.items()]
+
+
+def figure_15(micro_batches: int) -> list[Row]:
+    """Latency of a layer, forward and backward, over micro-batches of Plain-4D's packing.
+
+    WLB-LLM chooses per-sequence or per-document by the kernel model that the simulation runs by, so its choice is
+    optimal but for the errors of that model; benchmarks/gpu/cp_attention.py measures both on a GPU.
+    """
+    rows = []
+    for kilo_tokens in (64, 128):
+        case = LAYER.changed(context_length=kilo_tokens << 10, max_tokens=kilo_tokens * 1280)
+        slower, assumption = slower_attention(case, SLOWER), f"per-document attention x {SLOWER:g}"
+        packed, _ = pack(case, PLAIN, -(-micro_batches // case.job.num_micro_batches))
+        times: dict[str, list[float]] = {}
+        for lengths in [lengths for p in packed for lengths in p.packing.lengths]:
+            layers = {s: _layer(case, replace(PLAIN, sharding=s), lengths) for s in (*FIXED, "wlb")}
+            us = {name: _time(each) for name, each in layers.items()}
+            us["WLB-LLM"] = us.pop("wlb")
+            us["optimal of the two"] = min(us["per-sequence"], us["per-document"])
+            slow = _time(_layer(slower, FIXED["per-document"], lengths))
+            us |= {f"per-document, {assumption}": slow, f"optimal, {assumption}": min(us["per-sequence"], slow)}
+            us["ours, balance alone"] = _time(_layer(case, BALANCE, lengths))
+            us["ours"] = _time(_layer(case, OURS, lengths))
+            us["limit of balance"] = sum(_alike(each) for each in layers["per-sequence"])
+            for name, time_us in us.items():
+                times.setdefault(name, []).append(time_us)
+        by_scheme = {n: Outcome(work=np.ones(len(each)), times=np.array(each)) for n, each in times.items()}
+        for name, outcome in by_scheme.items():
+            row = {"figure": "15", "window": case.window, "scheme": name}
+            row |= speedup(outcome, by_scheme["per-sequence"])
+            rows.append(row | {"layer_ms": float(outcome.times.mean() / 1e3)})
+    return rows
+
+
+def _layer(case: Case, scheme: Scheme, lengths: np.ndarray) -> tuple[LayerTimes, LayerTimes]:
+    """Forward and backward of a layer over one micro-batch, sharded as a scheme does."""
+    job = scheme.job(case)
+    return pass_times(job, [shard(lengths, job)[1]]).layers
+
+
+def _time(layers: tuple[LayerTimes, LayerTimes]) -> float:
+    return sum(float(t.total[0]) for t in layers)
+
+
+def _alike(times: LayerTimes) -> float:
+    """A layer whose ranks have the mean of their attention."""
+    return float((times.total - times.attention.max(axis=1) + times.attention.mean(axis=1))[0])

@@ -1,0 +1,220 @@
+"""The run given to a command, by a log, its own command or flags, and its `Job` under --wlb."""
+
+import argparse
+import re
+from collections.abc import Collection
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import msgspec
+
+from megatron_wlb import packing
+from megatron_wlb.cli.common import integer, short
+from megatron_wlb.cli.launch import Judged, Launched, judge, read_command, read_log
+from megatron_wlb.describe.flags import add_wlb_arguments
+from megatron_wlb.describe.megatron import SWITCHED_OFF, MegatronArguments, flag_of, job_of, model_of
+from megatron_wlb.describe.settings import PlanSettings, RunSettings
+from megatron_wlb.hardware.profile import DEFAULT_PROFILE
+from megatron_wlb.job import Job, Packing, Sharding
+from megatron_wlb.model import MODELS, ModelShape
+from megatron_wlb.simulate.memory import H100_BYTES
+
+TOKENIZERS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "TikTokenizer": 131072}
+"""Vocabulary sizes by Megatron's --tokenizer-type, where the type determines them."""
+_NAMED = {"llama-?3": "llama3-8b", "llama-?2": "llama2-7b"}
+"""Models by patterns in the names of their tokenizers."""
+_MODEL = ("model", "multi-latent attention")
+
+
+def add_megatron_flags(parser: argparse.ArgumentParser, groups: Collection[str] | None = None) -> None:
+    """Add `--model` and the flags of `MegatronArguments`, or of some of their groups."""
+    added: dict[str, Any] = {}
+    for f in fields(MegatronArguments):
+        group, kinds = f.metadata.get("group"), get_args(f.type) or (f.type,)
+        if group is None or (groups is not None and group not in groups):
+            continue
+        if group not in added:
+            added[group] = parser.add_argument_group(group)
+            if group == "model":
+                added[group].add_argument("--model", choices=MODELS, help="sizes beside it change it")
+        options: dict[str, Any] = {"dest": f.name, "default": None, "help": f.metadata["help"] or None}
+        if "least" in f.metadata:
+            options |= {"type": integer(f.metadata["least"], f.metadata["most"]), "metavar": "N"}
+        elif bool in kinds:
+            options |= {"action": "store_const", "const": f.name not in SWITCHED_OFF}
+        else:
+            options["nargs"] = "*" if any(getattr(kind, "__origin__", None) is tuple for kind in kinds) else None
+            options |= {"choices": f.metadata["choices"]} if f.metadata["choices"] else {"metavar": "X"}
+        added[group].add_argument(flag_of(f.name), **options)
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add only the flags of the model; `shape_of` reads them."""
+    add_megatron_flags(parser, _MODEL)
+
+
+def add_job_flags(parser: argparse.ArgumentParser) -> None:
+    """Add arguments that name a run: a log, flags, or a command after --. Flags take precedence."""
+    parser.add_argument("log", nargs="?", metavar="LOG", help="what a run printed; - for standard input")
+    parser.add_argument(
+        "--approximate", action="store_true", help="estimate without what is not simulated, such as sliding windows"
+    )
+    add_megatron_flags(parser)
+    add_wlb_arguments(parser)
+
+
+def shape_of(args: argparse.Namespace) -> ModelShape:
+    """Return the model of `add_model_flags`. Raises ValueError, naming flags, if they describe none."""
+    return model_of(MegatronArguments.of(vars(args)), MODELS[args.model] if args.model else None)
+
+
+class Run(NamedTuple):
+    """A run, and how --wlb would train it."""
+
+    arguments: MegatronArguments
+    shape: ModelShape | None
+    """Sizes of a known model."""
+    model: str | None
+    """Name of the known model."""
+    packing: Packing
+    sharding: Sharding
+    settings: PlanSettings
+    run_settings: RunSettings
+    launched: Launched
+    judged: Judged
+    notes: list[str]
+    """Sentences on what was assumed, and on what is not simulated."""
+
+    def job(self, arguments: MegatronArguments | None = None, **given: Any) -> Job:
+        """Build the job that --wlb would train, in the layout of `arguments`; `given` are arguments of `make_job`.
+
+        Raises ValueError, naming the flags, if they contradict each other.
+        """
+        a = arguments or self.arguments
+        shape = model_of(a, self.shape)
+        details = {"packing": self.packing, "sharding": self.sharding, "settings": self.settings} | given
+        return job_of(a, model=shape, default_profile=DEFAULT_PROFILE, device_bytes=H100_BYTES, **details)
+
+
+def run_of(args: argparse.Namespace, command: list[str]) -> Run:
+    """Return the run of `add_job_flags`; `command` is what follows --.
+
+    Raises ValueError, naming the flags, for missing or contradictory arguments.
+    """
+    launched = _launched(args, command)
+    wlb = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    for name, value in vars(add_wlb_arguments(wlb).parse_known_args(launched.wlb)[0]).items():
+        if getattr(args, name) == wlb.get_default(name):  # not typed
+            setattr(args, name, value)
+    typed = {f.name: value for f in fields(MegatronArguments) if (value := getattr(args, f.name, None)) is not None}
+    stated = {"world_size": launched.world_size} | launched.stated | typed
+    if launched.source == "flags":
+        stated.setdefault("add_bias_linear", False)
+    settled = ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank")
+    if launched.is_log and not typed.keys() & {*settled, "num_layers_per_virtual_pipeline_stage"}:
+        stated |= {"num_layers_per_virtual_pipeline_stage": None, settled[1]: None}  # settled by the first
+    arguments = MegatronArguments.of(stated)
+    if arguments.seq_length is None:
+        raise ValueError("no --seq-length; give the log of a run, its command behind --, or its flags")
+    judged = judge(launched, arguments, approximate=args.approximate)
+    notes = list(judged.remarks)
+    settings = PlanSettings.from_args(args)
+    if settings.max_tokens == "auto" and settings.memory_budget is None:
+        settings = replace(settings, max_tokens=None)
+        notes.append(
+            "Assumed: an S_max of 1.25 windows; how much memory --wlb-max-tokens auto would find is known on the GPU, "
+            "or by --wlb-memory-budget."
+        )
+    policy = packing.from_args(args)
+    notes += (f"{said}: without effect." for said in packing.without_effect(args))
+    arguments = _settled(arguments, args.model, notes)
+    return Run(
+        arguments=arguments,
+        shape=MODELS[args.model] if args.model else None,
+        model=args.model,
+        packing=policy,
+        sharding=Sharding.from_args(args),
+        settings=settings,
+        run_settings=RunSettings.from_args(args),
+        launched=launched,
+        judged=judged,
+        notes=notes,
+    )
+
+
+def _launched(args: argparse.Namespace, command: list[str]) -> Launched:
+    if args.log is not None and command:
+        raise ValueError(f"{short(args.log)} and a command behind --; give one of them")
+    if args.log is not None:
+        return read_log(args.log)
+    return read_command(command) if command else Launched({}, [], "flags")
+
+
+def _settled(a: MegatronArguments, model: str | None, notes: list[str]) -> MegatronArguments:
+    """Return the arguments with missing ones filled in; assumes sequence parallelism."""
+    ranks = a.tensor_model_parallel_size * a.context_parallel_size * a.pipeline_model_parallel_size
+    changes: dict[str, Any] = {"sequence_parallel": True}
+    if a.world_size is None:
+        changes["world_size"] = ranks
+        notes.append(
+            f"Assumed: {ranks} GPUs, one data-parallel rank (no --num-gpus, nor torchrun's --nproc-per-node and "
+            "--nnodes)."
+        )
+    if a.global_batch_size is None:
+        count = a.pipeline_model_parallel_size * max(1, (a.world_size or ranks) // ranks)
+        changes["global_batch_size"] = count
+        notes.append(f"Assumed: {count} context windows a step, PP x DP (no --global-batch-size).")
+    if model is None and a.vocab_size is None and a.padded_vocab_size is None:
+        changes["vocab_size"] = _vocabulary(a, notes)
+    if model is None and not a.group_query_attention and (a.num_query_groups or 1) > 1:
+        notes.append("--num-query-groups counts with --group-query-attention only, in Megatron as well as here.")
+    if (a.num_experts or 1) > 1:
+        notes.append(
+            "Experts get equally many tokens. The exchange of tokens takes no time here, and gradients and optimizer "
+            f"are those of the {a.moe_router_topk} experts that a token goes to."
+        )
+    if a.recompute_method == "block" or a.recompute_activations or a.recompute_granularity == "selective":
+        what = "every layer" if a.recompute_method == "block" else "nothing"
+        notes.append(f"Time is that of recomputing {what}; memory counts what --recompute flags say.")
+    return replace(a, **changes)
+
+
+def _vocabulary(a: MegatronArguments, notes: list[str]) -> int:
+    """Return the vocabulary size of the arguments' tokenizer. Raises ValueError if it is unknown."""
+    if a.tokenizer_type in TOKENIZERS:
+        return TOKENIZERS[a.tokenizer_type]
+    name = a.tokenizer_model or ""
+    file = Path(name, "tokenizer.json")
+    if name and file.is_file():
+        return tokens_of(file)
+    known = next((model for pattern, model in _NAMED.items() if re.search(pattern, name, re.IGNORECASE)), None)
+    if known is None:
+        named = f"; {short(name)} has no tokenizer.json here" if name else ""
+        raise ValueError(f"the vocabulary is not known{named}; give --vocab-size")
+    notes.append(f"Assumed: the vocabulary of {known}, by the name of the tokenizer.")
+    return MODELS[known].padded_vocab_size
+
+
+class _Tokenizer(msgspec.Struct):
+    """The fields that are read from a Hugging Face tokenizer.json."""
+
+    class Model(msgspec.Struct):
+        vocab: dict[str, int] | list[Any]
+
+    class Token(msgspec.Struct):
+        id: int
+
+    model: Model
+    added_tokens: list[Token] = []
+
+
+def tokens_of(file: Path) -> int:
+    """Return the vocabulary size of Hugging Face's tokenizer.json. Raises ValueError if it is none."""
+    try:
+        found = msgspec.json.decode(file.read_bytes(), type=_Tokenizer)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ValueError(f"{file} is no tokenizer of Hugging Face ({error}); give --vocab-size") from error
+    vocabulary = found.model.vocab
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    return 1 + max([*ids, *(token.id for token in found.added_tokens)])

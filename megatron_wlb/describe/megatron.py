@@ -1,0 +1,331 @@
+"""Translates Megatron's arguments into a `Job`, for training and for commands alike."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import msgspec
+
+from megatron_wlb.describe.make import make_job
+from megatron_wlb.describe.settings import PlanSettings
+from megatron_wlb.job import Job, Parallel, Recompute
+from megatron_wlb.model import ModelShape, latent_sizes
+from megatron_wlb.pipeline.split import Split
+
+SWITCHED_OFF = {
+    "add_bias_linear": "disable-bias-linear",
+    "align_grad_reduce": "no-align-grad-reduce",
+    "apply_rope_fusion": "no-rope-fusion",
+    "overlap_p2p_comm": "no-overlap-p2p-communication",
+}
+"""Arguments that are on by default, and the flags that switch them off."""
+FLAGS = {
+    "fp4": "fp4-format",
+    "fp8": "fp8-format",
+    "microbatch_group_size_per_vp_stage": "microbatch-group-size-per-virtual-pipeline-stage",
+    "overlap_p2p_comm_warmup_flush": "overlap-p2p-communication-warmup-flush",
+    "world_size": "num-gpus",
+}
+"""Arguments whose flags have another name. `world_size` is set by the launcher."""
+_UNDEFERRABLE = (
+    "defer_embedding_wgrad_compute fp4 fp8 moe_shared_expert_overlap overlap_dispatch_backward_with_experts_wgrad "
+    "use_torch_fsdp2 use_transformer_engine_op_fuser"
+).split()
+"""Arguments that keep weight gradients in the backward pass: they use other hooks or layers, or were not tested for
+losing gradients."""
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of one of Megatron's arguments."""
+    return f"--{(SWITCHED_OFF | FLAGS).get(name, name).replace('_', '-')}"
+
+
+def _size(group: str, help: str = "", default: Any = None, least: int = 1, most: int = 1 << 20) -> Any:
+    return field(default=default, metadata={"group": group, "help": help, "least": least, "most": most})
+
+
+def _other(group: str, help: str = "", default: Any = None, choices: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"group": group, "help": help, "choices": choices})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronArguments:
+    """The arguments of a job, by Megatron's names, before or after Megatron has validated them.
+
+    None means Megatron's default, or a value that follows from other arguments.
+    """
+
+    num_layers: int | None = _size("model", most=1 << 12)
+    hidden_size: int | None = _size("model")
+    num_attention_heads: int | None = _size("model")
+    group_query_attention: bool = _other("model", default=False)
+    num_query_groups: int | None = _size("model", "with --group-query-attention; default: 1")
+    kv_channels: int | None = _size("model", "default: hidden size / attention heads")
+    ffn_hidden_size: int | None = _size("model", "default: 4 x hidden size, or as for --swiglu")
+    swiglu: bool | None = _other("model", "a gated MLP")
+    qk_layernorm: bool | None = _other("model", "norms of Q and K, which count in memory")
+    mtp_num_layers: int | None = _size("model", "for multi-token prediction", most=1 << 12)
+    vocab_size: int | None = _size("model", most=1 << 24)
+    padded_vocab_size: int | None = _size("model", most=1 << 24)
+    make_vocab_size_divisible_by: int = _size("model", default=128)
+    add_bias_linear: bool = _other("model", default=True)
+    add_qkv_bias: bool = _other("model", default=False)
+    transformer_impl: str = _other("model", default="transformer_engine")
+    window_size: tuple[int, int] | str | None = _other("model", "is not simulated")
+    tokenizer_type: str | None = _other("model", "where --vocab-size does not say how many tokens it has")
+    tokenizer_model: str | None = _other("model", "a folder with tokenizer.json, or a known name")
+    multi_latent_attention: bool = _other("multi-latent attention", default=False)
+    q_lora_rank: int | None = _size("multi-latent attention")
+    kv_lora_rank: int = _size("multi-latent attention", default=32)
+    qk_head_dim: int = _size("multi-latent attention", default=128)
+    qk_pos_emb_head_dim: int = _size("multi-latent attention", default=64)
+    v_head_dim: int = _size("multi-latent attention", default=128)
+    num_experts: int | None = _size("mixture of experts")
+    moe_router_topk: int = _size("mixture of experts", default=2)
+    moe_ffn_hidden_size: int | None = _size("mixture of experts", "default: --ffn-hidden-size")
+    moe_shared_expert_intermediate_size: int | None = _size("mixture of experts", "of all shared experts", least=0)
+    data_path: tuple[str, ...] | None = _other("data and steps", ".idx, or a blend of them")
+    train_data_path: tuple[str, ...] | None = _other("data and steps", "likewise, not split")
+    data_args_path: str | None = _other("data and steps", "a file with such a blend")
+    per_split_data_args_path: str | None = _other("data and steps", "a file with blends by split")
+    split: str | None = _other("data and steps", "default: 969,30,1")
+    seed: int = _size("data and steps", default=1234, least=0, most=1 << 62)
+    seq_length: int | None = _size("data and steps", "context window in tokens", most=1 << 26)
+    global_batch_size: int | None = _size("data and steps", "context windows a step")
+    micro_batch_size: int = _size("data and steps", "of the run without --wlb", default=1)
+    world_size: int | None = _size("layout", "default: one data-parallel rank", most=1 << 17)
+    tensor_model_parallel_size: int = _size("layout", default=1, most=1 << 17)
+    context_parallel_size: int = _size("layout", default=1, most=1 << 17)
+    pipeline_model_parallel_size: int = _size("layout", default=1, most=1 << 17)
+    expert_model_parallel_size: int = _size("layout", default=1, most=1 << 17)
+    expert_tensor_parallel_size: int | None = _size("layout", "default: TP", most=1 << 17)
+    sequence_parallel: bool = _other("layout", default=False)
+    virtual_pipeline_model_parallel_size: int | None = None
+    num_virtual_stages_per_pipeline_rank: int | None = _size("layout", most=1 << 12)
+    num_layers_per_virtual_pipeline_stage: int | None = _size("layout", most=1 << 12)
+    microbatch_group_size_per_vp_stage: int | None = _size("layout", "default: about 1.5 times the stages with --wlb")
+    account_for_embedding_in_pipeline_split: bool = _other("layout", default=False)
+    account_for_loss_in_pipeline_split: bool = _other("layout", default=False)
+    decoder_first_pipeline_num_layers: int | None = _size("layout", least=0, most=1 << 12)
+    decoder_last_pipeline_num_layers: int | None = _size("layout", least=0, most=1 << 12)
+    pipeline_model_parallel_layout: str | None = _other("layout", "such as Et*3|(tt|)*2L")
+    overlap_p2p_comm: bool = _other("layout", default=True)
+    recompute_activations: bool = _other("memory", "as --recompute-granularity selective", default=False)
+    recompute_granularity: str | None = _other("memory", choices=("full", "selective"))
+    recompute_method: str | None = _other("memory", choices=("uniform", "block"))
+    recompute_num_layers: int | None = _size("memory")
+    recompute_modules: tuple[str, ...] | None = _other("memory")
+    cpu_offloading_num_layers: int = _size("memory", "layers of activations in host memory", 0, least=0, most=1 << 12)
+    hidden_dropout: float = _other("memory", default=0.1)
+    fp8: str | None = _other("memory", "only the alignment of micro-batches is known")
+    fp8_recipe: str | None = _other("memory")
+    fp4: str | None = _other("memory", "likewise")
+    overlap_grad_reduce: bool = _other("memory", default=False)
+    align_grad_reduce: bool = _other("memory", default=True)
+    defer_embedding_wgrad_compute: bool = _other("memory", default=False)
+    moe_shared_expert_overlap: bool = _other("memory", default=False)
+    overlap_dispatch_backward_with_experts_wgrad: bool = _other("memory", default=False)
+    use_torch_fsdp2: bool = _other("memory", default=False)
+    use_transformer_engine_op_fuser: bool = _other("memory", default=False)
+
+    @classmethod
+    def of(cls, stated: Mapping[str, Any]) -> "MegatronArguments":
+        """Select the arguments from `stated`, with values or their text.
+
+        Raises ValueError, naming the flag and the limit, for a value of another type or out of range.
+        """
+        values = {}
+        for f in fields(cls):
+            value = stated.get(f.name)
+            if value is None:
+                continue
+            try:
+                value = msgspec.convert(value, f.type, strict=False)
+            except msgspec.ValidationError as error:
+                raise ValueError(f"{flag_of(f.name)} {_short(value)}: {error}; give another value") from None
+            least, most, choices = (f.metadata.get(key) for key in ("least", "most", "choices"))
+            if least is not None and value is not None and not least <= value <= most:
+                raise ValueError(f"{flag_of(f.name)} is {_short(value)}; it must be from {least} to {most}")
+            if choices and value not in (None, *choices):
+                raise ValueError(f"{flag_of(f.name)} is {_short(value)}; choose one of {', '.join(choices)}")
+            values[f.name] = value
+        return cls(**{name: value for name, value in values.items() if value is not None})
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def job_of(
+    arguments: MegatronArguments, *, settings: PlanSettings, model: ModelShape | None = None, **given: Any
+) -> Job:
+    """Build the job that arguments describe; `given` are arguments of `make_job`, which take precedence.
+
+    Raises ValueError, naming the flags, if they contradict each other.
+    """
+    a, parallel = arguments, parallel_of(arguments)
+    if a.seq_length is None:
+        raise ValueError("no --seq-length; give the context window in tokens")
+    if a.global_batch_size is None and "global_batch_size" not in given:
+        raise ValueError("no --global-batch-size; give the context windows of tokens that a step trains")
+    if why := undeferrable(a):
+        if settings.defer_weight_gradients == "on":
+            raise ValueError(f"--wlb-defer-weight-gradients on does not go with {why}; give auto")
+        given.setdefault("defer_weight_gradients", False)
+    details: dict[str, Any] = {
+        "model": model or model_of(a),
+        "parallel": parallel,
+        "context_length": a.seq_length,
+        "global_batch_size": a.global_batch_size,
+        "row_multiple": row_multiple(a.fp8, a.fp8_recipe, a.fp4),
+        "windowed": a.window_size is not None,
+        "hidden_dropout": a.hidden_dropout > 0,
+        "hidden_transfers": parallel.vpp == 1 or a.overlap_p2p_comm,
+        "recompute": recompute_of(a),
+        "offloaded_layers": a.cpu_offloading_num_layers,
+    }
+    return make_job(settings=settings, **details | given)
+
+
+def model_of(a: MegatronArguments, base: ModelShape | None = None) -> ModelShape:
+    """Return the model of arguments, or `base` with their sizes; a token's experts count as one MLP.
+
+    Missing sizes are Megatron's defaults; a missing vocabulary has size 0. Raises ValueError for contradictory sizes.
+    """
+    names = ("num_layers", "hidden_size", "num_attention_heads")
+    if missing := [flag_of(name) for name in names if base is None and getattr(a, name) is None]:
+        raise ValueError(f"no {', '.join(missing)}: give the sizes of the model")
+    kept = (*names, "kv_channels", "ffn_hidden_size", "num_query_groups", "qk_layernorm", "mtp_num_layers")
+    sizes: dict[str, Any] = {name: getattr(a, name) for name in kept if getattr(a, name) is not None}
+    if a.swiglu is not None:
+        sizes["gated_linear_unit"] = a.swiglu
+    if base is None:
+        hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+        if a.kv_channels is None and hidden % heads:
+            raise ValueError(
+                f"--num-attention-heads {heads} does not divide --hidden-size {hidden}; change one, or give "
+                "--kv-channels"
+            )
+        sizes["num_query_groups"] = (a.num_query_groups or 1) if a.group_query_attention else heads
+        sizes.setdefault("kv_channels", hidden // heads)
+        sizes.setdefault("ffn_hidden_size", max(64, hidden * 8 // 3 // 64 * 64) if a.swiglu else 4 * hidden)
+        sizes["gated_linear_unit"] = bool(a.swiglu)
+    if a.multi_latent_attention:
+        sizes |= latent_sizes(
+            kv_lora_rank=a.kv_lora_rank,
+            q_lora_rank=a.q_lora_rank,
+            qk_head_dim=a.qk_head_dim,
+            qk_pos_emb_head_dim=a.qk_pos_emb_head_dim,
+            v_head_dim=a.v_head_dim,
+        )
+    vocabulary = a.padded_vocab_size or a.vocab_size
+    if vocabulary is not None or base is None:
+        multiple = a.make_vocab_size_divisible_by * a.tensor_model_parallel_size
+        sizes["padded_vocab_size"] = a.padded_vocab_size or math.ceil((vocabulary or 0) / multiple) * multiple
+    if (a.num_experts or 1) > 1:
+        ffn = a.moe_ffn_hidden_size or sizes.get("ffn_hidden_size") or (base.ffn_hidden_size if base else 0)
+        sizes["ffn_hidden_size"] = a.moe_router_topk * ffn + (a.moe_shared_expert_intermediate_size or 0)
+        sizes["moe_router_topk"] = a.moe_router_topk
+    model = replace(base, **sizes) if base is not None else ModelShape(**sizes)
+    if model.num_attention_heads % model.num_query_groups:
+        raise ValueError(
+            f"--num-query-groups {model.num_query_groups} does not divide {model.num_attention_heads} attention heads; "
+            "change one of them"
+        )
+    return model
+
+
+def parallel_of(a: MegatronArguments) -> Parallel:
+    """Return the parallel layout of arguments. Raises ValueError if ranks or layers do not divide."""
+    tp, cp, pp = a.tensor_model_parallel_size, a.context_parallel_size, a.pipeline_model_parallel_size
+    ranks = tp * cp * pp
+    world = a.world_size or ranks
+    if world % ranks:
+        raise ValueError(
+            f"{world} GPUs are no multiple of tensor x context x pipeline parallel sizes {tp} x {cp} x {pp} = {ranks}; "
+            "change one of them"
+        )
+    if a.expert_model_parallel_size > 1 and not a.num_experts:
+        raise ValueError("--expert-model-parallel-size without --num-experts; give both or none")
+    split = Split(**{f.name: getattr(a, f.name) for f in fields(Split)})
+    return Parallel(
+        tp=tp,
+        cp=cp,
+        pp=pp,
+        vpp=_virtual_stages(a, split),
+        dp=world // ranks,
+        ep=a.expert_model_parallel_size,
+        etp=a.expert_tensor_parallel_size if a.num_experts else None,
+        sequence_parallel=a.sequence_parallel,
+        group_size=a.microbatch_group_size_per_vp_stage,
+        split=split,
+    )
+
+
+def _virtual_stages(a: MegatronArguments, split: Split) -> int:
+    pp, layers, stages = (
+        a.pipeline_model_parallel_size,
+        a.num_layers_per_virtual_pipeline_stage,
+        split.num_virtual_stages,
+    )
+    given = a.virtual_pipeline_model_parallel_size or a.num_virtual_stages_per_pipeline_rank
+    if given is not None or (layers is None and stages is None):
+        return given or 1
+    if stages is not None:
+        if stages % pp:
+            raise ValueError(
+                f"--pipeline-model-parallel-layout {a.pipeline_model_parallel_layout} has {stages} virtual stages, no "
+                f"multiple of {pp} pipeline stages; change one of them"
+            )
+        return stages // pp
+    if split.has_ends:
+        raise ValueError(
+            "--num-layers-per-virtual-pipeline-stage with a number of layers of the first or last stage; give "
+            "--num-virtual-stages-per-pipeline-rank"
+        )
+    assert layers is not None
+    counted = (a.num_layers or 0) + split.edges
+    stages, rest = divmod(counted, pp * layers)
+    if rest or not stages:
+        raise ValueError(
+            f"--num-layers-per-virtual-pipeline-stage {layers} x {pp} pipeline stages do not divide {counted} layers; "
+            "change one of them"
+        )
+    return stages
+
+
+def recompute_of(a: MegatronArguments) -> Recompute:
+    """Return the activation recomputation of arguments."""
+    granularity = a.recompute_granularity or ("selective" if a.recompute_activations else None)
+    modules = a.recompute_modules
+    if modules is None:
+        modules = ("core_attn",) if granularity == "selective" else ()
+    return Recompute(
+        granularity=granularity,
+        method=a.recompute_method,
+        num_layers=a.recompute_num_layers,
+        modules=tuple(sorted(set(modules))),
+    )
+
+
+def row_multiple(fp8: Any, fp8_recipe: Any, fp4: Any) -> int:
+    """Row alignment of FP8 and FP4 kernels on a rank: Megatron's get_fp8_align_size, get_fp4_align_size."""
+    if fp8:
+        return 32 if fp8_recipe == "mxfp8" else 16
+    return 128 if fp4 else 1
+
+
+def undeferrable(a: MegatronArguments) -> str:
+    """Return the flags that keep layers from deferring weight gradients; "" if they can."""
+    if given := next((flag_of(name) for name in _UNDEFERRABLE if getattr(a, name)), ""):
+        return given
+    if a.transformer_impl == "transformer_engine" and (a.add_bias_linear or a.add_qkv_bias):
+        return "--transformer-impl transformer_engine with biases in linear layers"
+    interleaved = a.virtual_pipeline_model_parallel_size or a.num_virtual_stages_per_pipeline_rank
+    if interleaved and a.overlap_grad_reduce and not a.align_grad_reduce:
+        # The plan orders reductions of buckets with deferred weight gradients, and it differs between data-parallel
+        # ranks. Buckets without any would be reduced at another place in that order.
+        return "--overlap-grad-reduce --no-align-grad-reduce and virtual stages"
+    return ""

@@ -1,0 +1,233 @@
+"""Megatron's arguments that training with `--wlb` cannot serve, with reason and remedy."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+_FIXED_SHAPES = "needs fixed shapes, and micro-batches vary in length; leave it out"
+_REASONS = {
+    _FIXED_SHAPES: (
+        "cpu_offloading_retain_pinned_cpu_buffers enable_cuda_graph external_cuda_graph "
+        "fine_grained_activation_offloading moe_pad_expert_input_to_capacity tp_comm_overlap use_ring_exchange_p2p"
+    ),
+    "changes the global batch size, which must stay; give a fixed --global-batch-size": (
+        "rampup_batch_size step_batch_size_schedule"
+    ),
+    "replaces the pipeline schedule; leave it out": "overlap_moe_expert_parallel_comm",
+    "divides weights over other ranks, by which the data-parallel size means another number; leave it out": (
+        "expert_tensor_parallel_num_weight_shards tensor_parallel_num_weight_shards"
+    ),
+    "reads a step's micro-batches ahead, by --global-batch-size; leave it out": "moe_expert_rank_capacity_factor",
+    "mixes hidden states of rows that it rolls, across documents and shards; leave it out": "mtp_hsm",
+    "needs the largest logit, which packed attention does not report; leave it out": "qk_clip log_max_attention_logit",
+    "goes by the order of documents of a run without --wlb; leave it out": "logits_load_dir logits_save_dir",
+    "saves checkpoints without the packer state; use --save-interval": "non_persistent_save_interval",
+    "is not supported; use --use-torch-fsdp2 or --use-distributed-optimizer": "use_megatron_fsdp",
+    "is not supported; use plain attention": "experimental_attention_variant",
+    "is for inference; leave it out": "cache_mla_latents",
+    "is not supported; pre-train on .bin/.idx datasets (--data-path)": (
+        "sft mock_data fim_data perform_rl_step hybrid_context_parallel dynamic_context_parallel"
+    ),
+    "is not supported; give --eval-iters": "full_validation multiple_validation_sets",
+    "is not supported; give flags": "spec yaml_cfg",
+    "is not supported; leave it out": (
+        "enable_mhc_connections heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json "
+        "inprocess_restart iterations_to_skip mla_down_proj_fusion result_rejected_tracker_filename"
+    ),
+}
+REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+"""Arguments of upstream that training with --wlb cannot serve with any value, with reason and remedy."""
+
+
+class _Refusal(NamedTuple):
+    refused: Callable[[Any], Any]
+    """Whether these arguments are refused; a missing argument is None."""
+    message: str
+    """A format string; `a` is the arguments."""
+
+
+def _balancing(a: Any) -> bool:
+    types = a.moe_router_load_balancing_type or ()
+    return bool(a.num_experts) and "quantile_balancing" in ([types] if isinstance(types, str) else types)
+
+
+def _fsdp2_with(a: Any) -> bool:
+    sizes = a.pipeline_model_parallel_size, a.expert_model_parallel_size
+    others = max(sizes) > 1 or a.mtp_num_layers or a.use_distributed_optimizer
+    return bool(a.use_torch_fsdp2 and (others or not a.untie_embeddings_and_output_weights))
+
+
+def _dispatches(a: Any, dispatcher: str, backend: str | None = None) -> bool:
+    chosen = a.moe_token_dispatcher_type == dispatcher and backend in (None, a.moe_flex_dispatcher_backend)
+    return bool(a.num_experts) and chosen
+
+
+_REFUSALS = (
+    _Refusal(lambda a: a.seq_length is None, "--seq-length is missing; give the context window"),
+    _Refusal(
+        lambda a: a.micro_batch_size != 1 or a.eval_micro_batch_size not in (None, 1),
+        "--micro-batch-size is {a.micro_batch_size}; a micro-batch is one packed sequence, give 1 (and "
+        "--eval-micro-batch-size 1 or none)",
+    ),
+    _Refusal(
+        lambda a: not a.calculate_per_token_loss,
+        "--calculate-per-token-loss is missing; give it, since without it every micro-batch would weigh the same, "
+        "whatever its length",
+    ),
+    _Refusal(lambda a: a.cuda_graph_impl not in (None, "none"), f"--cuda-graph-impl {_FIXED_SHAPES}"),
+    _Refusal(
+        lambda a: a.defer_embedding_wgrad_compute and a.sequence_parallel,
+        "--defer-embedding-wgrad-compute with --sequence-parallel gathers all micro-batches by the length of the "
+        "first; leave it out",
+    ),
+    _Refusal(
+        lambda a: a.mtp_num_layers and a.pipeline_model_parallel_layout,
+        "--mtp-num-layers with --pipeline-model-parallel-layout is not supported: MTP layers must be on the last "
+        "stage; leave the latter out",
+    ),
+    _Refusal(
+        _balancing,
+        "--moe-router-load-balancing-type quantile_balancing needs tokens * topk of every micro-batch to divide by the "
+        "experts, and micro-batches vary in length; choose another",
+    ),
+    _Refusal(
+        lambda a: _dispatches(a, "allgather"),
+        "--moe-token-dispatcher-type allgather needs equal lengths on all ranks; give alltoall",
+    ),
+    _Refusal(
+        lambda a: _dispatches(a, "flex", "hybridep") and not a.moe_hybridep_pad_uneven_dispatch_inputs,
+        "--moe-flex-dispatcher-backend hybridep needs equal lengths on all ranks; give deepep, or from megatron-core "
+        "0.19 on --moe-hybridep-pad-uneven-dispatch-inputs",
+    ),
+    _Refusal(
+        lambda a: _dispatches(a, "flex", "ncclep"),
+        "--moe-flex-dispatcher-backend ncclep sizes its buffers by the first micro-batch; give deepep",
+    ),
+    _Refusal(
+        lambda a: (
+            a.pipeline_model_parallel_size == 2
+            and a.overlap_p2p_comm is False
+            and (a.num_virtual_stages_per_pipeline_rank or a.num_layers_per_virtual_pipeline_stage)
+        ),
+        "with two pipeline ranks and virtual stages the next rank is also the previous one, and messages of one batch "
+        "would be mixed up; leave --no-overlap-p2p-communication out",
+    ),
+    _Refusal(
+        lambda a: "local" in str(a.attention_backend).rsplit(".", 1)[-1],
+        "--attention-backend local would replace the attention of --wlb; choose with --wlb-attention-backend",
+    ),
+    _Refusal(
+        _fsdp2_with,
+        "--use-torch-fsdp2 does not go with pipeline or expert parallelism, tied embeddings, MTP or the distributed "
+        "optimizer; leave it out and use --use-distributed-optimizer",
+    ),
+    _Refusal(
+        lambda a: a.use_torch_fsdp2 and (a.save or a.load),
+        "--use-torch-fsdp2 with --save or --load: upstream does not bring back the optimizer state, in either "
+        "--ckpt-format; use --use-distributed-optimizer",
+    ),
+    _Refusal(
+        lambda a: a.attention_dropout > 0,
+        "--attention-dropout is {a.attention_dropout}; packed attention has none, give --attention-dropout 0",
+    ),
+    _Refusal(
+        lambda a: (a.window_size or (0, 0))[1] != 0,
+        "--window-size is {a.window_size}; causal attention sees nothing to its right, give LEFT,0",
+    ),
+    _Refusal(
+        lambda a: a.multi_latent_attention and a.position_embedding_type == "yarn",
+        "--position-embedding-type yarn with --multi-latent-attention, whose layers rotate by themselves; give rope, "
+        "and --rope-type yarn",
+    ),
+    _Refusal(
+        lambda a: a.multi_latent_attention and a.apply_rope_fusion,
+        "fused rotary embeddings of --multi-latent-attention count rows of whole documents; give --no-rope-fusion",
+    ),
+    _Refusal(
+        lambda a: a.multi_latent_attention and a.tensor_model_parallel_size > 1 and not a.sequence_parallel,
+        "--multi-latent-attention with --tensor-model-parallel-size over 1 and without --sequence-parallel has "
+        "gradients of latents that upstream does not sum over ranks, or twice; give --sequence-parallel",
+    ),
+    _Refusal(
+        lambda a: a.multi_latent_attention and a.wlb_attention_backend == "megatron",
+        "--wlb-attention-backend megatron with --multi-latent-attention is not supported; choose another",
+    ),
+    _Refusal(
+        lambda a: a.position_embedding_type in ("mrope", "relative"),
+        "--position-embedding-type {a.position_embedding_type} is not supported; give rope, yarn, learned_absolute or "
+        "none",
+    ),
+    _Refusal(
+        lambda a: a.dataloader_type not in (None, "external"),
+        "--dataloader-type {a.dataloader_type} would replace the sampler of --wlb; leave it out",
+    ),
+    _Refusal(
+        lambda a: a.transformer_impl == "local" and a.layernorm_zero_centered_gamma,
+        "--apply-layernorm-1p is not supported with --transformer-impl local; leave one of them out",
+    ),
+    _Refusal(
+        lambda a: a.rerun_mode == "report_stats",
+        "--rerun-mode report_stats: upstream takes the flag and fails at its start, since it calls this mode otherwise "
+        "inside; give validate_results or disabled",
+    ),
+    _Refusal(
+        lambda a: any("://" in str(folder) for folder in (a.save, a.load)),
+        "--save and --load to object storage are not supported, the packer state is a file beside the checkpoint; give "
+        "a folder",
+    ),
+    _Refusal(
+        lambda a: a.wlb_attention_backend == "megatron" and a.transformer_impl == "local",
+        "--wlb-attention-backend megatron with --transformer-impl local, whose attention knows no packed documents; "
+        "leave --transformer-impl out",
+    ),
+    _Refusal(
+        lambda a: a.wlb_attention_backend == "megatron" and a.softmax_type != "vanilla",
+        "--wlb-attention-backend megatron with --softmax-type {a.softmax_type}, which was never compared; give another "
+        "backend",
+    ),
+    _Refusal(
+        lambda a: a.wlb_attention_backend == "megatron" and a.context_parallel_size > 1,
+        "--wlb-attention-backend megatron with --context-parallel-size {a.context_parallel_size} wants documents of a "
+        "multiple of 2 x CP tokens, which no corpus has; choose another",
+    ),
+)
+
+
+class _Lenient(Namespace):
+    """Arguments that are None if missing."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def check(args: Namespace) -> None:
+    """Raise ValueError for the first of Megatron's arguments that training with `--wlb` cannot serve.
+
+    The message has the flag, the reason and the remedy. Call this before upstream validates its arguments.
+    """
+    given = _Lenient(**vars(args))
+    for name, reason in REFUSED.items():
+        if getattr(given, name):
+            raise ValueError(f"--wlb: --{name.replace('_', '-')} {reason}")
+    for refusal in _REFUSALS:
+        if refusal.refused(given):
+            raise ValueError(f"--wlb: {refusal.message.format(a=given)}")
+
+
+_SERVED = {
+    **{"seq_length": 1024, "micro_batch_size": 1, "save": "checkpoints"},
+    **{f"{name}_parallel_size": 1 for name in ("pipeline_model", "expert_model", "context", "tensor_model")},
+    **{"calculate_per_token_loss": True, "sequence_parallel": False, "attention_dropout": 0, "softmax_type": "vanilla"},
+    "moe_token_dispatcher_type": "alltoall",
+    **{"position_embedding_type": "rope", "untie_embeddings_and_output_weights": True},
+}
+"""Arguments that training with --wlb accepts."""
+
+
+def refuses(name: str, value: Any, *, has_experts: bool) -> bool:
+    """Whether `check` refuses an argument for its value, whatever the other arguments are."""
+    try:
+        check(Namespace(**_SERVED | {"num_experts": 2 if has_experts else None, name: value}))
+    except (ValueError, TypeError):  # text instead of a number
+        return True
+    return False

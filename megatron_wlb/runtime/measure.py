@@ -1,0 +1,144 @@
+"""Times of attention and of the rest of a layer on this device, which a profile is fitted to."""
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from megatron_wlb.model import ModelShape
+from megatron_wlb.runtime.attention import AttentionOptions, attend, attend_backward
+from megatron_wlb.runtime.backends import Backend, get_backend, side_by_side
+from megatron_wlb.runtime.metadata import ShardMetadata
+from megatron_wlb.types import ShardPlan
+
+FLUSH_BYTES = 1 << 30
+"""Written before every sample on a GPU: empties its caches, and takes longer than launching what is measured."""
+
+
+class Target(NamedTuple):
+    """A layer that is measured, by the sizes of `ModelShape`, and what it runs with."""
+
+    model: ModelShape
+    device: str
+    backend: Backend
+    dtype: str
+    tensors: dict[str, Any]
+    """Device and dtype of tensors, as torch takes them."""
+
+
+def target_of(model: ModelShape, device: str | None, backend: str, dtype: str | None) -> Target:
+    """A layer of the model on `device`, by default the GPU if there is one; in bf16 there, and in fp32 on a CPU.
+
+    Raises ValueError for a device that is not there, and where the backend does not run on it or in that dtype.
+    """
+    has_gpu = torch.cuda.is_available()
+    device = device or ("cuda" if has_gpu else "cpu")
+    if device == "cuda" and not has_gpu:
+        raise ValueError(f"--device cuda, but torch {torch.__version__} finds none; install a driver or choose cpu")
+    chosen = get_backend(backend, device, model.head_sizes)
+    dtype = dtype or ("bf16" if device == "cuda" else "fp32")
+    tensors: dict[str, Any] = {"device": device, "dtype": {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]}
+    if tensors["dtype"] not in chosen.dtypes:
+        raise ValueError(f"attention backend {chosen.name} does not run {dtype}; choose another --dtype")
+    return Target(replace(model, num_layers=1, padded_vocab_size=0), device, chosen, dtype, tensors)
+
+
+def attention_times(
+    plan: ShardPlan, cp_rank: int, target: Target, stopwatch: Callable[..., float], *, two_streams: bool = False
+) -> tuple[float, float]:
+    """Attention of a rank, forward and backward in us, as it runs when all keys have arrived."""
+    metadata = ShardMetadata.build(plan, cp_rank, target.backend.encode).to(target.device)
+    options = AttentionOptions(backend=target.backend, two_streams=two_streams)
+    model = target.model
+    q, dout = (
+        torch.randn(metadata.num_rows, model.num_attention_heads, size, **target.tensors) for size in model.head_sizes
+    )
+    (part,) = metadata.parts
+    kv = side_by_side(
+        *(torch.randn(len(part.gather), model.num_query_groups, size, **target.tensors) for size in model.head_sizes)
+    )
+    out, dq = torch.empty_like(dout), torch.empty_like(q)
+    lse = attend(q, kv, out, part, options)
+    return (
+        stopwatch(lambda: attend(q, kv, out, part, options)),
+        stopwatch(lambda: attend_backward(dout, q, kv, out, lse, dq, part, options)),
+    )
+
+
+def linear_times(target: Target, tokens: int, stopwatch: Callable[..., float]) -> tuple[float, float]:
+    """A layer without attention, RoPE and norms of latents, forward and backward, in us per token of `tokens`."""
+    model = target.model
+    h, ffn, gated = model.hidden_size, model.ffn_hidden_size, model.gated_linear_unit
+    latents = model.q_lora_rank, model.kv_lora_rank, model.qk_pos_emb_head_dim
+    sizes = [(h,), (h,), (h, model.output_size), (ffn * (1 + gated), h), (h, ffn), *model.projections]
+    x, dy = torch.randn(2, tokens, h, **target.tensors)
+    leaves = [x.requires_grad_()]
+    leaves += [torch.randn(size, **target.tensors).mul_(h**-0.5).requires_grad_() for size in sizes]
+
+    def forward() -> torch.Tensor:
+        x, norm1, norm2, projection, up, down, from_hidden, *from_latents = leaves
+        y = F.rms_norm(x, (h,), norm1)
+        qkv = F.linear(y, from_hidden)
+        if from_latents:
+            q, kv, _ = qkv.split(latents, dim=1)
+            rows = (q if model.q_lora_rank else y, kv)
+            qkv = torch.cat([F.linear(*each) for each in zip(rows, from_latents, strict=True)], dim=1)
+        x = x + F.linear(qkv[:, : model.output_size], projection)
+        y = F.linear(F.rms_norm(x, (h,), norm2), up)
+        y = F.silu(y[:, :ffn]) * y[:, ffn:] if gated else F.gelu(y)
+        return x + F.linear(y, down)
+
+    y = forward()
+    return (
+        stopwatch(forward) / tokens,
+        stopwatch(lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)) / tokens,
+    )
+
+
+def stopwatch_of(device: str, seconds: float) -> Callable[[Callable[[], Any]], float]:
+    """Time of a call in us: of samples for `seconds`, but 3 to 20 of them, after two that warm up.
+
+    The median on a GPU; on a CPU the shortest, since other processes only ever add to it.
+    """
+    if device == "cuda":
+        flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def sample(call: Callable[[], Any]) -> float:
+        if device == "cpu":
+            started = time.perf_counter()
+            call()
+            return (time.perf_counter() - started) * 1e6
+        flush.zero_()
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e3
+
+    def measure(call: Callable[[], Any]) -> float:
+        for _ in range(2):
+            sample(call)
+        started = time.perf_counter()
+        samples: list[float] = []
+        while len(samples) < 3 or (len(samples) < 20 and time.perf_counter() < started + seconds):
+            samples.append(sample(call))
+        return statistics.median(samples) if device == "cuda" else min(samples)
+
+    return measure
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Run with one thread, as every rank does on CPUs under torchrun."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,31 @@
+"""Balance of a simulated step: between micro-batches, DP ranks and CP ranks."""
+
+import numpy as np
+
+from megatron_wlb.simulate.passes import Passes
+from megatron_wlb.simulate.step import SimulatedStep
+
+
+def layer_times(passes: Passes) -> np.ndarray:
+    """Forward plus backward time of one layer per micro-batch, with equal CP ranks, in us: float64 [M]."""
+    return sum(layer.total - layer.attention.max(axis=1) + layer.attention.mean(axis=1) for layer in passes.layers)
+
+
+def micro_batch_times(step: SimulatedStep) -> np.ndarray:
+    """`layer_times` of every data-parallel rank, float64 [dp, M]."""
+    return np.array([layer_times(passes) for passes in step.passes])
+
+
+def attention_of_ranks(step: SimulatedStep) -> np.ndarray:
+    """Attention time per micro-batch and CP rank, forward plus backward of one layer, in us: float64 [dp * M, cp]."""
+    return np.concatenate([sum(layer.attention for layer in passes.layers) for passes in step.passes])
+
+
+def imbalances(step: SimulatedStep) -> dict[str, float]:
+    """Slowest over mean: micro-batches of a pipeline (mean over pipelines), DP ranks, CP ranks of all micro-batches."""
+    times, attention = micro_batch_times(step), attention_of_ranks(step)
+    return {
+        "pp": float((times.max(axis=1) / times.mean(axis=1)).mean()),
+        "dp": float(times.sum(axis=1).max() / times.sum(axis=1).mean()),
+        "cp": float(attention.max(axis=1).sum() / attention.mean(axis=1).sum()),
+    }

@@ -1,0 +1,111 @@
+"""What is compared with ours holds every row once, and has what its description promises."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks import cp_peers, packing
+from benchmarks.cp_balance import once_a_node
+from benchmarks.ilp import IlpPacking
+from benchmarks.lengths import job_7b, packings
+from megatron_wlb.cost.attention import attention_kernels
+from megatron_wlb.cost.exchange import exchange_model, exposed_exchange
+from megatron_wlb.hardware.profile import load_profile
+from megatron_wlb.packing.fixed import FixedPacking
+from megatron_wlb.sharding import moved_rows, per_document
+from megatron_wlb.sharding.volume import Held
+from megatron_wlb.types import SEGMENT, Shard, ShardPlan
+from tests.jobs import job
+
+lengths = st.lists(st.integers(1, 500), min_size=1, max_size=30).map(lambda x: np.array(x, np.int64))
+
+
+@pytest.mark.parametrize("peer", [cp_peers.magi, cp_peers.dynamic])
+@given(lengths, st.sampled_from([1, 2, 8]))
+def test_every_row_is_held_once(peer, lengths, cp):
+    plan = peer(lengths, cp)
+    held = [row for each in plan.shards for call in each.calls for row in call.tolist()]
+    rows = sorted((document, i) for document, start, stop in held for i in range(start, stop))
+    assert rows == [(document, i) for document, length in enumerate(lengths) for i in range(length)]
+
+
+def test_dynamic_takes_the_fewest_ranks_that_have_room():
+    plan = cp_peers.dynamic(np.array([60, 60, 30, 30, 20], np.int64), 2, room=100, crossover_tokens=1000)
+    lives = [sum(d in np.concatenate(each.calls)["document"] for each in plan.shards) for d in range(5)]
+    assert lives == [2, 2, 1, 1, 1]
+
+
+def test_rows_go_to_a_node_once():
+    """Of a document on four ranks, the second pair needs two heads of the first, which needs nothing of it."""
+    calls = np.array([[(0, 0, 10)], [(0, 10, 20)], [(0, 20, 30)], [(0, 30, 40)]], SEGMENT)
+    shards = tuple(Shard(calls=(c,)) for c in calls)
+    plan = ShardPlan(lengths=np.array([40]), shards=shards, strategy="", call_sets=(0,))
+    # Twenty rows come to each rank of the second node, and to the node; each of the first sends ten twice, or once.
+    assert [once_a_node(plan, local) for local in (1, 2, 4)] == [1, 10 / 20, 1]
+
+
+def job_of(cp, **changes):
+    return job(cp=cp, tp=8, context_length=1 << 18, profile=load_profile("h100-fa2"), **changes)
+
+
+@given(lengths, st.sampled_from([1, 2, 8]))
+def test_own_share_counts_the_pairs_whose_key_is_on_the_rank(lengths, cp):
+    plan = cp_peers.magi(lengths, cp)
+    for share, each in zip(cp_peers.own_share(Held(plan)), plan.shards, strict=True):
+        held = {(d, i) for d, start, stop in each.calls[0].tolist() for i in range(start, stop)}
+        own = sum((d, key) in held for d, row in held for key in range(row + 1))
+        assert share == pytest.approx(own / max(1, sum(row + 1 for _, row in held)))
+
+
+def test_a_ring_has_the_hops_of_the_cost_model():
+    given_job, plan = job_of(4), per_document(np.array([100_000, 8_000, 144], np.int64), 4)
+    attention, added = cp_peers.ring_times(plan, given_job, whole=True)
+    for kernel, times in zip(attention_kernels(given_job), attention, strict=True):
+        counts = np.array([np.sum([kernel.count(call) for call in each.calls], axis=0) for each in plan.shards])
+        np.testing.assert_allclose(times, kernel.time(4, *counts.T))
+    slowest = attention.max(axis=1, keepdims=True)
+    expected = exposed_exchange(job_of(4, cp_exchange="ring"), np.array([108_144.0]), tuple(slowest))
+    np.testing.assert_allclose(added, np.repeat(expected, 4, axis=1))
+
+
+@given(lengths.map(lambda x: 100 * x), st.sampled_from([2, 8]))
+def test_magi_computes_everything_once_and_waits_at_most_for_all_that_moves(lengths, cp):
+    plan, given_job = cp_peers.magi(lengths, cp), job_of(cp)
+    attention, added = cp_peers.magi_times(plan, given_job)
+    for kernel, times in zip(attention_kernels(given_job), attention, strict=True):
+        without = kernel.time(0, *np.array([kernel.count(each.calls[0]) for each in plan.shards]).T)
+        assert (times >= without - 1e-6).all()
+        assert (times <= without + (1 + max(cp_peers.MAGI_STAGES)) * kernel.launch + 1e-6).all()
+    moved, _ = exchange_model(given_job).times(np.array(float(moved_rows(plan).max())))
+    assert (added >= -1e-6).all() and added.sum() <= 3 * moved + 1e-6
+
+
+WINDOW = 1000
+
+
+@pytest.mark.parametrize("policy", packing.policies(WINDOW).values(), ids=packing.policies(WINDOW))
+def test_every_policy_is_measured(policy):
+    """Documents of over half of S_max fit so badly that the stream waits for them."""
+    documents = np.random.default_rng(0).integers(650, 900, 2000)
+    summary = packing.measure(job_7b(4, WINDOW, packing=policy), documents, 60)
+    assert summary.steps == 60 and summary.imbalance_mean >= 1
+
+
+def heaviest(policy, documents, window):
+    """The largest attention work of a micro-batch of the first step, of two windows."""
+    (packing,) = packings(np.array(documents, np.int64), job_7b(2, window, packing=policy, max_tokens=window), 1)
+    return int(packing.sums(packing.documents["length"] ** 2).max())
+
+
+@settings(max_examples=10)
+@given(st.lists(st.integers(1, 30), min_size=5, max_size=10))
+def test_the_program_is_never_worse_than_fixed_on_the_same_pieces(documents):
+    assert heaviest(IlpPacking(), documents, 30) <= heaviest(FixedPacking(), documents, 30) + 2
+
+
+def test_the_program_says_when_its_time_is_over():
+    documents, policy = np.random.default_rng(0).integers(1, 5000, 500), IlpPacking(time_limit_seconds=1e-4)
+    window = int(documents.sum()) // 16
+    with pytest.raises(RuntimeError, match="HiGHS packed nothing within 0.0001 s"):
+        packings(documents, job_7b(16, window, packing=policy, max_tokens=window), 1)

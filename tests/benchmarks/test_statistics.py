@@ -1,0 +1,186 @@
+"""What is computed from measurements: differences and their tests, critical paths, fits, speed-ups."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from benchmarks import convergence_report, results
+from benchmarks.critical_path import Costs, compare, critical_path, even_path, fit, over_layout, summarise
+from benchmarks.gpu.layer import crossover
+from benchmarks.paper.figures import BLOCKS, Outcome, speedup
+
+
+@pytest.fixture
+def logs():
+    """Four seeds, of the variants three; fixed-8 loses 1 %, adaptive differs by noise alone."""
+    (one,) = (
+        log
+        for log in convergence_report.read(results.FOLDER / "convergence")
+        if (log["variant"], log["seed"]) == ("original", 1)
+    )
+    changes = {
+        "original": (0, 0, 0, 0),
+        "original-shuffled": (-0.4, 0, 0.5),
+        "wlb": (-1, 0.2, 1),
+        "adaptive": (0.1, 0, -0.1),
+        "fixed-8": (0.9, 1.0, 1.1),
+    }
+    made = []
+    for variant, percents in changes.items():
+        for seed, percent in enumerate(percents, 1):
+            copied = copy.deepcopy(one) | {"variant": variant, "seed": seed}
+            copied["validation"][-1]["all"] = (5 + seed / 10) * (1 + percent / 100)
+            made.append(copied)
+    return made
+
+
+def test_convergence_is_compared_by_seed(logs):
+    rows = {row["variant"]: row for row in convergence_report.compare(logs)}
+    assert rows["original"]["difference_percent"] is None and rows["original"]["seeds"] == [1, 2, 3, 4]
+    worse = rows["fixed-8"]
+    assert worse["difference_of_seeds"] == pytest.approx([0.9, 1.0, 1.1])
+    low, high = stats.ttest_1samp([0.9, 1.0, 1.1], 0).confidence_interval(0.95)
+    mean, half = worse["difference_percent"], worse["difference_half_width"]
+    assert (mean - half, mean + half) == pytest.approx((low, high))
+    sentences = convergence_report.verdicts(list(rows.values()))
+    for sentence, verdict in zip(sentences, ("open", "open", "equivalent", "worse: +1.00"), strict=True):
+        assert f"`: {verdict}" in sentence and "over 3 seeds" in sentence
+    goals = {goal.name: goal.holds for goal in convergence_report.goals(list(rows.values()))}
+    narrow = "half of the 95 % interval of the difference to original, percent of the loss"
+    alike = "p of the two one-sided tests within 0.5 % of original"
+    held = {"original-shuffled": False, "wlb": False, "adaptive": True, "fixed-8": True}
+    expected = {f"{name}: {narrow}": holds for name, holds in held.items()}
+    assert goals == expected | {f"wlb: {alike}": False, f"adaptive: {alike}": True}
+    page = convergence_report.page({"settings": settings(logs), "rows": list(rows.values())})
+    assert "| `wlb` | 3 |" in page and "end 0.45 % apart" in page and "so there are not enough yet" in page
+    few = convergence_report.compare([log for log in logs if log["seed"] == 1])
+    assert few[-1]["difference_percent"] == pytest.approx(0.9) and few[-1]["difference_half_width"] is None
+    assert "1 seed(s) to compare with `original`, which decides nothing" in convergence_report.verdicts(few)[0]
+
+
+def settings(logs):
+    return {key: logs[0][key] for key in ("scale", "corpus", "parameters")} | {"runs": logs}
+
+
+def test_equivalence_is_an_interval_within_the_margin():
+    """Two one-sided tests of 5 % each hold where the interval of 90 % lies within the margin, and nowhere else."""
+    rng = np.random.default_rng(0)
+    held = []
+    for _ in range(200):
+        values = rng.normal(rng.uniform(-0.4, 0.4), 0.3, 6).tolist()
+        low, high = stats.ttest_1samp(values, 0).confidence_interval(0.9)
+        held.append(low > -0.5 and high < 0.5)
+        assert (convergence_report.equivalence(values, 0.5) < 0.05) == held[-1]
+    assert 20 < sum(held) < 180
+
+
+def test_runs_of_other_settings_are_not_compared(logs, tmp_path):
+    logs[1]["corpus"] = {"digest": "another"}
+    for log in logs:
+        (tmp_path / f"{log['variant']}-{log['seed']}.json").write_text(json.dumps(log))
+    with pytest.raises(ValueError, match="differ in their corpus"):
+        convergence_report.read(tmp_path)
+
+
+def test_critical_path():
+    busy = np.array([[3.0, 1.0], [1.0, 1.0]])  # [ranks, micro-batches]
+    assert critical_path("DP=2", busy) == critical_path("CP=2", busy) == 4
+    assert even_path("DP=2", busy) == even_path("CP=2", busy) == 3
+    by_turns = np.array([[3.0, 1.0], [1.0, 3.0]])
+    assert (critical_path("DP=2", by_turns), critical_path("CP=2", by_turns)) == (4, 6)
+    # A pipeline of two stages: micro-batches of 6 and 3, forward a third. The second stage begins after 2 and takes 9;
+    # meanwhile 1 is idle, until the forward of 3 has come; the first stage ends 2 after that.
+    assert critical_path("PP=2", np.array([[6.0, 3.0], [6.0, 3.0]])) == pytest.approx(14)
+    assert critical_path("PP=2", np.array([[8.0, 3.0], [4.0, 3.0]])) == pytest.approx(14)
+    assert even_path("PP=2", np.array([[6.0, 3.0], [6.0, 3.0]])) == pytest.approx(3 * 4.5)
+    # A deferred third of the work fills the idle time of both stages, but for the first forward of the other.
+    assert critical_path("PP=2", np.full((2, 4), 3.0), np.ones((2, 4))) == pytest.approx(3 * 4 + 1)
+    # With virtual stages half a micro-batch goes through the other stage alone.
+    assert even_path("PP=2 VPP=2", np.array([[6.0, 3.0], [6.0, 3.0]])) == pytest.approx(2.5 * 4.5)
+
+
+def total(seconds, critical, even):
+    model = {"model critical": 6.0, "model even": 5.0}
+    return {"seconds": seconds, "critical": critical, "even": even, "tokens": 1.0, "other": 0.5} | model
+
+
+def test_gains_of_balance():
+    plain = total(10, 9, 6)
+    alone = compare(plain, plain)
+    assert (alone["fraction"], alone["imbalance"], alone["imbalance by model"]) == (0, 1.5, 1.2)
+    assert alone["attainable by model"] == pytest.approx(10 / (1 + 7.5))
+    assert (alone["other_computing"], alone["no_computing"]) == (0.05, pytest.approx(0.05))
+    perfect = compare(plain, total(7, 6, 6))
+    assert perfect["fraction"] == perfect["fraction_by_cpu_time"] == pytest.approx(1)
+    assert perfect["attainable"] == perfect["speedup_per_work"] == perfect["speedup_in_tokens"] == pytest.approx(10 / 7)
+    assert perfect["speedup_by_cpu_time"] == pytest.approx(9.5 / 6.5)
+    # Whole documents, of twice the work for the same tokens, in balance: slower by token, faster by work.
+    whole = compare(plain, total(14, 12, 12))
+    assert (whole["speedup_in_tokens"], whole["speedup_per_work"]) == pytest.approx((10 / 14, 20 / 14))
+
+
+def test_layouts_are_compared_by_planned_work():
+    dp = {"seconds": 10.0, "critical": 8.0, "other": 1.0, "work": 100, "model critical": 6.0, "model ideal": 4.0}
+    cp = {"seconds": 6.0, "critical": 5.0, "other": 0.4, "work": 90, "model critical": 30.0, "model ideal": 30.0}
+    found = over_layout(dp, cp)
+    assert found["over_plain_dp"] == pytest.approx(10 / 100 / (6 / 90))
+    assert found["over_plain_dp_by_cpu_time"] == pytest.approx(9 / 100 / (5.4 / 90))
+    assert found["over_plain_dp by model"] == 1.5
+
+
+def test_fit_finds_the_costs_of_micro_batches():
+    rng = np.random.default_rng(0)
+    rows, pairs, kernel = (rng.integers(1, 1000, (5, 2)) * scale for scale in (1, 1000, 1))
+
+    def steps(busy):
+        columns = {"busy": busy, "rows": rows, "pairs": pairs, "kernel_us": kernel}
+        return [{name: column[i].tolist() for name, column in columns.items()} for i in range(5)]
+
+    assert fit(steps(7.0 * rows + 0.02 * pairs)).crossover == 350
+    assert fit(steps(7.0 * rows + 2.0 * kernel)).row == pytest.approx(3.5)
+    with pytest.raises(ValueError, match="no longer for more attention"):
+        fit(steps(7.0 * rows - 1e-9 * pairs))
+
+
+def test_rows_of_methods():
+    def rounds(*busy_and_seconds):
+        same = {"tokens": 8, "work": 4, "late": 2, "group": None, "other": 0, "weights": [0.0], "rows": [4]}
+        return [
+            [[same | {"seconds": s, "busy": [b], "pairs": [b], "kernel_us": [0]}] for b in busy]
+            for busy, s in busy_and_seconds
+        ]
+
+    measured = {"plain": rounds(((3, 1), 4), ((6, 2), 8)), "even": rounds(((2, 2), 3), ((4, 4), 6))}
+    exact, work = {"exact": Costs(crossover=0, row=1.0)}, {"plain": 10.0, "even": 12.0}
+    plain, even = summarise("DP=2", 1, measured, exact, work, measured["plain"])
+    assert even["fraction"] == pytest.approx(1)
+    assert even["speedup_in_tokens_min"] == even["speedup_in_tokens_max"] == pytest.approx(4 / 3)
+    assert even["speedup_per_token"] == pytest.approx(4 / 3 / 1.2)
+    assert (plain["imbalance"], even["imbalance"], plain["imbalance by exact"]) == (1.5, 1, 1.5)
+    assert plain["share_error_p90"] == even["share_error_p90"] == 0
+    assert (plain["tokens"], plain["seconds"], plain["late_steps"]) == (16, 12, 0.25)
+    assert even["over_plain_dp"] == pytest.approx(4 / 3) and even["over_plain_dp by exact"] == pytest.approx(1.5)
+
+
+def test_speedups_and_their_errors():
+    work = np.ones(64)
+    plain = Outcome(work=work, times=np.full(64, 2.0))
+    assert speedup(Outcome(work=work, times=np.full(64, 1.6)), plain)["speedup"] == pytest.approx(1.25)
+    times = np.repeat(np.tile([1.0, 3.0], BLOCKS // 2), 4)
+    found = speedup(Outcome(work=work, times=times), plain)
+    assert found["speedup"] == pytest.approx(1)
+    assert found["standard_error"] == pytest.approx(np.std(2 / times[::4], ddof=1) / 4)
+
+
+def test_crossover_of_a_layer():
+    """Attention of n * n / 1000 beside linear work of 3 * n."""
+    rows = [
+        {"document_length": n, "attention_forward_ms": n * n / 3000, "attention_backward_ms": n * n / 1500}
+        | {"layer_forward_ms": n * n / 3000 + n, "layer_backward_ms": n * n / 1500 + 2 * n}
+        for n in (500, 1000, 2000, 4000)
+    ]
+    assert crossover(rows) == pytest.approx(3000, rel=1e-3)
+    assert crossover(rows[:2]) == pytest.approx(3000, rel=1e-3)  # beyond what was measured

@@ -1,0 +1,166 @@
+"""The run that flags describe: its job, what is assumed of it, its data, and flags that contradict each other."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+
+from megatron_wlb.job import Parallel
+from megatron_wlb.packing.adaptive import AdaptivePacking
+from tests.adapter.datasets import write_index
+from tests.cli.analyses import JOB, MODEL, C, N, described
+
+
+def test_a_job_with_all_kinds_of_flags():
+    words = (
+        "--num-layers 14 --hidden-size 64 --num-attention-heads 8 --group-query-attention --num-query-groups 4 "
+        "--qk-layernorm --kv-channels 16 --mtp-num-layers 1 --swiglu --vocab-size 100 --seq-length 512 "
+        "--global-batch-size 24 --num-gpus 48 --tensor-model-parallel-size 2 --context-parallel-size 2 "
+        "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2 "
+        "--microbatch-group-size-per-virtual-pipeline-stage 4 --account-for-embedding-in-pipeline-split "
+        "--account-for-loss-in-pipeline-split --recompute-granularity selective --recompute-modules mlp core_attn "
+        "--hidden-dropout 0 --no-overlap-p2p-communication --wlb-max-tokens 640 --wlb-crossover 99 "
+        "--wlb-cp-sharding hybrid --wlb-profile flops --wlb-save-gathered-kv"
+    )
+    run, job, data = described(words)
+    assert data is None
+    assert run.notes == ["Time is that of recomputing nothing; memory counts what --recompute flags say."]
+    model, parallel = job.model, job.parallel
+    assert (model.num_layers, model.num_query_groups, model.ffn_hidden_size) == (14, 4, 128)
+    assert (model.kv_channels, model.padded_vocab_size, model.mtp_num_layers) == (16, 256, 1)
+    assert parallel == Parallel(tp=2, cp=2, pp=4, vpp=2, dp=3, group_size=4, split=parallel.split)
+    assert parallel.split.edges == 2
+    assert (job.recompute.granularity, job.recompute.modules) == ("selective", ("core_attn", "mlp"))
+    assert (job.hidden_dropout, job.hidden_transfers, job.packing) == (False, False, AdaptivePacking())
+    assert (job.context_length, job.max_tokens, job.num_micro_batches) == (512, 640, 24)
+    assert (job.crossover_tokens, job.profile.name) == (99, "flops")
+    assert (job.sharding.cp_sharding, job.sharding.save_gathered_kv) == ("hybrid", True)
+
+
+def test_what_is_assumed():
+    _, job, _ = found = described(
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --pipeline-model-parallel-size 2 "
+        "--num-query-groups 2 --tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Llama-3.1-8B "
+        "--num-experts 8"
+    )
+    assert (job.parallel.num_gpus, job.num_micro_batches, job.profile.name) == (2, 2, "h100-fa2")
+    assert (job.model.padded_vocab_size, job.model.num_query_groups) == (128256, 4)
+    assert job.parallel.sequence_parallel
+    for note, begin in zip(
+        found.notes,
+        ("Assumed: 2 GPUs", "Assumed: 2 context windows a step, PP x DP", "Assumed: the vocabulary of llama3-8b",
+         "--num-query-groups counts with", "Experts get equally many tokens. .*those of the 2 experts"),
+        strict=True,
+    ):  # fmt: skip
+        assert note.startswith(begin.split(".*")[0]) and begin.split(".*")[-1] in note
+
+
+def test_settings_of_a_policy_that_does_not_pack_are_named():
+    notes = described(JOB, "--wlb-outlier-thresholds 20,30").notes
+    assert "--wlb-outlier-thresholds is of --wlb-packing wlb, and packing is adaptive: without effect." in notes
+
+
+def test_the_vocabulary_of_a_tokenizer(tmp_path):
+    words = f"{MODEL.split('--vocab')[0]} --seq-length 64"
+
+    def size(*more):
+        return described(words, *more).job.model.padded_vocab_size
+
+    assert size("--tokenizer-type GPT2BPETokenizer --tensor-model-parallel-size 2") == 50432
+    file = tmp_path / "tokenizer.json"
+    named = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path} --make-vocab-size-divisible-by 10"
+    for vocabulary in ({"a": 0, "b": 299}, [["a", -1.0]] * 300):
+        file.write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": [{"id": 300}]}))
+        assert size(named) == 310
+    file.write_text('{"model": 3}')
+    with pytest.raises(ValueError, match=r"is no tokenizer of Hugging Face .*give --vocab-size"):
+        size(named)
+    with pytest.raises(ValueError, match=r"not known; x has no tokenizer.json here; give --vocab-size"):
+        size("--tokenizer-model x")
+
+
+def test_memory_bounds_micro_batches():
+    budget = JOB, "--context-parallel-size 4 --wlb-memory-budget 1 --wlb-max-tokens auto"
+    plain, saved = (described(*budget, flag).job.max_tokens for flag in ("", "--wlb-save-gathered-kv"))
+    assert C <= saved < plain
+    _, job, _ = found = described(JOB, "--wlb-max-tokens auto")  # memory that only a GPU knows
+    assert job.max_tokens == 1.25 * C
+    assert any("an S_max of 1.25 windows" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (MODEL, "^no --seq-length; give the log of a run, its command behind --, or its flags"),
+        ("--seq-length 64 --num-layers 2 --vocab-size 9", "no --hidden-size, --num-attention-heads: give the sizes"),
+        (f"{JOB.split(' --vocab')[0]} --seq-length 64", "^the vocabulary is not known; give --vocab-size"),
+        (f"{JOB} --num-gpus 6 --tensor-model-parallel-size 4", "^6 GPUs are no multiple of .* 4 x 1 x 1 = 4"),
+        (f"{JOB} --window-size 64,0", "^--window-size: sliding windows cannot be simulated; give --approximate"),
+        (f"{JOB} --wlb-packing best", "--wlb-packing is 'best'; choose one of"),
+        (f"{JOB} --wlb-attention-backend cuda", "--wlb-attention-backend is 'cuda'; choose"),
+        (f"{JOB} --wlb-max-tokens 100", "--wlb-max-tokens 100 is under --seq-length 4096"),
+        (f"{JOB} --wlb-memory-budget 0.001", r"micro-batches of at most \d+ tokens fit into memory"),
+        (f"{JOB} --wlb-profile none.json", "no profile 'none.json'"),
+        (f"{JOB} --data-path DATA --split 0,1", "--split 0,1: give shares"),
+        (f"{JOB} --data-path -1 DATA", "weights must be over 0"),
+        (f"{JOB} --per-split-data-args-path DATA.idx", r"holds no training blend \(.*; give JSON such as"),
+    ],
+)
+def test_contradictions_are_refused(data, words, message):
+    with pytest.raises(ValueError, match=message):
+        described(words.replace("DATA", data))
+
+
+def test_blend_and_split(tmp_path, data, lengths):
+    other = str(tmp_path / "other")
+    write_index(tmp_path / "other.idx", np.full(100, 65))
+    words = [MODEL, f"--seq-length {C} --global-batch-size {N} --split 80,10,10 --data-path"]
+    blend = described(*words, f"0.25 {data} 0.75 {other}.idx").data
+    assert blend.prefixes == [data, f"{other}.idx"] and blend.has_validation
+    assert [(source.weight, source.first) for source in blend.sources] == [(0.25, 0), (0.75, 6400)]
+    assert [source.lengths.tolist() for source in blend.sources] == [lengths[:6400].tolist(), [64] * 80]
+    by_size = described(*words, data, other).data  # as upstream without weights
+    assert [source.weight for source in by_size.sources] == [lengths[:6400].sum(), 80 * 64]
+    _, _, whole = found = described(MODEL, f"--seq-length {C} --data-path", data)
+    assert len(whole.sources[0].lengths) == 7752
+    assert "Assumed: --split 969,30,1, Megatron's default." in found.notes
+    assert not described(JOB, "--data-path", data).data.has_validation
+
+
+def test_blends_as_training_reads_them(tmp_path, data, lengths):
+    """From a file, which --split divides, and by split, which it does not; --data-path counts before them."""
+    (tmp_path / "blend.txt").write_text(f"1.0\n{data}\n")
+    for name, blend in (("words", [1, data]), ("text", f"1 {data}")):
+        (tmp_path / name).write_text(json.dumps({"train": blend, "valid": None, "test": None}))
+    for flag, documents in (
+        (f"--data-args-path {tmp_path / 'blend.txt'}", 4000),
+        (f"--per-split-data-args-path {tmp_path / 'words'}", 8000),
+        (f"--per-split-data-args-path {tmp_path / 'text'}", 8000),
+        (f"--train-data-path {data}", 8000),
+        (f"--train-data-path 1 {data} --data-path {data}", 4000),
+    ):
+        found = described(MODEL, f"--seq-length {C} --split 50,50,0", flag).data
+        assert found.prefixes == [data], flag
+        assert [source.lengths.tolist() for source in found.sources] == [lengths[:documents].tolist()], flag
+
+
+def header(sequences, boundaries):
+    return b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, sequences, boundaries)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"corpus.idx does not exist"),
+        (b"", r"the file is truncated"),
+        (b"parquet!!" + bytes(40), r"is not a Megatron .idx file"),
+        (header(0, 1) + bytes(8), r"corpus.idx holds no document"),
+        (header(1, 2) + struct.pack("<iqqq", 1, 0, 0, 1), r"no document of at least 2 tokens"),
+    ],
+)
+def test_what_is_no_dataset_is_refused(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "corpus.idx").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        described(f"{JOB} --data-path {tmp_path / 'corpus'}")

@@ -1,0 +1,142 @@
+"""What the exchange between context-parallel ranks costs, and how much of it attention overlaps."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_wlb.cost.exchange import exchange_model, exposed_exchange, round_times
+from megatron_wlb.hardware.network import Group
+from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, Profile, load_profile
+from megatron_wlb.job import Recompute
+from megatron_wlb.model import MODELS
+from megatron_wlb.sharding.select import shard
+from megatron_wlb.sharding.volume import moved_rows
+from megatron_wlb.simulate.passes import pass_times
+from tests.jobs import job
+
+LLAMA2_7B = MODELS["llama2-7b"]
+V3 = replace(MODELS["deepseek-v3"], num_layers=8)
+MEASURED = Profile(
+    name="",
+    tile_rows=128,
+    forward=KernelTimes(launch=20.0, tile=0.026, query_tile=0.1),
+    backward=KernelTimes(launch=40.0, tile=0.065, query_tile=0.2),
+    head_size=128,
+)
+NETWORK = MEASURED.network
+
+
+def test_keys_and_values_of_latent_attention():
+    """K and V of a head are 320 values, against 256."""
+    latent = job(model=V3, tp=8, cp=8, profile=MEASURED, cp_exchange="shared")
+    plain = replace(latent, model=replace(latent.model, kv_channels=128, v_head_dim=0, kv_lora_rank=0))
+    one, two = exchange_model(latent), exchange_model(plain)
+    assert (one.arrive, one.leave) == pytest.approx((two.arrive * 320 / 256, two.leave * 320 / 256))
+
+
+@pytest.mark.parametrize(
+    ("cp", "chosen", "cp_sharding"),
+    [(2, "shared", "auto"), (16, "latents", "auto"), (16, "latents", "wlb"), (32, "latents", "per-sequence")],
+)
+def test_latents_travel_where_that_is_predicted_to_be_faster(cp, chosen, cp_sharding):
+    """DeepSeek-V3 at TP = 8: between nodes nothing hides so many bytes; a few are cheaper than to expand all again."""
+    wide = {"model": V3, "tp": 8, "cp": cp, "context_length": 1 << 17, "cp_sharding": cp_sharding}
+    given = job(**wide, profile=load_profile("h100-fa2"))
+    assert given.cp_exchange == chosen
+    other = replace(given, cp_exchange="shared" if chosen == "latents" else "latents")
+    documents = np.array([1 << 16, 1 << 15, 1 << 14, 1 << 14], np.int64)
+    times = [
+        sum(float(layer.total[0]) for layer in pass_times(each, [shard(documents, each)[1]]).layers)
+        for each in (given, other)
+    ]
+    assert times[0] < times[1]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"profile": FLOPS_PROFILE}, {"offloaded_layers": 2}, {"cp": 1}, {"model": LLAMA2_7B}]
+)
+def test_keys_and_values_travel_where_latents_cannot(changes):
+    """By a profile without a unit of time, with layers that are offloaded, on one rank, and where there are none."""
+    wide = {"model": V3, "tp": 8, "cp": 16, "context_length": 1 << 17, "profile": load_profile("h100-fa2")}
+    assert job(**wide).cp_exchange == "latents"
+    assert job(**wide | changes).cp_exchange == "shared"
+
+
+def test_costs_of_latents_by_hand():
+    """512 + 64 values of 16 bits come once, an eighth to each rank of 8, and so do gradients; K and V are expanded
+    twice. Within the node an eighth of a row is there already."""
+    given = job(model=V3, tp=8, cp=8, profile=MEASURED, cp_exchange="latents")
+    latency, byte = NETWORK.all_to_all(Group(size=8, stride=8))
+    moved, product = 576 * 2 * byte / 8, 2 * 512 * 128 * (128 + 128) / 8 / 550e6
+    inside = NETWORK.all_gather, NETWORK.reduce_scatter, NETWORK.all_reduce
+    gather, scatter, reduce = (7 / 8 * 2e-3 / collective.gb_per_s[-1] for collective in inside)
+    arrive = moved + (576 + 512) * gather + product
+    leave = moved + 2 * product + 512 * (gather + scatter) + 64 * 2 * reduce
+    again = product + 512 * gather
+    model = exchange_model(given)
+    assert (model.arrive, model.leave, model.ahead) == pytest.approx((arrive, leave + again, 0))
+    assert model.latency == pytest.approx(latency + 2 * NETWORK.all_gather.latency_us[-1])
+    kept = given.sharded(save_gathered_kv=True)
+    whole = replace(given, recompute=Recompute(granularity="full", method="uniform"))
+    assert [exchange_model(each).leave for each in (kept, whole)] == pytest.approx([leave, leave])
+    asked = replace(kept, recompute=Recompute(granularity="selective", modules=("mla_up_proj",)))
+    assert exchange_model(asked) == model
+    alone = replace(given, parallel=replace(given.parallel, tp=1))
+    _, byte = NETWORK.all_to_all(Group(size=8, stride=1))
+    assert exchange_model(alone).arrive == pytest.approx(576 * 2 * byte + 8 * product)
+
+
+def test_passes_of_latents_by_hand():
+    """Nothing hides them; a rank expands its own rows again, too."""
+    given = job(model=V3, tp=8, cp=8, profile=MEASURED, cp_exchange="latents")
+    plan = shard(np.array([64]), given)[1]
+    forward, backward = pass_times(given, [plan]).layers
+    kept = pass_times(given.sharded(save_gathered_kv=True), [plan]).layers[1]
+    assert backward.linear - kept.linear == pytest.approx(8 * 2 * 512 * 128 * (128 + 128) / 8 / 550e6)
+    exchange = exchange_model(given).times(moved_rows(plan).max())
+    assert [forward.exchange[0], backward.exchange[0]] == pytest.approx([float(each) for each in exchange])
+
+
+def test_stages_by_hand():
+    """Two ranks, two stages: what arrives late is waited for, and what leaves late, too."""
+    times = np.array([[10.0, 12.0], [20.0, 20.0]])
+    own, moved = np.array([3.0, 2.0]), (np.array([5.0, 30.0]), np.array([7.0, 40.0]))
+    forward, backward = round_times((own, own), (times, times), moved, kept=False)
+    # The second begins to arrive at 5, when the first has and both ranks are free; it is there at 35.
+    assert forward == 35 + 20
+    # Nothing to hide the first: there at 5, the second at 35. The first leaves from 35 on, to 42, the second from 55.
+    assert backward == 55 + 40
+    _, kept = round_times((own, own), (times, times), moved, kept=True)
+    assert kept == max(12 + 20 + 40, 12 + 7)
+    # The first on its way for 3 before, then for all of its time and more.
+    for ahead, earlier in ((3, 3), (5, 5), (9, 5)):
+        _, before = round_times((own, own), (times, times), moved, kept=False, ahead=ahead)
+        assert before == backward - earlier
+    hidden = round_times((10 * own, 100 * own), (times, times), (moved[0] / 10, moved[1] / 10), kept=False)
+    assert hidden == (30 + 10 + 20, max(0.5 + 10 + 20 + 300, 0.5 + 12 + 20 + 200))
+
+
+@pytest.mark.parametrize("cp", [2, 8])
+def test_a_ring_waits_for_hops_that_are_longer_than_its_parts(cp):
+    """CP - 1 hops of K and V forward; backward as many, and of their gradients."""
+    given, rows = job(model=LLAMA2_7B, tp=8, cp=cp, cp_exchange="ring", profile=MEASURED), np.array([131072.0])
+    hops = NETWORK.collective("all_gather", rows * 2 * 4 * 128 * 2, Group(size=cp, stride=8))
+    short, long = hops / (cp - 1) / 2, hops
+    forward, backward = exposed_exchange(given, rows, (cp * short, cp * short))
+    assert forward == pytest.approx(hops - (cp - 1) * short)
+    assert backward == pytest.approx(2 * hops - cp * short)
+    assert exposed_exchange(given, rows, (cp * long, 2 * cp * long)) == (0, 0)
+
+
+def test_all_rows_are_gathered_before_attention_if_asked():
+    given = job(model=LLAMA2_7B, tp=8, cp=2, cp_exchange="all", profile=MEASURED)
+    rows, ranks = np.array([8192.0, 100.0]), Group(size=2, stride=8)
+    gather = NETWORK.collective("all_gather", rows * 2 * 4 * 128 * 2, ranks)
+    scatter = NETWORK.collective("reduce_scatter", rows * 2 * 4 * 128 * 4, ranks)
+    none = np.zeros(2), np.zeros(2)
+    assert np.array(exposed_exchange(given, rows, none)) == pytest.approx(np.array([gather, gather + scatter]))
+    saved = given.sharded(save_gathered_kv=True)
+    assert np.array(exposed_exchange(saved, rows, none)) == pytest.approx(np.array([gather, scatter]))
+    alone = job(cp_exchange="all", profile=MEASURED)
+    assert not np.array(exposed_exchange(alone, rows, none)).any()

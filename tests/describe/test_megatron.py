@@ -1,0 +1,215 @@
+"""What Megatron's arguments mean for a job, by hand; upstream's own parser is asked in `tests/adapter`."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_wlb.describe.megatron import (
+    MegatronArguments,
+    job_of,
+    model_of,
+    parallel_of,
+    recompute_of,
+    row_multiple,
+    undeferrable,
+)
+from megatron_wlb.describe.settings import PlanSettings
+from megatron_wlb.job import Parallel, Recompute
+from megatron_wlb.model import MODELS, ModelShape
+from megatron_wlb.pipeline.split import Split
+
+H, HEADS, FFN = 64, 8, 256
+SIZES = {"num_layers": 12, "hidden_size": H, "num_attention_heads": HEADS}
+DENSE = ModelShape(
+    **SIZES, ffn_hidden_size=FFN, num_query_groups=HEADS, padded_vocab_size=0, kv_channels=8, gated_linear_unit=False
+)
+JOB = SIZES | {"seq_length": 1024, "global_batch_size": 8}
+
+
+def arguments(**stated):
+    return MegatronArguments.of(SIZES | stated)
+
+
+@pytest.mark.parametrize(
+    ("stated", "changes"),
+    [
+        ({}, {}),
+        ({"swiglu": True}, {"ffn_hidden_size": 128, "gated_linear_unit": True}),  # 64 * 8 / 3 in units of 64
+        ({"kv_channels": 16, "num_query_groups": 2}, {"kv_channels": 16}),
+        ({"group_query_attention": True, "num_query_groups": 2}, {"num_query_groups": 2}),
+        ({"group_query_attention": True}, {"num_query_groups": 1}),
+        ({"vocab_size": 100, "tensor_model_parallel_size": 4}, {"padded_vocab_size": 512}),
+        ({"vocab_size": 100, "make_vocab_size_divisible_by": 10}, {"padded_vocab_size": 100}),
+        ({"vocab_size": 100, "padded_vocab_size": 300}, {"padded_vocab_size": 300}),
+        ({"qk_layernorm": True, "mtp_num_layers": 1}, {"qk_layernorm": True, "mtp_num_layers": 1}),
+        ({"num_experts": 1, "moe_router_topk": 3, "moe_ffn_hidden_size": 9}, {}),  # as dense
+        ({"num_experts": 8}, {"ffn_hidden_size": 2 * FFN, "moe_router_topk": 2}),
+        (
+            {"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 100,
+             "moe_shared_expert_intermediate_size": 50},
+            {"ffn_hidden_size": 350, "moe_router_topk": 3},
+        ),
+        (
+            {"multi_latent_attention": True, "q_lora_rank": 48, "kv_lora_rank": 64, "qk_head_dim": 24,
+             "qk_pos_emb_head_dim": 8, "v_head_dim": 96},
+            {"kv_channels": 32, "v_head_dim": 96, "q_lora_rank": 48, "kv_lora_rank": 64, "qk_pos_emb_head_dim": 8},
+        ),
+        ({"q_lora_rank": 48, "kv_lora_rank": 64}, {}),  # a log has them always
+    ],
+)  # fmt: skip
+def test_models(stated, changes):
+    assert model_of(arguments(**stated)) == replace(DENSE, **changes)
+
+
+def test_sizes_change_a_known_model():
+    known = MODELS["llama2-70b"]
+    assert model_of(MegatronArguments(), known) == known
+    assert model_of(MegatronArguments(num_layers=40, vocab_size=100), known) == replace(
+        known, num_layers=40, padded_vocab_size=128
+    )
+    experts = model_of(MegatronArguments(num_experts=4), known)
+    assert (experts.ffn_hidden_size, experts.moe_router_topk) == (2 * known.ffn_hidden_size, 2)
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ({}, {}),
+        ({"world_size": 6}, {"dp": 6}),
+        ({"world_size": "24", "tensor_model_parallel_size": 2, "context_parallel_size": "3",
+          "pipeline_model_parallel_size": 4}, {"tp": 2, "cp": 3, "pp": 4}),
+        ({"world_size": 8, "num_experts": 8, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 2},
+         {"dp": 8, "ep": 4, "etp": 2}),
+        ({"world_size": 4, "num_experts": None, "expert_tensor_parallel_size": 1}, {"dp": 4}),
+        ({"sequence_parallel": True}, {"sequence_parallel": True}),
+        ({"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 3,
+          "microbatch_group_size_per_vp_stage": 4}, {"pp": 2, "vpp": 3, "group_size": 4}),
+        ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3}, {"pp": 2, "vpp": 3}),
+        ({"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 2}, {"pp": 2, "vpp": 3}),
+        ({"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1, "num_layers": 10,
+          "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
+         {"pp": 2, "vpp": 6, "split": Split(
+             account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True)}),
+        ({"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Ettt|ttt|ttt|tttL"},
+         {"pp": 2, "vpp": 2, "split": Split(pipeline_model_parallel_layout="Ettt|ttt|ttt|tttL")}),
+    ],
+)  # fmt: skip
+def test_layouts(stated, expected):
+    assert parallel_of(arguments(**stated)) == Parallel(**{"sequence_parallel": False} | expected)
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"hidden_size": 66}, "^--num-attention-heads 8 does not divide --hidden-size 66; change one, or give --kv"),
+        ({"hidden_size": None, "num_layers": None}, "^no --num-layers, --hidden-size: give the sizes of the model"),
+        ({"group_query_attention": True, "num_query_groups": 3}, "^--num-query-groups 3 does not divide 8 attention"),
+        ({"world_size": 6, "tensor_model_parallel_size": 4}, "^6 GPUs are no multiple of .* 4 x 1 x 1 = 4; change"),
+        ({"world_size": 2, "expert_model_parallel_size": 2}, "^--expert-model-parallel-size without --num-experts;"),
+        ({"num_experts": 4, "expert_model_parallel_size": 4, "world_size": 2}, "4 expert-parallel x 1 .* not divide"),
+        ({"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 4}, "4 x 2 .* divide 12 layers"),
+        ({"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1,
+          "decoder_last_pipeline_num_layers": 0}, "first or last stage; give --num-virtual-stages-per-pipeline-rank"),
+        ({"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "E|t|tL"}, "3 virtual stages, no mult"),
+        ({"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|mL"}, r"Et\|mL is not E, then t"),
+        ({"seq_length": None}, "^no --seq-length; give the context window"),
+        ({"global_batch_size": None}, "^no --global-batch-size; give the context windows"),
+        ({"seq_length": 1026, "context_parallel_size": 4}, "1026, which 4 context-parallel .* give a multiple of 8"),
+        ({"world_size": 3}, "8 micro-batches a step cannot be shared by 3 data-parallel ranks"),
+        ({"pipeline_model_parallel_size": 4, "num_virtual_stages_per_pipeline_rank": 3, "world_size": 16},
+         "cannot be interleaved over 4 pipeline stages in groups of 4"),
+        ({"cpu_offloading_num_layers": 8, "pipeline_model_parallel_size": 2}, "neither with pipeline stages"),
+    ],
+)  # fmt: skip
+def test_contradictions(stated, message):
+    stated = {name: value for name, value in (JOB | stated).items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        job_of(MegatronArguments.of(stated), settings=PlanSettings())
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"num_layers": "many"}, "^--num-layers many: Expected `int.*; give another value$"),
+        ({"num_layers": 0}, "^--num-layers is 0; it must be from 1 to 4096$"),
+        ({"seed": "-1"}, "^--seed is -1; it must be from 0 to"),
+        ({"world_size": 10**9}, "^--num-gpus is 1000000000; it must be"),
+        ({"recompute_granularity": "x" * 99}, r"^--recompute-granularity is x{37}\.\.\.; choose one of full, selec"),
+        ({"add_bias_linear": "maybe"}, "^--disable-bias-linear maybe: Expected `bool`"),
+    ],
+)
+def test_values_of_another_kind(stated, message):
+    with pytest.raises(ValueError, match=message):
+        arguments(**stated)
+
+
+def test_values_may_be_text_and_what_is_unknown_does_not_matter():
+    found = arguments(split=1, fp8=None, lr="3e-4", seed="7", overlap_grad_reduce="True", data_path=["0.5", "a"])
+    assert found == MegatronArguments(**SIZES, split="1", seed=7, overlap_grad_reduce=True, data_path=("0.5", "a"))
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ({}, Recompute()),
+        ({"recompute_activations": True}, Recompute(granularity="selective", modules=("core_attn",))),
+        ({"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm", "mlp"]},
+         Recompute(granularity="selective", modules=("layernorm", "mlp"))),
+        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+         Recompute(granularity="full", method="block", num_layers=2)),
+    ],
+)  # fmt: skip
+def test_recomputation(stated, expected):
+    assert recompute_of(arguments(**stated)) == expected
+
+
+@pytest.mark.parametrize(
+    ("numbers", "multiple"),
+    [
+        ((None, None, None), 1),
+        ((None, "mxfp8", None), 1),
+        (("hybrid", None, None), 16),
+        (("hybrid", "mxfp8", None), 32),
+        ((None, None, "e2m1"), 128),
+    ],
+)
+def test_micro_batches_are_aligned_for_kernels_and_ranks(numbers, multiple):
+    assert row_multiple(*numbers) == multiple
+    stated = JOB | dict(zip(("fp8", "fp8_recipe", "fp4"), numbers, strict=True))
+    stated |= {"context_parallel_size": 2, "tensor_model_parallel_size": 4, "sequence_parallel": True}
+    job = job_of(MegatronArguments.of(stated), settings=PlanSettings())
+    assert job.unit_tokens == 8 * multiple
+
+
+@pytest.mark.parametrize(
+    ("stated", "why"),
+    [
+        ({"add_bias_linear": False}, ""),
+        ({}, "--transformer-impl transformer_engine with biases"),
+        ({"transformer_impl": "local"}, ""),
+        ({"add_bias_linear": False, "add_qkv_bias": True}, "--transformer-impl transformer_engine with biases"),
+        ({"fp8": "hybrid"}, "--fp8-format"),
+        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
+        ({"add_bias_linear": False, "num_virtual_stages_per_pipeline_rank": 3, "overlap_grad_reduce": True}, ""),
+        ({"add_bias_linear": False, "overlap_grad_reduce": True, "align_grad_reduce": False}, ""),
+        *(
+            ({"add_bias_linear": False, "overlap_grad_reduce": True, "align_grad_reduce": False, name: 3},
+             "--overlap-grad-reduce --no-align-grad-reduce and virtual stages")
+            for name in ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_defer_weight_gradients(stated, why):
+    a = arguments(**JOB | stated | {"pipeline_model_parallel_size": 2})
+    assert undeferrable(a).startswith(why) and bool(undeferrable(a)) == bool(why)
+    assert job_of(a, settings=PlanSettings()).defer_weight_gradients == (not why)
+    if why:
+        with pytest.raises(ValueError, match=f"^--wlb-defer-weight-gradients on does not go with {why}.*; give auto$"):
+            job_of(a, settings=PlanSettings(defer_weight_gradients="on"))
+
+
+def test_what_the_caller_knows_takes_precedence():
+    a = MegatronArguments.of(JOB | {"hidden_dropout": 0, "window_size": (64, 0), "overlap_p2p_comm": False})
+    job = job_of(a, settings=PlanSettings(), model=MODELS["llama2-7b"], global_batch_size=2, reorder=False)
+    assert (job.model, job.global_batch_size, job.reorder) == (MODELS["llama2-7b"], 2, False)
+    assert (job.windowed, job.hidden_dropout, job.hidden_transfers) == (True, False, True)

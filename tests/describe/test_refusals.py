@@ -1,0 +1,111 @@
+"""What training with --wlb refuses of Megatron's arguments; no version of Megatron is asked."""
+
+from argparse import Namespace
+
+import pytest
+
+from megatron_wlb.describe.refusals import REFUSED, check, refuses
+
+SERVED = {
+    **{"seq_length": 1024, "micro_batch_size": 1, "calculate_per_token_loss": True, "attention_dropout": 0},
+    **{f"{name}_model_parallel_size": 1 for name in ("tensor", "pipeline", "expert")},
+    **{"context_parallel_size": 1, "untie_embeddings_and_output_weights": True, "softmax_type": "vanilla"},
+}
+MOE, FLEX = {"num_experts": 4}, {"num_experts": 4, "moe_token_dispatcher_type": "flex"}
+LATENT = {"multi_latent_attention": True, "apply_rope_fusion": False}
+MEGATRON = {"wlb_attention_backend": "megatron"}
+
+
+def test_what_is_served():
+    """Other values of what is refused, and what only matters beside something else."""
+    check(Namespace(**SERVED))
+    for more in (
+        {"window_size": (128, 0), "cuda_graph_impl": "none", "dataloader_type": "external", "rerun_mode": "disabled"},
+        {"attention_backend": "AttnBackend.flash", "save": "dir", "load": "dir", "eval_micro_batch_size": 1},
+        {"moe_token_dispatcher_type": "allgather", "moe_router_load_balancing_type": "quantile_balancing"},
+        MOE | {"moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": ["aux_loss", "none"]},
+        FLEX | {"moe_flex_dispatcher_backend": "deepep"},
+        FLEX | {"moe_flex_dispatcher_backend": "hybridep", "moe_hybridep_pad_uneven_dispatch_inputs": True},
+        LATENT | {"tensor_model_parallel_size": 2, "sequence_parallel": True, "position_embedding_type": "rope"},
+        {"use_torch_fsdp2": True},
+        MEGATRON | {"transformer_impl": "transformer_engine"},
+        {"pipeline_model_parallel_size": 2, "overlap_p2p_comm": False},
+        {"mtp_num_layers": 1, "defer_embedding_wgrad_compute": True},
+    ):
+        check(Namespace(**SERVED | more))
+
+
+def test_refused_if_given_at_all():
+    for name in REFUSED:
+        with pytest.raises(ValueError, match=f"^--wlb: --{name.replace('_', '-')} .*; (give|leave|use|pre-train) "):
+            check(Namespace(**SERVED, **{name: [1]}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seq_length": None}, "--seq-length is missing; give "),
+        ({"calculate_per_token_loss": False}, "--calculate-per-token-loss is missing; give it"),
+        ({"micro_batch_size": 2}, "--micro-batch-size is 2; .*give 1"),
+        ({"eval_micro_batch_size": 2}, "--eval-micro-batch-size 1 or none"),
+        ({"attention_dropout": 0.1}, "--attention-dropout is 0.1; .*give --attention-dropout 0"),
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl needs fixed shapes"),
+        ({"defer_embedding_wgrad_compute": True, "sequence_parallel": True}, "--defer-embedding-.*; leave it out"),
+        ({"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|tL"}, "on the last stage; leave the latter out"),
+        (MOE | {"moe_router_load_balancing_type": ["none", "quantile_balancing"]}, "divide by the experts"),
+        (MOE | {"moe_router_load_balancing_type": "quantile_balancing"}, "divide by the experts"),
+        (MOE | {"moe_token_dispatcher_type": "allgather"}, "allgather needs equal lengths .*; give alltoall"),
+        (FLEX | {"moe_flex_dispatcher_backend": "hybridep"}, "hybridep needs equal lengths .*; give deepep"),
+        (FLEX | {"moe_flex_dispatcher_backend": "ncclep"}, "first micro-batch; give deepep"),
+        (
+            {"pipeline_model_parallel_size": 2, "overlap_p2p_comm": False, "num_virtual_stages_per_pipeline_rank": 2},
+            "leave --no-overlap-p2p-communication out",
+        ),
+        ({"attention_backend": "AttnBackend.local"}, "--attention-backend local .*--wlb-attention-backend"),
+        ({"use_torch_fsdp2": True, "pipeline_model_parallel_size": 2}, "--use-torch-fsdp2 does not go with pipeline"),
+        ({"use_torch_fsdp2": True, "expert_model_parallel_size": 2}, "--use-torch-fsdp2 does not go with"),
+        ({"use_torch_fsdp2": True, "mtp_num_layers": 1}, "--use-torch-fsdp2 does not go with"),
+        ({"use_torch_fsdp2": True, "use_distributed_optimizer": True}, "--use-torch-fsdp2 does not go with"),
+        ({"use_torch_fsdp2": True, "untie_embeddings_and_output_weights": False}, "does not go with .*tied embeddings"),
+        ({"use_torch_fsdp2": True, "save": "x"}, "--use-torch-fsdp2 with --save or --load"),
+        ({"use_torch_fsdp2": True, "load": "x"}, "--use-torch-fsdp2 with --save or --load"),
+        ({"window_size": (128, 128)}, r"--window-size is \(128, 128\); .*give LEFT,0"),
+        (LATENT | {"position_embedding_type": "yarn"}, "give rope, and --rope-type yarn"),
+        (LATENT | {"apply_rope_fusion": True}, "give --no-rope-fusion"),
+        (LATENT | {"tensor_model_parallel_size": 2}, "give --sequence-parallel"),
+        (LATENT | MEGATRON, "--multi-latent-attention is not supported; choose another"),
+        ({"position_embedding_type": "mrope"}, "--position-embedding-type mrope is not supported; give rope, yarn"),
+        ({"position_embedding_type": "relative"}, "--position-embedding-type relative is not supported"),
+        ({"dataloader_type": "cyclic"}, "--dataloader-type cyclic would replace .*; leave it out"),
+        ({"transformer_impl": "local", "layernorm_zero_centered_gamma": True}, "leave one of them out"),
+        ({"rerun_mode": "report_stats"}, "give validate_results or disabled"),
+        ({"save": "msc://bucket/run"}, "to object storage are not supported"),
+        ({"load": "msc://bucket/run"}, "to object storage are not supported"),
+        (MEGATRON | {"transformer_impl": "local"}, "leave --transformer-impl out"),
+        (MEGATRON | {"softmax_type": "learnable"}, "softmax-type learnable, .* give another backend"),
+        (MEGATRON | {"context_parallel_size": 2}, "which no corpus has; choose another"),
+    ],
+)
+def test_refused_for_its_value_or_beside_another(arguments, message):
+    with pytest.raises(ValueError, match=f"^--wlb: .*{message}"):
+        check(Namespace(**SERVED | arguments))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "has_experts", "refused"),
+    [
+        ("mock_data", True, False, True),
+        ("mock_data", False, False, False),
+        ("lr", "3e-4", False, False),
+        ("window_size", "128,0", False, False),
+        ("window_size", "128,128", False, True),
+        ("attention_dropout", 0.1, False, True),
+        ("attention_dropout", "none", False, True),
+        ("micro_batch_size", 1, False, False),
+        ("tensor_model_parallel_size", 8, False, False),
+        ("moe_token_dispatcher_type", "allgather", False, False),
+        ("moe_token_dispatcher_type", "allgather", True, True),
+    ],
+)
+def test_an_argument_by_itself(name, value, has_experts, refused):
+    assert refuses(name, value, has_experts=has_experts) == refused

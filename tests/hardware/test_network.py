@@ -1,0 +1,48 @@
+"""Communication times: the measured ones within a node, the assumptions between nodes."""
+
+import numpy as np
+import pytest
+
+from megatron_wlb.hardware.network import H100_NETWORK as NETWORK
+from megatron_wlb.hardware.network import Group, fit
+
+
+@pytest.mark.parametrize(
+    ("collective", "ranks", "num_bytes", "measured_us"),
+    [
+        ("all_gather", 2, 2**27, 235.8),
+        ("all_gather", 8, 2**27, 354.7),
+        ("reduce_scatter", 4, 2**30, 2509.5),
+        ("reduce_scatter", 8, 2**27, 381.3),
+        ("all_reduce", 8, 2**33, 31396.0),
+    ],
+)
+def test_within_a_node_near_what_was_measured(collective, ranks, num_bytes, measured_us):
+    """A few rows of the table that the constants are fitted to."""
+    assert NETWORK.collective(collective, num_bytes, Group(size=ranks, stride=1)) == pytest.approx(measured_us, rel=0.1)
+
+
+def test_the_fit_recovers_latency_and_bandwidth():
+    sizes = 2.0 ** np.arange(20, 33)
+    assert fit(sizes, 30 + sizes / 250e3) == pytest.approx((30, 250))
+
+
+def test_one_rank_has_nobody_to_talk_to():
+    assert NETWORK.collective("all_gather", 2**30, Group(size=1, stride=1)) == 0
+
+
+def test_between_nodes_ranks_of_a_node_share_their_links():
+    size = 2.0**34
+    near, whole_nodes, two_per_node, one_per_node = (
+        NETWORK.collective("all_gather", size, Group(size=n, stride=s)) for n, s in ((8, 1), (16, 1), (16, 4), (16, 8))
+    )
+    assert near < whole_nodes < two_per_node < one_per_node
+    # The slower one counts: 15 of 16 parts enter every rank, and of n nodes, n - 1 parts enter each over its links.
+    link = NETWORK.link_gb_per_s
+    expected = [15 / 16 / NETWORK.all_gather.gb_per_s[-1], 7 / 8 / (2 * link), 15 / 16 / link]
+    assert [whole_nodes, two_per_node, one_per_node] == pytest.approx([size * e / 1e3 for e in expected], rel=0.01)
+
+
+def test_neighbours_in_a_node_are_nearer():
+    inside, outside = Group(size=4, stride=2), Group(size=4, stride=8)
+    assert NETWORK.point_to_point(2**26, inside) < NETWORK.point_to_point(2**26, outside) / 5

@@ -1,0 +1,143 @@
+"""Profiles: the kernel model against counting tiles one by one, files that hold one, and files that do not."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_wlb.hardware.network import H100_NETWORK
+from megatron_wlb.hardware.profile import (
+    FLOPS_PROFILE,
+    KernelModel,
+    KernelTimes,
+    Profile,
+    load_profile,
+    shipped_profiles,
+)
+from megatron_wlb.types import SEGMENT
+
+
+def count_tiles(segments, tile_rows):
+    """Tiles with a visible key, and query tiles, of causal segments [start, stop), one tile at a time."""
+    tiles = query_tiles = 0
+    for start, stop in segments:
+        for first_row in range(start, stop, tile_rows):
+            end = min(first_row + tile_rows, stop)
+            query_tiles += 1
+            tiles += sum(first_key < end for first_key in range(0, stop, tile_rows))
+    return tiles, query_tiles
+
+
+def call(segments):
+    return np.array([(d, *s) for d, s in enumerate(segments)], SEGMENT)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 200), st.integers(0, 200)).map(lambda s: (s[0], sum(s))), max_size=8),
+    st.integers(1, 70),
+    st.integers(1, 4),
+)
+def test_the_kernel_model_counts_tiles(segments, tile_rows, heads):
+    kernel = KernelModel(tile_rows=tile_rows, launch=1.0, tile=1e3, query_tile=1e9, heads=heads)
+    counts = kernel.count(call(segments))
+    assert counts == count_tiles(segments, tile_rows)
+    assert kernel.time(2, *counts) == 2.0 + heads * (1e3 * counts[0] + 1e9 * counts[1])
+
+
+def test_flops_profile_counts_attended_pairs():
+    forward, backward = FLOPS_PROFILE.kernels(heads=4)
+    kernel = forward + backward
+    assert kernel.time(2, *kernel.count(call([(0, 4), (5, 7)]))) == 4 * ((1 + 2 + 3 + 4) + (6 + 7))
+
+
+def test_a_backward_that_was_not_measured_takes_as_much_longer_as_it_has_products():
+    profile = Profile(name="", tile_rows=128, forward=KernelTimes(launch=1.0, tile=2.0, query_tile=3.0))
+    backward = profile.kernels()[1]
+    assert (backward.launch, backward.tile, backward.query_tile) == (2.5, 5.0, 7.5)
+    assert replace(profile, attention_backward=3.0).kernels()[1].tile == 6.0
+
+
+def test_a_profile_says_where_it_differs_from_a_run():
+    profile = replace(load_profile("h100-fa2"), backend="aten")
+    assert profile.differences(head_size=128, dtype="bf16", backend="aten") == ""
+    assert (
+        profile.differences(head_size=64, dtype="fp32", backend="te")
+        == "head size 128, not 64, dtype bf16, not fp32, backend aten, not te"
+    )
+    assert FLOPS_PROFILE.differences(head_size=64, dtype="fp32", backend="cpu") == ""
+
+
+def test_shipped_profiles_load():
+    assert shipped_profiles() == ["flops", "h100-fa2"]
+    assert load_profile("flops") is FLOPS_PROFILE
+    assert load_profile("h100-fa2") == Profile(
+        name="h100-fa2",
+        tile_rows=128,
+        forward=KernelTimes(launch=23.55, tile=0.0256, query_tile=0.0),
+        head_size=128,
+        dtype="bf16",
+    )
+
+
+FORWARD = {"launch": 3, "tile": 0.5, "query_tile": 0.25}
+MINE = {"name": "mine", "tile_rows": 64, "forward": FORWARD}
+
+
+def test_a_profile_from_a_file(tmp_path):
+    path = tmp_path / "mine.json"
+    named = {"all_gather": [[2, 8], [1, 2], [30, 40]], "link_gb_per_s": 5}
+    network = {name: [[8], [1], [10]] for name in ("reduce_scatter", "all_reduce")} | named | {"name": "slow"}
+    path.write_text(json.dumps(MINE | {"linear_tflops": [3, 2.5], "network": network, "device": "anything"}))
+    loaded = load_profile(str(path))
+    assert loaded.rates == (3, 2.5) and loaded.backward is None
+    kernel, _ = loaded.kernels()
+    assert kernel.time(1, *kernel.count(call([(0, 65)]))) == 3 + 0.5 * 3 + 0.25 * 2
+    assert (loaded.network.name, loaded.network.link_gb_per_s, loaded.network.hop_us) == ("slow", 5, 10)
+    assert loaded.network.all_gather.gb_per_s == (30, 40)
+    path.write_text(json.dumps(MINE))
+    assert load_profile(str(path)).network == H100_NETWORK
+
+
+def test_a_profile_that_does_not_exist():
+    with pytest.raises(
+        ValueError, match="^no profile 'a100': give a JSON file or one of the shipped profiles flops, h"
+    ):
+        load_profile("a100")
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("", "truncated"),
+        (b"\xff\xfe\x00", "malformed"),
+        ([], "Expected `object`"),
+        ({"name": "x"}, "missing required field `tile_rows`"),
+        (MINE | {"forward": None}, r"\$.forward"),
+        (MINE | {"forward": FORWARD | {"launch": "3"}}, r"\$.forward.launch"),
+        (MINE | {"forward": FORWARD | {"launch": -1}}, "kernel times are .*finite, at least 0"),
+        (MINE | {"forward": dict.fromkeys(FORWARD, 0)}, "not all 0"),
+        ('{"name": "x", "tile_rows": 64, "forward": {"launch": 1, "tile": NaN, "query_tile": 1}}', "malformed"),
+        (MINE | {"backward": {"tile": 1}}, r"missing required field `launch` - at `\$.backward`"),
+        (MINE | {"tile_rows": 96}, "tile_rows is 96; it must be a power of two up to 65536"),
+        (MINE | {"tile_rows": 1 << 17}, "tile_rows is 131072"),
+        (MINE | {"tile_rows": 0}, "tile_rows is 0"),
+        (MINE | {"tile_rows": 1.5}, r"\$.tile_rows"),
+        (MINE | {"head_size": "128"}, r"\$.head_size"),
+        (MINE | {"head_size": 0}, "head_size is 0"),
+        (MINE | {"linear_tflops": [1]}, r"\$.linear_tflops"),
+        (MINE | {"linear_tflops": [1, 0]}, "rates are .*finite and over 0"),
+        (MINE | {"linear_tflops": [1, 1], "forward": FORWARD | {"tile": 0}}, "go with a tile over 0"),
+        (MINE | {"memory_gb_per_s": 0}, "rates are"),
+        (MINE | {"network": {"name": "x"}}, r"missing required field `all_gather` - at `\$.network`"),
+    ],
+)
+def test_what_is_not_a_profile_is_refused(tmp_path, content, why):
+    path = tmp_path / "broken.json"
+    if isinstance(content, dict | list):
+        content = json.dumps(content)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=f"(?s)broken.json is not a megatron_wlb profile: .*{why}"):
+        load_profile(str(path))

@@ -1,0 +1,234 @@
+"""Activation memory: Korthikanti's figure, the stages of a pipeline, and the largest S_max that fits."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_wlb.job import Parallel, Recompute
+from megatron_wlb.model import MODELS, ModelShape
+from megatron_wlb.packing.adaptive import AdaptivePacking
+from megatron_wlb.packing.wlb import WlbPacking
+from megatron_wlb.pipeline.split import Split
+from megatron_wlb.plan.packer import make_packer
+from megatron_wlb.plan.step import shard_step
+from megatron_wlb.plan.stream import DocumentStream, Source
+from megatron_wlb.simulate.memory import (
+    attention_backward_bytes,
+    kept_bytes,
+    largest_max_tokens,
+    layer_bytes,
+    layer_input_bytes,
+    mlp_backward_bytes,
+    most_kept,
+    peak_bytes,
+    weight_bytes,
+)
+from tests.jobs import EDGES, job
+
+GPT3_SHAPE = ModelShape(
+    num_layers=96,
+    hidden_size=12288,
+    ffn_hidden_size=4 * 12288,
+    num_attention_heads=96,
+    num_query_groups=96,
+    gated_linear_unit=False,
+    padded_vocab_size=51200,
+)
+GPT3 = job(
+    model=GPT3_SHAPE,
+    parallel=Parallel(pp=8, sequence_parallel=False),
+    num_micro_batches=64,
+    context_length=4096,
+    max_tokens=4096,
+    hidden_dropout=True,
+)
+
+
+def in_parallel(given, **sizes):
+    return replace(given, parallel=replace(given.parallel, **sizes))
+
+
+def test_a_layer_keeps_34_bytes_per_value_of_the_hidden_state():
+    # arXiv 2205.05198, equation 6 without the attention scores: 34 s b h, and here the log-sum-exps.
+    assert layer_bytes(GPT3) == 34 * 12288 + 4 * 96
+    parallel = in_parallel(GPT3, tp=8, sequence_parallel=True)
+    assert layer_bytes(parallel) == layer_bytes(GPT3) / 8
+    # Equation 2: without sequence parallelism 10 of the 34 are kept on every rank.
+    assert layer_bytes(in_parallel(parallel, sequence_parallel=False)) == 10 * 12288 + (24 * 12288 + 4 * 96) / 8
+    assert layer_input_bytes(GPT3) == 2 * 12288
+    assert layer_input_bytes(parallel) == 2 * 12288 / 8
+    saved = in_parallel(parallel, cp=4).sharded(save_gathered_kv=True)
+    assert layer_bytes(saved) == layer_bytes(parallel) + 4 * 2 * 2 * 12288 / 8
+    assert layer_bytes(in_parallel(saved, cp=1)) == layer_bytes(parallel)
+    gated = replace(GPT3, model=replace(GPT3_SHAPE, gated_linear_unit=True, num_query_groups=8), hidden_dropout=False)
+    assert layer_bytes(gated) == 2 * (4 * 12288 + 2 * 12288 + 2 * 8 * 128 + 3 * 4 * 12288) + 4 * 96
+    normed = replace(gated, model=replace(gated.model, qk_layernorm=True))
+    assert layer_bytes(normed) == layer_bytes(gated) + 2 * (12288 + 8 * 128)
+
+
+def test_experts_keep_the_tokens_that_they_are_sent():
+    sparse = replace(GPT3, model=replace(GPT3_SHAPE, moe_router_topk=2), hidden_dropout=False)
+    dense = replace(GPT3, hidden_dropout=False)
+    assert layer_bytes(sparse) == layer_bytes(dense) + 2 * 2 * 12288
+    # Split over the sequence, and gathered by the tensor-parallel ranks of the expert.
+    for etp in (1, 8):
+        more = layer_bytes(in_parallel(sparse, tp=8, sequence_parallel=True, etp=etp))
+        assert more == (layer_bytes(dense) + 2 * 2 * 12288 * etp) / 8
+
+
+def test_the_peak_adds_up():
+    def at(stage, **changes):
+        return peak_bytes(replace(GPT3, **changes), stage)
+
+    kept = layer_bytes(GPT3)
+    # The gradient of the layer's output, and those before and after the activation; attention needs less by then.
+    more = 2 * 12288 + 2 * 2 * 4 * 12288
+    assert at(0) == 4096 * (8 * 12 * kept + more)
+    assert at(7) == 4096 * (12 * kept + more + 2 * 12288 + 6 * 51200)
+    assert at(0, num_micro_batches=3, global_batch_size=3) == 4096 * (3 * 12 * kept + more)
+    assert peak_bytes(GPT3, 0, 512) == at(0) / 8
+    interleaved = in_parallel(replace(GPT3, hidden_transfers=False), vpp=3)
+    group = interleaved.schedule().group
+    assert group == 13
+    # Eight stages keep the last eight tensors that they have sent, and the first one those that wait for their group.
+    waiting = (group - 8) * 2 * 12288
+    assert peak_bytes(interleaved, 0) == 4096 * ((14 + 2 * group + 1) * 4 * kept + waiting + more)
+    sent = peak_bytes(replace(interleaved, hidden_transfers=True), 0) - peak_bytes(interleaved, 0)
+    assert sent == 4096 * 8 * 2 * 12288
+    edges = in_parallel(replace(GPT3, model=replace(GPT3_SHAPE, num_layers=94)), split=EDGES)
+    assert peak_bytes(edges, 1) == peak_bytes(GPT3, 1)
+    assert at(0) - peak_bytes(edges, 0) == 4096 * 8 * kept
+    assert weight_bytes(GPT3) - weight_bytes(edges) == 18 * GPT3_SHAPE.vocabulary_weights
+    uneven = in_parallel(GPT3, split=Split(decoder_first_pipeline_num_layers=5))
+    assert at(1) + 4096 * 7 * kept == peak_bytes(uneven, 1)
+    assert weight_bytes(uneven) - weight_bytes(GPT3) == 18 * GPT3_SHAPE.layer_weights
+    two = in_parallel(GPT3, split=Split(pipeline_model_parallel_layout="E(t*6|)*7t*12|(t*6|)*6t*5|tL"), vpp=2)
+    assert kept_bytes(two, 7).tolist() == [12 * kept, kept]
+    six = Recompute(granularity="full", method="block", num_layers=6)
+    assert kept_bytes(replace(two, recompute=six), 7).tolist() == [6 * kept + 6 * 2 * 12288, 2 * 12288]
+    full = Recompute(granularity="full")
+    assert at(0, recompute=full) == 4096 * (8 * 12 * 2 * 12288 + kept + more)
+    block = replace(full, method="block", num_layers=5)
+    assert at(0, recompute=block) == 4096 * (8 * (5 * 2 * 12288 + 7 * kept) + kept + more)
+    assert at(0, recompute=replace(block, num_layers=12)) == at(0, recompute=full)
+    uniform = replace(full, method="uniform", num_layers=4)
+    assert at(0, recompute=uniform) == 4096 * (8 * 3 * 2 * 12288 + 4 * kept + more)
+
+
+def test_offloaded_layers_are_not_counted():
+    alone = in_parallel(GPT3, pp=1)
+    offloaded = replace(alone, offloaded_layers=90)
+    assert peak_bytes(alone, 0) - peak_bytes(offloaded, 0) == 4096 * 90 * layer_bytes(GPT3)
+    with pytest.raises(ValueError, match="offloaded_layers is 96; it must be less than 96"):
+        replace(alone, offloaded_layers=96)
+
+
+def test_backward_needs_whole_rows_where_ranks_divide_the_sequence():
+    rows, values = 2 * 12288, 2 * 4 * 12288 / 8
+    parallel = in_parallel(GPT3, tp=8, sequence_parallel=True)
+    assert mlp_backward_bytes(parallel) == rows / 8 + 2 * rows
+    assert mlp_backward_bytes(in_parallel(parallel, sequence_parallel=False)) == rows + 2 * values
+
+
+def test_the_exchange_of_keys_counts_where_it_outgrows_the_mlp():
+    """7 B on TP 8 and CP 2: what K, V and gradients of the exchange take."""
+    seven = job(model=MODELS["llama2-7b"], tp=8, cp=2, context_length=1 << 17, max_tokens=160 << 10)
+    keys = 2 * 2 * 512  # K and V of both ranks, per row of one
+    gradients = 2 * 4096 / 8 + 2 * (2 * 512 + 2 * 512)
+    leaving = 4 * (keys + 512)  # in fp32 as computed, and of the other rank's rows; half as many come home
+    assert attention_backward_bytes(seven) == gradients + 4 * keys + leaving
+    # In bf16 the cast of all that was computed takes what is saved.
+    assert attention_backward_bytes(seven.sharded(cp_gradients="model")) == attention_backward_bytes(seven)
+    # On CP 8 it takes more than the whole MLP, which is freed by then, and the gathered rows of the MLP's own backward.
+    wide = in_parallel(seven, cp=8)
+    assert attention_backward_bytes(wide.sharded(cp_gradients="model")) < attention_backward_bytes(wide)
+    mlp = 2 * (2 * 4096 + 3 * 11008) / 8
+    at_once = attention_backward_bytes(wide) - mlp
+    assert at_once > mlp_backward_bytes(wide) and mlp_backward_bytes(seven) > attention_backward_bytes(seven) - mlp
+    assert peak_bytes(wide, 0, 8) == 32 * layer_bytes(wide) + at_once + 2 * 4096 + 6 * 32000 / 8
+
+
+VALUES, ROWS = 2 * 4 * 12288, 2 * 12288
+
+
+@pytest.mark.parametrize(
+    ("topk", "modules", "less"),
+    [
+        (0, ("mlp",), 3 * VALUES + ROWS),
+        (0, ("layernorm", "mlp", "moe", "moe_act"), 3 * VALUES + ROWS),
+        (0, ("layernorm", "moe", "moe_act"), 0),
+        (2, ("moe", "moe_act"), 3 * VALUES + 2 * ROWS),
+        (2, ("moe_act",), VALUES),
+        (2, ("layernorm", "mlp"), ROWS),
+    ],
+)
+def test_selective_recomputation_keeps_less(topk, modules, less):
+    model = replace(GPT3_SHAPE, gated_linear_unit=True, moe_router_topk=topk)
+    gated = replace(GPT3, model=model, hidden_dropout=False)
+    selective = replace(gated, recompute=Recompute(granularity="selective", modules=modules))
+    assert layer_bytes(selective) == layer_bytes(gated) - less
+    # Backward recomputes it, of one layer at a time.
+    assert peak_bytes(gated, 0) - peak_bytes(selective, 0) == 4096 * (8 * 12 - 1) * less
+
+
+def test_recomputing_core_attention_keeps_its_inputs():
+    """Which are all that attention keeps but for its log-sum-exps; the output is the next layer's."""
+    selective = replace(GPT3, recompute=Recompute(granularity="selective", modules=("core_attn",)))
+    assert layer_bytes(selective) == layer_bytes(GPT3) - 4 * 96
+    recomputed = 2 * (12288 + 2 * 12288) + 4 * 96
+    assert attention_backward_bytes(selective) == attention_backward_bytes(GPT3) + recomputed
+
+
+@pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (2, 1), (8, 1), (2, 3), (8, 3)])
+def test_the_largest_that_fits_fits_and_one_more_does_not(pp, vpp):
+    given = in_parallel(GPT3, pp=pp, vpp=vpp, tp=8, sequence_parallel=True, cp=2)
+    largest, unit = largest_max_tokens(given, 60e9), given.unit_tokens
+    assert largest > 0 and largest % unit == 0
+    assert max(peak_bytes(given, stage, largest) for stage in range(pp)) <= 60e9
+    assert max(peak_bytes(given, stage, largest + unit) for stage in range(pp)) > 60e9
+    assert largest_max_tokens(given, 1e3) == 0
+
+
+@pytest.mark.parametrize("packing", [WlbPacking(), AdaptivePacking()], ids=lambda packing: packing.name)
+@pytest.mark.parametrize("count", [8, 16, 64])
+def test_the_largest_micro_batch_that_fits(packing, count):
+    """Also of small micro-batches, of which a step with steady tokens cannot hold as many of S_max as are in flight."""
+    given = in_parallel(replace(GPT3, packing=packing, num_micro_batches=count, global_batch_size=8), pp=8)
+    given = replace(given, max_tokens=2 * given.context_length)
+    peaks = [max(peak_bytes(given, stage, tokens) for stage in range(8)) for tokens in (6000, 50_000)]
+    for budget in (peaks[0] * 1.001, peaks[1] * 1.001):
+        most = largest_max_tokens(given, budget)
+        at = [
+            max(peak_bytes(given, stage, tokens) for stage in range(8)) for tokens in (most, most + given.unit_tokens)
+        ]
+        assert at[0] <= budget < at[1]
+    every = replace(given, packing=WlbPacking())
+    assert (peaks[1] < max(peak_bytes(every, stage, 50_000) for stage in range(8))) == packing.steady_tokens
+
+
+@pytest.mark.parametrize(("dp", "vpp", "count"), [(1, 2, 32), (2, 2, 64), (4, 1, 16), (4, 2, 64)])
+def test_no_stage_keeps_more_than_is_predicted(dp, vpp, count):
+    """In the order of 1F1B, of few long documents and many of far less work a token."""
+    windows, longest = 4 * dp, 640
+    given = job(
+        pp=4, vpp=vpp, dp=dp, global_batch_size=windows, num_micro_batches=count, context_length=512,
+        max_tokens=longest, crossover_tokens=1, packing=AdaptivePacking(),
+    )  # fmt: skip
+    lengths = np.random.default_rng(0).permutation(np.repeat([512, 362, 256, 181, 5], [30, 30, 30, 30, 44_000]))
+    packer = make_packer(DocumentStream([Source(lengths=lengths)], seed=0, context_length=512), given)
+    kept = np.zeros(4)
+    for _ in range(30):
+        packing = packer.next().packing
+        ranks = shard_step(given, [packing.micro_batch(i)["length"] for i in range(count)])
+        for tokens in (np.array([int(plan.lengths.sum()) for plan in plans]) for plans in ranks):
+            assert tokens[tokens > 1].sum() <= given.most_rank_tokens(longest)  # the rest is padding
+            for stage in range(4):
+                ops = given.schedule().ops(stage)
+                passes = np.where(ops["backward"], -1, 1) * tokens[ops["micro_batch"]]
+                kept[stage] = max(kept[stage], passes.cumsum().max())
+    most = np.array([most_kept(given, stage, longest, np.ones(vpp)) for stage in range(4)])
+    assert (kept <= most).all() and (kept > most / 2).all()
+    # Which is less than if all passes in flight had the longest micro-batch, wherever micro-batches are many.
+    if vpp == 2:
+        assert most[0] < given.schedule().in_flight(0) * longest

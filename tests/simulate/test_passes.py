@@ -1,0 +1,261 @@
+"""Times of passes: hand-made costs, closed forms, and what each kind of exchange adds."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_wlb.cost.attention import attention_kernels
+from megatron_wlb.cost.exchange import exchange_model
+from megatron_wlb.cost.work import document_work
+from megatron_wlb.hardware.network import Group
+from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, load_profile
+from megatron_wlb.job import Recompute
+from megatron_wlb.model import MODELS
+from megatron_wlb.sharding import rank_work
+from megatron_wlb.simulate.passes import crossover, deferrable_weights, pass_times, synchronised
+from tests.simulate.shards import SMALL, job, shards_of
+
+NETWORK = load_profile("h100-fa2").network
+
+
+def layer_times(given, shards):
+    return pass_times(given, shards).layers
+
+
+def test_costs_by_hand():
+    """One layer, one GPU, 8192 tokens: products, memory traffic and attention of both directions."""
+    given = job(model=replace(SMALL, num_layers=1))
+    times = pass_times(given, shards_of(given, [[5000, 3192]]))
+    tokens, hidden, ffn = 8192, 4096, 11008
+    products = 2 * tokens * (4 * hidden * hidden + 3 * hidden * ffn) / 550e6
+    memory = 2 * tokens * (10 * hidden + 4 * hidden + 3 * ffn) / 2700e3
+    kernel, _ = attention_kernels(given)
+    attention = kernel.launch + 32 * (kernel.tile * (40 * 41 / 2 + 25 * 26 / 2) + kernel.query_tile * (40 + 25))
+    assert times.forward == pytest.approx(products + memory + attention)
+    assert times.backward == pytest.approx(2 * (products + memory) + 2.5 * attention)
+    assert times.layers[0].exchange == times.layers[0].tensor == times.layers[0].experts == 0
+
+
+def test_attention_is_that_of_the_slowest_context_parallel_rank():
+    given = job(cp=4, model=replace(SMALL, num_query_groups=1), windowed=True)
+    shards = shards_of(given, [[4096, 1024, 1024, 2048], [8192]])
+    forward, backward = layer_times(given, shards)
+    expected = np.array([rank_work(plan, attention_kernels(given)[0]) for plan in shards])
+    np.testing.assert_allclose(forward.attention, expected)
+    np.testing.assert_allclose(backward.attention, 2.5 * expected)
+    np.testing.assert_allclose(forward.total, forward.linear + forward.tensor + expected.max(axis=1) + forward.exchange)
+    assert forward.exchange[0] == 0 < forward.exchange[1]  # two documents are whole, and hide the one that is not
+
+
+def test_a_measured_backward_and_measured_rates_are_used():
+    backward = KernelTimes(launch=1.0, tile=2.0, query_tile=3.0)
+    rates = {"linear_tflops": (500.0, 250.0), "attention_backward": 9.0}
+    given = job(profile=replace(load_profile("h100-fa2"), backward=backward, **rates))
+    times = layer_times(given, shards_of(given, [[1000]]))[1]
+    assert times.attention == pytest.approx(1.0 + 32 * (2.0 * 36 + 3.0 * 8))
+    assert times.linear == pytest.approx(4 * 1000 * SMALL.layer_weights / 250e6)
+
+
+MOE = replace(SMALL, num_layers=4, moe_router_topk=2)
+FULL = Recompute(granularity="full")
+LONG = 1 << 17
+
+
+@pytest.mark.parametrize(
+    ("changes", "within"),
+    [
+        ({}, 1e-4),
+        ({"tp": 8}, 0.01),
+        ({"tp": 8, "cp": 4, "cp_exchange": "all"}, 0.03),
+        ({"tp": 4, "pp": 2, "recompute": FULL}, 0.01),
+        ({"tp": 2, "model": replace(MODELS["deepseek-v3"], num_layers=4)}, 0.01),
+    ],
+)
+@pytest.mark.parametrize("profile", ["h100-fa2", "measured"])
+def test_by_the_crossover_work_is_proportional_to_time(changes, within, profile):
+    """But for what a micro-batch has once, launches and latencies, and for the exchange of context-parallel ranks."""
+    shipped = load_profile("h100-fa2")
+    shipped = replace(shipped, forward=replace(shipped.forward, launch=0.0))
+    measured = replace(shipped, backward=KernelTimes(launch=0.0, tile=0.07, query_tile=0.2), linear_tflops=(500, 400))
+    given = job(context_length=LONG, profile=measured if profile == "measured" else shipped, **changes)
+    documents = [[LONG], [LONG // 2] * 2, [LONG // 8] * 8, [LONG // 64] * 64, [LONG // 2, *[LONG // 128] * 64]]
+    passes = pass_times(given, shards_of(given, documents, "per-document"))
+    times = (passes.forward + passes.backward).sum(axis=(0, 1))
+    if given.parallel.cp > 1:
+        times -= sum(layer.exchange for layer in passes.layers) * given.model.num_layers
+    work = np.array([document_work(np.array(each), crossover(given)).sum() for each in documents])
+    np.testing.assert_allclose(work / times, work[0] / times[0], within)
+    by_flops = np.array([document_work(np.array(each), given.model.crossover_tokens).sum() for each in documents])
+    assert np.ptp(by_flops / times) > 3 * within * by_flops[0] / times[0]
+
+
+def test_the_crossover_of_other_head_sizes():
+    """Twice as many heads of half the size do the same multiplications, in as many tiles of half the time."""
+    halved = replace(SMALL, num_attention_heads=64, num_query_groups=64, kv_channels=64)
+    unstated = replace(load_profile("h100-fa2"), head_size=None)
+    assert crossover(job(model=halved)) == crossover(job()) == crossover(job(profile=unstated))
+
+
+def test_without_times_the_crossover_is_that_of_flops():
+    assert crossover(job(profile=FLOPS_PROFILE)) == SMALL.crossover_tokens
+    assert crossover(job(tp=64)) == SMALL.crossover_tokens  # 32 heads do not divide, and so cannot be timed
+
+
+@pytest.mark.parametrize("recompute", [Recompute(), FULL])
+def test_ranks_that_divide_experts_wait_in_every_layer(recompute):
+    """Two ranks at a time: the slower one's attention and projections, and half of the experts' work of both."""
+    given = job(model=MOE, dp=4, pp=2, ep=2, recompute=recompute)
+    documents = [[[65536], [1024] * 4], [[2048] * 48, [65536]], [[8192], [8192]], [[8192], [8192]]]
+    alone = [pass_times(given, shards_of(given, each)) for each in documents]
+    shared = synchronised(given, alone)
+    weights = 4 * 4096 * 4096, 3 * 4096 * 11008
+    for i, direction in enumerate(("forward", "backward")):
+        layers = [times.layers[i] for times in alone[:2]]
+        for layer in layers:
+            np.testing.assert_allclose(layer.experts, layer.linear * weights[1] / sum(weights))
+        rest = [layer.total - layer.experts for layer in layers]
+        per_layer = np.maximum(*rest) + (layers[0].experts + layers[1].experts) / 2
+        assert rest[0].argmax() != rest[1].argmax()
+        for rank in range(2):
+            np.testing.assert_allclose(getattr(shared[rank], direction), np.tile(2 * per_layer, (2, 1, 1)))
+            waits = 2 * (np.maximum(*rest) - rest[rank])
+            np.testing.assert_allclose(shared[rank].expert_wait[i], np.tile(waits, (2, 1, 1)))
+        for rank in (2, 3):
+            np.testing.assert_allclose(getattr(shared[rank], direction), getattr(alone[rank], direction))
+    assert (shared[0].transfer == np.maximum(alone[0].transfer, alone[1].transfer)).all()
+    assert (shared[2].expert_wait == 0).all()
+
+
+def test_ranks_that_have_all_experts_do_not_wait():
+    given = job(model=MOE, cp=2, dp=2, ep=2)
+    alone = [pass_times(given, shards_of(given, each)) for each in ([[65536]], [[1024] * 4])]
+    for before, after in zip(alone, synchronised(given, alone), strict=True):
+        np.testing.assert_allclose(after.forward, before.forward)
+        np.testing.assert_allclose(after.backward, before.backward)
+        assert (after.expert_wait == 0).all()
+
+
+def test_rounds_and_rings_hide_the_exchange():
+    """Two documents on all ranks, one in the shadow of the other; and one key head after the other."""
+    one_head = replace(SMALL, num_query_groups=1)
+    given = job(tp=2, cp=8, model=one_head, windowed=True)
+    (plan,) = shards = shards_of(given, [[98304, 32768]], "per-document")
+    assert [round.document_set for round in plan.rounds] == [1, 2]
+    # All rows but its own come to a rank; those of the short document first, as nothing hides them.
+    first, second = exchange_model(given).times(np.array([32768, 98304]) * 7 / 8)[0]
+    assert layer_times(given, shards)[0].exchange == pytest.approx(first)
+    assert first < second / 2
+    ring = layer_times(replace(given, cp_exchange="ring"), shards_of(replace(given, cp_exchange="ring"), [[65536] * 2]))
+    assert ring[0].exchange == 0  # every hop is shorter than a part of the attention
+    parts = replace(given, windowed=False)
+    (plan,) = in_parts = shards_of(parts, [[98304, 32768]], "per-document")
+    assert all(round.keys is not None for round in plan.rounds)
+    assert layer_times(parts, in_parts)[0].exchange < first / 4
+    many = job(tp=4, cp=8, windowed=True)
+    (plan,) = shards = shards_of(many, [[131072]], "per-document")
+    assert [head for each in plan.rounds for head in range(*each.heads)] == list(range(8))
+    whole = float(exchange_model(many).times(np.array(131072 * 7 / 8))[0])
+    assert layer_times(many, shards)[0].exchange < 0.6 * whole
+
+
+def test_keys_and_values_are_not_gathered_again_if_kept_and_else_while_the_mlp_runs():
+    given = job(cp=2)
+    shards = shards_of(given, [[65536, 65536]])
+    # Where attention is recomputed, backward has nothing to send before.
+    late = replace(given, recompute=Recompute(granularity="selective", modules=("core_attn",)))
+    forward, backward = layer_times(late, shards)
+    early = layer_times(given, shards)
+    kept = layer_times(given.sharded(save_gathered_kv=True), shards)
+    assert early[0].exchange == kept[0].exchange == forward.exchange
+    assert kept[1].exchange == early[1].exchange < backward.exchange
+
+
+def test_products_of_column_parallel_matrices_hide_what_tensor_parallel_ranks_move():
+    """Exposed in backward: gradients of the outputs of two row-parallel matrices, and what outlasts a product."""
+    given = job(tp=8, model=replace(SMALL, ffn_hidden_size=512))
+    tokens, hidden = 65536, 4096
+    tensor = layer_times(given, shards_of(given, [[tokens]]))[1].tensor
+    gather, scatter = (
+        NETWORK.collective(name, tokens * hidden * 2, Group(size=8, stride=1))
+        for name in ("all_gather", "reduce_scatter")
+    )
+    qkv, fc1 = (2 * tokens * hidden * wide / 8 / 550e6 for wide in (3 * hidden, 2 * 512))
+    assert qkv > max(gather, scatter) and fc1 < min(gather, scatter)
+    assert tensor == pytest.approx(2 * gather + gather - fc1 + scatter - fc1)
+
+
+def test_weight_gradients_that_hide_a_reduction_are_not_put_off():
+    whole, divided = (job(tp=tp, model=SMALL) for tp in (1, 8))
+    assert deferrable_weights(whole) == SMALL.layer_weights
+    assert deferrable_weights(divided) == 4096 * (4096 + 11008)
+    experts = replace(SMALL, moe_router_topk=2)
+    assert deferrable_weights(job(tp=8, model=experts)) == 4096 * (4096 + 3 * 11008)
+
+
+def test_mtp_layers_run_on_the_last_stage_and_through_the_output_layer():
+    model = replace(SMALL, num_layers=4, padded_vocab_size=32000)
+    plain, ahead = (job(model=replace(model, mtp_num_layers=count), pp=2) for count in (0, 2))
+    shards = shards_of(plain, [[4096, 4096]])
+    without, given = (pass_times(each, shards) for each in (plain, ahead))
+    joining = 2 * 8192 * 2 * 4096 * 4096 / 550e6
+    for i, (fewer, more) in enumerate(
+        zip((without.forward, without.backward), (given.forward, given.backward), strict=True)
+    ):
+        layer, output = without.layers[i].total, fewer[1, 0] - 2 * without.layers[i].total
+        assert (more[0] == fewer[0]).all()
+        assert more[1, 0] - fewer[1, 0] == pytest.approx(2 * (layer + (1 + i) * joining + output))
+    assert ahead.layers().sum() == 6
+    assert replace(model, mtp_num_layers=2).token_weights == pytest.approx(
+        model.layer_weights + (3 * 32000 * 4096 + 2 * 2 * 4096**2) / 6, abs=1
+    )
+
+
+def test_recomputation_repeats_the_forward():
+    given = job(cp=2)
+    shards = shards_of(given, [[65536, 65536]])
+    plain = layer_times(given, shards)
+    again = layer_times(replace(given, recompute=Recompute(granularity="full")), shards)
+    assert again[0].total == plain[0].total
+    assert again[1].total == pytest.approx(plain[0].total + plain[1].total)
+
+
+def test_all_rows_are_gathered_if_asked():
+    """Documents that are whole on a rank need no exchange, and are exchanged nevertheless."""
+    every, needed = (
+        layer_times(given, shards_of(given, [[8192], [2048, 4096, 2048]]))[1].exchange
+        for given in (job(cp=2, cp_exchange="all"), job(cp=2))
+    )
+    assert every[0] == every[1] > needed[0] >= needed[1] == 0
+
+
+def test_overlaps_hide_their_share():
+    plain, half = (
+        layer_times(given, shards_of(given, [[8192]]))[0].tensor for given in (job(tp=4), job(tp=4, tp_overlap=0.5))
+    )
+    assert half == plain / 2 > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": MODELS["llama3-405b"], "pp": 16}, "126 layers do not divide over 16 stages of 1 chunks"),
+        ({"tp": 5, "context_length": 1000}, "32 attention heads do not divide over 5 ranks"),
+        ({"profile": FLOPS_PROFILE}, "needs one in us"),
+        ({"cp": 2}, "sharded over 1 context-parallel ranks, not 2"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(changes, message):
+    shards = shards_of(job(), [[100]])
+    with pytest.raises(ValueError, match=message):
+        pass_times(job(**changes), shards)
+
+
+def test_models_have_the_parameters_of_their_name():
+    billions = {name: (m.num_layers * m.layer_weights + 2 * m.vocabulary_weights) / 1e9 for name, m in MODELS.items()}
+    expected = {"550m": 0.55, "llama2-7b": 6.74, "llama3-8b": 8.03, "30b": 30, "codellama-34b": 33.74}
+    expected |= {"llama2-70b": 68.98, "llama3-405b": 405.8}
+    # With experts that a token goes to, in every layer.
+    expected |= {"deepseek-v2-lite": 2.7, "deepseek-v3": 38.2}
+    assert billions == pytest.approx(expected, rel=0.02)
+    assert MODELS["llama2-7b"].crossover_tokens == pytest.approx(50_000, rel=0.02)
