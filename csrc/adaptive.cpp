@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -81,15 +80,15 @@ struct Bins {
     Rank& rank = ranks[place.rank];
     rank.work += more_work;
     rank.tokens += more_tokens;
-    const size_t begin = place.rank * each;
-    if (more_work >= 0)
-      rank.largest = std::max(rank.largest, work[at(place)]);
-    else
-      rank.largest = largest_without(place.rank, each, each);
-    cost.add(place.rank, per_work * rank.work + per_largest * rank.largest - cost[place.rank]);
-    int64_t fewest = tokens[begin];
-    for (size_t i = 1; i < each; ++i) fewest = std::min(fewest, tokens[begin + i]);
-    shortest.add(place.rank, fewest - shortest[place.rank]);
+    rank.largest = more_work >= 0 ? std::max(rank.largest, work[at(place)]) : largest_without(place.rank, each, each);
+    cost.add(place.rank, cost_with(place.rank, 0, rank.largest) - cost[place.rank]);
+    const int64_t* begin = &tokens[place.rank * each];
+    shortest.add(place.rank, *std::min_element(begin, begin + each) - shortest[place.rank]);
+  }
+
+  // Cost of a rank with so much more work and such a largest micro-batch.
+  int64_t cost_with(size_t rank, int64_t more_work, int64_t largest) const {
+    return per_work * (ranks[rank].work + more_work) + per_largest * largest;
   }
 
   // Work of the largest micro-batch of a rank but these two.
@@ -145,291 +144,267 @@ class Step {
  public:
   Step(int64_t step, const Sizes& sizes) : step_(step), sizes_(sizes) {}
 
-  Packed choose(const std::vector<Document>& waiting, int64_t credit) const;
+  Packed choose(const std::vector<Document>& waiting, int64_t credit) const {
+    std::vector<Document> forced, rest, fluid, solid, chosen;
+    for (const Document& d : waiting) {
+      (is_forced(d) ? forced : rest).push_back(d);
+      if (!is_forced(d)) (is_fluid(d) ? fluid : solid).push_back(d);
+    }
+    Bins bins(sizes_);
+    const Fluid poured = liquid(fluid, credit);
+    int64_t forced_tokens = 0;
+    for (const Document& d : by_length(forced)) {
+      if (forced_tokens + d.length > poured.limit) continue;
+      forced_tokens += d.length;
+      chosen.push_back(d);
+      const Place next = bins.next();
+      if (bins.tokens[bins.at(next)] + d.length <= sizes_.max_tokens) bins.add(d, next);
+    }
+    int64_t sum = bins.total_tokens;
+    for (const Document& d : release(rest, by_length(solid), bins, poured)) chosen.push_back(d), sum += d.length;
+    fluid.resize(first(fluid, sum, sum + poured.poured(sum)));
+    chosen.insert(chosen.end(), fluid.begin(), fluid.end());
+    return place(std::move(chosen));
+  }
 
  private:
   bool is_forced(const Document& document) const {
     return step_ - document.arrival >= sizes_.max_delay_steps - kForcedSteps;
   }
+
   bool is_fluid(const Document& document) const {
     return document.length <= sizes_.batch_tokens / (kFluidShare * sizes_.num_micro_batches);
   }
-  Fluid liquid(const std::vector<Document>& fluid, int64_t credit) const;
+
+  Fluid liquid(const std::vector<Document>& fluid, int64_t credit) const {
+    int64_t tokens = 0, work = 0, arrived = 0;
+    for (const Document& d : fluid) {
+      tokens += d.length, work += d.work;
+      if (d.arrival <= step_) arrived += d.length;
+    }
+    const int64_t batch = sizes_.batch_tokens;
+    const int64_t repay = static_cast<int64_t>(kTokenRepay * real(batch));
+    const int64_t band = static_cast<int64_t>(kTokenBand * real(batch));
+    credit = std::max(-2 * batch, std::min(credit, batch));  // more changes nothing, and could overflow
+    // The target sees to it that training is not ahead of its tokens, where documents allow; else the limit does.
+    const double density = tokens ? real(work) / real(tokens) : 0.0;
+    return {tokens, arrived, density, batch + std::max(-repay, std::min(repay, credit)),
+            std::max(batch - repay, batch + std::min(band, batch + credit))};
+  }
+
+  // First what comes next in the stream is tried. If that loses more than kEven, sets of neighbouring length compete
+  // with it: where they are so alike that no set of at most the first's work fills the step, also heavier ones.
   std::vector<Document> release(const std::vector<Document>& rest, const std::vector<Document>& solid,
-                                const Bins& forced, const Fluid& fluid) const;
+                                const Bins& forced, const Fluid& fluid) const {
+    std::vector<Document> ahead;
+    const size_t count = first(rest, forced.total_tokens, fluid.target);
+    for (size_t i = 0; i < count; ++i)
+      if (!is_fluid(rest[i])) ahead.push_back(rest[i]);
+    const Set in_order = judge(forced, fluid, by_length(ahead), 0, kInfinity, true);
+    if (in_order.full == 1.0 && in_order.loss <= kEven) return in_order.documents;
+    Set best{-1.0, 0.0, 0.0, {}};
+    neighbours(solid, forced, fluid, true, best);
+    if (std::max(best.full, in_order.full) < 1.0) neighbours(solid, forced, fluid, false, best);
+    return (in_order < best ? best : in_order).documents;
+  }
+
+  // The best of the sets that begin at some document, for as many of these as time allows, and the empty set. A set
+  // takes every following (shorter) document that fits; if `capped`, without making a micro-batch heavier than its
+  // first document or than the mean.
   void neighbours(const std::vector<Document>& solid, const Bins& forced, const Fluid& fluid, bool capped,
-                  Set& best) const;
+                  Set& best) const {
+    const size_t size = solid.size(), starts = std::max<size_t>(8, std::min(size, 200'000 / std::max<size_t>(1, size)));
+    const size_t stride = std::max<size_t>(1, size / starts);
+    for (size_t start = 0;; start = std::min(size, start + stride)) {
+      const double cap = start < size && capped ? real(solid[start].work) : kInfinity;
+      Set set = judge(forced, fluid, solid, start, cap, false);
+      if (best < set) best = std::move(set);
+      if (start == size) return;
+    }
+  }
+
+  // Adds those of `solid` from `start` on that fit; the best of the sets on the way, or the last one.
   Set judge(Bins bins, const Fluid& fluid, const std::vector<Document>& solid, size_t start, double cap,
-            bool only_last) const;
-  std::optional<Place> fitting(const Document& document, const Bins& bins, double cap, const Fluid& fluid) const;
-  Set judged(const Bins& bins, const Fluid& fluid, double relief) const;
-  double even(double work) const;
-  double filled(const Bins& bins, const Fluid& fluid, double work) const;
-  Packed place(std::vector<Document> chosen) const;
-  void refine(std::vector<std::vector<Document>>& held, Bins& bins) const;
-
-  int64_t step_;
-  Sizes sizes_;
-};
-
-Packed Step::choose(const std::vector<Document>& waiting, int64_t credit) const {
-  std::vector<Document> forced, rest, fluid, solid, chosen;
-  for (const Document& d : waiting) {
-    (is_forced(d) ? forced : rest).push_back(d);
-    if (!is_forced(d)) (is_fluid(d) ? fluid : solid).push_back(d);
-  }
-  Bins bins(sizes_);
-  const Fluid poured = liquid(fluid, credit);
-  int64_t forced_tokens = 0;
-  for (const Document& d : by_length(forced)) {
-    if (forced_tokens + d.length > poured.limit) continue;
-    forced_tokens += d.length;
-    chosen.push_back(d);
-    const Place next = bins.next();
-    if (bins.tokens[bins.at(next)] + d.length <= sizes_.max_tokens) bins.add(d, next);
-  }
-  int64_t sum = bins.total_tokens;
-  for (const Document& d : release(rest, by_length(solid), bins, poured)) chosen.push_back(d), sum += d.length;
-  fluid.resize(first(fluid, sum, sum + poured.poured(sum)));
-  chosen.insert(chosen.end(), fluid.begin(), fluid.end());
-  return place(std::move(chosen));
-}
-
-Fluid Step::liquid(const std::vector<Document>& fluid, int64_t credit) const {
-  int64_t tokens = 0, work = 0, arrived = 0;
-  for (const Document& d : fluid) {
-    tokens += d.length, work += d.work;
-    if (d.arrival <= step_) arrived += d.length;
-  }
-  const int64_t batch = sizes_.batch_tokens;
-  const int64_t repay = static_cast<int64_t>(kTokenRepay * real(batch));
-  const int64_t band = static_cast<int64_t>(kTokenBand * real(batch));
-  credit = std::max(-2 * batch, std::min(credit, batch));  // more changes nothing, and could overflow
-  // The target sees to it that training is not ahead of its tokens, where documents allow; else the limit does.
-  return {tokens, arrived, tokens ? real(work) / real(tokens) : 0.0, batch + std::max(-repay, std::min(repay, credit)),
-          std::max(batch - repay, batch + std::min(band, batch + credit))};
-}
-
-// First what comes next in the stream is tried. If that loses more than kEven, sets of documents of neighbouring length
-// compete with it: where they are so alike that no set of at most the first's work fills the step, also heavier ones.
-std::vector<Document> Step::release(const std::vector<Document>& rest, const std::vector<Document>& solid,
-                                    const Bins& forced, const Fluid& fluid) const {
-  std::vector<Document> ahead;
-  const size_t count = first(rest, forced.total_tokens, fluid.target);
-  for (size_t i = 0; i < count; ++i)
-    if (!is_fluid(rest[i])) ahead.push_back(rest[i]);
-  const Set in_order = judge(forced, fluid, by_length(ahead), 0, kInfinity, true);
-  if (in_order.full == 1.0 && in_order.loss <= kEven) return in_order.documents;
-  Set best{-1.0, 0.0, 0.0, {}};
-  neighbours(solid, forced, fluid, true, best);
-  if (std::max(best.full, in_order.full) < 1.0) neighbours(solid, forced, fluid, false, best);
-  return (in_order < best ? best : in_order).documents;
-}
-
-// The best of the sets that begin at some document, for as many of these as time allows, and the empty set. A set takes
-// every following (shorter) document that fits; if `capped`, without making a micro-batch heavier than its first
-// document or than the mean.
-void Step::neighbours(const std::vector<Document>& solid, const Bins& forced, const Fluid& fluid, bool capped,
-                      Set& best) const {
-  const size_t size = solid.size(), starts = std::max<size_t>(8, std::min(size, 200'000 / std::max<size_t>(1, size)));
-  const size_t stride = std::max<size_t>(1, size / starts);
-  for (size_t start = 0;; start = std::min(size, start + stride)) {
-    const double cap = start < size && capped ? real(solid[start].work) : kInfinity;
-    Set set = judge(forced, fluid, solid, start, cap, false);
-    if (best < set) best = std::move(set);
-    if (start == size) return;
-  }
-}
-
-// Adds those of `solid` from `start` on that fit; the best of the sets on the way, or the last one.
-Set Step::judge(Bins bins, const Fluid& fluid, const std::vector<Document>& solid, size_t start, double cap,
-                bool only_last) const {
-  const size_t every = std::max<size_t>(1, static_cast<size_t>(sizes_.num_micro_batches) / 16);
-  Set best{-1.0, 0.0, 0.0, {}};
-  size_t best_size = 0;
-  std::vector<Document> chosen;
-  double relief = 0.0;
-  for (size_t k = start; k <= solid.size(); ++k) {
-    if (k < solid.size()) {
-      const Document& d = solid[k];
-      const auto at = fitting(d, bins, cap, fluid);
-      if (!at) continue;
-      bins.add(d, *at);
-      chosen.push_back(d);
-      if (d.arrival <= step_) relief += real(d.length) * real(step_ - d.arrival + 1);
-      if (only_last || chosen.size() % every) continue;
-    }
-    const Set set = judged(bins, fluid, relief);
-    if (best < set) best = set, best_size = chosen.size();
-  }
-  chosen.resize(best_size);
-  best.documents = std::move(chosen);
-  return best;
-}
-
-std::optional<Place> Step::fitting(const Document& document, const Bins& bins, double cap, const Fluid& fluid) const {
-  const Place next = bins.next();
-  const size_t at = bins.at(next);
-  const int64_t tokens = bins.total_tokens + document.length;
-  if (tokens > fluid.limit || bins.tokens[at] + document.length > sizes_.max_tokens) return std::nullopt;
-  const double work = real(bins.work[at] + document.work);
-  const double poured = fluid.density * real(fluid.poured(tokens));
-  const double mean = (real(bins.total_work + document.work) + poured) / real(sizes_.num_micro_batches);
-  if (work <= cap || work <= mean) return next;
-  return std::nullopt;
-}
-
-// What is lost is the time of the costliest rank, once the fluid is in, beyond an even share of the work and the bubble
-// that could not be spared: a document of length d and work w fills d / T of the step's T tokens, and steps of such
-// documents alone have a largest micro-batch of w. So the mean of w over tokens is what clustering by length cannot go
-// below, over all steps, whatever is packed with what.
-Set Step::judged(const Bins& bins, const Fluid& fluid, double relief) const {
-  const int64_t poured = fluid.poured(bins.total_tokens), tokens = bins.total_tokens + poured;
-  const double work = real(bins.total_work) + fluid.density * real(poured);
-  const double full = std::min(1.0, real(tokens) / (real(fluid.target) * kFull));
-  double clustered = real(sizes_.total_weight) * (work / real(sizes_.ranks));
-  clustered += real(sizes_.largest_weight) * (bins.alike / real(std::max<int64_t>(1, tokens)));
-  const double lost = filled(bins, fluid, fluid.density * real(poured)) - std::max(clustered, even(work));
-  const double unit =
-      real(sizes_.unit_weight) * real(sizes_.crossover_tokens) * (real(sizes_.batch_tokens) / real(sizes_.ranks));
-  relief += real(std::min(poured, fluid.arrived));
-  return {full, lost / unit, kWaitPrice * (relief / real(sizes_.batch_tokens)) - lost / unit, {}};
-}
-
-// Cost of a rank if all micro-batches had an even share of the work.
-double Step::even(double work) const {
-  return real(sizes_.total_weight) * (work / real(sizes_.ranks)) +
-         real(sizes_.largest_weight) * (work / real(sizes_.num_micro_batches));
-}
-
-// Cost of the costliest rank, once so much work of fluid has been poured where costs are least. By Newton's method from
-// below; a rank's work is a concave function of its cost.
-double Step::filled(const Bins& bins, const Fluid& fluid, double work) const {
-  const double each = real(static_cast<int64_t>(bins.each));
-  const double per_work = real(bins.per_work), per_largest = real(bins.per_largest);
-  const double spread = per_work + per_largest / each;
-  int64_t highest = 0;
-  for (size_t r = 0; r < bins.ranks.size(); ++r) highest = std::max(highest, bins.cost[r]);
-  double cost = real(highest);
-  for (int round = 0; round < 8; ++round) {
-    double lacking = work, slope = 0.0;
-    for (const Bins::Rank& rank : bins.ranks) {
-      const double largest = real(rank.largest), total = real(rank.work);
-      const bool under = cost <= (per_work * each + per_largest) * largest;
-      const double more = under ? (cost - per_largest * largest) / per_work - total : cost / spread - total;
-      const double most =
-          fluid.density * real(static_cast<int64_t>(bins.each) * sizes_.max_tokens - rank.tokens);
-      if (more >= most) {
-        lacking -= most;
-      } else {
-        lacking -= more;
-        slope += under ? 1.0 / per_work : 1.0 / spread;
+            bool only_last) const {
+    const size_t every = std::max<size_t>(1, static_cast<size_t>(sizes_.num_micro_batches) / 16);
+    Set best{-1.0, 0.0, 0.0, {}};
+    size_t best_size = 0;
+    std::vector<Document> chosen;
+    double relief = 0.0;
+    for (size_t k = start; k <= solid.size(); ++k) {
+      if (k < solid.size()) {
+        const Document& d = solid[k];
+        const auto at = fitting(d, bins, cap, fluid);
+        if (!at) continue;
+        bins.add(d, *at);
+        chosen.push_back(d);
+        if (d.arrival <= step_) relief += real(d.length) * real(step_ - d.arrival + 1);
+        if (only_last || chosen.size() % every) continue;
       }
+      const Set set = judged(bins, fluid, relief);
+      if (best < set) best = set, best_size = chosen.size();
     }
-    if (lacking <= 0.0) return cost;
-    if (slope == 0.0) return 2.0 * cost;
-    cost += lacking / slope;
+    chosen.resize(best_size);
+    best.documents = std::move(chosen);
+    return best;
   }
-  return cost;
-}
 
-// Longest first (forced ones before all) to where there is room; then refine.
-Packed Step::place(std::vector<Document> chosen) const {
-  const auto by_row = [](const Document& a, const Document& b) { return a.row < b.row; };
-  std::sort(chosen.begin(), chosen.end(), by_row);
-  chosen = by_length(chosen);
-  std::stable_partition(chosen.begin(), chosen.end(), [&](const Document& d) { return is_forced(d); });
-  Bins bins(sizes_);
-  std::vector<std::vector<Document>> held(bins.work.size());
-  for (const Document& d : chosen) {
-    const auto at = bins.next_within(sizes_.max_tokens - d.length);
-    if (!at) continue;
-    bins.add(d, *at);
-    held[bins.at(*at)].push_back(d);
+  std::optional<Place> fitting(const Document& document, const Bins& bins, double cap, const Fluid& fluid) const {
+    const Place next = bins.next();
+    const size_t at = bins.at(next);
+    const int64_t tokens = bins.total_tokens + document.length;
+    if (tokens > fluid.limit || bins.tokens[at] + document.length > sizes_.max_tokens) return std::nullopt;
+    const double work = real(bins.work[at] + document.work);
+    const double poured = fluid.density * real(fluid.poured(tokens));
+    const double mean = (real(bins.total_work + document.work) + poured) / real(sizes_.num_micro_batches);
+    return work <= cap || work <= mean ? std::optional(next) : std::nullopt;
   }
-  refine(held, bins);
-  Packed packed{{}, {0}};
-  for (auto& documents : held) {
-    std::sort(documents.begin(), documents.end(), by_row);
-    for (const Document& d : documents) packed.rows.push_back(d.row);
-    packed.bounds.push_back(static_cast<int64_t>(packed.rows.size()));
-  }
-  return packed;
-}
 
-// Exchanges documents of the heaviest micro-batch of the costliest rank for less, while that lowers the cost: with the
-// lightest micro-batches of that rank, if it waits for its largest, and of the cheapest other ranks.
-void Step::refine(std::vector<std::vector<Document>>& held, Bins& bins) const {
-  const double least = even(real(bins.total_work));
-  const auto lightest_of = [&](std::vector<size_t> all, auto&& amount) {
-    const size_t few = std::min(all.size(), static_cast<size_t>(kLightest));
-    std::partial_sort(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(few), all.end(),
-                      [&](size_t a, size_t b) { return std::pair(amount(a), a) < std::pair(amount(b), b); });
-    all.resize(few);
-    return all;
-  };
-  for (int64_t k = 0; k < kExchanges; ++k) {
-    Place worst{0, 0};
-    for (size_t r = 1; r < bins.ranks.size(); ++r)
-      if (bins.cost[r] > bins.cost[worst.rank]) worst.rank = r;
-    if (real(bins.cost[worst.rank]) <= 1.0002 * least) return;
-    for (size_t i = 1; i < bins.each; ++i)
-      if (bins.work[bins.at({worst.rank, i})] > bins.work[bins.at(worst)]) worst.i = i;
-    std::vector<size_t> ranks;
-    for (size_t r = 0; r < bins.ranks.size(); ++r)
-      if (r != worst.rank) ranks.push_back(r);
-    std::vector<Place> lightest;
-    for (size_t r : lightest_of(ranks, [&](size_t r) { return bins.cost[r]; })) lightest.push_back({r, bins.lightest(r)});
-    if (sizes_.largest_weight) {
-      std::vector<size_t> all(bins.each);
-      std::iota(all.begin(), all.end(), size_t{0});
-      for (size_t i : lightest_of(all, [&](size_t i) { return bins.work[bins.at({worst.rank, i})]; }))
-        if (i != worst.i) lightest.push_back({worst.rank, i});
-    }
-    const size_t here = bins.at(worst);
-    int64_t best = bins.cost[worst.rank];
-    std::optional<Place> other;
-    size_t best_a = 0, best_b = 0;
-    for (const Place& place : lightest) {
-      const size_t there = bins.at(place);
-      const bool same = place.rank == worst.rank;
-      const int64_t rest = bins.largest_without(worst.rank, worst.i, same ? place.i : bins.each);
-      const int64_t rest_there = bins.largest_without(place.rank, place.i, bins.each);
-      for (size_t a = 0; a < held[here].size(); ++a) {
-        for (size_t b = 0; b <= held[there].size(); ++b) {  // 0: nothing comes back
-          const Document& down = held[here][a];
-          const Document up = b ? held[there][b - 1] : Document{};
-          const int64_t work = down.work - up.work, tokens = down.length - up.length;
-          if (work <= 0 || bins.tokens[there] + tokens > sizes_.max_tokens ||
-              bins.tokens[here] - tokens > sizes_.max_tokens)
-            continue;
-          const int64_t lower = std::max(rest, bins.work[here] - work), higher = bins.work[there] + work;
-          int64_t cost;
-          if (same)
-            cost = bins.per_work * bins.ranks[worst.rank].work + bins.per_largest * std::max(lower, higher);
-          else
-            cost = std::max(bins.per_work * (bins.ranks[worst.rank].work - work) + bins.per_largest * lower,
-                            bins.per_work * (bins.ranks[place.rank].work + work) +
-                                bins.per_largest * std::max(rest_there, higher));
-          if (cost < best) best = cost, other = place, best_a = a, best_b = b;
+  // What is lost is the time of the costliest rank, once the fluid is in, beyond an even share of the work and the
+  // bubble that could not be spared: a document of length d and work w fills d / T of the step's T tokens, and steps of
+  // such documents alone have a largest micro-batch of w. So the mean of w over tokens is what clustering by length
+  // cannot go below, over all steps, whatever is packed with what.
+  Set judged(const Bins& bins, const Fluid& fluid, double relief) const {
+    const int64_t poured = fluid.poured(bins.total_tokens), tokens = bins.total_tokens + poured;
+    const double work = real(bins.total_work) + fluid.density * real(poured);
+    const double full = std::min(1.0, real(tokens) / (real(fluid.target) * kFull));
+    double clustered = real(sizes_.total_weight) * (work / real(sizes_.ranks));
+    clustered += real(sizes_.largest_weight) * (bins.alike / real(std::max<int64_t>(1, tokens)));
+    const double lost = filled(bins, fluid, fluid.density * real(poured)) - std::max(clustered, even(work));
+    const double unit =
+        real(sizes_.unit_weight) * real(sizes_.crossover_tokens) * (real(sizes_.batch_tokens) / real(sizes_.ranks));
+    relief += real(std::min(poured, fluid.arrived));
+    return {full, lost / unit, kWaitPrice * (relief / real(sizes_.batch_tokens)) - lost / unit, {}};
+  }
+
+  // Cost of a rank if all micro-batches had an even share of the work.
+  double even(double work) const {
+    return real(sizes_.total_weight) * (work / real(sizes_.ranks)) +
+           real(sizes_.largest_weight) * (work / real(sizes_.num_micro_batches));
+  }
+
+  // Cost of the costliest rank, once so much work of fluid has been poured where costs are least. By Newton's method
+  // from below; a rank's work is a concave function of its cost.
+  double filled(const Bins& bins, const Fluid& fluid, double work) const {
+    const double each = real(static_cast<int64_t>(bins.each));
+    const double per_work = real(bins.per_work), per_largest = real(bins.per_largest);
+    const double spread = per_work + per_largest / each;
+    int64_t highest = 0;
+    for (size_t r = 0; r < bins.ranks.size(); ++r) highest = std::max(highest, bins.cost[r]);
+    double cost = real(highest);
+    for (int round = 0; round < 8; ++round) {
+      double lacking = work, slope = 0.0;
+      for (const Bins::Rank& rank : bins.ranks) {
+        const double largest = real(rank.largest), total = real(rank.work);
+        const bool under = cost <= (per_work * each + per_largest) * largest;
+        const double more = under ? (cost - per_largest * largest) / per_work - total : cost / spread - total;
+        const double most =
+            fluid.density * real(static_cast<int64_t>(bins.each) * sizes_.max_tokens - rank.tokens);
+        if (more >= most) {
+          lacking -= most;
+        } else {
+          lacking -= more;
+          slope += under ? 1.0 / per_work : 1.0 / spread;
         }
       }
+      if (lacking <= 0.0) return cost;
+      if (slope == 0.0) return 2.0 * cost;
+      cost += lacking / slope;
     }
-    if (!other) return;
-    auto &from = held[here], &to = held[bins.at(*other)];
-    const Document down = from[best_a];
-    from.erase(from.begin() + static_cast<std::ptrdiff_t>(best_a));
-    Document up{};
-    if (best_b) {
-      up = to[best_b - 1];
-      to.erase(to.begin() + static_cast<std::ptrdiff_t>(best_b - 1));
-      from.push_back(up);
-    }
-    to.push_back(down);
-    bins.change(worst, up.work - down.work, up.length - down.length);
-    bins.change(*other, down.work - up.work, down.length - up.length);
+    return cost;
   }
-}
+
+  // Longest first (forced ones before all) to where there is room; then refine.
+  Packed place(std::vector<Document> chosen) const {
+    const auto by_row = [](const Document& a, const Document& b) { return a.row < b.row; };
+    std::sort(chosen.begin(), chosen.end(), by_row);
+    chosen = by_length(chosen);
+    std::stable_partition(chosen.begin(), chosen.end(), [&](const Document& d) { return is_forced(d); });
+    Bins bins(sizes_);
+    std::vector<std::vector<Document>> held(bins.work.size());
+    for (const Document& d : chosen) {
+      const auto at = bins.next_within(sizes_.max_tokens - d.length);
+      if (!at) continue;
+      bins.add(d, *at);
+      held[bins.at(*at)].push_back(d);
+    }
+    refine(held, bins);
+    Packed packed{{}, {0}};
+    for (auto& documents : held) {
+      std::sort(documents.begin(), documents.end(), by_row);
+      for (const Document& d : documents) packed.rows.push_back(d.row);
+      packed.bounds.push_back(static_cast<int64_t>(packed.rows.size()));
+    }
+    return packed;
+  }
+
+  // Exchanges documents of the heaviest micro-batch of the costliest rank for less, while that lowers the cost: with
+  // the lightest micro-batches of that rank, if it waits for its largest, and of the cheapest other ranks.
+  void refine(std::vector<std::vector<Document>>& held, Bins& bins) const {
+    const double least = even(real(bins.total_work));
+    using Amounts = std::vector<std::pair<int64_t, size_t>>;
+    const auto lightest_of = [](Amounts all) {
+      const auto few = std::min(all.size(), static_cast<size_t>(kLightest));
+      std::partial_sort(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(few), all.end());
+      all.resize(few);
+      return all;
+    };
+    for (int64_t k = 0; k < kExchanges; ++k) {
+      Place worst{0, 0};
+      for (size_t r = 1; r < bins.ranks.size(); ++r)
+        if (bins.cost[r] > bins.cost[worst.rank]) worst.rank = r;
+      if (real(bins.cost[worst.rank]) <= 1.0002 * least) return;
+      for (size_t i = 1; i < bins.each; ++i)
+        if (bins.work[bins.at({worst.rank, i})] > bins.work[bins.at(worst)]) worst.i = i;
+      Amounts ranks, inside;
+      for (size_t r = 0; r < bins.ranks.size(); ++r)
+        if (r != worst.rank) ranks.push_back({bins.cost[r], r});
+      for (size_t i = 0; i < bins.each && sizes_.largest_weight; ++i)
+        inside.push_back({bins.work[bins.at({worst.rank, i})], i});
+      std::vector<Place> lightest;
+      for (const auto& [cost, r] : lightest_of(ranks)) lightest.push_back({r, bins.lightest(r)});
+      for (const auto& [work, i] : lightest_of(inside))
+        if (i != worst.i) lightest.push_back({worst.rank, i});
+
+      const size_t here = bins.at(worst);
+      int64_t best = bins.cost[worst.rank];
+      std::optional<Place> other;
+      size_t best_a = 0, best_b = 0;  // which goes, and which comes back, counted from 1; 0: none
+      for (const Place& place : lightest) {
+        const size_t there = bins.at(place);
+        const bool same = place.rank == worst.rank;
+        const int64_t rest = bins.largest_without(worst.rank, worst.i, same ? place.i : bins.each);
+        const int64_t rest_there = bins.largest_without(place.rank, place.i, bins.each);
+        for (size_t a = 0; a < held[here].size(); ++a) {
+          for (size_t b = 0; b <= held[there].size(); ++b) {
+            const Document& down = held[here][a];
+            const Document up = b ? held[there][b - 1] : Document{};
+            const int64_t work = down.work - up.work, tokens = down.length - up.length;
+            if (work <= 0 || bins.tokens[there] + tokens > sizes_.max_tokens ||
+                bins.tokens[here] - tokens > sizes_.max_tokens)
+              continue;
+            const int64_t lower = std::max(rest, bins.work[here] - work), higher = bins.work[there] + work;
+            const int64_t cost = same ? bins.cost_with(worst.rank, 0, std::max(lower, higher))
+                                      : std::max(bins.cost_with(worst.rank, -work, lower),
+                                                 bins.cost_with(place.rank, work, std::max(rest_there, higher)));
+            if (cost < best) best = cost, other = place, best_a = a, best_b = b;
+          }
+        }
+      }
+      if (!other) return;
+      auto &from = held[here], &to = held[bins.at(*other)];
+      const Document down = from[best_a], up = best_b ? to[best_b - 1] : Document{};
+      from.erase(from.begin() + static_cast<std::ptrdiff_t>(best_a));
+      if (best_b) to.erase(to.begin() + static_cast<std::ptrdiff_t>(best_b - 1)), from.push_back(up);
+      to.push_back(down);
+      bins.change(worst, up.work - down.work, up.length - down.length);
+      bins.change(*other, down.work - up.work, down.length - up.length);
+    }
+  }
+
+  int64_t step_;
+  const Sizes& sizes_;
+};
 
 }  // namespace
 

@@ -60,15 +60,10 @@ wlb::Kernel kernel_model(const py::handle& k) {
 std::optional<wlb::RoundCosts> round_costs(const py::handle& c) {
   if (c.is_none()) return {};
   const py::object exchange = c.attr("exchange");
-  return wlb::RoundCosts{kernel_model(c.attr("forward")),
-                         kernel_model(c.attr("backward")),
-                         value<double>(exchange, "latency"),
-                         value<double>(exchange, "arrive"),
-                         value<double>(exchange, "leave"),
-                         value<double>(exchange, "ahead"),
-                         value<double>(c, "merge"),
-                         value<bool>(c, "kept"),
-                         value<int64_t>(c, "num_heads"),
+  return wlb::RoundCosts{kernel_model(c.attr("forward")), kernel_model(c.attr("backward")),
+                         value<double>(exchange, "latency"), value<double>(exchange, "arrive"),
+                         value<double>(exchange, "leave"), value<double>(exchange, "ahead"),
+                         value<double>(c, "merge"), value<bool>(c, "kept"), value<int64_t>(c, "num_heads"),
                          value<std::vector<int64_t>>(c, "edges"),
                          value<std::vector<std::vector<double>>>(c, "shares")};
 }

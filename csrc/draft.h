@@ -47,17 +47,6 @@ class Draft {
   // Rows of K and V through the busiest rank; of the document that was added last, nothing yet.
   int64_t moved() const { return moved_; }
 
-  // What the slowest rank takes at least, with counts that are left, of whole documents: the mean, less what rounding
-  // may do. Documents in pieces have more tiles, and every rank will have a call.
-  double least(Counts left) const {
-    int64_t calls = 0;
-    for (const Load& rank : ranks_) {
-      calls += std::max<int64_t>(1, rank.calls());
-      left += rank.counts;
-    }
-    return kernel_.time(calls * launches(), left) / static_cast<double>(ranks_.size()) * (1 - 1e-9);
-  }
-
   const std::vector<Piece>& pieces() const { return pieces_; }
 
  private:

@@ -16,8 +16,8 @@ struct PassGraph {
   size_t size, num_slots;
 };
 
-// When the last pass ends, for each of `count` rows of work of `width` micro-batches, forward taking as much and backward
-// twice as much; in 64-bit integers, or doubles where they are exact.
+// When the last pass ends, for each of `count` rows of work of `width` micro-batches, forward taking as much and
+// backward twice as much; in 64-bit integers, or doubles where they are exact.
 template <typename Time>
 std::vector<Time> makespans(const PassGraph& graph, const Time* work, size_t count, size_t width) {
   constexpr size_t kLanes = 16;  // rows at once

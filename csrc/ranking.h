@@ -1,7 +1,6 @@
-// Micro-batches ranked by a sum (their work, their tokens): the least at any time, ties to the smaller index.
+// Ranks by a sum (their cost, their tokens): the least at any time, ties to the smaller index.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -9,15 +8,15 @@
 
 namespace wlb {
 
-// A tournament between blocks, which are scanned. `add` takes O(log size).
+// A tournament. `add` takes O(log size).
 class Ranking {
  public:
   explicit Ranking(size_t size) : size_(size) {
-    while (leaves_ * kBlock < size) leaves_ *= 2;
-    sums_.resize(leaves_ * kBlock + 1, std::numeric_limits<int64_t>::max());  // what is beyond the last never wins
-    std::fill_n(sums_.begin(), size, 0);
+    while (leaves_ < size) leaves_ *= 2;
+    sums_.resize(leaves_ + 1, std::numeric_limits<int64_t>::max());  // what is beyond the last never wins
     winners_.resize(2 * leaves_);
-    for (size_t i = 0; i < leaves_; ++i) winners_[leaves_ + i] = i * kBlock;
+    for (size_t i = 0; i < leaves_; ++i) winners_[leaves_ + i] = i;
+    for (size_t i = 0; i < size; ++i) sums_[i] = 0;
     for (size_t node = leaves_ - 1; node > 0; --node) play(node);
   }
 
@@ -26,11 +25,7 @@ class Ranking {
 
   void add(size_t i, int64_t amount) {
     sums_[i] += amount;
-    const size_t begin = i / kBlock * kBlock;
-    size_t node = leaves_ + i / kBlock, winner = begin;
-    for (size_t k = begin + 1; k < begin + kBlock; ++k) winner = sums_[k] < sums_[winner] ? k : winner;
-    winners_[node] = winner;
-    while (node /= 2) play(node);
+    for (size_t node = (leaves_ + i) / 2; node > 0; node /= 2) play(node);
   }
 
   // The least of those whose sum in `other`, a ranking of as many, is at most `limit`; the size if there are none.
@@ -38,8 +33,6 @@ class Ranking {
   size_t least_within(const Ranking& other, int64_t limit) const { return least_within(other, limit, 1, size_); }
 
  private:
-  static constexpr size_t kBlock = 4;
-
   void play(size_t node) {
     const size_t left = winners_[2 * node], right = winners_[2 * node + 1];
     winners_[node] = sums_[left] <= sums_[right] ? left : right;
@@ -50,13 +43,8 @@ class Ranking {
     const size_t winner = winners_[node];
     if (other[other.winners_[node]] > limit || sums_[winner] >= sums_[best]) return best;
     if (other[winner] <= limit) return winner;
-    if (node < leaves_) {
-      best = least_within(other, limit, 2 * node, best);
-      return least_within(other, limit, 2 * node + 1, best);
-    }
-    for (size_t k = (node - leaves_) * kBlock; k < (node - leaves_ + 1) * kBlock; ++k)
-      if (other[k] <= limit && sums_[k] < sums_[best]) best = k;
-    return best;
+    best = least_within(other, limit, 2 * node, best);
+    return least_within(other, limit, 2 * node + 1, best);
   }
 
   size_t size_;

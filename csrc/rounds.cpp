@@ -60,17 +60,9 @@ class Chooser {
     std::sort(shared_.begin(), shared_.end(), [](const Shared& a, const Shared& b) {
       return a.tiles < b.tiles || (a.tiles == b.tiles && a.document < b.document);
     });
-    for (int64_t edge : costs.edges) edge_ = std::max(edge_, static_cast<size_t>(edge));
-    std::vector<Load> sum(cp_size);
-    for (size_t i = 0; i <= shared_.size(); ++i) {
-      if (i <= edge_ || i + edge_ >= shared_.size()) before_.push_back(sum);
-      if (i == shared_.size()) break;
-      for (const Piece* piece = shared_[i].begin; piece < shared_[i].end; ++piece)
-        sum[piece->rank()].add(*piece, count(*piece));
-      add_moved(shared_[i].begin, shared_[i].end, sum);
-    }
   }
 
+  // Ways are tried in the order of the reference; of a tie the first wins.
   Rounds choose(size_t num_documents) {
     if (shared_.empty()) {
       attempt({});
@@ -86,10 +78,8 @@ class Chooser {
       const std::pair bounds{way.first, way.stop};
       const auto found = std::find(numbered.begin(), numbered.end(), bounds);
       const int64_t number = 1 + (found - numbered.begin());
-      if (found == numbered.end()) {
-        numbered.push_back(bounds);
-        for (size_t i = way.first; i < way.stop; ++i) chosen.sets[shared_[i].document] = number;
-      }
+      if (found == numbered.end()) numbered.push_back(bounds);
+      for (size_t i = way.first; i < way.stop; ++i) chosen.sets[shared_[i].document] = number;
       chosen.rounds.push_back({number, way.heads, way.keys});
     }
     return chosen;
@@ -98,7 +88,6 @@ class Chooser {
  private:
   Counts count(const Piece& piece) const { return costs_.forward.count(piece.segment.start, piece.segment.stop); }
 
-  // Ways in the order of `ways` of tests/reference/rounds.py; of a tie the first wins.
   void try_sets() {
     const size_t n = shared_.size();
     for (int64_t before : costs_.edges)
@@ -162,7 +151,7 @@ class Chooser {
       if (way.keys == kOwn)
         add_own(own);
       else
-        rounds.push_back(way.keys ? time_part(way) : time_set(way));
+        rounds.push_back(timed(way));
     }
     Times forward(cp_size_), backward(cp_size_);
     for (size_t r = 0; r < cp_size_; ++r) {
@@ -170,43 +159,23 @@ class Chooser {
       backward[r] = costs_.backward.time(own[r].heads, own[r].counts);
     }
     const double time = run_forward(std::move(forward), rounds) + run_backward(backward, rounds);
-    if (best_.empty() || time < best_time_) {
-      best_time_ = time;
-      best_ = ways;
+    if (best_.empty() || time < best_time_) best_time_ = time, best_ = ways;
+  }
+
+  // What those documents ask of the ranks.
+  std::vector<Load> between(size_t first, size_t stop) const {
+    std::vector<Load> loads(cp_size_);
+    for (size_t i = first; i < stop; ++i) {
+      for (const Piece* piece = shared_[i].begin; piece < shared_[i].end; ++piece)
+        loads[piece->rank()].add(*piece, count(*piece));
+      add_moved(shared_[i].begin, shared_[i].end, loads);
     }
+    return loads;
   }
 
-  // What those documents ask of a rank.
-  Load between(size_t first, size_t stop, size_t rank) const {
-    const auto place = [&](size_t i) { return i <= edge_ ? i : before_.size() - 1 - (shared_.size() - i); };
-    Load load = before_[place(stop)][rank];
-    const Load& less = before_[place(first)][rank];
-    load.counts.tiles -= less.counts.tiles;
-    load.counts.query_tiles -= less.counts.query_tiles;
-    load.heads -= less.heads;
-    load.tails -= less.tails;
-    load.in -= less.in;
-    load.out -= less.out;
-    return load;
-  }
-
-  Timed time_set(const Way& way) const {
-    const double share = way.heads ? static_cast<double>(way.heads->second - way.heads->first) /
-                                         static_cast<double>(costs_.num_heads)
-                                   : 1;
-    Timed timed = exchanged(way.first, way.stop, share);
-    for (size_t r = 0; r < cp_size_; ++r) {
-      const Load load = between(way.first, way.stop, r);
-      set_times(timed, r, load.calls(), share * static_cast<double>(load.counts.tiles),
-                share * static_cast<double>(load.counts.query_tiles));
-    }
-    return timed;
-  }
-
-  // Of documents in parts, the share [low, high) of the keys of other ranks; with the first of them, each tail also sees
-  // what its rank holds before it. Rows without keys interrupt a call.
-  Timed time_part(const Way& way) const {
-    const auto [low, high] = *way.keys;
+  // Of documents in parts, the share [low, high) of the keys of other ranks; with the first, each tail also sees what
+  // its rank holds before it. Rows without keys interrupt a call; `heads` are calls here.
+  std::vector<Load> in_parts(double low, double high) const {
     std::vector<Load> loads(cp_size_);
     std::vector<char> is_open(2 * cp_size_);
     for (const Row& row : rows_) {
@@ -216,20 +185,10 @@ class Chooser {
       rank.heads += !std::exchange(is_open[row.call], visible > 0) && visible > 0;
       if (visible > 0) rank.counts += {tiles(row.rows) * tiles(visible), tiles(row.rows)};
     }
-    Timed timed = exchanged(way.first, way.stop, high - low);
-    for (size_t r = 0; r < cp_size_; ++r) {
-      const auto query_tiles = static_cast<double>(loads[r].counts.query_tiles);
-      set_times(timed, r, loads[r].heads, static_cast<double>(loads[r].counts.tiles), query_tiles);
-      const double merging = static_cast<double>(costs_.forward.heads) * (costs_.merge * query_tiles);
-      timed.forward[r] += merging;
-      timed.backward[r] += merging;
-    }
-    return timed;
+    return loads;
   }
 
-  int64_t tiles(int64_t rows) const {
-    return (rows + costs_.forward.tile_rows - 1) >> costs_.forward.tile_bits;
-  }
+  int64_t tiles(int64_t rows) const { return (rows + costs_.forward.tile_rows - 1) >> costs_.forward.tile_bits; }
 
   // Of documents in parts, every piece with its own keys.
   void add_own(std::vector<Load>& own) const {
@@ -241,21 +200,27 @@ class Chooser {
     }
   }
 
-  // A round with the exchange of a share of what those documents move.
-  Timed exchanged(size_t first, size_t stop, double share) const {
+  Timed timed(const Way& way) const {
+    const std::vector<Load> moved = between(way.first, way.stop);
+    const std::vector<Load> loads = way.keys ? in_parts(way.keys->first, way.keys->second) : moved;
+    const double heads = way.heads ? static_cast<double>(way.heads->second - way.heads->first) /
+                                         static_cast<double>(costs_.num_heads)
+                                   : 1;
     int64_t most = 0;
-    for (size_t r = 0; r < cp_size_; ++r) {
-      const Load load = between(first, stop, r);
-      most = std::max({most, load.in, load.out});
-    }
-    const double rows = share * static_cast<double>(most);
+    for (const Load& load : moved) most = std::max({most, load.in, load.out});
+    const double rows = (way.keys ? way.keys->second - way.keys->first : heads) * static_cast<double>(most);
     const auto time = [&](double each) { return rows > 0 ? costs_.latency + rows * each : 0; };
-    return {Times(cp_size_), Times(cp_size_), time(costs_.arrive), time(costs_.leave)};
-  }
-
-  void set_times(Timed& timed, size_t rank, int64_t calls, double tiles, double query_tiles) const {
-    timed.forward[rank] = costs_.forward.time(calls, tiles, query_tiles);
-    timed.backward[rank] = costs_.backward.time(calls, tiles, query_tiles);
+    Timed timed{Times(cp_size_), Times(cp_size_), time(costs_.arrive), time(costs_.leave)};
+    for (size_t r = 0; r < cp_size_; ++r) {
+      const int64_t calls = way.keys ? loads[r].heads : loads[r].calls();
+      const double tiles = heads * static_cast<double>(loads[r].counts.tiles);
+      const double query_tiles = heads * static_cast<double>(loads[r].counts.query_tiles);
+      const double merging =
+          way.keys ? static_cast<double>(costs_.forward.heads) * (costs_.merge * query_tiles) : 0.0;
+      timed.forward[r] = costs_.forward.time(calls, tiles, query_tiles) + merging;
+      timed.backward[r] = costs_.backward.time(calls, tiles, query_tiles) + merging;
+    }
+    return timed;
   }
 
   // `round_times` of cost/exchange.py.
@@ -295,12 +260,11 @@ class Chooser {
   }
 
   const RoundCosts& costs_;
-  size_t cp_size_, edge_ = 1;  // a document in parts, or the most that are a set of their own
+  size_t cp_size_;
   double ahead_;
-  std::vector<Row> rows_;                  // of documents in parts
-  std::vector<Load> whole_;                // `heads` are calls here
-  std::vector<Shared> shared_;             // least work first
-  std::vector<std::vector<Load>> before_;  // sums of so many of these, up to `edge_` and from all but `edge_` on
+  std::vector<Row> rows_;       // of documents in parts
+  std::vector<Load> whole_;     // `heads` are calls here
+  std::vector<Shared> shared_;  // least work first
   std::vector<Way> best_;
   double best_time_ = 0;
 };

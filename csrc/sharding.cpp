@@ -29,9 +29,9 @@ class Race {
     return true;
   }
 
-  // The first one wins a tie.
+  // The first one wins a tie; there may be none.
   void enter(const Finished& draft) {
-    for (size_t i = 0; i < best_.size(); ++i)
+    for (size_t i = 0; draft && i < best_.size(); ++i)
       if (!best_[i] || draft->time(exchanges_[i]) < best_[i]->time(exchanges_[i])) best_[i] = draft;
   }
 
@@ -60,15 +60,12 @@ class Sharder {
     Counts left;
     int64_t tokens_left = 0;
     for (size_t i = order.size(); i-- > 0;) {
-      Next& next = longest_first_[i];
-      next.document = static_cast<int64_t>(order[i]);
-      next.length = lengths[order[i]];
-      const Counts whole = kernel.count(0, next.length);
+      const int64_t length = lengths[order[i]];
+      const Counts whole = kernel.count(0, length);
       left += whole;
-      tokens_left += next.length;
-      next.left = left;
-      next.work = kernel.time(0, whole);
-      next.per_token = kernel.time(0, left) / static_cast<double>(tokens_left);
+      tokens_left += length;
+      longest_first_[i] = {static_cast<int64_t>(order[i]), length, kernel.time(0, whole),
+                           kernel.time(0, left) / static_cast<double>(tokens_left)};
     }
     work_ = kernel.time(0, left);
   }
@@ -87,12 +84,14 @@ class Sharder {
     return order;
   }
 
-  void whole(Draft& draft) const {
+  // These fill a draft, or return false where it is clear that it cannot win.
+  bool whole(Draft& draft) const {
     for (size_t d = 0; d < lengths_.size(); ++d) draft.add(0, {static_cast<int64_t>(d), 0, lengths_[d]});
+    return true;
   }
 
-  // With documents in the order given.
-  void per_sequence(const std::vector<int64_t>& order, Draft& draft) const {
+  bool per_sequence(int64_t num_mirrored, Draft& draft) const {
+    const std::vector<int64_t> order = mirrored_order(num_mirrored);
     const int64_t chunk = share_ / 2;
     int64_t begin = 0, c = 0;
     for (size_t d = 0; d < order.size(); ++d) {
@@ -105,9 +104,10 @@ class Sharder {
       }
       begin = end;
     }
+    return true;
   }
 
-  void per_document(Draft& draft) const {
+  bool per_document(Draft& draft) const {
     int64_t pointer = 0;
     for (size_t d = 0; d < lengths_.size(); ++d) {
       const int64_t base = lengths_[d] / chunks_, remainder = lengths_[d] % chunks_;
@@ -120,6 +120,7 @@ class Sharder {
       }
       pointer = (pointer + remainder) % chunks_;
     }
+    return true;
   }
 
   // On how many ranks the longest documents are to be, up to the first one that needs one only.
@@ -136,19 +137,16 @@ class Sharder {
     return shares;
   }
 
-  // False, at any point, where it is clear that this cannot win the race.
   bool hybrid(const std::vector<int64_t>& shares, const Race& race, Draft& draft) const {
     Ranks ranks(draft, cp_size_, share_, kernel_.tile_rows);
     for (size_t i = 0; i < longest_first_.size(); ++i) {
       const Next& next = longest_first_[i];
       ranks.per_token = next.per_token;
       ranks.sign = next.work < next.per_token * static_cast<double>(next.length) ? -1 : 1;
-      if (i < shares.size()) {
+      if (i < shares.size())
         ranks.spread(next.document, next.length, shares[i]);
-      } else {
-        if (i == shares.size() && race.is_lost(draft.least(next.left), draft.moved())) return false;
+      else
         ranks.fill(next.document, next.length);
-      }
       if (race.is_lost(ranks.most_work, draft.moved())) return false;
     }
     return true;
@@ -157,8 +155,7 @@ class Sharder {
  private:
   struct Next {
     int64_t document, length;
-    Counts left;             // of this document and those after it, whole
-    double work, per_token;  // of the document, whole; mean of what is left
+    double work, per_token;  // of the document, whole; mean of it and those after it
   };
 
   const std::vector<int64_t>& lengths_;
@@ -198,41 +195,35 @@ void check(const std::vector<int64_t>& lengths, int64_t cp_size, const Choice& c
 std::vector<Finished> fastest(const std::vector<int64_t>& lengths, int64_t cp_size, const Choice& choice,
                               const Sharder& sharder) {
   Race race(choice.exchanges);
-  // `make` fills a draft, or returns false if it cannot win.
-  const auto draft = [&](const std::string& strategy, auto&& make) -> Finished {
+  const auto draft = [&](const std::string& strategy, auto&& fill) -> Finished {
     const auto made = std::make_shared<Draft>(strategy, choice.kernel, static_cast<size_t>(cp_size), lengths.size());
-    if (!make(*made)) return nullptr;
+    if (!fill(*made)) return nullptr;
     made->finish();
     return made;
   };
-  const auto enter = [&](const std::string& strategy, auto&& make) {
-    if (const Finished made = draft(strategy, make)) race.enter(made);
-  };
   const auto per_sequence = [&](int64_t num_mirrored) {
-    return [&sharder, order = sharder.mirrored_order(num_mirrored)](Draft& made) {
-      return sharder.per_sequence(order, made), true;
-    };
+    return draft("per-sequence", [&](Draft& made) { return sharder.per_sequence(num_mirrored, made); });
   };
   std::set<std::vector<int64_t>> tried;
-  if (cp_size == 1) enter("whole", [&](Draft& made) { return sharder.whole(made), true; });
+  if (cp_size == 1) race.enter(draft("whole", [&](Draft& made) { return sharder.whole(made); }));
   for (const std::string& strategy : choice.strategies) {
     if (cp_size == 1) break;
-    if (strategy == "hybrid")
+    if (strategy == "per-sequence")
+      race.enter(per_sequence(0));
+    else if (strategy == "per-document")
+      race.enter(draft(strategy, [&](Draft& made) { return sharder.per_document(made); }));
+    else if (strategy == "hybrid")
       for (double most_share : choice.most_shares) {
         const std::vector<int64_t> shares = sharder.shares(most_share);
         if (tried.insert(shares).second)
-          enter(strategy, [&](Draft& made) { return sharder.hybrid(shares, race, made); });
+          race.enter(draft(strategy, [&](Draft& made) { return sharder.hybrid(shares, race, made); }));
       }
-    else if (strategy == "per-sequence")
-      enter(strategy, per_sequence(0));
-    else if (strategy == "per-document")
-      enter(strategy, [&](Draft& made) { return sharder.per_document(made), true; });
     else
       throw std::invalid_argument("unknown sharding " + strategy + "; choose per-sequence, per-document or hybrid");
   }
   std::vector<Finished> drafts = race.winners();
   if (!drafts[0]) throw std::invalid_argument("nothing is tried; give a strategy, and shares if that is hybrid");
-  if (choice.num_mirrored > 0) drafts.push_back(draft("per-sequence", per_sequence(choice.num_mirrored)));
+  if (choice.num_mirrored > 0) drafts.push_back(per_sequence(choice.num_mirrored));
   return drafts;
 }
 

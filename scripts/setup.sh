@@ -57,6 +57,4 @@ echo "setup: $torch"
 "${pip[@]}" "$torch"
 echo "setup: megatron_wlb and its dependencies"
 "${pip[@]}" --editable '.[train,analysis,demo,dev]'
-"$venv/bin/python" -c 'import megatron_wlb._native' 2>/dev/null ||
-    echo "setup: the native planner was not built (no C++17 compiler?); plans will come from Python, more slowly"
 fingerprint >"$stamp"

@@ -50,7 +50,7 @@ def run_deferred(
     transfer: np.ndarray | float,
     weights: WeightGradients,
 ) -> tuple[Timeline, np.ndarray]:
-    """`timeline.run` with weight gradients put off, and where they run, as `play` says.
+    """`timeline.run` with deferred weight gradients, and where they run, as `play` says.
 
     What is left runs after the last pass of a stage. Nothing runs before a backward pass of the last virtual stage,
     which waits for nobody.
