@@ -17,9 +17,9 @@ from megatron_wlb.runtime.backends import Backend, get_backend
 from megatron_wlb.runtime.backends.aten import AtenBackend
 from megatron_wlb.runtime.backends.te import TeBackend
 from megatron_wlb.runtime.metadata import Part, ShardMetadata
-from megatron_wlb.sharding import per_document, per_sequence
 from megatron_wlb.types import Round, ShardPlan
 from tests.covering import covering
+from tests.reference.chunks import per_document, per_sequence
 from tests.runtime.oracle import SHARDINGS, TOLERANCE, all_ranks, assert_close, dense, in_parts, inputs, local_rows
 
 LENGTHS = {

@@ -87,7 +87,7 @@ def test_a_call_without_rows_is_left_out():
 def test_what_is_whole_on_a_rank_copies_no_keys():
     (documents,) = ShardMetadata.build(shard(LENGTHS, job())[1], 0, varlen).parts
     assert documents.keys_are_rows and documents.sent == ()
-    assert not ShardMetadata.build(per_document(LENGTHS, 1), 0, varlen).parts[0].keys_are_rows
+    assert not ShardMetadata.build(SHARDINGS["per-document"](LENGTHS, 1), 0, varlen).parts[0].keys_are_rows
     whole, *others = ShardMetadata.build(SHARDINGS["in rounds"](LENGTHS, 2), 0, varlen).parts
     assert whole.keys_are_rows and len(whole.calls) == 1
     assert len(others) == 2 and not any(each.keys_are_rows for each in others)
