@@ -7,10 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megatron_wlb.describe.flags import add_wlb_arguments
-
 from benchmarks.convergence_report import page
 from benchmarks.paper import report
+from megatron_wlb.describe.flags import add_wlb_arguments
 
 ROOT = Path(__file__).parents[1]
 
