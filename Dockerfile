@@ -13,7 +13,7 @@ WORKDIR /src
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY csrc csrc
 COPY megatron_wlb megatron_wlb
-RUN MEGATRON_WLB_REQUIRE_NATIVE=1 pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM python:${PYTHON} AS analyze
 COPY requirements/constraints.txt /etc/megatron_wlb/constraints.txt
@@ -35,7 +35,7 @@ WORKDIR /src
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY csrc csrc
 COPY megatron_wlb megatron_wlb
-RUN MEGATRON_WLB_REQUIRE_NATIVE=1 pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM nvcr.io/nvidia/pytorch:${PYTORCH} AS train
 ARG MEGATRON_CORE=0.19.2

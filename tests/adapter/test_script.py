@@ -63,6 +63,10 @@ def test_help_needs_no_gpu():
     assert "--wlb-packing" in finished.stdout and "--tensor-model-parallel-size" in finished.stdout
 
 
+def test_the_health_check_of_images():
+    assert re.match(r"ok: \d+ documents packed\n", run("scripts/docker/healthcheck.py").stdout)
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
