@@ -176,12 +176,12 @@ def test_latents_that_travel(size, layout, model, dataset, alone, profile, tmp_p
     [(2, CP2), full(2, f"{CP2} --wlb-save-gathered-kv"), full(8, f"{TP2} {CP2} {PP2} {FULL}")],
 )
 @pytest.mark.parametrize(("launch", "tile"), [(100, 1e-6), (0, 100)])
-def test_stages_by_predicted_time(size, flags, launch, tile, dataset, single, profile, tmp_path):
+def test_rounds_by_predicted_time(size, flags, launch, tile, dataset, single, profile, tmp_path):
     """Where launches are all that counts, all at once; where kernels hide everything, documents come in parts."""
     run = train(size, dataset, *flags.split(), *profile(launch, tile).split(), log=tmp_path / "log.jsonl")
     compare(run, single)
-    stages = [stage for step in run["log"] for m in step["micro_batches"] for stage in m["stages"]]
-    assert any(keys is not None for _, _, keys in stages) == (tile == 100)
+    rounds = [each for step in run["log"] for m in step["micro_batches"] for each in m["rounds"]]
+    assert any(keys is not None for _, _, keys in rounds) == (tile == 100)
 
 
 @pytest.mark.parametrize(
