@@ -203,7 +203,7 @@ def start(seed: int, scale: Scale, data: Row) -> Row:
     train = split(data, held_out=False)
     packer, trainer = packer_of(BASELINE, scale, train.lengths, seed), Trainer(scale, train, seed)
     while trainer.tokens < 0:
-        trainer.step(packer.next().packing)
+        trainer.step(packer.next().batch)
     return trainer.state()
 
 
@@ -220,8 +220,8 @@ def run(variant: str, seed: int, scale: Scale, data: Row, state: Row) -> Row:
     measured, validations = [], [{"tokens": 0, **trainer.validate(held_out, validation)}]
     while trainer.tokens < scale.tokens:
         packed, before = packer.next(), trainer.tokens
-        loss, norm = trainer.step(packed.packing)
-        m = metrics.measure(packed.packing, packed.step, job)
+        loss, norm = trainer.step(packed.batch)
+        m = metrics.measure(packed.batch, packed.step, job)
         measured.append(m)
         for key, value in zip(steps, (m.tokens, loss, norm, m.imbalance, m.long_tokens), strict=True):
             steps[key].append(value if isinstance(value, int) else round(value, 5))

@@ -108,7 +108,7 @@ def packer(lengths: np.ndarray, job: Job) -> Packer:
 def packings(lengths: np.ndarray, job: Job, steps: int, skip: int = 0) -> list[PackedBatch]:
     """`steps` steps of a job, after `skip` others."""
     packs = packer(lengths, job)
-    return [packs.next().packing for _ in range(skip + steps)][skip:]
+    return [packs.next().batch for _ in range(skip + steps)][skip:]
 
 
 def packed(lengths: np.ndarray, job: Job, count: int) -> list[np.ndarray]:
@@ -116,7 +116,7 @@ def packed(lengths: np.ndarray, job: Job, count: int) -> list[np.ndarray]:
     packs = packer(lengths, job)
     every: list[np.ndarray] = []
     while len(every) < SKIPPED + count:
-        packing = packs.next().packing
+        packing = packs.next().batch
         documents = [packing.micro_batch(i) for i in range(len(packing))]
         every += [d["length"][np.argsort(d["index"])] for d in documents if len(d)]
     return every[SKIPPED : SKIPPED + count]
@@ -130,5 +130,5 @@ def padded(lengths: np.ndarray, unit: int) -> np.ndarray:
 
 def work_per_token(packs: Packer, job: Job, steps: int) -> float:
     """Work per token of the documents in the next `steps` steps."""
-    documents = np.concatenate([packs.next().packing.documents["length"] for _ in range(steps)])
+    documents = np.concatenate([packs.next().batch.documents["length"] for _ in range(steps)])
     return float(document_work(documents, job.crossover_tokens).sum() / documents.sum())

@@ -79,7 +79,7 @@ def measure(job: Job, lengths: np.ndarray, steps: int) -> metrics.Summary:
         begin = time.perf_counter()
         step = packs.next()
         milliseconds = (time.perf_counter() - begin) * 1e3
-        measured.append(metrics.measure(step.packing, step.step, job, milliseconds))
+        measured.append(metrics.measure(step.batch, step.step, job, milliseconds))
     return metrics.summarise(measured, num_waiting=step.num_waiting)
 
 

@@ -123,7 +123,7 @@ def measured(job: Job, lengths: np.ndarray, steps: int) -> dict[str, Any]:
     documents, and the spread of tokens."""
     packs, times, summaries, exchange = packer(lengths, job), [], [], 0.0
     for step in [packs.next() for _ in range(WARM_UP + steps)][WARM_UP:]:
-        packing = step.packing
+        packing = step.batch
         simulated = simulate_step(job, shard_step(job, packing.lengths))
         work = document_work(packing.documents["length"], job.crossover_tokens).sum()
         times.append((simulated.time, limit_time(simulated), float(work)))

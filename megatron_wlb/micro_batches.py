@@ -90,7 +90,7 @@ def _measured(job: Job, stream: Callable[[], DocumentStream]) -> tuple[float, fl
     time = work = late = tokens = 0.0
     for k in range(WARM_UP + steps):
         step = packer.next()
-        packing, lengths = step.packing, step.packing.documents["length"]
+        packing, lengths = step.batch, step.batch.documents["length"]
         if k < WARM_UP:
             continue
         time += step_time(job, packing)

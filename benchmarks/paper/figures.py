@@ -90,7 +90,7 @@ def pack(case: Case, scheme: Scheme, steps: int, seed: int = 0) -> tuple[list[Pa
 
 def summary(case: Case, packed: Sequence[PackedStep]) -> metrics.Summary:
     """Balance by work, delay and tokens."""
-    measured = [metrics.measure(p.packing, p.step, case.job) for p in packed]
+    measured = [metrics.measure(p.batch, p.step, case.job) for p in packed]
     return metrics.summarise(measured, num_waiting=packed[-1].num_waiting, skip=0)
 
 
@@ -125,8 +125,8 @@ def outcomes(case: Case, schemes: dict[str, Scheme], steps: int) -> dict[str, Ou
             packed[scheme.packing], _ = pack(case, scheme, steps)
         work, times = [], []
         for p in packed[scheme.packing]:
-            step = simulate(case, scheme, p.packing)
-            work.append(float(document_work(p.packing.documents["length"], case.job.crossover_tokens).sum()))
+            step = simulate(case, scheme, p.batch)
+            work.append(float(document_work(p.batch.documents["length"], case.job.crossover_tokens).sum()))
             times.append(step.time)
             if name == "Plain-4D":
                 limits.append((balanced_time(step), balanced_time(_without_exchange(step))))
@@ -187,7 +187,7 @@ def table_2(steps: int) -> list[Row]:
 def _packing(label: str, case: Case, scheme: Scheme, steps: int) -> Row:
     packed, ms = pack(case, scheme, steps)
     balance = summary(case, packed)
-    forward = [simulate(case, scheme, p.packing).passes[0].forward.sum(axis=(0, 1)) for p in packed]
+    forward = [simulate(case, scheme, p.batch).passes[0].forward.sum(axis=(0, 1)) for p in packed]
     latency = [float(each.max() * len(each) / each.sum()) for each in forward]
     return {
         "figure": "table 2",
@@ -232,7 +232,7 @@ def figure_15(micro_batches: int) -> list[Row]:
         slower, assumption = slower_attention(case, SLOWER), f"per-document attention x {SLOWER:g}"
         packed, _ = pack(case, PLAIN, -(-micro_batches // case.job.num_micro_batches))
         times: dict[str, list[float]] = {}
-        for lengths in [lengths for p in packed for lengths in p.packing.lengths]:
+        for lengths in [lengths for p in packed for lengths in p.batch.lengths]:
             layers = {s: _layer(case, replace(PLAIN, sharding=s), lengths) for s in (*FIXED, "wlb")}
             us = {name: _time(each) for name, each in layers.items()}
             us["WLB-LLM"] = us.pop("wlb")

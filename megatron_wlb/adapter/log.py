@@ -62,7 +62,7 @@ def details(plan: StepPlan, job: Job) -> dict[str, Any]:
 
     `megatron-wlb compare` predicts `step_ms` from `job` and `lengths`, the document lengths of all M micro-batches.
     """
-    packing, kernel, cp = plan.packing, sharding_kernel(job), job.parallel.cp
+    packing, kernel, cp = plan.batch, sharding_kernel(job), job.parallel.cp
     return {
         "job": job.to_json(),
         "original_work": plan.original_work.tolist(),

@@ -96,7 +96,7 @@ class Report:
             return
         self.clock.measure()
         if _is_last() and not untimed(self._job):
-            self._predicted = self._thread.submit(_predicted, self._job, plan.packing)
+            self._predicted = self._thread.submit(_predicted, self._job, plan.batch)
 
     def _wants(self, iteration: int) -> bool:
         """Whether anything will be reported of a step."""
@@ -117,7 +117,7 @@ class Report:
 
     def _trained_lengths(self) -> Any:
         assert self._plans.last_step is not None
-        return self._plans.trained(self._plans.last_step + 1).packing.documents["length"]
+        return self._plans.trained(self._plans.last_step + 1).batch.documents["length"]
 
     def _logged(self, throughput: Throughput, original: Any) -> Any:
         """Wrap upstream's `training_log` to print its line, then ours; only the last rank has the loss."""
@@ -150,7 +150,7 @@ class Report:
         path = self._run.document_log
         if path and torch.distributed.get_rank() == 0:
             begins_anew = self._plans.begins_anew and iteration - 1 == self._plans.first_step
-            packing = self._plans.trained(iteration).packing
+            packing = self._plans.trained(iteration).batch
             document_log.append(path, iteration - 1, packing, begins_anew=begins_anew)
 
 

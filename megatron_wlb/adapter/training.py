@@ -163,7 +163,7 @@ class Training:
         batches = [next(iterator) for iterator in iterators]
         first = batches[0]
         plan = self._plans.begin(first.split, first.step, self._device)
-        self._mtp_weights = mtp.weights(plan.packing.documents["length"], self._args.mtp_num_layers or 0)
+        self._mtp_weights = mtp.weights(plan.batch.documents["length"], self._args.mtp_num_layers or 0)
         if first.split == "train":
             self._report.planned(plan)
         count = len(plan.micro_batches)  # not `num_microbatches`: upstream counts windows

@@ -35,7 +35,7 @@ class PackedStep:
     """Micro-batches of one step."""
 
     step: int
-    packing: PackedBatch
+    batch: PackedBatch
     drawn: np.ndarray
     """Documents that the step drew from the stream, in its order: DOCUMENT [n]."""
     snapshot: Snapshot
@@ -85,11 +85,11 @@ class Packer:
         if self.finished:
             raise StopIteration("every document has been packed")
         draw = _Draw(self._stream, self._step, self._base, self._batch_tokens)
-        while not len((packing := self._policy.pack(self._step, draw)).documents):
+        while not len((batch := self._policy.pack(self._step, draw)).documents):
             draw.skip_a_global_batch()
         self._base = draw.base
         self._step += 1
-        return PackedStep(step=self._step - 1, packing=packing, drawn=draw.drawn(), snapshot=self._snapshot())
+        return PackedStep(step=self._step - 1, batch=batch, drawn=draw.drawn(), snapshot=self._snapshot())
 
     def waiting(self) -> dict[str, np.ndarray]:
         """Documents drawn and not yet packed, by the place where they wait: DOCUMENT arrays."""

@@ -53,7 +53,7 @@ class StepPlan:
     """Micro-batches of this data-parallel rank, in pipeline order."""
     weight_gradients_before: np.ndarray | None
     """See `simulate.weight_gradients`; None: none are deferred."""
-    packing: PackedBatch
+    batch: PackedBatch
     """All M micro-batches."""
     work: np.ndarray
     """Work of all M micro-batches, int64 [M]."""
@@ -69,7 +69,7 @@ class StepPlan:
     @property
     def tokens(self) -> int:
         """Trained tokens of all M micro-batches."""
-        return int(self.packing.documents["length"].sum())
+        return int(self.batch.documents["length"].sum())
 
     @property
     def num_waiting(self) -> int:
@@ -88,29 +88,29 @@ def plan_step(packer: Packer, job: Job, dp_rank: int = 0) -> StepPlan:
     Raises StopIteration if the packer is finished.
     """
     packed = packer.next()
-    packing = packed.packing
-    work = packing.sums(document_work(packing.documents["length"], job.crossover_tokens))
-    rows, paces = _placed(work, packing.sums(packing.documents["length"]), job)
+    batch = packed.batch
+    work = batch.sums(document_work(batch.documents["length"], job.crossover_tokens))
+    rows, paces = _placed(work, batch.sums(batch.documents["length"]), job)
     mine = rows[dp_rank][placement.order(paces[dp_rank], job)]
-    micro_batches = tuple(_micro_batch(packed.step, packing.micro_batch(i), job) for i in mine)
+    micro_batches = tuple(_micro_batch(packed.step, batch.micro_batch(i), job) for i in mine)
     shards = [m.shards for m in micro_batches]
     return StepPlan(
         step=packed.step,
         micro_batches=micro_batches,
         weight_gradients_before=weight_gradients_before(job, shards) if job.defer_weight_gradients else None,
-        packing=packing,
+        batch=batch,
         work=work,
         original_work=metrics.original_work(packed.drawn, job),
-        delays=metrics.delays(packing, packed.step),
-        digest=_digest(packed.step, packing, rows, job),
+        delays=metrics.delays(batch, packed.step),
+        digest=_digest(packed.step, batch, rows, job),
         snapshot=packed.snapshot,
     )
 
 
-def step_cost(packing: PackedBatch, job: Job) -> int:
+def step_cost(batch: PackedBatch, job: Job) -> int:
     """Approximate time of a step's costliest data-parallel rank, in work (`placement.rank_cost`)."""
-    work = packing.sums(document_work(packing.documents["length"], job.crossover_tokens))
-    _, paces = _placed(work, packing.sums(packing.documents["length"]), job)
+    work = batch.sums(document_work(batch.documents["length"], job.crossover_tokens))
+    _, paces = _placed(work, batch.sums(batch.documents["length"]), job)
     return int(placement.rank_cost(paces, job).max())
 
 
@@ -140,10 +140,10 @@ def _micro_batch(step: int, documents: np.ndarray, job: Job) -> MicroBatchPlan:
     return MicroBatchPlan(step=step, documents=documents[order], shards=shards)
 
 
-def _digest(step: int, packing: PackedBatch, rows: np.ndarray, job: Job) -> int:
+def _digest(step: int, batch: PackedBatch, rows: np.ndarray, job: Job) -> int:
     # Includes the job, since ranks order and shard only their own micro-batches.
     digest = hashlib.blake2b(repr((step, job)).encode(), digest_size=8)
-    for array in (packing.documents, packing.bounds, rows):
+    for array in (batch.documents, batch.bounds, rows):
         digest.update(np.ascontiguousarray(array).tobytes())
     return int.from_bytes(digest.digest()) >> 1
 

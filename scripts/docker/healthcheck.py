@@ -24,7 +24,7 @@ def pack() -> int:
     lengths = np.random.default_rng(0).lognormal(6, 1.5, 2000).astype(np.int64) + 1
     job = make_job(model=MODELS["llama2-7b"], context_length=8192, global_batch_size=8)
     packer = make_packer(DocumentStream([Source(lengths=lengths)], seed=0, context_length=8192), job)
-    count = sum(len(packer.next().packing.documents) for _ in range(4))
+    count = sum(len(packer.next().batch.documents) for _ in range(4))
     if not count:
         raise RuntimeError("four steps are packed without a document")
     return count

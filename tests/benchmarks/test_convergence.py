@@ -56,7 +56,7 @@ def test_equals_megatron_on_four_processes(variant, flags, dataset, tmp_path):  
     packer = packer_of(variant, scale, documents.lengths[: round(0.9 * len(index))], SEED)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
     for logged, gradients in zip(megatron["log"], megatron["grads"], strict=True):
-        packing = packer.next().packing
+        packing = packer.next().batch
         optimizer.zero_grad()
         loss = accumulate(model, documents, packing)
         assert int(packing.documents["length"].sum()) == logged["tokens"]
@@ -133,7 +133,7 @@ def test_held_out_documents_are_never_trained(data):
 
 def test_documents_of_a_micro_batch_do_not_see_each_other(data):
     train = convergence.split(data, held_out=False)
-    model, packing = Trainer(SHORT, train, 1).model, packer_of("wlb", SHORT, train.lengths, 1).next().packing
+    model, packing = Trainer(SHORT, train, 1).model, packer_of("wlb", SHORT, train.lengths, 1).next().batch
     rows = max((packing.micro_batch(i) for i in range(len(packing))), key=len)
     assert len(rows) > 1
     alone = torch.cat([model(train.micro_batch(rows[i : i + 1])) for i in range(len(rows))])

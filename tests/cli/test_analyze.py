@@ -106,7 +106,7 @@ def test_plain_and_ours_by_hand(tmp_path, lengths, data, size):
     plain = [cut[N * i : N * (i + 1)] for i in range(30, 230)]
     in_order = Source(lengths=np.array(pieces))
     packer = make_packer(DocumentStream([in_order], seed=0, context_length=C, shuffle=False), job)
-    ours = [[each.tolist() for each in packer.next().packing.lengths] for _ in range(230)][30:]
+    ours = [[each.tolist() for each in packer.next().batch.lengths] for _ in range(230)][30:]
 
     per_token = {}
     for name, planned in (("plain", plain), ("ours", ours)):

@@ -26,7 +26,7 @@ def packer():
 def run_steps(packer, log, state, count, begins_anew=False):
     for i in range(count):
         step = packer.next()
-        append(log, step.step, step.packing, begins_anew=begins_anew and i == 0)
+        append(log, step.step, step.batch, begins_anew=begins_anew and i == 0)
     saved.save(state, packer.state(), job())
 
 

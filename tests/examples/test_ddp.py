@@ -48,7 +48,7 @@ def expected(documents):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     steps = []
     for _ in range(NUM_STEPS):
-        rows = packer.next().packing.documents
+        rows = packer.next().batch.documents
         total = 0.0
         for row in rows:
             read = documents[row["document"]][row["offset"] : row["offset"] + row["length"] + 1]
@@ -136,7 +136,7 @@ def test_ranks_read_every_packed_document_once(documents, num_workers):
     packer = make(documents)
     loaders = [iter(loader(documents, rank, 2, num_workers)) for rank in range(2)]
     for _ in range(5):
-        rows = packer.next().packing.documents
+        rows = packer.next().batch.documents
         wanted = []
         for row in rows:
             read = documents[row["document"]][row["offset"] : row["offset"] + row["length"] + 1].tolist()

@@ -153,7 +153,7 @@ def _documents_seeds() -> list[bytes]:
             running, log = packer(policy), Path(folder, policy)
             for begins_anew in (False, False, True):
                 step = running.next()
-                document_log.append(log, step.step, step.packing, begins_anew=begins_anew)
+                document_log.append(log, step.step, step.batch, begins_anew=begins_anew)
                 seeds.append(log.read_bytes())
     return [*seeds, seeds[-1][:-9]]
 

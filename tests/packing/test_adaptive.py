@@ -100,14 +100,14 @@ def check(lengths, n, s_max, delay, layout, windows=None):
     while not packer.finished:
         with patch.object(_native, "choose_adaptive", both):
             step = packer.next()
-        assert len(step.packing) == n
-        assert step.packing.documents["length"].sum() <= max(WINDOW, most_tokens((windows or n) * WINDOW, n))
+        assert len(step.batch) == n
+        assert step.batch.documents["length"].sum() <= max(WINDOW, most_tokens((windows or n) * WINDOW, n))
         longest = int(WINDOW * s_max) * max(1, -(-(windows or n) // n))
-        assert step.packing.sums(step.packing.documents["length"]).max() <= longest
-        assert (step.step - step.packing.documents["arrival"]).max() <= delay
+        assert step.batch.sums(step.batch.documents["length"]).max() <= longest
+        assert (step.step - step.batch.documents["arrival"]).max() <= delay
         for i in range(n):
-            assert (np.diff(step.packing.micro_batch(i)["index"]) > 0).all()
-        seen.append(step.packing.documents)
+            assert (np.diff(step.batch.micro_batch(i)["index"]) > 0).all()
+        seen.append(step.batch.documents)
     documents = np.sort(np.concatenate(seen), order="index")
     pieces = stream_of(lengths).take(1 << 60)
     for name in ("index", "document", "offset", "length"):
@@ -175,7 +175,7 @@ def test_the_tightest_bound_on_delay_holds_over_long_streams(seed):
     packer = packer_of(rng.choice(kinds, 3000), n=n, s_max=s_max, layout=list(LAYOUTS.values())[seed % len(LAYOUTS)])
     while not packer.finished:
         step = packer.next()
-        assert (step.step - step.packing.documents["arrival"]).max() <= LEAST_DELAY
+        assert (step.step - step.batch.documents["arrival"]).max() <= LEAST_DELAY
 
 
 def corpora():
@@ -202,7 +202,7 @@ def test_training_keeps_up_with_the_data_and_not_ahead_of_it(lengths):
     for k in range(300):
         step = packer.next()
         drawn = np.append(drawn, np.full(len(step.drawn), k))
-        documents = step.packing.documents
+        documents = step.batch.documents
         assert (k - drawn[documents["index"]]).max() <= LEAST_DELAY
         tokens += documents["length"].sum()
         assert step.state["stream"]["position"] - (k + 1) * n * WINDOW <= 5 * n * WINDOW
@@ -212,11 +212,11 @@ def test_training_keeps_up_with_the_data_and_not_ahead_of_it(lengths):
 def test_it_balances_better_than_original_order_with_steady_tokens():
     packer = packer_of(long_tail(60_000), epochs=None, delay=25)
     steps = [packer.next() for _ in range(200)][20:]
-    work = [s.packing.sums(document_work(s.packing.documents["length"], 200)) for s in steps]
+    work = [s.batch.sums(document_work(s.batch.documents["length"], 200)) for s in steps]
     described = job(context_length=WINDOW, crossover_tokens=200)
     original = [metrics.original_work(s.drawn, described) for s in steps]
     assert np.mean([metrics.imbalance(w) for w in work]) < 1.02 < np.mean([metrics.imbalance(w) for w in original])
-    tokens = [s.packing.documents["length"].sum() for s in steps]
+    tokens = [s.batch.documents["length"].sum() for s in steps]
     assert np.std(tokens) / np.mean(tokens) < 0.03
 
 
@@ -228,10 +228,10 @@ def test_documents_run_as_they_come_where_nothing_waits_for_another(layout, n):
     late = []
     for _ in range(50):
         step = packer.next()
-        work = step.packing.sums(document_work(step.packing.documents["length"], 200))
+        work = step.batch.sums(document_work(step.batch.documents["length"], 200))
         ranks = work.reshape(layout[0], -1).sum(axis=1)
         assert ranks.max() <= 1.01 * ranks.mean()
-        late += [metrics.delays(step.packing, step.step)]
+        late += [metrics.delays(step.batch, step.step)]
     tokens = sum(sum(each.values()) for each in late)
     assert sum(max(0, steps) * count for each in late for steps, count in each.items()) <= 0.05 * tokens
 
@@ -243,7 +243,7 @@ def test_a_pipeline_takes_less_time_with_more_micro_batches():
         packer = packer_of(long_tail(60_000), n=n, windows=4, s_max=1.25, epochs=None, layout=(1, 4, 1))
         described, cost, total = job(num_micro_batches=n, pp=4), 0, 0
         for _ in range(100):
-            packing = packer.next().packing
+            packing = packer.next().batch
             work = packing.sums(document_work(packing.documents["length"], 200))
             cost, total = cost + rank_cost(work, described), total + work.sum()
         costs[n] = cost / total

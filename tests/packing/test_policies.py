@@ -102,7 +102,7 @@ def test_documents_that_fit_badly_wait_for_a_bounded_time(lengths):
     seen, remained = [], []
     while not packer.finished:
         step = packer.next()
-        seen += step.packing.documents["index"].tolist()
+        seen += step.batch.documents["index"].tolist()
         remained.append(int(packer.waiting()["remained"]["length"].sum()))
         if step.step < 150:
             assert (step.step - packer.waiting()["remained"]["arrival"]).max(initial=0) < 40
@@ -124,7 +124,7 @@ def test_what_the_stream_has_waited_for_is_not_owed():
 
     one, other, tokens = packer(), packer(), []
     while len(tokens) < 230:
-        tokens.append(int(one.next().packing.documents["length"].sum()))
+        tokens.append(int(one.next().batch.documents["length"].sum()))
         if len(tokens) % 50 == 0:
             other.load_state(one.state())
             assert other.state() == one.state()
@@ -290,7 +290,7 @@ def test_a_finite_stream_runs_once_and_to_its_end(
     packer, ran = make_packer(stream(), described), []
     longest = context_length if packing.fixed_length else described.max_tokens
     while not packer.finished:
-        step = packer.next().packing
+        step = packer.next().batch
         assert len(step) == num_micro_batches
         assert len(step.documents)
         assert (step.sums(step.documents["length"]) <= longest).all()
@@ -387,4 +387,4 @@ def test_a_new_policy_is_a_class_and_a_line_of_the_registry(monkeypatch):
     one, other = packer(), packer()
     state = [one.next() for _ in range(5)][-1].state
     other.load_state(json.loads(json.dumps(state)))
-    np.testing.assert_array_equal(one.next().packing.documents, other.next().packing.documents)
+    np.testing.assert_array_equal(one.next().batch.documents, other.next().batch.documents)

@@ -35,7 +35,7 @@ def run(path, packer, stop, begin=0, **how):
     while packer.step < stop:
         step = packer.next()
         if step.step >= begin:
-            append(path, step.step, step.packing, **how)
+            append(path, step.step, step.batch, **how)
             how = {}
 
 
@@ -69,7 +69,7 @@ def test_what_is_written_is_read(logged):
     path, entries, _ = logged
     packer = packer_of("wlb")
     for step in range(6):
-        packing = packer.next().packing
+        packing = packer.next().batch
         rows = entries[entries["step"] == step]
         for name in ("index", "dataset", "document", "offset", "length"):
             assert np.array_equal(rows[name], packing.documents[name])

@@ -80,7 +80,7 @@ def documents(rng, kind, window, total):
 def digest(plan):
     """Of everything that a step's plan says to a rank."""
     said = hashlib.blake2b(digest_size=8)
-    for array in (plan.packing.documents, plan.packing.bounds, plan.work):
+    for array in (plan.batch.documents, plan.batch.bounds, plan.work):
         said.update(array.tobytes())
     for micro_batch in plan.micro_batches:
         shards = micro_batch.shards

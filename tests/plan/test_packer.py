@@ -51,8 +51,8 @@ def through_json(state):
 
 def assert_same_step(one, other):
     assert (one.step, one.num_waiting, one.state) == (other.step, other.num_waiting, other.state)
-    np.testing.assert_array_equal(one.packing.documents, other.packing.documents)
-    np.testing.assert_array_equal(one.packing.bounds, other.packing.bounds)
+    np.testing.assert_array_equal(one.batch.documents, other.batch.documents)
+    np.testing.assert_array_equal(one.batch.bounds, other.batch.bounds)
 
 
 def test_a_run_resumed_at_any_step_plans_the_same(packing):
@@ -78,7 +78,7 @@ def test_a_run_resumed_with_another_global_batch_size_trains_as_many_tokens(befo
     state = [packer.next().state for _ in range(20)][-1]
     resumed = packer_of(lengths=lengths, num_micro_batches=after, **sizes)
     resumed.load_state(through_json(state))
-    steps = [resumed.next().packing.documents for _ in range(40)]
+    steps = [resumed.next().batch.documents for _ in range(40)]
     tokens = sum(int(documents["length"].sum()) for documents in steps)
     assert tokens == pytest.approx(40 * after * 512, rel=0.002)
     late = [np.maximum(20 + k - documents["arrival"], 0).mean() for k, documents in enumerate(steps)]
@@ -89,7 +89,7 @@ def test_nothing_is_lost_or_doubled_in_50_steps(packing):
     packer = packer_of(packing)
     steps = [packer.next() for _ in range(50)]
     state = steps[-1].state
-    documents = np.concatenate([*(step.packing.documents for step in steps), *waiting(state).values()])
+    documents = np.concatenate([*(step.batch.documents for step in steps), *waiting(state).values()])
     documents = np.sort(documents, order=["index", "offset"])
 
     drawn = DocumentStream(sources(), seed=1, context_length=C).take(state["stream"]["position"])
@@ -108,8 +108,8 @@ def test_nothing_is_lost_or_doubled_in_50_steps(packing):
     reads_ahead = {"fixed": 2, "adaptive": 4}.get(packing.name, 0)
     for t, step in enumerate(steps):
         assert step.step == t
-        assert len(step.packing.documents)
-        assert (step.packing.documents["arrival"] <= t + reads_ahead).all()
+        assert len(step.batch.documents)
+        assert (step.batch.documents["arrival"] <= t + reads_ahead).all()
         assert step.state["stream"]["position"] >= (t + 1) * 4 * C
 
 
@@ -151,8 +151,8 @@ def test_a_step_whose_documents_all_wait_draws_again():
 
     first = packer().next()
     assert first.step == 0
-    assert sorted(first.packing.documents["index"]) == [0, 1, 3, 4]
-    assert set(first.packing.documents["arrival"]) == {0}
+    assert sorted(first.batch.documents["index"]) == [0, 1, 3, 4]
+    assert set(first.batch.documents["arrival"]) == {0}
     assert first.num_waiting == 1
     assert first.state["stream"]["position"] >= 40
 
@@ -173,7 +173,7 @@ def run_to_the_end(packer):
 
 def assert_every_token_once(steps):
     """The documents of the steps tile those of one epoch."""
-    documents = np.concatenate([step.packing.documents for step in steps])
+    documents = np.concatenate([step.batch.documents for step in steps])
     documents = np.sort(documents, order=["dataset", "document", "offset"])
     begins = documents["offset"] == 0
     ends = documents["offset"] + documents["length"]
@@ -213,7 +213,7 @@ def test_a_run_goes_on_with_other_micro_batches(packing, num_micro_batches, num_
     resumed.load_state(through_json(steps[-1].state))
     assert resumed.step == num_steps
     later = run_to_the_end(resumed)
-    assert all(len(step.packing) == num_micro_batches for step in later)
+    assert all(len(step.batch) == num_micro_batches for step in later)
     assert_every_token_once(steps + later)
 
     again = packer_of(changed, **how)

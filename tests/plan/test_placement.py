@@ -270,6 +270,6 @@ def test_a_step_runs_its_micro_batches_as_they_are_placed_and_ordered():
         expected = row[order(step.work[row], given)]
         moved |= (expected != row).any()
         assert [m.documents.tolist() for m in step.micro_batches] == [
-            step.packing.micro_batch(i).tolist() for i in expected
+            step.batch.micro_batch(i).tolist() for i in expected
         ]
     assert moved

@@ -40,28 +40,28 @@ def test_a_plan_is_packed_placed_and_sharded(name, experts):
     for _ in range(6):
         packed = packers[2].next()
         plans = [plan_step(packers[rank], described, rank) for rank in range(2)]
-        work = packed.packing.sums(document_work(packed.packing.documents["length"], 32))
-        by_experts = packed.packing.sums(packed.packing.documents["length"]) * described.expert_crossover_tokens
+        work = packed.batch.sums(document_work(packed.batch.documents["length"], 32))
+        by_experts = packed.batch.sums(packed.batch.documents["length"]) * described.expert_crossover_tokens
         rows = placement.place(work, described, by_experts)
         paces = placement.paces(work[rows], by_experts[rows], described)
         assert (paces[0] == paces[1]).all() if experts else (paces == work[rows]).all()
         assert {p.digest for p in plans} == {plans[0].digest}
         for rank, plan in enumerate(plans):
-            np.testing.assert_array_equal(plan.packing.documents, packed.packing.documents)
+            np.testing.assert_array_equal(plan.batch.documents, packed.batch.documents)
             np.testing.assert_array_equal(plan.work, work)
             assert plan.cost == placement.rank_cost(paces, described).max()
-            assert (plan.step, plan.tokens) == (packed.step, packed.packing.documents["length"].sum())
-            assert plan.delays == delays(packed.packing, packed.step)
+            assert (plan.step, plan.tokens) == (packed.step, packed.batch.documents["length"].sum())
+            assert plan.delays == delays(packed.batch, packed.step)
             assert (plan.num_waiting, plan.state) == (packed.num_waiting, packed.state)
             mine = rows[rank][placement.order(paces[rank], described)]
             for micro_batch, i in zip(plan.micro_batches, mine, strict=True):
-                documents = packed.packing.micro_batch(i)
+                documents = packed.batch.micro_batch(i)
                 order, shards = sharding.shard(documents["length"], described)
                 np.testing.assert_array_equal(micro_batch.documents, documents[order])
                 np.testing.assert_array_equal(micro_batch.shards.lengths, shards.lengths)
                 assert micro_batch.tokens == documents["length"].sum()
                 assert micro_batch.padded_tokens % described.unit_tokens == 0
-        lengths = [packed.packing.micro_batch(i)["length"] for i in range(8)]
+        lengths = [packed.batch.micro_batch(i)["length"] for i in range(8)]
         for plan, row in zip(plans, shard_step(described, lengths), strict=True):
             assert [m.shards.lengths.tolist() for m in plan.micro_batches] == [s.lengths.tolist() for s in row]
 

@@ -219,7 +219,7 @@ def test_no_stage_keeps_more_than_is_predicted(dp, vpp, count):
     packer = make_packer(DocumentStream([Source(lengths=lengths)], seed=0, context_length=512), given)
     kept = np.zeros(4)
     for _ in range(30):
-        packing = packer.next().packing
+        packing = packer.next().batch
         ranks = shard_step(given, [packing.micro_batch(i)["length"] for i in range(count)])
         for tokens in (np.array([int(plan.lengths.sum()) for plan in plans]) for plans in ranks):
             assert tokens[tokens > 1].sum() <= given.most_rank_tokens(longest)  # the rest is padding

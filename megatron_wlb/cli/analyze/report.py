@@ -146,7 +146,7 @@ def lost(setup: Setup, job: Job, steps: int) -> dict[str, float]:
         return {}
     times = dict.fromkeys(("", *without), 0.0)
     for step in setup.steps(job, steps):
-        lengths = step.packing.lengths
+        lengths = step.batch.lengths
         for flag, megatron in {"": setup.megatron, **without}.items():
             times[flag] += megatron.simulate(job, lengths).time
     return {flag: 1 - times[""] / times[flag] for flag in without}
@@ -182,7 +182,7 @@ def measure(
     samples: list[Sample] = []
     total_work = waiting = 0
     for i, step in enumerate(setup.steps(job, packed)):
-        packing = step.packing
+        packing = step.batch
         measured.append(metrics.measure(packing, step.step, job))
         work = int(document_work(packing.documents["length"], job.crossover_tokens).sum())
         total_work, waiting = total_work + work, step.num_waiting

@@ -176,8 +176,8 @@ class Setup:
     def _time_per_work(self, job: Job) -> float:
         time = work = 0.0
         for step in self.steps(job, TUNING_STEPS):
-            time += step_time(job, step.packing)
-            work += float(document_work(step.packing.documents["length"], job.crossover_tokens).sum())
+            time += step_time(job, step.batch)
+            work += float(document_work(step.batch.documents["length"], job.crossover_tokens).sum())
         return time / work
 
     def steps(self, job: Job, count: int) -> Iterator[PackedStep]:
