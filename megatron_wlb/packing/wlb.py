@@ -1,6 +1,7 @@
 """Algorithm 1 of the paper (section 4.3): variable-length greedy packing with multi-level outlier queues."""
 
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -140,14 +141,24 @@ def assign(lengths: np.ndarray, work: np.ndarray, num_micro_batches: int, max_to
         max_tokens: S_max.
     """
     tokens, load, micro_batches = [0] * num_micro_batches, [0] * num_micro_batches, []
+    by_tokens, by_load = ([(0, i) for i in range(num_micro_batches)] for _ in range(2))
     for length, amount in zip(lengths.tolist(), work.tolist(), strict=True):
-        i = load.index(min(load))
+        i = _least(by_load, load)
         if tokens[i] + length > max_tokens:
-            i = tokens.index(min(tokens))
+            i = _least(by_tokens, tokens)
         if tokens[i] + length > max_tokens:
             i = num_micro_batches
         else:
             tokens[i] += length
             load[i] += amount
+            heappush(by_tokens, (tokens[i], i))
+            heappush(by_load, (load[i], i))
         micro_batches.append(i)
     return np.array(micro_batches, np.int64)
+
+
+def _least(heap: list[tuple[int, int]], values: list[int]) -> int:
+    """Index of the least of `values`, which only grow; the heap has each of them, and older ones."""
+    while heap[0][0] != values[heap[0][1]]:
+        heappop(heap)
+    return heap[0][1]
