@@ -242,6 +242,16 @@ def test_an_empty_validation_split_is_refused_where_it_would_be_evaluated(docume
     assert load_splits(args)["valid"].sources
 
 
+def test_datasets_without_weights_count_by_the_tokens_that_are_trained(parse, tmp_path):
+    """The last token of a document is only a target."""
+    args = parse("--split", "100,0,0")
+    args.data_path = [write_lengths(tmp_path / name, np.full(30, size)) for name, size in (("a", 2), ("b", 11))]
+    assert [source.weight for source in load_splits(args)["train"].sources] == [30, 300]
+    args.data_path = ["0.25", args.data_path[0], "0.75", args.data_path[1]]
+    first, second = (source.weight for source in load_splits(args)["train"].sources)
+    assert second / first == 3
+
+
 def test_weights_and_optimizer_are_shared_as_flags_say(parse):
     """By upstream's own formula: 18 bytes a parameter, of which the distributed optimizer shares 12; Adam's only."""
 

@@ -42,8 +42,10 @@ def test_equal_to_the_bit(flags, dataset, tmp_path, monkeypatch):
         then = original(step, finalize)
 
         def finalized(*args, **kwargs):
+            before = step._done
+            step.fill()
             with ran.open("a") as file:
-                file.write(f"{step._done} {len(step._order)}\n")
+                file.write(f"{before} {step._done} {len(step._order)}\n")
             return then(*args, **kwargs)
 
         return finalized
@@ -58,7 +60,8 @@ def test_equal_to_the_bit(flags, dataset, tmp_path, monkeypatch):
         assert all(torch.equal(mine[name], its[name]) for name in its)
     counts = [tuple(map(int, line.split())) for line in ran.read_text().splitlines()]
     assert len(counts) == 2 * 4  # two steps, with "on" alone
-    assert all(before > 0 for before, _ in counts) and any(before < of for before, of in counts)
+    assert all(0 < before and after == of for before, after, of in counts)  # every pass of the plan was seen
+    assert any(before < of for before, _, of in counts)
 
 
 def test_fused_accumulation_and_tied_embeddings(dataset, monkeypatch):
