@@ -40,7 +40,7 @@ def analysed(job: str, folder: Path) -> tuple[dict[str, Any], float]:
     words = ["--data-path", str(folder / "f2"), *job.split()]
     if job.endswith(".sbatch"):
         dry = subprocess.run(["bash", results.ROOT / job, "--dry-run"], check=True, capture_output=True, text=True)
-        words = [*words[:2], "--vocab-size", "32000", "--steps", str(STEPS), *shlex.split(dry.stdout)]
+        words = [*words[:2], "--vocab-size", "32000", "--steps", str(STEPS), "--", *shlex.split(dry.stdout)]
     outputs = ["--json", str(folder / "report.json"), "--html", str(folder / "report.html")]
     begin = time.process_time()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):

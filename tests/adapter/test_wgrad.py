@@ -60,7 +60,7 @@ def test_equal_to_the_bit(flags, dataset, tmp_path, monkeypatch):
         assert all(torch.equal(mine[name], its[name]) for name in its)
     counts = [tuple(map(int, line.split())) for line in ran.read_text().splitlines()]
     assert len(counts) == 2 * 4  # two steps, with "on" alone
-    assert all(0 < before and after == of for before, after, of in counts)  # every pass of the plan was seen
+    assert all(before > 0 and after == of for before, after, of in counts)  # every pass of the plan was seen
     assert any(before < of for before, _, of in counts)
 
 

@@ -5,13 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import ilp
 from benchmarks.ilp import IlpPacking
 from tests.packing.steps import documents, fixed, pack, windows
 
 
-def solved(num_micro_batches=2, context_length=10, global_batches=1):
-    return windows(IlpPacking(global_batches=global_batches), num_micro_batches, context_length)
+def solved(num_micro_batches=2, context_length=10, **settings):
+    return windows(IlpPacking(**settings), num_micro_batches, context_length)
 
 
 def largest(policy, rows, steps=1):
@@ -51,9 +50,8 @@ def test_ilp_fills_full_windows():
     assert (packing.sums(packing.documents["length"]) == packing.documents["length"].sum() // 3).all()
 
 
-def test_ilp_says_when_its_time_is_over(monkeypatch):
-    monkeypatch.setattr(ilp, "TIME_LIMIT_SECONDS", 1e-4)
+def test_ilp_says_when_its_time_is_over():
     rows = documents(np.random.default_rng(0).integers(1, 5000, 500))
-    policy = solved(num_micro_batches=16, context_length=int(rows["length"].sum()) // 16)
-    with pytest.raises(RuntimeError, match=r"found no packing of \d+ documents into 16 windows within 0.0001 s"):
-        pack(policy, rows)
+    windows = {"num_micro_batches": 16, "context_length": int(rows["length"].sum()) // 16}
+    with pytest.raises(RuntimeError, match=r"HiGHS packed nothing within 0.0001 s"):
+        pack(solved(**windows, time_limit_seconds=1e-4), rows)
