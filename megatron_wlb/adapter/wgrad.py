@@ -149,19 +149,19 @@ class DeferredWeightGradients:
         known = {id(module) for parts in self._parts for part in parts for module in part}
         if strange := [type(m).__name__ for c in chunks for m in c.modules() if _defers(m) and id(m) not in known]:
             raise RuntimeError(
-                f"{strange[0]} puts gradients off, and the plan does not know of it; give --wlb-defer-weight-gradients "
+                f"{strange[0]} defers gradients, and the plan does not know of it; give --wlb-defer-weight-gradients "
                 "off, and report it with the flags"
             )
         if [len(parts) for parts in self._parts] != list(counts):
             raise RuntimeError(
-                f"weight gradients of {[len(parts) for parts in self._parts]} layers by model chunk can be put off, "
+                f"weight gradients of {[len(parts) for parts in self._parts]} layers by model chunk can be deferred, "
                 f"and the plan has {list(counts)}; give --wlb-defer-weight-gradients off, and report it with the flags"
             )
         for module in (module for parts in self._parts for part in parts for module in part):
             for weight in _weights(module):
                 if not getattr(weight, "skip_backward_post_hook", False):
                     raise RuntimeError(
-                        f"{type(module).__name__} puts gradients off that would be lost; this TransformerEngine is too "
+                        f"{type(module).__name__} defers gradients that would be lost; this TransformerEngine is too "
                         "old for --wlb-defer-weight-gradients, give off"
                     )
                 # With fused accumulation, backward returns a meaningless gradient for hooks that now run later.

@@ -16,9 +16,9 @@ from megatron_wlb.types import ShardPlan
 def undeferrable(job: Job) -> str:
     """Why a job cannot defer weight gradients; "" if it can."""
     if job.parallel.pp == 1:
-        return "a single pipeline stage waits for nobody"
+        return "a single pipeline stage is never idle"
     if job.model.mtp_num_layers:
-        return "weight gradients of layers for multi-token prediction cannot be put off"
+        return "weight gradients of layers for multi-token prediction cannot be deferred"
     try:
         job.layers()
     except ValueError as error:

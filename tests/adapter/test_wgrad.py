@@ -130,11 +130,11 @@ def test_gradients_that_would_be_lost_are_refused():
     chunk.decoder, chunk.post_process = torch.nn.Module(), False
     chunk.decoder.layers = torch.nn.ModuleList([Old(2, 2)])
     chunk.bucket_groups = chunk.expert_parallel_bucket_groups = []
-    with pytest.raises(RuntimeError, match="1] layers by model chunk can be put off, and the plan has .2.; give"):
+    with pytest.raises(RuntimeError, match="1] layers by model chunk can be deferred, and the plan has .2.; give"):
         wgrad.DeferredWeightGradients([chunk], [2], contextlib.nullcontext)
     chunk.extra = Old(2, 2)
-    with pytest.raises(RuntimeError, match="Old puts gradients off, and the plan does not know of it; give"):
+    with pytest.raises(RuntimeError, match="Old defers gradients, and the plan does not know of it; give"):
         wgrad.DeferredWeightGradients([chunk], [1], contextlib.nullcontext)
     del chunk.extra
-    with pytest.raises(RuntimeError, match="Old puts gradients off that would be lost; .* give off"):
+    with pytest.raises(RuntimeError, match="Old defers gradients that would be lost; .* give off"):
         wgrad.DeferredWeightGradients([chunk], [1], contextlib.nullcontext)

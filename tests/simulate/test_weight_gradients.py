@@ -1,4 +1,4 @@
-"""Weight gradients of a job: which can be put off, where they run, and what that gains."""
+"""Weight gradients of a job: which can be deferred, where they run, and what that gains."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def test_weight_gradients_put_off_are_the_same_work_in_less_time(one):
     ("changes", "why"),
     [
         ({"pp": 4}, ""),
-        ({"pp": 1}, "a single pipeline stage waits for nobody"),
+        ({"pp": 1}, "a single pipeline stage is never idle"),
         ({"pp": 4, "model": replace(SMALL, mtp_num_layers=1)}, "multi-token prediction"),
         ({"pp": 4, "model": replace(SMALL, num_layers=7)}, "7 layers do not divide over 4 stages"),
     ],
