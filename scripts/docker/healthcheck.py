@@ -7,14 +7,14 @@ import numpy as np
 
 from megatron_wlb import MODELS, DocumentStream, Source, make_job, make_packer
 
-TRAINING = "transformer_engine.pytorch flash_attn apex transformers megatron_wlb.adapter.training".split()
+TRAINING = "transformer_engine.pytorch apex transformers megatron_wlb.adapter.training".split()
 
 
 def main() -> None:
     """Raise, and so exit with a status other than 0, if anything is missing or nothing is packed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--train", action="store_true", help="the image to train with, not the one for analyses")
-    for module in TRAINING if parser.parse_args().train else ("rich", "pyarrow", "matplotlib", "scipy"):
+    for module in TRAINING if parser.parse_args().train else ("rich", "jinja2", "matplotlib", "scipy"):
         importlib.import_module(module)
     print(f"ok: {pack()} documents packed")
 
