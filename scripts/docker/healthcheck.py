@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_wlb import MODELS, DocumentStream, Source, make_job, make_packer
 
-TRAINING = "transformer_engine.pytorch flash_attn apex transformers megatron_wlb.adapter.training".split()
+TRAINING = "transformer_engine.pytorch apex transformers megatron_wlb.adapter.training".split()
 
 
 def main() -> None:

@@ -84,7 +84,8 @@ def _layers(config, vp_stage=None):
     return get_gpt_layer_local_spec()
 
 
-@pytest.mark.parametrize(("rope", "recompute"), [(True, False), (False, True)], ids=["rope, saved", "recomputed"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])
+@pytest.mark.parametrize("rope", [True, False], ids=["rope", "no rope"])
 @pytest.mark.parametrize(
     ("tp", "heads"), [(1, (4, 4)), (1, (8, 2)), (2, (8, 2)), (16, (64, 8))], ids=["MHA", "GQA", "TP2", "TP16 of 64/8"]
 )
