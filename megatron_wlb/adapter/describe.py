@@ -40,7 +40,7 @@ def check(args: Namespace) -> None:
         max_tokens=None if settings.max_tokens == "auto" else settings.max_tokens,
         defer_weight_gradients="off",
     )
-    windows = a.global_batch_size or max(1, (a.world_size or 1) // _ranks(a))
+    windows = a.global_batch_size or max(1, (a.world_size or 1) // a.model_parallel_size)
     try:
         job = job_of(a, settings=settings, packing=policy, sharding=Sharding.from_args(args), global_batch_size=windows)
     except ValueError as error:
@@ -50,11 +50,6 @@ def check(args: Namespace) -> None:
             f"--wlb: --global-batch-size is {windows}, by which upstream counts samples on {job.parallel.dp} "
             f"data-parallel ranks; give a multiple of {job.parallel.dp}"
         )
-
-
-def _ranks(a: MegatronArguments) -> int:
-    """GPUs per data-parallel rank."""
-    return a.tensor_model_parallel_size * a.context_parallel_size * a.pipeline_model_parallel_size
 
 
 def make_job(args: Namespace, **fixed: Any) -> Job:

@@ -172,7 +172,7 @@ def _launched(args: argparse.Namespace, command: list[str]) -> Launched:
 
 def _settled(a: MegatronArguments, model: str | None, notes: list[str]) -> MegatronArguments:
     """Return the arguments with missing ones filled in; assumes sequence parallelism."""
-    ranks = a.tensor_model_parallel_size * a.context_parallel_size * a.pipeline_model_parallel_size
+    ranks = a.model_parallel_size
     changes: dict[str, Any] = {"sequence_parallel": True}
     if a.world_size is None:
         changes["world_size"] = ranks

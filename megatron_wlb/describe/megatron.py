@@ -129,6 +129,11 @@ class MegatronArguments:
     use_torch_fsdp2: bool = _other("memory", default=False)
     use_transformer_engine_op_fuser: bool = _other("memory", default=False)
 
+    @property
+    def model_parallel_size(self) -> int:
+        """GPUs that hold one copy of the model, with context parallelism: those of a data-parallel rank."""
+        return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
+
     @classmethod
     def of(cls, stated: Mapping[str, Any]) -> "MegatronArguments":
         """Select the arguments from `stated`, with values or their text.
@@ -242,7 +247,7 @@ def model_of(a: MegatronArguments, base: ModelShape | None = None) -> ModelShape
 def parallel_of(a: MegatronArguments) -> Parallel:
     """Return the parallel layout of arguments. Raises ValueError if ranks or layers do not divide."""
     tp, cp, pp = a.tensor_model_parallel_size, a.context_parallel_size, a.pipeline_model_parallel_size
-    ranks = tp * cp * pp
+    ranks = a.model_parallel_size
     world = a.world_size or ranks
     if world % ranks:
         raise ValueError(
