@@ -1,6 +1,5 @@
 """Documents that benchmarks draw, and how they pack them. Needs numpy only, since GPU machines may have little more."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from megatron_wlb.describe.make import make_job
 from megatron_wlb.job import Job, Packing, Parallel
 from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.plan.dataset import read_index, trained_tokens
+from megatron_wlb.plan.mock import F2
 from megatron_wlb.plan.packer import Packer, make_packer
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.types import PackedBatch
@@ -26,14 +26,8 @@ SKIPPED = 20
 
 
 def f2(count: int, seed: int, window: int | None = None) -> np.ndarray:
-    """Lengths of the synthetic distribution F2, whose tail ends at the context window; default: the file's."""
-    p = json.loads((DATA / "f2.json").read_text())
-    rng = np.random.default_rng(seed)
-    body = rng.lognormal(p["body"]["mu"], p["body"]["sigma"], count)
-    tail = p["tail"]["minimum"] * (1 + rng.pareto(p["tail"]["alpha"], count))
-    drawn = np.where(rng.random(count) < p["tail"]["probability"], tail, body)
-    shortest, longest = p["clip"]
-    return np.clip(drawn, shortest, window or longest).astype(np.int64)
+    """Lengths of the synthetic distribution F2, whose tail ends at the context window; default: 131,072."""
+    return F2.draw(count, seed, window)
 
 
 def distca() -> np.ndarray:

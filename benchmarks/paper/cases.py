@@ -38,8 +38,12 @@ CALIBRATION = (
     ("S_max", S_MAX, "assumed, in windows, for WLB-LLM and ours; the paper has it from memory and gives no value"),
     ("L_i", "tuned", f"two, as section 4.2 has it: best balance at a mean delay of {MEAN_DELAY:g} steps, other sample"),
     ("crossover", "derived", "W_l / W_a of these constants for every job; WLB-LLM and ours plan by the same"),
-    ("documents", "F2", "benchmarks/data/f2.json, its parameters fitted to Table 2; longer than the window: cut to it"),
-    ("loader", "cut", "cuts documents at every window, as in f2.json; all schemes get the same pieces"),
+    (
+        "documents",
+        "F2",
+        "megatron_wlb/plan/mock.py, its parameters fitted to Table 2; longer than the window: cut to it",
+    ),
+    ("loader", "cut", "cuts documents at every window, as for F2; all schemes get the same pieces"),
     ("models", "550m, 30b", "shapes that the paper does not give are assumed in megatron_wlb/model.py"),
     ("exchange", "staged", "ours: the K and V that are needed, in stages; others gather all of them, nothing overlaps"),
 )

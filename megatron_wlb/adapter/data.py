@@ -4,7 +4,7 @@ import functools
 import hashlib
 import itertools
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from megatron.training.dist_signal_handler import DistributedSignalHandler
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_wlb.plan.dataset import DocumentIndex, TrainedTokens, read_index
+from megatron_wlb.plan.mock import MockIndex, mock_lengths
 from megatron_wlb.plan.step import MicroBatchPlan, Planner
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.runtime.encoding import Encoding, varlen
@@ -29,10 +30,10 @@ SPLITS = ("train", "valid", "test")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitData:
-    """The documents of one split: stream sources, and the `.bin/.idx` dataset of each."""
+    """The documents of one split: stream sources, and the `.bin/.idx` dataset of each, or its mock."""
 
     sources: list[Source]
-    indices: list[DocumentIndex]
+    indices: Sequence[DocumentIndex | MockIndex]
 
     @property
     def fingerprint(self) -> str:
@@ -44,14 +45,16 @@ class SplitData:
 
 
 def load_splits(args: Namespace) -> dict[str, SplitData]:
-    """Read the `.idx` files that upstream's data flags name; an empty split has no sources.
+    """Read the `.idx` files that upstream's data flags name, or draw mock data; an empty split has no sources.
 
     Raises ValueError for a missing or damaged file, for an empty training split, and for an empty validation split if
     the run evaluates.
     """
+    if args.mock_data:
+        return {split: _mock(args, split) for split in SPLITS}
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     if blend is None and blend_per_split is None:
-        raise ValueError("--wlb: no dataset; give --data-path PREFIX (or --train-data-path ...)")
+        raise ValueError("--wlb: no dataset; give --data-path PREFIX (or --train-data-path ...), or --mock-data")
     read = functools.cache(read_index)  # a blend may name a dataset in every split
 
     def split(blend: Any, bounds: tuple[float, float] | None) -> SplitData:
@@ -83,6 +86,15 @@ def load_splits(args: Namespace) -> dict[str, SplitData]:
             "another --split"
         )
     return data
+
+
+def _mock(args: Namespace, split: str) -> SplitData:
+    index = MockIndex(
+        distribution=mock_lengths(args.wlb_mock_lengths),
+        seed=args.seed + SPLITS.index(split),
+        vocabulary=args.vocab_size or args.padded_vocab_size,
+    )
+    return SplitData(sources=[Source(lengths=index.lengths)], indices=[index])
 
 
 def stream_of(args: Namespace, split: str, data: SplitData) -> DocumentStream:
@@ -149,8 +161,7 @@ class DocumentDataset(torch.utils.data.Dataset[Batch]):
         self._split, self._cp_rank, self._encode, self._depths = split, cp_rank, encode, depths
         self._is_first, self._is_last = is_first, is_last
         needed = is_first or is_last
-        self._indices = data.indices
-        self._bins = [IndexedDataset(i.prefix, mmap=mmap) for i in data.indices] if needed else []
+        self._readers = [_reader(index, mmap) for index in data.indices] if needed else []
 
     def __getitem__(self, plan: MicroBatchPlan) -> Batch:
         tokens = labels = loss_mask = None
@@ -185,11 +196,22 @@ class DocumentDataset(torch.utils.data.Dataset[Batch]):
         return tokens, labels, torch.from_numpy(mask)
 
     def _tokens(self, document: np.void, start: int, count: int) -> np.ndarray:
-        index, dataset = self._indices[document["dataset"]], self._bins[document["dataset"]]
-        first = int(document["offset"]) + start
-        offset = int(index.pointers[document["document"]]) + first * index.item_bytes
-        read: np.ndarray = dataset.bin_reader.read(dtype=dataset.index.dtype, count=count, offset=offset)
-        return read
+        read = self._readers[document["dataset"]]
+        return read(int(document["document"]), int(document["offset"]) + start, count)
+
+
+def _reader(index: DocumentIndex | MockIndex, mmap: bool) -> Callable[[int, int, int], np.ndarray]:
+    """Return a function of (document, first token, count) that reads tokens."""
+    if isinstance(index, MockIndex):
+        return index.read
+    dataset = IndexedDataset(index.prefix, mmap=mmap)
+
+    def read(document: int, first: int, count: int) -> np.ndarray:
+        offset = int(index.pointers[document]) + first * index.item_bytes
+        tokens: np.ndarray = dataset.bin_reader.read(dtype=dataset.index.dtype, count=count, offset=offset)
+        return tokens
+
+    return read
 
 
 def loader(

@@ -26,7 +26,7 @@ _REASONS = {
     "is not supported; use plain attention": "experimental_attention_variant",
     "is for inference; leave it out": "cache_mla_latents",
     "is not supported; pre-train on .bin/.idx datasets (--data-path)": (
-        "sft mock_data fim_data perform_rl_step hybrid_context_parallel dynamic_context_parallel"
+        "sft fim_data perform_rl_step hybrid_context_parallel dynamic_context_parallel"
     ),
     "is not supported; give --eval-iters": "full_validation multiple_validation_sets",
     "is not supported; give flags": "spec yaml_cfg",

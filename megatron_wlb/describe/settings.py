@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_wlb.job import MAX_TOKENS
+from megatron_wlb.plan.mock import mock_lengths
 from megatron_wlb.settings import Settings, integer_or_auto, setting
 
 ATTENTION_BACKENDS = ("auto", "aten", "flash_attn_3", "te", "cpu", "reference", "megatron")
@@ -84,4 +85,12 @@ class RunSettings(Settings):
         "Append which documents every step trained to this file, a few bytes each; `megatron-wlb audit` checks that "
         "none was lost or doubled over restarts.",
     )
+    mock_lengths: str = setting(
+        "F2",
+        "Lengths of the documents of --mock-data: F2, or MU,SIGMA,SHARE,MINIMUM,ALPHA of a log-normal body and, for a "
+        "share of the documents, a Pareto tail.",
+    )
     log: str | None = setting(None, "Append one JSON object a step to this file: loss, tokens, work, delays, shards.")
+
+    def check(self) -> None:
+        mock_lengths(self.mock_lengths)

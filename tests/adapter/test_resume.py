@@ -63,6 +63,23 @@ def test_resumed_equals_uninterrupted(size, flags, packing, dataset, tmp_path):
         assert torch.equal(resumed["params"][name], parameter), name
 
 
+def test_mock_data_is_the_same_in_every_layout_and_resumed(tmp_path):
+    """With evaluation, without any file."""
+    common = [*ADAM, *"--mock-data --wlb-mock-lengths 4,1,0.1,150,1 --eval-iters 2 --eval-interval 2".split()]
+    whole = train(1, "", *common, "--train-iters", "3", log=tmp_path / "whole.jsonl")
+    parts = [*common, *CP2.split(), "--save", str(tmp_path / "ckpt"), "--override-opt-param-scheduler"]
+    parts += ["--save-interval", "2"]
+    log = tmp_path / "parts.jsonl"
+    first = train(2, "", *parts, "--train-iters", "2", log=log)
+    resumed = train(2, "", *parts, "--train-iters", "3", "--load", str(tmp_path / "ckpt"), log=log)
+    assert [e["loss"] for e in entries(log)] == pytest.approx([e["loss"] for e in whole["log"]], rel=1e-5)
+    assert len({e["loss"] for e in whole["log"]}) == 3
+    assert first["evaluations"] and resumed["evaluations"]
+    assert first["evaluations"][0] == pytest.approx(whole["evaluations"][0], rel=1e-5)
+    relative = training.relative_error(resumed["params"], whole["params"])
+    assert relative < 1e-2  # Adam's first steps magnify rounding
+
+
 @pytest.mark.parametrize("packing", ["adaptive", full("wlb"), full("fixed"), full("original")])
 def test_no_document_is_lost_or_doubled_when_layout_and_batch_size_change(packing, dataset, tmp_path):
     """Over the run as a whole, by the document log and what waits in the last checkpoint; starts say what is new.

@@ -94,8 +94,8 @@ def test_refused_for_its_value_or_beside_another(arguments, message):
 @pytest.mark.parametrize(
     ("name", "value", "has_experts", "refused"),
     [
-        ("mock_data", True, False, True),
-        ("mock_data", False, False, False),
+        ("sft", True, False, True),
+        ("sft", False, False, False),
         ("lr", "3e-4", False, False),
         ("window_size", "128,0", False, False),
         ("window_size", "128,128", False, True),

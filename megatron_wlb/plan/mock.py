@@ -1,0 +1,84 @@
+"""Documents of `--mock-data`: lengths drawn from a distribution, tokens made from their place; no files."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+DOCUMENTS = 1 << 17
+"""Documents of an epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class MockLengths:
+    """A log-normal body, and with probability `share` a Pareto tail; the defaults are F2, for windows of 128K.
+
+    F2 is fitted to Table 2 of the WLB-LLM paper at a crossover of 51,200 tokens. There, original packing has an
+    imbalance of 1.39 at N=4 (paper: 1.44).
+    """
+
+    mu: float = 7.6934
+    sigma: float = 0.8193
+    share: float = 0.022642
+    minimum: float = 24880
+    alpha: float = 0.8627
+    shortest: int = 16
+    longest: int = 131_072
+
+    def draw(self, count: int, seed: int, longest: int | None = None) -> np.ndarray:
+        """Draw the trained tokens of `count` documents, int64 [count]; `longest` replaces the field."""
+        rng = np.random.default_rng(seed)
+        body = rng.lognormal(self.mu, self.sigma, count)
+        tail = self.minimum * (1 + rng.pareto(self.alpha, count))
+        drawn = np.where(rng.random(count) < self.share, tail, body)
+        return np.clip(drawn, self.shortest, longest or self.longest).astype(np.int64)
+
+
+F2 = MockLengths()
+
+
+def mock_lengths(text: str) -> MockLengths:
+    """Parse F2, or MU,SIGMA,SHARE,MINIMUM,ALPHA; raises ValueError for anything else."""
+    if text == "F2":
+        return F2
+    try:
+        mu, sigma, share, minimum, alpha = (float(part) for part in text.split(","))
+        if abs(mu) <= 20 and 0 <= sigma <= 20 and 0 <= share <= 1 and 1 <= minimum <= 1 << 30 and 0 < alpha <= 100:
+            return MockLengths(mu, sigma, share, minimum, alpha)
+    except ValueError:
+        pass
+    raise ValueError(
+        f"--wlb-mock-lengths {text[:40]} must be F2, or MU,SIGMA,SHARE,MINIMUM,ALPHA: mean and deviation of the "
+        "logarithm in the log-normal body, the share of documents in the Pareto tail, its least length, its exponent"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MockIndex:
+    """The documents of one split, in place of a `.bin/.idx` dataset."""
+
+    distribution: MockLengths
+    seed: int
+    vocabulary: int
+    """Tokens are below it."""
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Trained tokens of each document, int64 [documents]."""
+        return self.distribution.draw(DOCUMENTS, self.seed)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the lengths."""
+        return hashlib.blake2b(self.lengths.astype("<i8"), digest_size=16).hexdigest()
+
+    def read(self, document: int, first: int, count: int) -> np.ndarray:
+        """Return `count` tokens of a document from token `first` on, int64 [count], whoever reads how much of it."""
+        # SplitMix64 of (seed, document, place). uint64 arithmetic wraps around, as it should.
+        place = np.arange(first, first + count, dtype=np.uint64)
+        mixed = place + np.uint64((self.seed * 0x9E3779B97F4A7C15 + document * 0xD1B54A32D192ED03) % (1 << 64))
+        mixed *= np.uint64(0x9E3779B97F4A7C15)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+        return ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(self.vocabulary)).astype(np.int64)
