@@ -1,16 +1,16 @@
 """Activation memory of a pipeline stage with variable lengths, and the largest S_max that fits.
 
 Bytes per token and layer follow Korthikanti et al. (arXiv 2205.05198, section 4), extended to attention that saves no
-scores, grouped key heads, gated MLPs and experts. They count every tensor that a layer keeps for backward, in the
-training dtype. The layer is upstream's TransformerEngine layer, which fuses norms into the following linear layer,
-except for the norm before experts. `tests/adapter/test_memory.py` compares with what autograd keeps of upstream's layer
-on a CPU.
+scores, grouped key heads, gated MLPs and experts. They count every tensor that upstream's TransformerEngine layer keeps
+for backward, in the training dtype; it fuses norms into the next linear layer, except before experts.
+`tests/adapter/test_memory.py` compares with what autograd keeps of upstream's layer on a CPU.
 
 Not counted: a few values per row of norms and routers, buffers of kernels other than FlashAttention-2, fragmentation.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,15 @@ DEVICE_SHARE = 0.9
 H100_BYTES = 80 * 2**30
 WEIGHT_BYTES, OPTIMIZER_BYTES = 6, 12
 """Bytes per parameter: the bf16 weight and its fp32 gradient; the states that the distributed optimizer divides."""
+
+
+class Tensor(NamedTuple):
+    """A tensor that a layer keeps for backward."""
+
+    bytes: float
+    """Per token of a context-parallel rank, as in all functions here unless they say otherwise."""
+    modules: tuple[str, ...] = ()
+    """Modules whose selective recomputation drops it."""
 
 
 def weight_bytes(job: Job) -> float:
@@ -40,18 +49,74 @@ def stage_weights(job: Job) -> np.ndarray:
     return weights
 
 
+def attention_tensors(job: Job) -> dict[str, Tensor]:
+    """Tensors that attention keeps, with the norm before it."""
+    model, p, w = job.model, job.parallel, job.bytes_per_value
+    latents, norms, keys = (
+        job.cp_exchange == "latents",
+        2 if model.qk_layernorm else 1,
+        model.key_size + model.value_size,
+    )
+    gathered = job.sharding.save_gathered_kv and p.cp > 1 and not latents
+    seen = p.cp if latents else 1
+    found = {
+        "norm": Tensor(2 * layer_input_bytes(job)),
+        "dropout": Tensor(_mask_bytes(job)),
+        "q": Tensor(w * model.query_size / p.tp, ("mla_up_proj",)),
+        "kv": Tensor(0 if job.expands_again else w * seen * keys / p.tp),
+        "out": Tensor(w * model.output_size / p.tp),
+        "gathered": Tensor(w * p.cp * keys / p.tp if gathered else 0, ("core_attn",)),
+        "log-sum-exps": Tensor(4 * model.num_attention_heads / p.tp, ("core_attn",)),
+    }
+    if not model.kv_lora_rank:
+        return found | {"qk norms": Tensor((norms - 1) * w * (model.query_size + model.key_size) / p.tp)}
+    # Latents before and after their norms, of all keys if they are exchanged; and the layer's sines and cosines. If
+    # latents are expanded again, the key part that heads share is kept instead of the norms' outputs.
+    kv = (1 if job.expands_again else norms) * seen * model.kv_lora_rank
+    rotated = (4 + (p.cp if job.expands_again else 0)) * model.qk_pos_emb_head_dim
+    return found | {"latents": Tensor(w * ((norms * model.q_lora_rank + kv) / p.sequence_ranks + rotated))}
+
+
+def mlp_tensors(job: Job) -> dict[str, Tensor]:
+    """Tensors that the MLP keeps, or experts with the tokens that they are sent, with the norm before it."""
+    model = job.model
+    # The norm before a dense MLP is part of it; no other part of such an MLP can be recomputed alone.
+    norm, whole, activation = ("layernorm", "moe", ("moe_act",)) if model.moe_router_topk else ("mlp", "mlp", ())
+    values = job.bytes_per_value * model.ffn_hidden_size / job.parallel.tp
+    return {
+        "input": Tensor(layer_input_bytes(job)),
+        "dropout": Tensor(_mask_bytes(job)),
+        "norm": Tensor(layer_input_bytes(job), (norm,)),
+        "sent": Tensor(layer_input_bytes(job) * model.moe_router_topk * job.parallel.expert_tp, (whole,)),
+        "before activation": Tensor((2 if model.gated_linear_unit else 1) * values, (whole,)),
+        "activation": Tensor(values, (whole, *activation)),
+    }
+
+
+def _kept(job: Job, tensors: Mapping[str, Tensor]) -> float:
+    """Bytes of the tensors that are not recomputed selectively."""
+    recompute = job.recompute
+    dropped = set(recompute.modules if recompute.granularity == "selective" else ())
+    return sum(tensor.bytes for tensor in tensors.values() if not dropped.intersection(tensor.modules))
+
+
 def layer_input_bytes(job: Job) -> float:
-    """Bytes of a layer's input, per token of a context-parallel rank."""
+    """Bytes of a layer's input."""
     return job.bytes_per_value * job.model.hidden_size / job.parallel.sequence_ranks
 
 
+def _mask_bytes(job: Job) -> float:
+    """Bytes of a dropout mask, one per value of the hidden state."""
+    return job.model.hidden_size / job.parallel.sequence_ranks if job.hidden_dropout else 0
+
+
 def layer_bytes(job: Job) -> float:
-    """Bytes that a layer keeps for backward unless fully recomputed, per token of a CP rank."""
-    return _attention_bytes(job) + _mlp_bytes(job, _dropped(job))
+    """Bytes that a layer keeps for backward unless fully recomputed."""
+    return _kept(job, attention_tensors(job)) + _kept(job, mlp_tensors(job))
 
 
 def mtp_bytes(job: Job) -> float:
-    """Bytes that an MTP layer and its logits keep for backward, per token of a context-parallel rank."""
+    """Bytes that an MTP layer and its logits keep for backward."""
     if job.recompute.granularity == "full":
         return 2 * layer_input_bytes(job) + logits_bytes(job)
     # Inputs of three norms, and the outputs of two of them joined.
@@ -59,115 +124,26 @@ def mtp_bytes(job: Job) -> float:
 
 
 def logits_bytes(job: Job) -> float:
-    """Bytes of logits and of their softmax in fp32, per token of a context-parallel rank."""
+    """Bytes of logits and of their softmax in fp32."""
     return (job.bytes_per_value + 4) * job.model.padded_vocab_size / job.parallel.tp
 
 
-def _dropped(job: Job) -> frozenset[str]:
-    """Modules that are recomputed selectively."""
-    return frozenset(job.recompute.modules if job.recompute.granularity == "selective" else ())
-
-
-def _between_bytes(job: Job, norms: int) -> float:
-    """Bytes of hidden-size tensors between attention and MLP; the dropout mask takes one byte per value."""
-    h = job.model.hidden_size
-    return (norms * job.bytes_per_value * h + (h if job.hidden_dropout else 0)) / job.parallel.sequence_ranks
-
-
-def _attention_bytes(job: Job) -> float:
-    """Bytes of the norm's input and output, of the norms of Q and K, and of what core attention keeps."""
-    model = job.model
-    if "core_attn" in _dropped(job):
-        # Its inputs are kept, and the next layer keeps its output.
-        heads = job.bytes_per_value * _attention_size(job) / job.parallel.tp
-    else:
-        heads = _core_attention_bytes(job)
-    if "mla_up_proj" in _dropped(job):
-        heads -= job.bytes_per_value * model.query_size / job.parallel.tp
-    if model.kv_lora_rank:
-        heads += _latent_bytes(job)
-    elif model.qk_layernorm:
-        heads += job.bytes_per_value * (model.query_size + model.key_size) / job.parallel.tp
-    return _between_bytes(job, 2) + heads
-
-
-def _latent_bytes(job: Job) -> float:
-    """Bytes of latents before and after their norms, and of a layer's sines and cosines.
-
-    If latents are exchanged, the latents of all keys are kept. If they are expanded again, the key part that heads
-    share is kept instead of the norms' outputs.
-    """
-    model, norm, shared = job.model, 2 if job.model.qk_layernorm else 1, 4 * job.model.qk_pos_emb_head_dim
-    keys = norm * model.kv_lora_rank
-    if job.expands_again:
-        keys, shared = job.parallel.cp * model.kv_lora_rank, shared + job.parallel.cp * model.qk_pos_emb_head_dim
-    elif job.cp_exchange == "latents":
-        keys *= job.parallel.cp
-    return job.bytes_per_value * ((norm * model.q_lora_rank + keys) / job.parallel.sequence_ranks + shared)
-
-
-def _attention_size(job: Job) -> int:
-    """Values of Q, K, V and the output of attention that are kept per token.
-
-    K and V count for the rank's own rows. If latents are exchanged, they count for all keys, or not at all if expanded
-    again.
-    """
-    model, keys = job.model, job.model.key_size + job.model.value_size
-    if job.cp_exchange != "latents":
-        return model.attention_size
-    return model.query_size + model.output_size + (0 if job.expands_again else job.parallel.cp * keys)
-
-
-def _core_attention_bytes(job: Job) -> float:
-    """Bytes of Q, K, V, the output of attention, and its log-sum-exps."""
-    model, cp = job.model, job.parallel.cp
-    gathered = job.sharding.save_gathered_kv and cp > 1 and job.cp_exchange != "latents"
-    values = _attention_size(job) + (cp * (model.key_size + model.value_size) if gathered else 0)
-    return (job.bytes_per_value * values + 4 * model.num_attention_heads) / job.parallel.tp
-
-
-def _mlp_bytes(job: Job, dropped: Collection[str]) -> float:
-    """Bytes of the norm's input and output, tokens sent to experts, and the MLP before and after its activation."""
-    model = job.model
-    if model.moe_router_topk:
-        outputs, whole, activation = "layernorm" not in dropped, "moe", "moe_act" not in dropped
-    else:
-        # The norm is part of the MLP and recomputed with it; no other part of the MLP can be recomputed alone.
-        outputs, whole, activation = "mlp" not in dropped, "mlp", True
-    kept = _between_bytes(job, 1 + outputs)
-    if whole in dropped:
-        return kept
-    tensors = (2 if model.gated_linear_unit else 1) + activation
-    return kept + _expert_input_bytes(job) + tensors * _mlp_values_bytes(job)
-
-
-def _mlp_values_bytes(job: Job) -> float:
-    """Bytes of the MLP after its activation."""
-    return job.bytes_per_value * job.model.ffn_hidden_size / job.parallel.tp
-
-
-def _expert_input_bytes(job: Job) -> float:
-    """Bytes of a token at `moe_router_topk` experts, on each of their tensor-parallel ranks."""
-    return layer_input_bytes(job) * job.model.moe_router_topk * job.parallel.expert_tp
-
-
 def mlp_backward_bytes(job: Job) -> float:
-    """Bytes that backward of one MLP adds to the kept ones, per token of a CP rank.
+    """Bytes that backward of one MLP adds to the kept ones.
 
     It holds what it recomputes and the gradient of its output; with experts also that gradient as sent. Add two
     tensors, before and after a matrix product, an activation or an exchange. The largest such tensor is the
     activation's, the rows that sequence-parallel ranks gather, or the rows that experts are sent.
     """
-    recomputed = _mlp_bytes(job, ()) - _mlp_bytes(job, _dropped(job))
-    rows = _expert_input_bytes(job)
-    if job.parallel.sequence_ranks > 1:
-        rows = max(rows, layer_input_bytes(job) * job.parallel.sequence_ranks)
-    outputs = layer_input_bytes(job) * (1 + job.model.moe_router_topk)
-    return recomputed + outputs + 2 * max(rows, _mlp_values_bytes(job))
+    tensors, row = mlp_tensors(job), layer_input_bytes(job)
+    gathered = row * job.parallel.sequence_ranks if job.parallel.sequence_ranks > 1 else 0
+    recomputed = sum(tensor.bytes for tensor in tensors.values()) - _kept(job, tensors)
+    largest = max(tensors["sent"].bytes, gathered, tensors["activation"].bytes)
+    return recomputed + row * (1 + job.model.moe_router_topk) + 2 * largest
 
 
 def attention_backward_bytes(job: Job) -> float:
-    """Bytes that backward of one attention adds to the kept ones, per token of a CP rank.
+    """Bytes that backward of one attention adds to the kept ones.
 
     It holds what it recomputes, and gradients. On top comes the larger of two phases: a kernel with received K and V
     and with dK and dV in fp32; or dK and dV being sent, cast before they are concatenated unless sent in fp32. If
@@ -177,28 +153,28 @@ def attention_backward_bytes(job: Job) -> float:
     of its rows per call, and sends its first half to all other ranks. Assumes FlashAttention-2 kernels, which hold dQ
     in fp32, and dK and dV for every query head.
     """
-    model, p, w = job.model, job.parallel, job.bytes_per_value
+    model, p, w, tensors = job.model, job.parallel, job.bytes_per_value, attention_tensors(job)
     q, out, kv = model.query_size / p.tp, model.output_size / p.tp, (model.key_size + model.value_size) / p.tp
-    recomputed = _core_attention_bytes(job) - w * out if "core_attn" in _dropped(job) else 0
-    gradients = layer_input_bytes(job) + w * (q + out + kv)
+    again = ("q", "kv", "gathered", "log-sum-exps") if _recomputes_attention(job) else ()
+    held = sum(tensors[name].bytes for name in again) + layer_input_bytes(job) + w * (q + out + kv)
     expanded = q + out if model.query_size > model.key_size else 0
     kernel = (w + 4) * q / min(p.cp, 2) + w * p.cp * (kv + expanded)
     if p.cp == 1:
-        return recomputed + gradients + kernel
-    keys, arrived = p.cp * kv, arrived_bytes(job)
+        return held + kernel
+    keys = p.cp * kv
     if job.cp_exchange == "latents":
-        again = w * keys if job.expands_again else 0
-        return recomputed + gradients + again + 4 * keys + max(w * keys, kernel)
+        return held + (w * keys if job.expands_again else 0) + 4 * keys + max(w * keys, kernel)
     sent = job.cp_gradient_bytes
     leaving = 4 * kv + sent * (keys - kv + ((p.cp - 1) / 2 * kv if sent == 4 else keys))
-    return recomputed + gradients + 4 * keys + max(leaving, arrived + kernel)
+    return held + 4 * keys + max(leaving, _arrived_bytes(job) + kernel)
 
 
-def arrived_bytes(job: Job) -> float:
-    """Bytes of received K and V for backward of one attention, per token of a context-parallel rank.
+def _recomputes_attention(job: Job) -> bool:
+    return job.recompute.granularity == "selective" and "core_attn" in job.recompute.modules
 
-    Counted for the same case as `attention_backward_bytes`.
-    """
+
+def _arrived_bytes(job: Job) -> float:
+    """Bytes of received K and V for backward of one attention, in the case of `attention_backward_bytes`."""
     model, p = job.model, job.parallel
     if p.cp == 1 or job.sharding.save_gathered_kv or job.cp_exchange == "latents":
         return 0
@@ -211,7 +187,7 @@ def peak_bytes(job: Job, stage: int, max_tokens: int | None = None) -> float:
     Tokens are capped by what a data-parallel rank can hold in a step. The peak comes when the last layer of a stage
     begins its backward: in the MLP, while K and V of attention arrive, or in attention, with the MLP freed.
     """
-    kept, at_once = _token_bytes(job, stage)
+    kept, at_once = token_bytes(job, stage)
     longest = job.max_tokens if max_tokens is None else max_tokens
     return (most_kept(job, stage, longest, kept) + longest * at_once) / job.parallel.cp
 
@@ -234,7 +210,7 @@ def largest_max_tokens(job: Job, budget_bytes: float) -> int:
     """Largest S_max, a multiple of the job's unit, that fits the budget on every stage; 0 if none."""
     budget, unit, fitting = job.parallel.cp * budget_bytes, job.unit_tokens, []
     for stage in range(job.parallel.pp):
-        kept, at_once = _token_bytes(job, stage)
+        kept, at_once = token_bytes(job, stage)
         fits = budget / (job.schedule().in_flight(stage, kept) + at_once)
         none, one = (kept.sum() * _most_rank_tokens(job, longest) for longest in (0, 1))  # linear in S_max
         if math.isfinite(none):
@@ -246,8 +222,8 @@ def largest_max_tokens(job: Job, budget_bytes: float) -> int:
 def weight_gradient_bytes(job: Job) -> tuple[float, float]:
     """Bytes that deferred weight gradients hold for a layer, and for the output layer.
 
-    Per token of a context-parallel rank. They hold inputs and output gradients of the weights in
-    `passes.deferrable_weights`, as TransformerEngine does: gathered where tensor-parallel ranks divide the sequence.
+    As in TransformerEngine: inputs and output gradients of the weights in `passes.deferrable_weights`, gathered where
+    tensor-parallel ranks divide the sequence.
     """
     model, p = job.model, job.parallel
     hidden, divided = 1 + max(1, model.moe_router_topk), model.output_size + model.ffn_hidden_size
@@ -266,14 +242,6 @@ def weight_gradient_bytes(job: Job) -> tuple[float, float]:
     return job.bytes_per_value * layer, job.bytes_per_value * (model.hidden_size + model.padded_vocab_size / p.tp)
 
 
-def kept_bytes(job: Job, stage: int) -> np.ndarray:
-    """Bytes that a pass through each virtual stage keeps until its backward ends, float64 [vpp].
-
-    Per token of a context-parallel rank.
-    """
-    return _token_bytes(job, stage)[0]
-
-
 def deferral_limits(job: Job) -> list[float]:
     """Bytes per stage that may be kept for backward and held for weight gradients.
 
@@ -281,18 +249,16 @@ def deferral_limits(job: Job) -> list[float]:
     the fullest stage's predicted peak, that peak replaces it: deferring then raises no stage's peak above it.
     """
     most = max(job.activation_bytes or 0, *(peak_bytes(job, stage) for stage in range(job.parallel.pp)))
-    return [most - job.max_tokens * _token_bytes(job, stage)[1] / job.parallel.cp for stage in range(job.parallel.pp)]
+    return [most - job.max_tokens * token_bytes(job, stage)[1] / job.parallel.cp for stage in range(job.parallel.pp)]
 
 
-def _token_bytes(job: Job, stage: int) -> tuple[np.ndarray, float]:
-    """Bytes per token that a stage keeps in each virtual stage, float64 [vpp], and holds for one running
-    micro-batch."""
+def token_bytes(job: Job, stage: int) -> tuple[np.ndarray, float]:
+    """Bytes that a stage keeps for backward in each virtual stage, float64 [vpp], and holds for a running pass."""
     model, parallel, recompute = job.model, job.parallel, job.recompute
-    # Offloading as in TransformerEngine's `OffloadSynchronizer`. Older versions offload only what their own modules
-    # save.
+    # As in TransformerEngine's `OffloadSynchronizer`; older versions offload only what their own modules save.
     layers = job.decoder_layers()[stage].astype(float) - job.offloaded_layers
-    ahead = 0 if "core_attn" in _dropped(job) else arrived_bytes(job)
-    at_once = max(mlp_backward_bytes(job) + ahead, attention_backward_bytes(job) - _mlp_bytes(job, _dropped(job)))
+    ahead = 0 if _recomputes_attention(job) else _arrived_bytes(job)
+    at_once = max(mlp_backward_bytes(job) + ahead, attention_backward_bytes(job) - _kept(job, mlp_tensors(job)))
     if recompute.granularity == "full":
         block = recompute.method == "block"
         recomputed = np.minimum(recompute.num_layers or 0, layers) if block else layers

@@ -76,7 +76,7 @@ def _weight_gradients(job: Job, rows: np.ndarray, layer: np.ndarray, output: np.
     is_part = np.arange(parts[2])[:, None] < counts[:, :, None, None]
     is_output = np.zeros(parts, bool)
     is_output[-1, -1, 0] = True
-    kept = np.array([memory.kept_bytes(job, stage) for stage in range(job.parallel.pp)])
+    kept = np.array([memory.token_bytes(job, stage)[0] for stage in range(job.parallel.pp)])
     return WeightGradients(
         counts=counts,
         times=is_part * np.where(is_output, output, layer),

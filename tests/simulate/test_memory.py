@@ -15,13 +15,13 @@ from megatron_wlb.plan.step import shard_step
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.simulate.memory import (
     attention_backward_bytes,
-    kept_bytes,
     largest_max_tokens,
     layer_bytes,
     layer_input_bytes,
     mlp_backward_bytes,
     most_kept,
     peak_bytes,
+    token_bytes,
     weight_bytes,
 )
 from tests.jobs import EDGES, job
@@ -104,9 +104,9 @@ def test_the_peak_adds_up():
     assert at(1) + 4096 * 7 * kept == peak_bytes(uneven, 1)
     assert weight_bytes(uneven) - weight_bytes(GPT3) == 18 * GPT3_SHAPE.layer_weights
     two = in_parallel(GPT3, split=Split(pipeline_model_parallel_layout="E(t*6|)*7t*12|(t*6|)*6t*5|tL"), vpp=2)
-    assert kept_bytes(two, 7).tolist() == [12 * kept, kept]
+    assert token_bytes(two, 7)[0].tolist() == [12 * kept, kept]
     six = Recompute(granularity="full", method="block", num_layers=6)
-    assert kept_bytes(replace(two, recompute=six), 7).tolist() == [6 * kept + 6 * 2 * 12288, 2 * 12288]
+    assert token_bytes(replace(two, recompute=six), 7)[0].tolist() == [6 * kept + 6 * 2 * 12288, 2 * 12288]
     full = Recompute(granularity="full")
     assert at(0, recompute=full) == 4096 * (8 * 12 * 2 * 12288 + kept + more)
     block = replace(full, method="block", num_layers=5)
