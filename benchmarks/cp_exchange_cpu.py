@@ -45,7 +45,7 @@ from megatron_wlb.runtime.measure import Target, attention_times
 from megatron_wlb.runtime.metadata import ShardMetadata
 from megatron_wlb.sharding import per_document, rounds, shard
 from megatron_wlb.sharding.volume import Held
-from megatron_wlb.simulate import breakdown, simulate_step
+from megatron_wlb.simulate.step import breakdown, simulate_step
 from megatron_wlb.types import ShardPlan
 from tests.reference.rounds import regrouped
 from tests.runtime.oracle import all_ranks, inputs

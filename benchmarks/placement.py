@@ -32,8 +32,8 @@ from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.pipeline.timeline import makespans
 from megatron_wlb.plan.placement import order, paces, place, rank_cost
 from megatron_wlb.plan.step import shard_step
-from megatron_wlb.simulate import balanced_time, breakdown, simulate_step
 from megatron_wlb.simulate.passes import crossover
+from megatron_wlb.simulate.step import balanced_time, breakdown, simulate_step
 
 PACKINGS = {
     "original": OriginalPacking(),

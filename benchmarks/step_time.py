@@ -37,8 +37,8 @@ from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.step import shard_step
-from megatron_wlb.simulate import SimulatedStep, breakdown, limit_time, simulate_step
 from megatron_wlb.simulate.memory import H100_BYTES
+from megatron_wlb.simulate.step import SimulatedStep, breakdown, limit_time, simulate_step
 from megatron_wlb.simulate.trace import trace_events
 
 LAYOUTS = {

@@ -19,9 +19,7 @@ Shape = tuple[ShardPlan, int]
 def shapes(longest: int) -> list[Shape]:
     """Return shards to measure, of up to `longest` tokens per document (a power of two from 512 on).
 
-    They are the same in every run: single documents; equal documents packed; first and last chunks of single documents;
-    mixed documents in all three shardings. So a cost that is common to one kind is both in the fit and in the held-out
-    shards.
+    The same in every run: single documents; equal ones packed; chunks of single ones; mixed ones in all shardings.
     """
     rng = np.random.default_rng(0)
     kernel = KernelModel(tile_rows=128, launch=0.0, tile=1.0, query_tile=1.0)
@@ -48,9 +46,9 @@ def shapes(longest: int) -> list[Shape]:
 def fit_directions(
     shards: list[Shard], us: np.ndarray, heads: int, tile_rows: tuple[int, ...]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fit kernel times by direction; returns them with the best of `tile_rows`, and their errors.
+    """Return kernel times by direction with the best of `tile_rows`, and their errors; `us` is float64 [shards, 2].
 
-    `us` is float64 [shards, 2], forward and backward. Raises ValueError if the times do not grow with the tiles.
+    Raises ValueError if the times do not grow with the tiles.
     """
     held_out = held_out_shapes(len(shards))
     sizes = {"shapes_fitted": int((~held_out).sum()), "shapes_held_out": int(held_out.sum())}

@@ -83,8 +83,7 @@ class Parallel:
     def expert_dp_ranks(self) -> int:
         """Neighbouring data-parallel ranks that divide experts, and so wait for each other in every layer.
 
-        Megatron divides the TP x CP x DP ranks of a stage into runs of `expert_ranks`. Ranks of one data-parallel rank
-        wait for each other anyway.
+        Megatron divides the TP x CP x DP ranks of a stage into runs of `expert_ranks`.
         """
         return math.lcm(self.expert_ranks, self.tp * self.cp) // (self.tp * self.cp)
 
@@ -160,10 +159,7 @@ class Packing(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A training job. Lengths are in trained tokens.
-
-    Raises ValueError for contradictory sizes.
-    """
+    """A training job. Lengths are in trained tokens. Raises ValueError for contradictory sizes."""
 
     model: ModelShape
     parallel: Parallel = Parallel()
@@ -272,11 +268,7 @@ class Job:
 
     @property
     def unit_tokens(self) -> int:
-        """Micro-batches are padded at their end to a multiple of this.
-
-        Context-parallel ranks hold two equal chunks each. Sequence-parallel ranks divide the rows of their
-        context-parallel rank equally.
-        """
+        """Micro-batches are padded to a multiple of this: two equal chunks a CP rank, equal rows an SP rank."""
         p = self.parallel
         rows = p.sequence_ranks * self.row_multiple
         return p.cp * math.lcm(2, rows) if p.cp > 1 else rows
@@ -314,10 +306,7 @@ class Job:
         return max(self.context_length, mean)
 
     def most_rank_tokens(self, longest: int) -> float:
-        """Most tokens of a step on a data-parallel rank if no micro-batch has more than `longest`.
-
-        inf: as many as fit. `placement.place` ensures this.
-        """
+        """Return the most tokens of a step on a rank, which `placement.place` ensures; inf: as many as fit."""
         most, ranks = self.packing.most_step_tokens(self), self.parallel.dp
         if most is None:
             return math.inf

@@ -21,8 +21,7 @@ SHARES = (1, 3 / 2, 2, 3, 4, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
 RANKS = 2
 """Data-parallel ranks that represent all."""
 WARM_UP, WINDOWS, LEAST_STEPS, MOST_STEPS = 24, 224, 4, 32
-"""Steps that are packed and not counted, until the first long documents have run. Then the windows to count, and bounds
-on the steps that hold them."""
+"""Steps that are packed and not counted; then the windows to count, and bounds on the steps that hold them."""
 ALIKE = 0.01
 """Times that differ by less count as equal; then the least delay decides."""
 
@@ -40,10 +39,9 @@ class Prediction(NamedTuple):
 def predictions(
     default: Job, make: Callable[..., Job], stream: Callable[[], DocumentStream], *, memory_known: bool
 ) -> tuple[Job, list[Prediction]]:
-    """Return the job with the best number of micro-batches, and all predictions by number.
+    """Return the job with the best number of micro-batches, and all predictions by number; [] if none was compared.
 
-    The list is [] if nothing was compared. All numbers see the same first documents, on a few data-parallel ranks. Time
-    is work (`placement.rank_cost`) if a job cannot be timed (`untimed`).
+    All numbers see the same first documents, on a few data-parallel ranks. Time is work if a job is `untimed`.
 
     Args:
         default: the job with one micro-batch per window.

@@ -71,21 +71,13 @@ class ModelShape:
         return self.num_attention_heads * self.value_channels
 
     @property
-    def attention_size(self) -> int:
-        """Values of Q, K, V and attention's output per token."""
-        return self.query_size + self.key_size + self.value_size + self.output_size
-
-    @property
     def latent_size(self) -> int:
         """Values projected from the hidden state instead of Q, K and V; 0 without multi-latent attention."""
         return self.q_lora_rank + self.kv_lora_rank + self.qk_pos_emb_head_dim if self.kv_lora_rank else 0
 
     @property
     def projections(self) -> list[tuple[int, int]]:
-        """Outputs and inputs of the matrices between the input of one attention and its Q, K and V.
-
-        With latents: from the hidden state to latents, then from latents to queries, and to keys and values.
-        """
+        """Outputs and inputs of the matrices before Q, K and V; or to latents, to queries, and to keys and values."""
         if not self.kv_lora_rank:
             return [(self.query_size + self.key_size + self.value_size, self.hidden_size)]
         rotated = self.num_query_groups * self.qk_pos_emb_head_dim
@@ -112,11 +104,7 @@ class ModelShape:
 
     @property
     def column_weights(self) -> tuple[int, ...]:
-        """Weights of each column-parallel matrix of a layer: QKV and the first of the MLP.
-
-        With latents, QKV are the matrices from latents. Experts do not count, since their tokens are exchanged
-        separately.
-        """
+        """Weights of each column-parallel matrix: QKV (or those from latents), and the first of a dense MLP."""
         projections = [outputs * inputs for outputs, inputs in self.projections]
         attention = sum(projections[1:] or projections)
         mlp = self.hidden_size * self.ffn_hidden_size * (2 if self.gated_linear_unit else 1)
@@ -150,11 +138,7 @@ class ModelShape:
 
     @property
     def crossover_tokens(self) -> int:
-        """Crossover length Lc in tokens by the FLOPs of matrix products alone.
-
-        Per token and layer: 2 FLOPs per weight, and heads * (kv_channels + value_channels) per token of the document
-        (causal attention: QK^T and PV over half of it).
-        """
+        """Crossover length Lc in tokens by FLOPs alone: 2 per weight; QK^T and PV over half of the document."""
         return max(1, 2 * self.token_weights // (self.query_size + self.output_size))
 
     def kv_values_per_rank(self, tp: int) -> int:

@@ -16,16 +16,10 @@ def setting(
     most: float | None = None,
     word: str | None = None,
 ) -> Any:
-    """Return a field of a `Settings` dataclass.
+    """Return a field of a `Settings` dataclass, with its `help` for `--help` and the page of flags.
 
-    Args:
-        default: None if the default follows from something else, which `help` names; False makes a switch.
-        help: what the setting does, for `--help` and the page of flags.
-        parse: converts the text of a flag to a value.
-        choices: allowed values.
-        least: smallest allowed number.
-        most: largest allowed number.
-        word: a word that is allowed instead of a number.
+    A default of None follows from something else, which `help` names; False makes a switch. Values are of `choices`, or
+    from `least` to `most`, or `word`. `parse` converts the text of a flag.
     """
     return field(default=default, metadata={k: v for k, v in locals().items() if k != "default"})
 
@@ -52,10 +46,7 @@ class Settings:
 
     @classmethod
     def add_flags(cls, group: Any, without: Collection[str] = ()) -> None:
-        """Add a flag for every setting not in `without` to an argparse parser or argument group.
-
-        Choices and ranges are checked when the settings are made, so they also hold without flags.
-        """
+        """Add a flag for every setting not in `without` to a parser or group; the settings check values themselves."""
         for f in fields(cls):  # type: ignore[arg-type]
             if f.name in without:
                 continue

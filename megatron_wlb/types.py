@@ -1,8 +1,7 @@
 """What a plan is made of: integers only, half-open ranges.
 
-A document of T tokens has T - 1 *trained tokens*, each with the next one as its target; all lengths count these.
-Documents longer than the context window have been cut into pieces by the stream; a piece is a document for everything
-that follows.
+A document of T tokens has T - 1 *trained tokens*, each with the next one as its target; all lengths count these. The
+stream cuts documents longer than the context window; a piece is a document for everything that follows.
 """
 
 import math
@@ -69,9 +68,9 @@ class Draw(Protocol):
         """The next DOCUMENT rows, of at least `tokens` tokens in all unless the data ends."""
 
     def global_batch(self, most_tokens: int | None = None) -> np.ndarray:
-        """DOCUMENT rows: what is left of this step's global batch, of at least `most_tokens` tokens if that is less.
+        """DOCUMENT rows: what is left of this step's global batch, or of at least `most_tokens` tokens if that is less.
 
-        Where fewer tokens were taken before, this step's global batch begins here: the rest is not made up for.
+        What earlier steps took too little is not made up for.
         """
 
 
@@ -92,9 +91,8 @@ class Policy(Protocol):
 class Shard:
     """What one context-parallel rank holds of a micro-batch.
 
-    Each of its *calls* is what one varlen attention call computes: a run of segments in which every document occurs at
-    most once, in document order, so that their key ranges are disjoint. The rank's local rows are those of its calls
-    one after the other: of a set of documents first head chunks and whatever is whole or cut once, then tail chunks.
+    One varlen attention call computes each of its *calls*: segments in which a document occurs at most once, in order.
+    Local rows are those of its calls: of a set of documents first heads and what is whole or cut once, then tails.
     """
 
     calls: tuple[np.ndarray, ...]

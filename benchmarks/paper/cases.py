@@ -14,8 +14,8 @@ from megatron_wlb.model import MODELS
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.pipeline.split import EVEN, Split
 from megatron_wlb.sharding import shard
-from megatron_wlb.simulate import simulate_step
 from megatron_wlb.simulate.passes import pass_times
+from megatron_wlb.simulate.step import simulate_step
 
 DOCUMENTS = 400_000
 VPP = 2

@@ -24,8 +24,8 @@ from megatron_wlb.plan import metrics
 from megatron_wlb.plan.packer import PackedStep
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.sharding import shard
-from megatron_wlb.simulate import SimulatedStep, balanced_time, simulate_step
 from megatron_wlb.simulate.passes import LayerTimes, pass_times
+from megatron_wlb.simulate.step import SimulatedStep, balanced_time, simulate_step
 from megatron_wlb.types import PackedBatch
 
 SKIPPED = 0.1

@@ -26,8 +26,9 @@ from megatron_wlb.plan.step import StepPlan, shard_step
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import choose_backend
 from megatron_wlb.settings import flag_with_value
-from megatron_wlb.simulate import memory, shares, simulate_step
+from megatron_wlb.simulate import memory
 from megatron_wlb.simulate.passes import untimed
+from megatron_wlb.simulate.step import shares, simulate_step
 from megatron_wlb.types import PackedBatch
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

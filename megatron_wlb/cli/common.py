@@ -1,11 +1,8 @@
 """Shared by commands: argument types, output files, a progress bar, tables, remarks."""
 
 import argparse
-import datetime
 import json
 import os
-import platform
-import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -72,24 +69,14 @@ def progress(total: int, output: str | None, text: str = "planning") -> Iterator
 
 
 def console(*outputs: str | None, **options: Any) -> Any:
-    """Return a rich console on standard output, or on standard error if one of `outputs` is standard output.
-
-    Call it before the work: rich is an extra, and `main` reports that it is missing.
-    """
+    """Return a rich console, on standard error if an output is standard output; before the work: rich is an extra."""
     from rich.console import Console
 
     return Console(stderr="-" in outputs, highlight=False, **options)
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], text: str = "", bold: Collection[str] = ()) -> Any:
-    """Return a table without lines, to print on `console`.
-
-    Args:
-        titles: column titles; columns hold numbers, except the one with title `text`.
-        rows: one text per column.
-        text: title of the column that holds words.
-        bold: first cells of the rows to highlight.
-    """
+    """Return a table of numbers, and words in the column titled `text`; rows that begin with one of `bold` are bold."""
     from rich.table import Table
     from rich.text import Text
 
@@ -102,7 +89,7 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]], text: str = "", 
 
 
 def render(template: Path | str, **values: Any) -> str:
-    """A template of `templates/`, or a file that extends one of them, with `values`; HTML is escaped."""
+    """Render a template of `templates/`, or a file that extends one; HTML is escaped."""
     import jinja2
 
     file, folder = Path(template), Path(__file__).parent / "templates"
@@ -121,15 +108,6 @@ class Words(NamedTuple):
     """A run's command, behind --."""
 
 
-def provenance(argv: Sequence[str], **versions: str | None) -> dict[str, Any]:
-    """Return the origin of a profile, as JSON types."""
-    return {
-        "versions": {"python": platform.python_version(), **versions},
-        "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["megatron-wlb", *argv]),
-    }
-
-
 def short(text: str, most: int = 40) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
@@ -137,9 +115,3 @@ def short(text: str, most: int = 40) -> str:
 def printable(text: str) -> str:
     """Replace control characters, with which a file's name could write to the terminal."""
     return "".join(c if c.isprintable() else " " for c in text)
-
-
-def remark(notes: Sequence[str]) -> None:
-    """Print the assumptions behind the numbers on standard error, each once."""
-    for note in dict.fromkeys(notes):
-        print(f"- {note}", file=sys.stderr)

@@ -7,6 +7,7 @@ run's profile or with --wlb-profile. `megatron-wlb profile` measures a better pr
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +18,12 @@ import numpy as np
 
 from megatron_wlb.calibration import relative_error
 from megatron_wlb.cli import common
-from megatron_wlb.cli.common import Words, integer, progress, remark, write_json, writer
+from megatron_wlb.cli.common import Words, integer, progress, write_json, writer
 from megatron_wlb.describe.make import job_from_json
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, Profile, load_profile
 from megatron_wlb.job import MAX_TOKENS, Job, differences
 from megatron_wlb.plan.step import shard_step
-from megatron_wlb.simulate import SHARES, shares, simulate_step
+from megatron_wlb.simulate.step import SHARES, shares, simulate_step
 
 FORMAT = "megatron-wlb-comparison"
 VERSION = 3
@@ -76,8 +77,7 @@ def run(args: argparse.Namespace, words: Words) -> None:
             times.append(simulated.time)
             parts.append(shares(simulated))
             advance(1)
-        found = errors(np.array(times), np.array([step.measured_us for step in steps]))
-        both_ways = in_words(steps, times, parts)
+        found, both_ways = errors(times, [step.measured_us for step in steps]), in_words(steps, times, parts)
         both = [
             {"step": step.number, "measured_us": step.measured_us, "predicted_us": us}
             for step, us in zip(steps, times, strict=True)
@@ -86,11 +86,12 @@ def run(args: argparse.Namespace, words: Words) -> None:
         write_json(out, result | {"in_words": both_ways, "steps": both})
     console.print(_table(found, job.profile.name))
     console.print(_words_table(both_ways))
-    remark(notes)
+    for note in notes:
+        print(f"- {note}", file=sys.stderr)
 
 
 def _steps(args: argparse.Namespace, notes: list[str]) -> list[LoggedStep]:
-    """Return the steps of the log to simulate; raises ValueError if there are too few."""
+    """Return the steps of the log to simulate. Raises ValueError if there are too few."""
     steps = warm(read_log(args.log), args.skip)
     if len(steps) < 2:
         raise ValueError(f"{args.log} has {len(steps)} steps after --skip {args.skip}; give the log of more steps")
@@ -157,8 +158,9 @@ def warm(steps: Sequence[LoggedStep], skip: int) -> list[LoggedStep]:
     return steady
 
 
-def errors(predicted: np.ndarray, measured: np.ndarray) -> dict[str, Any]:
-    """Return errors of predicted step times in us, float64 [n]; the correlation is None if either side is constant."""
+def errors(times: Sequence[float], measured_us: Sequence[float]) -> dict[str, Any]:
+    """Return errors of predicted step times in us; the correlation is None if either side is constant."""
+    predicted, measured = np.array(times), np.array(measured_us)
     median, p90 = relative_error(predicted, measured)
     varies = min(np.ptp(predicted), np.ptp(measured)) > 0
     return {
@@ -174,15 +176,9 @@ def errors(predicted: np.ndarray, measured: np.ndarray) -> dict[str, Any]:
 def in_words(
     steps: Sequence[LoggedStep], times: Sequence[float], parts: Sequence[dict[str, float]]
 ) -> dict[str, dict[str, float | None]]:
-    """Return time and shares in the words of a report of `analyze`, measured and predicted, means over steps.
+    """Return means of time and shares, measured and predicted, in the words of `analyze`; None: not measured.
 
-    Shares are means over the steps that logged theirs, or over all steps if none did; None for a share that the run
-    could not measure.
-
-    Args:
-        steps: as logged.
-        times: predicted times, us.
-        parts: predicted shares of each step.
+    `times` in us and `parts`, shares of each step, are predicted. Shares are of the steps that logged theirs, if any.
     """
     tokens, gpus = sum(int(sum(map(np.sum, step.lengths))) for step in steps), steps[0].job.parallel.num_gpus
     told = [(ran.shares, each) for ran, each in zip(steps, parts, strict=True) if ran.shares]

@@ -32,7 +32,7 @@ class Data:
 def data_of(a: MegatronArguments, notes: list[str]) -> Data:
     """Return the data of --data-path, or of flags that replace it; adds assumptions to `notes`.
 
-    Raises ValueError, naming the flags, if data are missing or no dataset.
+    Raises ValueError if data are missing or no dataset.
     """
     words, is_split = _blend_words(a)
     split = "1"
@@ -57,7 +57,7 @@ def data_of(a: MegatronArguments, notes: list[str]) -> Data:
 
 
 def _blend_words(a: MegatronArguments) -> tuple[Sequence[str], bool]:
-    """Return the words of the training blend, and if --split divides it: upstream's get_blend_and_blend_per_split."""
+    """Return the words of the training blend, and whether --split divides it, as upstream chooses them."""
     if a.data_path:
         return a.data_path, True
     if a.data_args_path is not None:

@@ -24,7 +24,8 @@ TOKENIZERS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "TikTokenizer
 """Vocabulary sizes by Megatron's --tokenizer-type, where the type determines them."""
 _NAMED = {"llama-?3": "llama3-8b", "llama-?2": "llama2-7b"}
 """Models by patterns in the names of their tokenizers."""
-_MODEL = ("model", "multi-latent attention")
+MODEL_GROUPS = ("model", "multi-latent attention")
+"""Groups of the flags that `shape_of` reads."""
 
 
 def add_megatron_flags(parser: argparse.ArgumentParser, groups: Collection[str] | None = None) -> None:
@@ -50,11 +51,6 @@ def add_megatron_flags(parser: argparse.ArgumentParser, groups: Collection[str] 
         added[group].add_argument(flag_of(f.name), **options)
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add only the flags of the model; `shape_of` reads them."""
-    add_megatron_flags(parser, _MODEL)
-
-
 def add_job_flags(parser: argparse.ArgumentParser) -> None:
     """Add arguments that name a run: a log, flags, or a command after --. Flags take precedence."""
     parser.add_argument("log", nargs="?", metavar="LOG", help="what a run printed; - for standard input")
@@ -67,7 +63,7 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def shape_of(args: argparse.Namespace) -> ModelShape:
-    """Return the model of `add_model_flags`. Raises ValueError, naming flags, if they describe none."""
+    """Return the model of flags in `MODEL_GROUPS`. Raises ValueError, naming flags, if they describe none."""
     return model_of(MegatronArguments.of(vars(args)), MODELS[args.model] if args.model else None)
 
 
@@ -75,10 +71,8 @@ class Run(NamedTuple):
     """A run, and how --wlb would train it."""
 
     arguments: MegatronArguments
-    shape: ModelShape | None
-    """Sizes of a known model."""
     model: str | None
-    """Name of the known model."""
+    """Name of a known model."""
     packing: Packing
     sharding: Sharding
     settings: PlanSettings
@@ -89,21 +83,15 @@ class Run(NamedTuple):
     """Sentences on what was assumed, and on what is not simulated."""
 
     def job(self, arguments: MegatronArguments | None = None, **given: Any) -> Job:
-        """Build the job that --wlb would train, in the layout of `arguments`; `given` are arguments of `make_job`.
-
-        Raises ValueError, naming the flags, if they contradict each other.
-        """
+        """Build the job that --wlb would train, in the layout of `arguments`; `given` are arguments of `make_job`."""
         a = arguments or self.arguments
-        shape = model_of(a, self.shape)
+        shape = model_of(a, MODELS[self.model] if self.model else None)
         details = {"packing": self.packing, "sharding": self.sharding, "settings": self.settings} | given
         return job_of(a, model=shape, default_profile=DEFAULT_PROFILE, device_bytes=H100_BYTES, **details)
 
 
 def run_of(args: argparse.Namespace, command: list[str]) -> Run:
-    """Return the run of `add_job_flags`; `command` is what follows --.
-
-    Raises ValueError, naming the flags, for missing or contradictory arguments.
-    """
+    """Return the run of `add_job_flags`; `command` is what follows --. Raises ValueError for contradictions."""
     launched = _launched(args, command)
     for name, value in _wlb_values(launched).items():
         if getattr(args, name) is None:
@@ -132,10 +120,8 @@ def run_of(args: argparse.Namespace, command: list[str]) -> Run:
         )
     policy = packing.from_args(args)
     notes += (f"{said}: without effect." for said in packing.without_effect(args))
-    arguments = _settled(arguments, args.model, notes)
     return Run(
-        arguments=arguments,
-        shape=MODELS[args.model] if args.model else None,
+        arguments=_settled(arguments, args.model, notes),
         model=args.model,
         packing=policy,
         sharding=Sharding.from_args(args),

@@ -93,7 +93,7 @@ class Judged(NamedTuple):
 def read_log(name: str) -> Launched:
     """Read the last complete block of arguments in a log; - is standard input.
 
-    Raises ValueError, with the remedy, for any other file, and for a run of anything but a GPT.
+    Raises ValueError for any other file, and for a run of anything but a GPT.
     """
     text = _text(name)
     end = text.rfind(_END)
@@ -113,11 +113,7 @@ def read_log(name: str) -> Launched:
 
 
 def read_command(words: Sequence[str], world_size: int | None = None) -> Launched:
-    """Read the command of a run, from its launcher to the flags of its script.
-
-    Args:
-        words: of the command, as a shell splits it.
-        world_size: number of GPUs; None: as the launcher says.
+    """Read the words of a run's command, from launcher to flags; `world_size` takes precedence over the launcher.
 
     Raises ValueError if there is no script, or if it trains anything but a GPT.
     """
@@ -128,16 +124,12 @@ def read_command(words: Sequence[str], world_size: int | None = None) -> Launche
             "torchrun or srun on"
         )
     stated = _stated(words[script + 1 :])
-    _refuse_others([*words[: script + 1]], stated)
-    wlb = [word for name in stated if name.startswith("wlb") for word in _words_of(name, stated[name])]
-    return Launched(stated, wlb, "command", world_size=world_size or _world_size(words[:script]))
+    _refuse_others(words[: script + 1], stated)
+    return Launched(stated, list(_wlb_words(stated)), "command", world_size=world_size or _world_size(words[:script]))
 
 
 def judge(launched: Launched, arguments: MegatronArguments, *, approximate: bool) -> Judged:
-    """Sort the arguments of a run into ignored, refused and not simulated.
-
-    Raises ValueError for an argument that would change the prediction, unless `approximate`.
-    """
+    """Sort the arguments of a run. Raises ValueError for one that changes the prediction, unless `approximate`."""
     stated, left_out = launched.stated, []
     for name, what in NOT_SIMULATED.items():
         if stated.get(name) in (None, False):
@@ -243,26 +235,19 @@ def _value_of(text: str) -> Any:
 
 
 def _wlb_words(stated: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the words of the `--wlb` flags."""
     for name, value in stated.items():
         if name.startswith("wlb") and value not in (None, False):
-            yield from _words_of(name, value)
-
-
-def _words_of(name: str, value: Any) -> list[str]:
-    flag = f"--{name.replace('_', '-')}"
-    if value is True:
-        return [flag]
-    return [flag, ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)]
+            yield f"--{name.replace('_', '-')}"
+            if value is not True:
+                yield ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 _SHORT = {"-n": "--ntasks", "-np": "--ntasks", "-N": "--nodes"}
 
 
 def _world_size(launcher: Sequence[str]) -> int | None:
-    """Return the ranks by the words of torchrun, srun or mpirun, or WORLD_SIZE; None if unknown.
-
-    Raises ValueError for a number that is not one.
-    """
+    """Return the ranks by torchrun, srun, mpirun or WORLD_SIZE; None if unknown. Raises ValueError if no number."""
     said = {}
     for word, after in zip(launcher, [*launcher[1:], ""], strict=True):
         name, equals, value = word.partition("=")

@@ -13,7 +13,9 @@ on a GPU. On a CPU, shapes are smaller, for demonstrations.
 """
 
 import argparse
+import datetime
 import platform
+import shlex
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -23,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from megatron_wlb.calibration import Shape, entries, fit_directions, rounded, shapes
-from megatron_wlb.cli.common import Words, progress, provenance, write_json, writer
-from megatron_wlb.cli.job import add_model_flags, shape_of
+from megatron_wlb.cli.common import Words, progress, write_json, writer
+from megatron_wlb.cli.job import MODEL_GROUPS, add_megatron_flags, shape_of
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.hardware.profile import Profile
 
@@ -38,7 +40,7 @@ USAGE = "[MODEL FLAGS] --output FILE.json [--quick]"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    add_model_flags(parser)
+    add_megatron_flags(parser, MODEL_GROUPS)
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     parser.add_argument(
         "--backend", default="auto", help="attention backend, as --wlb-attention-backend; default: auto"
@@ -63,7 +65,8 @@ def run(args: argparse.Namespace, words: Words) -> None:
         data = _fit(args, target, chosen, linear_us, attention_us, two_streams)
         cpu = f"one thread of an {platform.machine()} CPU"
         data["device"] = torch.cuda.get_device_name() if target.device == "cuda" else cpu
-        data |= provenance(words.typed, torch=torch.__version__, cuda=torch.version.cuda)
+        data["versions"] = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
+        data |= {"date": datetime.date.today().isoformat(), "command": shlex.join(["megatron-wlb", *words.typed])}
         write_json(file, data)
     _print(data)
 
@@ -71,10 +74,9 @@ def run(args: argparse.Namespace, words: Words) -> None:
 def _measure(
     args: argparse.Namespace, target: Any, chosen: list[Shape]
 ) -> tuple[tuple[float, float], np.ndarray, bool]:
-    """Return linear times in us per token, and attention times of the shapes.
+    """Return linear times in us per token, attention times in us, float64 [shapes, 2], and if these are of two streams.
 
-    Attention times are float64 [shapes, 2] us: forward, backward. The last result says whether they are of two streams,
-    which were then faster over all shapes.
+    Two streams count if they were faster over all shapes.
     """
     import torch
 

@@ -19,10 +19,9 @@ def exchange_parts(job: Job) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeModel:
-    """Time of an exchange in us: `latency`, plus a time per row of K and V through the busiest rank.
+    """Time of an exchange in us: `latency`, plus a time per row of K and V, or of latents, through the busiest rank.
 
-    It takes no time without rows. If latents are exchanged, a row is a row of latents, and its time includes expanding
-    it.
+    Rows of latents take the time of expanding them, too.
     """
 
     latency: float
@@ -31,9 +30,8 @@ class ExchangeModel:
     leave: float
     """Per row of their gradients."""
     ahead: float
-    """Time by which backward's first K and V are prefetched, per row that a rank holds. They are sent when the layer's
-    backward begins, so they overlap the products for input gradients of MLP and output projection. Products for weight
-    gradients do not count, since they may be deferred."""
+    """Time by which backward's first K and V are prefetched, per row of a rank: the products for input gradients of MLP
+    and output projection; those for weight gradients may be deferred."""
 
     def times(self, rows: np.ndarray) -> Directions:
         """Times in which K and V arrive and their gradients leave, if the busiest rank has `rows` rows."""
@@ -61,10 +59,10 @@ def exchange_model(job: Job) -> ExchangeModel:
 
 
 def _latents_model(job: Job, latency: float, byte: float) -> ExchangeModel:
-    """Return the exchange of latents, in which each tensor-parallel rank sends its part of a row.
+    """Return the exchange of latents, of which each tensor-parallel rank sends a part of the row.
 
-    These ranks gather the parts, and gather rows to expand them. In backward they scatter and gather gradients of
-    latents, and sum gradients of the key part that heads share.
+    These ranks gather parts, and rows to expand. In backward they scatter and gather gradients of latents, and sum
+    those of the key part that heads share.
     """
     latent, shared = job.model.kv_lora_rank, job.model.qk_pos_emb_head_dim
     network, tensor = job.profile.network, Group(size=job.parallel.tp, stride=1)
@@ -95,12 +93,11 @@ def expansion(job: Job) -> tuple[float, float]:
 def round_times(
     own: Sequence[np.ndarray], times: Sequence[np.ndarray], moved: Directions, *, kept: bool, ahead: float = 0.0
 ) -> Directions:
-    """Time of attention in rounds, forward and backward, float64 [...] us each.
+    """Return the time of attention in rounds, forward and backward, float64 [...] us each.
 
     Documents that are whole on a rank run first in forward and last in backward. K and V of a round begin to arrive
-    when every rank begins the previous round. Gradients of a round leave when all ranks have ended it. A rank waits for
-    the gradients of a round after it has run the next one, and for all gradients at the end. Trailing rounds that take
-    no time and move nothing are ignored.
+    when every rank begins the round before; its gradients leave when all ranks have ended it. A rank waits for them
+    after it has run the next round, and for all at the end. Trailing rounds without time and rows are ignored.
 
     Args:
         own: forward and backward time of documents that are whole on a rank, float64 [..., cp] each.
@@ -134,10 +131,9 @@ def round_times(
 
 
 def exposed_exchange(job: Job, rows: np.ndarray, attention: Directions) -> Directions:
-    """Time that exchanging K/V of all `rows` (float64 [M]) adds to the slowest ranks' `attention`.
+    """Return the time that exchanging K/V of all `rows` (float64 [M]) adds to the slowest ranks' `attention`.
 
-    For a ring, or an exchange before attention as in the paper: K and V arrive by an all-gather, in backward again
-    unless they were kept, and their gradients leave in fp32.
+    By a ring, or before attention as in the paper: an all-gather, in backward again unless kept, with fp32 gradients.
     """
     cp, collective = job.parallel.cp, job.profile.network.collective
     if cp == 1:

@@ -42,12 +42,10 @@ def make_job(
         context_length: the context window C in tokens.
         global_batch_size: N, the context windows of tokens that a step trains on average.
         parallel: the parallel layout; default: one rank.
-        packing: the packing policy with its settings; default: `DEFAULT_POLICY`.
-        sharding: settings of context parallelism; default: `Sharding()`.
-        settings: settings of planning; default: `PlanSettings()`.
+        packing, sharding, settings: by default those of no flags.
         default_profile: profile if the settings name none.
         budget_bytes: memory for activations if the settings name none; None: no limit.
-        device_bytes: memory of a GPU. Without a budget, it only limits what deferred weight gradients hold.
+        device_bytes: memory of a GPU; without a budget, it only limits what deferred weight gradients hold.
         given: other fields of `Job`, which take precedence over settings.
 
     Raises ValueError for contradictory settings, and for an S_max that does not fit memory.
@@ -116,10 +114,7 @@ def _packing_from_json(kind: type, data: Any) -> Any:
 
 
 def _cp_exchange(job: Job) -> str:
-    """Return "latents" if attention is predicted to take less time with them, else "shared".
-
-    Predicted for a window of documents, each as long as all shorter ones together.
-    """
+    """Return the faster of "shared" and "latents" for documents that are each as long as all shorter ones together."""
     if not job.model.kv_lora_rank or job.parallel.cp == 1 or job.profile.counts_pairs or job.offloaded_layers:
         return "shared"
     halves = [job.context_length >> i for i in range(1, job.context_length.bit_length()) if job.context_length >> i]

@@ -136,10 +136,7 @@ class MegatronArguments:
 
     @classmethod
     def of(cls, stated: Mapping[str, Any]) -> "MegatronArguments":
-        """Select the arguments from `stated`, with values or their text.
-
-        Raises ValueError, naming the flag and the limit, for a value of another type or out of range.
-        """
+        """Select the arguments from `stated`, values or their text. Raises ValueError for a wrong type or range."""
         values = {}
         for f in fields(cls):
             value = stated.get(f.name)
@@ -168,10 +165,7 @@ def _short(value: Any) -> str:
 def job_of(
     arguments: MegatronArguments, *, settings: PlanSettings, model: ModelShape | None = None, **given: Any
 ) -> Job:
-    """Build the job that arguments describe; `given` are arguments of `make_job`, which take precedence.
-
-    Raises ValueError, naming the flags, if they contradict each other.
-    """
+    """Build the job that arguments describe; `given`, of `make_job`, takes precedence. Raises ValueError as it does."""
     a, parallel = arguments, parallel_of(arguments)
     if a.seq_length is None:
         raise ValueError("no --seq-length; give the context window in tokens")

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from importlib import resources
 from typing import NamedTuple
 
@@ -52,10 +51,7 @@ class Network:
     """Latency per node in a ring, and of a point-to-point message. Assumed."""
 
     def collective(self, name: str, num_bytes: np.ndarray | float, group: Group) -> np.ndarray:
-        """Time of a collective in `group`.
-
-        Between nodes, the ranks of a node share its links, and transfers within the node overlap.
-        """
+        """Return the time of a collective. Ranks of a node share its links; transfers within the node overlap."""
         num_bytes = np.asarray(num_bytes, np.float64)
         if group.size == 1:
             return np.zeros_like(num_bytes)
@@ -70,10 +66,9 @@ class Network:
         return latency + time / 1e3
 
     def all_to_all(self, group: Group) -> tuple[float, float]:
-        """Latency of an all-to-all in us, and us per byte that enters or leaves the busiest rank of `group`.
+        """Return the latency of an all-to-all in us, and us per byte that enters or leaves the busiest rank.
 
-        Within a node, assumes latency and bandwidth of an all-gather, which was not measured. Between nodes, a row is
-        sent separately to every rank that needs it.
+        Within a node as an all-gather: assumed, not measured. Between nodes, every rank is sent its own copy of a row.
         """
         local = min(group.size, max(1, self.gpus_per_node // group.stride))
         latency, inside = self._within_node("all_gather", local) if local > 1 else (0.0, math.inf)
@@ -84,7 +79,7 @@ class Network:
         return latency, time / 1e3
 
     def point_to_point(self, num_bytes: np.ndarray | float, group: Group) -> np.ndarray:
-        """Time of a message between neighbours of `group`; over the network unless the whole group is in one node."""
+        """Return the time of a message between neighbours; over the network unless the group is in one node."""
         num_bytes = np.asarray(num_bytes, np.float64)
         one_node = group.size * group.stride <= self.gpus_per_node
         bandwidth = self._within_node("all_gather", 2)[1] if one_node else self.link_gb_per_s
@@ -97,17 +92,11 @@ class Network:
 
 
 def fit(num_bytes: np.ndarray, times_us: np.ndarray) -> tuple[float, float]:
-    """(latency in us, bandwidth in GB/s) of time = latency + bytes / bandwidth, by least squares of relative errors."""
+    """Return latency in us and bandwidth in GB/s by least squares of relative errors."""
     rows = np.stack((1 / times_us, num_bytes / times_us), axis=1)
     latency, slope = np.linalg.lstsq(rows, np.ones(len(rows)))[0]
     return float(latency), float(1e-3 / slope)
 
 
-@cache
-def load_network(name: str) -> Network:
-    """Load a network of the package, by the name of its JSON file in `networks/`."""
-    file = resources.files("megatron_wlb.hardware") / "networks" / f"{name}.json"
-    return msgspec.json.decode(file.read_bytes(), type=Network)
-
-
-H100_NETWORK = load_network("h100")
+NETWORKS = resources.files("megatron_wlb.hardware") / "networks"
+H100_NETWORK = msgspec.json.decode((NETWORKS / "h100.json").read_bytes(), type=Network)

@@ -17,8 +17,7 @@ from megatron_wlb.hardware.network import H100_NETWORK, Network
 class KernelModel:
     """Time of a rank's varlen attention in a layer: t = launch + heads * (tile * N_t + query_tile * N_q).
 
-    N_q counts query tiles of `tile_rows` rows, N_t the tiles of `tile_rows` x `tile_rows` that the causal mask leaves
-    visible. `exchange` is the exposed time per row of K and V gathered from all ranks.
+    N_q counts query tiles of `tile_rows` rows, N_t the tiles of `tile_rows` x `tile_rows` that the causal mask leaves.
     """
 
     tile_rows: int
@@ -30,14 +29,15 @@ class KernelModel:
     parts: int = 1
     """Parts of K and V: one computes while the next is transferred."""
     exchange: float = 0.0
+    """Exposed time per row of K and V gathered from all ranks."""
 
     def count(self, segments: np.ndarray) -> tuple[int, int]:
-        """(N_t, N_q), summed over SEGMENT [n]."""
+        """Return (N_t, N_q), summed over SEGMENT [n]."""
         tiles, query_tiles = self.tiles(segments)
         return int(tiles.sum()), int(query_tiles.sum())
 
     def tiles(self, segments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(N_t, N_q) per SEGMENT [n], query rows [start, stop) against keys [0, stop): int64 [n] each."""
+        """Return (N_t, N_q) per SEGMENT [n], query rows [start, stop) against keys [0, stop): int64 [n] each."""
         t, starts, stops = self.tile_rows, segments["start"], segments["stop"]
         q = stops - starts
         full = q // t
@@ -46,16 +46,15 @@ class KernelModel:
         return full * first + full * (full - 1) // 2 + (q % t > 0) * -(-stops // t), -(-q // t)
 
     def count_shard(self, calls: Sequence[np.ndarray]) -> tuple[int, int, int]:
-        """Non-empty calls, N_t and N_q of a shard."""
-        counts = [self.count(call) for call in calls if len(call)]
-        return len(counts), sum(tiles for tiles, _ in counts), sum(query_tiles for _, query_tiles in counts)
+        """Return non-empty calls, N_t and N_q of a shard."""
+        return sum(len(call) > 0 for call in calls), *self.count(np.concatenate(calls))
 
     def launches(self, calls: Any, exchanged_rows: Any) -> Any:
-        """Launches of `calls`: one per part for each call, or one per call if nothing is exchanged."""
+        """Return the launches of `calls`: one per part for each, or one per call if nothing is exchanged."""
         return calls * np.where(exchanged_rows > 0, self.parts, 1)
 
     def time(self, launches: Any, tiles: Any, query_tiles: Any) -> Any:
-        """Predicted time from counts, which may be arrays; same order of operations as csrc/pieces.h."""
+        """Return the time of counts, which may be arrays; same order of operations as csrc/pieces.h."""
         return launches * self.launch + self.heads * (self.tile * tiles + self.query_tile * query_tiles)
 
     def __add__(self, other: "KernelModel") -> "KernelModel":
@@ -79,10 +78,7 @@ class KernelTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """The inputs of predicted times: a JSON file has these fields, and may have more.
-
-    Raises ValueError for times and rates that no device has.
-    """
+    """The inputs of predicted times, and a JSON file. Raises ValueError for times and rates that no device has."""
 
     name: str
     tile_rows: int
@@ -90,8 +86,8 @@ class Profile:
     backward: KernelTimes | None = None
     """None if not measured: `attention_backward` times forward."""
     linear_tflops: tuple[float, float] | None = None
-    """TFLOP/s of a layer without attention, forward and backward: its matrix products over all of its time. None if not
-    measured: `assumed_tflops` for matrix products, and `memory_gb_per_s` for the rest."""
+    """TFLOP/s of a layer without attention, forward and backward: its matrix products over all of its time. None:
+    `assumed_tflops` for these products, `memory_gb_per_s` for the rest."""
     head_size: int | None = None
     dtype: str | None = None
     """bf16 or fp32."""
@@ -137,12 +133,9 @@ class Profile:
     def kernels(
         self, *, heads: int = 1, head_size: int | None = None, parts: int = 1
     ) -> tuple[KernelModel, KernelModel]:
-        """Return the kernels of one layer on one rank, forward and backward.
+        """Return the kernels of one layer on one rank, forward and backward, for `heads` query heads of `head_size`.
 
-        Args:
-            heads: query heads of a tensor-parallel rank.
-            head_size: scales tile times by its ratio to the measured head size; None: the measured one.
-            parts: number of parts in which K and V arrive.
+        Tile times are in proportion to the head size, if one was measured. K and V arrive in `parts`.
         """
         size = 1.0 if head_size is None or self.head_size is None else head_size / self.head_size
 
@@ -161,12 +154,9 @@ class Profile:
 
     def differences(self, *, head_size: int, dtype: str, backend: str) -> str:
         """How the measured kernels differ from the run, as "head size 128, not 64"; "" if they do not."""
-        pairs = {
-            "head size": (self.head_size, head_size),
-            "dtype": (self.dtype, dtype),
-            "backend": (self.backend, backend),
-        }
-        return ", ".join(f"{name} {ours}, not {run}" for name, (ours, run) in pairs.items() if ours not in (None, run))
+        measured = {"head size": self.head_size, "dtype": self.dtype, "backend": self.backend}
+        pairs = zip(measured.items(), (head_size, dtype, backend), strict=True)
+        return ", ".join(f"{name} {ours}, not {run}" for (name, ours), run in pairs if ours not in (None, run))
 
 
 FLOPS_PROFILE = Profile(
@@ -200,10 +190,7 @@ def profile_file(name_or_path: str) -> Any:
 
 
 def load_profile(name_or_path: str) -> Profile:
-    """Load a shipped profile by name, or a JSON file that `megatron-wlb profile` wrote.
-
-    Raises ValueError if there is neither, or the file does not hold a profile.
-    """
+    """Load a profile by its shipped name or its file. Raises ValueError if there is neither, or it holds none."""
     if name_or_path == FLOPS_PROFILE.name:
         return FLOPS_PROFILE
     try:

@@ -72,46 +72,40 @@ def untimed(job: Job) -> str:
 
 
 def deferrable_weights(job: Job) -> int:
-    """Weights of a layer whose gradients can be deferred.
+    """Return the weights of a layer whose gradients can be deferred.
 
-    With tensor parallelism, column-parallel matrices do not count: their weight gradient overlaps the reduction of the
-    input gradient.
+    With TP, those of column-parallel matrices overlap the reduction of the input gradient instead.
     """
-    kept = sum(job.model.column_weights) if job.parallel.tp > 1 else 0
-    return job.model.layer_weights - kept
+    return job.model.layer_weights - (sum(job.model.column_weights) if job.parallel.tp > 1 else 0)
 
 
 def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
-    """Predicted pass times of M micro-batches of a data-parallel rank. Assumes sequence parallelism.
+    """Return predicted pass times of M micro-batches of a data-parallel rank. Assumes sequence parallelism.
 
     Raises ValueError if the job cannot be timed, or the micro-batches are not sharded for it.
     """
     if why := untimed(job):
         raise ValueError(why)
     model, (tp, cp) = job.model, (job.parallel.tp, job.parallel.cp)
-    layers = job.layers()[:, :, None]
-    for plan in shards:
-        if len(plan.shards) != cp:
-            raise ValueError(
-                f"a micro-batch is sharded over {len(plan.shards)} context-parallel ranks, not {cp}; plan it for the "
-                "job"
-            )
+    if others := {len(plan.shards) for plan in shards} - {cp}:
+        raise ValueError(
+            f"a micro-batch is sharded over {others.pop()} context-parallel ranks, not {cp}; plan it for the job"
+        )
     tokens = np.array([plan.lengths.sum() for plan in shards]) / cp
-    tensor = Group(size=tp, stride=1)
-    hidden_bytes = tokens * model.hidden_size * job.bytes_per_value
+    row_bytes = tokens * model.hidden_size * job.bytes_per_value
+    network, exposed = job.profile.network, 1 - job.tp_overlap
     gather, scatter = (
-        job.profile.network.collective(name, hidden_bytes, tensor) for name in ("all_gather", "reduce_scatter")
+        network.collective(name, row_bytes, Group(size=tp, stride=1)) for name in ("all_gather", "reduce_scatter")
     )
     # Forward gathers before and scatters after attention and MLP. Backward mirrors this, and gathers inputs again for
     # weight gradients. Upstream and TransformerEngine overlap that gather with the product for the input gradient, and
     # the scatter with the product for the weight gradient, if it is not deferred.
-    hiding = [_products(job, weights, tokens)[1] / 2 for weights in model.column_weights]
-    hidden = sum(np.minimum(gather, product) + np.minimum(scatter, product) for product in hiding)
-    moved = 2 * (gather + scatter), 4 * gather + 2 * scatter - hidden
-    exposed = 1 - job.tp_overlap
+    products = [_products(job, weights, tokens)[1] / 2 for weights in model.column_weights]
+    overlapped = sum(np.minimum(gather, product) + np.minimum(scatter, product) for product in products)
+    moved = 2 * (gather + scatter), 4 * gather + 2 * scatter - overlapped
     attention, exchange = _attention(job, shards)
     linear = _linear(job, tokens)
-    forward, backward = (
+    of_forward, of_backward = (
         LayerTimes(
             linear=linear[i],
             experts=linear[i] * (model.expert_weights / model.layer_weights),
@@ -122,39 +116,39 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
         for i in range(2)
     )
     if job.recompute.granularity == "full":
-        backward = LayerTimes(**{f.name: getattr(backward, f.name) + getattr(forward, f.name) for f in fields(forward)})
-    times = [layers * forward.total, layers * backward.total]
+        parts = [field.name for field in fields(LayerTimes)]
+        of_backward = LayerTimes(**{name: getattr(of_backward, name) + getattr(of_forward, name) for name in parts})
+    layers = job.layers()[:, :, None]
+    forward, backward = layers * of_forward.total, layers * of_backward.total
     # The embedding scatters its rows; the output layer gathers them. Each MTP layer embeds again, gathers two hidden
     # states for its joining matrix and one after it, and runs the output layer.
-    output, ahead = _output(job, tokens), model.mtp_num_layers
-    joining = _products(job, model.joining_weights, tokens)
-    times[0][0, 0] += scatter * exposed
-    times[1][0, 0] += gather * exposed
-    times[0][-1, -1] += (1 + ahead) * (output[0] + gather * exposed)
-    times[0][-1, -1] += ahead * (joining[0] + (3 * gather + scatter) * exposed)
-    times[1][-1, -1] += ahead * (joining[1] + (2 * gather + 2 * scatter) * exposed)
-    of_output = _products(job, model.vocabulary_weights, tokens)[1] / 2
-    hidden = np.minimum(gather, of_output) + (0 if job.defer_weight_gradients else np.minimum(scatter, of_output))
-    times[1][-1, -1] += (1 + ahead) * (output[1] + (gather + scatter - hidden) * exposed)
-    between = Group(size=job.parallel.pp, stride=tp * cp * job.parallel.dp)
-    transfer = job.profile.network.point_to_point(hidden_bytes / tp, between)
+    output, joining = _output(job, tokens), _products(job, model.joining_weights, tokens)
+    of_output, ahead = _products(job, model.vocabulary_weights, tokens)[1] / 2, model.mtp_num_layers
+    beside_output = np.minimum(gather, of_output)
+    if not job.defer_weight_gradients:
+        beside_output = beside_output + np.minimum(scatter, of_output)
+    forward[0, 0] += scatter * exposed
+    forward[-1, -1] += (1 + ahead) * (output[0] + gather * exposed)
+    forward[-1, -1] += ahead * (joining[0] + (3 * gather + scatter) * exposed)
+    backward[0, 0] += gather * exposed
+    backward[-1, -1] += ahead * (joining[1] + (2 * gather + 2 * scatter) * exposed)
+    backward[-1, -1] += (1 + ahead) * (output[1] + (gather + scatter - beside_output) * exposed)
     return Passes(
-        forward=times[0],
-        backward=times[1],
-        transfer=transfer,
-        layers=(forward, backward),
+        forward=forward,
+        backward=backward,
+        transfer=network.point_to_point(row_bytes / tp, Group(size=job.parallel.pp, stride=tp * cp * job.parallel.dp)),
+        layers=(of_forward, of_backward),
         weights=(_products(job, deferrable_weights(job), tokens)[1] / 2, of_output),
         rows=tokens,
-        expert_wait=np.zeros((2, *times[0].shape)),
+        expert_wait=np.zeros((2, *forward.shape)),
     )
 
 
 def crossover(job: Job) -> int:
-    """Crossover length Lc of a job in tokens; a document of d takes time proportional to d * (d + Lc).
+    """Return the crossover length Lc in tokens; a document of d takes time proportional to d * (d + Lc).
 
-    Solved from the pass times of a document of half a window, of two such documents, and of one document twice as long.
-    Costs per micro-batch (launches, latencies) cancel. Context-parallel ranks divide everything alike, so one rank
-    stands for all. By FLOPs if the job cannot be timed.
+    Solved from the pass times of a document of half a window, of two such, and of one twice as long, so that costs per
+    micro-batch cancel. One rank stands for all context-parallel ranks. By FLOPs if the job cannot be timed.
     """
     rows = job.profile.tile_rows
     half = max(1, job.context_length // 2 // rows) * rows
@@ -177,9 +171,8 @@ def crossover(job: Job) -> int:
 def synchronised(job: Job, passes: Sequence[Passes]) -> tuple[Passes, ...]:
     """Return `passes` of all DP ranks, with ranks that divide experts (`expert_dp_ranks`) in lockstep.
 
-    In every layer, tokens go to the experts once the slowest of these ranks has done the rest of the layer, and return
-    together. Ranks do equal shares of the experts' work, since routing is assumed to be balanced. The exchange of
-    tokens itself takes no time.
+    In every layer, the slowest of these ranks determines when tokens go to the experts. Each rank does an equal share
+    of their work, as if routing were balanced. The exchange of tokens takes no time.
     """
     layers, beside = job.layers()[:, :, None], job.parallel.expert_dp_ranks
     together: list[Passes] = []
@@ -206,7 +199,7 @@ def synchronised(job: Job, passes: Sequence[Passes]) -> tuple[Passes, ...]:
 
 
 def _attention(job: Job, shards: Sequence[ShardPlan]) -> tuple[Directions, Directions]:
-    """Kernel times of a layer by direction, float64 [M, cp], and exposed exchange on the slowest rank, [M]."""
+    """Return attention of a layer, float64 [M, cp] by direction, and the exposed exchange on the slowest rank, [M]."""
     kernels = attention_kernels(job)
     if job.cp_exchange == "shared":
         timed = [attention_times(plan, job) for plan in shards]
@@ -220,10 +213,8 @@ def _attention(job: Job, shards: Sequence[ShardPlan]) -> tuple[Directions, Direc
     launches = kernels[0].launches(calls, rows[:, None])
     forward, backward = (kernel.time(launches, tiles, query_tiles) for kernel in kernels)
     if job.cp_exchange == "latents":
-        model = exchange_model(job)
-        return (forward, backward), model.times(rows)
-    slowest = forward.max(axis=1), backward.max(axis=1)
-    return (forward, backward), exposed_exchange(job, rows, slowest)
+        return (forward, backward), exchange_model(job).times(rows)
+    return (forward, backward), exposed_exchange(job, rows, (forward.max(axis=1), backward.max(axis=1)))
 
 
 def _linear(job: Job, tokens: np.ndarray) -> Directions:

@@ -41,18 +41,6 @@ class SimulatedStep:
         """The time of the step."""
         return max(t.makespan for t in self.timelines) + self.gradients + self.optimizer + self.parameters
 
-    @property
-    def attention(self) -> np.ndarray:
-        """Attention kernel time of every GPU, float64 [dp, pp, cp] (paper, figure 4)."""
-        each = [sum(layer.attention.sum(axis=0) for layer in p.layers) for p in self.passes]
-        return self.job.layers().sum(axis=1)[:, None] * np.stack(each)[:, None]
-
-    @property
-    def computation(self) -> np.ndarray:
-        """Attention kernel time plus linear time of every GPU, float64 [dp, pp, cp] (paper, figure 1)."""
-        each = [sum(layer.linear.sum() for layer in p.layers) for p in self.passes]
-        return self.attention + self.job.layers().sum(axis=1)[:, None] * np.array(each)[:, None, None]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
@@ -87,24 +75,15 @@ SHARES = {
     "exchange": ("exchange", "cp_wait"),
     "waiting": ("ep_wait", "imbalance", "dp_wait"),
 }
-"""The names for where a step's time goes, in the order used everywhere, and the `Breakdown` fields that they sum.
-
-Busy is what no plan can save: the limit over the step. Exchange includes the wait for a slower context-parallel rank,
-since it occurs when its K and V are needed.
-"""
+"""Names for where a step's time goes, and the `Breakdown` fields that they sum. Busy is what no plan can save; the wait
+for a slower context-parallel rank occurs when its K and V are needed."""
 
 
 def simulate_step(job: Job, shards: Sequence[Sequence[ShardPlan]]) -> SimulatedStep:
-    """Simulate a training step.
+    """Simulate a training step with the distributed optimizer.
 
-    Optimizer states are sharded over data- and context-parallel ranks (distributed optimizer).
-
-    Args:
-        job: what runs where.
-        shards: micro-batches of every data-parallel rank in pipeline order, padding included (`step.shard_step`).
-
-    Raises ValueError if the shards do not fit the job: another number of ranks, or unequal numbers of micro-batches.
-    Also raises what `pass_times` and `Schedule` raise.
+    `shards` are micro-batches of every data-parallel rank in pipeline order, padding included (`plan.step.shard_step`).
+    Raises ValueError if they do not fit the job, and what `pass_times` and `Schedule` raise.
     """
     counts = {len(micro_batches) for micro_batches in shards}
     if len(shards) != job.parallel.dp or len(counts) != 1:
@@ -149,7 +128,7 @@ def breakdown(step: SimulatedStep) -> Breakdown:
 
 
 def _in_passes(step: SimulatedStep) -> dict[str, float]:
-    """The parts of a `Breakdown` that lie within passes."""
+    """Return the parts of a `Breakdown` that lie within passes."""
     job = step.job
     layers = job.layers().sum() / job.parallel.pp
 
@@ -172,7 +151,7 @@ def _in_passes(step: SimulatedStep) -> dict[str, float]:
 
 
 def limit_time(step: SimulatedStep) -> float:
-    """Time of the step in us if its work were spread evenly over all GPUs, without any waiting."""
+    """Return the time of the step in us if its work were spread evenly over all GPUs, without waiting."""
     parts = _in_passes(step)
     update = step.gradients + step.optimizer + step.parameters
     return sum(parts[name] for name in SHARES["busy"] if name in parts) + update
@@ -185,10 +164,7 @@ def shares(step: SimulatedStep) -> dict[str, float]:
 
 
 def balanced_time(step: SimulatedStep) -> float:
-    """Time of the step in us if all micro-batches, and all CP shards, had the mean work.
-
-    The limit of what packing and sharding can gain, for the same tokens and attention.
-    """
+    """Return the time of the step in us if all micro-batches, and all CP shards, had the mean work."""
     layers = step.job.layers()[:, :, None]
     balanced = []
     for p in step.passes:
@@ -222,7 +198,7 @@ def _alike(job: Job, passes: Sequence[Passes]) -> float:
 
 
 def _update(job: Job) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Time of exposed gradient reduction, optimizer, and exposed parameter gathering, in us, float64 [stages] each."""
+    """Return times of exposed gradient reduction, optimizer, and exposed gathering in us, float64 [stages] each."""
     weights = stage_weights(job) / job.parallel.tp
     group = Group(size=job.parallel.dp * job.parallel.cp, stride=job.parallel.tp)
     collective, exposed = job.profile.network.collective, 1 - job.profile.dp_overlap

@@ -1,8 +1,6 @@
 """A simulated step as a timeline for Perfetto or chrome://tracing (the Trace Event Format's JSON)."""
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,18 +9,17 @@ from megatron_wlb.cost.work import document_work
 from megatron_wlb.simulate.step import SimulatedStep
 
 
-def write_trace(path: Path | str, step: SimulatedStep) -> None:
-    """Write `trace_events(step)` to a file that Perfetto opens."""
-    Path(path).write_text(json.dumps({"traceEvents": list(trace_events(step)), "displayTimeUnit": "ms"}))
-
-
-def trace_events(step: SimulatedStep) -> Iterator[dict[str, Any]]:
-    """Yield one process per data-parallel rank, one thread per stage, and one event per pass.
+def trace_of(step: SimulatedStep) -> dict[str, Any]:
+    """Return the timeline: a process per data-parallel rank, a thread per stage, an event per pass; times in us.
 
     The event "F c0 m3" is the forward pass of micro-batch 3 through chunk 0; "W" is deferred weight gradients.
     Arguments of a pass are the micro-batch's tokens (with padding), its documents, its longest document, its work and
-    its sharding. Times are in us.
+    its sharding.
     """
+    return {"traceEvents": list(_events(step)), "displayTimeUnit": "ms"}
+
+
+def _events(step: SimulatedStep) -> Iterator[dict[str, Any]]:
     for rank, (timeline, micro_batches) in enumerate(zip(step.timelines, step.shards, strict=True)):
         yield _named("process", f"data-parallel rank {rank}", pid=rank)
         described = [

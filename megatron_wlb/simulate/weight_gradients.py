@@ -41,11 +41,9 @@ def timeline_of(job: Job, passes: Passes) -> Timeline:
 
 
 def weight_gradients_before(job: Job, shards: Sequence[ShardPlan]) -> np.ndarray:
-    """How many deferred weight gradients have run before each pass of a data-parallel rank in a step.
+    """Return how many deferred parts have run before each pass of a data-parallel rank: int64 [2, stages, chunks, M].
 
-    Counts parts, each a layer or the output layer. Placed by predicted times, or by work if the job cannot be timed.
-
-    Returns int64 [2, stages, chunks, M], counted over the step; all have run at its end.
+    A part is a layer or the output layer. Placed by predicted times, or by work if the job cannot be timed.
     """
     if untimed(job):
         # A layer's forward takes the work of its documents. The part linear in tokens is the products with weights.

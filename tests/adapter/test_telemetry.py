@@ -16,7 +16,7 @@ from megatron_wlb.hardware.network import Collective, Network
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.plan.step import shard_step
-from megatron_wlb.simulate import SHARES, shares, simulate_step
+from megatron_wlb.simulate.step import SHARES, shares, simulate_step
 from tests.adapter.training import ADAM, BY_DOCUMENT, CP2, PP2, train
 from tests.jobs import job
 

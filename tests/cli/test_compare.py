@@ -19,7 +19,7 @@ from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.step import plan_step, shard_step
 from megatron_wlb.plan.stream import DocumentStream, Source
-from megatron_wlb.simulate import shares, simulate_step
+from megatron_wlb.simulate.step import shares, simulate_step
 from tests.cli.commands import refusal
 
 JOB = make_job(

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_wlb.hardware.profile import FLOPS_PROFILE
 from megatron_wlb.model import MODELS
-from megatron_wlb.simulate import simulate_step
+from megatron_wlb.simulate.step import simulate_step
 from megatron_wlb.simulate.weight_gradients import (
     _weight_gradients,
     part_counts,

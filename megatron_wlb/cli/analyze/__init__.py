@@ -20,6 +20,7 @@ from megatron_wlb.cli.analyze import report, table
 from megatron_wlb.cli.analyze.setup import schemes, setup_of
 from megatron_wlb.cli.common import Words, console, integer, progress, write_json, writer
 from megatron_wlb.cli.job import add_job_flags, run_of
+from megatron_wlb.simulate.trace import trace_of
 
 WIDTH = 100
 """Columns if no terminal tells its width."""
@@ -64,5 +65,5 @@ def run(args: argparse.Namespace, words: Words) -> None:
         write_json(file, {"headline": " ".join(table.headline(results)).strip()} | results.entries)
         if html is not None:
             html.write(page.page(results))
-        write_json(trace, results.trace())
+        write_json(trace, trace_of(results.examples["ours"].step))
     table.show(results, terminal)

@@ -1,7 +1,4 @@
-"""Other layouts of the same GPUs: CP instead of PP or DP, and the reverse.
-
-Also pipelines with one layer per chunk, and pipelines with fewer layers on the last stage, which has the vocabulary.
-"""
+"""Other layouts of the same GPUs: CP instead of PP or DP, a layer per chunk, fewer layers beside the vocabulary."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -49,7 +46,7 @@ def virtual_stages(layers: int, pp: int) -> int:
 def jobs(run: Run, job: Job, stream: Callable[[], DocumentStream]) -> Iterator[Job]:
     """Yield the job in every other layout that fits memory, with the best number of micro-batches.
 
-    Yields none for experts: a job only knows the expert weights that a token is multiplied with.
+    None with experts: a job knows only those that a token goes to.
     """
     for cp, pp, vpp in sizes(job) if not job.model.moe_router_topk else ():
         stages = dict.fromkeys(_OF_STAGES) | {"num_virtual_stages_per_pipeline_rank": vpp if vpp > 1 else None}
@@ -68,10 +65,7 @@ def jobs(run: Run, job: Job, stream: Callable[[], DocumentStream]) -> Iterator[J
 
 
 def relieved(job: Job, stream: DocumentStream) -> Job:
-    """Move layers of the last stage to other stages, while that balances the time of the vocabulary.
-
-    Uses the work of the stream's next documents.
-    """
+    """Return the job with fewer layers beside the vocabulary, as the work of the stream's next documents balances."""
     model = job.model
     if job.parallel.pp == 1 or model.mtp_num_layers:
         return job

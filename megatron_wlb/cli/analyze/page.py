@@ -13,8 +13,8 @@ from megatron_wlb.cli.analyze import table
 from megatron_wlb.cli.analyze.report import Report, Sample
 from megatron_wlb.cli.common import render
 from megatron_wlb.cli.pictures import BLUE, COLORS, GREEN, GREY, ORANGE
-from megatron_wlb.simulate import SimulatedStep
 from megatron_wlb.simulate.balance import attention_of_ranks, micro_batch_times
+from megatron_wlb.simulate.step import SimulatedStep
 
 MOST_EDGES = 48
 """Most passes of a stage with white edges; more edges would cover the passes."""
@@ -23,27 +23,12 @@ MOST_BARS = 160
 
 
 def page(report: Report) -> str:
-    """Render the whole page."""
-    sections = [
-        pictures.section(title, text, partial(draw, report), height)
-        for title, text, draw, height in _PICTURES
-        if draw is not ranks or report.setup.job.parallel.cp > 1
-    ]
-    titles, *rows = table.rows(report)
-    first, rest = table.headline(report)
-    return render(
-        "analyze.html",
-        title=f"--wlb: {first}",
-        first=first.replace(" %", "\N{NO-BREAK SPACE}%"),
-        rest=rest,
-        job=table.job_line(report),
-        source=table.source(report),
-        titles=titles,
-        rows=rows,
-        flags=table.to_paste(report),
-        sections=sections,
-        facts=table.facts(report),
-    )
+    """Render the whole page; `analyze.html` has the words of its pictures."""
+
+    def picture(title: str, text: str, draw: str, height: float) -> pictures.Section:
+        return pictures.section(title, text, partial(_DRAW[draw], report), height)
+
+    return render("analyze.html", report=table.in_words(report), picture=picture, cp=report.setup.job.parallel.cp)
 
 
 def lengths(report: Report, figure: Figure) -> None:
@@ -74,7 +59,7 @@ def time(report: Report, figure: Figure) -> None:
 
 
 def _panels(report: Report, figure: Figure) -> Iterator[tuple[Axes, Sample, str]]:
-    """Yield axes, the step to show and its title, for the run above --wlb."""
+    """Yield axes, step and title of the run and, below, of --wlb."""
     panels = figure.subplots(2, sharex=True, sharey=True)
     for axes, name in zip(panels, (report.entries["reference"], "ours"), strict=True):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -143,40 +128,6 @@ def _timeline(axes: Axes, step: SimulatedStep) -> None:
             axes.broken_barh(bars, (stage - 0.4, 0.8), color=color, rasterized=True, **edges)
 
 
-_PICTURES: tuple[tuple[str, str, Callable[[Report, Figure], None], float], ...] = (
-    (
-        "Where the time goes",
-        "Time of a million tokens now and with --wlb, by what GPUs do in it on average. The dotted line is the limit.",
-        time,
-        3.2,
-    ),
-    (
-        "Documents",
-        "Documents by length: their share of all documents, of the tokens, and of the work (attention and the rest, "
-        "cut at the window).",
-        lengths,
-        3.4,
-    ),
-    (
-        "Work of the micro-batches",
-        "Predicted time of every micro-batch in the layers of the model, in a typical step, in the order of the "
-        "pipeline; CP ranks taken as alike. Orange: what the slowest has over the mean.",
-        micro_batches,
-        4.4,
-    ),
-    (
-        "Work of the context-parallel ranks",
-        "Attention of every CP rank in the micro-batch of that step whose ranks differ most. --wlb takes uneven ranks "
-        "where exchanging less of K and V is worth more.",
-        ranks,
-        4.4,
-    ),
-    (
-        "The pipeline",
-        "Forward (blue) and backward (orange) passes of every stage in that step, and weight gradients that were put "
-        "off (green), on the slowest data-parallel rank; white is waiting. Steps differ in tokens.",
-        timelines,
-        4.4,
-    ),
-)
-"""Title, explanation, function that draws it, and height in inches."""
+_DRAW: dict[str, Callable[[Report, Figure], None]] = {
+    draw.__name__: draw for draw in (time, lengths, micro_batches, ranks, timelines)
+}

@@ -3,9 +3,8 @@
 import datetime
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
-from importlib import resources
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,13 +13,14 @@ from megatron_wlb import __version__
 from megatron_wlb.cli.analyze import layouts
 from megatron_wlb.cli.analyze.setup import MEGATRON, WARM_UP, Megatron, Setup, schemes
 from megatron_wlb.cost.work import document_work
+from megatron_wlb.hardware.network import NETWORKS
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, profile_file
 from megatron_wlb.job import Job
 from megatron_wlb.micro_batches import ALIKE
 from megatron_wlb.plan import metrics
-from megatron_wlb.simulate import SimulatedStep, breakdown, limit_time, trace_events
 from megatron_wlb.simulate.balance import imbalances
 from megatron_wlb.simulate.memory import peak_bytes
+from megatron_wlb.simulate.step import SimulatedStep, breakdown, limit_time
 
 FORMAT = "megatron-wlb-analysis"
 VERSION = 7
@@ -53,10 +53,6 @@ class Report(NamedTuple):
     """The numbers, as JSON types."""
     examples: dict[str, Sample]
     """A typical step of every scheme: the one whose time per token is nearest to the mean."""
-
-    def trace(self) -> dict[str, Any]:
-        """Return the typical step with --wlb as a timeline, see `simulate.trace`."""
-        return {"traceEvents": list(trace_events(self.examples["ours"].step)), "displayTimeUnit": "ms"}
 
 
 def steps_of(job: Job) -> tuple[int, int]:
@@ -109,23 +105,22 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
 
 def other_layouts(setup: Setup, best: dict[str, Any], reference: dict[str, Any]) -> list[dict[str, Any]]:
     """Return layouts that are faster than `best` by `_is_faster`, the fastest first."""
-    found = []
-    for job in setup.layouts:
-        numbers = _measure_other(setup, job)
-        if _is_faster(numbers, best):
-            parallel = {name: getattr(job.parallel, name) for name in ("tp", "cp", "pp", "vpp", "dp")}
-            shown = {name: numbers[name] for name in ("us_per_token", "num_micro_batches", "late_steps")}
-            shown |= _speedup(numbers, reference) | {"gib": layouts.gib(job), "max_tokens": job.max_tokens}
-            found.append(parallel | shown)
+    measured = [(job, _measure_other(setup, job)) for job in setup.layouts]
+    found = [
+        {name: getattr(job.parallel, name) for name in ("tp", "cp", "pp", "vpp", "dp")}
+        | {name: numbers[name] for name in ("us_per_token", "num_micro_batches", "late_steps")}
+        | _speedup(numbers, reference)
+        | {"gib": layouts.gib(job), "max_tokens": job.max_tokens}
+        for job, numbers in measured
+        if _is_faster(numbers, best)
+    ]
     return sorted(found, key=lambda each: each["us_per_token"])
 
 
 def other_flags(setup: Setup, best: dict[str, Any], reference: dict[str, Any]) -> list[dict[str, Any]]:
     """Return flags of `Setup.others` that are faster than `best` by `_is_faster`."""
-    measured = {flag: _measure_other(setup, job) for flag, job in setup.others.items()}
-    return [
-        {"flag": flag} | _speedup(numbers, reference) for flag, numbers in measured.items() if _is_faster(numbers, best)
-    ]
+    measured = [(flag, _measure_other(setup, job)) for flag, job in setup.others.items()]
+    return [{"flag": flag} | _speedup(numbers, reference) for flag, numbers in measured if _is_faster(numbers, best)]
 
 
 def _measure_other(setup: Setup, job: Job) -> dict[str, Any]:
@@ -142,13 +137,11 @@ def _speedup(numbers: dict[str, Any], over: dict[str, Any]) -> dict[str, float]:
 def lost(setup: Setup, job: Job, steps: int) -> dict[str, float]:
     """Megatron's loss without each flag that --wlb refuses, as a share of its tokens per second."""
     without = setup.megatron.refused
-    if not without:
-        return {}
-    times = dict.fromkeys(("", *without), 0.0)
-    for step in setup.steps(job, steps):
-        lengths = step.batch.lengths
-        for flag, megatron in {"": setup.megatron, **without}.items():
-            times[flag] += megatron.simulate(job, lengths).time
+    ways = {"": setup.megatron, **without} if without else {}
+    times = dict.fromkeys(ways, 0.0)
+    for step in setup.steps(job, steps if ways else 0):
+        for flag, megatron in ways.items():
+            times[flag] += megatron.simulate(job, step.batch.lengths).time
     return {flag: 1 - times[""] / times[flag] for flag in without}
 
 
@@ -175,72 +168,55 @@ def measure(
 ) -> tuple[dict[str, Any], Sample]:
     """Pack `packed` steps of a scheme and simulate `simulated` of them, evenly spread.
 
-    Returns means as JSON types, and an example. A few steps have more or fewer long documents than all data have. So
-    time per token is the simulated steps' time per work, times the work per token of all packed steps.
+    Returns means as JSON types, and an example. A few steps have more or fewer long documents than all data, so time
+    per token is the simulated steps' time per work, times the work per token of all packed steps.
     """
     measured: list[metrics.StepMetrics] = []
     samples: list[Sample] = []
     total_work = waiting = 0
     for i, step in enumerate(setup.steps(job, packed)):
-        packing = step.batch
-        measured.append(metrics.measure(packing, step.step, job))
-        work = int(document_work(packing.documents["length"], job.crossover_tokens).sum())
+        measured.append(metrics.measure(step.batch, step.step, job))
+        work = int(document_work(step.batch.documents["length"], job.crossover_tokens).sum())
         total_work, waiting = total_work + work, step.num_waiting
         if i % (packed // simulated) == 0:
-            lengths = packing.lengths
-            result = megatron.simulate(job, lengths)
-            samples.append(Sample(result, limit_time(result), lengths, work))
+            result = megatron.simulate(job, step.batch.lengths)
+            samples.append(Sample(result, limit_time(result), step.batch.lengths, work))
         advance(1)
     summary = metrics.summarise(measured, num_waiting=waiting)
-    times = _times(samples, total_work / sum(step.tokens for step in measured))
+    work_per_token = total_work / sum(step.tokens for step in measured)
+    time, limit, work_of = np.array([(sample.step.time, sample.limit_us, sample.work) for sample in samples]).T
+    us_per_work = time.sum() / work_of.sum()
+    us_per_token = float(us_per_work * work_per_token)
+    longest = megatron.micro_batch_size * job.context_length if job.packing.fixed_length else job.max_tokens
     tokens = np.array([sum(int(lengths.sum()) for lengths in sample.documents) for sample in samples])
-    per_token = np.array([sample.step.time for sample in samples]) / tokens
-    example = samples[int(np.abs(per_token - times["us_per_token"]).argmin())]
-    typical = {part: us / 1e3 for part, us in asdict(breakdown(example.step)).items()}
+    example = samples[int(np.abs(time / tokens - us_per_token).argmin())]
+    levels = [imbalances(sample.step) for sample in samples]
     numbers = {
         "packing": job.packing.name,
         "outlier_thresholds": getattr(job.packing, "outlier_thresholds", None),
         "num_micro_batches": job.num_micro_batches // megatron.micro_batch_size,
         "cp_sharding": job.sharding.cp_sharding if job.parallel.cp > 1 else None,
-        **times,
-        **_packing(job, summary, megatron),
-        "imbalance": _imbalance(samples, summary),
-        "typical_step_ms": {"step": example.step.time / 1e3, **typical},
-    }
-    return numbers, example
-
-
-def _times(samples: Sequence[Sample], work_per_token: float) -> dict[str, Any]:
-    """Return the time of a step and of a token, and its error."""
-    time, limit, work = np.array([(sample.step.time, sample.limit_us, sample.work) for sample in samples]).T
-    per_work = time.sum() / work.sum()
-    # The error of a ratio of means over steps.
-    error = float(np.std(time - per_work * work) / np.sqrt(len(samples)) / time.mean())
-    return {
         "step_ms": float(time.mean()) / 1e3,
-        "us_per_token": float(per_work * work_per_token),
-        "us_per_token_error": error,
-        "limit_us_per_token": float(limit.sum() / work.sum() * work_per_token),
-    }
-
-
-def _imbalance(samples: Sequence[Sample], summary: metrics.Summary) -> dict[str, float]:
-    """Return slowest over mean by predicted times, and largest over mean by work; means over steps."""
-    levels = [imbalances(sample.step) for sample in samples]
-    means = {level: float(np.mean([each[level] for each in levels])) for level in levels[0]}
-    return means | {"work_mean": summary.imbalance_mean, "work_p95": summary.imbalance_p95}
-
-
-def _packing(job: Job, summary: metrics.Summary, megatron: Megatron) -> dict[str, Any]:
-    """Return what packing costs in delay, in uneven tokens per step, and in memory."""
-    longest = megatron.micro_batch_size * job.context_length if job.packing.fixed_length else job.max_tokens
-    return {
+        "us_per_token": us_per_token,
+        # Of a ratio of means over steps.
+        "us_per_token_error": float(np.std(time - us_per_work * work_of) / np.sqrt(len(samples)) / time.mean()),
+        "limit_us_per_token": float(limit.sum() / work_of.sum() * work_per_token),
         "late_steps": summary.late_steps,
         "max_delay_steps": summary.max_delay_steps,
         "token_cv": summary.token_cv,
         "longest_micro_batch_tokens": longest,
         "activation_gib": max(peak_bytes(job, stage, longest) for stage in range(job.parallel.pp)) / 2**30,
+        "imbalance": {
+            **{level: float(np.mean([each[level] for each in levels])) for level in levels[0]},
+            "work_mean": summary.imbalance_mean,
+            "work_p95": summary.imbalance_p95,
+        },
+        "typical_step_ms": {
+            "step": example.step.time / 1e3,
+            **{part: us / 1e3 for part, us in asdict(breakdown(example.step)).items()},
+        },
     }
+    return numbers, example
 
 
 def data_entries(setup: Setup) -> dict[str, Any]:
@@ -273,7 +249,7 @@ def profile_entries(setup: Setup) -> dict[str, Any]:
     """Return origin and stated errors of the profile and of its network."""
     profile = setup.job.profile
     stated = json.loads(profile_file(setup.run.settings.profile or DEFAULT_PROFILE).read_text())
-    network = resources.files("megatron_wlb.hardware") / "networks" / f"{profile.network.name}.json"
+    network = NETWORKS / f"{profile.network.name}.json"
     of_network = json.loads(network.read_text()) if network.is_file() else {"name": profile.network.name}
     origin = ("name", "device", "source", "kernel_measured", "date", "error")
     return {

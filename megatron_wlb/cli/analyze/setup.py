@@ -24,13 +24,13 @@ from megatron_wlb.pipeline.schedule import nearest_counts
 from megatron_wlb.plan.packer import PackedStep, make_packer
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.settings import flag_with_value
-from megatron_wlb.simulate import SimulatedStep, simulate_step
 from megatron_wlb.simulate.memory import largest_max_tokens
 from megatron_wlb.simulate.passes import untimed
+from megatron_wlb.simulate.step import SimulatedStep, simulate_step
 from megatron_wlb.types import Shard, ShardPlan
 
 MEGATRON = {"plain": "per-sequence", "thd": "per-document"}
-"""Schemes without --wlb, which may use what --wlb refuses, and the sharding of each."""
+"""Schemes without --wlb, which may use what --wlb refuses: per sequence, or per document if packed (THD)."""
 WARM_UP = 30
 """Steps that are packed and not counted, while queues fill."""
 THRESHOLD_SHARES = (1 / 4, 1 / 2, 3 / 4)
@@ -59,10 +59,7 @@ class Megatron(NamedTuple):
         return without
 
     def simulate(self, job: Job, lengths: Sequence[np.ndarray]) -> SimulatedStep:
-        """Simulate a step of windows with these documents, `micro_batch_size` of them per micro-batch.
-
-        Assumes that --tp-comm-overlap overlaps all tensor-parallel communication, which favours Megatron.
-        """
+        """Simulate a step of these windows. --tp-comm-overlap counts as if it overlapped all communication."""
         shards, size = shard_step(job, lengths), self.micro_batch_size
         if size > 1:
             if len(shards[0]) % size:
@@ -130,11 +127,7 @@ class Setup:
 
     @cached_property
     def others(self) -> dict[str, Job]:
-        """Jobs with one flag that the run does not have, by that flag.
-
-        These are the other policy, gradients of K and V in the model's dtype, and fewer layers on the last stage if
-        memory allows.
-        """
+        """Jobs with one more flag, by that flag: the other policy, bf16 gradients of K and V, fewer last layers."""
         job, found = self.job, {}
         if self.other is not None:
             found[flag_with_value("packing", self.other.packing.name)] = self.other
@@ -222,11 +215,7 @@ def _by_windows(job: Job, group_size: int | None) -> Job:
 
 
 def schemes(setup: Setup) -> dict[str, Job]:
-    """Return the ways to train the same data, by name: those of `MEGATRON`, the paper's, and --wlb's.
-
-    Megatron shards per sequence, or per document if its sequences come packed (THD).
-    """
-    plain = setup.plain()
-    has = {"plain": True, "thd": setup.job.parallel.cp > 1}
-    megatron = {name: plain.sharded(cp_sharding=way) for name, way in MEGATRON.items() if has[name]}
+    """Return the ways to train the same data, by name: those of `MEGATRON`, the paper's, and --wlb's."""
+    ways = list(MEGATRON.items())[: 2 if setup.job.parallel.cp > 1 else 1]
+    megatron = {name: setup.plain().sharded(cp_sharding=way) for name, way in ways}
     return megatron | {"paper": setup.paper, "ours": setup.job}

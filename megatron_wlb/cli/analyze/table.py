@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_wlb.cli import common
 from megatron_wlb.cli.analyze.report import Report
 from megatron_wlb.cli.common import render
-from megatron_wlb.simulate import SHARES
 from megatron_wlb.simulate.memory import H100_BYTES
+from megatron_wlb.simulate.step import SHARES
 
 TITLES = {"plain": "Megatron", "thd": "THD", "paper": "paper", "ours": "--wlb"}
 """Names of the schemes."""
@@ -32,12 +32,7 @@ def rows(report: Report) -> list[Row]:
         return row(title, lambda n: f"{n['imbalance'][name]:.3f}", of_limit)
 
     def part(title: str, *names: str) -> Row:
-        def percent(numbers: dict[str, Any]) -> str:
-            typical = numbers["typical_step_ms"]
-            share = round(100 * sum(typical[name] for name in names) / typical["step"], 1)
-            return f"{share + 0:.1f}"  # never -0.0
-
-        return row(title, percent)
+        return row(title, lambda n: f"{percent(n, *names) + 0:.1f}")  # never -0.0
 
     finer = {
         "exchange": [part("  for the slowest CP rank", "cp_wait")],
@@ -74,6 +69,13 @@ def rows(report: Report) -> list[Row]:
     ]
 
 
+def percent(numbers: dict[str, Any], *parts: str) -> float:
+    """Return the percentage of a typical step that parts of a `Breakdown` take, to one digit."""
+    typical = numbers["typical_step_ms"]
+    share: float = round(100 * sum(typical[part] for part in parts) / typical["step"], 1)
+    return share
+
+
 def gain(report: Report) -> float:
     """Return --wlb's gain as a share of the speed without; below 0 for a loss, 0 if not certain."""
     ours = report.entries["schemes"]["ours"]
@@ -83,67 +85,54 @@ def gain(report: Report) -> float:
 
 def headline(report: Report) -> tuple[str, str]:
     """Return the sentence to read first, and the rest of the report in a few sentences."""
-    entries, schemes = report.entries, report.entries["schemes"]
-    without = f" without {', '.join(entries['left_out'])}" if entries["left_out"] else ""
-    predicted = f"An estimate{without}" if without else "Predicted"
+    entries, schemes, gained = report.entries, report.entries["schemes"], gain(report)
+    left_out = ", ".join(entries["left_out"])
+    predicted = f"An estimate without {left_out}" if left_out else "Predicted"
     ours, plain = schemes["ours"], schemes[entries["reference"]]
-    lost = "".join(f" {flag} out: {-100 * share:+.0f} %." for flag, share in entries["lost"].items())
-    if gain(report) < 0:
-        return f"{predicted}: --wlb would lose, {ours['speedup']:.2f} times as many tokens a second.", lost.strip()
-    if gain(report) == 0:
-        return f"{predicted}: nothing to gain with these flags.", lost.strip()
+    lost = " ".join(f"{flag} out: {-100 * share:+.0f} %." for flag, share in entries["lost"].items())
+    if gained < 0:
+        return f"{predicted}: --wlb would lose, {ours['speedup']:.2f} times as many tokens a second.", lost
+    if gained == 0:
+        return f"{predicted}: nothing to gain with these flags.", lost
     shares = f"{100 * min(1, ours['of_limit']):.0f} % of the limit instead of {100 * min(1, plain['of_limit']):.0f} %"
-    text = f"What --wlb refuses counts in that:{lost}" if lost else ""
+    rest = f"What --wlb refuses counts in that: {lost} " if lost else ""
     if "thd" in schemes and entries["reference"] != "thd":
         over = schemes["thd"]["us_per_token"] / ours["us_per_token"]
-        text += f" Over Megatron on packed sequences (THD), which shards every document: {over:.2f} times."
-    return f"{predicted}: {ours['speedup']:.2f} times as many tokens a second, {shares}.", text.strip()
+        rest += f"Over Megatron on packed sequences (THD), which shards every document: {over:.2f} times."
+    return f"{predicted}: {ours['speedup']:.2f} times as many tokens a second, {shares}.", rest.strip()
 
 
-def to_paste(report: Report) -> list[tuple[str, str]]:
-    """Return titles and the flags below them; [] if there is nothing to gain."""
+def _to_paste(report: Report) -> list[tuple[str, str]]:
     pairs = [("Add to the command", report.entries["flags"]), ("Take out", " ".join(report.entries["refused"]))]
     return [(title, flags) for title, flags in pairs if flags and gain(report) > 0]
 
 
-def facts(report: Report) -> list[str]:
-    """The basis of the numbers, a sentence or two each."""
+def _facts(report: Report) -> list[str]:
     entries, job, schemes = report.entries, report.setup.job, report.entries["schemes"]
-    waits = [schemes[name]["typical_step_ms"] for name in (entries["reference"], "ours")]
     text = render(
         "facts.txt",
         **entries,
-        errors=errors_of(entries["profile"]),
+        errors=_errors_of(entries["profile"].get("error")),
         parallel=job.parallel,
         crossover=job.crossover_tokens,
-        ep_wait=[f"{100 * typical['ep_wait'] / typical['step']:.1f} %" for typical in waits],
+        ep_wait=[f"{percent(schemes[name], 'ep_wait'):.1f} %" for name in (entries["reference"], "ours")],
         device_gib=H100_BYTES >> 30,
         over_device=any(numbers["activation_gib"] > H100_BYTES / 2**30 for numbers in schemes.values()),
-        negative=any(_waiting(numbers) < 0 for numbers in schemes.values()),
+        negative=any(percent(numbers, *SHARES["waiting"]) < 0 for numbers in schemes.values()),
         nothing_to_add=gain(report) <= 0,
     )
     return [line for line in text.splitlines() if line]
 
 
-def _waiting(numbers: dict[str, Any]) -> float:
-    """Per mille of a typical step."""
-    typical = numbers["typical_step_ms"]
-    return round(1000 * sum(typical[name] for name in SHARES["waiting"]) / typical["step"])
-
-
-def errors_of(profile: dict[str, Any]) -> list[str]:
-    """Return the errors that a profile states for held-out data, one sentence each."""
-
-    def walk(what: str, entry: Any) -> Iterator[str]:
-        if not isinstance(entry, dict):
-            return
-        for kind in ("held_out", "error"):
-            if f"{kind}_median" in entry:
-                yield f"{what}: median {entry[f'{kind}_median']:.1%}, p90 {entry[f'{kind}_p90']:.1%}"
-        for key, value in entry.items():
-            yield from walk(f"{what}, {key}" if what else key, value)
-
-    return list(walk("", profile.get("error", {})))
+def _errors_of(error: Any, what: str = "") -> Iterator[str]:
+    """Yield the errors that a profile states for held-out data, one sentence each."""
+    if not isinstance(error, dict):
+        return
+    for kind in ("held_out", "error"):
+        if f"{kind}_median" in error:
+            yield f"{what}: median {error[f'{kind}_median']:.1%}, p90 {error[f'{kind}_p90']:.1%}"
+    for key, value in error.items():
+        yield from _errors_of(value, f"{what}, {key}" if what else key)
 
 
 PARTS = {
@@ -166,16 +155,32 @@ def parts(report: Report, scheme: str) -> dict[str, float]:
     return {title: numbers["us_per_token"] * share / sum(shares.values()) for title, share in shares.items()}
 
 
-def source(report: Report) -> str:
-    """Return the source of the report, its date, and its release."""
+class InWords(NamedTuple):
+    """A report as both show it: its first sentence, a few more, what was simulated, the table, and the rest."""
+
+    first: str
+    rest: str
+    job: str
+    source: str
+    rows: list[Row]
+    flags: list[tuple[str, str]]
+    """Titles, and the flags below them."""
+    facts: list[str]
+
+
+def in_words(report: Report) -> InWords:
+    """Return the report in words."""
+    return InWords(*headline(report), _job(report), _source(report), rows(report), _to_paste(report), _facts(report))
+
+
+def _source(report: Report) -> str:
     entries = report.entries
     run = entries["launch"] if report.setup.run.launched.is_log else "flags and command as given"
     data = ", ".join(entries["data"]["prefixes"])
     return f"{run}; data: {data}; {entries['date']}, megatron_wlb {entries['release']}"
 
 
-def job_line(report: Report) -> str:
-    """Return the job in one line."""
+def _job(report: Report) -> str:
     job, data = report.setup.job, report.entries["data"]
     parallel, quantiles = job.parallel, data["length_quantiles"]
     model = report.entries["model"] or f"{job.model.num_layers} layers of {job.model.hidden_size}"
@@ -192,12 +197,11 @@ def show(report: Report, console: Any) -> None:
     """Print the report."""
     from rich.text import Text
 
-    say = partial(console.print, soft_wrap=True)
-    say(Text(" ".join(headline(report)).strip(), style="bold"))
-    say(Text(job_line(report)))
-    titles, *cells = rows(report)
-    console.print(common.table(titles, cells, bold=(SPEEDUP,)))
-    for fact in facts(report):
+    words, say = in_words(report), partial(console.print, soft_wrap=True)
+    say(Text(f"{words.first} {words.rest}".strip(), style="bold"))
+    say(Text(words.job))
+    console.print(common.table(words.rows[0], words.rows[1:], bold=(SPEEDUP,)))
+    for fact in words.facts:
         say(Text(f"- {fact}"))
-    for title, flags in to_paste(report):
+    for title, flags in words.flags:
         say(Text(f"{title}:\n  {flags}"))
