@@ -39,7 +39,7 @@ from megatron_wlb.plan import metrics
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate.memory import H100_BYTES
 from megatron_wlb.simulate.step import SimulatedStep, breakdown, limit_time, simulate_step
-from megatron_wlb.simulate.trace import trace_events
+from megatron_wlb.simulate.trace import trace_of
 
 LAYOUTS = {
     "550M PP4": ("550m", {"tp": 2, "cp": 4, "pp": 4, "vpp": 6}, 4),
@@ -230,7 +230,7 @@ def draw(folder: Path) -> Path:
         step = typical(job, lengths)
         limit = limit_time(step)
         colors = {"F": "#0072b2", "B": "#d55e00", "W": "#009e73"}
-        for event in trace_events(step):
+        for event in trace_of(step)["traceEvents"]:
             if event["ph"] == "X" and event["cat"] in colors:
                 bar = [(event["ts"] / limit, event["dur"] / limit)]
                 row = (event["tid"] - 0.4, 0.8)
