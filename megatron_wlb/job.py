@@ -194,7 +194,9 @@ class Job:
     profile: Profile
     """Profile for predicted times."""
     tp_overlap: float = 0.0
-    """Share of tensor-parallel communication that overlaps matrix products: `--tp-comm-overlap`, only without --wlb."""
+    """Share of tensor-parallel communication that overlaps matrix products: `--tp-comm-overlap`."""
+    tp_tile_rows: int = 0
+    """Rows of a tile, over tensor-parallel ranks, in which alone communication overlaps (`adapter.tiles`); 0: any."""
     bytes_per_value: int = 2
     """Bytes of a value of the activations."""
     row_multiple: int = 1

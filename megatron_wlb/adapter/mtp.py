@@ -31,7 +31,7 @@ def weights(lengths: np.ndarray, depths: int) -> list[float]:
     return [float(lengths.sum()) / count if count else 0.0 for count in targets]
 
 
-def rolled(batch: Batch, scales: Sequence[float]) -> Iterator[tuple[torch.Tensor, Any]]:
+def rolled(batch: Batch, positions: torch.Tensor, scales: Sequence[float]) -> Iterator[tuple[torch.Tensor, Any]]:
     """Yield the results of upstream's `roll_tensor` in a forward pass of the stage with MTP layers.
 
     Upstream's layers ask for the inputs of each depth in turn: tokens [1, s], then positions [1, s]. Its loss then asks
@@ -40,7 +40,7 @@ def rolled(batch: Batch, scales: Sequence[float]) -> Iterator[tuple[torch.Tensor
     """
     assert batch.tokens is not None and batch.labels is not None and batch.loss_mask is not None
     depths = range(1, len(scales) + 1)
-    positions, trained = batch.metadata.positions, batch.loss_mask[:1].sum()
+    trained = batch.loss_mask[:1].sum()
     for depth in depths:
         yield batch.tokens[depth : depth + 1], None
         yield ((positions + depth) * batch.loss_mask[depth].long()).unsqueeze(0), None

@@ -166,10 +166,15 @@ def _training(original: Any) -> Any:
             training = Training(options)
         config = call["cfg_container"]
         configure(config.model, options=training.attention, context_length=options.seq_length)
+        config.model.pre_wrap_hooks += training.tiling
         if training.defers_weight_gradients:
             # Set after upstream's check of its flags, which allows this only with overlapped expert communication.
-            config.model.transformer.delay_wgrad_compute = config.ddp.delay_wgrad_compute = True
-            config.model.pre_wrap_hooks.append(defer)
+            transformer = config.model.transformer
+            transformer.delay_wgrad_compute = config.ddp.delay_wgrad_compute = True
+            # TransformerEngine refuses both in a layer; `defer` lets each layer have one of them.
+            bulk = transformer.tp_comm_overlap and transformer.tp_comm_bulk_wgrad
+            transformer.tp_comm_bulk_wgrad = False
+            config.model.pre_wrap_hooks.append(functools.partial(defer, bulk=bulk))
         call["train_valid_test_dataset_provider"] = training.dataset_provider
         call["forward_step_func"] = training.forward_step
         with compat.prebuilt_dataset_helpers(), training.installed():

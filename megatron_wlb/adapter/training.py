@@ -13,9 +13,9 @@ from megatron.core.distributed import TorchFullyShardedDataParallel
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
-from megatron.training import checkpointing, training
+from megatron.training import checkpointing, initialize, training
 
-from megatron_wlb.adapter import compat, data, describe, mtp
+from megatron_wlb.adapter import compat, data, describe, mtp, tiles
 from megatron_wlb.adapter.data import Batch, DocumentDataset
 from megatron_wlb.adapter.loss import scale_sharded, token_loss
 from megatron_wlb.adapter.model import WlbPackedSeqParams, adapt_mtp
@@ -65,6 +65,14 @@ class Training:
         """Loss weight of each depth in the running step."""
 
     @property
+    def tiling(self) -> list[Callable[[list[Any]], list[Any]]]:
+        """Hooks of upstream's model that make its layers run in tiles, if there are any."""
+        job = self._job
+        if not job.tp_tile_rows:
+            return []
+        return [functools.partial(tiles.tile_layers, tile=job.tp_tile_rows, ranks=job.parallel.tp)]
+
+    @property
     def defers_weight_gradients(self) -> bool:
         """Whether layers defer their weight gradients."""
         return self._job.defer_weight_gradients
@@ -110,10 +118,10 @@ class Training:
             self._deferring.begin_forward()
         with training.stimer(bdata=True):  # --log-straggler
             batch = next(data_iterator).to(self._device)
-        positions = batch.metadata.positions
+        batch, positions = tiles.ordered(batch, self._job.tp_tile_rows, self._job.parallel.tp)
         name = f"wlb {batch.split} step {batch.step}: {positions.numel()} of {batch.padded_tokens} tokens"
         thd = None if self.attention else packed_seq_params(batch.metadata)
-        ahead = mtp.rolled(batch, self._mtp_weights)
+        ahead = mtp.rolled(batch, positions, self._mtp_weights)
         tokens, labels, loss_mask = (
             given[:1] if given is not None else None for given in (batch.tokens, batch.labels, batch.loss_mask)
         )
@@ -137,6 +145,7 @@ class Training:
             compat.replaced(training, "get_forward_backward_func", self._planned_forward_backward, ()),
             compat.replaced(schedules, "backward_step", self._report.clock.backward, ()),
             compat.replaced(p2p_communication, "_p2p_ops", by_direction, ("group", "next_pipeline_rank")),
+            compat.replaced(initialize, "_initialize_tp_communicators", tiles.sized(self._job.tp_tile_rows), ()),
             compat.replaced(all_to_all, "_all_to_all", self._report.clock.exchange, ()),
             compat.replaced(checkpointing, "maybe_save_dataloader_state", self._saved, ("train_iterator", "iteration")),
             compat.replaced(TorchFullyShardedDataParallel, "scale_gradients", scale_sharded, ("scaling_factor",)),

@@ -27,14 +27,20 @@ Measured = Callable[[], contextlib.AbstractContextManager[None]]
 # Linear layers -------------------------------------------------------------------------------------------------------
 
 
-def defer(chunks: list[Any]) -> list[Any]:
-    """Choose the linear layers that defer weight gradients; a `pre_wrap_hook` of upstream's model."""
+def defer(chunks: list[Any], bulk: bool = False) -> list[Any]:
+    """Choose the linear layers that defer weight gradients; a `pre_wrap_hook` of upstream's model.
+
+    Args:
+        chunks: the model chunks of this stage.
+        bulk: others overlap theirs with communication in user buffers (`tp_comm_bulk_wgrad`).
+    """
     for chunk in chunks:
         for module in chunk.modules():
             kinds = layers.ColumnParallelLinear | layers.RowParallelLinear
             if module is not getattr(chunk, "output_layer", None) and _reduces_input_gradient(module):
                 if _defers(module):
                     _keep(module)
+                    module.ub_bulk_wgrad = bulk and not module.ub_overlap_rs_dgrad
             elif isinstance(module, kinds) and module.weight is not None and module.weight.requires_grad:
                 _defer(module)
     return chunks
@@ -58,7 +64,11 @@ def _defer(linear: Any) -> None:
     """Give one of upstream's layers the interface for deferral of TransformerEngine's layers."""
     hooks: list[Callable[[], None]] = []
     waiting: Any = queue.Queue()
-    linear.wgrad_store = SimpleNamespace(context=waiting, delay_wgrad_compute=lambda: True)
+    linear.wgrad_store = SimpleNamespace(
+        context=waiting,
+        delay_wgrad_compute=lambda: True,
+        put=lambda tensors, product: waiting.put([tensors, product]),
+    )
     linear.register_wgrad_accumulation_and_reduce_hooks = hooks.append
     linear.weight.skip_backward_post_hook = True  # for upstream's DDP
 
@@ -72,12 +82,15 @@ def _defer(linear: Any) -> None:
         tp_group: Any,
         **unused: Any,
     ) -> torch.Tensor:
-        divided = tp_group if sequence_parallel else None
-        return _Linear.apply(input, weight, bias, divided, tp_group if allreduce_dgrad else None, waiting.put)
+        divided, store = tp_group if sequence_parallel else None, linear.wgrad_store
 
-    def backward_dw() -> None:
+        def later(x: torch.Tensor, gradient: torch.Tensor) -> None:
+            store.put([x, gradient], partial(product, divided))
+
+        return _Linear.apply(input, weight, bias, divided, tp_group if allreduce_dgrad else None, later)
+
+    def product(divided: Any, x: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None]:
         weight = linear.weight
-        x, gradient, divided = waiting.get_nowait()
         if divided is not None:
             x = mappings._gather_along_first_dim(x, divided)
         gradient, x = prepare_input_tensors_for_wgrad_compute(gradient, x)
@@ -87,8 +100,14 @@ def _defer(linear: Any) -> None:
             add = fused.wgrad_gemm_accum_fp32 if in_fp32 else fused.wgrad_gemm_accum_fp16
             add(x, gradient, weight.main_grad)
             weight.grad_added_to_main_grad = True
-        else:
-            weight.grad = gradient.t().matmul(x)
+            return None, None
+        return gradient.t().matmul(x), None
+
+    def backward_dw() -> None:
+        tensors, compute = waiting.get_nowait()
+        computed, _ = compute(*tensors)
+        if computed is not None:
+            linear.weight.grad = computed
         for hook in hooks:
             hook()
 
@@ -106,7 +125,7 @@ class _Linear(torch.autograd.Function):
         bias: torch.Tensor | None,
         divided: Any,
         summed: Any,
-        later: Callable[[tuple[torch.Tensor, torch.Tensor, Any]], None],
+        later: Callable[[torch.Tensor, torch.Tensor], None],
     ) -> torch.Tensor:
         """`divided`: group that divides the rows of `x`. `summed`: group that sums its gradient. Either may be None."""
         ctx.save_for_backward(x, weight)
@@ -118,7 +137,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        ctx.later((x.detach(), gradient, ctx.divided))
+        ctx.later(x.detach(), gradient)
         of_input = gradient.matmul(weight)
         if ctx.divided is not None:
             of_input = mappings._reduce_scatter_along_first_dim(of_input, ctx.divided)

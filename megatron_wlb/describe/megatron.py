@@ -36,6 +36,10 @@ _UNDEFERRABLE = (
 losing gradients."""
 
 
+TILE_ROWS = 8192
+"""Rows of a tile over tensor-parallel ranks: those of a window of 8K, for which user buffers are tuned."""
+
+
 def flag_of(name: str) -> str:
     """Return the flag of one of Megatron's arguments."""
     return f"--{(SWITCHED_OFF | FLAGS).get(name, name).replace('_', '-')}"
@@ -111,6 +115,7 @@ class MegatronArguments:
     decoder_last_pipeline_num_layers: int | None = _size("layout", least=0, most=1 << 12)
     pipeline_model_parallel_layout: str | None = _other("layout", "such as Et*3|(tt|)*2L")
     overlap_p2p_comm: bool = _other("layout", default=True)
+    tp_comm_overlap: bool = _other("layout", default=False)
     recompute_activations: bool = _other("memory", "as --recompute-granularity selective", default=False)
     recompute_granularity: str | None = _other("memory", choices=("full", "selective"))
     recompute_method: str | None = _other("memory", choices=("uniform", "block"))
@@ -186,6 +191,7 @@ def job_of(
         "hidden_transfers": parallel.vpp == 1 or a.overlap_p2p_comm,
         "recompute": recompute_of(a),
         "offloaded_layers": a.cpu_offloading_num_layers,
+        "tp_tile_rows": tile_rows(a, parallel),
     }
     return make_job(settings=settings, **details | given)
 
@@ -316,6 +322,14 @@ def row_multiple(fp8: Any, fp8_recipe: Any, fp4: Any) -> int:
     if fp8:
         return 32 if fp8_recipe == "mxfp8" else 16
     return 128 if fp4 else 1
+
+
+def tile_rows(a: MegatronArguments, parallel: Parallel) -> int:
+    """Rows of the tiles that `--tp-comm-overlap` runs in; 0 without it: a mean micro-batch has at least one tile."""
+    if not a.tp_comm_overlap or parallel.sequence_ranks == 1 or a.seq_length is None:
+        return 0
+    unit = parallel.sequence_ranks * row_multiple(a.fp8, a.fp8_recipe, a.fp4)
+    return min(TILE_ROWS, a.seq_length // parallel.cp) // unit * unit
 
 
 def undeferrable(a: MegatronArguments) -> str:

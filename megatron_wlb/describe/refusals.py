@@ -8,7 +8,7 @@ _FIXED_SHAPES = "needs fixed shapes, and micro-batches vary in length; leave it 
 _REASONS = {
     _FIXED_SHAPES: (
         "cpu_offloading_retain_pinned_cpu_buffers enable_cuda_graph external_cuda_graph "
-        "fine_grained_activation_offloading moe_pad_expert_input_to_capacity tp_comm_overlap use_ring_exchange_p2p"
+        "fine_grained_activation_offloading moe_pad_expert_input_to_capacity use_ring_exchange_p2p"
     ),
     "changes the global batch size, which must stay; give a fixed --global-batch-size": (
         "rampup_batch_size step_batch_size_schedule"
@@ -134,6 +134,14 @@ _REFUSALS = (
     _Refusal(
         lambda a: a.attention_dropout > 0,
         "--attention-dropout is {a.attention_dropout}; packed attention has none, give --attention-dropout 0",
+    ),
+    _Refusal(
+        lambda a: a.tp_comm_overlap and a.tensor_model_parallel_size > 1 and a.multi_latent_attention,
+        "--tp-comm-overlap with --multi-latent-attention, whose projections have no user buffers; leave it out",
+    ),
+    _Refusal(
+        lambda a: a.tp_comm_overlap and a.use_transformer_engine_op_fuser,
+        "--tp-comm-overlap with --use-transformer-engine-op-fuser is not supported; leave one of them out",
     ),
     _Refusal(
         _sees_right,

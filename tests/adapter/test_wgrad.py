@@ -88,7 +88,7 @@ def test_what_is_held_is_what_is_predicted(size, flags, matrices, dataset, tmp_p
     def fill(step, original=wgrad.Step.fill):
         for part in step._parts[0]:
             if all(module.wgrad_store.context.qsize() for module in part):
-                held = [module.wgrad_store.context.queue[0][:2] for module in part]
+                held = [module.wgrad_store.context.queue[0][0] for module in part]
                 total = sum(tensor.untyped_storage().nbytes() for pair in held for tensor in pair)
                 with seen.open("a") as file:
                     file.write(json.dumps([len(part), total / len(held[0][0])]) + "\n")
