@@ -1,4 +1,4 @@
-"""WLB-LLM (OSDI'25) for Megatron-LM: workload-balanced packing, pipelining and context parallelism.
+"""Balanced packing, pipelining and context parallelism (WLB-LLM) for Megatron-LM.
 
 What a training loop of one's own needs has its name here; `examples/` shows how it is used.
 """

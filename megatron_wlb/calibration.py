@@ -1,4 +1,4 @@
-"""Fits a profile's kernel times: the shapes to measure, the fit, and the file's contents."""
+"""Fits a profile's kernel times: shapes to measure, the fit, the file's contents."""
 
 import itertools
 from dataclasses import fields
@@ -17,7 +17,7 @@ Shape = tuple[ShardPlan, int]
 
 
 def shapes(longest: int) -> list[Shape]:
-    """Return shards to measure, of up to `longest` tokens per document (a power of two from 512 on).
+    """Return shards to measure, of up to `longest` tokens per document (2^k >= 512).
 
     The same in every run: single documents; equal ones packed; chunks of single ones; mixed ones in all shardings.
     """
@@ -46,7 +46,7 @@ def shapes(longest: int) -> list[Shape]:
 def fit_directions(
     shards: list[Shard], us: np.ndarray, heads: int, tile_rows: tuple[int, ...]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return kernel times by direction with the best of `tile_rows`, and their errors; `us` is float64 [shards, 2].
+    """Return kernel times, best `tile_rows` and errors; `us` is float64 [shards, 2].
 
     Raises ValueError if the times do not grow with the tiles.
     """
@@ -72,7 +72,7 @@ def fit_directions(
 
 
 def held_out_shapes(num_shapes: int) -> np.ndarray:
-    """bool [num_shapes]: a third, the same in every run; shuffled, since `shapes` is repetitive."""
+    """Return the third of the shapes to hold out, shuffled, always the same: bool [n]."""
     return np.random.default_rng(0).permutation(num_shapes) % 3 == 2
 
 
@@ -84,7 +84,7 @@ def count(shard: Shard, heads: int, tile_rows: int) -> tuple[int, int, int]:
 
 
 def fit(counts: np.ndarray, us: np.ndarray) -> KernelTimes:
-    """Fit by least squares of relative errors, no constant under 0, to 4 digits; counts [n, 3] of `count`, us [n]."""
+    """Fit relative errors by least squares, no time under 0; counts [n, 3], us [n]."""
     from scipy.optimize import nnls
 
     relative = counts / us[:, None]
@@ -112,7 +112,7 @@ def rounded(x: float) -> float:
 
 
 def entries(profile: Profile, error: dict[str, Any]) -> dict[str, Any]:
-    """Return the file of a profile with everything measured, as JSON types: 4 digits, and errors."""
+    """Return the file of a profile with everything measured, to 4 digits, as JSON."""
     assert profile.backward is not None and profile.linear_tflops is not None
     stated = msgspec.to_builtins(profile)
     for direction in ("forward", "backward"):

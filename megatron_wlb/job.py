@@ -35,7 +35,7 @@ STRATEGIES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
-    """The parallel layout. Ranks are numbered by TP, CP, DP and PP, as Megatron's default does."""
+    """The parallel layout. Ranks are numbered by TP, CP, DP and PP."""
 
     tp: int = 1
     """Tensor-parallel ranks."""
@@ -81,7 +81,7 @@ class Parallel:
 
     @property
     def expert_dp_ranks(self) -> int:
-        """Neighbouring data-parallel ranks that divide experts, and so wait for each other in every layer.
+        """Neighbouring data-parallel ranks that wait for each other's experts.
 
         Megatron divides the TP x CP x DP ranks of a stage into runs of `expert_ranks`.
         """
@@ -134,7 +134,7 @@ class Sharding(Settings):
 
 
 class Packing(Settings):
-    """Settings of a packing policy: a frozen dataclass in the policy's file, entered in `packing.POLICIES`."""
+    """Settings of a packing policy, in its file and in `packing.POLICIES`."""
 
     __slots__ = ()
     name: ClassVar[str]
@@ -154,12 +154,12 @@ class Packing(Settings):
 
     @abstractmethod
     def policy(self, job: "Job") -> Policy:
-        """Return the policy with nothing packed yet. Raises ValueError if it cannot pack this job."""
+        """Return the policy, empty. Raises ValueError if it cannot pack this job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A training job. Lengths are in trained tokens. Raises ValueError for contradictory sizes."""
+    """A training job; lengths in trained tokens. Raises ValueError for its sizes."""
 
     model: ModelShape
     parallel: Parallel = Parallel()
@@ -270,7 +270,7 @@ class Job:
 
     @property
     def unit_tokens(self) -> int:
-        """Micro-batches are padded to a multiple of this: two equal chunks a CP rank, equal rows an SP rank."""
+        """Tokens that micro-batches are a multiple of, for CP chunks and SP rows."""
         p = self.parallel
         rows = p.sequence_ranks * self.row_multiple
         return p.cp * math.lcm(2, rows) if p.cp > 1 else rows
@@ -282,7 +282,7 @@ class Job:
 
     @property
     def expands_again(self) -> bool:
-        """Whether backward expands K and V of all keys from latents again, which forward did not keep."""
+        """Whether backward expands K and V of all keys from latents again."""
         again = not self.sharding.save_gathered_kv or "mla_up_proj" in self.recompute.modules
         return self.cp_exchange == "latents" and again and self.recompute.granularity != "full"
 
@@ -303,12 +303,12 @@ class Job:
 
     @property
     def least_max_tokens(self) -> int:
-        """Smallest valid S_max: a window, and enough for the micro-batches to hold a global batch."""
+        """Smallest valid S_max: a window, and enough for a global batch."""
         mean = -(-self.batch_tokens // (self.num_micro_batches * self.unit_tokens)) * self.unit_tokens
         return max(self.context_length, mean)
 
     def most_rank_tokens(self, longest: int) -> float:
-        """Return the most tokens of a step on a rank, which `placement.place` ensures; inf: as many as fit."""
+        """Return the most tokens of a step on a rank; inf: as many as fit."""
         most, ranks = self.packing.most_step_tokens(self), self.parallel.dp
         if most is None:
             return math.inf
@@ -334,11 +334,11 @@ class Job:
         return replace(self, sharding=replace(self.sharding, **settings))
 
     def decoder_layers(self) -> np.ndarray:
-        """Decoder layers of every virtual stage, int64 [pp, vpp]. Raises ValueError if they do not divide."""
+        """Return layers by virtual stage, int64 [pp, vpp]. Raises ValueError if uneven."""
         return self.parallel.split.layers(self.model.num_layers, self.parallel.pp, self.parallel.vpp)
 
     def layers(self) -> np.ndarray:
-        """Decoder layers plus, on the last virtual stage, MTP layers, int64 [pp, vpp]. Raises as `decoder_layers`."""
+        """Return `decoder_layers` plus MTP layers on the last virtual stage."""
         layers = self.decoder_layers()
         layers[-1, -1] += self.model.mtp_num_layers
         return layers
@@ -349,7 +349,7 @@ class Job:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """List changes between two `to_json`, as "parallel.tp 2 -> 4"; profiles compare by name."""
+    """List changes between two `to_json`, as "parallel.tp 2 -> 4"."""
     changes = []
     for name, value in now.items():
         old = before.get(name) if isinstance(before, dict) else None

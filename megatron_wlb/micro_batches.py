@@ -1,4 +1,4 @@
-"""Chooses the number of micro-batches per step that is predicted fastest for a run's documents."""
+"""Chooses the number of micro-batches that is predicted fastest for a run."""
 
 import contextlib
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class Prediction(NamedTuple):
 def predictions(
     default: Job, make: Callable[..., Job], stream: Callable[[], DocumentStream], *, memory_known: bool
 ) -> tuple[Job, list[Prediction]]:
-    """Return the job with the best number of micro-batches, and all predictions by number; [] if none was compared.
+    """Return the job with the best number of micro-batches, and all predictions.
 
     All numbers see the same first documents, on a few data-parallel ranks. Time is work if a job is `untimed`.
 
@@ -67,14 +67,14 @@ def predictions(
 
 
 def step_time(job: Job, packing: PackedBatch) -> float:
-    """Return a step's predicted time: simulated us, or `step_cost` if the job is `untimed`."""
+    """Return a step's time: simulated us, or `step_cost` if `untimed`."""
     if untimed(job):
         return step_cost(packing, job)
     return simulate_step(job, shard_step(job, packing.lengths)).time
 
 
 def _scaled(job: Job) -> Job:
-    """Return the job with `RANKS` data-parallel ranks, or as many as divide experts if more."""
+    """Return the job with `RANKS` data-parallel ranks, or as many as divide experts."""
     parallel = job.parallel
     ranks = min(parallel.dp, max(RANKS, parallel.expert_dp_ranks))
     windows, count = (size * ranks // parallel.dp for size in (job.global_batch_size, job.num_micro_batches))

@@ -52,7 +52,7 @@ class ModelShape:
 
     @property
     def head_size(self) -> int:
-        """Values of a head as attention's FLOPs count them: the mean of key and value heads."""
+        """Values of a head as FLOPs count them: the mean of key and value heads."""
         return sum(self.head_sizes) // 2
 
     @property
@@ -72,12 +72,12 @@ class ModelShape:
 
     @property
     def latent_size(self) -> int:
-        """Values projected from the hidden state instead of Q, K and V; 0 without multi-latent attention."""
+        """Values projected from the hidden state instead of Q, K and V, or 0."""
         return self.q_lora_rank + self.kv_lora_rank + self.qk_pos_emb_head_dim if self.kv_lora_rank else 0
 
     @property
     def projections(self) -> list[tuple[int, int]]:
-        """Outputs and inputs of the matrices before Q, K and V; or to latents, to queries, and to keys and values."""
+        """Outputs and inputs of matrices before Q, K and V, or to and from latents."""
         if not self.kv_lora_rank:
             return [(self.query_size + self.key_size + self.value_size, self.hidden_size)]
         rotated = self.num_query_groups * self.qk_pos_emb_head_dim
@@ -89,7 +89,7 @@ class ModelShape:
 
     @property
     def expanded_weights(self) -> int:
-        """Weights of the matrix from latents to keys and values; 0 without multi-latent attention."""
+        """Weights of the matrix from latents to keys and values, or 0."""
         return math.prod(self.projections[2]) if self.kv_lora_rank else 0
 
     @property
@@ -104,7 +104,7 @@ class ModelShape:
 
     @property
     def column_weights(self) -> tuple[int, ...]:
-        """Weights of each column-parallel matrix: QKV (or those from latents), and the first of a dense MLP."""
+        """Weights of column-parallel matrices: QKV, and the first of a dense MLP."""
         projections = [outputs * inputs for outputs, inputs in self.projections]
         attention = sum(projections[1:] or projections)
         mlp = self.hidden_size * self.ffn_hidden_size * (2 if self.gated_linear_unit else 1)
@@ -126,7 +126,7 @@ class ModelShape:
 
     @property
     def token_weights(self) -> int:
-        """Weights that multiply a token in one layer, with an even share of the weights outside of layers."""
+        """Weights that multiply a token in a layer, with a share of those outside."""
         ahead = self.mtp_num_layers
         beside = (1 + ahead) * self.vocabulary_weights + ahead * self.joining_weights
         return self.layer_weights + beside // (self.num_layers + ahead)
@@ -138,7 +138,7 @@ class ModelShape:
 
     @property
     def crossover_tokens(self) -> int:
-        """Crossover length Lc in tokens by FLOPs alone: 2 per weight; QK^T and PV over half of the document."""
+        """Crossover length Lc by FLOPs: 2 per weight; QK^T and PV over half."""
         return max(1, 2 * self.token_weights // (self.query_size + self.output_size))
 
     def kv_values_per_rank(self, tp: int) -> int:
@@ -165,7 +165,7 @@ def _shape(layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: i
 def latent_sizes(
     *, kv_lora_rank: int, q_lora_rank: int | None, qk_head_dim: int, qk_pos_emb_head_dim: int, v_head_dim: int
 ) -> dict[str, int]:
-    """Return the fields of `ModelShape` that Megatron's sizes of multi-latent attention determine."""
+    """Return `ModelShape`'s fields by Megatron's sizes of latent attention."""
     return {
         "kv_channels": qk_head_dim + qk_pos_emb_head_dim,
         "v_head_dim": v_head_dim,

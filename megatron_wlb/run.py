@@ -11,7 +11,7 @@ from megatron_wlb.adapter.script import install, one_line
 
 
 def main() -> None:
-    """Run the script that the command line names as Python itself would, after `script.install`."""
+    """Run the script of the command line as Python would, after `script.install`."""
     sys.argv[0] = "megatron_wlb.run"
     with one_line():
         if len(sys.argv) < 2 or not os.path.isfile(sys.argv[1]):

@@ -1,4 +1,4 @@
-"""Settings: each is defined once, with default and checks, next to its code; flags follow from it."""
+"""Settings, each defined once, with default and checks; flags follow."""
 
 import argparse
 from collections.abc import Callable, Collection
@@ -16,7 +16,7 @@ def setting(
     most: float | None = None,
     word: str | None = None,
 ) -> Any:
-    """Return a field of a `Settings` dataclass, with its `help` for `--help` and the page of flags.
+    """Return a field of a `Settings` dataclass, with the `help` of its flag.
 
     A default of None follows from something else, which `help` names; False makes a switch. Values are of `choices`, or
     from `least` to `most`, or `word`. `parse` converts the text of a flag.
@@ -25,7 +25,7 @@ def setting(
 
 
 class Settings:
-    """Base of frozen dataclasses with fields from `setting`. Raises ValueError for values out of range."""
+    """Base of dataclasses with `setting` fields. Raises ValueError out of range."""
 
     __slots__ = ()
 
@@ -46,7 +46,7 @@ class Settings:
 
     @classmethod
     def add_flags(cls, group: Any, without: Collection[str] = ()) -> None:
-        """Add a flag for every setting not in `without` to a parser or group; the settings check values themselves."""
+        """Add a flag for every setting that is not in `without`."""
         for f in fields(cls):  # type: ignore[arg-type]
             if f.name in without:
                 continue

@@ -28,7 +28,7 @@ SEGMENT = np.dtype([("document", "<i8"), ("start", "<i8"), ("stop", "<i8")])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """The documents of a step in M micro-batches: rows `documents[bounds[i]:bounds[i + 1]]` make up micro-batch i."""
+    """Documents of a step; micro-batch i is rows [bounds[i], bounds[i + 1])."""
 
     documents: np.ndarray
     """DOCUMENT [n], ordered by micro-batch."""
@@ -68,20 +68,20 @@ class Draw(Protocol):
         """The next DOCUMENT rows, of at least `tokens` tokens in all unless the data ends."""
 
     def global_batch(self, most_tokens: int | None = None) -> np.ndarray:
-        """DOCUMENT rows: what is left of this step's global batch, or of at least `most_tokens` tokens if that is less.
+        """Return DOCUMENT rows of what is left of the global batch, or `most_tokens`.
 
         What earlier steps took too little is not made up for.
         """
 
 
 class Policy(Protocol):
-    """A packing policy: which documents run in a step, and in which micro-batch; see `packing/`."""
+    """A packing policy: which documents run in a step, in which micro-batch."""
 
     def pack(self, step: int, draw: Draw) -> PackedBatch:
         """The micro-batches of step `step`, from what waits and what the policy draws."""
 
     def waiting(self) -> dict[str, np.ndarray]:
-        """Documents drawn and not yet packed, by the name of the place where they wait: DOCUMENT arrays."""
+        """Return documents drawn and not yet packed, by place: DOCUMENT arrays."""
 
     def load_waiting(self, waiting: dict[str, np.ndarray]) -> None:
         """Take over what `waiting` gave."""
@@ -104,7 +104,7 @@ class Shard:
 
 
 class Round(NamedTuple):
-    """A part of attention whose K and V travel together, while the round before computes."""
+    """A part of attention whose K and V travel while the round before computes."""
 
     document_set: int
     heads: tuple[int, int] | None = None

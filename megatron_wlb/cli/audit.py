@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, words: Words) -> int:
-    """Audit and print. Raises ValueError for files of another kind. Returns 1 if the audit finds something."""
+    """Audit and print; returns 1 for findings. Raises ValueError for wrong files."""
     state, _ = saved.load(args.state)
     entries = document_log.read(args.log)
     entries = entries[entries["step"] < state["step"]]

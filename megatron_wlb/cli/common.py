@@ -1,4 +1,4 @@
-"""Shared by commands: argument types, output files, a progress bar, tables, remarks."""
+"""Shared by commands: argument types, output files, a progress bar, tables."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ def integer(least: int, most: int) -> Callable[[str], int]:
 
 @contextmanager
 def writer(output: str | None, flag: str = "--output") -> Iterator[Any]:
-    """Open a text file that appears under its name only when complete; - is standard output, None no file."""
+    """Open a text file that appears when complete; - is standard output, None none."""
     if output is None:
         yield None
         return
@@ -55,7 +55,7 @@ def write_json(file: Any, entry: dict[str, Any]) -> None:
 
 @contextmanager
 def progress(total: int, output: str | None, text: str = "planning") -> Iterator[Callable[[int], None]]:
-    """Yield a function that advances a bar, shown only with rich and on a terminal without the output."""
+    """Yield a function that advances a bar, shown with rich on a free terminal."""
     try:
         from rich.console import Console
         from rich.progress import Progress
@@ -69,14 +69,14 @@ def progress(total: int, output: str | None, text: str = "planning") -> Iterator
 
 
 def console(*outputs: str | None, **options: Any) -> Any:
-    """Return a rich console, on standard error if an output is standard output; before the work: rich is an extra."""
+    """Return a rich console; call it before the work, since rich is an extra."""
     from rich.console import Console
 
     return Console(stderr="-" in outputs, highlight=False, **options)
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], text: str = "", bold: Collection[str] = ()) -> Any:
-    """Return a table of numbers, and words in the column titled `text`; rows that begin with one of `bold` are bold."""
+    """Return a table of numbers, and of words in the column titled `text`."""
     from rich.table import Table
     from rich.text import Text
 
@@ -113,5 +113,5 @@ def short(text: str, most: int = 40) -> str:
 
 
 def printable(text: str) -> str:
-    """Replace control characters, with which a file's name could write to the terminal."""
+    """Replace control characters, which could write to the terminal."""
     return "".join(c if c.isprintable() else " " for c in text)

@@ -120,7 +120,7 @@ class _Line(msgspec.Struct):
 
 
 def read_log(path: str) -> list[LoggedStep]:
-    """Read the steps of a `--wlb-log` file in the order they ran. Raises ValueError, naming the line, if it is none."""
+    """Read the steps of a `--wlb-log` file. Raises ValueError, naming the line."""
     steps: list[LoggedStep] = []
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -149,7 +149,7 @@ def _logged_step(line: bytes) -> LoggedStep:
 
 
 def warm(steps: Sequence[LoggedStep], skip: int) -> list[LoggedStep]:
-    """Drop the first `skip` steps of every start; at a resume, step numbers go back or have a gap."""
+    """Drop the first `skip` steps of every start, where numbers have a gap."""
     steady, age = [], 0
     for i, step in enumerate(steps):
         age = age + 1 if i and step.number == steps[i - 1].number + 1 else 0
@@ -159,7 +159,7 @@ def warm(steps: Sequence[LoggedStep], skip: int) -> list[LoggedStep]:
 
 
 def errors(times: Sequence[float], measured_us: Sequence[float]) -> dict[str, Any]:
-    """Return errors of predicted step times in us; the correlation is None if either side is constant."""
+    """Return errors of predicted times; the correlation is None without variation."""
     predicted, measured = np.array(times), np.array(measured_us)
     median, p90 = relative_error(predicted, measured)
     varies = min(np.ptp(predicted), np.ptp(measured)) > 0
@@ -176,7 +176,7 @@ def errors(times: Sequence[float], measured_us: Sequence[float]) -> dict[str, An
 def in_words(
     steps: Sequence[LoggedStep], times: Sequence[float], parts: Sequence[dict[str, float]]
 ) -> dict[str, dict[str, float | None]]:
-    """Return means of time and shares, measured and predicted, in the words of `analyze`; None: not measured.
+    """Return mean times and shares, measured (None if not) and predicted.
 
     `times` in us and `parts`, shares of each step, are predicted. Shares are of the steps that logged theirs, if any.
     """

@@ -30,7 +30,7 @@ class Data:
 
 
 def data_of(a: MegatronArguments, notes: list[str]) -> Data:
-    """Return the data of --data-path, or of flags that replace it; adds assumptions to `notes`.
+    """Return the data of --data-path or its like; adds assumptions to `notes`.
 
     Raises ValueError if data are missing or no dataset.
     """
@@ -57,7 +57,7 @@ def data_of(a: MegatronArguments, notes: list[str]) -> Data:
 
 
 def _blend_words(a: MegatronArguments) -> tuple[Sequence[str], bool]:
-    """Return the words of the training blend, and whether --split divides it, as upstream chooses them."""
+    """Return the training blend, and whether --split divides it, as upstream does."""
     if a.data_path:
         return a.data_path, True
     if a.data_args_path is not None:

@@ -1,4 +1,4 @@
-"""The run given to a command, by a log, its own command or flags, and its `Job` under --wlb."""
+"""The run given to a command, and its `Job` under --wlb."""
 
 import argparse
 import re
@@ -52,7 +52,7 @@ def add_megatron_flags(parser: argparse.ArgumentParser, groups: Collection[str] 
 
 
 def add_job_flags(parser: argparse.ArgumentParser) -> None:
-    """Add arguments that name a run: a log, flags, or a command after --. Flags take precedence."""
+    """Add arguments that name a run: a log, flags (which win), or a command."""
     parser.add_argument("log", nargs="?", metavar="LOG", help="what a run printed; - for standard input")
     parser.add_argument(
         "--approximate", action="store_true", help="estimate without what is not simulated, such as sliding windows"
@@ -63,7 +63,7 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def shape_of(args: argparse.Namespace) -> ModelShape:
-    """Return the model of flags in `MODEL_GROUPS`. Raises ValueError, naming flags, if they describe none."""
+    """Return the model of `MODEL_GROUPS`. Raises ValueError if they describe none."""
     return model_of(MegatronArguments.of(vars(args)), MODELS[args.model] if args.model else None)
 
 
@@ -83,7 +83,7 @@ class Run(NamedTuple):
     """Sentences on what was assumed, and on what is not simulated."""
 
     def job(self, arguments: MegatronArguments | None = None, **given: Any) -> Job:
-        """Build the job that --wlb would train, in the layout of `arguments`; `given` are arguments of `make_job`."""
+        """Build the job of --wlb, in a layout; `given` are arguments of `make_job`."""
         a = arguments or self.arguments
         shape = model_of(a, MODELS[self.model] if self.model else None)
         details = {"packing": self.packing, "sharding": self.sharding, "settings": self.settings} | given
@@ -91,7 +91,7 @@ class Run(NamedTuple):
 
 
 def run_of(args: argparse.Namespace, command: list[str]) -> Run:
-    """Return the run of `add_job_flags`; `command` is what follows --. Raises ValueError for contradictions."""
+    """Return the run of `add_job_flags`. Raises ValueError for contradictions."""
     launched = _launched(args, command)
     for name, value in _wlb_values(launched).items():
         if getattr(args, name) is None:
@@ -138,7 +138,7 @@ def _wlb_parser() -> argparse.ArgumentParser:
 
 
 def _wlb_values(launched: Launched) -> dict[str, Any]:
-    """Return the --wlb settings of a run, with defaults. Raises ValueError for an unknown flag or a bad value."""
+    """Return a run's --wlb settings, with defaults. Raises ValueError if unknown."""
     try:
         found, unknown = add_wlb_arguments(_wlb_parser()).parse_known_args(launched.wlb)
     except argparse.ArgumentError as error:
@@ -186,7 +186,7 @@ def _settled(a: MegatronArguments, model: str | None, notes: list[str]) -> Megat
 
 
 def _vocabulary(a: MegatronArguments, notes: list[str]) -> int:
-    """Return the vocabulary size of the arguments' tokenizer. Raises ValueError if it is unknown."""
+    """Return the tokenizer's vocabulary size. Raises ValueError if it is unknown."""
     if a.tokenizer_type in TOKENIZERS:
         return TOKENIZERS[a.tokenizer_type]
     name = a.tokenizer_model or ""
@@ -215,7 +215,7 @@ class _Tokenizer(msgspec.Struct):
 
 
 def tokens_of(file: Path) -> int:
-    """Return the vocabulary size of Hugging Face's tokenizer.json. Raises ValueError if it is none."""
+    """Return the vocabulary of a tokenizer.json. Raises ValueError if it is none."""
     try:
         found = msgspec.json.decode(file.read_bytes(), type=_Tokenizer)
     except (OSError, msgspec.MsgspecError) as error:

@@ -1,4 +1,4 @@
-"""How a run was launched: from Megatron's log, or from its command's words as a shell passes them."""
+"""How a run was launched, by Megatron's log or the words of its command."""
 
 import ast
 import os
@@ -113,7 +113,7 @@ def read_log(name: str) -> Launched:
 
 
 def read_command(words: Sequence[str], world_size: int | None = None) -> Launched:
-    """Read the words of a run's command, from launcher to flags; `world_size` takes precedence over the launcher.
+    """Read the words of a run's command; `world_size` wins over the launcher's.
 
     Raises ValueError if there is no script, or if it trains anything but a GPT.
     """
@@ -129,7 +129,7 @@ def read_command(words: Sequence[str], world_size: int | None = None) -> Launche
 
 
 def judge(launched: Launched, arguments: MegatronArguments, *, approximate: bool) -> Judged:
-    """Sort the arguments of a run. Raises ValueError for one that changes the prediction, unless `approximate`."""
+    """Sort a run's arguments. Raises ValueError for what changes the prediction."""
     stated, left_out = launched.stated, []
     for name, what in NOT_SIMULATED.items():
         if stated.get(name) in (None, False):
@@ -193,7 +193,7 @@ def _refuse_others(words: Sequence[str], stated: Mapping[str, Any]) -> None:
 
 
 def _stated(words: Sequence[str]) -> dict[str, Any]:
-    """Parse flags to arguments by Megatron's names; of a repeated flag, the last counts."""
+    """Parse flags to arguments by Megatron's names; the last of a flag counts."""
     given: dict[str, list[str]] = {}
     values: list[str] = []
     for word in words:
@@ -247,7 +247,7 @@ _SHORT = {"-n": "--ntasks", "-np": "--ntasks", "-N": "--nodes"}
 
 
 def _world_size(launcher: Sequence[str]) -> int | None:
-    """Return the ranks by torchrun, srun, mpirun or WORLD_SIZE; None if unknown. Raises ValueError if no number."""
+    """Return the ranks by the launcher's words; None if unknown."""
     said = {}
     for word, after in zip(launcher, [*launcher[1:], ""], strict=True):
         name, equals, value = word.partition("=")
@@ -269,7 +269,7 @@ def _world_size(launcher: Sequence[str]) -> int | None:
 
 
 def _text(name: str) -> str:
-    """Return the text of a log, even if damaged. Raises ValueError with the remedy for any other file."""
+    """Return the text of a log, even if damaged. Raises ValueError for other files."""
     if name == "-":
         data = sys.stdin.buffer.read(MOST_BYTES + 1)
         size = len(data)

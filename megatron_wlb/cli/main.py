@@ -1,4 +1,4 @@
-"""Entry point of `megatron-wlb`; wrong input is one line on standard error and exit code 2.
+"""Entry point of `megatron-wlb`; wrong input is one line and exit code 2.
 
 A command is a module with `USAGE`, `add_arguments(parser)` and `run(args, words)`; its docstring is its help: the
 first line after the colon in the list of commands, the rest of it behind `COMMAND --help`.

@@ -1,4 +1,4 @@
-"""Style of pictures and pages, legible on a phone and on a desk, and shared pictures."""
+"""Style of pictures and pages for phone and desk, and shared pictures."""
 
 import base64
 import io
@@ -50,7 +50,7 @@ def save(file: Any, draw: Callable[[Figure], None], height: float, **options: An
 
 
 def shares(figure: Figure, edges: np.ndarray, shares: Mapping[str, np.ndarray], window: int, label: str) -> None:
-    """Draw up to three shares over document length, [bins] each between `edges` [bins + 1] in tokens."""
+    """Draw up to three shares over document length, between `edges` [bins + 1]."""
     axes = figure.subplots()
     for (name, share), color, style in zip(shares.items(), (GREY, BLUE, ORANGE), ("-", "--", "-."), strict=False):
         axes.stairs(share, edges, color=color, fill=True, alpha=0.12)

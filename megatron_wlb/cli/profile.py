@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, words: Words) -> None:
-    """Measure, fit, write and print. Raises ValueError on wrong input or if the device cannot run it."""
+    """Measure, fit, write and print. Raises ValueError on wrong input."""
     import scipy.optimize  # noqa: F401  # extras; `main` says which, before minutes have been spent
     import torch
 
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace, words: Words) -> None:
 def _measure(
     args: argparse.Namespace, target: Any, chosen: list[Shape]
 ) -> tuple[tuple[float, float], np.ndarray, bool]:
-    """Return linear times in us per token, attention times in us, float64 [shapes, 2], and if these are of two streams.
+    """Return linear us per token, attention us [shapes, 2], if by two streams.
 
     Two streams count if they were faster over all shapes.
     """

@@ -1,1 +1,1 @@
-"""The cost model: work of documents, attention kernels, and the exchange of K and V."""
+"""The cost model: work of documents, attention, and the exchange of K and V."""

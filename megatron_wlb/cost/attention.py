@@ -1,4 +1,4 @@
-"""Attention times of a job by its profile, and the kernel model that its sharding uses."""
+"""Attention times of a job, and the kernel model that its sharding uses."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -18,7 +18,7 @@ def attention_kernels(job: Job) -> tuple[KernelModel, KernelModel]:
 
 @lru_cache(maxsize=16)
 def sharding_kernel(job: Job) -> KernelModel:
-    """Attention of one layer on one rank, forward plus backward, with a fully exposed exchange."""
+    """Return attention of a layer, both directions, with an exposed exchange."""
     forward, backward = attention_kernels(job)
     # If all rows are exchanged whatever the sharding, the exchange does not affect the choice.
     if job.cp_exchange not in ("shared", "latents"):

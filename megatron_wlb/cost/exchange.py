@@ -1,4 +1,4 @@
-"""Time of the K/V exchange between context-parallel ranks, and its overlap with attention."""
+"""Time of the K/V exchange between CP ranks, and its overlap with attention."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ Directions = tuple[np.ndarray, np.ndarray]
 
 
 def exchange_parts(job: Job) -> int:
-    """Number of parts of K and V; each has its own launches, which overlap the next transfer."""
+    """Return the parts of K and V; launches of one overlap the next transfer."""
     return job.parallel.cp if job.cp_exchange == "ring" else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeModel:
-    """Time of an exchange in us: `latency`, plus a time per row of K and V, or of latents, through the busiest rank.
+    """Time of an exchange in us: `latency`, plus a time per row of the busiest rank.
 
     Rows of latents take the time of expanding them, too.
     """
@@ -34,13 +34,13 @@ class ExchangeModel:
     and output projection; those for weight gradients may be deferred."""
 
     def times(self, rows: np.ndarray) -> Directions:
-        """Times in which K and V arrive and their gradients leave, if the busiest rank has `rows` rows."""
+        """Return times in which K and V arrive and gradients leave the busiest rank."""
         arrive, leave = (np.where(rows > 0, self.latency + rows * each, 0.0) for each in (self.arrive, self.leave))
         return arrive, leave
 
 
 def exchange_model(job: Job) -> ExchangeModel:
-    """Return the exchange of a job; it takes no time if the profile has no unit of time."""
+    """Return the exchange of a job; no time if the profile has no unit of it."""
     if job.profile.counts_pairs:
         return ExchangeModel(latency=0.0, arrive=0.0, leave=0.0, ahead=0.0)
     latency, byte = job.profile.network.all_to_all(Group(size=job.parallel.cp, stride=job.parallel.tp))
@@ -59,7 +59,7 @@ def exchange_model(job: Job) -> ExchangeModel:
 
 
 def _latents_model(job: Job, latency: float, byte: float) -> ExchangeModel:
-    """Return the exchange of latents, of which each tensor-parallel rank sends a part of the row.
+    """Return the exchange of latents; each tensor-parallel rank sends a part.
 
     These ranks gather parts, and rows to expand. In backward they scatter and gather gradients of latents, and sum
     those of the key part that heads share.
@@ -84,7 +84,7 @@ def _latents_model(job: Job, latency: float, byte: float) -> ExchangeModel:
 
 
 def expansion(job: Job) -> tuple[float, float]:
-    """Time in us to expand K and V of one row from its latents on a rank, forward and backward."""
+    """Return us to expand K and V of a row from latents, forward and backward."""
     flops = 2 * job.model.expanded_weights / job.parallel.tp / 1e6
     forward, backward = job.profile.rates
     return flops / forward, 2 * flops / backward
@@ -93,7 +93,7 @@ def expansion(job: Job) -> tuple[float, float]:
 def round_times(
     own: Sequence[np.ndarray], times: Sequence[np.ndarray], moved: Directions, *, kept: bool, ahead: float = 0.0
 ) -> Directions:
-    """Return the time of attention in rounds, forward and backward, float64 [...] us each.
+    """Return us of attention in rounds, forward and backward, float64 [...] each.
 
     Documents that are whole on a rank run first in forward and last in backward. K and V of a round begin to arrive
     when every rank begins the round before; its gradients leave when all ranks have ended it. A rank waits for them
@@ -131,7 +131,7 @@ def round_times(
 
 
 def exposed_exchange(job: Job, rows: np.ndarray, attention: Directions) -> Directions:
-    """Return the time that exchanging K/V of all `rows` (float64 [M]) adds to the slowest ranks' `attention`.
+    """Return what exchanging K/V of all `rows` adds to the slowest ranks' time.
 
     By a ring, or before attention as in the paper: an all-gather, in backward again unless kept, with fp32 gradients.
     """
@@ -148,7 +148,7 @@ def exposed_exchange(job: Job, rows: np.ndarray, attention: Directions) -> Direc
 
 
 def _exposed_hops(hop: np.ndarray, cp: int, forward: np.ndarray, backward: np.ndarray) -> Directions:
-    """Exposed time of CP - 1 hops, each overlapped by one of CP parts of attention of `forward` and `backward` time.
+    """Return exposed time of CP - 1 hops, each overlapped by one of CP parts.
 
     As in TransformerEngine, backward sends K and V in all parts but the last, and bf16 gradients in all but the first.
     """

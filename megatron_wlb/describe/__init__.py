@@ -1,1 +1,1 @@
-"""Turns Megatron's arguments and settings into a `Job`; needs neither torch nor megatron."""
+"""Turns Megatron's arguments and settings into a `Job`; without torch."""

@@ -8,7 +8,7 @@ from megatron_wlb.job import Sharding
 
 
 def add_wlb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add `--wlb` and the flag of every setting; serves as upstream's `extra_args_provider`."""
+    """Add `--wlb` and every setting's flag: upstream's `extra_args_provider`."""
     _mend_help(parser)
     group = parser.add_argument_group("workload-balanced training (megatron_wlb)")
     group.add_argument(
@@ -24,7 +24,7 @@ def add_wlb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:
-    """Escape lone percent signs in upstream's help texts (0.19 has one), on which --help fails."""
+    """Escape lone percent signs in upstream's help texts, on which --help fails."""
     for action in parser._actions:
         try:
             _ = (action.help or "") % {**vars(action), "prog": parser.prog}

@@ -35,7 +35,7 @@ def make_job(
     device_bytes: float | None = None,
     **given: Any,
 ) -> Job:
-    """Build the job that settings describe, with everything filled in that they leave open.
+    """Build the job that settings describe, filling in what they leave open.
 
     Args:
         model: what is trained.
@@ -74,7 +74,7 @@ def make_job(
         fields.setdefault("crossover_tokens", settings.crossover)
 
     def asked() -> Job:
-        """The job as settled so far, to predict times and memory with; S_max is as many whole windows as needed."""
+        """Return the job as settled so far, to predict times and memory with."""
         whole = -(-windows // max(1, count)) * window
         return Job(**{"crossover_tokens": model.crossover_tokens, "max_tokens": whole, **fields})
 
@@ -114,7 +114,7 @@ def _packing_from_json(kind: type, data: Any) -> Any:
 
 
 def _cp_exchange(job: Job) -> str:
-    """Return the faster of "shared" and "latents" for documents that are each as long as all shorter ones together."""
+    """Return the faster of "shared" and "latents" for documents of halved lengths."""
     if not job.model.kv_lora_rank or job.parallel.cp == 1 or job.profile.counts_pairs or job.offloaded_layers:
         return "shared"
     halves = [job.context_length >> i for i in range(1, job.context_length.bit_length()) if job.context_length >> i]
@@ -129,7 +129,7 @@ def _cp_exchange(job: Job) -> str:
 
 
 def _grouped(job: Job, wanted: int | str | None, budget_bytes: float) -> Parallel:
-    """Return the layout, with groups as long as the pipeline if memory has no room for longer ones."""
+    """Return the layout, in short groups if memory has no room for longer ones."""
     parallel = job.parallel
     least = wanted if isinstance(wanted, int) else default_max_tokens(job)
     if parallel.vpp > 1 and parallel.group_size is None and largest_max_tokens(job, budget_bytes) < least:
@@ -144,7 +144,7 @@ def default_max_tokens(job: Job) -> int:
 
 
 def _max_tokens(job: Job, wanted: int | str | None, budget_bytes: float | None) -> int:
-    """Return S_max as wanted, or its default, a multiple of the job's unit. Raises ValueError if it does not fit."""
+    """Return S_max as wanted or by default. Raises ValueError if it does not fit."""
     fitting = None if budget_bytes is None else largest_max_tokens(job, budget_bytes)
     least = job.least_max_tokens
     if fitting is not None and fitting < least:

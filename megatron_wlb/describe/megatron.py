@@ -1,4 +1,4 @@
-"""Translates Megatron's arguments into a `Job`, for training and for commands alike."""
+"""Translates Megatron's arguments into a `Job`, for training and commands."""
 
 import math
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ def _other(group: str, help: str = "", default: Any = None, choices: tuple[str, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronArguments:
-    """The arguments of a job, by Megatron's names, before or after Megatron has validated them.
+    """The arguments of a job, by Megatron's names, validated by it or not.
 
     None means Megatron's default, or a value that follows from other arguments.
     """
@@ -136,12 +136,12 @@ class MegatronArguments:
 
     @property
     def model_parallel_size(self) -> int:
-        """GPUs that hold one copy of the model, with context parallelism: those of a data-parallel rank."""
+        """GPUs of a data-parallel rank: they hold one copy of the model."""
         return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
 
     @classmethod
     def of(cls, stated: Mapping[str, Any]) -> "MegatronArguments":
-        """Select the arguments from `stated`, values or their text. Raises ValueError for a wrong type or range."""
+        """Select arguments from `stated`. Raises ValueError for a wrong type or range."""
         values = {}
         for f in fields(cls):
             value = stated.get(f.name)
@@ -170,7 +170,7 @@ def _short(value: Any) -> str:
 def job_of(
     arguments: MegatronArguments, *, settings: PlanSettings, model: ModelShape | None = None, **given: Any
 ) -> Job:
-    """Build the job that arguments describe; `given`, of `make_job`, takes precedence. Raises ValueError as it does."""
+    """Build the job of arguments; `given`, of `make_job`, takes precedence."""
     a, parallel = arguments, parallel_of(arguments)
     if a.seq_length is None:
         raise ValueError("no --seq-length; give the context window in tokens")
@@ -197,7 +197,7 @@ def job_of(
 
 
 def model_of(a: MegatronArguments, base: ModelShape | None = None) -> ModelShape:
-    """Return the model of arguments, or `base` with their sizes; a token's experts count as one MLP.
+    """Return the model of arguments, or `base` with their sizes.
 
     Missing sizes are Megatron's defaults; a missing vocabulary has size 0. Raises ValueError for contradictory sizes.
     """
@@ -245,7 +245,7 @@ def model_of(a: MegatronArguments, base: ModelShape | None = None) -> ModelShape
 
 
 def parallel_of(a: MegatronArguments) -> Parallel:
-    """Return the parallel layout of arguments. Raises ValueError if ranks or layers do not divide."""
+    """Return the parallel layout. Raises ValueError if something does not divide."""
     tp, cp, pp = a.tensor_model_parallel_size, a.context_parallel_size, a.pipeline_model_parallel_size
     ranks = a.model_parallel_size
     world = a.world_size or ranks
@@ -318,7 +318,7 @@ def recompute_of(a: MegatronArguments) -> Recompute:
 
 
 def row_multiple(fp8: Any, fp8_recipe: Any, fp4: Any) -> int:
-    """Row alignment of FP8 and FP4 kernels on a rank: Megatron's get_fp8_align_size, get_fp4_align_size."""
+    """Return the row alignment of FP8 and FP4 kernels, as Megatron does."""
     if fp8:
         return 32 if fp8_recipe == "mxfp8" else 16
     return 128 if fp4 else 1
@@ -333,7 +333,7 @@ def tile_rows(a: MegatronArguments, parallel: Parallel) -> int:
 
 
 def undeferrable(a: MegatronArguments) -> str:
-    """Return the flags that keep layers from deferring weight gradients; "" if they can."""
+    """Return flags that keep layers from deferring weight gradients; "" if none."""
     if given := next((flag_of(name) for name in _UNDEFERRABLE if getattr(a, name)), ""):
         return given
     if a.transformer_impl == "transformer_engine" and (a.add_bias_linear or a.add_qkv_bias):

@@ -1,4 +1,4 @@
-"""Megatron's arguments that training with `--wlb` cannot serve, with reason and remedy."""
+"""Megatron's arguments that `--wlb` cannot serve, with reason and remedy."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -214,7 +214,7 @@ class _Lenient(Namespace):
 
 
 def check(args: Namespace) -> None:
-    """Raise ValueError for the first of Megatron's arguments that training with `--wlb` cannot serve.
+    """Raise ValueError for the first argument that `--wlb` cannot serve.
 
     The message has the flag, the reason and the remedy. Call this before upstream validates its arguments.
     """
@@ -238,7 +238,7 @@ _SERVED = {
 
 
 def refuses(name: str, value: Any, *, has_experts: bool) -> bool:
-    """Whether `check` refuses an argument for its value, whatever the other arguments are."""
+    """Return whether `check` refuses an argument for its value alone."""
     try:
         check(Namespace(**_SERVED | {"num_experts": 2 if has_experts else None, name: value}))
     except (ValueError, TypeError):  # text instead of a number

@@ -12,7 +12,7 @@ ATTENTION_BACKENDS = ("auto", "aten", "flash_attn_3", "te", "cpu", "reference", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings(Settings):
-    """Settings of planning, except those of packing and sharding. Lengths are in trained tokens."""
+    """Settings of planning but packing and sharding; lengths in trained tokens."""
 
     micro_batches: int | Literal["auto"] = setting(
         "auto",

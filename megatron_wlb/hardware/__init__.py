@@ -1,1 +1,1 @@
-"""Performance of GPUs and their network: kernel times, rates and collectives, measured or assumed."""
+"""Performance of GPUs and their network, measured or assumed."""

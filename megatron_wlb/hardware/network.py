@@ -18,7 +18,7 @@ MOVED: dict[str, Callable[[int], float]] = {
 
 
 class Group(NamedTuple):
-    """A process group: `size` ranks, `stride` apart. Megatron numbers ranks by TP, then CP, DP and PP."""
+    """A process group: `size` ranks, `stride` apart, by TP, then CP, DP and PP."""
 
     size: int
     stride: int
@@ -35,7 +35,7 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """Communication between GPUs. Times in us, sizes in bytes (or arrays of them), bandwidths in GB/s = 1e9 bytes/s.
+    """Communication between GPUs. Times in us, sizes in bytes, 1e9 bytes/s.
 
     Collectives are named as in `MOVED`. Sizes are those of the whole buffer, which all ranks hold after an all-gather.
     """
@@ -51,7 +51,7 @@ class Network:
     """Latency per node in a ring, and of a point-to-point message. Assumed."""
 
     def collective(self, name: str, num_bytes: np.ndarray | float, group: Group) -> np.ndarray:
-        """Return the time of a collective. Ranks of a node share its links; transfers within the node overlap."""
+        """Return the time of a collective; ranks of a node share its links."""
         num_bytes = np.asarray(num_bytes, np.float64)
         if group.size == 1:
             return np.zeros_like(num_bytes)
@@ -66,7 +66,7 @@ class Network:
         return latency + time / 1e3
 
     def all_to_all(self, group: Group) -> tuple[float, float]:
-        """Return the latency of an all-to-all in us, and us per byte that enters or leaves the busiest rank.
+        """Return an all-to-all's latency in us, and us per byte of the busiest rank.
 
         Within a node as an all-gather: assumed, not measured. Between nodes, every rank is sent its own copy of a row.
         """
@@ -79,7 +79,7 @@ class Network:
         return latency, time / 1e3
 
     def point_to_point(self, num_bytes: np.ndarray | float, group: Group) -> np.ndarray:
-        """Return the time of a message between neighbours; over the network unless the group is in one node."""
+        """Return the time of a message between neighbours, within or between nodes."""
         num_bytes = np.asarray(num_bytes, np.float64)
         one_node = group.size * group.stride <= self.gpus_per_node
         bandwidth = self._within_node("all_gather", 2)[1] if one_node else self.link_gb_per_s

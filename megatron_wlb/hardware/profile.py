@@ -1,4 +1,4 @@
-"""Performance of a device: times of attention kernels, rates of everything else, and its network."""
+"""Performance of a device: attention kernels, other rates, network."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from megatron_wlb.hardware.network import H100_NETWORK, Network
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelModel:
-    """Time of a rank's varlen attention in a layer: t = launch + heads * (tile * N_t + query_tile * N_q).
+    """Time of varlen attention: launch + heads * (tile * N_t + query_tile * N_q).
 
     N_q counts query tiles of `tile_rows` rows, N_t the tiles of `tile_rows` x `tile_rows` that the causal mask leaves.
     """
@@ -37,7 +37,7 @@ class KernelModel:
         return int(tiles.sum()), int(query_tiles.sum())
 
     def tiles(self, segments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (N_t, N_q) per SEGMENT [n], query rows [start, stop) against keys [0, stop): int64 [n] each."""
+        """Return (N_t, N_q) per SEGMENT [n] against its keys [0, stop): int64 [n] each."""
         t, starts, stops = self.tile_rows, segments["start"], segments["stop"]
         q = stops - starts
         full = q // t
@@ -50,11 +50,11 @@ class KernelModel:
         return sum(len(call) > 0 for call in calls), *self.count(np.concatenate(calls))
 
     def launches(self, calls: Any, exchanged_rows: Any) -> Any:
-        """Return the launches of `calls`: one per part for each, or one per call if nothing is exchanged."""
+        """Return launches of `calls`: one per part if anything is exchanged."""
         return calls * np.where(exchanged_rows > 0, self.parts, 1)
 
     def time(self, launches: Any, tiles: Any, query_tiles: Any) -> Any:
-        """Return the time of counts, which may be arrays; same order of operations as csrc/pieces.h."""
+        """Return the time of counts or arrays, with the operations of csrc/pieces.h."""
         return launches * self.launch + self.heads * (self.tile * tiles + self.query_tile * query_tiles)
 
     def __add__(self, other: "KernelModel") -> "KernelModel":
@@ -65,7 +65,7 @@ class KernelModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTimes:
-    """Constants of one direction of `KernelModel`, in the profile's unit (us, except for `flops`)."""
+    """Constants of one direction of `KernelModel`, in the profile's unit."""
 
     launch: float
     tile: float
@@ -78,7 +78,7 @@ class KernelTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """The inputs of predicted times, and a JSON file. Raises ValueError for times and rates that no device has."""
+    """The inputs of predicted times, and a JSON file. Raises ValueError."""
 
     name: str
     tile_rows: int
@@ -133,7 +133,7 @@ class Profile:
     def kernels(
         self, *, heads: int = 1, head_size: int | None = None, parts: int = 1
     ) -> tuple[KernelModel, KernelModel]:
-        """Return the kernels of one layer on one rank, forward and backward, for `heads` query heads of `head_size`.
+        """Return the kernels of one layer on one rank, forward and backward.
 
         Tile times are in proportion to the head size, if one was measured. K and V arrive in `parts`.
         """
@@ -153,7 +153,7 @@ class Profile:
         return kernel(self.forward, 1.0), backward
 
     def differences(self, *, head_size: int, dtype: str, backend: str) -> str:
-        """How the measured kernels differ from the run, as "head size 128, not 64"; "" if they do not."""
+        """Return how kernels differ from a run: "head size 128, not 64", or ""."""
         measured = {"head size": self.head_size, "dtype": self.dtype, "backend": self.backend}
         pairs = zip(measured.items(), (head_size, dtype, backend), strict=True)
         return ", ".join(f"{name} {ours}, not {run}" for (name, ours), run in pairs if ours not in (None, run))
@@ -177,7 +177,7 @@ def shipped_profiles() -> list[str]:
 
 
 def profile_file(name_or_path: str) -> Any:
-    """Return the file of a profile, given a shipped name or a path. Raises ValueError if there is none."""
+    """Return a profile's file, by name or path. Raises ValueError if there is none."""
     if name_or_path in shipped_profiles():
         return _SHIPPED / f"{name_or_path}.json"
     path = Path(name_or_path)
@@ -190,7 +190,7 @@ def profile_file(name_or_path: str) -> Any:
 
 
 def load_profile(name_or_path: str) -> Profile:
-    """Load a profile by its shipped name or its file. Raises ValueError if there is neither, or it holds none."""
+    """Load a profile by its name or file. Raises ValueError if there is none."""
     if name_or_path == FLOPS_PROFILE.name:
         return FLOPS_PROFILE
     try:

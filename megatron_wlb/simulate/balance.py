@@ -7,7 +7,7 @@ from megatron_wlb.simulate.step import SimulatedStep
 
 
 def layer_times(passes: Passes) -> np.ndarray:
-    """Forward plus backward time of one layer per micro-batch, with equal CP ranks, in us: float64 [M]."""
+    """Return us of a layer per micro-batch, with equal CP ranks: float64 [M]."""
     return sum(layer.total - layer.attention.max(axis=1) + layer.attention.mean(axis=1) for layer in passes.layers)
 
 
@@ -17,12 +17,12 @@ def micro_batch_times(step: SimulatedStep) -> np.ndarray:
 
 
 def attention_of_ranks(step: SimulatedStep) -> np.ndarray:
-    """Attention time per micro-batch and CP rank, forward plus backward of one layer, in us: float64 [dp * M, cp]."""
+    """Return us of attention by micro-batch and CP rank: float64 [dp * M, cp]."""
     return np.concatenate([sum(layer.attention for layer in passes.layers) for passes in step.passes])
 
 
 def imbalances(step: SimulatedStep) -> dict[str, float]:
-    """Slowest over mean: micro-batches of a pipeline (mean over pipelines), DP ranks, CP ranks of all micro-batches."""
+    """Return slowest over mean of micro-batches, DP ranks and CP ranks."""
     times, attention = micro_batch_times(step), attention_of_ranks(step)
     return {
         "pp": float((times.max(axis=1) / times.mean(axis=1)).mean()),

@@ -1,4 +1,4 @@
-"""Activation memory of a pipeline stage with variable lengths, and the largest S_max that fits.
+"""Activation memory of a pipeline stage, and the largest S_max that fits.
 
 Bytes per token and layer follow Korthikanti et al. (arXiv 2205.05198, section 4), extended to attention that saves no
 scores, grouped key heads, gated MLPs and experts. They count every tensor that upstream's TransformerEngine layer keeps
@@ -33,13 +33,13 @@ class Tensor(NamedTuple):
 
 
 def weight_bytes(job: Job) -> float:
-    """Bytes of weights, gradients and optimizer on the fullest GPU of a dense model, with the distributed optimizer."""
+    """Return bytes of weights, gradients and optimizer on the fullest GPU."""
     p = job.parallel
     return float(stage_weights(job).max()) / p.tp * (WEIGHT_BYTES + OPTIMIZER_BYTES / (p.dp * p.cp))
 
 
 def stage_weights(job: Job) -> np.ndarray:
-    """Number of weights of every pipeline stage, over its tensor-parallel ranks, float64 [pp]."""
+    """Return the weights of every stage, over its TP ranks, float64 [pp]."""
     model = job.model
     weights = job.layers().sum(axis=1) * float(model.layer_weights)
     weights[0] += model.vocabulary_weights
@@ -78,7 +78,7 @@ def attention_tensors(job: Job) -> dict[str, Tensor]:
 
 
 def mlp_tensors(job: Job) -> dict[str, Tensor]:
-    """Tensors that the MLP keeps, or experts with the tokens that they are sent, with the norm before it."""
+    """Return what the MLP keeps, or experts with their tokens, and the norm."""
     model = job.model
     # The norm before a dense MLP is part of it; no other part of such an MLP can be recomputed alone.
     norm, whole, activation = ("layernorm", "moe", ("moe_act",)) if model.moe_router_topk else ("mlp", "mlp", ())
@@ -174,7 +174,7 @@ def _recomputes_attention(job: Job) -> bool:
 
 
 def _arrived_bytes(job: Job) -> float:
-    """Bytes of received K and V for backward of one attention, in the case of `attention_backward_bytes`."""
+    """Return bytes of K and V received for backward of one attention."""
     model, p = job.model, job.parallel
     if p.cp == 1 or job.sharding.save_gathered_kv or job.cp_exchange == "latents":
         return 0
@@ -182,7 +182,7 @@ def _arrived_bytes(job: Job) -> float:
 
 
 def peak_bytes(job: Job, stage: int, max_tokens: int | None = None) -> float:
-    """Peak activation bytes of a stage if every micro-batch in flight had `max_tokens` (S_max).
+    """Return peak bytes of a stage with `max_tokens` in every micro-batch.
 
     Tokens are capped by what a data-parallel rank can hold in a step. The peak comes when the last layer of a stage
     begins its backward: in the MLP, while K and V of attention arrive, or in attention, with the MLP freed.
@@ -193,7 +193,7 @@ def peak_bytes(job: Job, stage: int, max_tokens: int | None = None) -> float:
 
 
 def most_kept(job: Job, stage: int, longest: int, kept: np.ndarray) -> float:
-    """Most bytes that a stage keeps at once, times CP, with micro-batches of up to `longest` tokens.
+    """Return most bytes that a stage keeps at once, times CP.
 
     `kept` is what a pass through each virtual stage keeps per token, float64 [vpp]. Every pass in flight may have
     `longest` tokens, but each micro-batch of the rank is in flight at most once per virtual stage.
@@ -207,7 +207,7 @@ def _most_rank_tokens(job: Job, longest: int) -> float:
 
 
 def largest_max_tokens(job: Job, budget_bytes: float) -> int:
-    """Largest S_max, a multiple of the job's unit, that fits the budget on every stage; 0 if none."""
+    """Return the largest S_max, in units, that fits every stage; 0 if none."""
     budget, unit, fitting = job.parallel.cp * budget_bytes, job.unit_tokens, []
     for stage in range(job.parallel.pp):
         kept, at_once = token_bytes(job, stage)
@@ -253,7 +253,7 @@ def deferral_limits(job: Job) -> list[float]:
 
 
 def token_bytes(job: Job, stage: int) -> tuple[np.ndarray, float]:
-    """Bytes that a stage keeps for backward in each virtual stage, float64 [vpp], and holds for a running pass."""
+    """Return bytes kept in each virtual stage, float64 [vpp], and of a running pass."""
     model, parallel, recompute = job.model, job.parallel, job.recompute
     # As in TransformerEngine's `OffloadSynchronizer`; older versions offload only what their own modules save.
     layers = job.decoder_layers()[stage].astype(float) - job.offloaded_layers

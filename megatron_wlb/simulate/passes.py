@@ -17,7 +17,7 @@ from megatron_wlb.types import ShardPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
-    """Times of one direction of one layer, in us, for M micro-batches of a data-parallel rank."""
+    """Times of one direction of one layer, in us, for M micro-batches of a rank."""
 
     linear: np.ndarray
     """float64 [M]: matrix products and memory-bound operations."""
@@ -32,13 +32,13 @@ class LayerTimes:
 
     @property
     def total(self) -> np.ndarray:
-        """float64 [M]: time of the layer, in which all context-parallel ranks wait for the slowest."""
+        """Time of the layer, in which CP ranks wait for the slowest: float64 [M]."""
         return self.linear + self.tensor + self.attention.max(axis=1) + self.exchange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """Times of all passes of a data-parallel rank, in us, float64 [stages, chunks, M] unless stated otherwise."""
+    """Times of a rank's passes in us, float64 [stages, chunks, M] unless stated."""
 
     forward: np.ndarray
     backward: np.ndarray
@@ -80,7 +80,7 @@ def deferrable_weights(job: Job) -> int:
 
 
 def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
-    """Return predicted pass times of M micro-batches of a data-parallel rank. Assumes sequence parallelism.
+    """Return predicted pass times of a rank's M micro-batches, with SP.
 
     Raises ValueError if the job cannot be timed, or the micro-batches are not sharded for it.
     """
@@ -145,7 +145,7 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
 
 
 def crossover(job: Job) -> int:
-    """Return the crossover length Lc in tokens; a document of d takes time proportional to d * (d + Lc).
+    """Return Lc in tokens: a document of d takes time as d * (d + Lc).
 
     Solved from the pass times of a document of half a window, of two such, and of one twice as long, so that costs per
     micro-batch cancel. One rank stands for all context-parallel ranks. By FLOPs if the job cannot be timed.
@@ -169,7 +169,7 @@ def crossover(job: Job) -> int:
 
 
 def synchronised(job: Job, passes: Sequence[Passes]) -> tuple[Passes, ...]:
-    """Return `passes` of all DP ranks, with ranks that divide experts (`expert_dp_ranks`) in lockstep.
+    """Return `passes` of all ranks, with those that divide experts in lockstep.
 
     In every layer, the slowest of these ranks determines when tokens go to the experts. Each rank does an equal share
     of their work, as if routing were balanced. The exchange of tokens takes no time.
@@ -199,7 +199,7 @@ def synchronised(job: Job, passes: Sequence[Passes]) -> tuple[Passes, ...]:
 
 
 def _attention(job: Job, shards: Sequence[ShardPlan]) -> tuple[Directions, Directions]:
-    """Return attention of a layer, float64 [M, cp] by direction, and the exposed exchange on the slowest rank, [M]."""
+    """Return attention [M, cp] and its exposed exchange [M], by direction."""
     kernels = attention_kernels(job)
     if job.cp_exchange == "shared":
         timed = [attention_times(plan, job) for plan in shards]
@@ -218,7 +218,7 @@ def _attention(job: Job, shards: Sequence[ShardPlan]) -> tuple[Directions, Direc
 
 
 def _linear(job: Job, tokens: np.ndarray) -> Directions:
-    """Matrix products of a layer, and memory-bound operations unless measured rates include them."""
+    """Return products of a layer, and other operations unless rates have them."""
     model = job.model
     forward, backward = _products(job, model.layer_weights, tokens)
     if job.expands_again:
@@ -233,7 +233,7 @@ def _linear(job: Job, tokens: np.ndarray) -> Directions:
 
 
 def _output(job: Job, tokens: np.ndarray) -> Directions:
-    """Output layer and loss: logits are written as activations, and read and written in fp32."""
+    """Return output layer and loss: logits as activations, and in fp32."""
     forward, backward = _products(job, job.model.vocabulary_weights, tokens)
     logits = _memory(job, job.model.padded_vocab_size * (job.bytes_per_value + 2 * FP32), tokens)
     return forward + logits, backward + 2 * logits

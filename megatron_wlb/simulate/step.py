@@ -21,7 +21,7 @@ writes the bf16 weight."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:
-    """Times in us. Arrays over GPUs are [DP rank, stage, CP rank]; tensor-parallel ranks are alike."""
+    """Times in us. Arrays over GPUs are [DP rank, stage, CP rank]."""
 
     job: Job
     shards: tuple[tuple[ShardPlan, ...], ...]
@@ -44,7 +44,7 @@ class SimulatedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """Where the time of a step goes, in us, mean over all GPUs; the parts sum to the step."""
+    """Where the time of a step goes, in us, mean over GPUs; parts sum to it."""
 
     attention: float
     linear: float
@@ -112,7 +112,7 @@ def step_of(job: Job, shards: Sequence[Sequence[ShardPlan]], passes: Sequence[Pa
 
 
 def breakdown(step: SimulatedStep) -> Breakdown:
-    """Return where the time goes. Simulates the step again with equal micro-batches on each rank."""
+    """Return where the time goes; simulates again with equal micro-batches."""
     busy = float(np.mean([t.busy for t in step.timelines]))
     makespans = [t.makespan for t in step.timelines]
     alike = float(np.mean([_alike(step.job, [p]) for p in step.passes]))
@@ -151,7 +151,7 @@ def _in_passes(step: SimulatedStep) -> dict[str, float]:
 
 
 def limit_time(step: SimulatedStep) -> float:
-    """Return the time of the step in us if its work were spread evenly over all GPUs, without waiting."""
+    """Return the step's us if work were spread evenly, without waiting."""
     parts = _in_passes(step)
     update = step.gradients + step.optimizer + step.parameters
     return sum(parts[name] for name in SHARES["busy"] if name in parts) + update
@@ -164,7 +164,7 @@ def shares(step: SimulatedStep) -> dict[str, float]:
 
 
 def balanced_time(step: SimulatedStep) -> float:
-    """Return the time of the step in us if all micro-batches, and all CP shards, had the mean work."""
+    """Return the step's us if micro-batches and CP shards had the mean work."""
     layers = step.job.layers()[:, :, None]
     balanced = []
     for p in step.passes:
@@ -198,7 +198,7 @@ def _alike(job: Job, passes: Sequence[Passes]) -> float:
 
 
 def _update(job: Job) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return times of exposed gradient reduction, optimizer, and exposed gathering in us, float64 [stages] each."""
+    """Return us of gradients, optimizer and parameters, float64 [stages] each."""
     weights = stage_weights(job) / job.parallel.tp
     group = Group(size=job.parallel.dp * job.parallel.cp, stride=job.parallel.tp)
     collective, exposed = job.profile.network.collective, 1 - job.profile.dp_overlap

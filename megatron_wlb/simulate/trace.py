@@ -1,4 +1,4 @@
-"""A simulated step as a timeline for Perfetto or chrome://tracing (the Trace Event Format's JSON)."""
+"""A simulated step as a timeline (Trace Event Format), as Perfetto shows it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ from megatron_wlb.simulate.step import SimulatedStep
 
 
 def trace_of(step: SimulatedStep) -> dict[str, Any]:
-    """Return the timeline: a process per data-parallel rank, a thread per stage, an event per pass; times in us.
+    """Return the timeline: a process a rank, a thread a stage, an event a pass.
 
     The event "F c0 m3" is the forward pass of micro-batch 3 through chunk 0; "W" is deferred weight gradients.
     Arguments of a pass are the micro-batch's tokens (with padding), its documents, its longest document, its work and

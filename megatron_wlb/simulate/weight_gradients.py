@@ -1,4 +1,4 @@
-"""Timeline of a data-parallel rank's passes, and of its weight gradients if the job defers them."""
+"""Timeline of a rank's passes, and of weight gradients if it defers them."""
 
 from collections.abc import Sequence
 
@@ -27,7 +27,7 @@ def undeferrable(job: Job) -> str:
 
 
 def part_counts(job: Job) -> np.ndarray:
-    """Deferrable parts of every virtual stage, each a layer or the output layer: int64 [pp, vpp]."""
+    """Return deferrable parts of virtual stages, output layer too: int64 [pp, vpp]."""
     counts = job.layers()
     counts[-1, -1] += 1
     return counts
@@ -41,7 +41,7 @@ def timeline_of(job: Job, passes: Passes) -> Timeline:
 
 
 def weight_gradients_before(job: Job, shards: Sequence[ShardPlan]) -> np.ndarray:
-    """Return how many deferred parts have run before each pass of a data-parallel rank: int64 [2, stages, chunks, M].
+    """Return parts that ran before each pass: int64 [2, stages, chunks, M].
 
     A part is a layer or the output layer. Placed by predicted times, or by work if the job cannot be timed.
     """
@@ -67,7 +67,7 @@ def _deferred(job: Job, passes: Passes) -> tuple[Timeline, np.ndarray]:
 
 
 def _weight_gradients(job: Job, rows: np.ndarray, layer: np.ndarray, output: np.ndarray) -> WeightGradients:
-    """Weight gradients of micro-batches with `rows`; `layer` and `output`: times of their weights."""
+    """Return weight gradients; `layer` and `output` are times of their weights."""
     counts = part_counts(job)
     held_of_layer, held_of_output = memory.weight_gradient_bytes(job)
     parts = (*counts.shape, int(counts.max()), 1)

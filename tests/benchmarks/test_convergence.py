@@ -4,15 +4,14 @@ import copy
 import json
 import re
 import zlib
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import convergence, corpus
-from benchmarks.convergence import QUICK, VARIANTS, Runs, Trainer, packer_of
+from benchmarks import convergence
+from benchmarks.convergence import QUICK, VARIANTS, Trainer, packer_of
 from benchmarks.convergence_model import Corpus, Shape, accumulate
 from megatron_wlb.plan.dataset import read_index
 from megatron_wlb.types import DOCUMENT
@@ -129,46 +128,3 @@ def test_held_out_documents_are_never_trained(data):
             batch = split.micro_batch(row)
             whole = data["tokens"][begins[place] :][: data["lengths"][place]].tolist()
             assert batch.tokens.tolist() == whole[:-1] and batch.labels.tolist() == whole[1:]
-
-
-def test_documents_of_a_micro_batch_do_not_see_each_other(data):
-    train = convergence.split(data, held_out=False)
-    model, packing = Trainer(SHORT, train, 1).model, packer_of("wlb", SHORT, train.lengths, 1).next().batch
-    rows = max((packing.micro_batch(i) for i in range(len(packing))), key=len)
-    assert len(rows) > 1
-    alone = torch.cat([model(train.micro_batch(rows[i : i + 1])) for i in range(len(rows))])
-    torch.testing.assert_close(model(train.micro_batch(rows)), alone)
-
-
-def test_finished_runs_are_kept_and_others_done(data, tmp_path, monkeypatch):
-    runs, path = Runs(scale=SHORT, logs=tmp_path), tmp_path / "original-1.json"
-    monkeypatch.setattr(Runs, "data", lambda runs: data)
-    with monkeypatch.context() as interrupted:
-        interrupted.setattr(Trainer, "step", lambda trainer, packing: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            runs.run_seed(1, ["original"])
-    assert not path.exists()
-    runs.run_seed(1, ["original"])
-    written = path.stat().st_mtime_ns
-    runs.run_seed(1, ["original"])
-    assert path.stat().st_mtime_ns == written
-    with pytest.raises(ValueError, match=r"original-1.json is of another scale; give --logs of its own"):
-        Runs(scale=replace(SHORT, learning_rate=1.0), logs=tmp_path).run_seed(1, ["original"])
-
-
-def test_the_corpus_is_made_once_and_split_by_name(tmp_path, monkeypatch):
-    files = []
-    for i in range(60):
-        path = tmp_path / f"{i}.py"
-        path.write_text(f"def function_{i % 50}(argument):\n    return argument + {i % 50}\n" * (1 + i % 50))
-        files.append((f"root/{i}.py", path))
-    monkeypatch.setattr(corpus, "_files", lambda: files)
-    settings = {"vocab_size": 300, "pivot_bytes": 1 << 20, "held_out_share": 0.3}
-    made = corpus.load(tmp_path / "corpus.npz", **settings)
-    assert len(made["lengths"]) == 50  # ten have the same content as another
-    assert Counter(made["tokens"].tolist())[299] == 50  # ends of documents
-    monkeypatch.setattr(corpus, "_files", lambda: files[::-1])
-    again = corpus.load(tmp_path / "corpus.npz", **settings)
-    assert again["summary"] == made["summary"] and (again["tokens"] == made["tokens"]).all()
-    fewer = corpus.load(tmp_path / "corpus.npz", **{**settings, "pivot_bytes": 1000})
-    assert 0 < len(fewer["lengths"]) < 50

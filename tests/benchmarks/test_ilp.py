@@ -43,13 +43,6 @@ def test_ilp_is_never_worse_than_fixed_on_the_same_pieces(lengths, num_steps):
     assert best <= greedy * (1 + 1e-4) + 1e-4
 
 
-def test_ilp_fills_full_windows():
-    rows = documents(np.random.default_rng(0).integers(1, 500, 15))
-    policy = solved(num_micro_batches=3, context_length=int(rows["length"].sum()) // 3)
-    packing = pack(policy, rows)
-    assert (packing.sums(packing.documents["length"]) == packing.documents["length"].sum() // 3).all()
-
-
 def test_ilp_says_when_its_time_is_over():
     rows = documents(np.random.default_rng(0).integers(1, 5000, 500))
     windows = {"num_micro_batches": 16, "context_length": int(rows["length"].sum()) // 16}

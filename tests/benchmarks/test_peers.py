@@ -2,17 +2,15 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import cp_peers, packing
 from benchmarks.cp_balance import once_a_node
-from benchmarks.ilp import IlpPacking
-from benchmarks.lengths import job_7b, packings
+from benchmarks.lengths import job_7b
 from megatron_wlb.cost.attention import attention_kernels
 from megatron_wlb.cost.exchange import exchange_model, exposed_exchange
 from megatron_wlb.hardware.profile import load_profile
-from megatron_wlb.packing.fixed import FixedPacking
 from megatron_wlb.sharding import moved_rows, per_document
 from megatron_wlb.sharding.volume import Held
 from megatron_wlb.types import SEGMENT, Shard, ShardPlan
@@ -90,22 +88,3 @@ def test_every_policy_is_measured(policy):
     documents = np.random.default_rng(0).integers(650, 900, 2000)
     summary = packing.measure(job_7b(4, WINDOW, packing=policy), documents, 60)
     assert summary.steps == 60 and summary.imbalance_mean >= 1
-
-
-def heaviest(policy, documents, window):
-    """The largest attention work of a micro-batch of the first step, of two windows."""
-    (packing,) = packings(np.array(documents, np.int64), job_7b(2, window, packing=policy, max_tokens=window), 1)
-    return int(packing.sums(packing.documents["length"] ** 2).max())
-
-
-@settings(max_examples=10)
-@given(st.lists(st.integers(1, 30), min_size=5, max_size=10))
-def test_the_program_is_never_worse_than_fixed_on_the_same_pieces(documents):
-    assert heaviest(IlpPacking(), documents, 30) <= heaviest(FixedPacking(), documents, 30) + 2
-
-
-def test_the_program_says_when_its_time_is_over():
-    documents, policy = np.random.default_rng(0).integers(1, 5000, 500), IlpPacking(time_limit_seconds=1e-4)
-    window = int(documents.sum()) // 16
-    with pytest.raises(RuntimeError, match="HiGHS packed nothing within 0.0001 s"):
-        packings(documents, job_7b(16, window, packing=policy, max_tokens=window), 1)

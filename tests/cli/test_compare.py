@@ -165,20 +165,12 @@ OTHER = entry(replace(JOB, parallel=replace(JOB.parallel, dp=2, tp=4)), number=2
         ([GOOD], "LOG has 0 steps after --skip 1"),
         (["hello"], "LOG, line 1: JSON is malformed: invalid character (byte 0); give the file that --wlb-log named"),
         ([GOOD, json.dumps(GOOD)[:20]], "LOG, line 2: JSON is malformed"),
-        (["[" * 100_000], "line 1: Expected `object`, got `array`"),
-        ([json.dumps(GOOD).replace("5.0", "[" * 100_000)], "line 1: Expected `float`, got `array` - at `$.step_ms`"),
         ([json.dumps(GOOD)[:-1] + ', "new": ' + "[" * 100_000], "line 1: "),
         ([{"step": 1, "work": [3]}], "line 1: Object missing required field `step_ms`"),
         ([GOOD | {"step_ms": -1}], "line 1: Expected `float` > 0.0 - at `$.step_ms`"),
         ([GOOD | {"step_ms": 1e12}], "line 1: Expected `float` < 1000000000000.0 - at `$.step_ms`"),
-        ([GOOD | {"step_ms": float("inf")}], "line 1: JSON is malformed"),
-        ([GOOD | {"step_ms": 10**400}], "line 1: Number out of range - at `$.step_ms`"),
-        ([GOOD | {"step_ms": "5"}], "line 1: Expected `float`, got `str` - at `$.step_ms`"),
-        ([GOOD | {"lengths": [3]}], "line 1: Expected `array`, got `int` - at `$.lengths[0]`"),
         ([GOOD | {"lengths": [[0]]}], "line 1: Expected `int` >= 1 - at `$.lengths[0][0]`"),
-        ([GOOD | {"lengths": [[True]]}], "line 1: Expected `int`, got `bool` - at `$.lengths[0][0]`"),
         ([GOOD | {"lengths": [[1 << 26, 1]]}], "micro-batch 0 holds 67108865 tokens; it must be at most 67108864"),
-        ([GOOD | {"measured": {"busy": "much"}}], "Expected `float | null`, got `str` - at `$.measured[...]`"),
         ([GOOD | {"job": 3}], "line 1: not the description of a job: Expected `object`, got `int`; give what this"),
         ([GOOD | {"job": GOOD["job"] | {"crossover_tokens": 0}}], "description of a job: crossover_tokens is 0"),
         ([GOOD | {"job": GOOD["job"] | {"packing": {"name": "ilp"}}}], "job: its packing is {'name': 'ilp'}, none of"),
@@ -198,4 +190,3 @@ def test_broken_logs_are_refused(lines, message, tmp_path, capsys):
 
 def test_no_log(tmp_path, capsys):
     assert "Is a directory" in refusal(capsys, "compare", str(tmp_path))
-    assert "No such file" in refusal(capsys, "compare", str(tmp_path / "none"))

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, words: Words) -> None:
-    """Analyse, print and write. Raises ValueError on wrong input, before anything is written."""
+    """Analyse, print and write. Raises ValueError before anything is written."""
     import jinja2  # noqa: F401  # an extra, missed now rather than after the work
 
     terminal = console(args.json, args.html, args.trace, width=None if sys.stdout.isatty() else WIDTH)

@@ -1,4 +1,4 @@
-"""Other layouts of the same GPUs: CP instead of PP or DP, a layer per chunk, fewer layers beside the vocabulary."""
+"""Other layouts of the same GPUs, and fewer layers beside the vocabulary."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ _OF_STAGES = (
 
 
 def sizes(job: Job) -> list[tuple[int, int, int]]:
-    """CP, PP and virtual stages to try in place of a job's own and of its DP ranks; TP stays."""
+    """Return CP, PP and virtual stages to try in place of the job's; TP stays."""
     p = job.parallel
     wanted = [(p.cp, p.pp), (p.cp * p.pp, 1), (p.cp, 1), (p.cp * p.dp, p.pp), (p.cp * p.pp * p.dp, 1)]
     if p.pp % 2 == 0:
@@ -39,12 +39,12 @@ def sizes(job: Job) -> list[tuple[int, int, int]]:
 
 
 def virtual_stages(layers: int, pp: int) -> int:
-    """Chunks per stage for one layer each; 1 without a pipeline, and if layers do not divide."""
+    """Return chunks per stage for one layer each; 1 if layers do not divide."""
     return 1 if pp == 1 or layers % pp else layers // pp
 
 
 def jobs(run: Run, job: Job, stream: Callable[[], DocumentStream]) -> Iterator[Job]:
-    """Yield the job in every other layout that fits memory, with the best number of micro-batches.
+    """Yield the job in every other layout that fits memory, its micro-batches chosen.
 
     None with experts: a job knows only those that a token goes to.
     """
@@ -65,7 +65,7 @@ def jobs(run: Run, job: Job, stream: Callable[[], DocumentStream]) -> Iterator[J
 
 
 def relieved(job: Job, stream: DocumentStream) -> Job:
-    """Return the job with fewer layers beside the vocabulary, as the work of the stream's next documents balances."""
+    """Return the job with fewer layers beside the vocabulary, by the stream's work."""
     model = job.model
     if job.parallel.pp == 1 or model.mtp_num_layers:
         return job

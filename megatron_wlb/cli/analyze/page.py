@@ -67,7 +67,7 @@ def _panels(report: Report, figure: Figure) -> Iterator[tuple[Axes, Sample, str]
 
 
 def _bars(axes: Axes, values: np.ndarray, mean: float, title: str) -> None:
-    """Draw bars, or an outline of very many; the excess of the largest over the mean is orange."""
+    """Draw bars, or an outline of very many; the largest's excess is orange."""
     slowest, count = int(values.argmax()), len(values)
     if count <= MOST_BARS:
         axes.bar(range(count), values, color=BLUE)

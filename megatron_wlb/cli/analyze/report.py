@@ -1,4 +1,4 @@
-"""The numbers: packed, sharded and simulated steps of Megatron, the paper's scheme and --wlb."""
+"""The numbers: packed, sharded and simulated steps of every scheme."""
 
 import datetime
 import json
@@ -56,7 +56,7 @@ class Report(NamedTuple):
 
 
 def steps_of(job: Job) -> tuple[int, int]:
-    """Return how many steps of each scheme are packed, and how many of them are simulated."""
+    """Return how many steps of each scheme are packed, and how many simulated."""
     parallel, count = job.parallel, job.num_micro_batches
     passes = count * (parallel.pp * parallel.vpp + 2 * parallel.cp)
     simulated = min(MAX_STEPS, max(LEAST_SIMULATED, PASSES // passes))
@@ -135,7 +135,7 @@ def _speedup(numbers: dict[str, Any], over: dict[str, Any]) -> dict[str, float]:
 
 
 def lost(setup: Setup, job: Job, steps: int) -> dict[str, float]:
-    """Megatron's loss without each flag that --wlb refuses, as a share of its tokens per second."""
+    """Return Megatron's loss of speed without each flag that --wlb refuses."""
     without = setup.megatron.refused
     ways = {"": setup.megatron, **without} if without else {}
     times = dict.fromkeys(ways, 0.0)
@@ -153,7 +153,7 @@ def _is_faster(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _compare(schemes: dict[str, dict[str, Any]], plain: dict[str, Any]) -> dict[str, float]:
-    """Add to each scheme's numbers its gain over `plain`, one of them. Returns --wlb's limit."""
+    """Add to each scheme's numbers its gain over `plain`. Returns --wlb's limit."""
     us_per_token = schemes["ours"]["limit_us_per_token"]
     # Megatron has a limit of its own: it cuts documents at window ends, which lowers the work per token.
     megatron = min(numbers["limit_us_per_token"] for name, numbers in schemes.items() if name in MEGATRON)
@@ -220,7 +220,7 @@ def measure(
 
 
 def data_entries(setup: Setup) -> dict[str, Any]:
-    """Return documents and tokens of the training split, and their shares by length (powers of 2)."""
+    """Return documents and tokens of the training split, and shares by length."""
     every = np.concatenate([source.lengths for source in setup.data.sources])
     lengths, counts = np.unique(every, return_counts=True)
     edges = 2 ** np.arange(0, math.ceil(math.log2(max(2, int(lengths[-1])))) + 1)

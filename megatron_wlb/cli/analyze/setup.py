@@ -59,7 +59,7 @@ class Megatron(NamedTuple):
         return without
 
     def simulate(self, job: Job, lengths: Sequence[np.ndarray]) -> SimulatedStep:
-        """Simulate a step of these windows. --tp-comm-overlap counts as if it overlapped all communication."""
+        """Simulate windows; --tp-comm-overlap counts as if it overlapped everything."""
         shards, size = shard_step(job, lengths), self.micro_batch_size
         if size > 1:
             if len(shards[0]) % size:
@@ -105,7 +105,7 @@ class Setup:
         )
 
     def _best(self, job: Job) -> tuple[Job, list[Prediction], list[Job]]:
-        """Return the job with the micro-batches that `auto` chooses, what was compared, and other layouts."""
+        """Return the job with the micro-batches of `auto`, what was compared, layouts."""
         settings = self.run.settings
         if settings.micro_batches != "auto" or not job.packing.steady_tokens:
             return job, [], []
@@ -117,7 +117,7 @@ class Setup:
 
     @cached_property
     def other(self) -> Job | None:
-        """The job with the other of Algorithm 1 and adaptive packing, a micro-batch per window; None if none fits."""
+        """The job with the other packing policy, a micro-batch per window; None if none."""
         if not isinstance(self.job.packing, WlbPacking | AdaptivePacking):
             return None
         packing = AdaptivePacking() if isinstance(self.job.packing, WlbPacking) else WlbPacking()
@@ -127,7 +127,7 @@ class Setup:
 
     @cached_property
     def others(self) -> dict[str, Job]:
-        """Jobs with one more flag, by that flag: the other policy, bf16 gradients of K and V, fewer last layers."""
+        """Jobs with one more flag, by flag: policy, gradients of K and V, last layers."""
         job, found = self.job, {}
         if self.other is not None:
             found[flag_with_value("packing", self.other.packing.name)] = self.other
@@ -143,7 +143,7 @@ class Setup:
 
     @cached_property
     def paper(self) -> Job:
-        """The paper's scheme: windows by Algorithm 1 with its best thresholds, K and V gathered at once."""
+        """The paper's scheme: Algorithm 1, best thresholds, K and V gathered at once."""
         job = self._as_megatron()
         wlb = job.packing if isinstance(job.packing, WlbPacking) else WlbPacking()
         job = replace(job, packing=wlb, cp_exchange="all").sharded(cp_sharding="wlb")
@@ -155,11 +155,11 @@ class Setup:
         return min(jobs, key=self._time_per_work)
 
     def plain(self) -> Job:
-        """The job as Megatron trains it: K and V in a ring (`--cp-comm-type p2p`), one window per micro-batch."""
+        """Return the job as Megatron trains it: a ring, one window per micro-batch."""
         return replace(self._as_megatron(), packing=OriginalPacking(), cp_exchange="ring")
 
     def _as_megatron(self) -> Job:
-        """The job without --wlb's own features; S_max as a flag says or by default, even if it exceeds memory."""
+        """Return the job without --wlb's own features; S_max may exceed memory."""
         job, given = self.job, self.run.settings.max_tokens
         job = _by_windows(job, job.parallel.group_size or job.parallel.pp)
         hidden = self.megatron.hidden_transfers
@@ -174,7 +174,7 @@ class Setup:
         return time / work
 
     def steps(self, job: Job, count: int) -> Iterator[PackedStep]:
-        """Yield `count` steps as `job`, one of the schemes, would train them, after the warm-up."""
+        """Yield `count` steps as a scheme would train them, after the warm-up."""
         packer = make_packer(self.stream(), job, fingerprint="")
         for _ in range(WARM_UP):
             packer.next()
@@ -201,12 +201,12 @@ class Setup:
 
 
 def setup_of(run: Run) -> Setup:
-    """Set up the analysis of a run. Raises ValueError, naming flags, for what is missing or is no dataset."""
+    """Set up the analysis of a run. Raises ValueError for what is no dataset."""
     return Setup(run, data_of(run.arguments, run.notes))
 
 
 def _by_windows(job: Job, group_size: int | None) -> Job:
-    """Return the job with one micro-batch per window, in groups of `group_size` if possible."""
+    """Return the job with one micro-batch per window, in groups if possible."""
     parallel, windows = job.parallel, job.global_batch_size
     each = windows // parallel.dp
     if parallel.vpp == 1 or (group_size and each not in nearest_counts(each, parallel.pp, group_size)):
@@ -215,7 +215,7 @@ def _by_windows(job: Job, group_size: int | None) -> Job:
 
 
 def schemes(setup: Setup) -> dict[str, Job]:
-    """Return the ways to train the same data, by name: those of `MEGATRON`, the paper's, and --wlb's."""
+    """Return the ways to train the same data, by name."""
     ways = list(MEGATRON.items())[: 2 if setup.job.parallel.cp > 1 else 1]
     megatron = {name: setup.plain().sharded(cp_sharding=way) for name, way in ways}
     return megatron | {"paper": setup.paper, "ours": setup.job}

@@ -20,7 +20,7 @@ Row = tuple[str, ...]
 
 
 def rows(report: Report) -> list[Row]:
-    """Return the column titles, then a row per number with its values for the schemes and the limit."""
+    """Return the column titles, then a row per number."""
     schemes, limit = list(report.entries["schemes"].values()), report.entries["limit"]
     parallel = report.setup.job.parallel
     pp, dp, cp, gpus = parallel.pp, parallel.dp, parallel.cp, parallel.num_gpus
@@ -70,21 +70,21 @@ def rows(report: Report) -> list[Row]:
 
 
 def percent(numbers: dict[str, Any], *parts: str) -> float:
-    """Return the percentage of a typical step that parts of a `Breakdown` take, to one digit."""
+    """Return the percentage that parts of a `Breakdown` take, to one digit."""
     typical = numbers["typical_step_ms"]
     share: float = round(100 * sum(typical[part] for part in parts) / typical["step"], 1)
     return share
 
 
 def gain(report: Report) -> float:
-    """Return --wlb's gain as a share of the speed without; below 0 for a loss, 0 if not certain."""
+    """Return --wlb's gain as a share of the speed; 0 if not certain."""
     ours = report.entries["schemes"]["ours"]
     brings: float = ours["speedup"] - 1
     return brings if abs(brings) > max(0.005, 2 * ours["speedup_error"]) else 0.0
 
 
 def headline(report: Report) -> tuple[str, str]:
-    """Return the sentence to read first, and the rest of the report in a few sentences."""
+    """Return the sentence to read first, and the rest in a few sentences."""
     entries, schemes, gained = report.entries, report.entries["schemes"], gain(report)
     left_out = ", ".join(entries["left_out"])
     predicted = f"An estimate without {left_out}" if left_out else "Predicted"
@@ -148,7 +148,7 @@ PARTS = {
 
 
 def parts(report: Report, scheme: str) -> dict[str, float]:
-    """Return seconds per million tokens by `PARTS`, in the proportions of a typical step."""
+    """Return seconds per million tokens by `PARTS`, as in a typical step."""
     numbers = report.entries["schemes"][scheme]
     typical = numbers["typical_step_ms"]
     shares = {title: max(0.0, sum(typical[name] for name in names)) for title, names in PARTS.items()}
@@ -156,7 +156,7 @@ def parts(report: Report, scheme: str) -> dict[str, float]:
 
 
 class InWords(NamedTuple):
-    """A report as both show it: its first sentence, a few more, what was simulated, the table, and the rest."""
+    """A report as terminal and page show it."""
 
     first: str
     rest: str
