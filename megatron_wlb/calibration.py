@@ -112,11 +112,7 @@ def rounded(x: float) -> float:
 
 
 def entries(profile: Profile, error: dict[str, Any]) -> dict[str, Any]:
-    """Return the file of a profile with everything measured, to 4 digits, as JSON."""
-    assert profile.backward is not None and profile.linear_tflops is not None
+    """Return the file of a profile with everything measured, as JSON types."""
     stated = msgspec.to_builtins(profile)
-    for direction in ("forward", "backward"):
-        stated[direction] = {name: rounded(us) for name, us in stated[direction].items()}
-    stated["linear_tflops"] = [rounded(rate) for rate in profile.linear_tflops]
     kept = {f.name: stated[f.name] for f in fields(Profile) if getattr(profile, f.name) != f.default}
     return kept | {"unit": "us; tile and query_tile per query head, launch once", "error": error}

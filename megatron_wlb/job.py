@@ -108,6 +108,11 @@ class Recompute:
     num_layers: int | None = None
     modules: tuple[str, ...] = ()
 
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """Modules that are recomputed selectively."""
+        return self.modules if self.granularity == "selective" else ()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding(Settings):

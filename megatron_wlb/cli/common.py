@@ -108,10 +108,6 @@ class Words(NamedTuple):
     """A run's command, behind --."""
 
 
-def short(text: str, most: int = 40) -> str:
-    return text if len(text) <= most else f"{text[: most - 3]}..."
-
-
 def printable(text: str) -> str:
     """Replace control characters, which could write to the terminal."""
     return "".join(c if c.isprintable() else " " for c in text)

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron_wlb.cli.common import printable, short
-from megatron_wlb.describe.megatron import FLAGS, SWITCHED_OFF, MegatronArguments, flag_of
+from megatron_wlb.cli.common import printable
+from megatron_wlb.describe.megatron import FLAGS, SWITCHED_OFF, MegatronArguments, flag_of, short
 from megatron_wlb.describe.refusals import refuses
 
 MOST_BYTES = 1 << 28
@@ -148,25 +148,19 @@ def judge(launched: Launched, arguments: MegatronArguments, *, approximate: bool
     strange = [name for name, usual in _MATTER.items() if name in judged and _alone(judged[name]) not in usual]
     known = {*refused, *strange, *_MATTER, *_READ, *NOT_SIMULATED, *MegatronArguments.__dataclass_fields__}
     ignored = [name for name in judged if name not in known and not launched.is_log]
-    remarks = _attention(launched)
-    flags = {name: flag_of(name) for name in judged}
-    if refused:
-        remarks.append(
-            f"Left out, since training with --wlb refuses them: {' '.join(flags[name] for name in refused)}."
-        )
-    low_precision = [f"--{FLAGS[name]}" for name in ("fp8", "fp4") if getattr(arguments, name)]
-    if low_precision:
-        remarks.append(f"FP8 and FP4 ({' '.join(low_precision)}) are not modelled: all numbers are for bf16.")
-    strange = [name for name in strange if name not in refused]
-    if strange:
-        remarks.append(
-            f"Not simulated, and so without effect on these numbers: {' '.join(flags[name] for name in strange)}."
-        )
+    said = {
+        "Left out, since training with --wlb refuses them: {}.": refused,
+        "FP8 and FP4 ({}) are not modelled: all numbers are for bf16.": [
+            n for n in ("fp8", "fp4") if getattr(arguments, n)
+        ],
+        "Not simulated, and so without effect on these numbers: {}.": [n for n in strange if n not in refused],
+    }
+    remarks = [text.format(" ".join(map(flag_of, names))) for text, names in said.items() if names]
     return Judged(
-        refused=[flags[name] for name in refused],
-        ignored=[flags[name] for name in ignored],
+        refused=list(map(flag_of, refused)),
+        ignored=list(map(flag_of, ignored)),
         left_out=list(dict.fromkeys(left_out)),
-        remarks=remarks,
+        remarks=_attention(launched) + remarks,
         needs_dispatcher=has_experts and "moe_token_dispatcher_type" not in set(judged) - set(refused),
     )
 

@@ -47,8 +47,7 @@ def exchange_model(job: Job) -> ExchangeModel:
     if job.cp_exchange == "latents":
         return _latents_model(job, latency, byte)
     value = job.model.kv_values_per_rank(job.parallel.tp) * byte
-    model, recomputed = job.model, job.recompute.granularity == "selective" and "core_attn" in job.recompute.modules
-    before = 0 if recomputed else model.layer_weights - model.qkv_weights
+    before = 0 if "core_attn" in job.recompute.dropped else job.model.layer_weights - job.model.qkv_weights
     flops = 2 * before / job.parallel.tp
     return ExchangeModel(
         latency=latency,

@@ -40,6 +40,12 @@ TILE_ROWS = 8192
 """Rows of a tile over tensor-parallel ranks: those of a window of 8K, for which user buffers are tuned."""
 
 
+def short(value: Any, most: int = 40) -> str:
+    """Return the text of a value, cut to `most` characters."""
+    text = str(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def flag_of(name: str) -> str:
     """Return the flag of one of Megatron's arguments."""
     return f"--{(SWITCHED_OFF | FLAGS).get(name, name).replace('_', '-')}"
@@ -152,19 +158,14 @@ class MegatronArguments:
             try:
                 value = msgspec.convert(value, f.type, strict=False)
             except msgspec.ValidationError as error:
-                raise ValueError(f"{flag_of(f.name)} {_short(value)}: {error}; give another value") from None
+                raise ValueError(f"{flag_of(f.name)} {short(value)}: {error}; give another value") from None
             least, most, choices = (f.metadata.get(key) for key in ("least", "most", "choices"))
             if least is not None and value is not None and not least <= value <= most:
-                raise ValueError(f"{flag_of(f.name)} is {_short(value)}; it must be from {least} to {most}")
+                raise ValueError(f"{flag_of(f.name)} is {short(value)}; it must be from {least} to {most}")
             if choices and value not in (None, *choices):
-                raise ValueError(f"{flag_of(f.name)} is {_short(value)}; choose one of {', '.join(choices)}")
+                raise ValueError(f"{flag_of(f.name)} is {short(value)}; choose one of {', '.join(choices)}")
             values[f.name] = value
         return cls(**{name: value for name, value in values.items() if value is not None})
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def job_of(

@@ -2,18 +2,16 @@
 
 import numpy as np
 
-from megatron_wlb.simulate.passes import Passes
 from megatron_wlb.simulate.step import SimulatedStep
 
 
-def layer_times(passes: Passes) -> np.ndarray:
-    """Return us of a layer per micro-batch, with equal CP ranks: float64 [M]."""
-    return sum(layer.total - layer.attention.max(axis=1) + layer.attention.mean(axis=1) for layer in passes.layers)
-
-
 def micro_batch_times(step: SimulatedStep) -> np.ndarray:
-    """`layer_times` of every data-parallel rank, float64 [dp, M]."""
-    return np.array([layer_times(passes) for passes in step.passes])
+    """Return us of a layer per micro-batch, with equal CP ranks: float64 [dp, M]."""
+    by_direction = [
+        [layer.total - layer.attention.max(axis=1) + layer.attention.mean(axis=1) for layer in passes.layers]
+        for passes in step.passes
+    ]
+    return np.sum(by_direction, axis=1)
 
 
 def attention_of_ranks(step: SimulatedStep) -> np.ndarray:

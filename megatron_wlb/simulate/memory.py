@@ -95,9 +95,8 @@ def mlp_tensors(job: Job) -> dict[str, Tensor]:
 
 def _kept(job: Job, tensors: Mapping[str, Tensor]) -> float:
     """Bytes of the tensors that are not recomputed selectively."""
-    recompute = job.recompute
-    dropped = set(recompute.modules if recompute.granularity == "selective" else ())
-    return sum(tensor.bytes for tensor in tensors.values() if not dropped.intersection(tensor.modules))
+    dropped = job.recompute.dropped
+    return sum(tensor.bytes for tensor in tensors.values() if not set(dropped) & set(tensor.modules))
 
 
 def layer_input_bytes(job: Job) -> float:
@@ -155,7 +154,7 @@ def attention_backward_bytes(job: Job) -> float:
     """
     model, p, w, tensors = job.model, job.parallel, job.bytes_per_value, attention_tensors(job)
     q, out, kv = model.query_size / p.tp, model.output_size / p.tp, (model.key_size + model.value_size) / p.tp
-    again = ("q", "kv", "gathered", "log-sum-exps") if _recomputes_attention(job) else ()
+    again = ("q", "kv", "gathered", "log-sum-exps") if "core_attn" in job.recompute.dropped else ()
     held = sum(tensors[name].bytes for name in again) + layer_input_bytes(job) + w * (q + out + kv)
     expanded = q + out if model.query_size > model.key_size else 0
     kernel = (w + 4) * q / min(p.cp, 2) + w * p.cp * (kv + expanded)
@@ -167,10 +166,6 @@ def attention_backward_bytes(job: Job) -> float:
     sent = job.cp_gradient_bytes
     leaving = 4 * kv + sent * (keys - kv + ((p.cp - 1) / 2 * kv if sent == 4 else keys))
     return held + 4 * keys + max(leaving, _arrived_bytes(job) + kernel)
-
-
-def _recomputes_attention(job: Job) -> bool:
-    return job.recompute.granularity == "selective" and "core_attn" in job.recompute.modules
 
 
 def _arrived_bytes(job: Job) -> float:
@@ -257,7 +252,7 @@ def token_bytes(job: Job, stage: int) -> tuple[np.ndarray, float]:
     model, parallel, recompute = job.model, job.parallel, job.recompute
     # As in TransformerEngine's `OffloadSynchronizer`; older versions offload only what their own modules save.
     layers = job.decoder_layers()[stage].astype(float) - job.offloaded_layers
-    ahead = 0 if _recomputes_attention(job) else _arrived_bytes(job)
+    ahead = 0 if "core_attn" in job.recompute.dropped else _arrived_bytes(job)
     at_once = max(mlp_backward_bytes(job) + ahead, attention_backward_bytes(job) - _kept(job, mlp_tensors(job)))
     if recompute.granularity == "full":
         block = recompute.method == "block"

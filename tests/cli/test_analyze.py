@@ -125,27 +125,13 @@ def test_plain_and_ours_by_hand(tmp_path, lengths, data, size):
     assert list(found["lost"]) == [f"--micro-batch-size {size}"] * (size > 1)
 
 
-def test_the_crossover_of_the_simulated_times_by_hand(tmp_path):
-    """Whole tiles cost as many pairs as they hold, and half a tile more for every one."""
-    documents = np.random.default_rng(0).lognormal(6, 1.2, 4000).astype(np.int64) // 128 * 128
-    write_index(tmp_path / "tiles.idx", documents.clip(128, C) + 1)
-    line = f"{JOB} --data-path {tmp_path / 'tiles'} --wlb-micro-batches 4"
-    weights = HIDDEN * (4 * HIDDEN + 2 * FFN)
-    linear = 3 * (2 * weights / 550e6 + 2 * (14 * HIDDEN + 2 * FFN) / 2700e3)
-    linear += 3 * (2 * VOCABULARY * HIDDEN / 550e6 + 10 * VOCABULARY / 2700e3) / LAYERS
-    tile = 3.5 * HEADS * 0.0256
-    found = setup(line)
-    assert found.job.crossover_tokens == pytest.approx((linear + tile / 2 / 128) / (tile / 2 / 128**2), rel=1e-3)
-    assert "--wlb-crossover" not in found.flags()
-    given = setup(line, "--wlb-crossover 900")
-    assert given.job.crossover_tokens == 900 and "--wlb-crossover 900" in given.flags()
-
-
 @pytest.mark.parametrize(("split", "added"), [("--split 1", True), ("--split 99,1,0", False)])
-def test_without_a_validation_split_there_is_no_evaluation(data, split, added):
-    """Which training refuses, unless told not to evaluate."""
-    flags = setup(JOB.replace("--split 1", split), "--wlb-crossover 9 --wlb-micro-batches 4 --data-path", data).flags()
-    assert flags.endswith("--eval-iters 0") == added
+def test_flags_to_add_have_what_is_given_and_what_training_needs(data, split, added):
+    """Without a validation split training refuses to evaluate."""
+    words = JOB.replace("--split 1", split), "--wlb-micro-batches 4 --data-path", data
+    flags = setup(*words, "--wlb-crossover 9").flags()
+    assert flags.endswith("--eval-iters 0") == added and "--wlb-crossover 9" in flags
+    assert "--wlb-crossover" not in setup(*words).flags()
 
 
 def test_more_memory_than_there_is(tmp_path, data, capsys):

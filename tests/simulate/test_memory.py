@@ -183,11 +183,17 @@ def test_recomputing_core_attention_keeps_its_inputs():
 @pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (2, 1), (8, 1), (2, 3), (8, 3)])
 def test_the_largest_that_fits_fits_and_one_more_does_not(pp, vpp):
     given = in_parallel(GPT3, pp=pp, vpp=vpp, tp=8, sequence_parallel=True, cp=2)
-    largest, unit = largest_max_tokens(given, 60e9), given.unit_tokens
-    assert largest > 0 and largest % unit == 0
-    assert max(peak_bytes(given, stage, largest) for stage in range(pp)) <= 60e9
-    assert max(peak_bytes(given, stage, largest + unit) for stage in range(pp)) > 60e9
-    assert largest_max_tokens(given, 1e3) == 0
+    assert largest_max_tokens(given, 60e9) > 0 == largest_max_tokens(given, 1e3)
+    check_largest(given, 60e9)
+
+
+def peak(given, tokens):
+    return max(peak_bytes(given, stage, tokens) for stage in range(given.parallel.pp))
+
+
+def check_largest(given, budget):
+    largest, unit = largest_max_tokens(given, budget), given.unit_tokens
+    assert largest % unit == 0 and peak(given, largest) <= budget < peak(given, largest + unit)
 
 
 @pytest.mark.parametrize("packing", [WlbPacking(), AdaptivePacking()], ids=lambda packing: packing.name)
@@ -196,15 +202,10 @@ def test_the_largest_micro_batch_that_fits(packing, count):
     """Also of small micro-batches, of which a step with steady tokens cannot hold as many of S_max as are in flight."""
     given = in_parallel(replace(GPT3, packing=packing, num_micro_batches=count, global_batch_size=8), pp=8)
     given = replace(given, max_tokens=2 * given.context_length)
-    peaks = [max(peak_bytes(given, stage, tokens) for stage in range(8)) for tokens in (6000, 50_000)]
-    for budget in (peaks[0] * 1.001, peaks[1] * 1.001):
-        most = largest_max_tokens(given, budget)
-        at = [
-            max(peak_bytes(given, stage, tokens) for stage in range(8)) for tokens in (most, most + given.unit_tokens)
-        ]
-        assert at[0] <= budget < at[1]
+    for tokens in (6000, 50_000):
+        check_largest(given, peak(given, tokens) * 1.001)
     every = replace(given, packing=WlbPacking())
-    assert (peaks[1] < max(peak_bytes(every, stage, 50_000) for stage in range(8))) == packing.steady_tokens
+    assert (peak(given, 50_000) < peak(every, 50_000)) == packing.steady_tokens
 
 
 @pytest.mark.parametrize(("dp", "vpp", "count"), [(1, 2, 32), (2, 2, 64), (4, 1, 16), (4, 2, 64)])
