@@ -1,9 +1,12 @@
 """Builds the cores of planning, which are in C++."""
 
 import glob
+import os
+import shutil
 
 from pybind11.setup_helpers import Pybind11Extension, build_ext
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
 
 class BuildNative(build_ext):
@@ -19,6 +22,16 @@ class BuildNative(build_ext):
             ) from error
 
 
+class WithRehearsal(build_py):
+    """Brings the source of the stand-in for CUDA, which is built for the torch that it meets."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            package = os.path.join(self.build_lib, "megatron_wlb", "rehearse", "native")
+            shutil.copytree("csrc/rehearsal", package, dirs_exist_ok=True)
+
+
 setup(
     ext_modules=[
         Pybind11Extension(
@@ -30,5 +43,5 @@ setup(
             extra_compile_args=["-O3", "-ffp-contract=off"],
         )
     ],
-    cmdclass={"build_ext": BuildNative},
+    cmdclass={"build_ext": BuildNative, "build_py": WithRehearsal},
 )

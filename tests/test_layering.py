@@ -13,7 +13,7 @@ PACKAGE = ROOT / "megatron_wlb"
 
 LAYERS = """
 settings model types _native hardware pipeline job cost sharding calibration packing simulate plan micro_batches
-describe __init__ runtime adapter cli __main__ run
+describe __init__ runtime adapter rehearse cli __main__ run
 """.split()
 """Files and folders (rooms) of the package; each may import itself and those before it."""
 ONLY = {
@@ -24,9 +24,14 @@ ONLY = {
     "run": ("adapter",),
 }
 """Rooms that may import fewer."""
-FRAMEWORKS = {"torch": ("runtime", "adapter"), "megatron": ("adapter",), "transformer_engine": (), "flash_attn": ()}
+FRAMEWORKS = {
+    "torch": ("runtime", "adapter", "rehearse"),
+    "megatron": ("adapter", "rehearse"),
+    "transformer_engine": ("rehearse",),
+    "flash_attn": (),
+}
 """Which rooms may import what; the attention backends find their packages by name."""
-IN_FUNCTIONS = {"cli": ("torch", "runtime")}
+IN_FUNCTIONS = {"cli": ("torch", "runtime", "rehearse")}
 """What a room may import inside functions alone, since most of its commands run without."""
 
 MODULES = {
@@ -92,7 +97,7 @@ def test_neither_files_nor_rooms_import_in_a_circle():
 
 
 def test_planning_runs_where_torch_and_megatron_are_blocked():
-    names = [name for name in MODULES if room(name) not in ("runtime", "adapter", "run", "__main__")]
+    names = [name for name in MODULES if room(name) not in ("runtime", "adapter", "rehearse", "run", "__main__")]
     code = (
         "import importlib, sys\n"
         f"for name in {[*FRAMEWORKS]!r}: sys.modules[name] = None\n"

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megatron_wlb import __version__
-from megatron_wlb.cli import analyze, audit, compare, profile
+from megatron_wlb.cli import analyze, audit, compare, profile, rehearse
 from megatron_wlb.cli.common import Words, printable
 
-COMMANDS = (analyze, profile, compare, audit)
+COMMANDS = (analyze, rehearse, profile, compare, audit)
 EXTRAS = dict.fromkeys(("jinja2", "matplotlib", "rich", "scipy"), "analysis") | {"torch": "train"}
 """Packages that only some commands need, and the extra that each comes with."""
 MOST_OF_A_WORD, MOST_OF_A_LINE = 200, 1000
@@ -53,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        if words[end + 1 :] and args.run is not analyze.run:
-            raise ValueError(f"{words[end + 1]} behind --: only analyze takes a run's command")
+        if words[end + 1 :] and args.run not in (analyze.run, rehearse.run):
+            raise ValueError(f"{words[end + 1]} behind --: only analyze and rehearse take a run's command")
         return args.run(args, Words(words, words[end + 1 :])) or 0
     except BrokenPipeError:
         # The reader has closed the pipe, as in `| head`. Without this, the interpreter fails again when it flushes at

@@ -32,10 +32,14 @@ class Tensor(NamedTuple):
     """Modules whose selective recomputation drops it."""
 
 
-def weight_bytes(job: Job) -> float:
-    """Return bytes of weights, gradients and optimizer on the fullest GPU."""
-    p = job.parallel
-    return float(stage_weights(job).max()) / p.tp * (WEIGHT_BYTES + OPTIMIZER_BYTES / (p.dp * p.cp))
+def weight_bytes(job: Job, stage: int | None = None) -> float:
+    """Return bytes of weights, gradients and optimizer on a GPU.
+
+    `stage`: its pipeline stage; None: the fullest.
+    """
+    p, weights = job.parallel, stage_weights(job)
+    fullest = float(weights.max() if stage is None else weights[stage])
+    return fullest / p.tp * (WEIGHT_BYTES + OPTIMIZER_BYTES / (p.dp * p.cp))
 
 
 def stage_weights(job: Job) -> np.ndarray:
@@ -185,6 +189,35 @@ def peak_bytes(job: Job, stage: int, max_tokens: int | None = None) -> float:
     kept, at_once = token_bytes(job, stage)
     longest = job.max_tokens if max_tokens is None else max_tokens
     return (most_kept(job, stage, longest, kept) + longest * at_once) / job.parallel.cp
+
+
+def step_peak_bytes(job: Job, stage: int, rows: np.ndarray, before: np.ndarray | None = None) -> float:
+    """Return peak activation bytes of a stage in a step.
+
+    `rows`: of its micro-batches on a rank, float64 [M]. `before`: deferred weight gradients run before each pass, as
+    `simulate.weight_gradients` returns them, int64 [2, vpp, M].
+    """
+    kept, at_once = token_bytes(job, stage)
+    ops = job.schedule(len(rows)).ops(stage)
+    backward, size = ops["backward"], rows[ops["micro_batch"]]
+    steps = np.where(backward, -1, 1) * kept[ops["chunk"]] * size
+    level = steps.cumsum() - np.where(backward, steps, 0)  # a backward pass still has what it frees
+    if before is not None:
+        layer, output = weight_gradient_bytes(job)
+        last = (stage == job.parallel.pp - 1) & (ops["chunk"] == job.parallel.vpp - 1)
+        passes = [
+            (i, n + bool(o))
+            for i, (n, o) in enumerate(zip(job.layers()[stage][ops["chunk"]], last, strict=True))
+            if backward[i]
+        ]
+        of_pass = np.repeat([i for i, _ in passes], [n for _, n in passes])
+        is_first = np.diff(of_pass, prepend=-1) > 0
+        held = np.where(is_first & last[of_pass], output, layer) * size[of_pass]
+        made = np.concatenate(([0.0], held.cumsum()))
+        there = np.searchsorted(of_pass, np.arange(len(ops)))  # parts of earlier passes
+        ran = before[backward.astype(int), ops["chunk"], ops["micro_batch"]]
+        level = level + made[there] - made[ran]
+    return float((level + np.where(backward, at_once * size, 0)).max())
 
 
 def most_kept(job: Job, stage: int, longest: int, kept: np.ndarray) -> float:

@@ -214,7 +214,7 @@ def test_words_that_are_no_run(words, message, capsys):
 
 def test_only_analyze_takes_a_command(capsys):
     assert refusal(capsys, "compare", "run.jsonl", "--", "torchrun") == (
-        "torchrun behind --: only analyze takes a run's command"
+        "torchrun behind --: only analyze and rehearse take a run's command"
     )
 
 

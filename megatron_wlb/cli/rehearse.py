@@ -1,0 +1,127 @@
+"""`megatron-wlb rehearse`: run ranks of a GPU job on a machine without a GPU.
+
+Runs torch's build for CUDA, Megatron and --wlb as the job would, over a stand-in for CUDA and NCCL: memory is address
+space up to the card's size, kernels do nothing, and calls of NCCL are written down. Nothing is computed and no time is
+measured; losses are not printed and checkpoints refused. Says what each rank allocates and reserves, whether that fits,
+and where the host waits for the device.
+
+    megatron-wlb rehearse --gpu h100 -- torchrun --nproc-per-node 8 pretrain_gpt.py --wlb --num-layers 32 ...
+    megatron-wlb rehearse --gpu h100 --ranks 0,32 --json rehearsal.json train.log
+
+Needs torch's wheel for CUDA, Megatron, g++, and for layers of TransformerEngine its Python: pip install --no-deps
+transformer-engine, then pydantic and einops. Where the job's data are not here, it trains mock data.
+"""
+
+import argparse
+import os
+import re
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+from megatron_wlb.cli.common import Words, console, integer, printable, progress, table, write_json, writer
+from megatron_wlb.cli.data import data_of
+from megatron_wlb.cli.job import Run, add_job_flags, run_of
+
+USAGE = "[LOG] --gpu {a100,h100,h200} [--ranks auto|0,17] [--steps 6] [--json FILE] [-- COMMAND]"
+TITLES = ("rank", "predicted", "allocated", "reserved", "retries", "syncs", "copies", "launches", "NCCL calls")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("log", nargs="?", metavar="LOG", help="what a run printed; - for standard input")
+    parser.add_argument("--gpu", choices=("a100", "h100", "h200"), required=True)
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of the card; default: as it is sold")
+    parser.add_argument("--ranks", default="auto", help="which to run, as 0,17; default: one of every kind")
+    parser.add_argument("--steps", type=integer(1, 1 << 14), default=6, metavar="K", help="steps to run; default: 6")
+    parser.add_argument("--json", metavar="FILE", help="numbers to write; - for standard output")
+
+
+def run(args: argparse.Namespace, words: Words) -> int:
+    """Rehearse, print and write. Returns 0 if the job fits, else 1. Raises ValueError on wrong input."""
+    from megatron_wlb.rehearse.run import chosen, rehearse, verdict
+    from megatron_wlb.rehearse.task import GPUS, Task
+
+    terminal = console(args.json, width=None if sys.stdout.isatty() else 120)
+    parser = argparse.ArgumentParser()
+    add_job_flags(parser)
+    job = run_of(parser.parse_args([] if args.log is None else [args.log]), words.launched)
+    stated, arguments = job.launched.stated, job.arguments
+    notes: list[str] = []
+    if not words.launched and args.log is None:
+        raise ValueError("no job; give the log of a run, or its command behind --")
+    if not stated.get("wlb"):
+        raise ValueError("the job is without --wlb; add it and what it needs: megatron-wlb analyze says which flags")
+    if arguments.transformer_impl == "transformer_engine" and find_spec("transformer_engine") is None:
+        raise ValueError(
+            "the job's layers are TransformerEngine's, whose Python is not installed; pip install --no-deps "
+            "transformer-engine, then pydantic and einops, or add --transformer-impl local"
+        )
+    gpu = GPUS[args.gpu]
+    if args.gpu_memory is not None:
+        gpu = type(gpu)(**{f: getattr(gpu, f) for f in gpu.__struct_fields__} | {"gib": args.gpu_memory})
+    task = Task(
+        world_size=arguments.world_size or 1,
+        steps=args.steps,
+        gpu=gpu,
+        script=_script(words.launched),
+        flags=_flags(words.launched) if words.launched else ["--wlb"],
+        stated={} if words.launched else stated,
+        vocab_size=arguments.padded_vocab_size or arguments.vocab_size or 0,
+        mock_data=_mocks(job, notes),
+    )
+    parallel = job.job().parallel
+    ranks = chosen(parallel) if args.ranks == "auto" else _ranks(args.ranks, task.world_size)
+    with (
+        writer(args.json, "--json") as file,
+        progress(len(ranks) * args.steps, args.json, "rehearsing") as advance,
+    ):
+        seen = rehearse(task, ranks, advance)
+        said, remedy = verdict(seen, gpu.gib)
+        write_json(file, {"verdict": said, "remedy": remedy, "gpu": gpu.name, "gpu_gib": gpu.gib, "ranks": seen})
+    terminal.print(table(TITLES, [_row(rank) for rank in seen]))
+    for title, key in (("The host waits", "syncs"), ("It reads values", "copies_to_host")):
+        lines = [f"{count} at {line}" for line, count in max(seen, key=lambda r: sum(r[key].values()))[key].items()]
+        if lines:
+            terminal.print(f"{title}, a step: {', '.join(lines[:6])}{', ...' * (len(lines) > 6)}")
+    terminal.print(f"[bold]{said}[/bold]{': ' * bool(remedy)}{remedy}", soft_wrap=True)
+    for note in (*notes, "GiB, and counts of the last step. Nothing was computed, and no time was measured."):
+        print(f"- {note}", file=sys.stderr)
+    return 0 if said == "fits" else 1
+
+
+def _row(rank: dict[str, Any]) -> list[str]:
+    sizes = [f"{rank[f'{name}_gib']:.2f}" for name in ("predicted", "allocated", "reserved")]
+    counts = (rank["retries"], rank["syncs_per_step"], rank["copies_per_step"], rank["launches"])
+    failed = " out of memory" if rank["out_of_memory"] else ""
+    return [str(rank["rank"]), *sizes, *map(str, counts), f"{sum(c['calls'] for c in rank['nccl'].values())}{failed}"]
+
+
+def _script(words: list[str]) -> list[str]:
+    """Return the script, after `megatron_wlb.run` where that runs it from a checkout that is here."""
+    script = next((word for word in words if word.endswith(".py")), "pretrain_gpt.py")
+    if "megatron_wlb.run" in words and os.path.isfile(script):
+        return ["megatron_wlb.run", script]
+    return [script]
+
+
+def _flags(words: list[str]) -> list[str]:
+    return words[1 + next(i for i, word in enumerate(words) if word.endswith(".py")) :]
+
+
+def _mocks(job: Run, notes: list[str]) -> bool:
+    """Whether the job's data are not here; says why."""
+    if job.launched.stated.get("mock_data"):
+        return True
+    try:
+        data_of(job.arguments, [])
+    except (ValueError, OSError) as error:
+        notes.append(f"Mock data, since the job's are not here: {printable(str(error).split(';')[0])}.")
+        return True
+    return False
+
+
+def _ranks(text: str, world_size: int) -> list[int]:
+    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text) or not all(int(r) < world_size for r in text.split(",")):
+        raise ValueError(f"--ranks {text[:40]} must be auto, or ranks below {world_size}, as 0,17")
+    return sorted({int(r) for r in text.split(",")})

@@ -1,0 +1,118 @@
+"""Builds the stand-in for CUDA and NCCL (`csrc/rehearsal`) for the torch that is installed."""
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCES = next(
+    folder
+    for folder in (Path(__file__).parents[2] / "csrc" / "rehearsal", Path(__file__).parent / "native")
+    if folder.is_dir() or folder.name == "native"  # a wheel has them here
+)
+CACHE = Path.home() / ".cache" / "megatron_wlb"
+LIBRARIES = ("c10_cuda", "torch_cuda", "torch_python", "torch_cpu", "torch_cuda_linalg")
+"""Torch's libraries whose calls into CUDA and NCCL are stood in for."""
+STANDS_IN = re.compile(r"(__)?cuda[A-Z]|nccl[A-Z]|cublas")
+"""Names of functions that torch must not find anywhere else."""
+NOTHING = re.compile(
+    r"cublas.*|nccl(CommDestroy|CommAbort|CommFinalize|RedOpDestroy|Comm(Reg|Dereg)ister)"
+    r"|cuda(GetLastError|PeekAtLastError|FuncSetAttribute|Profiler\w+|HostRegister|HostUnregister|DeviceEnablePeerAccess"
+    r"|(Event|Stream)(Query|Destroy)|ThreadExchangeStreamCaptureMode)|__cudaInitModule"
+)
+"""Names of functions that succeed and do nothing. Others, if called, end the process with their name."""
+
+
+def library() -> Path:
+    """Return the folder with the stand-in, built on first use; its files are named as the driver's libraries.
+
+    Raises ValueError, with the remedy, if torch is not a build for CUDA, or without a compiler.
+    """
+    torch, include = _torch(), _include("cuda_runtime_api.h")
+    sources = sorted(SOURCES.rglob("*.[ch]*"))
+    named = hashlib.sha256(str(torch).encode() + (torch / "version.py").read_bytes())
+    for path in (*sources, Path(__file__)):
+        named.update(path.read_bytes())
+    folder = CACHE / f"rehearsal-{named.hexdigest()[:16]}"
+    if folder.is_dir():
+        return folder
+    CACHE.mkdir(parents=True, exist_ok=True)
+    nccl = re.search(r"define NCCL_VERSION_CODE (\d+)", (_include("nccl.h") / "nccl.h").read_text())
+    assert nccl is not None
+    with tempfile.TemporaryDirectory(dir=CACHE) as built:
+        flags = [f"-I{SOURCES}", f"-I{include}", f"-DNCCL_VERSION={nccl[1]}"]
+        objects = [_compile(path, Path(built), flags) for path in sources if path.suffix == ".cpp"]
+        missing = _called(torch / "lib") - _names(objects, "--defined-only")
+        stubs = Path(built, "stubs.cpp")
+        stubs.write_text(
+            'extern "C" {\nint rehearsal_missing(const char*);\n'
+            + "".join(
+                f"int {name}() {{ return {0 if NOTHING.fullmatch(name) else f'rehearsal_missing("{name}")'}; }}\n"
+                for name in sorted(missing)
+            )
+            + "}\n"
+        )
+        objects.append(_compile(stubs, Path(built), ["-fno-builtin"]))
+        made = Path(built, "made")
+        made.mkdir()
+        _run("g++", "-shared", "-o", str(made / "libcuda.so.1"), *map(str, objects))
+        (made / "libnvidia-ml.so.1").symlink_to("libcuda.so.1")
+        with contextlib.suppress(FileExistsError):  # another process was faster
+            made.rename(folder)
+    return folder
+
+
+def _torch() -> Path:
+    """Return torch's folder, without its import."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+    folder = Path(spec.submodule_search_locations[0])
+    if not (folder / "lib" / "libtorch_cuda.so").exists():
+        raise ValueError(
+            f"the torch in {folder} is not built for CUDA, and a rehearsal runs a build that is; install torch as "
+            "torch's page says for Linux and CUDA (no GPU is needed)"
+        )
+    return folder
+
+
+def _include(header: str) -> Path:
+    """Return the folder of a CUDA header among the packages that torch's wheel brings."""
+    spec = importlib.util.find_spec("nvidia")
+    for packages in spec.submodule_search_locations if spec and spec.submodule_search_locations else ():
+        for path in sorted(Path(packages).glob(f"*/include/{header}")):
+            return path.parent
+    raise ValueError(f"{header} is in none of the packages nvidia-* that torch's wheels bring; install torch from one")
+
+
+def _called(libraries: Path) -> set[str]:
+    paths = [path for name in LIBRARIES if (path := libraries / f"lib{name}.so").exists()]
+    return {name for name in _names(paths, "--dynamic", "--undefined-only") if STANDS_IN.match(name)}
+
+
+def _names(paths: list[Path], *options: str) -> set[str]:
+    listed = _run("nm", *options, *map(str, paths))
+    return {words[-1].partition("@")[0] for line in listed.splitlines() if len(words := line.split()) > 1}
+
+
+def _compile(source: Path, folder: Path, flags: list[str]) -> Path:
+    made = folder / f"{source.stem}.o"
+    _run("g++", "-std=c++17", "-O1", "-w", "-fPIC", *flags, "-c", str(source), "-o", str(made))
+    return made
+
+
+def _run(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"LC_ALL": "C"})
+    except FileNotFoundError:
+        raise ValueError(f"{command[0]} is not installed; install g++, which brings it") from None
+    except subprocess.CalledProcessError as error:
+        raise ValueError(
+            f"the stand-in for CUDA was not built ({' '.join(error.stderr.split())[:300]}); report it with torch's "
+            "version"
+        ) from None
+    return done.stdout

@@ -1,0 +1,188 @@
+"""Stands in for what is compiled of TransformerEngine and Apex where they are not: outputs are allocated, no more."""
+
+import enum
+import importlib.util
+import os
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_DTYPES = {"kInt32": torch.int32, "kFloat32": torch.float32, "kFloat16": torch.float16, "kBFloat16": torch.bfloat16}
+"""Torch's types, by the names that TransformerEngine gives them."""
+_MEMBER = re.compile(r"\b(?:tex\.([A-Z]\w*)|(NVTE_\w+))\.([A-Z]\w*|k[A-Z]\w+)")
+_NAME = re.compile(r"\btex\.([A-Za-z]\w*)")
+
+
+def missing() -> bool:
+    """Whether TransformerEngine is not installed at all, not even its Python."""
+    return importlib.util.find_spec("transformer_engine") is None
+
+
+def install() -> None:
+    """Make TransformerEngine's own Python run without its compiled part, and upstream's layers without Apex's."""
+    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+        apex: Any = ModuleType("fused_weight_gradient_mlp_cuda")
+        apex.wgrad_gemm_accum_fp32 = apex.wgrad_gemm_accum_fp16 = lambda x, gradient, weight_gradient: None
+        sys.modules[apex.__name__] = apex
+    if missing() or importlib.util.find_spec("transformer_engine_torch") is not None:
+        return
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its own switch: load no libraries
+    compiled = _Compiled("transformer_engine_torch")
+    vars(compiled).update({name: value for name, value in globals().items() if name in _STANDS_IN})
+    spec = importlib.util.find_spec("transformer_engine")
+    assert spec is not None and spec.origin is not None
+    texts = [file.read_text() for file in sorted((Path(spec.origin).parent / "pytorch").rglob("*.py"))]
+    members: dict[str, dict[str, int]] = {}
+    for text in texts:
+        for of_module, imported, member in _MEMBER.findall(text):
+            known = members.setdefault(of_module or imported, {})
+            known.setdefault(member, len(known))
+    for name, values in members.items():
+        setattr(compiled, name, enum.IntEnum(name, values))  # type: ignore[misc]
+    for text in texts:
+        for name in _NAME.findall(text):
+            getattr(compiled, name)
+    sys.modules[compiled.__name__] = compiled
+    if importlib.util.find_spec("onnxscript") is None:
+        sys.modules["transformer_engine.pytorch.onnx_extensions"] = _Compiled("onnx_extensions")
+    import transformer_engine.common as common
+
+    common.load_framework_extension = lambda framework: None
+
+
+class _Compiled(ModuleType):
+    """A compiled module: what it stands in for, and functions that raise their name."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = _Names(name, (), {}) if name[0].isupper() else _unknown(f"{self.__name__}.{name}")
+        setattr(self, name, made)
+        return made
+
+
+class _Names(type):
+    """A compiled class, or an enumeration whose members are known by another name only: each is a number."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        setattr(cls, name, len(vars(cls)))
+        return getattr(cls, name)
+
+
+def _unknown(name: str) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"{name} is called, and nothing stands in for it; rehearse with --transformer-impl local, or report it "
+            "with the job's flags"
+        )
+
+    return call
+
+
+# What a GPT step in bf16 or fp32 calls --------------------------------------------------------------------------------
+
+
+def _dtype(of: Any, default: torch.dtype) -> torch.dtype:
+    if of is None or isinstance(of, torch.dtype):
+        return of or default
+    return _DTYPES[sys.modules["transformer_engine_torch"].DType(int(of)).name]
+
+
+def generic_gemm(
+    A: torch.Tensor,
+    transa: bool,
+    B: torch.Tensor,
+    transb: bool,
+    out: torch.Tensor | None,
+    quantizer: Any,
+    out_dtype: Any,
+    bias: torch.Tensor | None,
+    bias_type: Any,
+    gelu: bool,
+    gelu_in: Any,
+    grad: bool,
+    *unused: Any,
+    extra_output: Any = None,
+    **options: Any,
+) -> tuple[Any, ...]:
+    """Column-major, as cuBLAS: rows of B times A."""
+    if out is None:
+        columns = A.shape[0] if transa else A.shape[-1]
+        rows = (B.shape[-1],) if transb else B.shape[:-1]
+        out = torch.empty(*rows, columns, dtype=_dtype(out_dtype, A.dtype), device=A.device)
+    of_bias = torch.empty_like(bias) if bias is not None and grad else None
+    return out, of_bias, None, extra_output
+
+
+def rmsnorm_fwd(x: torch.Tensor, weight: Any, eps: float, out: Any, quantizer: Any, dtype: Any, *unused: Any) -> Any:
+    """Output, no mean, and 1 / sigma of each row."""
+    y = torch.empty_like(x, dtype=_dtype(dtype, x.dtype)) if out is None else out
+    return y, None, torch.empty(x.numel() // x.shape[-1], dtype=torch.float32, device=x.device)
+
+
+def layernorm_fwd(
+    x: torch.Tensor, weight: Any, bias: Any, eps: float, out: Any, quantizer: Any, dtype: Any, *unused: Any
+) -> Any:
+    """Output, mean, and 1 / sigma of each row."""
+    y, _, sigma = rmsnorm_fwd(x, weight, eps, out, quantizer, dtype)
+    return y, torch.empty_like(sigma), sigma
+
+
+def rmsnorm_bwd(dz: torch.Tensor, x: torch.Tensor, rsigma: Any, gamma: torch.Tensor, *unused: Any) -> Any:
+    """Gradients of the input and of the weight."""
+    return torch.empty_like(x), torch.empty_like(gamma)
+
+
+def layernorm_bwd(dz: torch.Tensor, x: torch.Tensor, mu: Any, rsigma: Any, gamma: torch.Tensor, *unused: Any) -> Any:
+    """Gradients of the input, the weight and the bias."""
+    return torch.empty_like(x), torch.empty_like(gamma), torch.empty_like(gamma)
+
+
+def fused_rope_forward(x: torch.Tensor, *unused: Any) -> torch.Tensor:
+    """The rotated input."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+fused_rope_backward = fused_rope_forward
+
+
+def multi_tensor_adam(*unused: Any) -> None:
+    """In place."""
+
+
+multi_tensor_scale = multi_tensor_adam
+
+
+def multi_tensor_l2norm(chunk: int, noop: Any, tensors: list[list[torch.Tensor]], per_tensor: bool = False) -> Any:
+    """Norms of all tensors together, and of each if asked."""
+    x = tensors[0][0]
+    norms = len(tensors[0]) if per_tensor else 0
+    return torch.empty(1, dtype=torch.float32, device=x.device), torch.empty(norms, device=x.device)
+
+
+def get_cublasLt_version() -> int:
+    """As `cublasLtGetVersion` of the stand-in."""
+    return 130000
+
+
+def get_cudnn_version() -> int:
+    """One that TransformerEngine takes."""
+    return 92000
+
+
+def get_num_cublas_streams() -> int:
+    """As compiled."""
+    return 4
+
+
+_STANDS_IN = (
+    "generic_gemm rmsnorm_fwd layernorm_fwd rmsnorm_bwd layernorm_bwd fused_rope_forward fused_rope_backward "
+    "multi_tensor_adam multi_tensor_scale multi_tensor_l2norm get_cublasLt_version get_cudnn_version "
+    "get_num_cublas_streams"
+).split()

@@ -1,0 +1,294 @@
+"""One rank of a rehearsal, with the stand-in loaded: `python -m megatron_wlb.rehearse.worker TASK.json`.
+
+It runs what the job's script runs. Standard output carries a line for every step that has ended.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import runpy
+import sys
+import traceback
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from megatron_wlb.rehearse.task import Task
+from megatron_wlb.simulate import memory
+
+_OWN = ("rank", "local_rank", "world_size")
+"""Arguments of a log that are of the rank that wrote it."""
+_DATA = (
+    *("data_path", "train_data_path", "valid_data_path", "test_data_path"),
+    *("data_args_path", "per_split_data_args_path"),
+)
+NORM = 2.0
+"""The gradient norm: values are those of memory that nothing wrote to, and upstream takes a root of them."""
+
+
+class _Device(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_char * 128),
+        ("bytes", ctypes.c_uint64),
+        *((name, ctypes.c_int32) for name in ("major", "minor", "processors", "shared_bytes", "l2_bytes")),
+    )
+
+
+class Watch:
+    """Knows where the job is: the source line and the pass that ask the stand-in for something."""
+
+    def __init__(self, task: Task) -> None:
+        self._lines: dict[tuple[str, str], int] = {}
+        self.at = "start"
+        self._here = (str(Path(__file__).parent), os.sep + "torch" + os.sep, "<", "contextlib.py", "functools.py")
+        self._native = ctypes.CDLL(None)
+        self._asked = ctypes.CFUNCTYPE(ctypes.c_int)(self._where)  # kept: the stand-in calls it
+        gpu = task.gpu
+        device = _Device(
+            f"rehearsed {gpu.name}".encode(),
+            int(gpu.gib * 2**30),
+            *gpu.capability,
+            gpu.processors,
+            gpu.shared_bytes,
+            gpu.l2_bytes,
+        )
+        log = os.fsencode(Path(task.folder, f"{task.rank}.log"))
+        if self._native.rehearsal_configure(ctypes.byref(device), log, self._asked):
+            raise OSError(f"{os.fsdecode(log)} cannot be written")
+
+    def mark(self, value: int) -> None:
+        """Write a mark into the log."""
+        self._native.rehearsal_mark(ctypes.c_uint64(value))
+
+    def lines(self) -> list[tuple[str, str]]:
+        """End the log. Returns source lines and passes, by the index that records have."""
+        self._native.rehearsal_end()
+        return [*self._lines]
+
+    def _where(self) -> int:
+        frame: Any = sys._getframe(1)
+        while frame is not None and any(part in frame.f_code.co_filename for part in self._here):
+            frame = frame.f_back
+        line = "torch"  # a thread of autograd, with nothing of Python above it
+        if frame is not None:
+            parts = Path(frame.f_code.co_filename).parts
+            first = next((i for i, part in enumerate(parts) if part.startswith("megatron")), len(parts) - 1)
+            if "site-packages" in parts:
+                first = parts.index("site-packages") + 1
+            line = f"{'/'.join(parts[first:])}:{frame.f_lineno}"
+        return self._lines.setdefault((line, self.at), len(self._lines))
+
+
+def main() -> None:
+    """Run the task, write its results, and end at once: nothing of the stand-in is worth an orderly exit."""
+    task = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Task)
+    progress = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # losses and other values mean nothing
+    os.environ |= {"RANK": str(task.rank), "WORLD_SIZE": str(task.world_size), "LOCAL_RANK": "0"}
+    os.environ |= {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    os.environ |= {"TORCHDYNAMO_DISABLE": "1"}
+    watch = Watch(task)
+    run = Run(task, watch, progress)
+    status = 0
+    try:
+        run.run()
+    except BaseException as error:
+        run.result["error"] = f"{type(error).__name__}: {error}"
+        traceback.print_exc()
+        status = 1
+    run.result |= {"lines": watch.lines(), **run.groups()}
+    Path(task.folder, f"{task.rank}.json").write_text(json.dumps(run.result))
+    sys.stderr.flush()
+    os._exit(status)
+
+
+class Run:
+    """A rank of the job, and what is seen of it."""
+
+    def __init__(self, task: Task, watch: Watch, progress: Any) -> None:
+        self._task, self._watch, self._progress = task, watch, progress
+        self._store: Any = None
+        self._training: Any = None
+        self._plan: Any = None
+        self._passes = [0, 0]
+        self.result: dict[str, Any] = {"rank": task.rank, "steps": []}
+
+    def groups(self) -> dict[str, Any]:
+        """Return process groups, and the keys of communicators."""
+        if self._store is None:
+            return {"groups": {}, "communicators": {}}
+        from megatron_wlb.rehearse import world
+
+        return {"groups": world.members(), "communicators": self._store.communicators}
+
+    def run(self) -> None:
+        """Run the job's script with few steps and without what leaves traces."""
+        import torch
+
+        from megatron_wlb.rehearse import te, world
+
+        torch.cuda.init()
+        self._store = world.install(self._task.rank, self._task.world_size)
+        te.install()
+        from megatron.core.optimizer import clip_grads, optimizer
+        from megatron.core.pipeline_parallel import schedules
+        from megatron.training import arguments, checkpointing, training
+
+        from megatron_wlb.adapter import compat, script
+        from megatron_wlb.adapter import training as ours
+        from megatron_wlb.adapter.plans import Plans
+
+        with contextlib.ExitStack() as stack:
+            for module in (clip_grads, optimizer):
+                stack.enter_context(compat.replaced(module, "get_grad_norm_fp32", _norm, ()))
+            stack.enter_context(compat.replaced(arguments, "parse_args", self._parsing, ()))
+            stack.enter_context(compat.replaced(training, "train_step", self._step, ("data_iterator",)))
+            stack.enter_context(compat.replaced(training, "save_checkpoint_and_time", _refused, ()))
+            stack.enter_context(compat.replaced(checkpointing, "save_checkpoint", _refused, ()))
+            stack.enter_context(compat.replaced(schedules, "forward_step", self._forward, ()))
+            stack.enter_context(compat.replaced(schedules, "backward_step", self._backward, ()))
+            stack.enter_context(compat.replaced(Plans, "begin", self._planned, ("step",)))
+            stack.enter_context(compat.replaced(ours.Training, "__init__", self._made, ("args",)))
+            sys.argv = [*self._task.script, *self._task.flags]
+            if len(self._task.script) > 1:
+                runpy.run_module(self._task.script[0], run_name="__main__")
+            else:
+                script.main()
+
+    def _parsing(self, original: Any) -> Any:
+        def parse_args(*args: Any, **kwargs: Any) -> Namespace:
+            options: Namespace = original(*args, **kwargs)
+            for name, value in self._task.stated.items():
+                if name not in _OWN and hasattr(options, name) and str(value) != str(getattr(options, name)):
+                    setattr(options, name, value)
+            for name, value in self._changes(options).items():
+                if not hasattr(options, name):
+                    raise RuntimeError(f"this megatron-core has no argument {name}; adapt megatron_wlb.rehearse")
+                setattr(options, name, value)
+            return options
+
+        return parse_args
+
+    def _changes(self, options: Namespace) -> dict[str, Any]:
+        """Arguments that differ from the job's: fewer steps, nothing written, nothing that reads values."""
+        changes: dict[str, Any] = dict.fromkeys(
+            (
+                "save",
+                "load",
+                "pretrained_checkpoint",
+                "tensorboard_dir",
+                "train_samples",
+                "lr_decay_samples",
+                "wandb_project",
+            )
+        )
+        changes |= {"train_iters": self._task.steps, "lr_warmup_samples": 0, "lr_warmup_iters": 0}
+        changes |= {"lr_decay_iters": None, "lr_warmup_fraction": None, "eval_iters": 0, "exit_signal_handler": False}
+        changes |= {"exit_duration_in_mins": None, "exit_interval": None, "save_interval": None}
+        changes |= {"tokenizer_type": "NullTokenizer", "tokenizer_model": None, "vocab_size": self._task.vocab_size}
+        changes |= {"check_for_nan_in_loss_and_grad": False, "rerun_mode": "disabled", "log_throughput": False}
+        if self._task.mock_data:
+            changes |= {"mock_data": True, "num_workers": 0} | dict.fromkeys(_DATA)
+        return changes
+
+    def _made(self, original: Any) -> Any:
+        def init(training: Any, *args: Any, **kwargs: Any) -> None:
+            original(training, *args, **kwargs)
+            self._training = training
+
+        return init
+
+    def _planned(self, original: Any) -> Any:
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            self._plan = original(*args, **kwargs)
+            return self._plan
+
+        return begin
+
+    def _forward(self, original: Any) -> Any:
+        def forward_step(*args: Any, **kwargs: Any) -> Any:
+            return self._passing(0, original, *args, **kwargs)
+
+        return forward_step
+
+    def _backward(self, original: Any) -> Any:
+        def backward_step(*args: Any, **kwargs: Any) -> Any:
+            return self._passing(1, original, *args, **kwargs)
+
+        return backward_step
+
+    def _passing(self, backward: int, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self._passes[backward] += 1
+        self._watch.at = (
+            f"step {len(self.result['steps'])}, {('forward', 'backward')[backward]} {self._passes[backward]}"
+        )
+        return original(*args, **kwargs)
+
+    def _step(self, original: Any) -> Any:
+        import torch
+
+        def train_step(*args: Any, **kwargs: Any) -> Any:
+            steps = self.result["steps"]
+            torch.cuda.reset_peak_memory_stats()
+            before = _stats()
+            self._passes = [0, 0]
+            self._watch.at = f"step {len(steps)}"
+            self._watch.mark(len(steps))
+            try:
+                return original(*args, **kwargs)
+            finally:
+                steps.append(self._seen(before))
+                self._watch.at = f"after step {len(steps) - 1}"
+                print(len(steps), file=self._progress)
+
+        return train_step
+
+    def _seen(self, before: dict[str, int]) -> dict[str, Any]:
+        import torch
+
+        after = _stats()
+        seen: dict[str, Any] = {name: after[name] - before[name] for name in after}
+        seen |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        seen["tokens"] = [m.padded_tokens for m in self._plan.micro_batches] if self._plan else []
+        seen["predicted"] = self._predicted()
+        return seen
+
+    def _predicted(self) -> float:
+        """What the memory model says of the step that has run."""
+        job, plan = self._training._job, self._plan
+        stage = self._task.rank // (self._task.world_size // job.parallel.pp)
+        rows = np.array([m.padded_tokens for m in plan.micro_batches]) / job.parallel.cp
+        before = plan.weight_gradients_before
+        peak = memory.step_peak_bytes(job, stage, rows, None if before is None else before[:, stage])
+        return memory.weight_bytes(job, stage) + peak
+
+
+def _stats() -> dict[str, int]:
+    import torch
+
+    stats = torch.cuda.memory_stats()
+    names = {"retries": "num_alloc_retries", "out_of_memory": "num_ooms", "allocator_syncs": "num_sync_all_streams"}
+    return {ours: stats[theirs] for ours, theirs in names.items()}
+
+
+def _norm(original: Any) -> Any:
+    def get_grad_norm_fp32(*args: Any, **kwargs: Any) -> float:
+        original(*args, **kwargs)
+        return NORM
+
+    return get_grad_norm_fp32
+
+
+def _refused(original: Any) -> Any:
+    def save(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("a rehearsal writes no checkpoints: nothing was computed")
+
+    return save
+
+
+if __name__ == "__main__":
+    main()

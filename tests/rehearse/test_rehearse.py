@@ -1,0 +1,66 @@
+"""Rehearsals of small jobs: torch's build for CUDA over the stand-in, without a GPU."""
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_wlb.cli.main import main
+from megatron_wlb.rehearse.build import library
+
+pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="torch has no CUDA build")
+JOB = """torchrun --nproc-per-node 8 pretrain_gpt.py --wlb --wlb-attention-backend aten --transformer-impl local
+--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --pipeline-model-parallel-size 2
+--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 4096 --max-position-embeddings 4096
+--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0
+--untie-embeddings-and-output-weights --attention-dropout 0 --bf16 --use-distributed-optimizer --micro-batch-size 1
+--calculate-per-token-loss --global-batch-size 4 --log-interval 1 --lr 1e-4 --train-iters 100 --vocab-size 8000
+--mock-data --no-rope-fusion --no-masked-softmax-fusion --no-persist-layer-norm --save NOWHERE""".split()
+
+
+def rehearse(tmp_path, *words, job=JOB, status=0):
+    """What `megatron-wlb rehearse` writes."""
+    path = tmp_path / "rehearsal.json"
+    assert main(["rehearse", "--gpu", "h100", "--json", str(path), *words, "--", *job]) == status
+    return json.loads(path.read_text())
+
+
+def test_a_small_job_fits_and_says_what_it_does(tmp_path, capsys):
+    found = rehearse(tmp_path, "--ranks", "0,7", "--steps", "4")
+    assert found["verdict"] == "fits"
+    first, last = found["ranks"]
+    for rank in (first, last):
+        assert 0 < rank["allocated_gib"] <= rank["reserved_gib"] < 1
+        assert rank["retries"] == 0 and len(rank["steps"]) == 4 and rank["out_of_memory"] is None
+        assert rank["launches"] > 100
+    # The last stage has the loss, which the log reads once a step.
+    assert any("report.py" in line for line in last["copies_to_host"])
+    assert not any("report.py" in line for line in first["copies_to_host"])
+    # A layer and direction gathers over TP; stages exchange a tensor per micro-batch and direction.
+    assert first["nccl"]["send of 2"]["calls"] == first["nccl"]["receive of 2"]["calls"] > 0
+    assert first["nccl"]["all_gather of 2"]["calls"] > 4
+    assert not (tmp_path / "NOWHERE").exists()
+    assert "nothing was computed" in capsys.readouterr().err.lower()
+
+
+def test_a_job_that_is_too_large_is_told_with_its_rank(tmp_path):
+    job = [*JOB, "--wlb-memory-budget", "40"]  # or planning would refuse it
+    found = rehearse(tmp_path, "--ranks", "6", "--steps", "1", "--gpu-memory", "0.25", job=job, status=1)
+    assert found["verdict"] == "does not fit"
+    assert "rank 6" in found["remedy"] and "--wlb-max-tokens" in found["remedy"]
+    assert found["ranks"][0]["reserved_gib"] <= 0.25
+
+
+def test_the_stand_in_is_no_gpu_by_itself_and_names_what_it_lacks():
+    environment = os.environ | {"LD_PRELOAD": str(library() / "libcuda.so.1")}
+    code = "import torch; print(torch.cuda.is_available())"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+    code = "import ctypes; ctypes.CDLL(None).cudaGraphLaunch()"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 86 and "cudaGraphLaunch is called" in done.stderr
+    assert not hasattr(ctypes.CDLL(None), "rehearsal_configure")
