@@ -1,11 +1,9 @@
-"""Runs a target on its corpus and on mutations, in a process of its own that may do little else.
+"""Runs a target on whole inputs and on mutations of them, in a process of its own that may do little else.
 
 Its memory is bounded, writing outside of its folder and starting anything is an error, and so is taking long. What ends
 the process itself is laid to the input that ran.
 """
 
-import contextlib
-import mmap
 import multiprocessing
 import os
 import pickle
@@ -18,32 +16,30 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from tests.fuzz.mutate import MOST_BYTES
 from tests.fuzz.targets import Target
 
 MEMORY_BYTES = 1 << 30
 """What a target may take beyond what it begins with."""
 SECONDS_AN_INPUT = 30.0
-MOST_FINDINGS, MOST_NEW = 10, 40
+MOST_FINDINGS, MOST_BYTES = 10, 1 << 16
 
+NUMBERS = [
+    *(0, 1, 2, 3, 7, 63, 64, 65, 255, 256, 1 << 20, (1 << 26) + 1),
+    *(sign * (1 << bits) + off for bits in (15, 16, 31, 32, 53, 62, 63, 64) for off in (-1, 0, 1) for sign in (1, -1)),
+]
+PARTS = re.compile(rb'"[^"]*"|-?\d+(?:\.\d+)?|\w+|[\[\]{},:]')
+"""Of JSON, and of the arguments in a log."""
+VALUES = [str(number).encode() for number in NUMBERS] + (
+    b"0.5 -1.5 1e400 NaN null true [] {} [[7]] text 1000000000000000000000000000000".split() + [b"", b'""', b"9" * 5000]
+)
 _VALUES = re.compile(r"""'[^']*'|"[^"]*"|\[.*\]|\{.*\}|[^A-Za-z ]""", re.DOTALL)
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _CHANGES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.chmod", "os.truncate")
-_FORBIDDEN = (
-    "subprocess.",
-    "os.system",
-    "os.exec",
-    "os.posix_spawn",
-    "os.fork",
-    "socket.",
-    "pickle.find_class",
-    "ctypes.",
-)
+_FORBIDDEN = tuple("subprocess. os.system os.exec os.posix_spawn os.fork socket. pickle.find_class ctypes.".split())
 
 
 @dataclass(slots=True)
@@ -52,11 +48,8 @@ class Outcome:
 
     executions: int = 0
     accepted: int = 0
-    seconds: float = 0.0
-    kinds: int = 0
-    """Kinds of refusals, by their words, and of what was accepted."""
-    new: list[bytes] = field(default_factory=list)
-    """Mutations of which each was the first of its kind."""
+    kinds: set[str] = field(default_factory=set)
+    """Refusals, by their words, and "accepted"."""
     findings: list[tuple[bytes, str]] = field(default_factory=list)
     """Inputs, and what they did."""
 
@@ -69,96 +62,84 @@ class Slow(BaseException):
     """An input took longer than `SECONDS_AN_INPUT`."""
 
 
+def mutated(random: Random, inputs: Sequence[bytes], is_text: bool) -> bytes:
+    """An input of which up to eight parts are another value, other bytes, or a part of another input."""
+    data = random.choice(inputs)
+    for _ in range(1 << random.randrange(4)):
+        parts = [*PARTS.finditer(data)] if is_text and random.randrange(2) else []
+        if parts:
+            begin, end = random.choice(parts).span()
+            new = random.choice((random.choice(VALUES), random.choice(parts)[0]))
+        else:
+            begin, size = random.randrange(len(data) + 1), random.choice((1, 2, 4, 8))
+            end = begin + random.choice((0, size, size, size, 16, random.randrange(MOST_BYTES)))
+            number = (random.choice(NUMBERS) % (1 << 8 * size)).to_bytes(size, "little")
+            flipped = bytes(byte ^ 1 << random.randrange(8) for byte in data[begin : begin + 1])
+            new = random.choice((number, number, flipped, random.randbytes(size), random.choice(inputs)[begin:]))
+        data = data[:begin] + new + data[end:]
+    return data[:MOST_BYTES]
+
+
 def fuzz(target: Target, corpus: Sequence[bytes], *, seed: int, executions: int, seconds: float) -> Outcome:
     """Run the seeds of the target, the corpus, then mutations: up to `executions` or `seconds`, or `MOST_FINDINGS`."""
-    current = mmap.mmap(-1, 16 + MOST_BYTES)  # shared: number of executions, size and bytes of the input that runs
-    context = multiprocessing.get_context("fork")
-    reader, writer = context.Pipe(duplex=False)
-    shared_memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    with tempfile.TemporaryDirectory(dir=shared_memory) as folder:
-        arguments = (target, list(corpus), seed, executions, seconds, Path(folder), current, writer)
-        process = context.Process(target=_child, args=arguments)
-        begin = time.monotonic()
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as name:
+        folder = Path(name)
+        arguments = (target, [*target.seeds(), *corpus], seed, executions, seconds, folder)
+        process = multiprocessing.get_context("fork").Process(target=_child, args=arguments)
         process.start()
-        writer.close()
-        outcome: Outcome | None = None
         try:
-            if reader.poll(seconds + 4 * SECONDS_AN_INPUT):
-                with contextlib.suppress(EOFError):
-                    outcome = pickle.loads(reader.recv_bytes())
-                process.join(1)
+            process.join(seconds + 4 * SECONDS_AN_INPUT)
         finally:
             process.kill()
             process.join()
-    if outcome is None:
-        executions, size = (int.from_bytes(current[at : at + 8], "little") for at in (0, 8))
-        ended = (current[16 : 16 + size], f"the process hung, or ended with {process.exitcode}")
-        outcome = Outcome(executions=executions, findings=[ended])
-    outcome.seconds = time.monotonic() - begin
-    return outcome
+        if (folder / "outcome").exists():
+            return pickle.loads((folder / "outcome").read_bytes())
+        what = f"the process hung, or ended with {process.exitcode}"
+        return Outcome(findings=[((folder / "current").read_bytes(), what)])
 
 
-def _child(
-    target: Target,
-    corpus: list[bytes],
-    seed: int,
-    executions: int,
-    seconds: float,
-    folder: Path,
-    current: mmap.mmap,
-    writer: Connection,
-) -> None:
-    random, outcome, kinds = Random(seed), Outcome(), set()
-    pool = [*target.seeds(), *corpus]
-    given = len(pool)
-    with contextlib.suppress(ValueError, OSError):
-        target.read(pool[0], folder)  # imports what is imported late, before anything is confined
+def _child(target: Target, inputs: list[bytes], seed: int, executions: int, seconds: float, folder: Path) -> None:
+    outcome, random, deadline = Outcome(), Random(seed), time.monotonic() + seconds
+    _run(target, inputs[0], folder, [])  # imports what is imported late, before anything is confined
     strays = _confine(folder)
-    deadline = time.monotonic() + seconds
-    while len(outcome.findings) < MOST_FINDINGS:
-        if outcome.executions < given:
-            data = pool[outcome.executions]
-        elif outcome.executions >= executions or time.monotonic() >= deadline:
+    while outcome.executions < executions and len(outcome.findings) < MOST_FINDINGS:
+        is_given = outcome.executions < len(inputs)
+        if not is_given and time.monotonic() >= deadline:
             break
-        else:
-            data = target.mutate(random, random.choice(pool), pool)[:MOST_BYTES]
-        current[:16] = outcome.executions.to_bytes(8, "little") + len(data).to_bytes(8, "little")
-        current[16 : 16 + len(data)] = data
-        kind, finding = _run(target, data, folder)
-        if strays:
-            finding = f"outside of its folder: {strays[0]}"
-            strays.clear()
+        data = inputs[outcome.executions] if is_given else mutated(random, inputs, target.is_text)
+        (folder / "current").write_bytes(data)
+        kind, finding = _run(target, data, folder, strays)
         if finding:
             outcome.findings.append((data, finding))
-        elif kind not in kinds:
-            kinds.add(kind)
-            if outcome.executions >= given and len(outcome.new) < MOST_NEW:
-                outcome.new.append(data)
-                pool.append(data)
+        else:
+            outcome.kinds.add(kind)
         outcome.accepted += kind == "accepted"
         outcome.executions += 1
-    outcome.kinds = len(kinds)
-    writer.send_bytes(pickle.dumps(outcome))
+    (folder / "outcome").write_bytes(pickle.dumps(outcome))
     os._exit(0)
 
 
-def _run(target: Target, data: bytes, folder: Path) -> tuple[str, str]:
+def _run(target: Target, data: bytes, folder: Path, strays: list[str]) -> tuple[str, str]:
     """What kind of input this is by what becomes of it, and what is wrong with that, if anything."""
+    kind, finding = "accepted", ""
     signal.setitimer(signal.ITIMER_REAL, SECONDS_AN_INPUT)
     try:
         target.read(data, folder)
-        return "accepted", ""
     except (ValueError, OSError) as error:
         said = str(error).replace(str(folder), "")  # its name is another one in every run
-        return _VALUES.sub("", f"{type(error).__name__}: {said}")[:80], ""
+        kind = _VALUES.sub("", f"{type(error).__name__}: {said}")[:80]
     except BaseException:
-        return "", traceback.format_exc()[-3000:]
+        kind, finding = "", traceback.format_exc()[-3000:]
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+    if strays:
+        kind, finding = "", f"outside of its folder: {strays[0]}"
+        strays.clear()
+    return kind, finding
 
 
 def _confine(folder: Path) -> list[str]:
-    """Bound the memory and the time of an input; returns the list to which what happens outside of `folder` goes."""
+    """Bound memory and time; returns the list to which what happens outside of `folder` goes."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
     signal.signal(signal.SIGALRM, _slow)

@@ -8,10 +8,9 @@ import functools
 import json
 import struct
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,6 @@ from megatron_wlb.plan.dataset import read_index, read_tokens
 from megatron_wlb.plan.packer import Packer, make_packer
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.types import DOCUMENT
-from tests.fuzz import mutate
 from tests.jobs import job
 
 BIN_BYTES = 4096
@@ -41,11 +39,10 @@ class Broken(Exception):
 class Target:
     """A reader."""
 
-    name: str
     read: Callable[[bytes, Path], None]
     """Reads an input, for which it may write into a folder."""
     seeds: Callable[[], list[bytes]]
-    mutate: Callable[[Random, bytes, Sequence[bytes]], bytes]
+    is_text: bool = True
 
 
 def require(holds: Any, what: str) -> None:
@@ -112,19 +109,6 @@ def _state_seeds() -> list[bytes]:
                 seeds.append(json.dumps({"packer": running.state(), "job": job().to_json()}).encode())
             running.next()
     return seeds
-
-
-def _mutate_lines(random: Random, data: bytes, others: Sequence[bytes]) -> bytes:
-    """A change of the JSON of a line, or of the text."""
-    lines = data.split(b"\n")
-    at = random.randrange(len(lines))
-    try:
-        if random.randrange(3) == 0:
-            raise ValueError
-        lines[at] = json.dumps(mutate.of_json(random, json.loads(lines[at]))).encode()
-        return b"\n".join(lines)[: mutate.MOST_BYTES]
-    except (ValueError, RecursionError):
-        return mutate.of_text(random, data, others)
 
 
 def _documents(data: bytes, folder: Path) -> None:
@@ -220,13 +204,10 @@ def _block(arguments: dict[str, Any]) -> bytes:
 
 
 TARGETS = {
-    target.name: target
-    for target in (
-        Target(name="index", read=_index, seeds=_index_seeds, mutate=mutate.of_bytes),
-        Target(name="state", read=_state, seeds=_state_seeds, mutate=_mutate_lines),
-        Target(name="documents", read=_documents, seeds=_documents_seeds, mutate=mutate.of_bytes),
-        Target(name="step_log", read=_step_log, seeds=_step_log_seeds, mutate=_mutate_lines),
-        Target(name="profile", read=_profile, seeds=_profile_seeds, mutate=_mutate_lines),
-        Target(name="log", read=_log, seeds=_log_seeds, mutate=mutate.of_text),
-    )
+    "index": Target(read=_index, seeds=_index_seeds, is_text=False),
+    "state": Target(read=_state, seeds=_state_seeds),
+    "documents": Target(read=_documents, seeds=_documents_seeds, is_text=False),
+    "step_log": Target(read=_step_log, seeds=_step_log_seeds),
+    "profile": Target(read=_profile, seeds=_profile_seeds),
+    "log": Target(read=_log, seeds=_log_seeds),
 }
