@@ -1,11 +1,16 @@
-"""Jobs for tests: `job` makes a small one, of which a test says only what it is about."""
+"""Jobs and packers for tests: `job` makes a small one, of which a test says only what it is about."""
 
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.job import Job, Parallel, Sharding
 from megatron_wlb.model import ModelShape
 from megatron_wlb.pipeline.split import Split
+from megatron_wlb.plan.packer import Packer, make_packer
+from megatron_wlb.plan.stream import DocumentStream, Source
 
 MODEL = ModelShape(
     num_layers=8,
@@ -33,3 +38,9 @@ def job(**changes: Any) -> Job:
     sizes = {"model": MODEL, "context_length": 64, "global_batch_size": windows, "crossover_tokens": 32}
     given = sizes | {"parallel": parallel, "sharding": sharding} | changes
     return make_job(**given)
+
+
+def packer(job: Job, *datasets: Source | Sequence[int] | np.ndarray, seed: int = 1, **how: Any) -> Packer:
+    """A packer of documents of these lengths; `how` is for the stream."""
+    sources = [each if isinstance(each, Source) else Source(lengths=np.asarray(each, np.int64)) for each in datasets]
+    return make_packer(DocumentStream(sources, seed=seed, context_length=job.context_length, **how), job)

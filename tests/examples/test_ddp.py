@@ -131,26 +131,6 @@ def test_the_command_line_runs_and_goes_on(tmp_path):
     assert len(losses) == 2 and float(losses[1]) < float(losses[0])
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_ranks_read_every_packed_document_once(documents, num_workers):
-    packer = make(documents)
-    loaders = [iter(loader(documents, rank, 2, num_workers)) for rank in range(2)]
-    for _ in range(5):
-        rows = packer.next().batch.documents
-        wanted = []
-        for row in rows:
-            read = documents[row["document"]][row["offset"] : row["offset"] + row["length"] + 1].tolist()
-            wanted.append((read[:-1], read[1:], list(range(row["length"]))))
-        got = []
-        for step in map(next, loaders):
-            assert len(step.micro_batches) == 2
-            assert step.num_tokens == rows["length"].sum()
-            for tokens, labels, positions, cu_seqlens in step.micro_batches:
-                for begin, end in itertools.pairwise(cu_seqlens.tolist()):
-                    got.append(tuple(x[begin:end].tolist() for x in (tokens, labels, positions)))
-        assert sorted(got) == sorted(wanted)
-
-
 @pytest.mark.parametrize(("before", "after"), [(0, 0), (0, 2), (2, 0), (2, 2)])
 @pytest.mark.parametrize("taken", [0, 1, 4])
 def test_the_state_is_of_what_was_handed_out_not_of_what_was_read_ahead(documents, before, after, taken):

@@ -6,12 +6,10 @@ A reader refuses by ValueError or OSError; every other exception is a finding, `
 import argparse
 import functools
 import json
-import struct
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,9 +19,9 @@ from megatron_wlb.hardware import profile
 from megatron_wlb.packing import POLICIES
 from megatron_wlb.plan import document_log, state
 from megatron_wlb.plan.dataset import read_index, read_tokens
-from megatron_wlb.plan.packer import Packer, make_packer
-from megatron_wlb.plan.stream import DocumentStream, Source
+from megatron_wlb.plan.packer import Packer
 from megatron_wlb.types import DOCUMENT
+from tests import jobs
 from tests.jobs import job
 
 BIN_BYTES = 4096
@@ -41,11 +39,12 @@ class Target:
 
     read: Callable[[bytes, Path], None]
     """Reads an input, for which it may write into a folder."""
-    seeds: Callable[[], list[bytes]]
+    seeds: Callable[[], list[bytes]] = list
+    """Whole inputs beside those of the corpus, which go by the code."""
     is_text: bool = True
 
 
-def require(holds: Any, what: str) -> None:
+def require(holds: object, what: str) -> None:
     if not holds:
         raise Broken(what)
 
@@ -62,28 +61,9 @@ def _index(data: bytes, folder: Path) -> None:
         require(not count or 0 <= begin <= BIN_BYTES - count * index.item_bytes, "documents lie within the .bin file")
 
 
-def _index_seeds() -> list[bytes]:
-    def index(lengths: list[int], boundaries: list[int], code: int = 4, item_bytes: int = 4) -> bytes:
-        pointers = [item_bytes * sum(lengths[:i]) for i in range(len(lengths))]
-        head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(lengths), len(boundaries))
-        return head + struct.pack(
-            f"<{len(lengths)}i{len(lengths)}q{len(boundaries)}q", *lengths, *pointers, *boundaries
-        )
-
-    return [
-        index([3, 1, 4], [0, 1, 2, 3]),
-        index([3, 1, 0, 4, 2], [0, 0, 2, 2, 4, 5, 5]),
-        index([500, 12], [0, 2], code=8, item_bytes=2),
-        index(list(range(40)), list(range(41)), code=1, item_bytes=1),
-        index([1], [0, 1]) + b"\x00\x01",
-    ]
-
-
 def packer(policy: str) -> Packer:
     """Over `LENGTHS`, before its first step."""
-    described = job(packing=POLICIES[policy]())
-    data = [Source(lengths=lengths) for lengths in LENGTHS]
-    return make_packer(DocumentStream(data, seed=3, context_length=described.context_length), described)
+    return jobs.packer(job(packing=POLICIES[policy]()), *LENGTHS, seed=3)
 
 
 def _state(data: bytes, folder: Path) -> None:
@@ -149,11 +129,6 @@ def _step_log(data: bytes, folder: Path) -> None:
         require(all(not len(each) or each.min() >= 1 for each in step.lengths), "lengths are over 0")
 
 
-def _step_log_seeds() -> list[bytes]:
-    entry = {"step": 1, "loss": 2.5, "step_ms": 31.5, "lengths": [[64, 7], [33]], "job": job().to_json()}
-    return ["\n".join(json.dumps(entry | {"step": k}) for k in range(1, 4)).encode()]
-
-
 def _profile(data: bytes, folder: Path) -> None:
     (folder / "profile.json").write_bytes(data)
     loaded = profile.load_profile(str(folder / "profile.json"))
@@ -183,31 +158,11 @@ def _log(data: bytes, folder: Path) -> None:
     require(job.parallel.num_gpus == run.arguments.world_size, "so has its job")
 
 
-def _log_seeds() -> list[bytes]:
-    arguments = {
-        **{"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "world_size": 8, "swiglu": True, "fp8": None},
-        **{"seq_length": 128, "global_batch_size": 16, "vocab_size": 100, "pipeline_model_parallel_size": 2},
-        **{"virtual_pipeline_model_parallel_size": 2, "hidden_dropout": 0.1, "data_path": ["0.3", "a", "0.7", "b"]},
-        **{"wlb": True, "wlb_packing": "wlb", "wlb_outlier_thresholds": (64, 96), "window_size": None, "split": "1,1"},
-    }
-    experts = arguments | {"num_experts": 4, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
-    latent = arguments | {"multi_latent_attention": True, "q_lora_rank": 48, "kv_lora_rank": 32, "wlb": False}
-    return [_block(each) for each in (arguments, experts, latent)] + [_block(latent)[:-90] + _block(arguments)]
-
-
-def _block(arguments: dict[str, Any]) -> bytes:
-    """As Megatron prints arguments."""
-    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in arguments.items()]
-    ends = f"{'-' * 24} arguments {'-' * 24}", f"{'-' * 20} end of arguments {'-' * 21}"
-    padded = "> padded vocab (size: 100) with 28 dummy tokens (new size: 128)"
-    return "\n".join([ends[0], *lines, ends[1], padded, ""]).encode()
-
-
 TARGETS = {
-    "index": Target(read=_index, seeds=_index_seeds, is_text=False),
+    "index": Target(read=_index, is_text=False),
     "state": Target(read=_state, seeds=_state_seeds),
     "documents": Target(read=_documents, seeds=_documents_seeds, is_text=False),
-    "step_log": Target(read=_step_log, seeds=_step_log_seeds),
+    "step_log": Target(read=_step_log),
     "profile": Target(read=_profile, seeds=_profile_seeds),
-    "log": Target(read=_log, seeds=_log_seeds),
+    "log": Target(read=_log),
 }

@@ -10,7 +10,7 @@ from megatron_wlb.runtime.backends.trial import HEAD_SIZES, kernel_args, try_bac
 from megatron_wlb.runtime.metadata import ShardMetadata
 from megatron_wlb.sharding import per_document
 from tests.covering import covering
-from tests.runtime.calls import CALLS, FULL, WINDOWS, check, expected, run, tensors
+from tests.runtime.calls import ALL, WINDOWS, check, expected, run, tensors
 from tests.runtime.oracle import SHARDINGS, TOLERANCE, all_ranks, assert_close, dense, in_parts, inputs
 
 pytestmark = pytest.mark.gpu
@@ -51,18 +51,12 @@ def single(backend, lengths):
     return metadata, [x.cuda().requires_grad_() for x in inputs(sum(lengths), (8, 2), 64, torch.bfloat16)]
 
 
-@covering(indirect=("backend",), backend=ON_GPU, entries=CALLS, heads=HEADS, window=WINDOWS)
-def test_calls(backend, entries, heads, window):
+@covering(indirect=("backend",), backend=ON_GPU, call=ALL, heads=HEADS, window=WINDOWS)
+def test_calls(backend, call, heads, window):
+    entries, causal = call
     for dtype in backend.dtypes:
         poison()
-        check(backend, entries, heads, 64, dtype, scale=0.2, window=window, device="cuda")
-
-
-@covering(indirect=("backend",), backend=ON_GPU, entries=FULL)
-def test_calls_where_queries_see_all_keys(backend, entries):
-    for dtype in backend.dtypes:
-        poison()
-        check(backend, entries, (8, 2), 64, dtype, scale=0.2, causal=False, device="cuda")
+        check(backend, entries, heads, 64, dtype, scale=0.2, window=window, causal=causal, device="cuda")
 
 
 @covering(indirect=("backend",), backend=ON_GPU, head_size=[8, 24, 80, 96, 128, 192, 256, (192, 128)])
@@ -86,28 +80,27 @@ def test_rows_further_apart_than_32_bits_count(backend):
     assert_close(got, expected(entries, *given, 0.2), TOLERANCE[dtype])
 
 
-def test_random_numbers_are_left_alone(backend):
+def test_the_trial_of_auto_leaves_random_numbers_alone(backend):
     before = torch.cuda.get_rng_state()
     try_backend(backend, torch.device("cuda"))
     assert torch.equal(before, torch.cuda.get_rng_state())
 
 
-@covering(indirect=("backend",), backend=ON_GPU, lengths=LENGTHS, sharding=SHARDINGS, cp=[1, 2, 4], heads=HEADS)
+@covering(
+    indirect=("backend",),
+    backend=ON_GPU,
+    lengths=LENGTHS,
+    sharding=SHARDINGS | {"in parts": in_parts},
+    cp=[1, 2, 4],
+    heads=HEADS,
+)
 def test_all_shards_of_a_plan(backend, lengths, sharding, cp, heads):
     plan = sharding(np.array(lengths, np.int64), cp)
     tensors = [x.cuda() for x in inputs(sum(lengths), heads, 64, torch.bfloat16)]
-    for window in (None, 100):
+    for window in (None,) if sharding is in_parts else (None, 100):
         poison()
         got = all_ranks(*tensors, plan, AttentionOptions(backend=backend, scale=0.2, window=window))
         assert_close(got, dense(*tensors, lengths, 0.2, window), TOLERANCE[torch.bfloat16])
-
-
-@covering(indirect=("backend",), backend=ON_GPU, lengths=LENGTHS, cp=[2, 4])
-def test_documents_in_parts(backend, lengths, cp):
-    tensors = [x.cuda() for x in inputs(sum(lengths), (8, 2), 64, torch.bfloat16)]
-    poison()
-    got = all_ranks(*tensors, in_parts(np.array(lengths, np.int64), cp), AttentionOptions(backend=backend, scale=0.2))
-    assert_close(got, dense(*tensors, lengths, 0.2), TOLERANCE[torch.bfloat16])
 
 
 def test_no_synchronisation_with_the_host(backend):
@@ -136,10 +129,6 @@ def test_deterministic_on_request(backend):
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
-
-
-def test_the_trial_of_auto(backend):
-    try_backend(backend, torch.device("cuda"))
 
 
 def test_auto_finds_one():

@@ -13,21 +13,15 @@ from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import MAX_TOKENS
 from megatron_wlb.packing.adaptive import AdaptivePacking, most_tokens
 from megatron_wlb.plan import metrics
-from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.placement import rank_cost
 from megatron_wlb.plan.stream import DocumentStream, Source
-from tests.jobs import job
+from tests.jobs import job, packer
 from tests.reference.adaptive import choose
 
 WINDOW = 512
 LEAST_DELAY = 20
 LAYOUTS = {"one rank": (1, 1, 1), "ranks": (None, 1, 1), "stages": (1, 4, 1), "virtual": (1, 4, 2), "both": (3, 2, 1)}
 """DP (as far as it divides M; None: M), PP, VPP."""
-
-
-def stream_of(lengths, epochs=1):
-    source = Source(lengths=np.asarray(lengths, np.int64))
-    return DocumentStream([source], seed=0, context_length=WINDOW, shuffle=False, num_epochs=epochs)
 
 
 def packer_of(lengths, *, n=4, windows=None, s_max=1.25, delay=LEAST_DELAY, epochs=1, layout=(None, 1, 1)):
@@ -43,7 +37,7 @@ def packer_of(lengths, *, n=4, windows=None, s_max=1.25, delay=LEAST_DELAY, epoc
         pp=layout[1],
         vpp=layout[2] if n % layout[1] == 0 else 1,
     )
-    return make_packer(stream_of(lengths, epochs), described)
+    return packer(described, lengths, shuffle=False, num_epochs=epochs)
 
 
 def long_tail(count, seed=0):
@@ -96,10 +90,10 @@ def test_any_data_is_packed_once_within_bounds_and_as_by_the_reference(lengths, 
 
 def check(lengths, n, s_max, delay, layout, windows=None):
     how = {"n": n, "s_max": s_max, "delay": delay, "layout": layout, "windows": windows}
-    packer, seen = packer_of(lengths, **how), []
-    while not packer.finished:
+    running, seen = packer_of(lengths, **how), []
+    while not running.finished:
         with patch.object(_native, "choose_adaptive", both):
-            step = packer.next()
+            step = running.next()
         assert len(step.batch) == n
         assert step.batch.documents["length"].sum() <= max(WINDOW, most_tokens((windows or n) * WINDOW, n))
         longest = int(WINDOW * s_max) * max(1, -(-(windows or n) // n))
@@ -109,7 +103,8 @@ def check(lengths, n, s_max, delay, layout, windows=None):
             assert (np.diff(step.batch.micro_batch(i)["index"]) > 0).all()
         seen.append(step.batch.documents)
     documents = np.sort(np.concatenate(seen), order="index")
-    pieces = stream_of(lengths).take(1 << 60)
+    data = [Source(lengths=np.asarray(lengths, np.int64))]
+    pieces = DocumentStream(data, seed=0, context_length=WINDOW, shuffle=False, num_epochs=1).take(1 << 60)
     for name in ("index", "document", "offset", "length"):
         np.testing.assert_array_equal(documents[name], pieces[name])
 
@@ -172,9 +167,9 @@ def test_the_tightest_bound_on_delay_holds_over_long_streams(seed):
     rng = np.random.default_rng(seed)
     n, s_max = int(rng.integers(1, 5)), float(rng.choice([1.0, 1.1, 1.25]))
     kinds = rng.choice(WINDOW, int(rng.integers(2, 6))) + 1
-    packer = packer_of(rng.choice(kinds, 3000), n=n, s_max=s_max, layout=list(LAYOUTS.values())[seed % len(LAYOUTS)])
-    while not packer.finished:
-        step = packer.next()
+    running = packer_of(rng.choice(kinds, 3000), n=n, s_max=s_max, layout=list(LAYOUTS.values())[seed % len(LAYOUTS)])
+    while not running.finished:
+        step = running.next()
         assert (step.step - step.batch.documents["arrival"]).max() <= LEAST_DELAY
 
 
@@ -196,11 +191,11 @@ def corpora():
 def test_training_keeps_up_with_the_data_and_not_ahead_of_it(lengths):
     """Over endless epochs: as many tokens a step as there should be, and nothing waits longer than it may."""
     n = 16
-    packer = packer_of(lengths, n=n, epochs=None)
+    running = packer_of(lengths, n=n, epochs=None)
     drawn = np.empty(0, np.int64)  # step in which the stream gave each document
     tokens = 0
     for k in range(300):
-        step = packer.next()
+        step = running.next()
         drawn = np.append(drawn, np.full(len(step.drawn), k))
         documents = step.batch.documents
         assert (k - drawn[documents["index"]]).max() <= LEAST_DELAY
@@ -210,8 +205,8 @@ def test_training_keeps_up_with_the_data_and_not_ahead_of_it(lengths):
 
 
 def test_it_balances_better_than_original_order_with_steady_tokens():
-    packer = packer_of(long_tail(60_000), epochs=None, delay=25)
-    steps = [packer.next() for _ in range(200)][20:]
+    running = packer_of(long_tail(60_000), epochs=None, delay=25)
+    steps = [running.next() for _ in range(200)][20:]
     work = [s.batch.sums(document_work(s.batch.documents["length"], 200)) for s in steps]
     described = job(context_length=WINDOW, crossover_tokens=200)
     original = [metrics.original_work(s.drawn, described) for s in steps]
@@ -224,10 +219,10 @@ def test_it_balances_better_than_original_order_with_steady_tokens():
     ("layout", "n"), [((1, 1, 1), 8), ((1, 1, 1), 1), ((2, 1, 1), 8), ((2, 1, 1), 2)], ids=lambda value: str(value)
 )
 def test_documents_run_as_they_come_where_nothing_waits_for_another(layout, n):
-    packer = packer_of(long_tail(60_000), n=n, windows=8, epochs=None, layout=layout)
+    running = packer_of(long_tail(60_000), n=n, windows=8, epochs=None, layout=layout)
     late = []
     for _ in range(50):
-        step = packer.next()
+        step = running.next()
         work = step.batch.sums(document_work(step.batch.documents["length"], 200))
         ranks = work.reshape(layout[0], -1).sum(axis=1)
         assert ranks.max() <= 1.01 * ranks.mean()
@@ -240,10 +235,10 @@ def test_a_pipeline_takes_less_time_with_more_micro_batches():
     """By `placement.rank_cost`, for the same tokens; and less than in the order of the stream."""
     costs = {}
     for n in (4, 8, 16):
-        packer = packer_of(long_tail(60_000), n=n, windows=4, s_max=1.25, epochs=None, layout=(1, 4, 1))
+        running = packer_of(long_tail(60_000), n=n, windows=4, s_max=1.25, epochs=None, layout=(1, 4, 1))
         described, cost, total = job(num_micro_batches=n, pp=4), 0, 0
         for _ in range(100):
-            packing = packer.next().batch
+            packing = running.next().batch
             work = packing.sums(document_work(packing.documents["length"], 200))
             cost, total = cost + rank_cost(work, described), total + work.sum()
         costs[n] = cost / total

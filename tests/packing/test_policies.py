@@ -16,11 +16,11 @@ from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.fixed import FixedPacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import BACKLOG_STEPS, LATE_STEPS, WlbPacking, assign
-from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.settings import setting
-from megatron_wlb.types import DOCUMENT, PackedBatch
+from megatron_wlb.types import PackedBatch
 from tests.jobs import job
+from tests.jobs import packer as make
 from tests.packing.steps import documents, fixed, pack, packed, windows
 
 
@@ -94,11 +94,8 @@ def test_a_queue_of_n_gives_every_micro_batch_one_outlier():
 def test_documents_that_fit_badly_wait_for_a_bounded_time(lengths):
     """Micro-batches hold one or two of them. As Algorithm 1 stands, ever more would wait."""
     n, window = 16, 1000
-    data = [Source(lengths=np.random.default_rng(0).integers(*lengths, 4000))]
-    stream = DocumentStream(data, seed=1, context_length=window, num_epochs=1)
-    packer = make_packer(
-        stream, job(packing=WlbPacking(), num_micro_batches=n, context_length=window, crossover_tokens=window)
-    )
+    given = job(packing=WlbPacking(), num_micro_batches=n, context_length=window, crossover_tokens=window)
+    packer = make(given, np.random.default_rng(0).integers(*lengths, 4000), num_epochs=1)
     seen, remained = [], []
     while not packer.finished:
         step = packer.next()
@@ -115,14 +112,9 @@ def test_what_the_stream_has_waited_for_is_not_owed():
     """Documents that fit badly, then short ones: steps have their tokens again, and a state goes on at any time."""
     n, window = 8, 1000
     lengths = np.concatenate((np.random.default_rng(0).integers(650, 900, 1500), np.full(20_000, 50)))
-
-    def packer():
-        stream = DocumentStream([Source(lengths=lengths)], seed=1, context_length=window, shuffle=False, num_epochs=1)
-        return make_packer(
-            stream, job(packing=WlbPacking(), num_micro_batches=n, context_length=window, crossover_tokens=window)
-        )
-
-    one, other, tokens = packer(), packer(), []
+    given = job(packing=WlbPacking(), num_micro_batches=n, context_length=window, crossover_tokens=window)
+    one, other = (make(given, lengths, shuffle=False, num_epochs=1) for _ in range(2))
+    tokens = []
     while len(tokens) < 230:
         tokens.append(int(one.next().batch.documents["length"].sum()))
         if len(tokens) % 50 == 0:
@@ -141,33 +133,6 @@ def test_what_is_late_comes_first():
         assert packed(pack(policy, documents([6], first=step + 1, arrival=step), step=step)) == [[step + 1]]
     late = documents([6], first=100, arrival=LATE_STEPS + 1)
     assert packed(pack(policy, late, step=LATE_STEPS + 1)) == [[1]]
-
-
-def test_fewer_documents_than_micro_batches():
-    policy = wlb(5, 10)
-    packing = pack(policy, documents([3, 7]))
-    assert packed(packing) == [[1], [0], [], [], []]
-    assert packing.sums(packing.documents["length"]).tolist() == [7, 3, 0, 0, 0]
-
-
-batches = st.lists(st.lists(st.integers(1, 32), max_size=25), min_size=1, max_size=8)
-
-
-@given(batches=batches, num_micro_batches=st.integers(1, 6), thresholds=st.sets(st.integers(1, 32), max_size=3))
-def test_wlb_keeps_every_document_whole_and_once(batches, num_micro_batches, thresholds):
-    policy = wlb(num_micro_batches, 32, tuple(sorted(thresholds)), crossover_tokens=20)
-    arrived, ran = np.empty(0, DOCUMENT), np.empty(0, DOCUMENT)
-    for step, lengths in enumerate(batches):
-        rows = documents(lengths, first=len(arrived), arrival=step)
-        packing = pack(policy, rows, step=step)
-        arrived, ran = np.concatenate((arrived, rows)), np.concatenate((ran, packing.documents))
-        assert len(packing) == num_micro_batches
-        assert packing.bounds[0] == 0
-        assert packing.bounds[-1] == len(packing.documents)
-        assert (packing.sums(packing.documents["length"]) <= 32).all()
-        assert all(len(rows) < num_micro_batches for name, rows in policy.waiting().items() if name != "remained")
-        everything = np.concatenate((ran, *policy.waiting().values()))
-        np.testing.assert_array_equal(np.sort(everything, order="index"), arrived)
 
 
 @given(st.lists(st.integers(1, 64), max_size=40), st.integers(1, 6), st.integers(0, 1000))
@@ -276,10 +241,6 @@ def test_fixed_rejoins_a_document_that_it_plans_again():
 def test_a_finite_stream_runs_once_and_to_its_end(
     name, lengths, num_micro_batches, context_length, global_batches, shuffle
 ):
-    def stream():
-        data = [Source(lengths=np.array(lengths))]
-        return DocumentStream(data, seed=1, context_length=context_length, shuffle=shuffle, num_epochs=1)
-
     packing = {
         "original": OriginalPacking(),
         "fixed": FixedPacking(global_batches=global_batches),
@@ -287,7 +248,8 @@ def test_a_finite_stream_runs_once_and_to_its_end(
         "adaptive": AdaptivePacking(),
     }[name]
     described = job(packing=packing, num_micro_batches=num_micro_batches, context_length=context_length)
-    packer, ran = make_packer(stream(), described), []
+    how = {"shuffle": shuffle, "num_epochs": 1}
+    packer, ran = make(described, lengths, **how), []
     longest = context_length if packing.fixed_length else described.max_tokens
     while not packer.finished:
         step = packer.next().batch
@@ -306,7 +268,8 @@ def test_a_finite_stream_runs_once_and_to_its_end(
     np.testing.assert_array_equal(rows["offset"][~begins], ends[np.flatnonzero(~begins) - 1])
     whole = rows[begins]
     whole["length"] = np.add.reduceat(rows["length"], np.flatnonzero(begins))
-    expected = stream().take(sum(lengths))
+    data = [Source(lengths=np.array(lengths))]
+    expected = DocumentStream(data, seed=1, context_length=context_length, **how).take(sum(lengths))
     expected["arrival"] = whole["arrival"]
     np.testing.assert_array_equal(whole, expected)
 
@@ -381,10 +344,7 @@ def test_a_new_policy_is_a_class_and_a_line_of_the_registry(monkeypatch):
     described = job(packing=from_args(parser.parse_args("--wlb-packing dealt --wlb-turns 2".split())))
     assert described == job_from_json(json.loads(json.dumps(described.to_json())))
 
-    def packer():
-        return make_packer(DocumentStream([Source(lengths=np.arange(99))], seed=1, context_length=64), described)
-
-    one, other = packer(), packer()
+    one, other = (make(described, np.arange(99)) for _ in range(2))
     state = [one.next() for _ in range(5)][-1].state
     other.load_state(json.loads(json.dumps(state)))
     np.testing.assert_array_equal(one.next().batch.documents, other.next().batch.documents)

@@ -103,15 +103,6 @@ def _replay(schedule, stage, done, ran, weights):
     assert np.isclose(done.left[stage], sum(time for time, _ in waiting))
 
 
-@given(TRAINING)
-def test_nothing_deferred_is_the_plain_timeline(timed):
-    schedule, work, transfer = timed
-    done, _ = run_deferred(schedule, *work, transfer, weights_of(work[1], 0, 2))
-    plain = run(schedule, *work, transfer)
-    np.testing.assert_array_equal(done.start, plain.start)
-    np.testing.assert_array_equal(done.end, plain.end)
-
-
 def test_what_later_passes_free_is_not_there_before():
     """A pass keeps 1 byte, and its backward frees half of one; nothing runs before that of the last virtual stage."""
     steps = np.stack((np.ones((2, 1, 3)), np.full((2, 1, 3), -0.5)))

@@ -10,18 +10,15 @@ from hypothesis import strategies as st
 from megatron_wlb.packing import POLICIES
 from megatron_wlb.plan import document_log
 from megatron_wlb.plan.document_log import BEGINS_ANEW, ENTRY, append, audit, mend, read
-from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.state import waiting
-from megatron_wlb.plan.stream import DocumentStream, Source
-from tests.jobs import job
+from tests.jobs import job, packer
 
 RNG = np.random.default_rng(5)
 LENGTHS = [RNG.integers(0, 200, 60), RNG.integers(1, 30, 40)]
 
 
 def packer_of(policy):
-    stream = DocumentStream([Source(lengths=each) for each in LENGTHS], seed=3, context_length=64)
-    return make_packer(stream, job(packing=POLICIES[policy]()))
+    return packer(job(packing=POLICIES[policy]()), *LENGTHS, seed=3)
 
 
 def what_waits(packer):

@@ -11,10 +11,10 @@ from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan.metrics import original_work
 from megatron_wlb.plan.packer import Snapshot, make_packer
-from megatron_wlb.plan.state import waiting
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.types import DOCUMENT
 from tests.jobs import job
+from tests.jobs import packer as make
 
 C = 64
 PACKINGS = [
@@ -39,10 +39,8 @@ def sources():
 
 
 def packer_of(packing, *, num_epochs=None, lengths=None, seed=1, **changes):
-    described = job(packing=packing, **changes)
-    data = sources() if lengths is None else [Source(lengths=lengths)]
-    stream = DocumentStream(data, seed=seed, context_length=described.context_length, num_epochs=num_epochs)
-    return make_packer(stream, described)
+    data = sources() if lengths is None else [lengths]
+    return make(job(packing=packing, **changes), *data, seed=seed, num_epochs=num_epochs)
 
 
 def through_json(state):
@@ -85,34 +83,6 @@ def test_a_run_resumed_with_another_global_batch_size_trains_as_many_tokens(befo
     assert np.mean(late[20:]) < 1
 
 
-def test_nothing_is_lost_or_doubled_in_50_steps(packing):
-    packer = packer_of(packing)
-    steps = [packer.next() for _ in range(50)]
-    state = steps[-1].state
-    documents = np.concatenate([*(step.batch.documents for step in steps), *waiting(state).values()])
-    documents = np.sort(documents, order=["index", "offset"])
-
-    drawn = DocumentStream(sources(), seed=1, context_length=C).take(state["stream"]["position"])
-    first = np.flatnonzero(np.diff(documents["index"], prepend=-1))
-    assert packing.fixed_length or len(first) == len(documents)  # else pieces may have been cut further
-    lengths = np.add.reduceat(documents["length"], first)
-    follows = np.setdiff1d(np.arange(len(documents)), first)
-    np.testing.assert_array_equal(
-        documents["offset"][follows], (documents["offset"] + documents["length"])[follows - 1]
-    )
-    documents = documents[first]
-    documents["length"], drawn["arrival"] = lengths, documents["arrival"]
-    np.testing.assert_array_equal(documents, drawn)
-    np.testing.assert_array_equal(np.concatenate([step.drawn for step in steps])["index"], drawn["index"])
-
-    reads_ahead = {"fixed": 2, "adaptive": 4}.get(packing.name, 0)
-    for t, step in enumerate(steps):
-        assert step.step == t
-        assert len(step.batch.documents)
-        assert (step.batch.documents["arrival"] <= t + reads_ahead).all()
-        assert step.state["stream"]["position"] >= (t + 1) * 4 * C
-
-
 def test_what_waits_does_not_grow(packing):
     """Nor the state with it, over web-like documents; and a state holds references to documents, never tokens."""
     lengths = np.clip(np.random.default_rng(1).lognormal(4, 1.3, 20_000), 1, 512).astype(np.int64)
@@ -146,8 +116,7 @@ def test_a_step_whose_documents_all_wait_draws_again():
             crossover_tokens=5,
             max_tokens=20,
         )
-        stream = DocumentStream([Source(lengths=np.array([10, 9, 6]))], seed=0, context_length=10, shuffle=False)
-        return make_packer(stream, described)
+        return make(described, [10, 9, 6], shuffle=False)
 
     first = packer().next()
     assert first.step == 0

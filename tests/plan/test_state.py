@@ -10,19 +10,11 @@ from hypothesis import strategies as st
 
 from megatron_wlb.describe.make import job_from_json
 from megatron_wlb.plan import state
-from megatron_wlb.plan.packer import make_packer
-from megatron_wlb.plan.stream import DocumentStream, Source
-from tests.jobs import job
+from tests.jobs import job, packer
 
 JOB = job()
-
-
-def packer():
-    lengths = np.random.default_rng(0).integers(0, 150, 300)
-    return make_packer(DocumentStream([Source(lengths=lengths)], seed=1, context_length=64), JOB)
-
-
-RUNNING = packer()
+LENGTHS = np.random.default_rng(0).integers(0, 150, 300)
+RUNNING = packer(JOB, LENGTHS)
 STATE = [RUNNING.next() for _ in range(5)][-1].state
 
 
@@ -49,7 +41,7 @@ def test_a_state_that_was_changed_is_refused_and_changes_nothing(data):
         del node[key]
     else:
         node[key] = data.draw(st.sampled_from([1.5, "7", [[]], 1 << 70]))
-    running = packer()
+    running = packer(JOB, LENGTHS)
     before = running.state()
     with pytest.raises(ValueError, match="resume|give the"):
         running.load_state(changed)
@@ -93,6 +85,6 @@ def test_a_crash_or_a_full_disk_leaves_the_old_file(path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match=r"cannot save the packer state .*: No space left on device; earlier checkpoints"):
-        state.save(path, packer().state(), JOB)
+        state.save(path, packer(JOB, LENGTHS).state(), JOB)
     assert path.read_bytes() == old
     assert os.listdir(path.parent) == [path.name]

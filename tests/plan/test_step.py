@@ -10,22 +10,19 @@ import numpy as np
 import pytest
 
 import megatron_wlb
-from megatron_wlb import DocumentStream, Planner, Source, make_packer, plan_step, sharding
+from megatron_wlb import Planner, plan_step, sharding
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.packing import POLICIES
 from megatron_wlb.plan import placement
 from megatron_wlb.plan.metrics import delays
 from megatron_wlb.plan.step import PLAN_AHEAD, shard_step, step_cost
-from tests.jobs import MODEL, job
+from tests.jobs import MODEL, job, packer
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(3, 1, 400).astype(np.int64), 1, 350)
 
 
 def packer_of(described, num_epochs=None):
-    stream = DocumentStream(
-        [Source(lengths=LENGTHS)], seed=3, context_length=described.context_length, num_epochs=num_epochs
-    )
-    return make_packer(stream, described)
+    return packer(described, LENGTHS, seed=3, num_epochs=num_epochs)
 
 
 def test_every_public_name_is_there():
@@ -79,8 +76,8 @@ def planner(num_epochs=None):
 
 
 def test_a_planner_plans_ahead_and_keeps_steps_until_they_are_released():
-    running, packer = planner(), packer_of(job())
-    expected = [plan_step(packer, job()).digest for _ in range(9)]
+    running, other = planner(), packer_of(job())
+    expected = [plan_step(other, job()).digest for _ in range(9)]
     assert [running.get(step).digest for step in (0, 1, 2, 1, 0)] == [expected[step] for step in (0, 1, 2, 1, 0)]
     running.get(8)
     running.close()
@@ -92,9 +89,9 @@ def test_a_planner_plans_ahead_and_keeps_steps_until_they_are_released():
 
 
 def test_a_planner_at_another_step_than_its_packer_says_so():
-    packer = packer_of(job())
-    packer.next()
-    running = Planner(packer, job(), 0, first_step=0)
+    other = packer_of(job())
+    other.next()
+    running = Planner(other, job(), 0, first_step=0)
     with pytest.raises(RuntimeError, match="planning failed before step 0") as error:
         running.get(0)
     assert "the packer is at step 1, training at step 0; load the state of that step" in str(error.value.__cause__)
@@ -110,9 +107,9 @@ def test_a_planner_whose_thread_has_ended_says_so(monkeypatch):
 
 
 def test_a_planner_says_that_the_data_is_at_its_end():
-    packer, count = packer_of(job(), num_epochs=1), 0
-    while not packer.finished:
-        count += packer.next().step >= 0
+    other, count = packer_of(job(), num_epochs=1), 0
+    while not other.finished:
+        count += other.next().step >= 0
     running = planner(num_epochs=1)
     assert running.get(count - 1).step == count - 1
     message = f"^the data ends before step {count}: after {count} steps every .* train fewer steps, or more epochs$"
@@ -145,7 +142,7 @@ def test_a_closed_planner_leaves_nothing_behind():
     """Its thread would hold the packer and the plans for as long as the process lives."""
     running = planner()
     running.get(0)
-    thread, packer = running._thread, weakref.ref(running._packer)
+    thread, held = running._thread, weakref.ref(running._packer)
     running.close()
     running.close()
     assert not thread.is_alive()
@@ -155,5 +152,5 @@ def test_a_closed_planner_leaves_nothing_behind():
     assert "the planner's thread has ended" in str(error.value.__cause__)
     del running, error
     gc.collect()
-    assert packer() is None
+    assert held() is None
     planner().close()  # which never began

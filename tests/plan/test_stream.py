@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from megatron_wlb.plan import stream as module
 from megatron_wlb.plan.dataset import TrainedTokens, trained_tokens
 from megatron_wlb.plan.stream import DocumentStream, Source, shuffled
-from megatron_wlb.types import DOCUMENT
 
 
 def source(*lengths, **kwargs):
@@ -143,41 +142,6 @@ def test_equals_the_plain_stream(blend, how, chunk, takes):
                 stream.load_state(state)
 
 
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=30).filter(any), st.integers(1, 20), st.booleans(), st.data())
-def test_every_document_once_an_epoch(lengths, context_length, shuffle, data):
-    stream = DocumentStream([source(*lengths, first=5)], seed=3, context_length=context_length, shuffle=shuffle)
-    epochs, limit, pieces = 3, 0, np.empty(0, DOCUMENT)
-    while limit < epochs * sum(lengths):
-        limit = min(limit + data.draw(st.integers(1, 1 + sum(lengths))), epochs * sum(lengths))
-        taken = stream.take(limit)
-        assert pieces["length"].sum() + taken["length"].sum() >= limit
-        # Only pieces that begin before the limit.
-        assert len(taken) == 0 or pieces["length"].sum() + taken["length"][:-1].sum() < limit
-        pieces = np.concatenate((pieces, taken))
-    assert pieces["index"].tolist() == list(range(len(pieces)))
-    assert pieces["length"].max() <= context_length
-    assert not pieces["arrival"].any()
-
-    once = sorted((0, 5 + i, p) for i, p in enumerate(lengths) if p)
-    documents = wholes(pieces)
-    assert len(documents) == epochs * len(once)
-    for begin in range(0, len(documents), len(once)):
-        epoch = documents[begin : begin + len(once)]
-        assert sorted(epoch) == once
-        assert shuffle or epoch == once
-
-
-def test_pieces_are_as_long_as_they_can_be():
-    stream = DocumentStream([source(25, 10, 3)], seed=0, context_length=10, shuffle=False)
-    assert stream.take(38)[["document", "offset", "length"]].tolist() == [
-        (0, 0, 10),
-        (0, 10, 10),
-        (0, 20, 5),
-        (1, 0, 10),
-        (2, 0, 3),
-    ]
-
-
 @given(
     st.lists(
         st.tuples(st.floats(0.01, 100), st.lists(st.integers(20, 300), min_size=1, max_size=20)), min_size=1, max_size=5
@@ -199,28 +163,6 @@ def test_blends_keep_their_token_shares_within_a_document(blend, seed):
         assert (ahead >= longest - longest.sum() - 1e-6).all()
 
 
-def test_blends_shuffle_each_dataset_by_itself():
-    lengths = [7] * 50
-    stream = DocumentStream([source(*lengths), source(*lengths, weight=3)], seed=1, context_length=10)
-    documents = wholes(stream.take(7 * 200))
-    assert Counter(d for d, _, _ in documents) == {0: 50, 1: 150}
-    orders = [[n for d, n, _ in documents if d == dataset][:50] for dataset in (0, 1)]
-    assert sorted(orders[0]) == sorted(orders[1]) == list(range(50))
-    assert orders[0] != orders[1]
-
-
-def test_a_dataset_at_its_end_leaves_its_share_to_the_others():
-    """In proportion to their weights: 3 : 1 before and after the first dataset has ended."""
-    sources = [source(*[5] * 20, weight=4), source(*[5] * 300, weight=3), source(*[5] * 100, weight=1)]
-    stream = DocumentStream(sources, seed=0, context_length=10, num_epochs=1)
-    datasets = np.array([dataset for dataset, _, _ in wholes(stream.take(10000))])
-    last = np.flatnonzero(datasets == 0)[-1]
-    assert last < 45
-    counts = Counter(datasets[last + 1 : last + 201].tolist())
-    assert abs(counts[1] - 150) <= 2
-    assert Counter(datasets.tolist()) == {0: 20, 1: 300, 2: 100}
-
-
 def test_a_large_blend_costs_a_document_no_more_than_a_small_one():
     """In lines that run: what a document costs must not grow with the datasets, of which blends have hundreds."""
 
@@ -238,14 +180,6 @@ def test_a_large_blend_costs_a_document_no_more_than_a_small_one():
         return ran["line"]
 
     assert lines(300) < 6 * lines(10)
-
-
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_lengths_may_be_narrow(dtype):
-    lengths = np.array([40, 0, 7, 90], dtype)
-    pieces = DocumentStream([Source(lengths=lengths)] * 2, seed=1, context_length=16).take(500)
-    wide = DocumentStream([Source(lengths=lengths.astype(np.int64))] * 2, seed=1, context_length=16).take(500)
-    np.testing.assert_array_equal(pieces, wide)
 
 
 def test_lengths_may_stay_mapped(tmp_path, monkeypatch):

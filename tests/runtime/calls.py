@@ -25,6 +25,9 @@ CALLS = {
 WINDOWS = [None, 0, 1, 20, 64, 300]
 # As in parts of a document: queries that see all keys of their entry, some of them more than there are keys.
 FULL = {"few keys": [(40, 7)], "one key": [(1, 1), (9, 1)], "many": [(3, 90), (0, 5), (130, 64), (0, 70), (64, 129)]}
+ALL = {name: (entries, True) for name, entries in CALLS.items()}
+ALL |= {f"full, {name}": (entries, False) for name, entries in FULL.items()}
+"""Entries, and whether they are causal; without, there is no window."""
 
 
 def check(
@@ -41,6 +44,7 @@ def check(
     tolerance: float | None = None,
 ) -> tuple[Tensor, ...]:
     """out, lse, dq, dk, dv of a backend on random numbers, which are as in float64."""
+    window = window if causal else None
     given = tensors(entries, heads, head_size, dtype, device)
     got = run(backend, *given, kernel_args(backend, entries, device, scale, window)._replace(causal=causal))
     assert_close(got, expected(entries, *given, scale, window, causal), tolerance or TOLERANCE[dtype])

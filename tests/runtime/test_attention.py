@@ -1,7 +1,6 @@
 """Attention of every sharding, backend and head layout against a dense oracle that knows only the document lengths."""
 
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -60,9 +59,9 @@ def per_document_plan(lengths: list[int], cp: int) -> ShardPlan:
     return per_document(np.array(lengths, np.int64), cp)
 
 
-def single(backend: Backend, sharding: Callable[..., ShardPlan] = per_document) -> tuple[ShardMetadata, torch.Tensor]:
+def single(backend: Backend) -> tuple[ShardMetadata, torch.Tensor]:
     """The metadata of "mixed" on one rank, and its rows."""
-    plan = sharding(np.array(LENGTHS["mixed"], np.int64), 1)
+    plan = per_sequence(np.array(LENGTHS["mixed"], np.int64), 1)
     return ShardMetadata.build(plan, 0, backend.encode), local_rows(plan, 0)
 
 
@@ -74,18 +73,14 @@ def run(q, k, v, dout, metadata, options):
 
 
 @covering(
-    backend=BACKENDS, lengths=LENGTHS, sharding=SHARDINGS, cp=[1, 2, 3, 4, 8], heads=HEADS, dtype=[FP64, FP32, BF16]
+    backend=BACKENDS,
+    lengths=LENGTHS,
+    sharding=SHARDINGS | {"in parts": in_parts},
+    cp=[1, 2, 3, 4, 8],
+    heads=HEADS,
+    dtype=[FP64, FP32, BF16],
 )
 def test_all_ranks_together_are_dense_attention(backend, lengths, sharding, cp, heads, dtype):
-    all_ranks_are_dense_attention(backend, lengths, sharding, cp, heads, dtype)
-
-
-@covering(backend=BACKENDS, lengths=LENGTHS, cp=[1, 2, 3, 4, 8], heads=HEADS, dtype=[FP64, FP32, BF16])
-def test_documents_in_parts_are_dense_attention(backend, lengths, cp, heads, dtype):
-    all_ranks_are_dense_attention(backend, lengths, in_parts, cp, heads, dtype)
-
-
-def all_ranks_are_dense_attention(backend, lengths, sharding, cp, heads, dtype):
     missing = -sum(lengths) % (2 * cp)
     lengths = [*lengths, missing] if missing else lengths
     tensors = inputs(sum(lengths), heads, HEAD_SIZE, dtype)
@@ -95,21 +90,11 @@ def all_ranks_are_dense_attention(backend, lengths, sharding, cp, heads, dtype):
     assert_close(got, dense(*tensors, lengths, 0.3), TOLERANCE[dtype])
 
 
-@covering(backend=BACKENDS, sharding=SHARDINGS, scale={"default": None, "given": 0.7}, dtype=[FP64, FP32, BF16])
-def test_autograd_on_a_single_shard(backend, sharding, scale, dtype):
-    lengths = LENGTHS["mixed"]
-    tensors = inputs(sum(lengths), (8, 2), HEAD_SIZE, dtype)
-    metadata, order = single(backend, sharding)
-    got = run(*(x[order] for x in tensors), metadata, AttentionOptions(backend=backend, scale=scale))
-    want = dense(*tensors, lengths, HEAD_SIZE**-0.5 if scale is None else scale)
-    assert_close(got, tuple(x[order] for x in want), TOLERANCE[dtype])
-
-
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 def test_head_sizes_and_strided_inputs(backend):
     """Megatron hands over views of one QKV projection, and a plain sum sends back a gradient of stride 0."""
     lengths = LENGTHS["mixed"]
-    metadata, order = single(backend, per_sequence)
+    metadata, order = single(backend)
     q, k, v, _ = inputs(sum(lengths), (8, 2), 24, FP32)
     options = AttentionOptions(backend=backend)
     fused = torch.cat((q, k, v), dim=1)[order].requires_grad_()
@@ -209,13 +194,12 @@ def test_a_layer_does_only_what_differs_between_layers(silent_group):
     assert names == [*sent, *local, *arrived, *kernels, *leave, *home]
 
 
-def test_gradients_of_exchanged_rows_are_added_up_in_fp32(monkeypatch, silent_group):
-    dtypes, add = [], torch.Tensor.index_add_
-    monkeypatch.setattr(torch.Tensor, "index_add_", lambda x, *rest: dtypes.append(x.dtype) or add(x, *rest))
-    metadata = ShardMetadata.build(per_document_plan(LENGTHS["mixed"], 2), 0, BACKENDS["cpu"].encode)
-    rows = torch.ones(metadata.num_rows, 3, dtype=BF16, requires_grad=True)
-    all_to_all.exchange_rows(rows, metadata, silent_group).sum().backward()
-    assert dtypes == [FP32] and rows.grad.dtype == BF16
+def train(plan, num_key_heads, group):
+    """Forward and backward of the first of two ranks."""
+    metadata = ShardMetadata.build(plan, 0, BACKENDS["cpu"].encode)
+    q, k, v, dout = inputs(metadata.num_rows, (8, num_key_heads), HEAD_SIZE, FP32)
+    options = AttentionOptions(backend=BACKENDS["cpu"])
+    context_parallel_attention(q.requires_grad_(), k, v, metadata, group, options).backward(dout)
 
 
 def test_backward_ends_with_what_is_not_exchanged(monkeypatch, silent_group):
@@ -229,30 +213,25 @@ def test_backward_ends_with_what_is_not_exchanged(monkeypatch, silent_group):
             return run(*given)
 
         monkeypatch.setattr(attention, name, watched)
-    options = AttentionOptions(backend=BACKENDS["cpu"])
-    plan = SHARDINGS["in rounds"](np.array(LENGTHS["mixed"], np.int64), 2)
-    metadata = ShardMetadata.build(plan, 0, options.backend.encode)
-    q, k, v, dout = inputs(metadata.num_rows, (8, 2), HEAD_SIZE, FP32)
-    context_parallel_attention(q.requires_grad_(), k, v, metadata, silent_group, options).backward(dout)
+    train(SHARDINGS["in rounds"](np.array(LENGTHS["mixed"], np.int64), 2), 2, silent_group)
     assert exchanged == [False, True, True, True, True, False]
 
 
 def test_a_pool_is_let_go_before_its_keys_are_used(monkeypatch, silent_group):
-    plan = by_heads(per_document_plan(LENGTHS["mixed"], 2), 4)
-    metadata = ShardMetadata.build(plan, 0, BACKENDS["cpu"].encode)
-    q, k, v, _ = inputs(metadata.num_rows, (8, 4), HEAD_SIZE, FP32)
-    begin, pools = all_to_all.begin, []
+    begin, attend, pools, alive = all_to_all.begin, attention.attend, [], []
 
-    def watched(*arguments):
+    def begun(*arguments):
         pool, work = begin(*arguments)
         pools.append(weakref.ref(pool))
         return pool, work
 
-    monkeypatch.setattr(attention, "begin", watched)
-    alive = [
-        [pool() is not None for pool in pools]
-        for _ in attention._arriving(torch.stack((k, v), 1), attention._rounds(q, k, metadata), silent_group)
-    ]
+    def attended(*arguments):
+        alive.append([pool() is not None for pool in pools])
+        return attend(*arguments)
+
+    monkeypatch.setattr(attention, "begin", begun)
+    monkeypatch.setattr(attention, "attend", attended)
+    train(by_heads(per_document_plan(LENGTHS["mixed"], 2), 4), 4, silent_group)
     assert alive == [[False, True], [False, False, True], [False, False, False, True], [False] * 4]
 
 
@@ -271,11 +250,7 @@ def test_the_tensors_of_a_round_are_let_go_before_the_next(monkeypatch, silent_g
 
     monkeypatch.setattr(attention, "attend_backward", watched(attention.attend_backward))
     monkeypatch.setattr(attention, "finish", watched(all_to_all.finish))
-    options = AttentionOptions(backend=BACKENDS["cpu"])
-    plan = by_heads(per_document_plan(LENGTHS["mixed"], 2), 4)
-    metadata = ShardMetadata.build(plan, 0, options.backend.encode)
-    q, k, v, dout = inputs(metadata.num_rows, (8, 4), HEAD_SIZE, FP32)
-    context_parallel_attention(q.requires_grad_(), k, v, metadata, silent_group, options).backward(dout)
+    train(by_heads(per_document_plan(LENGTHS["mixed"], 2), 4), 4, silent_group)
     assert alive == [0] * 4 + [0, 1] * 4  # of backward, keys during it
 
 
@@ -321,11 +296,15 @@ def test_the_oracle_of_gpu_tests_runs_on_a_device(sharding):
     assert [x.shape for x in got] == [x.shape for x in (tensors[0], tensors[0], *tensors[1:3])]
 
 
-def test_aten_refuses_what_it_cannot_run():
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        (FP32, "'aten' runs one of torch.float16, torch.bfloat16"),
+        (BF16, "head size 12: it must be a multiple of 8 and at most 256"),
+    ],
+)
+def test_aten_refuses_what_it_cannot_run(dtype, message):
     metadata, _ = single(AtenBackend())
-    q, k, v, _ = inputs(metadata.num_rows, (4, 2), 12, FP32)
-    with pytest.raises(ValueError, match="'aten' runs one of torch.float16, torch.bfloat16"):
-        context_parallel_attention(q, k, v, metadata, None, AttentionOptions(backend=AtenBackend()))
-    q, k, v = (x.bfloat16() for x in (q, k, v))
-    with pytest.raises(ValueError, match="head size 12: it must be a multiple of 8 and at most 256"):
+    q, k, v, _ = inputs(metadata.num_rows, (4, 2), 12, dtype)
+    with pytest.raises(ValueError, match=message):
         context_parallel_attention(q, k, v, metadata, None, AttentionOptions(backend=AtenBackend()))

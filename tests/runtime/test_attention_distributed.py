@@ -34,8 +34,10 @@ WAYS = {
     "in rounds": ("in rounds", None, None),
     "heads by turns": ("in rounds", "by turns", None),
     "in parts": ("in parts", None, None),
+    "keys that came before": ("hybrid", "before", None),
+    "windowed keys that came before": ("per-sequence", "before", 7),
 }
-"""Sharding, whether key heads run by turns, and the window."""
+"""Sharding, whether key heads run by turns or come by `exchange_rows`, and the window."""
 NUMBERS = {
     "fp32": (torch.float32, "cpu"),
     "bf16": (torch.bfloat16, "cpu"),
@@ -48,7 +50,7 @@ def _attend(cp, way, numbers, heads, sizes, save_gathered, ahead, has_sink, grad
     groups = [dist.new_group(range(i, i + cp)) for i in range(0, dist.get_world_size(), cp)]
     group = groups[dist.get_rank() // cp]
     sharding, turns, window = way
-    plan = _plan(LENGTHS, sharding, cp, turns and [(0, 1), (1, heads[1])])
+    plan = _plan(LENGTHS, sharding, cp, [(0, 1), (1, heads[1])] if turns == "by turns" else None)
     rows, (dtype, backend) = local_rows(plan, group.rank()), numbers
     options = AttentionOptions(
         backend=get_backend(backend, "cpu"),
@@ -63,9 +65,14 @@ def _attend(cp, way, numbers, heads, sizes, save_gathered, ahead, has_sink, grad
     q, k, v, *sinks = (x.requires_grad_() for x in (q, k, v, *sinks))
 
     def run(options):
-        out = context_parallel_attention(q, k, v, metadata, group, options, *sinks)
-        if ahead:
-            send_ahead(out.grad_fn)
+        if turns == "before":
+            kv = exchange_rows(torch.cat((k, v), dim=-1), metadata, group)
+            kv = side_by_side(*kv.split((k.shape[-1], v.shape[-1]), dim=-1))
+            out = attention_to_keys(q, kv, metadata, options, *sinks)
+        else:
+            out = context_parallel_attention(q, k, v, metadata, group, options, *sinks)
+            if ahead:
+                send_ahead(out.grad_fn)
         return out.detach(), *torch.autograd.grad(out, (q, k, v, *sinks), dout)
 
     first, again = run(options), run(options)
@@ -98,6 +105,8 @@ def test_processes_together_are_dense_attention(
 ):
     world_size, cp = ranks
     dtype, window = numbers[0], way[-1]
+    # Ranks round their shares of dK and dV before they add them up.
+    tolerance = TOLERANCE[dtype] * (2 if way[1] == "before" and dtype == torch.bfloat16 else 1)
     answers = run_world(
         _attend, world_size, cp, way, numbers, heads, sizes, save_gathered, ahead, sink, gradients_in_fp32
     )
@@ -107,7 +116,7 @@ def test_processes_together_are_dense_attention(
         rows = torch.cat([rows for rows, _ in answers[i : i + cp]])
         *parts, sinks = zip(*((*parts[:4], parts[4:]) for _, parts in answers[i : i + cp]), strict=True)
         got = [*map(torch.cat, parts), *map(sum, zip(*sinks, strict=True))]
-        assert_close(tuple(got), (*(x[rows] for x in want[:4]), *want[4:]), TOLERANCE[dtype])
+        assert_close(tuple(got), (*(x[rows] for x in want[:4]), *want[4:]), tolerance)
 
 
 def _noted():
@@ -122,44 +131,27 @@ def _noted():
     return calls
 
 
-def _attend_to_keys(sharding, dtype, backend, heads, sizes, settings):
-    """The same with K and V that `exchange_rows` brings, and how often it calls for an exchange."""
-    plan, rank = SHARDINGS[sharding](np.array(LENGTHS, np.int64), dist.get_world_size()), dist.get_rank()
-    calls = _noted()
-    rows, sinks = local_rows(plan, rank), (_sink(heads, dtype),) if settings.pop("sink", False) else ()
-    options = AttentionOptions(backend=get_backend(backend, "cpu"), scale=0.3, **settings)
-    metadata = ShardMetadata.build(plan, rank, options.backend.encode)
-    q, k, v, dout = (x[rows] for x in inputs(sum(LENGTHS), heads, sizes, dtype))
-    q, k, v, *sinks = (x.requires_grad_() for x in (q, k, v, *sinks))
-    kv = exchange_rows(torch.cat((k, v), dim=-1), metadata, dist.group.WORLD)
-    kv = side_by_side(*kv.split((k.shape[-1], v.shape[-1]), dim=-1))
-    out = attention_to_keys(q, kv, metadata, options, *sinks)
-    gradients = torch.autograd.grad(out, (q, k, v, *sinks), dout)
-    return rows, (out.detach(), *gradients), [(shape[1:], dtype) for shape, dtype in calls]
+def _gradients_of_rows():
+    """What `exchange_rows` gives back for 256 from a row's own rank and 1 from others, and how many those are."""
+    calls, rank = _noted(), dist.get_rank()
+    plan = SHARDINGS["per-document"](np.array(LENGTHS, np.int64), dist.get_world_size())
+    metadata = ShardMetadata.build(plan, rank, get_backend("cpu", "cpu").encode)
+    rows = torch.ones(metadata.num_rows, 3, dtype=torch.bfloat16, requires_grad=True)
+    keys, part = exchange_rows(rows, metadata, dist.group.WORLD), metadata.parts[0]
+    given = torch.ones_like(keys)
+    given[part.own_keys] = 256
+    keys.backward(given)
+    return rows.grad, torch.bincount(part.sent_rows, minlength=len(rows)), calls
 
 
-@pytest.mark.parametrize(
-    ("size", "sharding", "dtype", "backend", "sizes", "settings"),
-    [
-        (2, "per-sequence", torch.float32, "cpu", (24, 16), {"window": 7}),
-        (3, "per-document", torch.float64, "reference", (24, 16), {"sink": True}),
-        (4, "hybrid", torch.bfloat16, "cpu", (24, 16), {}),
-        (4, "per-document", torch.float32, "cpu", 16, {"sink": True}),
-    ],
-)
-def test_attention_to_keys_that_came_before_is_dense_attention(size, sharding, dtype, backend, sizes, settings):
-    heads = (8, 2)
-    answers = run_world(_attend_to_keys, size, sharding, dtype, backend, heads, sizes, settings)
-    sink = _sink(heads, dtype) if "sink" in settings else None
-    want = dense(*inputs(sum(LENGTHS), heads, sizes, dtype), LENGTHS, 0.3, settings.get("window"), sink)
-    rows = torch.cat([rows for rows, _, _ in answers])
-    parts = list(zip(*(found for _, found, _ in answers), strict=True))
-    got = [*map(torch.cat, parts[:4]), *map(sum, parts[4:])]
-    # Ranks round their shares of dK and dV before they add them up.
-    tolerance = TOLERANCE[dtype] * (2 if dtype == torch.bfloat16 else 1)
-    assert_close(tuple(got), (*(x[rows] for x in want[:4]), *want[4:]), tolerance)
-    values = 32 if sizes == 16 else 40
-    assert all(calls == [((2, values), dtype)] * 2 for _, _, calls in answers), "once each way, in the rows' dtype"
+def test_gradients_of_exchanged_rows_are_summed_in_fp32():
+    """256 + 1 + 1 + 1 is 256 in bf16. They travel once each way in the dtype of the rows."""
+    most = 0
+    for gradients, others, calls in run_world(_gradients_of_rows, 4):
+        assert torch.equal(gradients, (256 + others[:, None]).expand(-1, 3).bfloat16())
+        assert [(shape[1:], dtype) for shape, dtype in calls] == [((3,), torch.bfloat16)] * 2
+        most = max(most, int(others.max()))
+    assert most == 3
 
 
 def _refuse(group_size, sharding):

@@ -15,7 +15,7 @@ from megatron_wlb.runtime.backends.cpu import CpuBackend
 from megatron_wlb.runtime.backends.reference import ReferenceBackend
 from megatron_wlb.runtime.backends.trial import HEAD_SIZES, kernel_args, try_backend
 from tests.covering import covering
-from tests.runtime.calls import CALLS, FULL, WINDOWS, check, tensors
+from tests.runtime.calls import ALL, CALLS, WINDOWS, check, tensors
 
 ON_CPU = {"cpu": CpuBackend(), "reference": ReferenceBackend()}
 NUMBERS = {
@@ -27,10 +27,10 @@ NUMBERS = {
 """dtype and (Hq, Hkv)."""
 
 
-@covering(backend=ON_CPU, entries=CALLS, window=WINDOWS, numbers=NUMBERS)
-def test_out_lse_and_gradients(backend, entries, window, numbers):
-    dtype, heads = numbers
-    check(backend, entries, heads, dtype=dtype, window=window)
+@covering(backend=ON_CPU, call=ALL, window=WINDOWS, numbers=NUMBERS, head_sizes=[16, (24, 16), (16, 24)])
+def test_out_lse_and_gradients(backend, call, window, numbers, head_sizes):
+    (entries, causal), (dtype, heads) = call, numbers
+    check(backend, entries, heads, head_sizes, dtype, window=window, causal=causal)
 
 
 @covering(entries=CALLS, long=[1, 20, 1000], numbers=NUMBERS)
@@ -39,19 +39,6 @@ def test_cpu_in_one_call_or_two(monkeypatch, entries, long, numbers):
     monkeypatch.setattr(cpu, "_LONG", long)
     first, second = (check(CpuBackend(), entries, heads, dtype=dtype) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
-
-
-@covering(backend=ON_CPU, entries=FULL, numbers=NUMBERS)
-def test_queries_that_see_all_keys(backend, entries, numbers):
-    dtype, heads = numbers
-    check(backend, entries, heads, dtype=dtype, causal=False)
-
-
-@covering(backend=ON_CPU, head_sizes=[(24, 16), (16, 24)], dtype=[torch.float64, torch.bfloat16])
-def test_values_of_another_size_than_keys(backend, head_sizes, dtype):
-    for heads, window in (((4, 2), None), ((2, 2), 20)):
-        check(backend, CALLS["many"], heads, head_sizes, dtype, window=window)
-    check(backend, FULL["many"], (3, 1), head_sizes, dtype, causal=False)
 
 
 @pytest.mark.parametrize("entries", CALLS.values(), ids=CALLS)

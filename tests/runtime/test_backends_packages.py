@@ -18,7 +18,7 @@ from megatron_wlb.runtime.backends.flash_attn_3 import FlashAttn3Backend
 from megatron_wlb.runtime.backends.te import TeBackend
 from megatron_wlb.runtime.backends.trial import kernel_args
 from tests.covering import covering
-from tests.runtime.calls import CALLS, FULL, WINDOWS, check, expected, tensors
+from tests.runtime.calls import ALL, CALLS, WINDOWS, check, expected, tensors
 
 # Interfaces of FlashAttention-3 in 2026 (without paged and rotary arguments), and of TransformerEngine 2.12 and 2.18,
 # to which 2.20 is equal.
@@ -211,18 +211,17 @@ def backend(request, monkeypatch):
     made._destroy()
 
 
-@covering(indirect=("backend",), backend=PACKAGES, entries=CALLS, window=WINDOWS, heads={"GQA": (4, 2), "MHA": (2, 2)})
-def test_calls_say_what_is_meant(backend, entries, window, heads):
-    check(backend, entries, heads, dtype=torch.bfloat16, window=window)
-
-
-@covering(indirect=("backend",), backend=PACKAGES, entries=FULL, heads={"GQA": (4, 2), "MHA": (2, 2)})
-def test_calls_where_queries_see_all_keys(backend, entries, heads):
-    check(backend, entries, heads, dtype=torch.bfloat16, causal=False)
-
-
-def test_values_of_another_size_than_keys(backend):
-    check(backend, CALLS["many"], (2, 2), (24, 16), torch.bfloat16)
+@covering(
+    indirect=("backend",),
+    backend=PACKAGES,
+    call=ALL,
+    window=WINDOWS,
+    heads={"GQA": (4, 2), "MHA": (2, 2)},
+    head_sizes=[16, (24, 16)],
+)
+def test_calls_say_what_is_meant(backend, call, window, heads, head_sizes):
+    entries, causal = call
+    check(backend, entries, heads, head_sizes, torch.bfloat16, window=window, causal=causal)
 
 
 def test_head_sizes_that_no_kernel_has_are_refused(backend):

@@ -24,7 +24,7 @@ from megatron_wlb.types import SEGMENT, Shard
 from tests.jobs import MODEL, job
 from tests.reference.hybrid import hybrid
 from tests.reference.rounds import regrouped
-from tests.reference.sharding import candidates, choose_sharding, mirrored_order, timed
+from tests.reference.sharding import choose_sharding, timed
 
 FLOPS = sharding_kernel(job())
 H100 = sharding_kernel(job(cp=8, profile=load_profile("h100-fa2")))
@@ -182,23 +182,6 @@ def test_the_exchange_brings_every_key_and_takes_every_gradient_home(sharding, c
             assert keys[m.own_keys].tolist() == r.tolist()
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
-@given(small)
-def test_regrouped_calls_hold_the_same_rows(sharding, case):
-    lengths, cp = case
-    plan = sharding(lengths, cp)
-    sets = np.where(Held(plan).is_shared, 1 + np.arange(len(lengths)) % 2, 0)
-    again = regrouped(plan, sets)
-    for before, after in zip(plan.shards, again.shards, strict=True):
-        assert sorted(rows(lengths, before)) == sorted(rows(lengths, after))
-        assert len(after.calls) == len(again.call_sets) == 1 + 2 * sets.max()
-        for call, number in zip(after.calls, again.call_sets, strict=True):
-            assert set(sets[call["document"]]) <= {number} and (np.diff(call["document"]) > 0).all()
-    assert [round.document_set for round in again.rounds] == sorted(set(sets.tolist()))
-    whole = [tuple(s) for held in again.shards for s in held.calls[0].tolist()]
-    assert sorted(whole) == [(d, 0, n) for d, n in enumerate(lengths.tolist()) if sets[d] == 0]
-
-
 def homes(plan):
     """The ranks that every document lives on."""
     held = [{d for d, _, _ in segments_of(each)} for each in plan.shards]
@@ -325,17 +308,6 @@ def assert_same_shards(lengths, planned):
     assert_equal(ours, theirs)
 
 
-@given(micro_batches(), st.sampled_from(KERNELS))
-def test_the_choice_is_the_fastest_by_the_model(case, kernel):
-    lengths, cp = case
-    chosen = divide(lengths, cp, "auto", kernel)
-    if cp == 1:
-        assert chosen.strategy == "whole"
-        return
-    plans = candidates(lengths, cp, STRATEGIES["auto"], MOST_SHARES, kernel)
-    assert chosen.time == timed(chosen, kernel).time == min(timed(plan, kernel).time for plan in plans)
-
-
 def test_every_choice_of_a_job_has_strategies():
     assert set(chain(*STRATEGIES.values())) == {"per-sequence", "per-document", "hybrid"}
 
@@ -380,16 +352,6 @@ def test_exchange_counts_where_attention_is_even():
     kernel = KernelModel(tile_rows=1, launch=0.0, tile=1.0, query_tile=0.0, exchange=1.0)
     assert not moved_rows(divide(lengths, 2, "auto", kernel)).any()
     assert moved_rows(per_document(lengths, 2)).tolist() == [[512, 256], [256, 512]]
-
-
-@given(st.lists(st.integers(1, 1000), min_size=1, max_size=30))
-def test_mirrored_order_has_the_longest_in_the_middle(lengths):
-    lengths = np.array(lengths, np.int64)
-    order = mirrored_order(lengths)
-    assert sorted(order.tolist()) == list(range(len(lengths)))
-    middle = len(lengths) // 2
-    assert (np.diff(lengths[order][: middle + 1]) >= 0).all()
-    assert (np.diff(lengths[order][middle:]) <= 0).all()
 
 
 @pytest.mark.parametrize(
