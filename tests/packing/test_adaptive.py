@@ -15,6 +15,7 @@ from megatron_wlb.packing.adaptive import AdaptivePacking, most_tokens
 from megatron_wlb.plan import metrics
 from megatron_wlb.plan.placement import rank_cost
 from megatron_wlb.plan.stream import DocumentStream, Source
+from tests.covering import covering
 from tests.jobs import job, packer
 from tests.reference.adaptive import choose
 
@@ -69,9 +70,7 @@ NASTY = {
 }
 
 
-@pytest.mark.parametrize("lengths", NASTY.values(), ids=NASTY)
-@pytest.mark.parametrize("n", [1, 4, 33])
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@covering(lengths=NASTY, n=[1, 4, 33], layout=LAYOUTS)
 def test_nasty_data_is_packed_once_within_bounds_and_as_by_the_reference(lengths, n, layout):
     check(lengths, n, 1.25, LEAST_DELAY, layout)
 

@@ -1,4 +1,4 @@
-"""What a step of adaptive packing runs, as csrc/adaptive.cpp has it."""
+"""What a step of adaptive packing runs, as csrc/adaptive.cpp has it, whose comments say why."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -37,19 +37,7 @@ class Sizes(NamedTuple):
 def choose(
     lengths: np.ndarray, work: np.ndarray, arrivals: np.ndarray, step: int, credit: int, **sizes: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Choose and place the documents of a step.
-
-    Args:
-        lengths: of the documents that wait, in the order of the stream, int64 [n].
-        work: int64 [n].
-        arrivals: the steps in which they arrive, int64 [n].
-        step: the step.
-        credit: tokens that are owed to earlier steps.
-        sizes: those of `Sizes`.
-
-    Returns their rows, ordered by micro-batch and within it (int64 [m]), and the bounds of micro-batches
-    (int64 [M + 1]).
-    """
+    """Rows of a step's documents, ordered by micro-batch and within it, and the bounds of micro-batches."""
     columns = (lengths.tolist(), work.tolist(), arrivals.tolist())
     pool = [_Document(*row) for row in zip(range(len(lengths)), *columns, strict=True)]
     return _Step(pool, step, Sizes(**sizes)).choose(credit)
@@ -89,12 +77,10 @@ class _Bins:
         return other
 
     def next(self) -> tuple[int, int]:
-        """Rank and micro-batch that the next document goes to: the lightest one of the rank of least cost."""
         rank = self.cost.index(min(self.cost))
         return rank, self.work[rank].index(min(self.work[rank]))
 
     def next_with_room(self, length: int) -> tuple[int, int] | None:
-        """The same, among those that have room for so many tokens."""
         room = self._sizes.max_tokens - length
         ranks = [r for r, tokens in enumerate(self.tokens) if min(tokens) <= room]
         if not ranks:
@@ -110,13 +96,11 @@ class _Bins:
         self.alike += float(document.length) * float(document.work)
 
     def change(self, rank: int, i: int, work: int, tokens: int) -> None:
-        """Add so much to a micro-batch."""
         self.work[rank][i] += work
         self.tokens[rank][i] += tokens
         self.cost[rank] = self.cost_of(self.work[rank])
 
     def cost_of(self, works: Sequence[int]) -> int:
-        """Of a rank with micro-batches of such work."""
         return self._sizes.total_weight * sum(works) + self._sizes.largest_weight * max(works)
 
     def cost_after(self, here: tuple[int, int], there: tuple[int, int], work: int) -> int:
@@ -129,17 +113,11 @@ class _Bins:
 
 @dataclass(frozen=True, slots=True)
 class _Fluid:
-    """The fluid documents that wait, as one liquid, and how much of it a step takes."""
-
     tokens: int
     arrived: int
-    """Tokens of those that have arrived."""
     density: float
-    """Work per token."""
     target: int
-    """Tokens that the step should hold."""
     limit: int
-    """Tokens that the step may hold."""
 
     def poured(self, solid_tokens: int) -> int:
         """Tokens of fluid that join `solid_tokens`."""
@@ -147,13 +125,9 @@ class _Fluid:
 
 
 class _Set(NamedTuple):
-    """Solid documents that a step could run."""
-
     documents: list[_Document]
     full: float
-    """How full the step is, 1 is enough."""
     loss: float
-    """Time that is lost, in shares of the step's linear work."""
     value: float
 
 
@@ -180,7 +154,6 @@ class _Step:
         return self._place([*forced, *released, *poured])
 
     def _within(self, documents: list[_Document], limit: int) -> list[_Document]:
-        """Those that fit into so many tokens, one after the other."""
         fitting, tokens = [], 0
         for document in documents:
             if tokens + document.length <= limit:
@@ -197,7 +170,6 @@ class _Step:
     def _liquid(self, fluid: list[_Document], credit: int) -> _Fluid:
         tokens, work, batch = sum(d.length for d in fluid), sum(d.work for d in fluid), self._sizes.batch_tokens
         repay, band = int(TOKEN_REPAY * batch), int(TOKEN_BAND * batch)
-        # `target` sees to it that training is not ahead of its tokens, where documents allow; else the limit does.
         return _Fluid(
             tokens=tokens,
             arrived=sum(d.length for d in fluid if d.arrival <= self._step),
@@ -207,12 +179,6 @@ class _Step:
         )
 
     def _release(self, rest: list[_Document], solid: list[_Document], forced: _Bins, fluid: _Fluid) -> list[_Document]:
-        """Those of `solid` that run in this step.
-
-        First what comes next in the stream is tried. If that loses more than `EVEN`, sets of documents of neighbouring
-        length compete with it: where they are so alike that no set of at most the first's work fills the step, also
-        such as are heavier.
-        """
         ahead = [d for d in _first(rest, forced.total_tokens, fluid.target) if not self._is_fluid(d)]
         tried = [self._judge(forced.copy(), fluid, _longest_first(ahead), math.inf, only_last=True)]
         if tried[0].full == 1.0 and tried[0].loss <= EVEN:
@@ -223,11 +189,6 @@ class _Step:
         return max(tried, key=lambda each: (each.full, each.value)).documents
 
     def _neighbours(self, solid: list[_Document], forced: _Bins, fluid: _Fluid, *, capped: bool) -> list[_Set]:
-        """The best of the sets that begin at some document, for as many of these as time allows, and the empty set.
-
-        A set takes every following (shorter) document that fits; if `capped`, without making a micro-batch heavier than
-        its first document or than the mean.
-        """
         starts = max(8, min(len(solid), 200_000 // max(1, len(solid))))
         sets = []
         for start in [*range(0, len(solid), max(1, len(solid) // starts)), len(solid)]:
@@ -238,7 +199,6 @@ class _Step:
     def _judge(
         self, bins: _Bins, fluid: _Fluid, documents: Sequence[_Document], cap: float, *, only_last: bool = False
     ) -> _Set:
-        """Adds those of `documents` that fit, one after the other; the best of the sets on the way, or the last one."""
         every = max(1, self._sizes.num_micro_batches // 16)
         best: _Set | None = None
         chosen: list[_Document] = []
@@ -270,13 +230,6 @@ class _Step:
         return (rank, i) if work <= cap or work <= mean else None
 
     def _judged(self, bins: _Bins, fluid: _Fluid, relief: float) -> tuple[float, float, float]:
-        """How full the step is with these bins once the fluid is in, what it loses, and its value; see `_Set`.
-
-        What is lost is the time of the costliest rank beyond an even share of the work and the bubble that could not be
-        spared: a document of length d and work w fills d / T of the step's T tokens, and steps of such documents alone
-        have a largest micro-batch of w. So the mean of w over tokens is what clustering by length cannot go below, over
-        all steps, whatever is packed with what.
-        """
         sizes = self._sizes
         poured = fluid.poured(bins.total_tokens)
         tokens, work = bins.total_tokens + poured, float(bins.total_work) + fluid.density * float(poured)
@@ -289,16 +242,11 @@ class _Step:
         return full, lost / unit, WAIT_PRICE * (relief / float(sizes.batch_tokens)) - lost / unit
 
     def _even(self, work: float) -> float:
-        """Cost of a rank if all micro-batches had an even share of the work."""
         sizes = self._sizes
         total, largest = float(sizes.total_weight), float(sizes.largest_weight)
         return total * (work / sizes.ranks) + largest * (work / sizes.num_micro_batches)
 
     def _filled(self, bins: _Bins, fluid: _Fluid, work: float) -> float:
-        """Cost of the costliest rank, once so much work of fluid has been poured where costs are least.
-
-        By Newton's method from below; a rank's work is a concave function of its cost.
-        """
         sizes, each = self._sizes, len(bins.work[0])
         per_work, per_largest = float(sizes.total_weight), float(sizes.largest_weight)
         spread = per_work + per_largest / each  # once all of a rank's micro-batches are alike
@@ -325,7 +273,6 @@ class _Step:
         return cost
 
     def _place(self, documents: list[_Document]) -> tuple[np.ndarray, np.ndarray]:
-        """Longest first (forced ones before all) to where there is room; then refine."""
         bins = _Bins(self._sizes)
         held: list[list[list[_Document]]] = [[[] for _ in works] for works in bins.work]
         for document in sorted(documents, key=lambda d: (not self._is_forced(d), -d.length, d.index)):
@@ -339,10 +286,6 @@ class _Step:
         return np.array(order, np.int64), np.cumsum([0, *map(len, micro_batches)], dtype=np.int64)
 
     def _refine(self, held: list[list[list[_Document]]], bins: _Bins) -> None:
-        """Exchange documents of the heaviest micro-batch of the costliest rank for less, while that lowers the cost.
-
-        With the lightest micro-batches of that rank, if it waits for its largest, and of the cheapest other ranks.
-        """
         sizes = self._sizes
         least = self._even(float(bins.total_work))
         for _ in range(EXCHANGES):
@@ -383,7 +326,6 @@ class _Step:
 
 
 def _first(documents: Iterable[_Document], tokens: int, target: int) -> list[_Document]:
-    """Documents that bring `tokens` as near to `target` as the order allows."""
     taken = []
     for document in documents:
         over = tokens + document.length - target
