@@ -120,11 +120,11 @@ def test_processes_together_are_dense_attention(
 
 
 def _noted():
-    """Shape and dtype of what this rank gives from here on, by collective."""
+    """Shape and dtype of what this rank gives from here on, and whether to all ranks' own group, by collective."""
     calls, collective = [], all_to_all._all_to_all
 
     def noting(output, given, *sizes, **rest):
-        calls.append((tuple(given.shape), given.dtype))
+        calls.append((tuple(given.shape), given.dtype, rest["group"] is dist.group.WORLD))
         return collective(output, given, *sizes, **rest)
 
     all_to_all._all_to_all = noting
@@ -132,8 +132,9 @@ def _noted():
 
 
 def _gradients_of_rows():
-    """What `exchange_rows` gives back for 256 from a row's own rank and 1 from others, and how many those are."""
-    calls, rank = _noted(), dist.get_rank()
+    """What comes back for 256 from a row's own rank and 1 from others; how many those are, collectives, and dtypes."""
+    calls, rank, sums, add = _noted(), dist.get_rank(), set(), torch.Tensor.index_add_
+    torch.Tensor.index_add_ = lambda total, *rest: sums.add(total.dtype) or add(total, *rest)
     plan = SHARDINGS["per-document"](np.array(LENGTHS, np.int64), dist.get_world_size())
     metadata = ShardMetadata.build(plan, rank, get_backend("cpu", "cpu").encode)
     rows = torch.ones(metadata.num_rows, 3, dtype=torch.bfloat16, requires_grad=True)
@@ -141,15 +142,16 @@ def _gradients_of_rows():
     given = torch.ones_like(keys)
     given[part.own_keys] = 256
     keys.backward(given)
-    return rows.grad, torch.bincount(part.sent_rows, minlength=len(rows)), calls
+    return rows.grad, torch.bincount(part.sent_rows, minlength=len(rows)), calls, sums
 
 
 def test_gradients_of_exchanged_rows_are_summed_in_fp32():
-    """256 + 1 + 1 + 1 is 256 in bf16. They travel once each way in the dtype of the rows."""
+    """256 + 1 + 1 + 1 is 256 in bf16, but not on a CPU, whose sums are in fp32 anyway. Rows travel in their dtype."""
     most = 0
-    for gradients, others, calls in run_world(_gradients_of_rows, 4):
+    for gradients, others, calls, sums in run_world(_gradients_of_rows, 4):
+        assert sums == {torch.float32}
         assert torch.equal(gradients, (256 + others[:, None]).expand(-1, 3).bfloat16())
-        assert [(shape[1:], dtype) for shape, dtype in calls] == [((3,), torch.bfloat16)] * 2
+        assert [(shape[1:], dtype) for shape, dtype, _ in calls] == [((3,), torch.bfloat16)] * 2
         most = max(most, int(others.max()))
     assert most == 3
 
@@ -202,31 +204,15 @@ def test_collectives_of_forward_and_backward(settings, heads, forward, backward)
     for calls, ((sent, received),) in answers:
         given = {"k": ((sent, 2, heads, 16), torch.bfloat16), "g": ((received, 2, heads, 16), torch.float32)}
         given["h"] = given["g"][0], torch.bfloat16
-        assert calls == [given[what] for what in forward + backward]
+        assert [each[:2] for each in calls] == [given[what] for what in forward + backward]
     # Of each document, rank 1 needs the first quarter, and rank 0 the two in the middle.
     (sent_by_0, _), (sent_by_1, _) = (moved[0] for _, moved in answers)
     assert (sent_by_0, sent_by_1) == (48, 95)  # the document of one token is on one rank
 
 
-def _groups():
-    """Dtypes that travelled with the group given, and with another."""
-    world, collective, found = dist.group.WORLD, all_to_all._all_to_all, (set(), set())
-
-    def seen(output, input, *sizes, group, async_op):
-        assert dist.get_process_group_ranks(group) == [0, 1]
-        found[group is not world].add(str(input.dtype))
-        return collective(output, input, *sizes, group=group, async_op=async_op)
-
-    all_to_all._all_to_all = seen
-    options = AttentionOptions(backend=get_backend("auto", "cpu"))
-    metadata = ShardMetadata.build(_plan(LENGTHS, "in parts", 2, None), dist.get_rank(), options.backend.encode)
-    q, k, v, dout = (x[: metadata.num_rows] for x in inputs(sum(LENGTHS), (8, 2), 16, torch.bfloat16))
-    context_parallel_attention(q.requires_grad_(), k, v, metadata, world, options).backward(dout)
-    return found
-
-
 def test_gradients_of_many_rounds_hold_up_no_keys():
-    assert run_world(_groups, 2) == [({"torch.bfloat16"}, {"torch.float32"})] * 2
+    for calls, _ in run_world(_calls, 2, LENGTHS, "in parts", {}):
+        assert {call[1:] for call in calls} == {(torch.bfloat16, True), (torch.float32, False)}
 
 
 def test_only_documents_on_several_ranks_are_exchanged():

@@ -43,22 +43,14 @@ def by_reference(call, *arguments):
         return call(*arguments)
 
 
-def hybrid_whole(lengths, cp):
-    """On one rank each, but for what does not fit."""
-    return hybrid(lengths, cp, np.inf, COARSE)
-
-
-def hybrid_shared(lengths, cp):
-    """Long documents on several ranks, in tiles so large that few are whole."""
-    return hybrid(lengths, cp, 1 / 4, COARSE)
-
-
-def hybrid_spread(lengths, cp):
-    """On all ranks each."""
-    return hybrid(lengths, cp, 0, COARSE)
-
-
-SHARDINGS = [per_sequence, per_document, hybrid_whole, hybrid_shared, hybrid_spread]
+SHARDINGS = {
+    "per-sequence": per_sequence,
+    "per-document": per_document,
+    "hybrid, whole but for what does not fit": lambda lengths, cp: hybrid(lengths, cp, np.inf, COARSE),
+    "hybrid, shared": lambda lengths, cp: hybrid(lengths, cp, 1 / 4, COARSE),
+    "hybrid, spread over all": lambda lengths, cp: hybrid(lengths, cp, 0, COARSE),
+}
+shardings = pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
 
 
 @st.composite
@@ -78,7 +70,7 @@ def segments_of(shard):
     return [tuple(map(int, row)) for call in shard.calls for row in call]
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@shardings
 @given(micro_batches())
 @example((np.array([32], np.int64), 16))
 @example((np.array([1] * 32, np.int64), 16))
@@ -138,7 +130,7 @@ def test_per_document_work_is_equal_when_lengths_divide(cp, multiples):
     }
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@shardings
 @given(small)
 def test_rows_and_positions(sharding, case):
     lengths, cp = case
@@ -149,7 +141,7 @@ def test_rows_and_positions(sharding, case):
         assert positions(held).tolist() == [i for _, i in expected]
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@shardings
 @given(small)
 @example((np.array([4] * 8, np.int64), 2))
 def test_the_exchange_brings_every_key_and_takes_every_gradient_home(sharding, case):
@@ -220,7 +212,7 @@ def test_a_heavy_document_takes_more_ranks_the_less_each_may_have_of_it(most_sha
     assert {len(each) for each in lives[1:]} == {1}
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@shardings
 @given(small)
 @example((np.array([4] * 8, np.int64), 2))
 def test_moved_rows_are_the_keys_that_others_hold(sharding, case):
