@@ -96,7 +96,7 @@ def micro_batches(window: int, packing: Packing, count: int) -> list[np.ndarray]
 
 def packer(lengths: np.ndarray, job: Job) -> Packer:
     """Packs documents of `lengths`, in order, for a job."""
-    return make_packer(stream(lengths, job.context_length), job, fingerprint="")
+    return make_packer(stream(lengths, job.context_length), job)
 
 
 def packings(lengths: np.ndarray, job: Job, steps: int, skip: int = 0) -> list[PackedBatch]:

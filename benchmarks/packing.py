@@ -124,7 +124,7 @@ def timings(quick: bool) -> list[Row]:
 
 def step_times(lengths: np.ndarray, n: int, steps: int) -> tuple[list[float], list[float]]:
     """Seconds of whole steps, from the stream to the snapshot, and of their choice and placement of documents alone."""
-    packs = make_packer(stream(lengths, WINDOW, shuffle=True), job_7b(n, packing=AdaptivePacking()), fingerprint="")
+    packs = make_packer(stream(lengths, WINDOW, shuffle=True), job_7b(n, packing=AdaptivePacking()))
     times, choose = [], _native.choose_adaptive
 
     def stopped(*arguments: Any, **sizes: Any) -> Any:

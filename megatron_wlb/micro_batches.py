@@ -83,7 +83,7 @@ def _scaled(job: Job) -> Job:
 
 def _measured(job: Job, stream: Callable[[], DocumentStream]) -> tuple[float, float]:
     """Return the time of steps per work, and the mean delay of their tokens in steps."""
-    packer = make_packer(stream(), job, fingerprint="")
+    packer = make_packer(stream(), job)
     steps = min(MOST_STEPS, max(LEAST_STEPS, WINDOWS // job.global_batch_size))
     time = work = late = tokens = 0.0
     for k in range(WARM_UP + steps):

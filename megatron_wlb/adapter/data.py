@@ -1,7 +1,6 @@
 """Turns documents into tensors: upstream's datasets, the sampler, and this rank's batches."""
 
 import functools
-import hashlib
 import itertools
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -35,14 +34,6 @@ class SplitData:
     sources: list[Source]
     indices: Sequence[DocumentIndex | MockIndex]
 
-    @property
-    def fingerprint(self) -> str:
-        """Digest of everything that determines the order of documents, besides the seed."""
-        digest = hashlib.blake2b(digest_size=16)
-        for source, index in zip(self.sources, self.indices, strict=True):
-            digest.update(repr((index.fingerprint, source.first, len(source.lengths), source.weight)).encode())
-        return digest.hexdigest()
-
 
 def load_splits(args: Namespace) -> dict[str, SplitData]:
     """Read the `.idx` files that upstream's data flags name, or draw mock data; an empty split has no sources.
@@ -68,7 +59,8 @@ def load_splits(args: Namespace) -> dict[str, SplitData]:
             # Without weights, datasets are weighted by size, as upstream does.
             weight = float(weights[i]) if weights is not None else float(total)
             if total:
-                sources.append(Source(lengths=TrainedTokens(tokens), weight=weight, first=first))
+                lengths = TrainedTokens(tokens)
+                sources.append(Source(lengths=lengths, weight=weight, first=first, content=index.fingerprint))
                 indices.append(index)
         return SplitData(sources=sources, indices=indices)
 

@@ -8,16 +8,15 @@ import torch
 from megatron.core import mpu
 from megatron.training import print_rank_0
 
+import megatron_wlb
+from megatron_wlb import _native
 from megatron_wlb.adapter import describe
-from megatron_wlb.adapter.data import SplitData, stream_of
+from megatron_wlb.adapter.data import SPLITS, SplitData, stream_of
 from megatron_wlb.describe.settings import RunSettings
 from megatron_wlb.job import Job, differences
 from megatron_wlb.plan import document_log, state
-from megatron_wlb.plan.packer import Packer, make_packer
-from megatron_wlb.plan.step import Planner, StepPlan
-
-DIGEST_INTERVAL = 16
-"""Steps between comparisons of the plan digests of all ranks. The first step of a run is always compared."""
+from megatron_wlb.plan.packer import IDENTITY, Packer, make_packer
+from megatron_wlb.plan.step import Planner, StepPlan, digest_of
 
 
 def state_path(folder: str, iteration: int) -> Path:
@@ -42,6 +41,8 @@ class Plans:
         """The training step that is running, or ran last."""
         self.begins_anew = False
         """The first step trains the beginning of the data, although training is further along."""
+        self._agreed = _code() | {f"{split} {words}": 0 for split in SPLITS for words in IDENTITY.values()}
+        """Digests of what must be the same on all ranks in every step, in words; 0 for splits that are not there."""
 
     def planner(self, split: str, data: SplitData, first_step: int) -> Planner:
         """Return the planner of a split from `first_step` on, created on first use.
@@ -50,28 +51,31 @@ class Plans:
         """
         if split not in self._planners:
             job = self.jobs[split]
-            packer = make_packer(stream_of(self._args, split, data), job, fingerprint=data.fingerprint)
+            packer = make_packer(stream_of(self._args, split, data), job)
+            for name, value in packer.identity.items():
+                self._agreed[f"{split} {IDENTITY[name]}"] = digest_of(value)
             if split == "train":
                 self._resume(packer, first_step)
             else:
                 for _ in range(first_step):
                     packer.next()
             dp_rank = mpu.get_data_parallel_rank()
-            self._planners[split] = Planner(packer, job, dp_rank, first_step=first_step)
+            # Others wait for this rank in collectives: be heard before those time out.
+            patience = 30 * self._args.distributed_timeout_minutes
+            self._planners[split] = Planner(packer, job, dp_rank, first_step=first_step, patience_seconds=patience)
         return self._planners[split]
 
     def begin(self, split: str, step: int, device: torch.device) -> StepPlan:
         """Return the plan of a step about to run; forgets the steps before the previous one.
 
-        Raises RuntimeError on every rank if any two planned a training step differently.
+        Raises RuntimeError on every rank if any two planned the step differently, with what differs.
         """
         planner = self._planners[split]
         planner.release(step - 1)  # upstream may save in the middle of a step
         plan = planner.get(step)
         if split == "train":
             self.last_step = step
-            if step == self.first_step or step % DIGEST_INTERVAL == 0:
-                _compare(plan, device)
+        _compare(split, plan, self._agreed, device)
         return plan
 
     def trained(self, iteration: int) -> StepPlan:
@@ -124,12 +128,39 @@ def _load(packer: Packer, folder: str, step: int) -> Any:
     return job
 
 
-def _compare(plan: StepPlan, device: torch.device) -> None:
-    extremes = torch.tensor([plan.digest, -plan.digest], dtype=torch.int64, device=device)
-    torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MAX)
-    highest, lowest = int(extremes[0]), -int(extremes[1])
-    if highest != lowest:
-        raise RuntimeError(
-            f"ranks planned step {plan.step} differently (this rank {plan.digest:016x}; lowest {lowest:016x}, highest "
-            f"{highest:016x}): check that all nodes have the same dataset files, flags and megatron_wlb version"
-        )
+def _code() -> dict[str, int]:
+    """Return digests of the code that plans."""
+    folder = Path(megatron_wlb.__file__).parent
+    files = [path.read_bytes() for path in sorted(folder.rglob("*.py"))]
+    return {
+        "version": digest_of(megatron_wlb.__version__),
+        "Python code": digest_of(*files),
+        "C++ core": digest_of(Path(_native.__file__).read_bytes()),
+    }
+
+
+def _compare(split: str, plan: StepPlan, agreed: dict[str, int], device: torch.device) -> None:
+    """Raise RuntimeError on every rank if any two ranks planned differently."""
+    same = agreed | plan.digests
+    own = len(same) + mpu.get_data_parallel_rank()
+    told = torch.full((2, len(same) + mpu.get_data_parallel_world_size()), -1 << 63, dtype=torch.int64)
+    told[0, : len(same)] = torch.tensor([*same.values()])
+    told[0, own] = plan.own_digest
+    told[1, : len(same)], told[1, own] = -told[0, : len(same)], -told[0, own]
+    told = told.to(device)
+    torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MAX)
+    if bool((told[0] == -told[1]).all()):  # the largest is the least
+        return
+    ranks: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(ranks, (own, same, plan.own_digest))
+    for rank, (place, parts, digest) in enumerate(ranks):
+        first = next(i for i, each in enumerate(ranks) if each[0] == place)
+        differ = {0: [name for name in parts if parts[name] != ranks[0][1][name]]}
+        if digest != ranks[first][2]:
+            differ.setdefault(first, []).append("order or shards of micro-batches")
+        for other, names in differ.items():
+            if names:
+                raise RuntimeError(
+                    f"ranks planned {split} step {plan.step} differently: rank {rank} differs from rank {other} in "
+                    f"{', '.join(names)}; check that all nodes have the same megatron_wlb, flags and dataset files"
+                )

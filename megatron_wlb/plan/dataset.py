@@ -15,6 +15,8 @@ import numpy as np
 _MAGIC = b"MMIDIDX\x00\x00"
 _ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}  # dtype codes of the format
 _CHUNK = 1 << 20
+_SAMPLES, _SAMPLE_BYTES = 32, 4096
+"""Parts of a `.bin` file that its fingerprint covers, and bytes of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +30,7 @@ class DocumentIndex:
     """First byte of each document in the `.bin` file, int64 [documents]."""
     item_bytes: int
     fingerprint: str
-    """Digest of the lengths: datasets with the same fingerprint give the same plans."""
+    """Digest of the lengths, of the size of the `.bin` file and of a sample of it."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -64,6 +66,11 @@ def read_index(prefix: str) -> DocumentIndex:
     digest = hashlib.blake2b(digest_size=16)
     for c in _chunks(len(tokens)):
         digest.update(tokens[c].astype("<i8"))
+    digest.update(repr((size, item_bytes)).encode())
+    with binary.open("rb") as sampled:
+        for begin in np.linspace(0, max(0, size - _SAMPLE_BYTES), _SAMPLES).astype(int).tolist():
+            sampled.seek(begin)
+            digest.update(sampled.read(_SAMPLE_BYTES))
     return DocumentIndex(
         prefix=prefix, tokens=tokens, pointers=begins, item_bytes=item_bytes, fingerprint=digest.hexdigest()
     )

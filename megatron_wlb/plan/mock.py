@@ -1,6 +1,5 @@
 """Documents of `--mock-data`: lengths drawn from a distribution, tokens made from their place; no files."""
 
-import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -67,11 +66,6 @@ class MockIndex:
     def lengths(self) -> np.ndarray:
         """Trained tokens of each document, int64 [documents]."""
         return self.distribution.draw(DOCUMENTS, self.seed)
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the lengths."""
-        return hashlib.blake2b(self.lengths.astype("<i8"), digest_size=16).hexdigest()
 
     def read(self, document: int, first: int, count: int) -> np.ndarray:
         """Return `count` tokens of a document from token `first` on, int64 [count], whoever reads how much of it."""

@@ -1,6 +1,5 @@
 """Packs the document stream into micro-batches, step by step, and keeps the state in between."""
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,15 @@ from megatron_wlb.job import Job
 from megatron_wlb.plan import state as saved
 from megatron_wlb.plan.stream import DocumentStream
 from megatron_wlb.types import DOCUMENT, PackedBatch
+
+IDENTITY = {
+    "datasets": "datasets (--data-path)",
+    "split": "--split of [first document, documents]",
+    "weights": "blend weights (--data-path)",
+    "context_length": "--seq-length",
+    "policy": "--wlb-packing",
+}
+"""What determines the order of documents, besides the seed: parts of a packer's identity, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +67,17 @@ class Packer:
     there.
     """
 
-    def __init__(self, stream: DocumentStream, job: Job, *, fingerprint: str) -> None:
+    def __init__(self, stream: DocumentStream, job: Job) -> None:
         self._stream, self._policy = stream, job.packing.policy(job)
         self._global_batch_size, self._batch_tokens = job.global_batch_size, job.batch_tokens
-        self._identity = {
-            "fingerprint": fingerprint,
+        self.identity: dict[str, Any] = {
+            "datasets": [source.fingerprint for source in stream.sources],
+            "split": [[source.first, len(source.lengths)] for source in stream.sources],
+            "weights": [float(source.weight) for source in stream.sources],
             "context_length": job.context_length,
             "policy": job.packing.name,
         }
+        """Values of `IDENTITY`; a state with others is refused."""
         self._step = 0
         self._base = (0, 0)  # a step, and the stream position where its global batch begins
 
@@ -101,7 +112,7 @@ class Packer:
 
     def _snapshot(self) -> Snapshot:
         header = {
-            **self._identity,
+            **self.identity,
             "global_batch_size": self._global_batch_size,
             "step": self._step,
             "base": list(self._base),
@@ -117,14 +128,25 @@ class Packer:
         """Continue after the step of `state`, also with another number of micro-batches.
 
         Raises ValueError, before anything changes, for a state that is damaged, of another version, or of another
-        dataset, context window, policy, seed or order.
+        dataset, split, blend, context window, policy, seed or order.
         """
         saved.check(state)
-        for name, value in self._identity.items():
+        if len(state["datasets"]) != len(self.identity["datasets"]):
+            raise ValueError(
+                f"the packer state was saved with {len(state['datasets'])} datasets, this run has "
+                f"{len(self.identity['datasets'])} (--data-path); resume with as many"
+            )
+        for i, (before, now) in enumerate(zip(state["datasets"], self.identity["datasets"], strict=True)):
+            if before != now:
+                raise ValueError(
+                    f"the packer state was saved with another dataset {i} of the blend (--data-path): its documents "
+                    "have other lengths or tokens; resume with the same files"
+                )
+        for name, value in self.identity.items():
             if state[name] != value:
                 raise ValueError(
-                    f"the packer state was saved with {name} {state[name]!r}, this run has {value!r}; resume with "
-                    + (f"--wlb-packing {state[name]}" if name == "policy" else "the same setting")
+                    f"the packer state was saved with {IDENTITY[name]} {state[name]}, this run has {value}; "
+                    "resume with the same"
                 )
         self._stream.load_state(state["stream"])
         self._policy.load_waiting(saved.waiting(state))
@@ -132,7 +154,7 @@ class Packer:
         base_step, position = state["base"]
         if state["global_batch_size"] != self._global_batch_size:
             # Tokens read ahead stay so; global batches have another size from here on.
-            position += (self._step - base_step) * state["global_batch_size"] * self._identity["context_length"]
+            position += (self._step - base_step) * state["global_batch_size"] * state["context_length"]
             base_step = self._step
         self._base = (base_step, position)
 
@@ -180,13 +202,8 @@ class _Draw:
         self.base = step, position + self._batch_tokens
 
 
-def make_packer(stream: DocumentStream, job: Job, *, fingerprint: str | None = None) -> Packer:
+def make_packer(stream: DocumentStream, job: Job) -> Packer:
     """Return a packer of `stream` with the packing policy of a job.
-
-    Args:
-        stream: documents, in pieces of at most the job's context window.
-        job: what is trained.
-        fingerprint: identifies the dataset; a state with another one is refused. Default: a digest of document lengths.
 
     Raises ValueError for a stream with another context window, and as the policy does.
     """
@@ -195,13 +212,4 @@ def make_packer(stream: DocumentStream, job: Job, *, fingerprint: str | None = N
             f"the stream cuts documents at {stream.context_length} tokens, the job at {job.context_length}; give both "
             "the same context_length"
         )
-    return Packer(stream, job, fingerprint=_fingerprint(stream) if fingerprint is None else fingerprint)
-
-
-def _fingerprint(stream: DocumentStream) -> str:
-    """Digest of everything that determines the order of documents, besides the seed."""
-    digest = hashlib.blake2b(digest_size=16)
-    for source in stream.sources:
-        digest.update(repr((source.first, len(source.lengths), source.weight)).encode())
-        digest.update(np.ascontiguousarray(source.lengths[:], np.int64))
-    return digest.hexdigest()
+    return Packer(stream, job)

@@ -14,7 +14,7 @@ from megatron_wlb.job import Job
 from megatron_wlb.types import DOCUMENT
 
 FORMAT = "megatron-wlb-packer-state"
-VERSION = 3
+VERSION = 4
 MAX_BYTES = 256 << 20
 """Far above any state (100 bytes per waiting document), so that a wrong file is not read into memory."""
 

@@ -2,8 +2,11 @@
 
 import atexit
 import hashlib
+import math
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,10 +64,17 @@ class StepPlan:
     """Work of the micro-batches that original packing would make of the drawn documents (`metrics.original_work`)."""
     delays: dict[int, int]
     """Tokens by their delay in steps since arrival."""
-    digest: int
-    """63 bits, equal on two ranks if and only if they planned the same (up to collisions)."""
+    digests: dict[str, int]
+    """`digest_of` parts of the plan that are the same on all ranks."""
+    own_digest: int
+    """`digest_of` what ranks of one data-parallel rank share: order, shards, rounds, deferred weight gradients."""
     snapshot: Snapshot
     """State of the packer after this step."""
+
+    @property
+    def digest(self) -> int:
+        """One digest of `digests`."""
+        return digest_of(self.digests)
 
     @property
     def tokens(self) -> int:
@@ -94,15 +104,21 @@ def plan_step(packer: Packer, job: Job, dp_rank: int = 0) -> StepPlan:
     mine = rows[dp_rank][placement.order(paces[dp_rank], job)]
     micro_batches = tuple(_micro_batch(packed.step, batch.micro_batch(i), job) for i in mine)
     shards = [m.shards for m in micro_batches]
+    before = weight_gradients_before(job, shards) if job.defer_weight_gradients else None
     return StepPlan(
         step=packed.step,
         micro_batches=micro_batches,
-        weight_gradients_before=weight_gradients_before(job, shards) if job.defer_weight_gradients else None,
+        weight_gradients_before=before,
         batch=batch,
         work=work,
         original_work=metrics.original_work(packed.drawn, job),
         delays=metrics.delays(batch, packed.step),
-        digest=_digest(packed.step, batch, rows, job),
+        digests={
+            "flags": digest_of(packed.step, job),
+            "documents": digest_of(batch.documents, batch.bounds),
+            "placement": digest_of(rows),
+        },
+        own_digest=digest_of(before, *(part for m in micro_batches for part in _agreed(m))),
         snapshot=packed.snapshot,
     )
 
@@ -140,11 +156,20 @@ def _micro_batch(step: int, documents: np.ndarray, job: Job) -> MicroBatchPlan:
     return MicroBatchPlan(step=step, documents=documents[order], shards=shards)
 
 
-def _digest(step: int, batch: PackedBatch, rows: np.ndarray, job: Job) -> int:
-    # Includes the job, since ranks order and shard only their own micro-batches.
-    digest = hashlib.blake2b(repr((step, job)).encode(), digest_size=8)
-    for array in (batch.documents, batch.bounds, rows):
-        digest.update(np.ascontiguousarray(array).tobytes())
+def _agreed(micro_batch: MicroBatchPlan) -> list[Any]:
+    """Return what ranks must agree on, of a micro-batch."""
+    shards = micro_batch.shards
+    calls = [call for shard in shards.shards for call in shard.calls]
+    return [micro_batch.documents, shards.lengths, shards.call_sets, shards.rounds, *calls]
+
+
+def digest_of(*parts: Any) -> int:
+    """Return 63 bits of arrays, and of what `repr` tells apart: equal for equal parts, else not up to collisions."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        array = isinstance(part, np.ndarray)
+        digest.update(repr((part.shape, part.dtype) if array else part).encode())
+        digest.update(np.ascontiguousarray(part) if array else b"")
     return int.from_bytes(digest.digest()) >> 1
 
 
@@ -156,7 +181,11 @@ class Planner:
     process ends.
     """
 
-    def __init__(self, packer: Packer, job: Job, dp_rank: int, *, first_step: int) -> None:
+    def __init__(
+        self, packer: Packer, job: Job, dp_rank: int, *, first_step: int, patience_seconds: float = math.inf
+    ) -> None:
+        """`patience_seconds`: how long `get` waits for a step."""
+        self._patience_seconds = patience_seconds
         self._packer, self._job, self._dp_rank = packer, job, dp_rank
         self._plans: dict[int, StepPlan] = {}
         self._wanted, self._next = first_step, first_step
@@ -188,6 +217,12 @@ class Planner:
                         f"the planner's thread has ended at step {self._next}, or this process was forked since; "
                         "read plans in the process that trains"
                     )
+                elif time.perf_counter() - begin > self._patience_seconds:
+                    frame = sys._current_frames()[self._thread.ident or 0]
+                    self._error = TimeoutError(
+                        f"step {self._next} was not planned in {self._patience_seconds:.0f} s; the planner's thread is "
+                        f"stuck here:\n{''.join(traceback.format_stack(frame))}"
+                    )
             self.wait_seconds += time.perf_counter() - begin
             if self._next <= step and isinstance(self._error, StopIteration):
                 raise RuntimeError(
@@ -212,7 +247,7 @@ class Planner:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._thread is not None:
+        if self._thread is not None and self._error is None:  # after an error it has ended, or is stuck
             self._thread.join()
 
     def _run(self) -> None:

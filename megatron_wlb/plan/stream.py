@@ -4,8 +4,9 @@ The shuffled order of an epoch is a keyed permutation computed on the fly (a Fei
 takes no memory. A blend always draws from the dataset that is furthest behind its share of tokens.
 """
 
+import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import index
@@ -28,12 +29,24 @@ class Source:
     """Trained tokens of each document, int32 or int64 [documents]; see `dataset.trained_tokens`."""
     weight: float = 1.0
     first: int = 0
+    content: str | None = None
+    """Digest of the dataset; None: its documents are known by their lengths alone."""
 
     @cached_property
     def too_short(self) -> int:
         """Number of documents under 2 tokens, which have nothing to train."""
-        parts = (self.lengths[begin : begin + _MANY] for begin in range(0, len(self.lengths), _MANY))
-        return sum(int((part < 1).sum()) for part in parts)
+        return sum(int((part < 1).sum()) for part in self._parts())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of the documents: `content`, or else of their lengths."""
+        digest = hashlib.blake2b(digest_size=16)
+        for part in self._parts() if self.content is None else ():
+            digest.update(np.ascontiguousarray(part, np.int64))
+        return self.content or digest.hexdigest()
+
+    def _parts(self) -> Iterator[np.ndarray]:
+        return (self.lengths[begin : begin + _MANY] for begin in range(0, len(self.lengths), _MANY))
 
 
 class _Order:
@@ -43,10 +56,11 @@ class _Order:
         source: the dataset.
         key: selects the shuffles; None for file order.
         drawn: number of documents that came before, including skipped ones.
+        epochs: how many there are, or inf.
     """
 
-    def __init__(self, source: Source, key: tuple[int, int] | None, drawn: int) -> None:
-        self._source, self._key = source, key
+    def __init__(self, source: Source, key: tuple[int, int] | None, drawn: int, epochs: float) -> None:
+        self._source, self._key, self._epochs = source, key, epochs
         self.drawn = drawn
         """Number of documents drawn so far, up to the last one taken."""
         self.at = 0
@@ -60,8 +74,11 @@ class _Order:
         """Go to the next chunk if this one is used up. Permutes whole chunks, since permuting is costly."""
         size = len(self._source.lengths)
         while self.at == len(self.lengths):
+            epoch: int | np.ndarray
             epoch, place = divmod(self._chunk, size)
             places = np.arange(place, min(place - place % _CHUNK + _CHUNK, size))
+            if (epochs := min(_CHUNK // size, self._epochs - epoch)) > 1:  # of a small dataset, permuted at once
+                epoch, places = np.divmod(np.arange(self._chunk, self._chunk + size * epochs - place), size)
             order = places if self._key is None else shuffled(places, size, (*self._key, epoch))
             lengths = self._source.lengths[order]
             trained = np.flatnonzero(lengths)
@@ -123,8 +140,8 @@ class DocumentStream:
         self.sources = list(sources)
         self.context_length = context_length
         self._seed, self._shuffle = index(seed), shuffle
-        epochs = math.inf if num_epochs is None else num_epochs
-        self._limits = [(len(s.lengths) - s.too_short) * epochs for s in sources]
+        self._epochs = math.inf if num_epochs is None else num_epochs
+        self._limits = [(len(s.lengths) - s.too_short) * self._epochs for s in sources]
         self._orders = self._begin_at([0] * len(sources))
         self._counts = [0] * len(sources)  # documents taken from each dataset, without skipped ones
         self._tokens = [0] * len(sources)  # tokens taken from each dataset
@@ -198,7 +215,7 @@ class DocumentStream:
     def _begin_at(self, drawn: list[int]) -> list[_Order]:
         """Return the order of each dataset after `drawn` of its documents."""
         keys = [(self._seed, i) if self._shuffle else None for i in range(len(drawn))]
-        return [_Order(*arguments) for arguments in zip(self.sources, keys, drawn, strict=True)]
+        return [_Order(*each, self._epochs) for each in zip(self.sources, keys, drawn, strict=True)]
 
     def _open(self) -> list[int]:
         """Datasets with documents left."""
@@ -251,8 +268,10 @@ class DocumentStream:
         return np.array(choice)
 
 
-def shuffled(places: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
-    """Return elements `places` (int64 [n]) of a permutation of range(size) that `key` selects, int64 [n].
+def shuffled(places: np.ndarray, size: int, key: tuple[int | np.ndarray, ...]) -> np.ndarray:
+    """Return elements `places` (int64 [n]) of permutations of range(size) that `key` selects, int64 [n].
+
+    `key` may hold arrays of integers, int64 [n], which select one for each place.
 
     A Feistel network over the next even power of two; values outside the range are mapped again until they are inside.
     """
@@ -260,14 +279,14 @@ def shuffled(places: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
     mask = (np.uint64(1) << half) - np.uint64(1)
     seed = np.zeros(1, np.uint64)
     for k in key:
-        seed = _mix(seed ^ _mix(np.array([k % (1 << 64)], np.uint64)))
-    keys = [_mix(seed + np.uint64(i)) for i in range(_ROUNDS)]
+        seed = _mix(seed ^ _mix(np.array(k % (1 << 64) if isinstance(k, int) else k, np.uint64, ndmin=1)))
+    keys = [np.broadcast_to(_mix(seed + np.uint64(i)), len(places)) for i in range(_ROUNDS)]
     out = places.astype(np.uint64)
     outside = np.ones(len(out), bool)
     while outside.any():
         left, right = out[outside] >> half, out[outside] & mask
         for round_key in keys:
-            left, right = right, left ^ (_mix(right ^ round_key) & mask)
+            left, right = right, left ^ (_mix(right ^ round_key[outside]) & mask)
         out[outside] = left << half | right
         outside = out >= size
     return out.astype(np.int64)

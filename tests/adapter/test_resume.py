@@ -184,7 +184,7 @@ def test_resume_without_state_and_from_another_dataset_are_refused(dataset, tmp_
     train(1, dataset, *ADAM, *save, "--train-iters", "1")
     load = [*ADAM, "--load", str(tmp_path / "ckpt"), "--train-iters", "2", "--override-opt-param-scheduler"]
     other = write_dataset(tmp_path / "other", seed=1, documents=300)
-    with pytest.raises(RuntimeError, match="saved with fingerprint"):
+    with pytest.raises(RuntimeError, match="saved with another dataset 0 of the blend"):
         train(1, other, *load)
     save = ["--save", str(tmp_path / "again"), *save[2:]]
     run = train(1, other, *load, *save, "--wlb-restart-packing", log=tmp_path / "other.jsonl")

@@ -2,7 +2,9 @@
 ways to run: ends by samples or time, replays of a step, asynchronous saving."""
 
 import multiprocessing
+import re
 from datetime import timedelta
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.training import training
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_wlb.adapter import plans
 from megatron_wlb.adapter.data import DocumentDataset
 from megatron_wlb.adapter.plans import state_path
 from megatron_wlb.adapter.training import Training
@@ -20,6 +23,7 @@ from megatron_wlb.plan.dataset import read_index, trained_tokens
 from tests.adapter.audit import audit
 from tests.adapter.datasets import write_dataset
 from tests.adapter.training import ADAM, CP2, PP2, entries, train
+from tests.worlds import run_world
 
 
 def losses(path):
@@ -65,9 +69,43 @@ def test_several_epochs_of_a_blend(tmp_path):
         assert len(times) == (trained_tokens(read_index(prefixes[dataset]).tokens) > 0).sum()
 
 
-def test_ranks_that_plan_differently_stop_with_an_error(dataset):
-    with pytest.raises(RuntimeError, match=r"ranks planned step 0 differently .*same dataset files, flags"):
-        train(2, dataset, *CP2.split(), flags_of_rank={1: ["--wlb-outlier-thresholds", "40,160"]})
+def test_ranks_with_other_data_stop_in_the_first_step_if_only_in_validation(dataset, tmp_path):
+    other = write_dataset(tmp_path / "other", seed=0, documents=300)
+    tokens = np.fromfile(f"{other}.bin", "<i4")
+    tokens[:9] += 1
+    tokens.tofile(f"{other}.bin")  # of the same lengths
+    data = f"--train-data-path {dataset} --valid-data-path {dataset} --eval-iters 1 --eval-interval 1".split()
+    message = r"train step 0 differently: rank 1 differs from rank 0 in valid datasets \(--data-path\); check that all"
+    with pytest.raises(RuntimeError, match=message):
+        train(2, "", *CP2.split(), *data, without="--split", flags_of_rank={1: ["--valid-data-path", other]})
+
+
+def test_ranks_are_told_in_what_they_planned_differently():
+    """On all ranks; what only ranks of one data-parallel rank share may differ between others."""
+    assert run_world(_compared, 4) == 4 * [
+        [
+            None,
+            "rank 3 differs from rank 0 in C++ core",
+            "rank 1 differs from rank 0 in documents, placement",
+            "rank 3 differs from rank 2 in order or shards of micro-batches",
+        ]
+    ]
+
+
+def _compared():
+    """What `_compare` said on this rank of DP=2 x CP=2, of plans that agree and of some that do not."""
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    rank, said = dist.get_rank(), []
+    cases = [{}, {3: {"C++ core": 1}}, {1: {"documents": 0, "placement": 5}, 2: {"placement": 6}}, {3: {"own": 1}}]
+    for case in cases:
+        parts = {"C++ core": 0, "documents": (1 << 63) - 1, "placement": 3, "own": rank // 2} | case.get(rank, {})
+        plan = SimpleNamespace(step=7, own_digest=parts.pop("own"), digests=parts)
+        try:
+            plans._compare("valid", plan, {"version": 4}, torch.device("cpu"))
+            said.append(None)
+        except RuntimeError as error:
+            said.append(re.search("valid step 7 differently: (.*); check", str(error))[1])
+    return said
 
 
 def test_data_workers_give_the_same_run(dataset, tmp_path, monkeypatch):

@@ -137,7 +137,7 @@ def test_what_a_run_logs_is_what_is_read(packing, tmp_path):
         crossover_tokens=900,
     )  # fmt: skip
     stream = DocumentStream([Source(lengths=lengths)], seed=0, context_length=512, shuffle=False, num_epochs=1)
-    packer = make_packer(stream, job, fingerprint="")
+    packer = make_packer(stream, job)
     plans = [plan_step(packer, job, dp_rank=1) for _ in range(3)]
     for plan in plans:
         log.append(str(tmp_path / "log"), log.summary(plan, 1.0, 0.25, 0.0) | log.details(plan, job))

@@ -163,7 +163,7 @@ def test_a_micro_batch_without_documents_trains_nothing():
 
 def test_a_state_of_other_documents_is_refused(documents):
     state = loader(documents, 0, 2, 0).state_dict()
-    with pytest.raises(ValueError, match="fingerprint"):
+    with pytest.raises(ValueError, match="another dataset 0"):
         loader(documents[1:], 0, 2, 0).load_state_dict(state)
     with pytest.raises(ValueError, match="seed"):
         loader(documents, 0, 2, 0, seed=1).load_state_dict(state)

@@ -105,6 +105,6 @@ def cases():
 def test_plans_are_those_on_record(cases, number):
     job, lengths, seed = cases[number]
     stream = DocumentStream([Source(lengths=lengths)], seed=seed, context_length=job.context_length)
-    packer = make_packer(stream, job, fingerprint="")
+    packer = make_packer(stream, job)
     plans = [plan_step(packer, job, dp_rank=step % job.parallel.dp) for step in range(len(DIGESTS[number]))]
     assert [digest(plan) for plan in plans] == DIGESTS[number]

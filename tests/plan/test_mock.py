@@ -23,7 +23,7 @@ def test_lengths_have_the_body_and_the_tail_of_the_flag():
     assert len(tail) / len(first.lengths) == pytest.approx(0.25, rel=0.02)
     assert np.mean(tail >= 2000) == pytest.approx(0.5, rel=0.02)
     assert first.lengths.min() == 16 and first.lengths.max() == 131_072
-    assert first.fingerprint != second.fingerprint
+    assert (first.lengths != second.lengths).any()
 
 
 @pytest.mark.parametrize("text", ["F3", "1,2,3", "7,0.8,1.5,100,1", "7,0.8,0.5,100,0", "nan,0.8,0.5,100,1", ""])

@@ -38,8 +38,9 @@ def sources():
     ]
 
 
-def packer_of(packing, *, num_epochs=None, lengths=None, seed=1, **changes):
-    data = sources() if lengths is None else [lengths]
+def packer_of(packing, *, num_epochs=None, seed=1, **changes):
+    own = {name: changes.pop(name) for name in ("lengths", "first", "weight", "content") if name in changes}
+    data = [Source(**own)] if own else sources()
     return make(job(packing=packing, **changes), *data, seed=seed, num_epochs=num_epochs)
 
 
@@ -215,12 +216,12 @@ LENGTHS = sources()[1].lengths
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (
-            {"packing": OriginalPacking()},
-            "with policy 'original', this run has 'wlb'; resume with --wlb-packing original",
-        ),
-        ({"context_length": 32}, "saved with context_length 32, this run has 64"),
-        ({"lengths": np.append(LENGTHS[:-1], 7)}, "saved with fingerprint .* resume with the same setting"),
+        ({"packing": OriginalPacking()}, "saved with --wlb-packing original, this run has wlb; resume with the same"),
+        ({"context_length": 32}, "saved with --seq-length 32, this run has 64"),
+        ({"lengths": np.append(LENGTHS[:-1], 7)}, "with another dataset 0 of the blend .*lengths or tokens"),
+        ({"content": "other tokens"}, "with another dataset 0 of the blend .*lengths or tokens"),
+        ({"first": 5}, r"with --split of .*documents\] \[\[5, 50\]\], this run has \[\[0, "),
+        ({"weight": 2.0}, r"with blend weights \(--data-path\) \[2.0\], this run has \[1.0\]"),
         ({"seed": 2}, "saved with seed 2, this run has 1"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

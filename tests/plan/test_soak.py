@@ -35,7 +35,7 @@ def allocated():
 def test_memory_stays_flat():
     """As in training: a thread plans adaptive steps of shuffled documents, and the plans are released in turn."""
     job = job_7b(MICRO_BATCHES, parallel=Parallel(dp=MICRO_BATCHES // 8, cp=8, pp=4))
-    packer = make_packer(stream(f2(100_000, 0), WINDOW, shuffle=True), job, fingerprint="")
+    packer = make_packer(stream(f2(100_000, 0), WINDOW, shuffle=True), job)
     planner, memory = Planner(packer, job, 0, first_step=0), []
     for step in range(STEPS):
         planner.get(step)

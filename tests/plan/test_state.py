@@ -55,7 +55,7 @@ def test_what_is_no_state_is_refused(value):
 
 
 def test_a_state_of_another_version_names_it():
-    with pytest.raises(ValueError, match="packer state of version 1; this release reads version 3, resume with the"):
+    with pytest.raises(ValueError, match="packer state of version 1; this release reads version 4, resume with the"):
         state.check(STATE | {"version": 1})
 
 

@@ -1,8 +1,10 @@
 """The plan of a step, and the planner that makes plans ahead of training; the names of the library."""
 
 import gc
+import re
 import subprocess
 import sys
+import threading
 import weakref
 from dataclasses import replace
 
@@ -154,3 +156,34 @@ def test_a_closed_planner_leaves_nothing_behind():
     gc.collect()
     assert held() is None
     planner().close()  # which never began
+
+
+def test_a_planner_that_is_stuck_ends_the_run_with_its_stack(monkeypatch):
+    go_on = threading.Event()
+
+    def never_ready(*given):
+        go_on.wait()
+        raise StopIteration
+
+    monkeypatch.setattr("megatron_wlb.plan.step.plan_step", never_ready)
+    monkeypatch.setattr("megatron_wlb.plan.step._LOOK_SECONDS", 0.01)
+    running = Planner(packer_of(job()), job(), 0, first_step=0, patience_seconds=0.02)
+    with pytest.raises(RuntimeError, match="planning failed before step 0") as error:
+        running.get(0)
+    assert re.search(r"(?s)step 0 was not planned in 0 s; .*stuck here:.*in never_ready", str(error.value.__cause__))
+    running.close()  # without waiting for it
+    go_on.set()
+
+
+def test_what_ranks_do_otherwise_is_in_their_digest(monkeypatch):
+    """Order and shards of micro-batches, which other data-parallel ranks do not know."""
+    described, shard = job(cp=2, num_micro_batches=4), sharding.shard
+    before = plan_step(packer_of(described), described)
+    for module, name, other in (
+        (placement, "order", lambda pace, job: np.arange(len(pace))[::-1]),
+        (sharding, "shard", lambda lengths, job: shard(lengths, job.sharded(cp_sharding="per-document"))),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, other)
+            after = plan_step(packer_of(described), described)
+        assert after.digests == before.digests and after.own_digest != before.own_digest

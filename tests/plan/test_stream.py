@@ -251,3 +251,12 @@ def test_a_state_of_another_order_is_refused(other, message):
     with pytest.raises(ValueError, match=message):
         stream.load_state(other.state())
     assert stream.state() == before
+
+
+def test_epochs_of_a_tiny_dataset_are_permuted_together(monkeypatch):
+    """A step may hold thousands of them."""
+    permuted = []
+    monkeypatch.setattr(module, "shuffled", lambda places, *how: permuted.append(len(places)) or shuffled(places, *how))
+    stream = DocumentStream([source(1)], seed=0, context_length=10)
+    assert len(stream.take(100_000)) == 100_000
+    assert len(permuted) < 10

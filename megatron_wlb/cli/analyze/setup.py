@@ -175,7 +175,7 @@ class Setup:
 
     def steps(self, job: Job, count: int) -> Iterator[PackedStep]:
         """Yield `count` steps as a scheme would train them, after the warm-up."""
-        packer = make_packer(self.stream(), job, fingerprint="")
+        packer = make_packer(self.stream(), job)
         for _ in range(WARM_UP):
             packer.next()
         for _ in range(count):
