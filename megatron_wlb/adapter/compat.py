@@ -3,12 +3,15 @@
 Megatron is imported inside the functions: without a GPU, `cpu.install` must run before that import.
 """
 
+import ast
 import contextlib
 import functools
+import hashlib
 import importlib
 import importlib.util
 import inspect
 import os
+import textwrap
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
@@ -91,6 +94,55 @@ def default_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
 
 
 # A script that calls pretrain() --------------------------------------------------------------------------------------
+
+MEGATRONS = {
+    "forward_step": "23bc00a993b6dcf9",
+    "loss_func": "483ba9be8a8a94bb",
+    "get_batch": "1dd579777a77aa29",
+    "train_valid_test_datasets_provider": "5788ef8f825317e0",
+    "core_gpt_dataset_config_from_args": "1d65e3f970045a0e",
+}
+"""`meaning_of` functions of upstream's `pretrain_gpt.py` that do not run with `--wlb`: alike in all of `SUPPORTED`."""
+
+
+def check_script(model: Any, model_provider: Any, forward_step: Any) -> None:
+    """Check what a script passes to `pretrain()`, of which `forward_step` and all that it reads will not run.
+
+    Raises ValueError for another model than upstream's GPT, and for functions that are not upstream's: what they do
+    otherwise would be left out.
+    """
+    gpt = importlib.import_module("megatron.training.models.gpt").GPTModelConfig
+    if type(model) is not gpt or model_provider is not None:
+        other = "a model_provider of its own" if model_provider is not None else f"a model of {type(model).__name__}"
+        raise ValueError(
+            f"--wlb trains Megatron's GPT ({gpt.__name__}), and this script has {other}; train it without --wlb"
+        )
+    functions = forward_step.__globals__ | {"forward_step": forward_step}
+    if changed := [name for name, known in MEGATRONS.items() if meaning_of(functions.get(name)) != known]:
+        raise ValueError(
+            f"--wlb has its own data and loss, and {', '.join(changed)} of {inspect.getfile(forward_step)} differ from "
+            "Megatron's, whose changes would be left out: take them out, train without --wlb, or run the "
+            "pretrain_gpt.py of megatron_wlb, if Megatron's own are wanted"
+        )
+
+
+def meaning_of(function: Any) -> str:
+    """Return a digest of code, less comments, layout, annotations and docstrings; "" without a source."""
+    try:
+        source = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (TypeError, OSError):
+        return ""
+    return hashlib.blake2b(repr(_meaning(source)).encode(), digest_size=8).hexdigest()
+
+
+def _meaning(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_meaning(n) for n in node if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
+    if not isinstance(node, ast.AST):
+        return node
+    named = ((name, _meaning(value)) for name, value in ast.iter_fields(node) if name not in ("annotation", "returns"))
+    # Fields that are empty differ between versions of Python.
+    return type(node).__name__, [(name, value) for name, value in named if value is not None and value != []]
 
 
 def run_script(defaults: dict[str, Any]) -> None:

@@ -65,14 +65,14 @@ def train() -> None:
 
 @contextlib.contextmanager
 def one_line() -> Iterator[None]:
-    """Turn a ValueError for bad input into status 2 and one line per node."""
+    """Turn a ValueError for bad input into status 2 and one line, which names the rank: files may be missing there."""
     try:
         yield
     except ValueError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # on every node: files may be missing on one of them
-            # Control characters, as in a path, could write to the terminal.
-            text = "".join(c if c.isprintable() else " " for c in str(error))
-            print(f"{os.path.basename(sys.argv[0])}: error: {text}", file=sys.stderr)
+        # Control characters, as in a path, could write to the terminal.
+        text = "".join(c if c.isprintable() else " " for c in str(error))
+        rank = f" on rank {os.environ['RANK']}" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+        print(f"{os.path.basename(sys.argv[0])}: error{rank}: {text}\n", end="", file=sys.stderr, flush=True)
         raise SystemExit(2) from error
 
 
@@ -163,6 +163,8 @@ def _training(original: Any) -> Any:
         call = bound.arguments
         options = get_args()
         with one_line():
+            if call["forward_step_func"] is not None:  # None: our own script
+                compat.check_script(call["cfg_container"].model, call.get("model_provider"), call["forward_step_func"])
             training = Training(options)
         config = call["cfg_container"]
         configure(config.model, options=training.attention, context_length=options.seq_length)

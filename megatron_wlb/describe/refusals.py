@@ -18,6 +18,7 @@ _REASONS = {
         "expert_tensor_parallel_num_weight_shards tensor_parallel_num_weight_shards"
     ),
     "reads a step's micro-batches ahead, by --global-batch-size; leave it out": "moe_expert_rank_capacity_factor",
+    "averages gradients, which --calculate-per-token-loss adds up; leave it out": "ddp_average_in_collective",
     "mixes hidden states of rows that it rolls, across documents and shards; leave it out": "mtp_hsm",
     "needs the largest logit, which packed attention does not report; leave it out": "qk_clip log_max_attention_logit",
     "goes by the order of documents of a run without --wlb; leave it out": "logits_load_dir logits_save_dir",

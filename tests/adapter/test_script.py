@@ -1,20 +1,24 @@
 """The two ways in, as processes: a script that calls upstream itself, under `megatron_wlb.run`, and our own."""
 
+import contextlib
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from megatron.training.models import GPTModelConfig, HybridModelConfig
 
+from megatron_wlb.adapter import compat, script
 from tests.adapter.training import ALGORITHM_1, CP2, MODEL, WLB, less, train
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("upstream_script.py"))
 OURS = str(ROOT / "pretrain_gpt.py")
 CPU = "--distributed-backend gloo".split()
-RUN = ["-m", "megatron_wlb.run"]
+RUN, AS_MEGATRONS = ["-m", "megatron_wlb.run"], ["-m", "tests.adapter.any_script"]
 LAUNCH = "-m torch.distributed.run --standalone --nproc-per-node".split()
 
 
@@ -33,7 +37,7 @@ def steps(finished, pattern=r"wlb step.*? waiting \d+ documents"):
 
 def test_an_unmodified_script_trains_as_ours_does(dataset):
     flags = [*MODEL, *WLB, *ALGORITHM_1, *CPU, "--data-path", dataset]
-    theirs = steps(run(*LAUNCH, "1", *RUN, SCRIPT, *flags))
+    theirs = steps(run(*LAUNCH, "1", *AS_MEGATRONS, SCRIPT, *flags))
     assert len(theirs) == 2
     assert theirs == steps(run(*LAUNCH, "1", OURS, *flags))
 
@@ -45,7 +49,7 @@ def test_flags_of_the_checkpoint_count_in_a_script(dataset, tmp_path):
     train(1, dataset, *common, *save, wlb=False)
     flags = [*less(MODEL, "--seq-length"), *common, *CPU, "--data-path", dataset, "--wlb", "--wlb-restart-packing"]
     flags += ["--load", str(tmp_path), "--use-checkpoint-args", "--override-opt-param-scheduler"]
-    finished = run(*LAUNCH, "2", *RUN, SCRIPT, *flags, *CP2.split())
+    finished = run(*LAUNCH, "2", *AS_MEGATRONS, SCRIPT, *flags, *CP2.split())
     assert len(steps(finished)) == 1
     assert re.search(r" attention_dropout \.+ 0\.0\n", finished.stdout)
 
@@ -88,3 +92,65 @@ def test_bad_input_is_one_line_and_status_2(command, message):
     assert len(errors) == 1
     assert re.search(message, errors[0])
     assert "Traceback" not in finished.stderr
+
+
+def test_an_error_is_seen_whichever_rank_has_it(monkeypatch, capsys):
+    for name, value in (("RANK", "3"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="2"), script.one_line():
+        raise ValueError("no\nfile")
+    assert re.fullmatch(r"\S+: error on rank 3: no file\n", capsys.readouterr().err)
+
+
+FUNCTIONS = """
+def get_batch(data_iterator):
+    return next(data_iterator)
+
+def loss_func(loss_mask, output_tensor, model=None):
+    return (output_tensor.view(-1) * loss_mask).sum()
+
+def forward_step(data_iterator, model):
+    mask = get_batch(data_iterator)
+    return model(mask), partial(loss_func, mask)
+
+def core_gpt_dataset_config_from_args(args):
+    return args
+
+def train_valid_test_datasets_provider(num_samples):
+    return 3 * [core_gpt_dataset_config_from_args(num_samples)]
+"""
+CONFIG = object.__new__(GPTModelConfig)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("loss_mask).sum()", "loss_mask).sum()  # as in the paper", None),
+        ("def loss_func(loss_mask,", 'def loss_func(  \n    loss_mask: "torch.Tensor",', None),
+        ("    return args", '    """Return it."""\n    return args', None),
+        ("loss_mask).sum()", "loss_mask).sum() + z_loss(output_tensor)", "and loss_func of .*pretrain.py differ from"),
+        ("mask = get", "mask = goldfish(get_batch(data_iterator)) or get", "and forward_step of"),
+        ("def get_batch", "get_batch = None\ndef get_other_batch", "and get_batch of"),
+        ("    return args", "    return changed(args)", "and core_gpt_dataset_config_from_args of"),
+        ("3 * [", "2 * [None] + [", "and train_valid_test_datasets_provider of"),
+    ],
+)
+def test_a_script_with_data_or_loss_that_are_not_megatrons_is_refused(old, new, message, tmp_path, monkeypatch):
+    """What would be replaced by what `--wlb` has; comments, layout and annotations do not count."""
+
+    def functions(name, text):
+        (tmp_path / name).write_text(text)
+        return runpy.run_path(str(tmp_path / name))
+
+    known = functions("megatrons.py", FUNCTIONS)
+    monkeypatch.setattr(compat, "MEGATRONS", {name: compat.meaning_of(known[name]) for name in compat.MEGATRONS})
+    forward_step = functions("pretrain.py", FUNCTIONS.replace(old, new))["forward_step"]
+    with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        compat.check_script(CONFIG, None, forward_step)
+
+
+def test_a_script_with_another_model_is_refused():
+    with pytest.raises(ValueError, match=r"Megatron's GPT .*has a model of HybridModelConfig; train it without --wlb"):
+        compat.check_script(object.__new__(HybridModelConfig), None, None)
+    with pytest.raises(ValueError, match="has a model_provider of its own; train it without"):
+        compat.check_script(CONFIG, lambda: None, None)
