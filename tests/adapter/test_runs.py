@@ -96,7 +96,7 @@ def _compared():
     """What `_compare` said on this rank of DP=2 x CP=2, of plans that agree and of some that do not."""
     parallel_state.initialize_model_parallel(context_parallel_size=2)
     rank, said = dist.get_rank(), []
-    cases = [{}, {3: {"C++ core": 1}}, {1: {"documents": 0, "placement": 5}, 2: {"placement": 6}}, {3: {"own": 1}}]
+    cases = [{}, {3: {"C++ core": 1}}, {1: {"documents": 0, "placement": 5}, 2: {"placement": 6}}, {3: {"own": 9}}]
     for case in cases:
         parts = {"C++ core": 0, "documents": (1 << 63) - 1, "placement": 3, "own": rank // 2} | case.get(rank, {})
         plan = SimpleNamespace(step=7, own_digest=parts.pop("own"), digests=parts)
