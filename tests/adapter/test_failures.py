@@ -9,7 +9,6 @@ import os
 import resource
 import signal
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from megatron_wlb.adapter.plans import state_path
 from megatron_wlb.adapter.training import Training
 from megatron_wlb.plan import document_log, state, step
 from tests.adapter.audit import audit
-from tests.adapter.training import ADAM, PP2, train
+from tests.adapter.training import ADAM, train
 
 
 @contextlib.contextmanager
@@ -123,24 +122,3 @@ def test_a_signal_to_the_process_group_ends_the_run_with_a_checkpoint(dataset, t
     assert reader != sent.read_text()
     assert state.load(state_path(str(tmp_path), 2))[0]["step"] == 2
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
-
-
-def test_a_slow_disk_and_a_slow_planner_take_longer_and_change_nothing(dataset, tmp_path, monkeypatch):
-    flags = [*PP2.split(), "--num-workers", "2"]
-    plain = train(2, dataset, *flags, log=tmp_path / "plain.jsonl")
-    plan_step, tokens = step.plan_step, data.DocumentDataset._tokens
-
-    def slow_plan(*given):
-        time.sleep(0.2)
-        return plan_step(*given)
-
-    def slow_tokens(self, document, start, count):
-        time.sleep(0.003)
-        return tokens(self, document, start, count)
-
-    monkeypatch.setattr(step, "PLAN_AHEAD", 1)
-    monkeypatch.setattr(step, "plan_step", slow_plan)
-    monkeypatch.setattr(data.DocumentDataset, "_tokens", slow_tokens)
-    slow = train(2, dataset, *flags, log=tmp_path / "slow.jsonl")
-    assert [(e["digest"], e["loss"]) for e in slow["log"]] == [(e["digest"], e["loss"]) for e in plain["log"]]
-    assert all(e["plan_wait_ms"] > 0 for e in slow["log"])

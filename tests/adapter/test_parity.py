@@ -65,6 +65,8 @@ SHARED = "--moe-shared-expert-intermediate-size 64"
 LATENT_YARN = "--rope-type yarn --rotary-scaling-factor 4 --mscale-all-dim 1"
 V2_LITE = f"{LATENT} {LATENT_YARN} {MOE} {SHARED} --moe-layer-freq ([0]+[1]*3)"
 UNTIE = "--untie-embeddings-and-output-weights"
+TIED = "tied embeddings"
+"""No flag: MODEL without UNTIE."""
 ADAM = "--optimizer adam --adam-eps 0.01 --lr 0.01 --train-iters 3"  # this epsilon keeps Adam smooth
 
 ONE_STEP = "--train-iters 1 --split 100,0,0".split()
@@ -122,32 +124,27 @@ MODELS = [
     *(full(2, VPP2, MTP), full(4, f"{TP2} {CP2} {FULL} {HYBRID}", MTP), full(2, f"{CP2} {SEQUENCE}", MTP)),
     full(8, f"{ALL} {FULL}", f"{MTP} --mtp-use-repeated-layer"),
     *(full(4, f"{EP2} {CP2} {PP2}", f"{MTP} {MOE}"), full(2, f"{EP2} {CP2}", f"{MOE} {SHARED}")),
+    full(8, f"{TP2} {CP2} {PP2} {EP2} --expert-tensor-parallel-size 1", V2_LITE),
+    (4, f"{TP2} {CP2} --recompute-activations", f"{LATENT} {QUERY_LATENT}"),
+    full(4, f"{CP2} {VPP2} {HYBRID}", f"{LATENT} {QUERY_LATENT}"),
+    *(full(4, f"{TP2} {CP2} {FULL}", f"{LATENT} {QUERY_LATENT}"), full(2, CP2, f"{LATENT} {QUERY_LATENT} {MTP}")),
+    full(2, f"{CP2} {SELECTIVE} mla_up_proj", f"{LATENT} {QUERY_LATENT}"),
+    *((2, PP2, TIED), full(2, VPP2, TIED), full(4, f"{PP2} {TP2}", TIED), full(2, CP2, TIED)),
+    full(2, VPP2, f"{TIED} {MTP}"),
 ]
 
 
 @pytest.mark.parametrize(("size", "layout", "model"), MODELS)
 def test_model_equals_single_process(size, layout, model, dataset, alone, single, tmp_path):
-    """A token of MoE goes to another expert if rounding swaps two scores: an error of per cents, which none has."""
-    run = train(size, dataset, *layout.split(), *model.split(), log=tmp_path / "log.jsonl")
-    compare(run, alone(model))
+    """A token of MoE goes to another expert if rounding swaps two scores: an error of per cents, which none has.
+
+    One rank of a tensor-parallel group has the gradient of the shared part of latent keys from its own heads only.
+    """
+    without, flags = GQA if LATENT in model else UNTIE if TIED in model else "", model.replace(TIED, "")
+    run = train(size, dataset, *layout.split(), *flags.split(), without=without, log=tmp_path / "log.jsonl")
+    compare(run, alone(flags, without=without))
     assert run["log"][1]["loss"] != pytest.approx(single["log"][1]["loss"], rel=1e-7)  # the flags do something
-
-
-@pytest.mark.parametrize(
-    ("size", "layout", "model"),
-    [
-        full(8, f"{TP2} {CP2} {PP2} {EP2} --expert-tensor-parallel-size 1", V2_LITE),
-        (4, f"{TP2} {CP2} --recompute-activations", f"{LATENT} {QUERY_LATENT}"),
-        full(4, f"{CP2} {VPP2} {HYBRID}", f"{LATENT} {QUERY_LATENT}"),
-        full(4, f"{TP2} {CP2} {FULL}", f"{LATENT} {QUERY_LATENT}"),
-        full(2, f"{CP2} {SELECTIVE} mla_up_proj", f"{LATENT} {QUERY_LATENT}"),
-        full(2, CP2, f"{LATENT} {QUERY_LATENT} {MTP}"),
-    ],
-)
-def test_latent_attention(size, layout, model, dataset, alone, tmp_path):
-    """One rank of a tensor-parallel group has the gradient of the shared part of keys from its own heads only."""
-    run = train(size, dataset, *layout.split(), *model.split(), without=GQA, log=tmp_path / "log.jsonl")
-    compare(run, alone(model, without=GQA))
+    assert ("output_layer.weight" in run["params"]) == (TIED not in model)
 
 
 @pytest.mark.parametrize(
@@ -228,16 +225,6 @@ def test_logged_losses_of_routers_and_mtp_are_means_over_micro_batches(dataset, 
     compare(two, one)
     assert shared == pytest.approx(twice, rel=TOLERANCE)
     assert twice == pytest.approx(as_many, rel=0.2)  # of shorter micro-batches
-
-
-@pytest.mark.parametrize(
-    ("size", "layout", "model"),
-    [(2, PP2, ""), full(2, VPP2, ""), full(4, f"{PP2} {TP2}", ""), full(2, CP2, ""), full(2, VPP2, MTP)],
-)
-def test_tied_embeddings(size, layout, model, dataset, alone, tmp_path):
-    run = train(size, dataset, *layout.split(), *model.split(), without=UNTIE, log=tmp_path / "log.jsonl")
-    compare(run, alone(model, without=UNTIE))
-    assert "output_layer.weight" not in run["params"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ ways to run: ends by samples or time, replays of a step, asynchronous saving."""
 
 import multiprocessing
 import re
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from megatron_wlb.adapter import plans
 from megatron_wlb.adapter.data import DocumentDataset
 from megatron_wlb.adapter.plans import state_path
 from megatron_wlb.adapter.training import Training
-from megatron_wlb.plan import document_log, state
+from megatron_wlb.plan import document_log, state, step
 from megatron_wlb.plan.dataset import read_index, trained_tokens
 from tests.adapter.audit import audit
 from tests.adapter.datasets import write_dataset
@@ -108,13 +109,13 @@ def _compared():
     return said
 
 
-def test_data_workers_give_the_same_run(dataset, tmp_path, monkeypatch):
+def test_data_workers_a_slow_disk_and_a_slow_planner_change_nothing(dataset, tmp_path, monkeypatch):
     """On stages between the first and the last, too, and batches are made once for both of their model chunks."""
     size, layout = 3, "--pipeline-model-parallel-size 3 --num-virtual-stages-per-pipeline-rank 2"
     flags = f"{layout} --num-layers 6 --global-batch-size 9 --num-workers".split()
-    plain = train(size, dataset, *flags, "0", log=tmp_path / "plain.jsonl")
+    train(size, dataset, *flags, "0", log=tmp_path / "plain.jsonl")
     made = multiprocessing.get_context("fork").Value("i", 0)
-    get = DocumentDataset.__getitem__
+    get, tokens, plan_step = DocumentDataset.__getitem__, DocumentDataset._tokens, step.plan_step
 
     def in_a_worker(self, plan):
         assert torch.utils.data.get_worker_info() is not None
@@ -122,9 +123,16 @@ def test_data_workers_give_the_same_run(dataset, tmp_path, monkeypatch):
             made.value += 1
         return get(self, plan)
 
+    def slow(call, seconds):
+        return lambda *given: time.sleep(seconds) or call(*given)
+
     monkeypatch.setattr(DocumentDataset, "__getitem__", in_a_worker)
+    monkeypatch.setattr(DocumentDataset, "_tokens", slow(tokens, 0.003))
+    monkeypatch.setattr(step, "PLAN_AHEAD", 1)
+    monkeypatch.setattr(step, "plan_step", slow(plan_step, 0.2))
     workers = train(size, dataset, *flags, "2", log=tmp_path / "workers.jsonl")
-    assert [e["loss"] for e in workers["log"]] == [e["loss"] for e in plain["log"]]
+    assert losses(tmp_path / "workers.jsonl") == losses(tmp_path / "plain.jsonl")
+    assert all(e["plan_wait_ms"] > 0 for e in workers["log"])
     ahead = 2 * 2  # torch's DataLoader reads two batches ahead in each worker
     assert 2 * 9 * size <= made.value <= (2 * 9 + ahead) * size
 
