@@ -93,7 +93,7 @@ class Plans:
         The state follows `iteration`, not the last step that ran: a step that failed validation is saved as still to
         come.
         """
-        packer = self.trained(iteration).state if iteration > self.first_step else self._first_state
+        packer = self.trained(iteration).packed.state if iteration > self.first_step else self._first_state
         state.save(state_path(self._args.save, iteration), packer, self.jobs["train"])
 
     def _resume(self, packer: Packer, first_step: int) -> None:

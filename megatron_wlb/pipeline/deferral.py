@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_wlb.pipeline.play import Parts
 from megatron_wlb.pipeline.schedule import Schedule
-from megatron_wlb.pipeline.timeline import Timeline, with_parts
+from megatron_wlb.pipeline.timeline import Parts, Timeline, with_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +49,7 @@ def run_deferred(
     transfer: np.ndarray | float,
     weights: WeightGradients,
 ) -> tuple[Timeline, np.ndarray]:
-    """`timeline.run` with deferred weight gradients, and where they run, as `play` says.
+    """`timeline.run` with deferred weight gradients, and where they run, as `with_parts` says.
 
     What is left runs after the last pass of a stage. Nothing runs before a backward pass of the last virtual stage,
     which waits for nobody.

@@ -27,13 +27,12 @@ class Graph:
     """Nodes in an order in which every node comes after those it waits for, which is no property of their times."""
 
     nodes: np.ndarray
-    """int64 [n]: 0 <= i < num_passes is a pass (numbered as in `Timeline`), num_passes + i its transfer, 2 * num_passes
-    + i the point where its stage goes on."""
+    """int64 [n]: with n passes, 0 <= i < n is a pass (numbered as in `Timeline`), n + i its transfer, 2n + i the point
+    where its stage goes on."""
     first: np.ndarray
     second: np.ndarray
     """int64 [n]: the two nodes that each waits for, by their places in the order, from 1; 0 is the beginning of the
     step."""
-    num_passes: int
 
 
 @lru_cache(maxsize=16)
@@ -59,7 +58,7 @@ def graph_of(schedule: Schedule) -> Graph:
     place[nodes] = 1 + np.arange(len(nodes))
     before = np.stack((place[first[nodes]], place[second[nodes]]))
     assert (before <= np.arange(len(nodes))).all(), schedule
-    return Graph(nodes=nodes, first=before[0], second=before[1], num_passes=num)
+    return Graph(nodes=nodes, first=before[0], second=before[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

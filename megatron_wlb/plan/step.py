@@ -9,7 +9,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from megatron_wlb import sharding
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job
 from megatron_wlb.plan import metrics, placement
-from megatron_wlb.plan.packer import Packer, Snapshot
+from megatron_wlb.plan.packer import PackedStep, Packer
 from megatron_wlb.simulate.weight_gradients import weight_gradients_before
 from megatron_wlb.types import PackedBatch, ShardPlan
 
@@ -51,13 +50,11 @@ class MicroBatchPlan:
 class StepPlan:
     """Everything that a rank needs to know about one step."""
 
-    step: int
+    packed: PackedStep
     micro_batches: tuple[MicroBatchPlan, ...]
     """Micro-batches of this data-parallel rank, in pipeline order."""
     weight_gradients_before: np.ndarray | None
     """See `simulate.weight_gradients`; None: none are deferred."""
-    batch: PackedBatch
-    """All M micro-batches."""
     work: np.ndarray
     """Work of all M micro-batches, int64 [M]."""
     original_work: np.ndarray
@@ -68,8 +65,15 @@ class StepPlan:
     """`digest_of` parts of the plan that are the same on all ranks."""
     own_digest: int
     """`digest_of` what ranks of one data-parallel rank share: order, shards, rounds, deferred weight gradients."""
-    snapshot: Snapshot
-    """State of the packer after this step."""
+
+    @property
+    def step(self) -> int:
+        return self.packed.step
+
+    @property
+    def batch(self) -> PackedBatch:
+        """All M micro-batches."""
+        return self.packed.batch
 
     @property
     def digest(self) -> int:
@@ -80,16 +84,6 @@ class StepPlan:
     def tokens(self) -> int:
         """Trained tokens of all M micro-batches."""
         return int(self.batch.documents["length"].sum())
-
-    @property
-    def num_waiting(self) -> int:
-        """Documents drawn and not yet packed."""
-        return self.snapshot.num_waiting
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """State of the packer after this step; computed on each access."""
-        return self.snapshot.state()
 
 
 def plan_step(packer: Packer, job: Job, dp_rank: int = 0) -> StepPlan:
@@ -106,10 +100,9 @@ def plan_step(packer: Packer, job: Job, dp_rank: int = 0) -> StepPlan:
     shards = [m.shards for m in micro_batches]
     before = weight_gradients_before(job, shards) if job.defer_weight_gradients else None
     return StepPlan(
-        step=packed.step,
+        packed=packed,
         micro_batches=micro_batches,
         weight_gradients_before=before,
-        batch=batch,
         work=work,
         original_work=metrics.original_work(packed.drawn, job),
         delays=metrics.delays(batch, packed.step),
@@ -119,7 +112,6 @@ def plan_step(packer: Packer, job: Job, dp_rank: int = 0) -> StepPlan:
             "placement": digest_of(rows),
         },
         own_digest=digest_of(before, *(part for m in micro_batches for part in _agreed(m))),
-        snapshot=packed.snapshot,
     )
 
 
