@@ -33,10 +33,10 @@ def test_out_lse_and_gradients(backend, call, window, numbers, head_sizes):
     check(backend, entries, heads, head_sizes, dtype, window=window, causal=causal)
 
 
-@covering(entries=CALLS, long=[1, 20, 1000], numbers=NUMBERS)
-def test_cpu_in_one_call_or_two(monkeypatch, entries, long, numbers):
+@covering(entries=CALLS, rows=[1, 20, 1000], numbers=NUMBERS)
+def test_cpu_in_blocks_of_any_length(monkeypatch, entries, rows, numbers):
     dtype, heads = numbers
-    monkeypatch.setattr(cpu, "_LONG", long)
+    monkeypatch.setattr(cpu, "_ROWS", rows)
     first, second = (check(CpuBackend(), entries, heads, dtype=dtype) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
