@@ -1,4 +1,4 @@
-"""When the passes of a pipeline step begin and end: the longest path through their graph, in one sweep."""
+"""Times of the passes of a pipeline step: longest paths in their graph."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from megatron_wlb.pipeline.schedule import Schedule
 
 
 class Parts(NamedTuple):
-    """Weight gradients that passes leave to their stage, which runs them in order, and the memory that this takes."""
+    """Weight gradients that passes leave to their stage, and the memory they take."""
 
     bounds: np.ndarray
     """int64 [passes + 1]: where those of every pass begin, and the number of all."""
@@ -37,7 +37,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Result of `run`. Times are in the unit of its arguments, from 0, the beginning of the step.
+    """Result of `run`; times from the beginning of the step, in the unit of its input.
 
     Arrays are float64 [directions, stages, chunks, micro-batches]; direction 0 is forward, 1 backward.
     """
@@ -104,10 +104,10 @@ def with_parts(
     transfer: np.ndarray | float,
     parts: Parts | None,
 ) -> tuple[Timeline, np.ndarray]:
-    """Return `run` with `parts` of passes deferred, and how many of its stage have run before each pass.
+    """Return `run` with deferred `parts`, and how many ran before each pass.
 
-    A node begins when those that it waits for have ended. Before a pass, parts run that have time while its stage waits
-    for it, and those that must for it to have memory.
+    A node begins when the nodes it waits for have ended. Before a pass, parts run that have time while its stage waits
+    for it, and those that must for it to have memory. Counts are of the stage's parts, shaped as `start`.
     """
     shape = (schedule.num_stages, schedule.num_chunks, schedule.num_micro_batches)
     passes = [np.broadcast_to(forward, shape)] + ([] if backward is None else [np.broadcast_to(backward, shape)])
@@ -122,7 +122,7 @@ def with_parts(
 
 
 def makespans(schedule: Schedule, work: np.ndarray) -> np.ndarray:
-    """When 1F1B ends for every order of micro-batches, int64 [K], in units of the forward of one unit of work.
+    """Return the end of 1F1B for every order of micro-batches, int64 [K].
 
     On every stage a micro-batch of work w needs w forward and 2w backward, and nothing between stages.
 
@@ -139,7 +139,7 @@ def makespans(schedule: Schedule, work: np.ndarray) -> np.ndarray:
 
 
 class CostWeights(NamedTuple):
-    """About when 1F1B ends: so much for all work of a rank's micro-batches, and so much for that of the largest."""
+    """Weights of all work and of the largest micro-batch in the end of 1F1B."""
 
     total: int
     largest: int
@@ -148,13 +148,13 @@ class CostWeights(NamedTuple):
 
 
 def cost_weights(schedule: Schedule) -> CostWeights:
-    """Weights of a data-parallel rank with M micro-batches in its pipeline of P stages with V chunks each.
+    """Return the weights of a data-parallel rank's M micro-batches.
 
-    Every stage computes all of them, and waits in warm-up and cool-down for the others. With one chunk a stage that is
-    P - 1 times the largest. Interleaved, P micro-batches go round through all chunks, and in each of V rounds a stage
-    waits until the largest has been through all P stages, beyond what the others of its round take; these are taken to
-    be alike. Warm-up and cool-down are then P - 1 times the mean. Longer groups (`Schedule.group`) shorten these
-    waits; packing by less was tried, which made steps up to 1 % longer.
+    Every stage computes all of them, and waits in warm-up and cool-down for the others. With one chunk a stage, that is
+    P - 1 times the largest. Interleaved, P micro-batches go round through all V chunks, and in each of V rounds a stage
+    waits until the largest has been through all P stages, beyond the time of its round's others, assumed alike. Warm-up
+    and cool-down are then P - 1 times the mean. Longer groups (`Schedule.group`) shorten these waits; packing by less
+    was tried, which made steps up to 1 % longer.
     """
     waits, num_chunks, num_micro_batches = schedule.num_stages - 1, schedule.num_chunks, schedule.num_micro_batches
     if num_chunks == 1:

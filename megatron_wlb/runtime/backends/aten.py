@@ -21,11 +21,9 @@ _WRITTEN_FOR = "torch 2.11 to 2.15"
 class AtenBackend:
     """`aten::_flash_attention_forward` and `_backward`, one operator per call.
 
-    The package flash-attn 2 has the same kernels. Causal masks are aligned to the bottom right of every entry. The
-    operators are private to torch, so their schemas are checked: raises ValueError where this version of torch takes
-    other arguments. Bitwise reproducible under `torch.use_deterministic_algorithms(True)`; backward raises ValueError
-    where that takes too much memory (`check_sum_of_dq`). Torch can replace the operators by FlashAttention-3 for the
-    whole process, which is not supported here; `FlashAttn3Backend` runs these kernels.
+    The operators are private to torch: raises ValueError if this version takes other arguments. Bitwise reproducible
+    under `torch.use_deterministic_algorithms(True)`; backward raises ValueError if that takes too much memory
+    (`check_sum_of_dq`). Replacing the operators by FlashAttention-3 for the whole process is not supported.
     """
 
     name = "aten"

@@ -1,4 +1,4 @@
-"""CPU backend on torch's flash attention, one call per block of query rows, with the keys that they see.
+"""CPU backend on torch's flash attention, one call per block of query rows.
 
 Blocks share one mask, of which each takes a view. Half precision is computed in fp32, since the kernel is several times
 slower in half precision on CPUs without such units. Torch's kernel takes one head size: if values have another one,
@@ -105,7 +105,10 @@ def _of_one_size(*tensors: Tensor) -> list[Tensor]:
 
 
 def _blocks(args: KernelArgs, g: int, dtype: torch.dtype) -> Iterator[tuple[Block, Tensor | None]]:
-    """Blocks of a call, each with its mask of scores [n * g, keys]: -inf after a query and before its window."""
+    """Yield the blocks of a call, each with its mask of scores [n * g, keys].
+
+    The mask is -inf after a query and before its window; None if queries see all keys.
+    """
     segments = list(map(Block._make, args.table.tolist()))
     if not args.causal:
         yield from ((segment, None) for segment in segments)

@@ -21,10 +21,9 @@ _DETERMINISTIC_HEAD_SIZE = 192
 
 
 class FlashAttn3Backend:
-    """`torch.ops.flash_attn_3.fwd` and `bwd`, for compute capability 9.0.
+    """Operators of `flash_attn_interface`, for compute capability 9.0.
 
-    They come with package `flash_attn_interface`. Causal masks are aligned to the bottom right of every entry. Bitwise
-    reproducible under `torch.use_deterministic_algorithms(True)`, without more memory. Raises ValueError where the
+    Bitwise reproducible under `torch.use_deterministic_algorithms(True)`, without more memory. Raises ValueError if the
     package is missing or takes other arguments, and on other GPUs, where launching a kernel would end the process.
     """
 
