@@ -1,4 +1,4 @@
-"""Balance of steps, and its cost in order and in tokens per step: per step, and over a run."""
+"""Balance of steps, and its cost in order and in tokens per step."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,15 +13,16 @@ from megatron_wlb.types import PackedBatch
 
 
 def imbalance(work: np.ndarray) -> float:
-    """max * M / total of the work of M micro-batches: 1 is perfect (paper, section 7.4)."""
+    """Return max * M / total of work [M]: 1 is perfect (paper, section 7.4)."""
     total = float(work.sum())
     return float(work.max()) * len(work) / total if total else 1.0
 
 
 def original_work(drawn: np.ndarray, job: Job) -> np.ndarray:
-    """Work of the micro-batches that original packing would make of DOCUMENT rows in stream order: int64 [<= N].
+    """Return the work of micro-batches of original packing, int64 [<= N].
 
-    These are the first N windows that the documents fill, or the one that they begin if they fill none.
+    `drawn` are DOCUMENT rows in stream order. Counts the first N windows that they fill, or the one that they begin if
+    they fill none.
     """
     pieces, window = cut(drawn, job.context_length)
     full = int(drawn["length"].sum()) // job.context_length
@@ -30,7 +31,7 @@ def original_work(drawn: np.ndarray, job: Job) -> np.ndarray:
 
 
 def delays(packing: PackedBatch, step: int) -> dict[int, int]:
-    """Tokens of the step by their delay in steps since arrival; negative if a policy read ahead."""
+    """Return tokens of the step by delay in steps; negative if read ahead."""
     late = step - packing.documents["arrival"]
     first = int(late.min(initial=0))
     tokens = np.bincount(late - first, weights=packing.documents["length"])
@@ -70,7 +71,7 @@ def measure(packing: PackedBatch, step: int, job: Job, plan_ms: float = 0.0) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Measures of a run, to be shown together: each can improve at the cost of another; see `summarise`."""
+    """Measures of a run, to be shown together: each can improve at another's cost."""
 
     steps: int
     middle_steps: int
@@ -96,12 +97,12 @@ class Summary:
 
 
 def edge(count: int, skip: float = 0.1) -> int:
-    """Number of steps at either end, out of `count`, that means leave out: queues fill and drain there."""
+    """Return the number of steps at either end that means leave out."""
     return int(skip * count)
 
 
 def summarise(steps: Sequence[StepMetrics], *, num_waiting: int, skip: float = 0.1) -> Summary:
-    """Summarise all steps of a run.
+    """Return the summary of all steps of a run.
 
     Leaves the first and the last `skip` of the steps (rounded down) out of everything but counts, extremes and planning
     time: queues fill and drain there. Raises ValueError if no step is left.

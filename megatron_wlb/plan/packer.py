@@ -1,4 +1,4 @@
-"""Packs the document stream into micro-batches, step by step, and keeps the state in between."""
+"""Packs the document stream step by step, and keeps the state in between."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +39,7 @@ class PackedStep:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Everything that `Packer.load_state` needs, as JSON types; computed on each access, since few are read."""
+        """State for `Packer.load_state`, as JSON types; computed on each access."""
         return saved.make(self.header, self.waiting)
 
 
@@ -88,7 +88,7 @@ class Packer:
         return PackedStep(step=self._step - 1, batch=batch, drawn=draw.drawn(), header=header, waiting=waiting)
 
     def waiting(self) -> dict[str, np.ndarray]:
-        """Documents drawn and not yet packed, by the place where they wait: DOCUMENT arrays."""
+        """Return documents drawn and not yet packed, by place: DOCUMENT arrays."""
         return self._policy.waiting()
 
     def state(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class Packer:
         }
 
     def begin_at(self, step: int) -> None:
-        """Call the first step `step`, for a run that begins the data again. Call this before any step."""
+        """Call the first step `step`; before any step, for data that begin again."""
         self._step, self._base = step, (step, self._stream.position)
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -144,7 +144,7 @@ class Packer:
 
 
 class _Draw:
-    """The stream as a policy sees it in one step: takes token counts, returns documents with arrival."""
+    """The stream in one step: takes token counts, returns documents with arrival."""
 
     def __init__(self, stream: DocumentStream, step: int, base: tuple[int, int], batch_tokens: int) -> None:
         self._stream, self._step, self._batch_tokens = stream, step, batch_tokens

@@ -1,4 +1,4 @@
-"""The plan of a step: each micro-batch's documents, data-parallel rank, and CP shards."""
+"""Plan of a step: documents, data-parallel rank and CP shards of micro-batches."""
 
 import atexit
 import hashlib
@@ -116,16 +116,16 @@ def plan_step(packer: Packer, job: Job, dp_rank: int = 0) -> StepPlan:
 
 
 def step_cost(batch: PackedBatch, job: Job) -> int:
-    """Approximate time of a step's costliest data-parallel rank, in work (`placement.rank_cost`)."""
+    """Return the approximate time of the costliest data-parallel rank, in work."""
     work = batch.sums(document_work(batch.documents["length"], job.crossover_tokens))
     _, paces = _placed(work, batch.sums(batch.documents["length"]), job)
     return int(placement.rank_cost(paces, job).max())
 
 
 def shard_step(job: Job, lengths: Sequence[np.ndarray]) -> list[list[ShardPlan]]:
-    """Place and shard M micro-batches of documents of `lengths` (int64 [n] each), as `plan_step`.
+    """Return every data-parallel rank's shards of a step, in pipeline order.
 
-    Returns the shards of every data-parallel rank's micro-batches in pipeline order.
+    Places and shards M micro-batches of documents of `lengths` (int64 [n] each), as `plan_step`.
     """
     work = np.array([document_work(each, job.crossover_tokens).sum() for each in lengths])
     rows, paces = _placed(work, np.array([each.sum() for each in lengths]), job)
@@ -134,7 +134,7 @@ def shard_step(job: Job, lengths: Sequence[np.ndarray]) -> list[list[ShardPlan]]
 
 
 def _placed(work: np.ndarray, tokens: np.ndarray, job: Job) -> tuple[np.ndarray, np.ndarray]:
-    """Return each data-parallel rank's micro-batches and `placement.paces`, int64 [dp, M / dp] each.
+    """Return micro-batches of data-parallel ranks, and `paces`, int64 [dp, M / dp].
 
     `work` and `tokens` cover all M micro-batches, int64 [M].
     """
@@ -166,7 +166,7 @@ def digest_of(*parts: Any) -> int:
 
 
 class Planner:
-    """Plans steps in a thread of its own, at most `PLAN_AHEAD` steps ahead of training.
+    """Plans steps in a thread, at most `PLAN_AHEAD` steps ahead of training.
 
     Steps are kept until `release`, so that several data iterators (one per virtual stage) and replays of a step read
     the same plan. Plans are keyed by step, never by the number of reads. The thread lives until `close`, or until the
