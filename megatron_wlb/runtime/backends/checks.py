@@ -42,9 +42,17 @@ def check_arguments(
         )
 
 
-def schema_parameters(schema: Any) -> dict[str, bool]:
-    """Return the parameters of a schema, each with whether it has a default."""
-    return {argument.name: argument.has_default_value() for argument in schema.arguments}
+def checked_operator(backend: str, namespace: Any, name: str, given: Iterable[str], versions: str) -> Any:
+    """Return an operator of `namespace`, if its schema takes the keywords `given`."""
+    operator = getattr(namespace, name, None)
+    if operator is None:
+        raise ValueError(
+            f"attention backend {backend!r} was written for {versions}; the installed one has no operator "
+            f"{namespace.name}::{name}; install such a version"
+        )
+    parameters = {each.name: each.has_default_value() for each in operator.default._schema.arguments}
+    check_arguments(backend, name, parameters, given, versions)
+    return operator.default
 
 
 def check_head_size(backend: str, q: Tensor, v: Tensor) -> None:
