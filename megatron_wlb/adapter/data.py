@@ -94,17 +94,6 @@ def stream_of(args: Namespace, split: str, data: SplitData) -> DocumentStream:
     return DocumentStream(data.sources, seed=args.seed + SPLITS.index(split), context_length=args.seq_length)
 
 
-class WlbBatchSampler(torch.utils.data.Sampler[MicroBatchPlan]):
-    """Yields the micro-batches of this data-parallel rank, step by step, endlessly."""
-
-    def __init__(self, planner: Planner, first_step: int) -> None:
-        self._planner, self._first_step = planner, first_step
-
-    def __iter__(self) -> Iterator[MicroBatchPlan]:
-        for step in itertools.count(self._first_step):
-            yield from self._planner.get(step).micro_batches
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
     """One micro-batch as one pipeline stage of one context-parallel rank sees it; s = local tokens."""
@@ -214,10 +203,11 @@ def loader(
     The processes survive `exit_signal`, which launchers send to whole process groups, so that training can end by
     itself.
     """
+    steps = map(planner.get, itertools.count(first_step))
     return iter(
         torch.utils.data.DataLoader(
             dataset,
-            sampler=WlbBatchSampler(planner, first_step),
+            sampler=(micro_batch for plan in steps for micro_batch in plan.micro_batches),
             batch_size=None,  # the sampler yields whole micro-batches
             num_workers=num_workers,
             pin_memory=torch.cuda.is_available(),
