@@ -1,4 +1,4 @@
-"""The log entry of a step, as JSON, as a line, and as scalars of TensorBoard and W&B."""
+"""The log entry of a step, as JSON, as a line, and as TensorBoard scalars."""
 
 import json
 from collections import Counter
@@ -82,7 +82,7 @@ def details(plan: StepPlan, job: Job) -> dict[str, Any]:
 
 
 def scalars(plan: StepPlan, entry: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of an entry, its shares, and the share of micro-batches by sharding."""
+    """Return numbers and shares of an entry, and shares of micro-batches by sharding."""
     found = {name: value for name, value in entry.items() if isinstance(value, int | float)}
     for how in SOURCES:
         shares = entry[how] or {}
@@ -103,7 +103,7 @@ def line(entry: dict[str, Any]) -> str:
 
 
 def _percent(shares: Mapping[str, float | None]) -> str:
-    """Format shares as "busy 71, bubble 24, exchange -, waiting 5 %"; - is an unknown share."""
+    """Format shares as "busy 71, bubble 24, exchange -, waiting 5 %"."""
     return ", ".join(f"{name} {'-' if s is None else f'{100 * s:.0f}'}" for name, s in shares.items()) + " %"
 
 

@@ -39,7 +39,7 @@ class Report:
     def __init__(
         self, args: Namespace, job: Job, run: RunSettings, plans: Plans, tried: Sequence[Prediction] = ()
     ) -> None:
-        """`tried`: predictions for the numbers of micro-batches that `job` was chosen from."""
+        """`tried`: predictions for the numbers of micro-batches compared."""
         self._args, self._job, self._run, self._plans, self._tried = args, job, run, plans, tried
         self._waited = 0.0  # seconds for the planner, up to the last log line
         self._began = 0.0  # start of the last step, by `time.perf_counter`
@@ -90,7 +90,7 @@ class Report:
         self.clock.begin()
 
     def planned(self, plan: StepPlan) -> None:
-        """Take the plan of a training step; if the step will be reported, measure and simulate it."""
+        """Take a training step's plan; measure and simulate a step to be reported."""
         self._predicted = None
         if not self._wants(plan.step + 1):
             return
@@ -123,7 +123,7 @@ class Report:
         return self._plans.trained(self._plans.last_step + 1).batch.documents["length"]
 
     def _logged(self, throughput: Throughput, original: Any) -> Any:
-        """Wrap upstream's `training_log` to print its line, then ours; only the last rank has the loss."""
+        """Wrap upstream's `training_log` to print its line, then ours."""
 
         @functools.wraps(original)
         def training_log(loss_dict: Any, total_loss_dict: Any, learning_rate: Any, iteration: int, *args, **kwargs):  # type: ignore[no-untyped-def]
