@@ -56,7 +56,6 @@ class Training:
                 backend=get_backend(run.attention_backend, self._device, job.model.head_sizes),
                 save_gathered=job.sharding.save_gathered_kv,
                 gradients_in_fp32=job.sharding.cp_gradients == "fp32",
-                two_streams=job.profile.two_streams,
                 latents=job.cp_exchange == "latents",
             )
         self._plans = Plans(args, job, run)

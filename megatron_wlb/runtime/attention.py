@@ -6,9 +6,7 @@ their query heads. While a round computes, K and V of the next one arrive, and d
 holds K and V `side_by_side`: one copy frees the QKV projection, and one collective moves both.
 """
 
-import functools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -37,8 +35,6 @@ class AttentionOptions:
     """Keep exchanged keys for backward instead of sending them again: memory in every layer."""
     gradients_in_fp32: bool = True
     """Send dK and dV in fp32 (fp64 for fp64), else in the dtype of K and V; they are summed in fp32."""
-    two_streams: bool = False
-    """Run the first of two calls on another CUDA stream, concurrently with the second."""
     latents: bool = False
     """The model moves latents by `exchange_rows`, and calls `attention_to_keys`."""
 
@@ -230,19 +226,17 @@ def attend(
     kv is `side_by_side`, out [n, Hq, Dv]. Returns one log-sum-exp [Hq, rows] per call; with `merged` [Hq, n], the
     log-sum-exps of out so far, adds these keys to both instead.
     """
-    streams, lse, (k, v) = _Streams(q, part, options), [], keys_and_values(kv, q.shape[-1])
-    for i, (call, args) in enumerate(options.calls(part, q.shape[-1])):
-        with streams.of(i):
-            values, sums = options.backend.forward(q[call.rows], k, v, args)
-            if merged is None:
-                out[call.rows] = values
-                lse.append(sums)
-            else:
-                before = merged[:, call.rows]
-                share = torch.sigmoid(sums - before).T.to(out.dtype)
-                out[call.rows].lerp_(values, share[:, :, None])
-                merged[:, call.rows] = torch.logaddexp(before, sums)
-    streams.join()
+    lse, (k, v) = [], keys_and_values(kv, q.shape[-1])
+    for call, args in options.calls(part, q.shape[-1]):
+        values, sums = options.backend.forward(q[call.rows], k, v, args)
+        if merged is None:
+            out[call.rows] = values
+            lse.append(sums)
+        else:
+            before = merged[:, call.rows]
+            share = torch.sigmoid(sums - before).T.to(out.dtype)
+            out[call.rows].lerp_(values, share[:, :, None])
+            merged[:, call.rows] = torch.logaddexp(before, sums)
     return lse
 
 
@@ -264,46 +258,15 @@ def attend_backward(
     summed = len(part.calls) > 1 or part.sent or part.of[1] is not None
     dtype = torch.promote_types(kv.dtype, torch.float32) if summed else kv.dtype
     dkv = torch.empty_like(kv, dtype=dtype, memory_format=torch.contiguous_format)
-    streams, (k, v) = _Streams(q, part, options), keys_and_values(kv, q.shape[-1])
+    k, v = keys_and_values(kv, q.shape[-1])
     for i, ((call, args), sums) in enumerate(zip(options.calls(part, q.shape[-1]), lse, strict=True)):
         local = dout[call.rows], q[call.rows], k, v, out[call.rows], sums
-        args = args._replace(adds_up=i > 0, before_adding=streams.join if i > 0 else None)
-        with streams.of(i):
-            gradient = options.backend.backward(*local, dkv, args)
-            if part.of[1] is None:
-                dq[call.rows] = gradient
-            else:
-                dq[call.rows] += gradient
-    streams.join()
+        gradient = options.backend.backward(*local, dkv, args._replace(adds_up=i > 0))
+        if part.of[1] is None:
+            dq[call.rows] = gradient
+        else:
+            dq[call.rows] += gradient
     return dkv
-
-
-class _Streams:
-    """Chooses streams of calls; `two_streams`: another for the first of two calls.
-
-    The other stream waits for earlier work, and later work waits for it at `join`, so neither reuses memory that the
-    other still reads.
-    """
-
-    def __init__(self, q: Tensor, part: Part, options: AttentionOptions) -> None:
-        self._beside: torch.cuda.Stream | None = None
-        if options.two_streams and q.is_cuda and len(part.calls) > 1:
-            self._beside = _side_stream(q.device)
-            self._beside.wait_stream(torch.cuda.current_stream(q.device))
-
-    def of(self, call: int) -> AbstractContextManager[Any]:
-        """Return a context that queues work on the stream of call number `call`."""
-        return torch.cuda.stream(self._beside) if self._beside is not None and call == 0 else nullcontext()
-
-    def join(self) -> None:
-        """Make later work on the current stream wait for the first call."""
-        if self._beside is not None:
-            torch.cuda.current_stream(self._beside.device).wait_stream(self._beside)
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 class _Round(NamedTuple):

@@ -50,12 +50,11 @@ def target_of(model: ModelShape, device: str | None, backend: str, dtype: str | 
 
 
 def attention_times(
-    plan: ShardPlan, cp_rank: int, target: Target, stopwatch: Callable[..., float], *, two_streams: bool = False
+    plan: ShardPlan, cp_rank: int, target: Target, stopwatch: Callable[..., float]
 ) -> tuple[float, float]:
     """Return forward and backward of a rank's attention with all keys there, in us."""
     metadata = ShardMetadata.build(plan, cp_rank, target.backend.encode).to(target.device)
-    options = AttentionOptions(backend=target.backend, two_streams=two_streams)
-    model = target.model
+    options, model = AttentionOptions(backend=target.backend), target.model
     q, dout = (
         torch.randn(metadata.num_rows, model.num_attention_heads, size, **target.tensors) for size in model.head_sizes
     )

@@ -1,6 +1,5 @@
 """The interface of attention backends."""
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -40,13 +39,9 @@ class KernelArgs(NamedTuple):
     """Queries see keys up to their own position, counted from the end of an entry; otherwise all, without a window."""
     adds_up: bool = True
     """Backward adds dK and dV to `dkv`; otherwise it overwrites all of `dkv`."""
-    before_adding: Callable[[], None] | None = None
-    """Called before backward touches `dkv`: until then another stream may write it."""
 
     def store(self, dkv: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Add or write dK [P, Hkv, D] and dV [P, Hkv, Dv] to dkv (`side_by_side`)."""
-        if self.before_adding is not None:
-            self.before_adding()
         for total, part in zip(keys_and_values(dkv, dk.shape[-1]), (dk, dv), strict=True):
             if self.adds_up:
                 total.add_(part)
