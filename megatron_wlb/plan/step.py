@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
