@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,6 +29,75 @@ def as_megatron(job: Job, *, cp_exchange: str = "ring", cp_sharding: str = "per-
     )
 
 
+def karmarkar_karp(weights: Sequence[int], k: int, *, equal: bool = False) -> list[list[int]]:
+    """Rows in `k` sets of about equal weight by largest differencing; `equal`: each of as many rows, as verl has it."""
+    if equal:
+        ascending = np.argsort(np.array(weights, np.int64), kind="stable").reshape(-1, k)[:, ::-1]
+        begins = [[(weights[i], [i]) for i in rows] for rows in ascending.tolist()]
+    else:
+        begins = [[(w, [i]), *((0, []) for _ in range(k - 1))] for i, w in enumerate(weights)]
+    count = itertools.count()  # breaks ties
+    heap = [(sets[-1][0] - sets[0][0], next(count), sets) for sets in begins]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        (_, _, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
+        sets = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(one, reversed(other), strict=True)]
+        sets.sort(key=lambda s: -s[0])
+        heapq.heappush(heap, (sets[-1][0] - sets[0][0], next(count), sets))
+    return [rows for _, rows in heap[0][2]] if heap else [[] for _ in range(k)]
+
+
+Ranks = list[list[list[int]]]
+"""Rows of every micro-batch of every data-parallel rank, in the order in which they run."""
+
+
+def verl(weights: Sequence[int], lengths: Sequence[int], job: Job) -> Ranks:
+    """verl 1dda039b: equally many sequences a rank by `weights`, then as many micro-batches as the fullest rank's
+    tokens need, by `weights` again, the small ones at both ends. Nothing bounds their tokens."""
+    held = karmarkar_karp(weights, job.parallel.dp, equal=True)
+    tokens = max(sum(lengths[i] for i in rows) for rows in held)
+    count = -(-tokens // job.max_tokens)
+    ranks = []
+    for rows in held:
+        sets = [[rows[i] for i in each] for each in karmarkar_karp([weights[i] for i in rows], count)]
+        sets.sort(key=lambda each: sum(weights[i] for i in each), reverse=True)
+        ranks.append(sets[::2][::-1] + sets[1::2])
+    return ranks
+
+
+def slime(weights: Sequence[int], lengths: Sequence[int], job: Job) -> Ranks:
+    """slime 624b824a: first fit in order, the longest split until ranks have equally many, and these over ranks by
+    `weights`."""
+    sets: list[list[int]] = []
+    for i, length in enumerate(lengths):
+        fits = (each for each in sets if sum(lengths[k] for k in each) + length <= job.max_tokens)
+        if (each := next(fits, None)) is None:
+            sets.append(each := [])
+        each.append(i)
+    while len(sets) % job.parallel.dp:
+        most = max((each for each in sets if len(each) > 1), key=lambda each: sum(lengths[k] for k in each))
+        sets.remove(most)
+        halves = karmarkar_karp([lengths[k] for k in most], 2)
+        sets += [[most[k] for k in half] for half in halves]
+    sums = [sum(weights[i] for i in each) for each in sets]
+    return [[sets[k] for k in sorted(rank)] for rank in karmarkar_karp(sums, job.parallel.dp, equal=True)]
+
+
+def nemo_rl(lengths: Sequence[int], job: Job) -> Ranks:
+    """NeMo-RL 7ea279ab: first fit by descending length, one more of a sequence each until ranks have equally many, and
+    these round-robin."""
+    sets: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fits = (each for each in sets if sum(lengths[k] for k in each) + lengths[i] <= job.max_tokens)
+        if (each := next(fits, None)) is None:
+            sets.append(each := [])
+        each.append(i)
+    by_size = sorted(sets, key=len, reverse=True)
+    for most in by_size[: -len(sets) % job.parallel.dp]:
+        sets.append([most.pop()])
+    return [sets[rank :: job.parallel.dp] for rank in range(job.parallel.dp)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KarmarkarKarp(Packing):
     """The documents of a global batch in N sets of equal L^2 + c * L by largest differencing, as verl packs.
@@ -48,17 +118,7 @@ class _KarmarkarKarp:
     def pack(self, step: int, draw: Draw) -> PackedBatch:
         documents = draw.global_batch()
         work = document_work(documents["length"], self._crossover_tokens).tolist()
-        count = itertools.count()  # breaks ties
-        heap = []
-        for i, w in enumerate(work):
-            sets = [(w, [i]), *((0, []) for _ in range(self._n - 1))]
-            heapq.heappush(heap, (-w, next(count), sets))
-        while len(heap) > 1:
-            (_, _, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
-            sets = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(one, reversed(other), strict=True)]
-            sets.sort(key=lambda s: -s[0])
-            heapq.heappush(heap, (sets[-1][0] - sets[0][0], next(count), sets))
-        return _packing(documents, [s[1] for s in heap[0][2]] if heap else [[]] * self._n)
+        return _packing(documents, karmarkar_karp(work, self._n))
 
     def waiting(self) -> dict[str, np.ndarray]:
         return {}

@@ -97,9 +97,7 @@ class PackedDocuments(IterableDataset[Step]):
                 return
             plan = plan_step(self.packer, self._job, self._rank)
             if i % workers == number:
-                yield Step(
-                    [self._read(micro_batch) for micro_batch in plan.micro_batches], plan.tokens, plan.packed.state
-                )
+                yield Step([self._read(micro_batch) for micro_batch in plan.micro_batches], plan.tokens, plan.state)
 
     def _read(self, plan: MicroBatchPlan) -> MicroBatch:
         lengths = plan.shards.lengths  # a micro-batch without documents has one token of padding

@@ -16,6 +16,7 @@ from megatron_wlb.describe.settings import PlanSettings
 from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.packing import POLICIES
+from megatron_wlb.plan.closed import balance
 from megatron_wlb.plan.dataset import DocumentIndex, read_index, trained_tokens
 from megatron_wlb.plan.packer import PackedStep, Packer, make_packer
 from megatron_wlb.plan.step import MicroBatchPlan, Planner, StepPlan, plan_step
@@ -38,6 +39,7 @@ __all__ = [
     "Planner",
     "Source",
     "StepPlan",
+    "balance",
     "make_job",
     "make_packer",
     "plan_step",

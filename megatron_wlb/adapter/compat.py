@@ -1,4 +1,4 @@
-"""Supported upstream versions, and scoped replacements that check their targets.
+"""Supported upstream versions, their differences, and scoped replacements that check their targets.
 
 Megatron is imported inside the functions: without a GPU, `cpu.install` must run before that import.
 """
@@ -57,7 +57,7 @@ def replaced(module: Any, name: str, make: Any, parameters: Sequence[str]) -> It
 
 @contextlib.contextmanager
 def prebuilt_dataset_helpers() -> Iterator[None]:
-    """Skip compiling upstream's dataset helpers if built: wheels have no Makefile."""
+    """Skip compilation of upstream's dataset helpers if they are built: wheels have no Makefile."""
     utils = importlib.import_module("megatron.core.datasets.utils")
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
         yield
@@ -67,10 +67,7 @@ def prebuilt_dataset_helpers() -> Iterator[None]:
 
 
 def weight_and_optimizer_bytes(args: Namespace) -> float | None:
-    """Return upstream's bytes of weights and optimizer on the fullest rank.
-
-    None if upstream has no formula for `args`.
-    """
+    """Upstream's bytes of weights and optimizer on the fullest rank; None if it has no formula for `args`."""
     from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
     # The formula covers Adam only. Precision-aware states have other dtypes and may be in host memory.
@@ -149,7 +146,7 @@ def _meaning(node: Any) -> Any:
 
 
 def run_script(defaults: dict[str, Any]) -> None:
-    """Parse the command line and call `pretrain()` as upstream's script does."""
+    """Parse the command line and call `pretrain()` as upstream's script does, with empty providers."""
     from megatron.core.enums import ModelType
     from megatron.training import argument_utils, arguments, pretrain
 
@@ -196,10 +193,9 @@ def _replacing(path: str) -> Iterator[TextIO]:
 
 @contextlib.contextmanager
 def mean_losses(windows: float) -> Iterator[None]:
-    """Log router and MTP losses as means over micro-batches.
+    """Log router and MTP losses as means over micro-batches of `windows` windows on average.
 
-    Upstream sums these losses over micro-batches and divides by the number of windows; a micro-batch has `windows` on
-    average.
+    Upstream sums these losses over micro-batches and divides by the number of windows.
     """
     tracker = importlib.import_module("megatron.core.transformer.moe.moe_logging").MoEMetricsTracker
     helper = importlib.import_module("megatron.core.transformer.multi_token_prediction").MTPLossLoggingHelper

@@ -1,4 +1,4 @@
-"""Builds the job of a training run from Megatron's arguments and the GPU."""
+"""Builds the job of a training run from Megatron's arguments and the GPU that it runs on."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from megatron_wlb.simulate.memory import DEVICE_SHARE
 
 
 def check(args: Namespace) -> None:
-    """Raise ValueError for flags, upstream's or ours, that `--wlb` cannot serve.
+    """Raise ValueError for flags, upstream's or ours, that training with `--wlb` cannot serve.
 
     Call this before upstream validates its flags, since its assertions name no remedy.
     """
@@ -53,7 +53,7 @@ def check(args: Namespace) -> None:
 
 
 def make_job(args: Namespace, **fixed: Any) -> Job:
-    """Return the job of validated arguments; `fixed` sets fields of `Job`.
+    """Build the job from validated arguments; `fixed` sets fields of `Job` and takes precedence.
 
     Raises ValueError for contradictory settings, and if weights or activations do not fit the GPU.
     """
@@ -71,7 +71,7 @@ def make_job(args: Namespace, **fixed: Any) -> Job:
 
 
 def best_job(args: Namespace, stream: Callable[[], DocumentStream]) -> tuple[Job, list[Prediction]]:
-    """Return the job of `make_job`, and the predictions compared, [] if none.
+    """Build the job as `make_job`; returns it with the predictions compared, [] if none.
 
     `--wlb-micro-batches auto` chooses by the run's first documents. `stream` returns the documents from the beginning.
     """
@@ -83,7 +83,7 @@ def best_job(args: Namespace, stream: Callable[[], DocumentStream]) -> tuple[Job
 
 
 def evaluation_job(job: Job, args: Namespace) -> Job:
-    """Return the job of evaluation: windows in data order. Raises ValueError."""
+    """Return the job of evaluation steps: windows in data order. Raises ValueError if they fit no schedule."""
     count = args.eval_global_batch_size
     try:
         return replace(
@@ -99,7 +99,7 @@ def evaluation_job(job: Job, args: Namespace) -> Job:
 
 
 def _budget_bytes(args: Namespace) -> float | None:
-    """Return memory for activations on this GPU; None without one or a formula.
+    """Memory for activations on this GPU; None without one, or if upstream's formula does not apply.
 
     Raises ValueError if weights and optimizer alone are too large for the GPU.
     """

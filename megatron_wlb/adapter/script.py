@@ -1,4 +1,4 @@
-"""Entry points: upstream's script under `megatron_wlb.run`, our `pretrain_gpt.py`.
+"""The entry points: upstream's script under `megatron_wlb.run`, and our own `pretrain_gpt.py`.
 
 Both add `--wlb` to upstream, which then parses the command line and trains as usual.
 """
@@ -18,7 +18,7 @@ _HELP = {"--help", "-h"}
 
 
 def main() -> None:
-    """Train with `--wlb` as upstream's `pretrain_gpt.py` does, without a checkout.
+    """Train with `--wlb` as upstream's `pretrain_gpt.py` does, without a checkout of upstream.
 
     Bad input ends the process with one line and status 2.
     """
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def install() -> None:
-    """Add `--wlb` to the `pretrain_gpt.py` that runs, before it imports megatron.
+    """Add `--wlb` to the `pretrain_gpt.py` that is running; call before it imports megatron.
 
     Its `parse_args` takes the plugin's flags. With `--wlb`, its `pretrain` uses the plugin's data, forward step and
     attention, and the script's own dataset provider and forward step do not run. Without `--wlb`, both work as
@@ -56,7 +56,7 @@ def teach() -> None:
 
 
 def train() -> None:
-    """Do what upstream's script does after its imports, with our parts."""
+    """Do what upstream's script does after its imports, with our data, model and forward step."""
     from megatron_wlb.adapter import compat
 
     # Upstream 0.19 divides by the evaluation interval even without evaluation, and has no default for it.
@@ -77,7 +77,7 @@ def one_line() -> Iterator[None]:
 
 
 def _prepare() -> None:
-    """Check upstream's version and the GPU; without one, redirect CUDA to the CPU."""
+    """Check upstream's version and the GPU; redirect CUDA to the CPU if the run asks for gloo."""
     import torch
 
     from megatron_wlb.adapter import compat, cpu

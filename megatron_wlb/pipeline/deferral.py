@@ -1,24 +1,25 @@
-"""Weight gradients that leave backward passes and fill idle time.
+"""Weight gradients that leave the backward pass and run where their stage would wait.
 
-The backward of a linear layer is two products, and the previous stage waits only for the input gradient (zero-bubble
-pipelines, Qi et al., arXiv 2401.10241). There, micro-batches are alike and the schedule is a pattern; here lengths
-differ and are known, so the step is simulated.
+The backward of a linear layer is two products, and the stage before waits only for the one for the input (zero-bubble
+pipelines, Qi et al., arXiv 2401.10241). There, all micro-batches are alike and the schedule is a pattern; here lengths
+differ and are known, so that the step is played through, and what fits into a wait runs in it.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_wlb.pipeline.play import Parts
 from megatron_wlb.pipeline.schedule import Schedule
-from megatron_wlb.pipeline.timeline import Parts, Timeline, with_parts
+from megatron_wlb.pipeline.timeline import Timeline, with_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightGradients:
-    """The weight gradients of a step, and the memory that deferring them takes.
+    """The products for weights of a step, and the memory that putting them off takes.
 
-    Each backward pass has *parts*, a layer each, in the order of backward. Parts of a stage run in the order of their
-    backward passes.
+    Those of a backward pass are *parts*: a layer each, in the order of backward. Parts of a stage run in the order of
+    their backward passes.
     """
 
     counts: np.ndarray
@@ -35,10 +36,7 @@ class WeightGradients:
 
     @classmethod
     def alike(cls, counts: np.ndarray, weights: np.ndarray) -> "WeightGradients":
-        """Return equal parts of the `weights` times of passes, with memory for all.
-
-        `weights` is float64 [stages, chunks, micro-batches].
-        """
+        """Equal parts of the time for weights of a pass, float64 [stages, chunks, micro-batches]; memory for all."""
         is_part = np.arange(counts.max())[:, None] < counts[:, :, None, None]
         times = is_part * (weights / np.maximum(counts, 1)[:, :, None])[:, :, None]
         kept = np.zeros(weights.shape)
@@ -52,18 +50,20 @@ def run_deferred(
     transfer: np.ndarray | float,
     weights: WeightGradients,
 ) -> tuple[Timeline, np.ndarray]:
-    """Return `timeline.run` with deferred weight gradients, and where they run.
+    """`timeline.run` with deferred weight gradients, and where they run, as `play` says.
 
-    Parts run as `with_parts` says, what is left after the last pass of a stage. Nothing runs before a backward pass of
-    the last virtual stage, which is never idle. The second result is int64 [directions, stages, chunks, micro-batches]:
-    parts of the stage that have run before each pass, counted over the step.
+    What is left runs after the last pass of a stage. Nothing runs before a backward pass of the last virtual stage,
+    which waits for nobody.
+
+    Returns the timeline and, int64 [directions, stages, chunks, micro-batches], how many parts of its stage have run
+    before each pass, of all that have gone before in the step.
     """
     bare = np.broadcast_to(backward, weights.kept.shape) - weights.times.sum(axis=2)
     return with_parts(schedule, forward, bare, transfer, _parts(schedule, weights))
 
 
 def _parts(schedule: Schedule, weights: WeightGradients) -> Parts:
-    """Return the parts of backward passes; forward passes have none."""
+    """Those of every backward pass; forward passes have none."""
     passes, count = weights.kept.size, schedule.num_micro_batches
     is_part = np.arange(weights.times.shape[2]) < weights.counts[:, :, None, None]
     is_part = np.broadcast_to(is_part, (*weights.kept.shape, is_part.shape[-1]))
@@ -80,10 +80,8 @@ def _parts(schedule: Schedule, weights: WeightGradients) -> Parts:
 
 
 def _needs(schedule: Schedule, steps: np.ndarray) -> np.ndarray:
-    """Return bytes that must be free before every pass, shaped as `steps`.
-
-    They cover the pass, and the backward passes of the last virtual stage that follow it, before which nothing runs.
-    """
+    """Bytes that must be free before every pass, shaped as `steps`: its own, and those of backward passes of the last
+    virtual stage that follow it, before which nothing runs."""
     needs = np.maximum(steps, 0)
     stage, chunk = schedule.num_stages - 1, schedule.num_chunks - 1
     following = 0.0

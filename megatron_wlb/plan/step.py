@@ -1,4 +1,4 @@
-"""Plan of a step: documents, data-parallel rank and CP shards of micro-batches."""
+"""The plan of a step: each micro-batch's documents, data-parallel rank, and CP shards."""
 
 import atexit
 import hashlib
@@ -17,7 +17,7 @@ from megatron_wlb import sharding
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job
 from megatron_wlb.plan import metrics, placement
-from megatron_wlb.plan.packer import PackedStep, Packer
+from megatron_wlb.plan.packer import PackedStep, Packer, Snapshot
 from megatron_wlb.simulate.weight_gradients import weight_gradients_before
 from megatron_wlb.types import PackedBatch, ShardPlan
 
@@ -51,11 +51,13 @@ class MicroBatchPlan:
 class StepPlan:
     """Everything that a rank needs to know about one step."""
 
-    packed: PackedStep
+    step: int
     micro_batches: tuple[MicroBatchPlan, ...]
     """Micro-batches of this data-parallel rank, in pipeline order."""
     weight_gradients_before: np.ndarray | None
     """See `simulate.weight_gradients`; None: none are deferred."""
+    batch: PackedBatch
+    """All M micro-batches."""
     work: np.ndarray
     """Work of all M micro-batches, int64 [M]."""
     original_work: np.ndarray
@@ -66,15 +68,8 @@ class StepPlan:
     """`digest_of` parts of the plan that are the same on all ranks."""
     own_digest: int
     """`digest_of` what ranks of one data-parallel rank share: order, shards, rounds, deferred weight gradients."""
-
-    @property
-    def step(self) -> int:
-        return self.packed.step
-
-    @property
-    def batch(self) -> PackedBatch:
-        """All M micro-batches."""
-        return self.packed.batch
+    snapshot: Snapshot
+    """State of the packer after this step."""
 
     @property
     def digest(self) -> int:
@@ -86,24 +81,39 @@ class StepPlan:
         """Trained tokens of all M micro-batches."""
         return int(self.batch.documents["length"].sum())
 
+    @property
+    def num_waiting(self) -> int:
+        """Documents drawn and not yet packed."""
+        return self.snapshot.num_waiting
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """State of the packer after this step; computed on each access."""
+        return self.snapshot.state()
+
 
 def plan_step(packer: Packer, job: Job, dp_rank: int = 0) -> StepPlan:
     """Plan the packer's next step for a data-parallel rank: pack, place, shard.
 
     Raises StopIteration if the packer is finished.
     """
-    packed = packer.next()
+    return plan_packed(packer.next(), job, dp_rank)
+
+
+def plan_packed(packed: PackedStep, job: Job, dp_rank: int, rows: np.ndarray | None = None) -> StepPlan:
+    """Plan a packed step: place, shard. `rows`: micro-batches of every rank, int64 [dp, M / dp], if placed already."""
     batch = packed.batch
     work = batch.sums(document_work(batch.documents["length"], job.crossover_tokens))
-    rows, paces = _placed(work, batch.sums(batch.documents["length"]), job)
+    rows, paces = _placed(work, batch.sums(batch.documents["length"]), job, rows)
     mine = rows[dp_rank][placement.order(paces[dp_rank], job)]
     micro_batches = tuple(_micro_batch(packed.step, batch.micro_batch(i), job) for i in mine)
     shards = [m.shards for m in micro_batches]
     before = weight_gradients_before(job, shards) if job.defer_weight_gradients else None
     return StepPlan(
-        packed=packed,
+        step=packed.step,
         micro_batches=micro_batches,
         weight_gradients_before=before,
+        batch=batch,
         work=work,
         original_work=metrics.original_work(packed.drawn, job),
         delays=metrics.delays(batch, packed.step),
@@ -113,20 +123,21 @@ def plan_step(packer: Packer, job: Job, dp_rank: int = 0) -> StepPlan:
             "placement": digest_of(rows),
         },
         own_digest=digest_of(before, *(part for m in micro_batches for part in _agreed(m))),
+        snapshot=packed.snapshot,
     )
 
 
 def step_cost(batch: PackedBatch, job: Job) -> int:
-    """Return the approximate time of the costliest data-parallel rank, in work."""
+    """Approximate time of a step's costliest data-parallel rank, in work (`placement.rank_cost`)."""
     work = batch.sums(document_work(batch.documents["length"], job.crossover_tokens))
     _, paces = _placed(work, batch.sums(batch.documents["length"]), job)
     return int(placement.rank_cost(paces, job).max())
 
 
 def shard_step(job: Job, lengths: Sequence[np.ndarray]) -> list[list[ShardPlan]]:
-    """Return every data-parallel rank's shards of a step, in pipeline order.
+    """Place and shard M micro-batches of documents of `lengths` (int64 [n] each), as `plan_step`.
 
-    Places and shards M micro-batches of documents of `lengths` (int64 [n] each), as `plan_step`.
+    Returns the shards of every data-parallel rank's micro-batches in pipeline order.
     """
     work = np.array([document_work(each, job.crossover_tokens).sum() for each in lengths])
     rows, paces = _placed(work, np.array([each.sum() for each in lengths]), job)
@@ -134,13 +145,15 @@ def shard_step(job: Job, lengths: Sequence[np.ndarray]) -> list[list[ShardPlan]]
     return [[sharding.shard(lengths[i], job)[1] for i in row] for row in mine]
 
 
-def _placed(work: np.ndarray, tokens: np.ndarray, job: Job) -> tuple[np.ndarray, np.ndarray]:
-    """Return micro-batches of data-parallel ranks, and `paces`, int64 [dp, M / dp].
+def _placed(
+    work: np.ndarray, tokens: np.ndarray, job: Job, rows: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return each data-parallel rank's micro-batches and `placement.paces`, int64 [dp, M / dp] each.
 
     `work` and `tokens` cover all M micro-batches, int64 [M].
     """
     experts = tokens * job.expert_crossover_tokens
-    rows = placement.place(work, job, experts, tokens)
+    rows = placement.place(work, job, experts, tokens) if rows is None else rows
     return rows, placement.paces(work[rows], experts[rows], job)
 
 
@@ -167,7 +180,7 @@ def digest_of(*parts: Any) -> int:
 
 
 class Planner:
-    """Plans steps in a thread, at most `PLAN_AHEAD` steps ahead of training.
+    """Plans steps in a thread of its own, at most `PLAN_AHEAD` steps ahead of training.
 
     Steps are kept until `release`, so that several data iterators (one per virtual stage) and replays of a step read
     the same plan. Plans are keyed by step, never by the number of reads. The thread lives until `close`, or until the

@@ -1,4 +1,4 @@
-"""Measures attention and the rest of a layer on this device, to fit a profile to."""
+"""Times of attention and of the rest of a layer on this device, which a profile is fitted to."""
 
 import contextlib
 import statistics
@@ -17,25 +17,24 @@ from megatron_wlb.runtime.metadata import ShardMetadata
 from megatron_wlb.types import ShardPlan
 
 FLUSH_BYTES = 1 << 30
-"""Written before every sample on a GPU: empties its caches, and outlasts the launch of the measured kernels."""
+"""Written before every sample on a GPU: empties its caches, and takes longer than launching what is measured."""
 
 
 class Target(NamedTuple):
-    """A layer to measure, and the backend that runs it."""
+    """A layer that is measured, by the sizes of `ModelShape`, and what it runs with."""
 
     model: ModelShape
     device: str
     backend: Backend
     dtype: str
     tensors: dict[str, Any]
-    """Device and dtype, as torch's factories take them."""
+    """Device and dtype of tensors, as torch takes them."""
 
 
 def target_of(model: ModelShape, device: str | None, backend: str, dtype: str | None) -> Target:
-    """Return a layer of the model on `device`, by default the GPU or else the CPU.
+    """A layer of the model on `device`, by default the GPU if there is one; in bf16 there, and in fp32 on a CPU.
 
-    Default dtype: bf16 on a GPU, fp32 on a CPU. Raises ValueError for a missing device, and if the backend does not run
-    on it or in that dtype.
+    Raises ValueError for a device that is not there, and where the backend does not run on it or in that dtype.
     """
     has_gpu = torch.cuda.is_available()
     device = device or ("cuda" if has_gpu else "cpu")
@@ -50,11 +49,12 @@ def target_of(model: ModelShape, device: str | None, backend: str, dtype: str | 
 
 
 def attention_times(
-    plan: ShardPlan, cp_rank: int, target: Target, stopwatch: Callable[..., float]
+    plan: ShardPlan, cp_rank: int, target: Target, stopwatch: Callable[..., float], *, two_streams: bool = False
 ) -> tuple[float, float]:
-    """Return forward and backward of a rank's attention with all keys there, in us."""
+    """Attention of a rank, forward and backward in us, as it runs when all keys have arrived."""
     metadata = ShardMetadata.build(plan, cp_rank, target.backend.encode).to(target.device)
-    options, model = AttentionOptions(backend=target.backend), target.model
+    options = AttentionOptions(backend=target.backend, two_streams=two_streams)
+    model = target.model
     q, dout = (
         torch.randn(metadata.num_rows, model.num_attention_heads, size, **target.tensors) for size in model.head_sizes
     )
@@ -71,7 +71,7 @@ def attention_times(
 
 
 def linear_times(target: Target, tokens: int, stopwatch: Callable[..., float]) -> tuple[float, float]:
-    """Return forward and backward of a layer without attention, in us per token."""
+    """A layer without attention, RoPE and norms of latents, forward and backward, in us per token of `tokens`."""
     model = target.model
     h, ffn, gated = model.hidden_size, model.ffn_hidden_size, model.gated_linear_unit
     latents = model.q_lora_rank, model.kv_lora_rank, model.qk_pos_emb_head_dim
@@ -101,10 +101,9 @@ def linear_times(target: Target, tokens: int, stopwatch: Callable[..., float]) -
 
 
 def stopwatch_of(device: str, seconds: float) -> Callable[[Callable[[], Any]], float]:
-    """Return a function that measures a call in us.
+    """Time of a call in us: of samples for `seconds`, but 3 to 20 of them, after two that warm up.
 
-    Takes 3 to 20 samples in `seconds` after two to warm up: the median on a GPU; on a CPU the shortest, since other
-    processes only ever add time.
+    The median on a GPU; on a CPU the shortest, since other processes only ever add to it.
     """
     if device == "cuda":
         flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
@@ -136,7 +135,7 @@ def stopwatch_of(device: str, seconds: float) -> Callable[[Callable[[], Any]], f
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Run with one thread inside, as torchrun's ranks do on CPUs."""
+    """Run with one thread, as every rank does on CPUs under torchrun."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

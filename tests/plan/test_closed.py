@@ -1,0 +1,124 @@
+"""A closed batch is planned whole: every sequence once, within bounds, and as the loops of others take it."""
+
+import inspect
+import re
+from argparse import Namespace
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_wlb import balance
+from megatron_wlb.cost.work import document_work
+from megatron_wlb.model import ModelShape
+from tests.jobs import MODEL, job
+
+PAGE = Path(__file__).parents[2] / "docs/closed_batches.md"
+lengths = st.lists(st.integers(1, 128), min_size=1, max_size=40)
+
+
+def job_on(dp, **layout):
+    return job(dp=dp, num_micro_batches=2 * dp * layout.get("pp", 1), max_tokens=128, **layout)
+
+
+def sequences(lengths, job, **given):
+    """Of every micro-batch of every rank."""
+    plans = [balance(lengths, job, rank, **given) for rank in range(job.parallel.dp)]
+    return [[m.documents["document"].tolist() for m in plan.micro_batches] for plan in plans]
+
+
+@given(lengths, st.sampled_from([1, 2, 4]), st.sampled_from([(1, 1), (2, 1), (4, 2)]), st.booleans())
+def test_every_sequence_runs_once_within_the_bound(lengths, dp, stages, equal):
+    lengths *= dp if equal else 1
+    ranks = sequences(lengths, job_on(dp, pp=stages[0], vpp=stages[1]), equal_counts=equal)
+    each = list(chain.from_iterable(ranks))
+    assert sorted(chain.from_iterable(each)) == list(range(len(lengths)))
+    assert max(sum(lengths[i] for i in rows) for rows in each) <= 128
+    assert len({len(rank) for rank in ranks}) == 1
+    assert all(each) or len(each) > len(lengths)
+    assert not equal or len({sum(map(len, rank)) for rank in ranks}) == 1
+
+
+def test_ranks_have_equal_work_also_where_they_divide_experts():
+    drawn = np.random.default_rng(0).integers(1, 128, 400)
+    experts = ModelShape(**{f: getattr(MODEL, f) for f in MODEL.__dataclass_fields__} | {"moe_router_topk": 2})
+    for on in (job_on(4), job_on(4, pp=2), job_on(4, model=experts, ep=4)):
+        for equal in (False, True):
+            work = [
+                sum(int(document_work(drawn[rows], on.crossover_tokens).sum()) for rows in rank)
+                for rank in sequences(drawn, on, equal_counts=equal)
+            ]
+            assert max(work) <= 1.02 * np.mean(work), (on.parallel, equal)
+
+
+def test_a_pipeline_makes_more_micro_batches_than_fit():
+    drawn = [100] * 8 + [4] * 64
+    assert len(balance(drawn, job_on(1)).batch) <= len(balance(drawn, job_on(1, pp=4)).batch)
+    assert len(balance(drawn, job_on(1, pp=4), num_micro_batches=12).batch) == 12
+
+
+@pytest.mark.parametrize(
+    ("drawn", "given", "message"),
+    [
+        ([], {}, "0 sequences of 0 to 0 tokens; give at least one"),
+        ([129], {}, "1 sequences of 129 to 129 tokens; give at least one, of 1 to 128 tokens"),
+        ([1, 2, 3], {"equal_counts": True}, "3 sequences do not divide over 2 data-parallel ranks"),
+        ([1, 2, 3], {"num_micro_batches": 3}, "3 micro-batches do not divide"),
+        ([128] * 3, {"num_micro_batches": 2}, "3 sequences of 384 tokens do not fit into 2 micro-batches of 128"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(drawn, given, message):
+    with pytest.raises(ValueError, match=message):
+        balance(drawn, job_on(2), **given)
+
+
+# The page ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def page():
+    """What the code of the page defines."""
+    names: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+        exec(block, names)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("get_seqlen_balanced_partitions", "seqlen_list k_partitions equal_size"),
+        ("build_dp_schedule", "args train_parallel_config total_lengths global_batch_size rollout_indices"),
+        ("_pack_implementation", "self sequence_lengths"),
+    ],
+)
+def test_call_sites_have_the_parameters_of_those_they_replace(page, name, parameters):
+    assert list(inspect.signature(page[name]).parameters) == parameters.split()
+
+
+def test_call_sites_return_what_their_callers_check(page):
+    drawn = np.random.default_rng(1).integers(100, 30_000, 96).tolist()
+    for count, equal in ((4, True), (12, False)):
+        sets = page["get_seqlen_balanced_partitions"](drawn, count, equal)
+        assert len(sets) == count and all(sets) and sorted(chain.from_iterable(sets)) == list(range(96))
+        assert not equal or {len(rows) for rows in sets} == {24}
+
+    config = {"dp_size": 4, "cp_size": 2, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 2}
+    ranks, indices, counts, sizes = page["build_dp_schedule"](
+        Namespace(max_tokens_per_gpu=16384),
+        config,
+        drawn,
+        global_batch_size=20,
+        rollout_indices=[i // 2 for i in range(96)],
+    )
+    assert sizes == [20, 20] and sorted(chain.from_iterable(ranks)) == list(range(80))  # slime drops what is left over
+    for rank, mine in zip(ranks, indices, strict=True):
+        assert list(chain.from_iterable(mine)) == list(range(len(rank))) and len(mine) == sum(counts)
+        assert {rank[i] < 40 for rows in mine[: counts[0]] for i in rows} == {True}
+
+    bins = page["_pack_implementation"](Namespace(bin_count_multiple=4, bin_capacity=32768), drawn)
+    assert len(bins) % 4 == 0 and all(bins) and sorted(chain.from_iterable(bins)) == list(range(96))
+    assert max(sum(drawn[i] for i in rows) for rows in bins) <= 32768
