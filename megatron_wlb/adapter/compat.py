@@ -14,11 +14,12 @@ import os
 import textwrap
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 from packaging.version import Version
 
+from megatron_wlb import files
 from megatron_wlb.describe.megatron import MegatronArguments, parallel_of
 
 SUPPORTED = ((0, 19, 0), (0, 20, 0))
@@ -171,21 +172,12 @@ def whole_tracker() -> Iterator[None]:
     def at_once(original: Any) -> Any:
         def open_file(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             tracker = os.path.basename(path) == "latest_checkpointed_iteration.txt" and "://" not in str(path)
-            return _replacing(path) if tracker and mode == "w" else original(path, mode, *args, **kwargs)
+            return files.written(path) if tracker and mode == "w" else original(path, mode, *args, **kwargs)
 
         return open_file
 
     with replaced(checkpointing.maybe_msc, "open", at_once, ()):
         yield
-
-
-@contextlib.contextmanager
-def _replacing(path: str) -> Iterator[TextIO]:
-    with open(f"{path}.tmp", "w") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(f"{path}.tmp", path)
 
 
 # Losses of the router ------------------------------------------------------------------------------------------------

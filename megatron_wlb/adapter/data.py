@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -77,6 +78,9 @@ def load_splits(args: Namespace) -> dict[str, SplitData]:
             f"--wlb: the validation split is empty, and --eval-iters is {args.eval_iters}; give --eval-iters 0, or "
             "another --split"
         )
+    for name, each in data.items():
+        if each.sources:
+            stream_of(args, name, each)  # checks weights
     return data
 
 
@@ -146,11 +150,18 @@ class DocumentDataset(torch.utils.data.Dataset[Batch]):
         is_first: bool,
         is_last: bool,
         mmap: bool,
+        vocabulary: int,
         encode: Encoding = varlen,
         depths: int = 0,
     ) -> None:
-        """`encode`: encoding of the attention backend. `depths`: tokens predicted beyond the next one."""
+        """Args, where they are not plain.
+
+        vocabulary: tokens are below it.
+        encode: encoding of the attention backend.
+        depths: tokens predicted beyond the next one.
+        """
         self._split, self._cp_rank, self._encode, self._depths = split, cp_rank, encode, depths
+        self._vocabulary = vocabulary
         self._is_first, self._is_last = is_first, is_last
         needed = is_first or is_last
         self._readers = [_reader(index, mmap) for index in data.indices] if needed else []
@@ -188,8 +199,17 @@ class DocumentDataset(torch.utils.data.Dataset[Batch]):
         return tokens, labels, torch.from_numpy(mask)
 
     def _tokens(self, document: np.void, start: int, count: int) -> np.ndarray:
-        read = self._readers[document["dataset"]]
-        return read(int(document["document"]), int(document["offset"]) + start, count)
+        number, first = int(document["document"]), int(document["offset"]) + start
+        tokens = self._readers[document["dataset"]](number, first, count)
+        strange = (tokens < 0) | (tokens >= self._vocabulary)
+        if strange.any():  # upstream would take such a token for none, with tensor parallelism without an error
+            at = int(strange.argmax())
+            raise ValueError(
+                f"token {tokens[at]} at place {first + at} of document {number} of dataset {document['dataset']} of "
+                f"the {self._split} blend is not from 0 to {self._vocabulary - 1} (--vocab-size, or the tokenizer's); "
+                "give the tokenizer that the dataset was made with"
+            )
+        return tokens
 
 
 def _reader(index: DocumentIndex | MockIndex, mmap: bool) -> Callable[[int, int, int], np.ndarray]:
@@ -200,6 +220,9 @@ def _reader(index: DocumentIndex | MockIndex, mmap: bool) -> Callable[[int, int,
 
     def read(document: int, first: int, count: int) -> np.ndarray:
         offset = int(index.pointers[document]) + first * index.item_bytes
+        if not mmap and os.path.getsize(f"{index.prefix}.bin") < offset + count * index.item_bytes:
+            # Upstream's reader would return uninitialised memory.
+            raise ValueError(f"{index.prefix}.bin was cut off since the run began, before byte {offset}; restore it")
         tokens: np.ndarray = dataset.bin_reader.read(dtype=dataset.index.dtype, count=count, offset=offset)
         return tokens
 

@@ -4,10 +4,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_wlb import sharding
+from megatron_wlb import files, sharding
 from megatron_wlb.cost.attention import sharding_kernel
 from megatron_wlb.job import Job
-from megatron_wlb.plan import files, metrics
+from megatron_wlb.plan import metrics
 from megatron_wlb.plan.step import StepPlan
 from megatron_wlb.sharding import rank_work
 
@@ -94,7 +94,7 @@ def line(entry: dict[str, Any]) -> str:
 
 def _percent(shares: Mapping[str, float | None]) -> str:
     """Format shares as "busy 71, bubble 24, exchange -, waiting 5 %"; - is an unknown share."""
-    return ", ".join(f"{name} {'-' if s is None else f'{100 * s:.0f}'}" for name, s in shares.items()) + " %"
+    return ", ".join(f"{name} {'-' if s is None else round(100 * s)}" for name, s in shares.items()) + " %"
 
 
 def append(path: str, entry: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from megatron.training import checkpointing, initialize, training
 
+from megatron_wlb import files
 from megatron_wlb.adapter import compat, data, describe, mtp, tiles
 from megatron_wlb.adapter.data import Batch, DocumentDataset
 from megatron_wlb.adapter.loss import scale_sharded, token_loss
@@ -43,6 +45,13 @@ class Training:
             torch.cuda.set_device(args.local_rank)  # upstream sets it later, after backends are tested
         self._device = torch.device("cuda" if gpu else "cpu")
         self._splits = data.load_splits(args)
+        if run.log and args.rank == args.world_size - 1:  # the ranks that write them
+            files.check_log(run.log, "--wlb-log")
+        if args.rank == 0:
+            if run.document_log:
+                files.check_log(run.document_log, "--wlb-document-log")
+            if args.save and os.path.isdir(args.save):
+                files.check_room(args.save, "--save")
         train = functools.partial(data.stream_of, args, "train", self._splits["train"])
         self._job, tried = describe.best_job(args, train)
         job = self._job
@@ -106,6 +115,7 @@ class Training:
             is_first=mpu.is_pipeline_first_stage(ignore_virtual=True),
             is_last=mpu.is_pipeline_last_stage(ignore_virtual=True),
             mmap=args.mmap_bin_files,
+            vocabulary=args.padded_vocab_size,
             encode=self.attention.backend.encode if self.attention else varlen,
             depths=args.mtp_num_layers or 0,
         )

@@ -1,13 +1,21 @@
 """Shared by commands: argument types, output files, a progress bar, tables."""
 
 import argparse
+import base64
+import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from megatron_wlb import files
+
+OUTPUTS: set[str] = set()
+"""Real paths of the files that are being written."""
 
 
 def integer(least: int, most: int) -> Callable[[str], int]:
@@ -31,20 +39,22 @@ def writer(output: str | None, flag: str = "--output") -> Iterator[Any]:
         yield sys.stdout
         sys.stdout.flush()
         return
-    path = Path(output).resolve()
+    path = Path(output)
     if path.exists() and not path.is_file():
         with path.open("w") as file:  # a pipe or /dev/null, which must not be replaced
             yield file
         return
     if not path.parent.is_dir():
         raise ValueError(f"{flag} {output}: the folder {path.parent} does not exist; create it or name another")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    if (real := os.path.realpath(path)) in files.INPUTS | OUTPUTS:
+        what = "another output" if real in OUTPUTS else "an input"
+        raise ValueError(f"{flag} {output} is {what} of this command, too; name another file")
+    OUTPUTS.add(real)
     try:
-        with temporary.open("w") as file:
+        with files.written(path) as file:
             yield file
-        temporary.replace(path)
     finally:
-        temporary.unlink(missing_ok=True)
+        OUTPUTS.remove(real)
 
 
 def write_json(file: Any, entry: dict[str, Any]) -> None:
@@ -92,10 +102,19 @@ def render(template: Path | str, **values: Any) -> str:
     """Render a template of `templates/`, or a file that extends one; HTML is escaped."""
     import jinja2
 
+    def harmless(value: Any) -> Any:
+        """Return text without control characters, as names of files may have."""
+        is_text = isinstance(value, str) and not hasattr(value, "__html__")
+        return re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", " ", value) if is_text else value
+
     file, folder = Path(template), Path(__file__).parent / "templates"
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([file.parent, folder]), autoescape=jinja2.select_autoescape(), trim_blocks=True
+        loader=jinja2.FileSystemLoader([file.parent, folder]),
+        autoescape=jinja2.select_autoescape(),
+        trim_blocks=True,
+        finalize=harmless,
     )
+    environment.filters["sha256"] = lambda text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     return environment.get_template(file.name).render(**values)
 
 

@@ -10,12 +10,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from megatron_wlb import files
 from megatron_wlb.calibration import relative_error
 from megatron_wlb.cli import common
 from megatron_wlb.cli.common import Words, integer, progress, write_json, writer
@@ -28,6 +29,8 @@ from megatron_wlb.simulate.step import SHARES, shares, simulate_step
 FORMAT = "megatron-wlb-comparison"
 VERSION = 3
 USAGE = "RUN.jsonl [--wlb-profile PROFILE] [--skip K] [--json FILE]"
+MOST_OF_A_LINE = 1 << 26
+"""Most bytes of a step in a log."""
 MOST_STEPS = 500
 """Most steps that are simulated, evenly spread over the log: errors need no more, and a step can take a second."""
 
@@ -112,7 +115,7 @@ def _profile_of(args: argparse.Namespace, ran: Job, notes: list[str]) -> Profile
 class _Line(msgspec.Struct):
     """The fields that are read from a line of the log."""
 
-    step: int
+    step: Annotated[int, msgspec.Meta(ge=1)]
     step_ms: Annotated[float, msgspec.Meta(gt=0, lt=1e12)]
     lengths: list[list[Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]]]
     job: Any
@@ -122,8 +125,11 @@ class _Line(msgspec.Struct):
 def read_log(path: str) -> list[LoggedStep]:
     """Read the steps of a `--wlb-log` file. Raises ValueError, naming the line."""
     steps: list[LoggedStep] = []
-    with Path(path).open("rb") as file:
-        for number, line in enumerate(file, start=1):
+    remedy = "give the file that --wlb-log named"
+    with files.opened(path, remedy) as file:
+        for number, line in enumerate(iter(partial(file.readline, MOST_OF_A_LINE), b""), start=1):
+            if len(line) == MOST_OF_A_LINE:
+                raise ValueError(f"{path}, line {number} has over {MOST_OF_A_LINE >> 20} MiB, the limit; {remedy}")
             try:
                 steps.append(_logged_step(line))
             except (ValueError, msgspec.MsgspecError, RecursionError) as error:

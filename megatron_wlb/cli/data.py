@@ -4,8 +4,8 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from megatron_wlb import files
 from megatron_wlb.describe.megatron import MegatronArguments
 from megatron_wlb.plan.dataset import read_tokens, trained_tokens
 from megatron_wlb.plan.stream import DocumentStream, Source
@@ -61,7 +61,7 @@ def _blend_words(a: MegatronArguments) -> tuple[Sequence[str], bool]:
     if a.data_path:
         return a.data_path, True
     if a.data_args_path is not None:
-        return Path(a.data_args_path).read_text(encoding="utf-8").split(), True
+        return _text(a.data_args_path, "--data-args-path").split(), True
     if a.per_split_data_args_path is not None:
         return _training_blend(a.per_split_data_args_path), False
     if a.train_data_path:
@@ -69,9 +69,13 @@ def _blend_words(a: MegatronArguments) -> tuple[Sequence[str], bool]:
     raise ValueError("no --data-path; give the prefix of a .bin/.idx dataset, or a blend")
 
 
+def _text(path: str, flag: str) -> str:
+    return files.read(path, 1 << 24, f"give {flag} a file of weights and prefixes").decode("utf-8")
+
+
 def _training_blend(path: str) -> list[str]:
     try:
-        blend = json.loads(Path(path).read_text(encoding="utf-8"))["train"]
+        blend = json.loads(_text(path, "--per-split-data-args-path"))["train"]
         return blend.split() if isinstance(blend, str) else [str(word) for word in blend]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
@@ -89,7 +93,7 @@ def _blend(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
     if not weights or len(words) % 2:
         return list(words), None
     if not all(math.isfinite(w) and w > 0 for w in weights):
-        raise ValueError(f"--data-path {' '.join(words)}: weights must be over 0")
+        raise ValueError(f"--data-path {' '.join(words)}: weights must be positive and finite")
     return list(words[1::2]), weights
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, get_args
 
 import msgspec
 
-from megatron_wlb import packing
+from megatron_wlb import files, packing
 from megatron_wlb.cli.common import integer
 from megatron_wlb.cli.launch import Judged, Launched, judge, read_command, read_log
 from megatron_wlb.describe.flags import add_wlb_arguments
@@ -217,8 +217,8 @@ class _Tokenizer(msgspec.Struct):
 def tokens_of(file: Path) -> int:
     """Return the vocabulary of a tokenizer.json. Raises ValueError if it is none."""
     try:
-        found = msgspec.json.decode(file.read_bytes(), type=_Tokenizer)
-    except (OSError, msgspec.MsgspecError) as error:
+        found = msgspec.json.decode(files.read(file, 1 << 26, "give --vocab-size"), type=_Tokenizer)
+    except msgspec.MsgspecError as error:
         raise ValueError(f"{file} is no tokenizer of Hugging Face ({error}); give --vocab-size") from error
     vocabulary = found.model.vocab
     ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))

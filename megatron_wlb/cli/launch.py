@@ -3,11 +3,11 @@
 import ast
 import os
 import re
-import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from megatron_wlb import files
 from megatron_wlb.cli.common import printable
 from megatron_wlb.describe.megatron import FLAGS, SWITCHED_OFF, MegatronArguments, flag_of, short
 from megatron_wlb.describe.refusals import refuses
@@ -266,18 +266,10 @@ def _text(name: str) -> str:
     """Return the text of a log, even if damaged. Raises ValueError for other files."""
     if name == "-":
         data = sys.stdin.buffer.read(MOST_BYTES + 1)
-        size = len(data)
+        if len(data) > MOST_BYTES:
+            raise ValueError(f"- has over {MOST_BYTES >> 20} MiB, the limit; give what is of interest: {BLOCK} LOG")
     else:
-        try:
-            if not stat.S_ISREG((status := os.stat(name)).st_mode):
-                raise ValueError(f"{short(name)} is a folder, pipe or device; {_REMEDY}, or - for standard input")
-            size = status.st_size
-            with open(name, "rb") as file:
-                data = file.read(MOST_BYTES)
-        except OSError as error:
-            raise ValueError(f"{short(name)}: {error.strerror}; {_REMEDY}") from None
-    if size > MOST_BYTES:
-        raise ValueError(f"{short(name)} has over {MOST_BYTES >> 20} MiB; give what is of interest: {BLOCK} LOG")
+        data = files.read(name, MOST_BYTES, f"{_REMEDY}, - for standard input, or of a long one: {BLOCK} LOG")
     if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise ValueError(f"{short(name)} is UTF-16; give it as iconv -f UTF-16 -t UTF-8 writes it")
     if b"\0" in data:

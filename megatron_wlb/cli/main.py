@@ -6,11 +6,12 @@ first line after the colon in the list of commands, the rest of it behind `COMMA
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from megatron_wlb import __version__
+from megatron_wlb import __version__, files
 from megatron_wlb.cli import analyze, audit, compare, profile, rehearse
 from megatron_wlb.cli.common import Words, printable
 
@@ -52,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(words[:end])
     if unknown:
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    files.INPUTS.clear()
+    ended = signal.signal(signal.SIGTERM, _end)
     try:
         if words[end + 1 :] and args.run not in (analyze.run, rehearse.run):
             raise ValueError(f"{words[end + 1]} behind --: only analyze and rehearse take a run's command")
@@ -65,8 +68,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.name not in EXTRAS:
             raise
         return _refuse(args.command, f"{error.name} is not installed; pip install 'megatron-wlb[{EXTRAS[error.name]}]'")
-    except (ValueError, OSError) as error:
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return _refuse(args.command, f"{where}{error.strerror or error}; check the name, rights and space")
+    except ValueError as error:
         return _refuse(args.command, str(error))
+    finally:
+        signal.signal(signal.SIGTERM, ended)
+
+
+def _end(number: int, frame: Any) -> NoReturn:
+    raise SystemExit(128 + number)  # unlike the signal itself, it lets files be cleaned up
 
 
 def _refuse(command: str, message: str) -> int:

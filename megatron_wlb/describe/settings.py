@@ -1,5 +1,6 @@
 """Settings of planning and of the training run."""
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -94,3 +95,5 @@ class RunSettings(Settings):
 
     def check(self) -> None:
         mock_lengths(self.mock_lengths)
+        if self.log and self.document_log and os.path.realpath(self.log) == os.path.realpath(self.document_log):
+            raise ValueError(f"--wlb-log and --wlb-document-log are both {self.log}; name two files")

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from megatron_wlb import files
 from megatron_wlb.hardware.network import H100_NETWORK, Network
 
 
@@ -194,7 +195,8 @@ def load_profile(name_or_path: str) -> Profile:
     if name_or_path == FLOPS_PROFILE.name:
         return FLOPS_PROFILE
     try:
-        return msgspec.json.decode(profile_file(name_or_path).read_bytes(), type=Profile)
+        text = files.read(profile_file(name_or_path), 1 << 20, "give what `megatron-wlb profile` wrote")
+        return msgspec.json.decode(text, type=Profile)
     except msgspec.MsgspecError as error:
         raise ValueError(
             f"{name_or_path} is not a megatron_wlb profile: {error}; give what `megatron-wlb profile` wrote"

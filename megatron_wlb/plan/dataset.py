@@ -5,12 +5,15 @@ chunks.
 """
 
 import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from megatron_wlb import files
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}  # dtype codes of the format
@@ -131,6 +134,7 @@ def _chunks(size: int) -> Iterator[slice]:
 
 def _parse(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     """Return sequence lengths, pointers, document boundaries (all mapped), and bytes per token."""
+    files.INPUTS.update(os.path.realpath(path.with_suffix(suffix)) for suffix in (".idx", ".bin"))
     size = path.stat().st_size
     header = len(_MAGIC) + 8 + 1 + 8 + 8
     with path.open("rb") as file:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_wlb.plan import files
+from megatron_wlb import files
 from megatron_wlb.types import DOCUMENT, PackedBatch
 
 ENTRY = np.dtype(
@@ -89,10 +89,13 @@ def read(path: str | os.PathLike[str]) -> np.ndarray:
     Of a step that ran again, returns the last run. Skips an incomplete step at the end. Raises ValueError for a file
     that is not a document log, is damaged, or is too large for the memory.
     """
-    size, memory = os.stat(path).st_size, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if size > memory // 4:  # the arrays made of the rows take several times as much
-        raise ValueError(f"{path} has {size} bytes, over a quarter of {memory} of memory; audit it on a larger machine")
-    rows = np.fromfile(path, ENTRY)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with files.opened(path, "give the file that --wlb-document-log named") as file:
+        if (size := os.fstat(file.fileno()).st_size) > memory // 4:  # the arrays made of the rows take several times it
+            raise ValueError(
+                f"{path} has {size} bytes, over a quarter of {memory} of memory; audit it on a larger machine"
+            )
+        rows = np.fromfile(file, ENTRY, size // ENTRY.itemsize)
     damaged = f"{path} is not a document log, or it is damaged; restore it"
     if not len(rows) or rows["micro_batch"][0] >= 0 or not _is_whole(rows):
         raise ValueError(damaged)

@@ -1,22 +1,21 @@
 """The state of a packer: made, checked, saved and loaded. A digest detects damage."""
 
-import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron_wlb import files
 from megatron_wlb.job import Job
 from megatron_wlb.types import DOCUMENT
 
 FORMAT = "megatron-wlb-packer-state"
 VERSION = 4
-MAX_BYTES = 256 << 20
-"""Far above any state (100 bytes per waiting document), so that a wrong file is not read into memory."""
+MAX_BYTES = 4 << 30
+"""Far above any state (100 bytes per waiting document), so that a wrong file is not read into memory; nor written."""
 
 
 def make(header: dict[str, Any], waiting: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -58,27 +57,21 @@ def save(path: str | os.PathLike[str], state: dict[str, Any], job: Job) -> None:
     """Write a state and its job atomically: a crash leaves the old file or the new one, never a part.
 
     The job only serves comparison with the job of a resumed run. Raises OSError, naming the file, if the disk does not
-    take it.
+    take it, and ValueError for a state that `load` would refuse.
     """
-    path, temporary = Path(path), ""
+    text = json.dumps({"packer": state, "job": job.to_json()}, separators=(",", ":"))
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"the packer state {path} has {len(text)} bytes, over {MAX_BYTES}; let fewer documents wait")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-        with os.fdopen(descriptor, "w") as file:
-            json.dump({"packer": state, "job": job.to_json()}, file, separators=(",", ":"))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        if isinstance(error, OSError):
-            raise OSError(
-                error.errno,
-                f"cannot save the packer state {path}: {error.strerror}; earlier checkpoints are as they were, free "
-                "space or make the folder writable, and resume from the last one",
-            ) from error
-        raise
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with files.written(path) as file:
+            file.write(text)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"cannot save the packer state {path}: {error.strerror}; earlier checkpoints are as they were, free "
+            "space or make the folder writable, and resume from the last one",
+        ) from error
 
 
 def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -92,10 +85,9 @@ def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
             f"there is no packer state {path}: its checkpoint was saved without --wlb, or copied without this file; "
             "copy the file"
         )
-    if (size := path.stat().st_size) > MAX_BYTES:
-        raise ValueError(f"{path} has {size} bytes, no packer state has over {MAX_BYTES}; restore it")
+    text = files.read(path, MAX_BYTES, "no packer state is such a file, restore it")
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(text)
         data = data if isinstance(data, dict) else {}
         check(data.get("packer"))
     except (ValueError, RecursionError) as error:  # truncated, no text, nested too deeply, or refused by `check`

@@ -133,8 +133,10 @@ class DocumentStream:
                 raise ValueError(
                     f"dataset {i} of the blend has a document of length {least}; give its tokens - 1, at least 0"
                 )
-            if not source.weight > 0:
-                raise ValueError(f"dataset {i} of the blend has weight {source.weight}; weights must be positive")
+            if not 0 < source.weight < math.inf:
+                raise ValueError(
+                    f"dataset {i} of the blend has weight {source.weight}; weights must be positive and finite"
+                )
         if not sources:
             raise ValueError("the blend is empty; give at least one dataset")
         self.sources = list(sources)

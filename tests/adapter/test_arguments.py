@@ -1,5 +1,6 @@
 """Bad input gets a clear error - value, limit, remedy - before any process group is made; good input becomes a job."""
 
+import os
 import re
 import sys
 from argparse import Namespace
@@ -16,7 +17,7 @@ from megatron.training import training
 from megatron.training.arguments import parse_args, validate_args
 
 from megatron_wlb.adapter import compat, cpu, describe
-from megatron_wlb.adapter.data import load_splits
+from megatron_wlb.adapter.data import DocumentDataset, load_splits
 from megatron_wlb.adapter.model import WlbCoreAttention
 from megatron_wlb.adapter.training import _of_step
 from megatron_wlb.describe import refusals
@@ -250,6 +251,33 @@ def test_datasets_without_weights_count_by_the_tokens_that_are_trained(parse, tm
     args.data_path = ["0.25", args.data_path[0], "0.75", args.data_path[1]]
     first, second = (source.weight for source in load_splits(args)["train"].sources)
     assert second / first == 3
+
+
+def test_weights_that_are_not_finite_are_refused(parse, tmp_path):
+    args, prefix = parse("--split", "100,0,0"), write_lengths(tmp_path / "corpus", np.full(30, 2))
+    args.data_path = ["inf", prefix, "1", prefix]
+    with pytest.raises(ValueError, match="dataset 0 of the blend has weight inf; weights must be positive and finite"):
+        load_splits(args)
+
+
+def test_a_token_that_is_none_and_a_file_that_is_cut_off_are_named(parse, tmp_path):
+    args, prefix = parse("--split", "100,0,0"), write_lengths(tmp_path / "corpus", np.full(30, 10))
+    args.data_path = [prefix]
+    tokens = np.fromfile(f"{prefix}.bin", "<i4")
+    tokens[74] = 999
+    tokens.tofile(f"{prefix}.bin")
+    how = {"cp_rank": 0, "is_first": True, "is_last": True, "vocabulary": 256}
+    dataset = DocumentDataset("train", load_splits(args)["train"], **how, mmap=False)
+    document = np.zeros((), [(name, "<i8") for name in ("document", "dataset", "offset")])
+    assert dataset._tokens(document, 0, 10).tolist() == tokens[:10].tolist()
+    document["document"], document["offset"] = 7, 2
+    with pytest.raises(
+        ValueError, match="token 999 at place 4 of document 7 of dataset 0 of the train blend is not from"
+    ):
+        dataset._tokens(document, 1, 5)
+    os.truncate(f"{prefix}.bin", 300)
+    with pytest.raises(ValueError, match="corpus.bin was cut off since the run began, before byte 292; restore it"):
+        dataset._tokens(document, 1, 5)
 
 
 def test_weights_and_optimizer_are_shared_as_flags_say(parse):

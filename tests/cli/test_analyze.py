@@ -2,6 +2,7 @@
 
 import argparse
 import base64
+import hashlib
 import io
 import json
 import re
@@ -17,6 +18,7 @@ import pytest
 from megatron_wlb import packing
 from megatron_wlb.cli.analyze.report import data_entries
 from megatron_wlb.cli.analyze.setup import schemes
+from megatron_wlb.cli.common import render
 from megatron_wlb.cli.main import main
 from megatron_wlb.describe.flags import add_wlb_arguments
 from megatron_wlb.describe.make import job_from_json
@@ -341,11 +343,18 @@ def test_page(tmp_path, data, layout, images):
         head, _, image = source.partition(",")
         assert head == "data:image/svg+xml;base64"
         assert ElementTree.fromstring(base64.b64decode(image)).tag.endswith("svg")
-    assert "http" not in re.sub('base64,[^"]*', "", text)
+    assert "http" not in re.sub('base64,[^"]*|http-equiv', "", text)
+    style = base64.b64encode(hashlib.sha256(re.search("(?s)<style>(.*)</style>", text)[1].encode()).digest()).decode()
+    assert "table {" in text and f"content=\"default-src 'none'; style-src 'sha256-{style}'; img-src data:\">" in text
     assert found["flags"] in page.text and f"data: {data}" in page.text and found["date"] in page.text
     assert f"{found['schemes']['ours']['speedup']:.3f}" in page.text
     assert "h100-fa2" in page.text and "median 9.7%" in page.text and "--lr" in page.text
     assert ("CP ranks: slowest / mean" in page.text) == bool(layout)
+
+
+def test_a_page_has_no_control_characters(tmp_path):
+    (tmp_path / "page.html").write_text("{{ name }}\n")
+    assert render(tmp_path / "page.html", name="<a\x1b[31m\x9b\u00a0\n>") == "&lt;a [31m \u00a0\n&gt;"
 
 
 def test_a_trace_of_a_typical_step(tmp_path, data):

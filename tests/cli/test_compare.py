@@ -172,6 +172,7 @@ OTHER = entry(replace(JOB, parallel=replace(JOB.parallel, dp=2, tp=4)), number=2
         ([GOOD | {"lengths": [[0]]}], "line 1: Expected `int` >= 1 - at `$.lengths[0][0]`"),
         ([GOOD | {"lengths": [[1 << 26, 1]]}], "micro-batch 0 holds 67108865 tokens; it must be at most 67108864"),
         ([GOOD | {"job": 3}], "line 1: not the description of a job: Expected `object`, got `int`; give what this"),
+        ([GOOD | {"step": -1}], "`int` >= 1 - at `$.step`"),
         ([GOOD | {"job": GOOD["job"] | {"crossover_tokens": 0}}], "description of a job: crossover_tokens is 0"),
         ([GOOD | {"job": GOOD["job"] | {"packing": {"name": "ilp"}}}], "job: its packing is {'name': 'ilp'}, none of"),
         (
@@ -189,4 +190,10 @@ def test_broken_logs_are_refused(lines, message, tmp_path, capsys):
 
 
 def test_no_log(tmp_path, capsys):
-    assert "Is a directory" in refusal(capsys, "compare", str(tmp_path))
+    assert "is a folder, pipe or device; give the file that --wlb-log" in refusal(capsys, "compare", str(tmp_path))
+
+
+def test_a_line_without_end_is_not_read(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(compare, "MOST_OF_A_LINE", 99)
+    path = write(tmp_path / "run.jsonl", [GOOD])
+    assert "line 1 has over 0 MiB, the limit; give the file" in refusal(capsys, "compare", str(path))

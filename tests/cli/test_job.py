@@ -103,7 +103,7 @@ def test_memory_bounds_micro_batches():
         (f"{JOB} --wlb-memory-budget 0.001", r"micro-batches of at most \d+ tokens fit into memory"),
         (f"{JOB} --wlb-profile none.json", "no profile 'none.json'"),
         (f"{JOB} --data-path DATA --split 0,1", "--split 0,1: give shares"),
-        (f"{JOB} --data-path -1 DATA", "weights must be over 0"),
+        (f"{JOB} --data-path -1 DATA", "weights must be positive and finite"),
         (f"{JOB} --per-split-data-args-path DATA.idx", r"holds no training blend \(.*; give JSON such as"),
     ],
 )

@@ -138,7 +138,7 @@ def test_typed_flags_take_precedence(blocks, data, tmp_path):
     ("make", "message"),
     [
         (lambda path: None, "No such file or directory; give the log"),
-        (lambda path: path.mkdir(), "is a folder, pipe or device; give the log of a run, .*or - for standard input"),
+        (lambda path: path.mkdir(), "is a folder, pipe or device; give the log of a run, .* - for standard input"),
         (lambda path: os.mkfifo(path), "is a folder, pipe or device"),
         (lambda path: path.symlink_to("/dev/zero"), "is a folder, pipe or device"),
         (lambda path: path.write_bytes(bytes(9999)), "is binary"),
@@ -146,7 +146,7 @@ def test_typed_flags_take_precedence(blocks, data, tmp_path):
         (lambda path: path.write_bytes(b""), "has no arguments as Megatron prints them"),
         (lambda path: path.write_bytes(b"\xe9\xff\n" * 99), "has no arguments as Megatron prints them"),
         (lambda path: path.symlink_to("/proc/self/mem"), "Input/output error; give the log"),
-        (lambda path: (path.touch(), os.truncate(path, 1 << 40)), "has over 256 MiB; give .*sed -n"),
+        (lambda path: (path.touch(), os.truncate(path, 1 << 40)), "has over 256 MiB, the limit; give .*sed -n"),
     ],
 )
 def test_files_that_are_no_log(tmp_path, make, message):

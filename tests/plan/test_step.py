@@ -159,18 +159,23 @@ def test_a_closed_planner_leaves_nothing_behind():
 
 
 def test_a_planner_that_is_stuck_ends_the_run_with_its_stack(monkeypatch):
-    go_on = threading.Event()
+    stuck, go_on = threading.Event(), threading.Event()
 
-    def never_ready(*given):
-        go_on.wait()
-        raise StopIteration
+    def never_ready(packer, *given):
+        if packer.step == 1:
+            stuck.set()
+            go_on.wait()
+        return plan_step(packer, *given)
 
     monkeypatch.setattr("megatron_wlb.plan.step.plan_step", never_ready)
     monkeypatch.setattr("megatron_wlb.plan.step._LOOK_SECONDS", 0.01)
-    running = Planner(packer_of(job()), job(), 0, first_step=0, patience_seconds=0.02)
-    with pytest.raises(RuntimeError, match="planning failed before step 0") as error:
-        running.get(0)
-    assert re.search(r"(?s)step 0 was not planned in 0 s; .*stuck here:.*in never_ready", str(error.value.__cause__))
+    running = Planner(packer_of(job()), job(), 0, first_step=0)
+    running.get(0)
+    stuck.wait()
+    running._patience_seconds = 0.01
+    with pytest.raises(RuntimeError, match="planning failed before step 1") as error:
+        running.get(1)
+    assert re.search(r"(?s)step 1 was not planned in 0 s; .*stuck here:.*in never_ready", str(error.value.__cause__))
     running.close()  # without waiting for it
     go_on.set()
 

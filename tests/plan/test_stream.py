@@ -217,9 +217,19 @@ def test_too_short_documents_are_counted():
         ([source(5), source(0, 0)], "dataset 1 of the blend is empty: it has no document of .* 2 tokens; leave it out"),
         ([source()], "dataset 0 of the blend is empty: it has no document of at least 2 tokens; leave it out"),
         ([source(5, 0, -1)], "dataset 0 of the blend has a document of length -1; give its tokens - 1, at least 0"),
-        ([source(5, weight=0.0)], "dataset 0 of the blend has weight 0.0; weights must be positive"),
-        ([source(5), source(5, weight=-1.0)], "dataset 1 of the blend has weight -1.0; weights must be positive"),
-        ([source(5, weight=float("nan"))], "dataset 0 of the blend has weight nan; weights must be positive"),
+        ([source(5, weight=0.0)], "dataset 0 of the blend has weight 0.0; weights must be positive and finite"),
+        (
+            [source(5), source(5, weight=-1.0)],
+            "dataset 1 of the blend has weight -1.0; weights must be positive and finite",
+        ),
+        (
+            [source(5, weight=float("nan"))],
+            "dataset 0 of the blend has weight nan; weights must be positive and finite",
+        ),
+        (
+            [source(5, weight=float("inf"))],
+            "dataset 0 of the blend has weight inf; weights must be positive and finite",
+        ),
     ],
 )
 def test_what_cannot_be_streamed_is_refused(sources, message):

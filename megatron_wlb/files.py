@@ -1,0 +1,119 @@
+"""Files: read up to a limit, written whole or not at all, and logs of whole entries."""
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+INPUTS: set[str] = set()
+"""Real paths of the files that this process has opened to read; outputs must not replace them."""
+
+
+def opened(path: str | os.PathLike[str], remedy: str) -> BinaryIO:
+    """Open a file to read. Raises ValueError, with the remedy, if it cannot be read, or is a folder, pipe or device."""
+    try:
+        # Opening a pipe without a writer would block.
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
+            raise IsADirectoryError(errno.EISDIR, "is a folder, pipe or device")
+    except OSError as error:
+        why = "is a folder, pipe or device" if error.errno == errno.EISDIR else error.strerror
+        raise ValueError(f"{path}: {why}; {remedy}") from None
+    INPUTS.add(os.path.realpath(path))
+    return file
+
+
+def read(path: str | os.PathLike[str], most_bytes: int, remedy: str) -> bytes:
+    """Read a file of at most `most_bytes`. Raises ValueError as `opened`, and for a larger one."""
+    with opened(path, remedy) as file:
+        try:
+            data = file.read(most_bytes + 1)
+        except OSError as error:
+            raise ValueError(f"{path}: {error.strerror}; {remedy}") from None
+    if len(data) > most_bytes:
+        raise ValueError(f"{path} has over {most_bytes >> 20} MiB, the limit; {remedy}")
+    return data
+
+
+@contextlib.contextmanager
+def written(path: str | os.PathLike[str]) -> Iterator[Any]:
+    """Open a text file that appears as `path` when complete, with the rights of the umask. Raises OSError.
+
+    A link is replaced, not followed. Nothing is left behind but by SIGKILL.
+    """
+    temporary = os.path.join(os.path.dirname(os.path.abspath(path)), f".megatron-wlb-{secrets.token_hex(8)}.tmp")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(temporary, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = os.fspath(path), None
+        raise
+
+
+def append(path: str | os.PathLike[str], data: bytes, flag: str) -> None:
+    """Append `data`, all or nothing; to a pipe or a device, as much as it takes.
+
+    Raises OSError, naming the file and its `flag`, on failure, and for a pipe without a reader.
+    """
+    try:
+        # Otherwise opening a pipe without a reader blocks.
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
+        try:
+            os.set_blocking(descriptor, True)
+            _write(descriptor, data)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"cannot append {len(data)} bytes to {flag} {path}: {error.strerror}; free space there, or name a file that"
+            " can be written",
+        ) from error
+
+
+def check_log(path: str, flag: str) -> None:
+    """Raise ValueError unless entries can be appended to a log and there is room in its folder."""
+    if os.path.realpath(path) in INPUTS:
+        raise ValueError(f"{flag} {path} is a file that the run reads; name another")
+    if not os.path.isdir(folder := os.path.dirname(os.path.abspath(path))):
+        raise ValueError(f"{flag} {path}: the folder {folder} does not exist; create it or name another")
+    try:
+        append(path, b"", flag)
+    except OSError as error:
+        raise ValueError(error.strerror) from error
+    check_room(folder, flag)
+
+
+def check_room(folder: str, flag: str) -> None:
+    """Raise ValueError if the disk of a folder is full."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(1 << 16))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise ValueError(f"{flag} {folder}: {error.strerror}; free space there, or name another") from error
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    before = os.fstat(descriptor)
+    try:
+        while data:  # a nearly full disk takes a part, and fails at the next write
+            data = data[os.write(descriptor, data) :]
+    except BaseException:
+        if stat.S_ISREG(before.st_mode):
+            os.ftruncate(descriptor, before.st_size)
+        raise
