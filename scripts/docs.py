@@ -28,6 +28,7 @@ def pages() -> dict[Path, str]:
         ("performance", "goals", goals()),
         ("convergence", "results", convergence()),
         ("paper", "result", paper()),
+        ("recipes", "table", recipes()),
         ("paper", "checks", checks()),
     )
     for stem, name, part in parts:
@@ -100,6 +101,22 @@ def goals() -> str:
 def convergence() -> str:
     """The comparison of packing policies."""
     return page(_result("convergence"))
+
+
+def recipes() -> str:
+    """Public recipes by what `--wlb` does to them, what it changes how often, and why it refuses."""
+    found = _result("recipes")
+    verdicts = [name for name in found["rows"][0] if name != "source"]
+    rows = [[_escaped(row["source"]), *(str(row[name]) for name in verdicts)] for row in found["rows"]]
+    sums = [f"**{sum(row[name] for row in found['rows'])}**" for name in verdicts]
+    changed = [[f"`{flag}`", str(n)] for flag, n in found["settings"]["changed"].items() if n > 1]
+    reasons = [[_escaped(reason), str(n)] for reason, n in found["settings"]["reasons"].items()]
+    tables = (
+        (["source", *verdicts], [*rows, ["all", *sums]]),
+        (["changed", "recipes"], changed),
+        (["refused", "recipes"], reasons),
+    )
+    return "".join(_table(*table) for table in tables)
 
 
 def paper() -> str:

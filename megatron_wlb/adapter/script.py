@@ -50,8 +50,9 @@ def teach() -> None:
     training: Any = importlib.import_module("megatron.training.training")
     arguments: Any = importlib.import_module("megatron.training.arguments")
     checkpointing: Any = importlib.import_module("megatron.training.checkpointing")
-    arguments.parse_args = _parsing(arguments.parse_args)
-    checkpointing.load_args_from_checkpoint = _loading(checkpointing.load_args_from_checkpoint)
+    given: set[str] = set()
+    arguments.parse_args = _parsing(arguments.parse_args, given)
+    checkpointing.load_args_from_checkpoint = _loading(checkpointing.load_args_from_checkpoint, given)
     package.pretrain = training.pretrain = _training(training.pretrain)
 
 
@@ -98,27 +99,47 @@ def _prepare() -> None:
         cpu.install_megatron()
 
 
-def _parsing(original: Any) -> Any:
+def _parsing(original: Any, given: set[str]) -> Any:
+    """Wrap upstream's `parse_args` to take the plugin's flags; fills `given` with the names of what was given."""
+
     @functools.wraps(original)
-    def parse_args(extra_args_provider: Any = None, *args: Any, **kwargs: Any) -> Namespace:
-        from megatron_wlb.adapter import describe
-        from megatron_wlb.describe.flags import add_wlb_arguments
+    def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Namespace:
+        from megatron_wlb.describe.flags import add_wlb_arguments, given_in
+        from megatron_wlb.describe.refusals import REFUSED
+
+        if "--wlb" in sys.argv and any(word.partition("=")[0] == "--yaml-cfg" for word in sys.argv):
+            with one_line():  # before upstream drops all flags for those of the file
+                raise ValueError(f"--wlb: --yaml-cfg {REFUSED['yaml_cfg']}")
+        parsers = []
 
         def provider(parser: Any) -> Any:
-            return add_wlb_arguments(extra_args_provider(parser) if extra_args_provider else parser)
+            parsers.append(add_wlb_arguments(extra_args_provider(parser) if extra_args_provider else parser))
+            return parsers[0]
 
-        parsed: Namespace = original(provider, *args, **kwargs)
-        if parsed.wlb:
+        parsed: Namespace = original(provider, ignore_unknown_args)
+        given.update(given_in(parsers[0]))
+        if "wlb" in given and not ignore_unknown_args:  # with which upstream looks ahead for a few flags
             if not parsed.use_checkpoint_args:
                 with one_line():
-                    describe.check(parsed)
+                    _settle(parsed, given)
             parsed.dataloader_type = "external"
         return parsed
 
     return parse_args
 
 
-def _loading(original: Any) -> Any:
+def _settle(args: Namespace, given: set[str]) -> None:
+    """Set what must be so with `--wlb`, say it on the first rank, and check the rest."""
+    from megatron_wlb.adapter import describe
+    from megatron_wlb.describe.adapt import adapt
+
+    changes = adapt(args, given)
+    describe.check(args)
+    if args.rank == 0:
+        print("\n".join(changes.lines(args)), flush=True)
+
+
+def _loading(original: Any, given: set[str]) -> Any:
     """Wrap upstream's `load_args_from_checkpoint` to keep attention dropout as given.
 
     Arguments of the checkpoint overwrite many flags, even those given.
@@ -126,8 +147,6 @@ def _loading(original: Any) -> Any:
 
     @functools.wraps(original)
     def load_args_from_checkpoint(args: Namespace, load_arg: str = "load", **options: Any) -> Any:
-        from megatron_wlb.adapter import describe
-
         dropout = args.attention_dropout
         loaded = original(args, load_arg=load_arg, **options)
         if args.wlb:
@@ -135,7 +154,7 @@ def _loading(original: Any) -> Any:
             if load_arg == "load":  # upstream's second and last call
                 with one_line():
                     try:
-                        describe.check(args)
+                        _settle(args, given)
                     except ValueError as error:
                         raise ValueError(
                             f"{error}; flags of the checkpoint count, too (--use-checkpoint-args)"

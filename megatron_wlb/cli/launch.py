@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from megatron_wlb import files
 from megatron_wlb.cli.common import printable
+from megatron_wlb.describe.adapt import switches_off
 from megatron_wlb.describe.megatron import FLAGS, SWITCHED_OFF, MegatronArguments, flag_of, short
 from megatron_wlb.describe.refusals import refuses
 
@@ -43,10 +44,10 @@ _WITHIN_DOCUMENTS = ("reset_attention_mask", "dataloader_inter_document_masking"
 """Megatron's arguments that restrict attention to the document."""
 _READ = {"tp_comm_overlap", "overlap_p2p_comm_warmup_flush", *_WITHIN_DOCUMENTS}
 """Arguments that `analyze` reads besides those of `MegatronArguments`."""
-_ADDED = {"attention_dropout", "calculate_per_token_loss", "micro_batch_size", "eval_micro_batch_size"}
-"""Arguments that the recommended flags set; a log has them whether they were given or not."""
-_UPSTREAM_DEFAULTS = {"dataloader_type": "single", "moe_token_dispatcher_type": "allgather"}
-"""Upstream's defaults that --wlb refuses."""
+_ADDED = {"attention_dropout", "calculate_per_token_loss", "micro_batch_size", "eval_micro_batch_size"} | {
+    *("dataloader_type", "moe_token_dispatcher_type", "moe_hybridep_pad_uneven_dispatch_inputs")
+}
+"""Arguments that --wlb or the recommended flags set; a log has them whether they were given or not."""
 _WEIGHT_SHARDS = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")
 """Arguments that a log shows as TP and ETP if they were not given."""
 _OTHER_MODELS = {
@@ -86,8 +87,6 @@ class Judged(NamedTuple):
     left_out: list[str]
     """What an approximate estimate leaves out."""
     remarks: list[str]
-    needs_dispatcher: bool
-    """--wlb refuses the run's dispatcher of tokens to experts."""
 
 
 def read_log(name: str) -> Launched:
@@ -142,14 +141,16 @@ def judge(launched: Launched, arguments: MegatronArguments, *, approximate: bool
     judged = {name: value for name, value in stated.items() if name not in _ADDED and not name.startswith("wlb")}
     if launched.is_log:
         shards = {arguments.tensor_model_parallel_size, arguments.expert_tensor_parallel_size or 1}
-        usual = _UPSTREAM_DEFAULTS | {n: stated[n] for n in _WEIGHT_SHARDS if stated.get(n) in shards}
+        usual = {n: stated[n] for n in _WEIGHT_SHARDS if stated.get(n) in shards}
         judged = {name: value for name, value in judged.items() if usual.get(name) != value}
     refused = [name for name, value in judged.items() if refuses(name, value, has_experts=has_experts)]
     strange = [name for name, usual in _MATTER.items() if name in judged and _alone(judged[name]) not in usual]
-    known = {*refused, *strange, *_MATTER, *_READ, *NOT_SIMULATED, *MegatronArguments.__dataclass_fields__}
+    off = [name for name, value in judged.items() if switches_off(name, value)]
+    known = {*refused, *off, *strange, *_MATTER, *_READ, *NOT_SIMULATED, *MegatronArguments.__dataclass_fields__}
     ignored = [name for name in judged if name not in known and not launched.is_log]
     said = {
         "Left out, since training with --wlb refuses them: {}.": refused,
+        "Left out, since --wlb switches them off: {}.": off,
         "FP8 and FP4 ({}) are not modelled: all numbers are for bf16.": [
             n for n in ("fp8", "fp4") if getattr(arguments, n)
         ],
@@ -161,7 +162,6 @@ def judge(launched: Launched, arguments: MegatronArguments, *, approximate: bool
         ignored=list(map(flag_of, ignored)),
         left_out=list(dict.fromkeys(left_out)),
         remarks=_attention(launched) + remarks,
-        needs_dispatcher=has_experts and "moe_token_dispatcher_type" not in set(judged) - set(refused),
     )
 
 

@@ -1,6 +1,7 @@
 """The `--wlb-*` flags, for training and for commands."""
 
 import argparse
+from collections.abc import Sequence
 
 from megatron_wlb import packing
 from megatron_wlb.describe.settings import PlanSettings, RunSettings
@@ -21,6 +22,17 @@ def add_wlb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     PlanSettings.add_flags(group)
     RunSettings.add_flags(group)
     return parser
+
+
+def given_in(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> set[str]:
+    """Return the names of the arguments that `words` (the command line) give, without those that only have defaults.
+
+    The parser keeps no defaults afterwards.
+    """
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    parser._defaults.clear()
+    return set(vars(parser.parse_known_args(words)[0]))
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:

@@ -75,7 +75,7 @@ class MegatronArguments:
     ffn_hidden_size: int | None = _size("model", "default: 4 x hidden size, or as for --swiglu")
     swiglu: bool | None = _other("model", "a gated MLP")
     qk_layernorm: bool | None = _other("model", "norms of Q and K, which count in memory")
-    mtp_num_layers: int | None = _size("model", "for multi-token prediction", most=1 << 12)
+    mtp_num_layers: int | None = _size("model", "for multi-token prediction", least=0, most=1 << 12)
     vocab_size: int | None = _size("model", most=1 << 24)
     padded_vocab_size: int | None = _size("model", most=1 << 24)
     make_vocab_size_divisible_by: int = _size("model", default=128)
@@ -125,7 +125,7 @@ class MegatronArguments:
     recompute_activations: bool = _other("memory", "as --recompute-granularity selective", default=False)
     recompute_granularity: str | None = _other("memory", choices=("full", "selective"))
     recompute_method: str | None = _other("memory", choices=("uniform", "block"))
-    recompute_num_layers: int | None = _size("memory")
+    recompute_num_layers: int | None = _size("memory", least=0)
     recompute_modules: tuple[str, ...] | None = _other("memory")
     cpu_offloading_num_layers: int = _size("memory", "layers of activations in host memory", 0, least=0, most=1 << 12)
     hidden_dropout: float = _other("memory", default=0.1)
@@ -155,6 +155,8 @@ class MegatronArguments:
                 continue
             if type(value) in (int, float) and str in (get_args(f.type) or (f.type,)):
                 value = str(value)  # --split 1
+            if isinstance(value, str) and "tuple[str, ...]" in str(f.type):
+                value = value.split()
             try:
                 value = msgspec.convert(value, f.type, strict=False)
             except msgspec.ValidationError as error:

@@ -4,26 +4,19 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-_FIXED_SHAPES = "needs fixed shapes, and micro-batches vary in length; leave it out"
 _REASONS = {
-    _FIXED_SHAPES: (
-        "cpu_offloading_retain_pinned_cpu_buffers enable_cuda_graph external_cuda_graph "
-        "fine_grained_activation_offloading moe_pad_expert_input_to_capacity use_ring_exchange_p2p"
-    ),
+    "needs fixed shapes, and micro-batches vary in length; leave it out": "moe_pad_expert_input_to_capacity",
     "changes the global batch size, which must stay; give a fixed --global-batch-size": (
         "rampup_batch_size step_batch_size_schedule"
     ),
-    "replaces the pipeline schedule; leave it out": "overlap_moe_expert_parallel_comm",
     "divides weights over other ranks, by which the data-parallel size means another number; leave it out": (
         "expert_tensor_parallel_num_weight_shards tensor_parallel_num_weight_shards"
     ),
     "reads a step's micro-batches ahead, by --global-batch-size; leave it out": "moe_expert_rank_capacity_factor",
-    "averages gradients, which --calculate-per-token-loss adds up; leave it out": "ddp_average_in_collective",
     "mixes hidden states of rows that it rolls, across documents and shards; leave it out": "mtp_hsm",
-    "needs the largest logit, which packed attention does not report; leave it out": "qk_clip log_max_attention_logit",
+    "needs the largest logit, which packed attention does not report; leave it out": "qk_clip",
     "goes by the order of documents of a run without --wlb; leave it out": "logits_load_dir logits_save_dir",
     "saves checkpoints without the packer state; use --save-interval": "non_persistent_save_interval",
-    "is not supported; use --use-torch-fsdp2 or --use-distributed-optimizer": "use_megatron_fsdp",
     "is not supported; use plain attention": "experimental_attention_variant",
     "is for inference; leave it out": "cache_mla_latents",
     "is not supported; pre-train on .bin/.idx datasets (--data-path)": (
@@ -31,6 +24,10 @@ _REASONS = {
     ),
     "is not supported; give --eval-iters": "full_validation multiple_validation_sets",
     "is not supported; give flags": "spec yaml_cfg",
+    "makes a model that is no GPT of Megatron-core; pre-train one": (
+        "export_kd_teacher_load export_te_mcore_model hybrid_layer_pattern hybrid_override_pattern is_hybrid_model "
+        "modelopt_enabled"
+    ),
     "is not supported; leave it out": (
         "enable_mhc_connections heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json "
         "inprocess_restart iterations_to_skip mla_down_proj_fusion result_rejected_tracker_filename"
@@ -60,10 +57,10 @@ def _fsdp2_with(a: Any) -> bool:
 
 def _sees_right(a: Any) -> bool:
     """Whether attention sees later tokens; --window-size may be text."""
-    return bool(a.window_size) and str(a.window_size).strip("()").rpartition(",")[2].strip() != "0"
+    return bool(a.window_size) and str(a.window_size).strip("()[]").rpartition(",")[2].strip() != "0"
 
 
-def _dispatches(a: Any, dispatcher: str, backend: str | None = None) -> bool:
+def dispatches(a: Any, dispatcher: str, backend: str | None = None) -> bool:
     chosen = a.moe_token_dispatcher_type == dispatcher and backend in (None, a.moe_flex_dispatcher_backend)
     return bool(a.num_experts) and chosen
 
@@ -71,42 +68,12 @@ def _dispatches(a: Any, dispatcher: str, backend: str | None = None) -> bool:
 _REFUSALS = (
     _Refusal(lambda a: a.seq_length is None, "--seq-length is missing; give the context window"),
     _Refusal(
-        lambda a: a.micro_batch_size != 1 or a.eval_micro_batch_size not in (None, 1),
-        "--micro-batch-size is {a.micro_batch_size}; a micro-batch is one packed sequence, give 1 (and "
-        "--eval-micro-batch-size 1 or none)",
-    ),
-    _Refusal(
-        lambda a: not a.calculate_per_token_loss,
-        "--calculate-per-token-loss is missing; give it, since without it every micro-batch would weigh the same, "
-        "whatever its length",
-    ),
-    _Refusal(lambda a: a.cuda_graph_impl not in (None, "none"), f"--cuda-graph-impl {_FIXED_SHAPES}"),
-    _Refusal(
-        lambda a: a.defer_embedding_wgrad_compute and a.sequence_parallel,
-        "--defer-embedding-wgrad-compute with --sequence-parallel gathers all micro-batches by the length of the "
-        "first; leave it out",
-    ),
-    _Refusal(
-        lambda a: a.mtp_num_layers and a.pipeline_model_parallel_layout,
-        "--mtp-num-layers with --pipeline-model-parallel-layout is not supported: MTP layers must be on the last "
-        "stage; leave the latter out",
-    ),
-    _Refusal(
         _balancing,
         "--moe-router-load-balancing-type quantile_balancing needs tokens * topk of every micro-batch to divide by the "
         "experts, and micro-batches vary in length; choose another",
     ),
     _Refusal(
-        lambda a: _dispatches(a, "allgather"),
-        "--moe-token-dispatcher-type allgather needs equal lengths on all ranks; give alltoall",
-    ),
-    _Refusal(
-        lambda a: _dispatches(a, "flex", "hybridep") and not a.moe_hybridep_pad_uneven_dispatch_inputs,
-        "--moe-flex-dispatcher-backend hybridep needs equal lengths on all ranks; give deepep, or from megatron-core "
-        "0.19 on --moe-hybridep-pad-uneven-dispatch-inputs",
-    ),
-    _Refusal(
-        lambda a: _dispatches(a, "flex", "ncclep"),
+        lambda a: dispatches(a, "flex", "ncclep"),
         "--moe-flex-dispatcher-backend ncclep sizes its buffers by the first micro-batch; give deepep",
     ),
     _Refusal(
@@ -137,14 +104,6 @@ _REFUSALS = (
         "--attention-dropout is {a.attention_dropout}; packed attention has none, give --attention-dropout 0",
     ),
     _Refusal(
-        lambda a: a.tp_comm_overlap and a.tensor_model_parallel_size > 1 and a.multi_latent_attention,
-        "--tp-comm-overlap with --multi-latent-attention, whose projections have no user buffers; leave it out",
-    ),
-    _Refusal(
-        lambda a: a.tp_comm_overlap and a.use_transformer_engine_op_fuser,
-        "--tp-comm-overlap with --use-transformer-engine-op-fuser is not supported; leave one of them out",
-    ),
-    _Refusal(
         _sees_right,
         "--window-size is {a.window_size}; causal attention sees nothing to its right, give LEFT,0",
     ),
@@ -152,10 +111,6 @@ _REFUSALS = (
         lambda a: a.multi_latent_attention and a.position_embedding_type == "yarn",
         "--position-embedding-type yarn with --multi-latent-attention, whose layers rotate by themselves; give rope, "
         "and --rope-type yarn",
-    ),
-    _Refusal(
-        lambda a: a.multi_latent_attention and a.apply_rope_fusion,
-        "fused rotary embeddings of --multi-latent-attention count rows of whole documents; give --no-rope-fusion",
     ),
     _Refusal(
         lambda a: a.multi_latent_attention and a.tensor_model_parallel_size > 1 and not a.sequence_parallel,
@@ -170,10 +125,6 @@ _REFUSALS = (
         lambda a: a.position_embedding_type in ("mrope", "relative"),
         "--position-embedding-type {a.position_embedding_type} is not supported; give rope, yarn, learned_absolute or "
         "none",
-    ),
-    _Refusal(
-        lambda a: a.dataloader_type not in (None, "external"),
-        "--dataloader-type {a.dataloader_type} would replace the sampler of --wlb; leave it out",
     ),
     _Refusal(
         lambda a: a.transformer_impl == "local" and a.layernorm_zero_centered_gamma,
@@ -207,7 +158,7 @@ _REFUSALS = (
 )
 
 
-class _Lenient(Namespace):
+class Lenient(Namespace):
     """Arguments that are None if missing."""
 
     def __getattr__(self, name: str) -> None:
@@ -219,7 +170,7 @@ def check(args: Namespace) -> None:
 
     The message has the flag, the reason and the remedy. Call this before upstream validates its arguments.
     """
-    given = _Lenient(**vars(args))
+    given = Lenient(**vars(args))
     for name, reason in REFUSED.items():
         if getattr(given, name):
             raise ValueError(f"--wlb: --{name.replace('_', '-')} {reason}")

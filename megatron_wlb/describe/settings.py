@@ -76,6 +76,10 @@ class RunSettings(Settings):
         "TransformerEngine's attention and context parallelism instead of ours, as without --wlb, for comparison.",
         choices=ATTENTION_BACKENDS,
     )
+    strict: bool = setting(
+        False,
+        "Refuse flags that --wlb would set or switch off, and name them, instead of doing so.",
+    )
     restart_packing: bool = setting(
         False,
         "Where the packer state of the loaded checkpoint is missing or does not fit (another dataset, window or "

@@ -19,7 +19,8 @@ class Split:
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
     pipeline_model_parallel_layout: str | None = None
-    """Virtual stages in the order of the model, with | between them: E, the embedding, t, a layer, and L, the loss."""
+    """Virtual stages in the order of the model, with | between them: E, the embedding, t, a layer, m, an MTP layer, and
+    L, the loss."""
 
     def __post_init__(self) -> None:
         if self.has_ends + (self.edges > 0) + (self.pipeline_model_parallel_layout is not None) > 1:
@@ -79,10 +80,10 @@ class Split:
         said = written = (self.pipeline_model_parallel_layout or "").replace(",", "")
         for repeated in (r"([^()*\d])\*(\d{1,3})", r"\(([^()]*)\)\*(\d{1,3})"):
             written = re.sub(repeated, lambda found: found[1] * int(found[2]), written)
-        if not re.fullmatch(r"E[t|]*L", written):
+        if not re.fullmatch(r"E[t|]*m*L", written):
             raise ValueError(
-                f"--pipeline-model-parallel-layout {said} is not E, then t and | alone, then L; MTP layers (m) are on "
-                "the last stage without being named"
+                f"--pipeline-model-parallel-layout {said} is not E, then t and |, then L; give MTP layers (m) right "
+                "before L, on the last stage"
             )
         return written.split("|")
 

@@ -50,18 +50,14 @@ REFUSED = {
     "--wlb-max-tokens 128": "is under --seq-length 256.*give at least 256",
     "--wlb-max-tokens 301 --context-parallel-size 2": "give a multiple of 4",
     "--wlb-outlier-thresholds 96,160": "is of --wlb-packing wlb, and packing is adaptive; choose that, or take",
-    "--micro-batch-size 2": "--micro-batch-size is 2.*give 1",
     "--seq-length 254 --tensor-model-parallel-size 4 --sequence-parallel": "give a multiple of 4",
     "--seq-length 1032 --fp8-format hybrid": "give a multiple of 16",
     "--wlb-micro-batches 3": r"3 micro-batches a step cannot .*; give a multiple of 2 \(--wlb-micro-batches\)",
     "--wlb-micro-batches 8 --global-batch-size 7": "--global-batch-size is 7, by which .*; give a multiple of 2",
-    "--cuda-graph-impl local": "fixed shapes",
     "--attention-backend local": "--wlb-attention-backend",
     "--use-torch-fsdp2 --use-distributed-optimizer": "--use-torch-fsdp2 .*use --use-distributed-optimizer",
     "--transformer-impl local --apply-layernorm-1p": "leave one of them out",
     "--window-size 128,128": "give LEFT,0",
-    "--multi-latent-attention": "give --no-rope-fusion",
-    f"{MOE} flex --moe-flex-dispatcher-backend hybridep": "give deepep",
     f"{MOE} alltoall --moe-router-load-balancing-type quantile_balancing": "divide by the experts",
     "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication": (
         "leave --no-overlap-p2p-communication out"

@@ -121,6 +121,7 @@ MODELS = [
     *(full(4, f"{TP2} {CP2}", SINKS), full(4, f"{CP2} {VPP2} {FULL}", "--softmax-type off-by-one")),
     full(4, f"{EP2} {TP2} --expert-tensor-parallel-size 1", MOE),
     *(full(size, f"{EP2} {layout}", MOE) for size, layout in ((2, ""), (2, CP2), (4, VPP2))),
+    (2, f"{PP2} --pipeline-model-parallel-layout Ett|t|t|mmL", MTP),
     *(full(2, VPP2, MTP), full(4, f"{TP2} {CP2} {FULL} {HYBRID}", MTP), full(2, f"{CP2} {SEQUENCE}", MTP)),
     full(8, f"{ALL} {FULL}", f"{MTP} --mtp-use-repeated-layer"),
     *(full(4, f"{EP2} {CP2} {PP2}", f"{MTP} {MOE}"), full(2, f"{EP2} {CP2}", f"{MOE} {SHARED}")),

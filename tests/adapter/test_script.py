@@ -36,10 +36,21 @@ def steps(finished, pattern=r"wlb step.*? waiting \d+ documents"):
 
 
 def test_an_unmodified_script_trains_as_ours_does(dataset):
-    flags = [*MODEL, *WLB, *ALGORITHM_1, *CPU, "--data-path", dataset]
-    theirs = steps(run(*LAUNCH, "1", *AS_MEGATRONS, SCRIPT, *flags))
+    """And with flags of another run, of which --wlb sets what must be otherwise, and says so once."""
+    flags = [*WLB, *ALGORITHM_1, *CPU, "--data-path", dataset]
+    others = less(MODEL, "--micro-batch-size --calculate-per-token-loss --attention-dropout")
+    others += ["--micro-batch-size", "2", "--dataloader-type", "single"]
+    found = run(*LAUNCH, "2", *AS_MEGATRONS, SCRIPT, *others, *flags)
+    assert re.findall("> wlb: (?:sets|without) (.*?):", found.stdout) == [
+        "--micro-batch-size 1 instead of 2",
+        "--calculate-per-token-loss",
+        "--attention-dropout 0.0 instead of 0.1",
+        "--dataloader-type external instead of single",
+    ]
+    assert found.stdout.count("> wlb: attention ends with the document") == 1
+    theirs = steps(found)
     assert len(theirs) == 2
-    assert theirs == steps(run(*LAUNCH, "1", OURS, *flags))
+    assert theirs == steps(run(*LAUNCH, "2", OURS, *MODEL, *flags))
 
 
 def test_flags_of_the_checkpoint_count_in_a_script(dataset, tmp_path):
@@ -47,11 +58,20 @@ def test_flags_of_the_checkpoint_count_in_a_script(dataset, tmp_path):
     common = ["--optimizer", "adam", "--data-cache-path", str(tmp_path / "cache")]
     save = ["--save", str(tmp_path), "--save-interval", "9", "--train-iters", "1", "--attention-dropout", "0.1"]
     train(1, dataset, *common, *save, wlb=False)
-    flags = [*less(MODEL, "--seq-length"), *common, *CPU, "--data-path", dataset, "--wlb", "--wlb-restart-packing"]
+    flags = [
+        *less(MODEL, "--seq-length --attention-dropout --calculate-per-token-loss"),
+        *common,
+        *CPU,
+        "--data-path",
+        dataset,
+        "--wlb",
+        "--wlb-restart-packing",
+    ]
     flags += ["--load", str(tmp_path), "--use-checkpoint-args", "--override-opt-param-scheduler"]
     finished = run(*LAUNCH, "2", *AS_MEGATRONS, SCRIPT, *flags, *CP2.split())
     assert len(steps(finished)) == 1
     assert re.search(r" attention_dropout \.+ 0\.0\n", finished.stdout)
+    assert "sets --calculate-per-token-loss: " in finished.stdout
 
 
 def test_without_wlb_the_script_trains_by_itself(dataset, tmp_path):
@@ -76,7 +96,8 @@ def test_the_health_check_of_images():
     [
         (RUN, "megatron_wlb.run: error: there is no script; give the path of pretrain_gpt.py"),
         ([*RUN, "nowhere/pretrain_gpt.py"], "nowhere/pretrain_gpt.py is not a file; give the path"),
-        ([*RUN, SCRIPT, *CPU, "--wlb", *MODEL, "--micro-batch-size", "2"], "--micro-batch-size is 2; a micro-batch is"),
+        ([*RUN, SCRIPT, *CPU, "--wlb", *MODEL, "--attention-dropout", "0.1"], "--attention-dropout is 0.1; packed"),
+        ([OURS, *CPU, "--wlb", "--yaml-cfg", "CITATION.cff"], "--yaml-cfg is not supported; give flags"),
         ([OURS, *MODEL, *CPU], "with --wlb only; give it, or run upstream's script: python -m megatron_wlb.run"),
         ([OURS, "--wlb", *MODEL], "torch sees no GPU on this machine; .*give --distributed-backend gloo to train on"),
         (

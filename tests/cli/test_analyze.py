@@ -170,7 +170,7 @@ def test_where_ours_loses_no_flags_are_to_be_added(tmp_path, capsys):
     assert found["speedup"] < 1
     assert printed.startswith("Predicted: --wlb would lose, 0.")
     assert "Add to the command:" not in printed and "Take out:" not in printed
-    assert "Simulated was --wlb --calculate-per-token-loss" in printed and "refuses them: --sft." in printed
+    assert "Simulated was --wlb --attention-dropout 0" in printed and "refuses them: --sft." in printed
 
 
 def test_levels_of_imbalance(tmp_path, long):

@@ -107,10 +107,7 @@ def test_our_own_slurm_scripts(name, gpus, chunks, shape, tmp_path):
 VALUES = {
     "attention_backend": "local",
     "attention_dropout": "0.1",
-    "cuda_graph_impl": "local",
-    "dataloader_type": "single",
     "load": "s3://bucket",
-    "moe_token_dispatcher_type": "allgather",
     "position_embedding_type": "mrope",
     "rerun_mode": "report_stats",
     "save": "s3://bucket",
@@ -126,12 +123,19 @@ def test_what_training_refuses_is_to_be_taken_out(capsys):
             refused(capsys, f"{RUN} {JOB} {flag} 8", f"{flag}: .* cannot be simulated; give")
             if name != "yaml_cfg":
                 assert len(run("--approximate", RUN, JOB, flag, "8").judged.left_out) == 1
-        elif name == "moe_token_dispatcher_type":
-            judged = run(RUN, JOB, "--num-experts 4", flag, VALUES[name]).judged
-            assert judged.refused == [flag] and judged.needs_dispatcher
+        elif name == "is_hybrid_model":
+            refused(capsys, f"{RUN} {JOB} {flag}", "does not train a GPT of Megatron-core")
         else:
             expected = [flag] if name != "attention_dropout" else []  # which the flags to add overrule
             assert run(RUN, JOB, flag, VALUES.get(name, "")).judged.refused == expected
+
+
+def test_what_training_switches_off_is_named():
+    found = run(RUN, JOB, "--cuda-graph-impl local --overlap-moe-expert-parallel-comm --dataloader-type single")
+    assert found.judged.refused == found.judged.ignored == []
+    said = "Left out, since --wlb switches them off: --cuda-graph-impl --overlap-moe-expert-parallel-comm."
+    assert said in found.judged.remarks
+    assert not any("switches" in remark for remark in run(RUN, JOB, "--cuda-graph-impl none").judged.remarks)
 
 
 def test_what_training_takes_is_not_to_be_taken_out():
@@ -143,7 +147,7 @@ def test_what_training_takes_is_not_to_be_taken_out():
         "--window-size 128,0"
     )
     found = run("--approximate", RUN, JOB, words)
-    assert found.judged.refused == [] and not found.judged.needs_dispatcher
+    assert found.judged.refused == []
     assert run("--approximate --window-size 128,0", RUN, JOB).judged.refused == []
     assert not any("Not simulated" in note for note in found.notes)
 
@@ -184,7 +188,7 @@ def test_what_to_take_out_is_printed(tmp_path, lengths, capsys):
     words = f"--steps 40 --html {tmp_path / 'page'} {RUN} {LARGE} --sft --rampup-batch-size 2 2 100"
     analyse(tmp_path, words, "--dataloader-type=cyclic --split 99,1,0 --data-path", str(tmp_path / "long"))
     printed = capsys.readouterr().out
-    assert printed.endswith("Take out:\n  --sft --rampup-batch-size --dataloader-type\n")
+    assert printed.endswith("Take out:\n  --sft --rampup-batch-size\n")
     assert "--wlb-packing adaptive" in printed.split("Add to the command:\n")[1]
     assert "<h2>Take out</h2><pre>--sft" in (tmp_path / "page").read_text()
 

@@ -78,7 +78,6 @@ def test_a_log_says_what_the_flags_say(name, blocks, tmp_path):
     for each in ("seed", "data_path", "micro_batch_size"):
         assert getattr(log.run.arguments, each) == getattr(command.run.arguments, each), each
     assert log.run.judged.left_out == command.run.judged.left_out
-    assert log.run.judged.needs_dispatcher == command.run.judged.needs_dispatcher
     assert set(log.run.judged.refused) == set(command.run.judged.refused)
     assert (log.run.arguments.split or "969,30,1").replace(" ", "") == (command.run.arguments.split or "969,30,1")
     overlaps = [bool(each.run.launched.stated.get("tp_comm_overlap")) for each in (log, command)]

@@ -111,7 +111,7 @@ def test_layouts(stated, expected):
         ({"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1,
           "decoder_last_pipeline_num_layers": 0}, "first or last stage; give --num-virtual-stages-per-pipeline-rank"),
         ({"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "E|t|tL"}, "3 virtual stages, no mult"),
-        ({"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|mL"}, r"Et\|mL is not E, then t"),
+        ({"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Em|tL"}, r"Em\|tL is not E, then t"),
         ({"seq_length": None}, "^no --seq-length; give the context window"),
         ({"global_batch_size": None}, "^no --global-batch-size; give the context windows"),
         ({"seq_length": 1026, "context_parallel_size": 4}, "1026, which 4 context-parallel .* give a multiple of 8"),

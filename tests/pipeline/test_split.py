@@ -107,9 +107,24 @@ def test_layers_as_a_layout():
 
 
 def test_other_layouts_are_refused():
-    others = ("", "tL", "Et", "Et|mL", "EtL|t", "Ex|L", "E(t|L", "Et*L", "Et*9999|L", "E((t)*2|)*2L", "EEL", "E t L")
+    assert Split(pipeline_model_parallel_layout="Et*2|t|m*2L").layers(3, 3, 1).ravel().tolist() == [2, 1, 0]
+    others = (
+        "",
+        "tL",
+        "Et",
+        "Em|tL",
+        "Et|m|L",
+        "EtL|t",
+        "Ex|L",
+        "E(t|L",
+        "Et*L",
+        "Et*9999|L",
+        "E((t)*2|)*2L",
+        "EEL",
+        "E t L",
+    )
     for layout in others:
-        with pytest.raises(ValueError, match=r"is not E, then t and \| alone, then L"):
+        with pytest.raises(ValueError, match=r"is not E, then t and \|, then L; give MTP"):
             Split(pipeline_model_parallel_layout=layout).layers(2, 2, 1)
 
 

@@ -187,14 +187,12 @@ class Setup:
         settings = replace(run.settings, max_tokens=None)
         if job.packing.steady_tokens:  # else it is what `settings` has
             settings = replace(settings, micro_batches=job.num_micro_batches)
-        flags = ["--wlb --calculate-per-token-loss --attention-dropout 0 --micro-batch-size 1"]
+        flags = ["--wlb --attention-dropout 0"]
         flags += [f"--global-batch-size {job.global_batch_size}", flag_with_value("packing", job.packing.name)]
         for each in (job.sharding, settings, job.packing, run.run_settings):
             values = ((f, getattr(each, f.name)) for f in fields(each))  # type: ignore[arg-type]
             flags += [flag_with_value(f.name, value) for f, value in values if value != f.default]
         flags.append(flag_with_value("max_tokens", job.max_tokens))
-        if run.judged.needs_dispatcher:
-            flags.append("--moe-token-dispatcher-type alltoall")
         if not self.data.has_validation:
             flags.append("--eval-iters 0")
         return " ".join(flags)

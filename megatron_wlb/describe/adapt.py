@@ -1,0 +1,209 @@
+"""What `--wlb` sets of Megatron's arguments, and what it switches off at a price, so that it is all one adds."""
+
+from argparse import Namespace
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+from megatron_wlb.describe.megatron import flag_of
+from megatron_wlb.describe.refusals import Lenient, dispatches
+
+
+class _Adaptation(NamedTuple):
+    applies: Callable[[Any, Collection[str]], Any]
+    """Whether it applies to these arguments (a missing one is None), of which those with these names were given."""
+    values: dict[str, Any]
+    """What it sets. What only exists beside it, as details of something switched off, is not printed."""
+    reason: str
+    price: str = ""
+    """What is lost with what is switched off; "" if neither results nor speed are."""
+
+
+def _if_set(*names: str) -> Callable[[Any, Collection[str]], Any]:
+    return lambda a, given: any(getattr(a, name) for name in names)
+
+
+def _without(*names: str) -> dict[str, Any]:
+    return dict.fromkeys(names, False)
+
+
+_ONE_SIZE = "its buffers have one size, and micro-batches vary in length"
+
+_ADAPTATIONS = (
+    _Adaptation(
+        lambda a, given: a.micro_batch_size != 1 or a.eval_micro_batch_size not in (None, 1),
+        {"micro_batch_size": 1, "eval_micro_batch_size": None},
+        "a micro-batch is one packed sequence; the global batch stays",
+    ),
+    _Adaptation(
+        lambda a, given: not a.calculate_per_token_loss,
+        {"calculate_per_token_loss": True},
+        "every trained token weighs the same, in micro-batches of any length",
+    ),
+    _Adaptation(
+        _if_set("ddp_average_in_collective"),
+        _without("ddp_average_in_collective"),
+        "gradients are divided by tokens at the end, which gives the same",
+    ),
+    _Adaptation(
+        lambda a, given: a.attention_dropout != 0 and "attention_dropout" not in given,
+        {"attention_dropout": 0.0},
+        "packed attention has no dropout; the default was not asked for",
+    ),
+    _Adaptation(
+        lambda a, given: a.dataloader_type not in (None, "external"),
+        {"dataloader_type": "external"},
+        "--wlb orders documents itself",
+    ),
+    _Adaptation(
+        lambda a, given: a.multi_latent_attention and a.apply_rope_fusion,
+        {"apply_rope_fusion": False},
+        "the fused kernel of latent attention counts rows of whole documents",
+    ),
+    _Adaptation(
+        lambda a, given: dispatches(a, "allgather"),
+        {"moe_token_dispatcher_type": "alltoall"},
+        "allgather needs equal lengths on all ranks",
+    ),
+    _Adaptation(
+        lambda a, given: dispatches(a, "flex", "hybridep") and not a.moe_hybridep_pad_uneven_dispatch_inputs,
+        {"moe_hybridep_pad_uneven_dispatch_inputs": True},
+        "hybridep needs equal lengths on all ranks, or padding",
+    ),
+    _Adaptation(
+        lambda a, given: a.cuda_graph_impl not in (None, "none") or a.enable_cuda_graph or a.external_cuda_graph,
+        {
+            **{"cuda_graph_impl": "none", "cuda_graph_modules": [], "cuda_graph_scope": None},
+            **{"enable_cuda_graph": False, "external_cuda_graph": False, "cuda_graph_scope_deprecated": None},
+        },
+        "a graph replays one length, and micro-batches vary in length",
+        "the host launches every kernel",
+    ),
+    _Adaptation(
+        lambda a, given: (
+            a.tp_comm_overlap
+            and (a.tensor_model_parallel_size or 1) > 1
+            and (a.multi_latent_attention or a.use_transformer_engine_op_fuser)
+        ),
+        _without("tp_comm_overlap"),
+        "neither latent attention nor fused operations have user buffers",
+        "communication of tensor parallelism is no longer hidden",
+    ),
+    _Adaptation(
+        lambda a, given: a.tp_comm_overlap and a.tensor_model_parallel_size == 1,
+        _without("tp_comm_overlap"),
+        "there is nothing to overlap with one tensor-parallel rank",
+    ),
+    _Adaptation(
+        _if_set("overlap_moe_expert_parallel_comm"),
+        _without("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "ep_overlap_early_attn_memory_release"),
+        "it replaces the pipeline schedule",
+        "the all-to-all of experts is no longer hidden",
+    ),
+    _Adaptation(
+        _if_set("use_megatron_fsdp"),
+        {"use_megatron_fsdp": False, "use_distributed_optimizer": True}
+        | _without("init_model_with_meta_device", "fsdp_manual_registration"),
+        "its scaling of gradients knows no per-token loss; --use-distributed-optimizer takes its place",
+        "weights and gradients are whole on every rank, and its checkpoints cannot be loaded",
+    ),
+    _Adaptation(
+        lambda a, given: a.ckpt_format == "fsdp_dtensor",
+        {"ckpt_format": "torch_dist"},
+        "the format is that of Megatron-FSDP",
+    ),
+    _Adaptation(
+        _if_set("fine_grained_activation_offloading"),
+        _without("fine_grained_activation_offloading"),
+        "it keeps pools of one size each, and micro-batches vary in length",
+        "what it offloads stays in GPU memory",
+    ),
+    _Adaptation(
+        lambda a, given: a.defer_embedding_wgrad_compute and a.sequence_parallel,
+        _without("defer_embedding_wgrad_compute"),
+        "it gathers all micro-batches by the length of the first",
+        "weight gradients of the output layer stay in the last stage's backward passes",
+    ),
+    _Adaptation(
+        _if_set("use_ring_exchange_p2p"),
+        _without("use_ring_exchange_p2p"),
+        _ONE_SIZE,
+        "stages exchange by ordinary sends",
+    ),
+    _Adaptation(
+        _if_set("cpu_offloading_retain_pinned_cpu_buffers"),
+        _without("cpu_offloading_retain_pinned_cpu_buffers"),
+        _ONE_SIZE,
+        "host memory is pinned anew",
+    ),
+    _Adaptation(
+        _if_set("log_max_attention_logit"),
+        _without("log_max_attention_logit"),
+        "packed attention does not report the largest logit",
+        "it is not logged",
+    ),
+)
+
+
+class Changes(NamedTuple):
+    """What `adapt` changed."""
+
+    set: list[str]
+    """Lines of what neither results nor speed depend on: the flag and the reason."""
+    priced: list[str]
+    """Lines of what was switched off: the flag, the reason and the price."""
+
+    def lines(self, args: Namespace) -> list[str]:
+        """Return what a run with these arguments prints; first what changes the model."""
+        lines, a = [], Lenient(**vars(args))
+        if not (a.reset_attention_mask or a.dataloader_inter_document_masking):
+            lines.append(
+                "attention ends with the document, and without --wlb it does not here (no --reset-attention-mask): "
+                "the model and its losses are other ones"
+            )
+        lines += [f"sets {line}" for line in self.set] + [f"without {line}" for line in self.priced]
+        return [f"> wlb: {line}" for line in lines]
+
+
+def adapt(args: Namespace, given: Collection[str]) -> Changes:
+    """Set what must be so with `--wlb`, in place; `given` are the names of arguments that the user gave.
+
+    Call this before `refusals.check`, which then refuses what is left. Raises ValueError with all changes for
+    `--wlb-strict`.
+    """
+    changes = Changes([], [])
+    if args.global_batch_size is None and (args.micro_batch_size or 1) > 1:
+        tensor, context, stages = (
+            getattr(args, f"{name}_parallel_size") for name in ("tensor_model", "context", "pipeline_model")
+        )
+        args.global_batch_size = args.micro_batch_size * max(1, args.world_size // (tensor * context * stages))
+    for adaptation in _ADAPTATIONS:
+        before = Lenient(**vars(args))
+        if not adaptation.applies(before, given):
+            continue
+        changed = {name: value for name, value in adaptation.values.items() if hasattr(args, name)}
+        vars(args).update(changed)
+        name = next(name for name, value in changed.items() if getattr(before, name) != value)
+        said = f"{_said(name, changed[name], getattr(before, name))}: {adaptation.reason}"
+        if adaptation.price:
+            changes.priced.append(f"{said}; {adaptation.price}")
+        else:
+            changes.set.append(said)
+    if args.wlb_strict and (changes.set or changes.priced):
+        said = " | ".join([*changes.set, *(f"no {line}" for line in changes.priced)])
+        raise ValueError(f"--wlb-strict: these flags would have to change, give them, or leave it out: {said}")
+    return changes
+
+
+def _said(name: str, value: Any, before: Any) -> str:
+    flag, off = f"--{name.replace('_', '-')}", value is False or value == "none"
+    if value is True or (off and flag_of(name) != flag):
+        return flag_of(name)
+    if off:
+        return flag if before is True else f"{flag} {before}"
+    return f"{flag} {value}" + (f" instead of {before}" if before is not None else "")
+
+
+def switches_off(name: str, value: Any) -> bool:
+    """Whether `adapt` switches an argument off at a price, whatever the others are."""
+    alone = Lenient(**{name: value})
+    return any(each.price and name in each.values and each.applies(alone, ()) for each in _ADAPTATIONS)

@@ -1,0 +1,115 @@
+"""What `--wlb` sets and switches off, so that it is all one adds; no version of Megatron is asked."""
+
+import re
+from argparse import Namespace
+
+import pytest
+
+from megatron_wlb.describe.adapt import adapt, switches_off
+from megatron_wlb.describe.refusals import check
+
+USUAL = {
+    **{"seq_length": 1024, "micro_batch_size": 1, "calculate_per_token_loss": True, "attention_dropout": 0},
+    **{f"{name}_model_parallel_size": 1 for name in ("tensor", "pipeline", "expert")},
+    **{"context_parallel_size": 1, "global_batch_size": 8, "world_size": 4, "wlb_strict": False},
+    **{"dataloader_type": None, "softmax_type": "vanilla"},
+}
+MOE, LATENT = {"num_experts": 4}, {"multi_latent_attention": True, "apply_rope_fusion": True}
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+
+SET = [
+    (
+        {"micro_batch_size": 4},
+        {"micro_batch_size": 1, "global_batch_size": 8},
+        "micro-batch-size 1 instead of 4: a mic",
+    ),
+    ({"eval_micro_batch_size": 4}, {"eval_micro_batch_size": None}, "--eval-micro-batch-size None instead of 4"),
+    ({"calculate_per_token_loss": False}, {"calculate_per_token_loss": True}, "--calculate-per-token-loss: every"),
+    ({"ddp_average_in_collective": True}, {"ddp_average_in_collective": False}, "--ddp-average-in-collective: grad"),
+    ({"attention_dropout": 0.1}, {"attention_dropout": 0.0}, "--attention-dropout 0.0 instead of 0.1: packed"),
+    ({"dataloader_type": "cyclic"}, {"dataloader_type": "external"}, "--dataloader-type external instead of cyclic"),
+    (LATENT, {"apply_rope_fusion": False}, "--no-rope-fusion: the fused kernel"),
+    (
+        MOE | {"moe_token_dispatcher_type": "allgather"},
+        {"moe_token_dispatcher_type": "alltoall"},
+        "--moe-token-dispatcher-type alltoall instead of allgather: allgather needs",
+    ),
+    (
+        MOE
+        | {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
+        | {"moe_hybridep_pad_uneven_dispatch_inputs": False},
+        {"moe_hybridep_pad_uneven_dispatch_inputs": True},
+        "--moe-hybridep-pad-uneven-dispatch-inputs: hybridep",
+    ),
+    ({"tp_comm_overlap": True}, {"tp_comm_overlap": False}, "--tp-comm-overlap: there is nothing"),
+    ({"ckpt_format": "fsdp_dtensor"}, {"ckpt_format": "torch_dist"}, "--ckpt-format torch_dist instead of fsdp"),
+]
+PRICED = [
+    (
+        {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]},
+        {"cuda_graph_impl": "none", "cuda_graph_modules": []},
+        "--cuda-graph-impl local: .*; the host",
+    ),
+    ({"enable_cuda_graph": True}, {"enable_cuda_graph": False}, "--enable-cuda-graph: "),
+    (TP2 | {"tp_comm_overlap": True, "use_transformer_engine_op_fuser": True}, {"tp_comm_overlap": False}, "hidden$"),
+    (
+        {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
+        {"overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False},
+        "--overlap-moe-expert-parallel-comm: .*hidden$",
+    ),
+    (
+        {"use_megatron_fsdp": True, "use_distributed_optimizer": False},
+        {"use_megatron_fsdp": False, "use_distributed_optimizer": True},
+        "--use-megatron-fsdp: .*; weights and gradients",
+    ),
+    ({"fine_grained_activation_offloading": True}, {"fine_grained_activation_offloading": False}, "memory$"),
+    (TP2 | {"defer_embedding_wgrad_compute": True}, {"defer_embedding_wgrad_compute": False}, "last stage"),
+    ({"use_ring_exchange_p2p": True}, {"use_ring_exchange_p2p": False}, "ordinary sends"),
+    ({"cpu_offloading_retain_pinned_cpu_buffers": True}, {"cpu_offloading_retain_pinned_cpu_buffers": False}, "pinned"),
+    ({"log_max_attention_logit": True}, {"log_max_attention_logit": False}, "not logged"),
+]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "line", "priced"), [*((*e, False) for e in SET), *((*e, True) for e in PRICED)]
+)
+def test_one_change(given, expected, line, priced):
+    args = Namespace(**USUAL | given)
+    changes = adapt(args, given.keys() - {"attention_dropout"})
+    said, none = (changes.priced, changes.set) if priced else (changes.set, changes.priced)
+    assert not none and len(said) == 1
+    lines = changes.lines(args)
+    assert len(lines) == 2 and "attention ends with the document" in lines[0]
+    assert re.search(line, lines[1]) and lines[1].startswith(f"> wlb: {'without' if priced else 'sets'} --")
+    assert {name: getattr(args, name) for name in expected} == expected
+    assert vars(args).keys() == (USUAL | given).keys()
+    check(args)
+    assert adapt(args, given).lines(args) == lines[:1]  # nothing is left to change
+    with pytest.raises(ValueError, match="^--wlb-strict: these flags would have to change"):
+        adapt(Namespace(**USUAL | given | {"wlb_strict": True}), ())
+
+
+def test_what_needs_no_change():
+    for given in ({}, {"reset_attention_mask": True}, MOE | {"moe_token_dispatcher_type": "alltoall"}):
+        args = Namespace(**USUAL | given | {"wlb_strict": True})
+        assert len(adapt(args, given).lines(args)) == ("reset_attention_mask" not in given)
+        assert vars(args) == USUAL | given | {"wlb_strict": True}
+
+
+def test_dropout_that_was_asked_for_is_refused():
+    args = Namespace(**USUAL | {"attention_dropout": 0.1})
+    assert not adapt(args, {"attention_dropout"}).set
+    with pytest.raises(ValueError, match="--attention-dropout is 0.1; packed attention has none"):
+        check(args)
+
+
+def test_the_global_batch_stays_where_it_follows_from_the_micro_batch():
+    args = Namespace(**USUAL | {"micro_batch_size": 3, "global_batch_size": None, "context_parallel_size": 2})
+    adapt(args, ())
+    assert (args.micro_batch_size, args.global_batch_size) == (1, 6)
+
+
+def test_what_is_switched_off_by_itself():
+    assert switches_off("cuda_graph_impl", "local") and switches_off("use_megatron_fsdp", True)
+    for name, value in (("cuda_graph_impl", "none"), ("tp_comm_overlap", True), ("micro_batch_size", 4), ("lr", 1)):
+        assert not switches_off(name, value)
