@@ -44,6 +44,7 @@ class Training:
         if gpu:
             torch.cuda.set_device(args.local_rank)  # upstream sets it later, after backends are tested
         self._device = torch.device("cuda" if gpu else "cpu")
+        files.INPUTS.clear()
         self._splits = data.load_splits(args)
         if run.log and args.rank == args.world_size - 1:  # the ranks that write them
             files.check_log(run.log, "--wlb-log")
