@@ -16,10 +16,10 @@ COPY megatron_wlb megatron_wlb
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM python:${PYTHON} AS analyze
-COPY requirements/constraints.txt /etc/megatron_wlb/constraints.txt
+COPY requirements/analysis.txt /etc/megatron_wlb/analysis.txt
 RUN --mount=type=bind,from=analyze-wheel,source=/wheels,target=/wheels \
-    wheel=$(echo /wheels/*.whl) \
-    && pip install --no-cache-dir --constraint /etc/megatron_wlb/constraints.txt "${wheel}[analysis]" \
+    pip install --no-cache-dir --require-hashes --requirement /etc/megatron_wlb/analysis.txt \
+    && pip install --no-cache-dir --no-deps /wheels/*.whl \
     && useradd --create-home --uid 10001 wlb
 COPY scripts/docker/healthcheck.py /etc/megatron_wlb/
 USER 10001

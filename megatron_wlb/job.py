@@ -228,10 +228,10 @@ class Job:
                 "with recomputation; leave one of them out"
             )
         unit, dp, count = self.unit_tokens, self.parallel.dp, self.num_micro_batches
-        for name in ("context_length", "max_tokens"):
+        for name, flag in (("context_length", "--seq-length"), ("max_tokens", "--wlb-max-tokens")):
             if getattr(self, name) % unit:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)}, which {self.parallel.cp} context-parallel and "
+                    f"{name} ({flag}) is {getattr(self, name)}, which {self.parallel.cp} context-parallel and "
                     f"{self.parallel.tp} tensor-parallel ranks cannot share; give a multiple of {unit}"
                 )
         if not self.least_max_tokens <= self.max_tokens <= MAX_TOKENS:
@@ -239,7 +239,8 @@ class Job:
             if self.least_max_tokens > self.context_length:
                 least = f"an even share of {self.global_batch_size} windows"
             raise ValueError(
-                f"max_tokens is {self.max_tokens}; it must be from {self.least_max_tokens}, {least}, to {MAX_TOKENS}"
+                f"max_tokens (--wlb-max-tokens) is {self.max_tokens}; it must be from {self.least_max_tokens}, "
+                f"{least}, to {MAX_TOKENS}"
             )
         flag = "" if count == self.global_batch_size else " (--wlb-micro-batches)"
         if count % dp:

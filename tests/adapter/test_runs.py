@@ -15,11 +15,12 @@ from megatron.core import parallel_state
 from megatron.training import training
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_wlb import sharding
 from megatron_wlb.adapter import plans
 from megatron_wlb.adapter.data import DocumentDataset
 from megatron_wlb.adapter.plans import state_path
 from megatron_wlb.adapter.training import Training
-from megatron_wlb.plan import document_log, state, step
+from megatron_wlb.plan import document_log, placement, state, step
 from megatron_wlb.plan.dataset import read_index, trained_tokens
 from tests.adapter.audit import audit
 from tests.adapter.datasets import write_dataset
@@ -79,6 +80,24 @@ def test_ranks_with_other_data_stop_in_the_first_step_if_only_in_validation(data
     message = r"train step 0 differently: rank 1 differs from rank 0 in valid datasets \(--data-path\); check that all"
     with pytest.raises(RuntimeError, match=message):
         train(2, "", *CP2.split(), *data, without="--split", flags_of_rank={1: ["--valid-data-path", other]})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [PP2, CP2])
+def test_a_rank_that_orders_and_shards_otherwise_stops_all_before_anything_is_sent(layout, dataset, monkeypatch):
+    """As one with another core would; not by an abort in a receive."""
+    order, shard = placement.order, sharding.shard
+    strange = {
+        0: (order, shard),
+        1: (
+            lambda pace, job: order(pace, job)[::-1],
+            lambda lengths, job: shard(lengths, job.sharded(cp_sharding="per-document")),
+        ),
+    }
+    monkeypatch.setattr(placement, "order", lambda *given: strange[dist.get_rank()][0](*given))
+    monkeypatch.setattr(sharding, "shard", lambda *given: strange[dist.get_rank()][1](*given))
+    with pytest.raises(RuntimeError, match="rank 1 differs from rank 0 in order or shards of micro-batches; check"):
+        train(2, dataset, *layout.split(), "--wlb-cp-sharding", "per-sequence")
 
 
 def test_ranks_are_told_in_what_they_planned_differently():

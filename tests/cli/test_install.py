@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,15 @@ import pytest
 from tests.adapter.datasets import write_index
 from tests.cli.analyses import JOB, RUN
 from tests.cli.commands import ROOT
+
+
+def test_the_image_of_the_commands_has_the_versions_that_the_tests_run_with():
+    pinned, tested = (
+        dict(re.findall(r"^([\w.-]+)==([\w.]+)", (ROOT / "requirements" / name).read_text(), re.MULTILINE))
+        for name in ("analysis.txt", "constraints.txt")
+    )
+    assert len(pinned.items() & tested.items()) >= 6
+    assert not [name for name in pinned.keys() & tested.keys() if pinned[name] != tested[name]]
 
 
 @pytest.mark.full
@@ -29,7 +39,8 @@ def test_the_analysis_extra_predicts_without_torch(tmp_path):
     # A copy, since setuptools leaves what it builds in the tree.
     ignored = shutil.ignore_patterns(".*", "build", "demo", "*.so", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, tmp_path / "tree", ignore=ignored)
-    run(*pip, "install", "--constraint", "tree/requirements/constraints.txt", "./tree[analysis]")
+    run(*pip, "install", "--require-hashes", "--requirement", "tree/requirements/analysis.txt")  # as the image does
+    run(*pip, "install", "--no-deps", "./tree")
     installed = {package["name"].lower() for package in json.loads(run(*pip, "list", "--format", "json"))}
     assert installed >= {"megatron-wlb", "numpy", "msgspec", "rich", "jinja2", "matplotlib", "scipy"}
     assert not installed & {"torch", "megatron-core"}

@@ -168,3 +168,10 @@ def test_a_run_of_something_else_is_refused_beside_typed_flags(blocks, tmp_path)
     (tmp_path / "log").write_text(blocks["dense"][1].replace("  world_size", hybrid))
     with pytest.raises(ValueError, match=r"^pretrain_hybrid.py does not train a GPT of Megatron-core"):
         run(tmp_path / "log", JOB)
+
+
+def test_arguments_are_parsed_within_a_limit(blocks, tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "MOST_VALUES", 99)
+    (tmp_path / "log").write_text(blocks["dense"][1])
+    with pytest.raises(ValueError, match="its arguments have over 0 MiB, the limit; give the log of a run"):
+        read_log(str(tmp_path / "log"))
