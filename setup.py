@@ -22,13 +22,17 @@ class BuildNative(build_ext):
             ) from error
 
 
-class WithRehearsal(build_py):
-    """Brings the source of the stand-in for CUDA, which is built for the torch that it meets."""
+class WithFiles(build_py):
+    """Brings the hook of Python's start, beside the package, and the source of the stand-in for CUDA.
+
+    The latter is built for the torch that it meets. An editable install has neither.
+    """
 
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
             package = os.path.join(self.build_lib, "megatron_wlb", "rehearse", "native")
+            self.copy_file("megatron_wlb/hook.pth", os.path.join(self.build_lib, "megatron_wlb.pth"))
             shutil.copytree("csrc/rehearsal", package, dirs_exist_ok=True)
 
 
@@ -43,5 +47,5 @@ setup(
             extra_compile_args=["-O3", "-ffp-contract=off"],
         )
     ],
-    cmdclass={"build_ext": BuildNative, "build_py": WithRehearsal},
+    cmdclass={"build_ext": BuildNative, "build_py": WithFiles},
 )

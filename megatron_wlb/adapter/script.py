@@ -14,6 +14,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_wlb import hook
+
 _HELP = {"--help", "-h"}
 
 
@@ -39,6 +41,14 @@ def install() -> None:
     attention, and the script's own dataset provider and forward step do not run. Without `--wlb`, both work as
     upstream's.
     """
+    hook.remove()
+    with one_line():
+        before_megatron()
+    after_megatron()
+
+
+def after_megatron() -> None:
+    """Do the part of `install` that imports megatron, after `before_megatron`."""
     with one_line():
         _prepare()
     teach()
@@ -77,24 +87,31 @@ def one_line() -> Iterator[None]:
         raise SystemExit(2) from error
 
 
+def before_megatron() -> None:
+    """Redirect CUDA to the CPU if there is no GPU and the run asks for gloo; raises ValueError if it does not ask."""
+    import torch
+
+    from megatron_wlb.adapter import cpu
+
+    if torch.cuda.is_available():
+        return
+    if not _HELP & set(sys.argv) and not re.search(r"--distributed-backend[ =]gloo\b", " ".join(sys.argv)):
+        raise ValueError(
+            "torch sees no GPU on this machine; look at its driver (nvidia-smi) and at torch.version.cuda, or give "
+            "--distributed-backend gloo to train on the CPU"
+        )
+    cpu.install()
+
+
 def _prepare() -> None:
-    """Check upstream's version and the GPU; redirect CUDA to the CPU if the run asks for gloo."""
+    """Check upstream's version, and adapt it to the CPU where there is no GPU."""
+    import megatron.core
     import torch
 
     from megatron_wlb.adapter import compat, cpu
 
-    without_gpu = not torch.cuda.is_available()
-    if without_gpu:
-        if not _HELP & set(sys.argv) and not re.search(r"--distributed-backend[ =]gloo\b", " ".join(sys.argv)):
-            raise ValueError(
-                "torch sees no GPU on this machine; look at its driver (nvidia-smi) and at torch.version.cuda, or give "
-                "--distributed-backend gloo to train on the CPU"
-            )
-        cpu.install()
-    import megatron.core
-
     compat.check_version(megatron.core.__version__)  # of the imported code: a checkout on PYTHONPATH has no metadata
-    if without_gpu:
+    if not torch.cuda.is_available():
         sys.argv += cpu.FLAGS
         cpu.install_megatron()
 

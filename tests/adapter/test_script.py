@@ -4,8 +4,11 @@ import contextlib
 import os
 import re
 import runpy
+import shutil
+import site
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -22,11 +25,11 @@ RUN, AS_MEGATRONS = ["-m", "megatron_wlb.run"], ["-m", "tests.adapter.any_script
 LAUNCH = "-m torch.distributed.run --standalone --nproc-per-node".split()
 
 
-def run(*command):
+def run(*command, python=sys.executable):
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False
+        [python, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False
     )
 
 
@@ -51,6 +54,30 @@ def test_an_unmodified_script_trains_as_ours_does(dataset):
     theirs = steps(found)
     assert len(theirs) == 2
     assert theirs == steps(run(*LAUNCH, "2", OURS, *MODEL, *flags))
+
+
+@pytest.fixture
+def hooked(tmp_path):
+    """A Python whose site-packages have the .pth file of an installation."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    (packages,) = (tmp_path / "venv").glob("lib/*/site-packages")
+    shutil.copy(ROOT / "megatron_wlb" / "hook.pth", packages)
+    (packages / "other.pth").write_text("\n".join(site.getsitepackages()))
+    return str(tmp_path / "venv" / "bin" / "python")
+
+
+def test_after_installation_the_script_itself_takes_the_flag(hooked, dataset, monkeypatch):
+    """The script imports megatron first, as upstream's does; without the flag nothing of ours is imported."""
+    flags = [*MODEL, *WLB, *ALGORITHM_1, *CPU, "--data-path", dataset]
+    script = [*LAUNCH, "1", str(Path(__file__).with_name("hooked_script.py"))]
+    theirs = steps(run(*script, *flags, python=hooked))
+    assert len(theirs) == 2
+    assert theirs == steps(run(*LAUNCH, "1", OURS, *flags))
+    loaded = "import sys; print([name for name in sys.modules if 'megatron' in name])"
+    assert run("-c", loaded, python=hooked).stdout == "[]\n"
+    assert "'megatron_wlb.hook'" in run("-c", loaded, "--wlb", python=hooked).stdout
+    monkeypatch.setenv("MEGATRON_WLB_HOOK", "0")
+    assert "unrecognized arguments: --wlb" in run(*script, *flags, python=hooked).stderr
 
 
 def test_flags_of_the_checkpoint_count_in_a_script(dataset, tmp_path):
