@@ -1,5 +1,6 @@
 """Builds the job of a training run from Megatron's arguments and the GPU that it runs on."""
 
+import importlib
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +28,8 @@ def check(args: Namespace) -> None:
     Call this before upstream validates its flags, since its assertions name no remedy.
     """
     refusals.check(args)
+    if args.spec is not None:
+        _check_spec(*args.spec)
     RunSettings.from_args(args)
     settings = PlanSettings.from_args(args)
     policy = packing.from_args(args)
@@ -50,6 +53,20 @@ def check(args: Namespace) -> None:
             f"--wlb: --global-batch-size is {windows}, by which upstream counts samples on {job.parallel.dp} "
             f"data-parallel ranks; give a multiple of {job.parallel.dp}"
         )
+
+
+def _check_spec(module: str, name: str = "") -> None:
+    """Raise ValueError for a --spec that cannot be imported, or is no layer of a GPT; a function is called later."""
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from megatron_wlb.adapter.model import check_layer
+
+    try:
+        spec = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--wlb: --spec {module} {name}: {error}; give a module on PYTHONPATH and its spec") from None
+    if isinstance(spec, ModuleSpec):
+        check_layer(spec)
 
 
 def make_job(args: Namespace, **fixed: Any) -> Job:

@@ -1,5 +1,7 @@
 """The model: upstream's GPT with WLB attention, and rotary embeddings by token position."""
 
+import copy
+import inspect
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -137,7 +139,7 @@ def configure(model: Any, *, options: AttentionOptions | None, context_length: i
 
     Without `options` the model keeps its own attention.
     """
-    model.transformer_layer_spec = partial(_layer_spec, options=options)
+    model.transformer_layer_spec = partial(_layer_spec, given=model.transformer_layer_spec, options=options)
     model.transformer.variable_seq_lengths = True
     model.transformer.overlap_p2p_comm_warmup_flush = model.transformer.overlap_p2p_comm  # `Job.hidden_transfers`
     model.pre_wrap_hooks += [partial(_follow_positions, max_positions=context_length), _one_layout]
@@ -146,9 +148,15 @@ def configure(model: Any, *, options: AttentionOptions | None, context_length: i
     return model
 
 
-def _layer_spec(config: Any, vp_stage: int | None = None, *, options: AttentionOptions | None) -> Any:
-    """Return upstream's layer spec with core attention and, without TransformerEngine, norms replaced."""
-    spec = compat.default_layer_spec(config, vp_stage)
+def _layer_spec(config: Any, vp_stage: int | None = None, *, given: Any, options: AttentionOptions | None) -> Any:
+    """Return the spec of --spec (`given`) or upstream's; core attention and norms of local layers are replaced."""
+    if given is None:
+        spec = compat.default_layer_spec(config, vp_stage)
+    elif isinstance(given, ModuleSpec):
+        spec = copy.deepcopy(given)
+    else:  # called as upstream does
+        takes_stage = "vp_stage" in inspect.signature(given).parameters
+        spec = given(config, vp_stage=vp_stage) if takes_stage else given(config)
     if config.transformer_impl == "local" and isinstance(spec, ModuleSpec):
         # Only a spec of the whole block selects the final norm.
         count = get_num_layers_to_build(config.transformer, vp_stage=vp_stage)
@@ -167,8 +175,19 @@ def adapt_mtp(layer: Any, config: Any, options: AttentionOptions | None) -> None
         layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = _torch_norm
 
 
+def check_layer(layer: Any) -> None:
+    """Raise ValueError for the spec of a layer without Megatron's own self-attention."""
+    found = getattr(getattr(layer.submodules, "self_attention", None), "module", None)
+    if found not in (SelfAttention, MLASelfAttention, WlbSelfAttention, WlbLatentAttention, WlbLatentExchange):
+        raise ValueError(
+            f"--wlb: --spec names a layer with {getattr(found, '__name__', 'no self-attention')}, not Megatron's "
+            "SelfAttention or MLASelfAttention; leave one of them out"
+        )
+
+
 def _adapt(layer: Any, config: Any, options: AttentionOptions | None) -> None:
     """Replace core attention and, without TransformerEngine, norms in the spec of a layer."""
+    check_layer(layer)
     submodules = layer.submodules
     attention = submodules.self_attention.submodules
     if options is None:

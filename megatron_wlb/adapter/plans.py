@@ -96,6 +96,12 @@ class Plans:
         packer = self.trained(iteration).state if iteration > self.first_step else self._first_state
         state.save(state_path(self._args.save, iteration), packer, self.jobs["train"])
 
+    def _folder(self, step: int) -> str:
+        """Return the folder of a checkpoint's state: --load, or --save for a non-persistent one."""
+        here: str = self._args.load
+        lies_apart = self._args.non_persistent_ckpt_type and not (here and state_path(here, step).exists())
+        return self._args.save if lies_apart else here
+
     def _resume(self, packer: Packer, first_step: int) -> None:
         """Bring a new packer to `first_step`, and print what changed since the previous run."""
         self.first_step = first_step
@@ -103,7 +109,7 @@ class Plans:
             document_log.mend(self._run.document_log)
         try:
             if first_step:
-                before = _load(packer, self._args.load, first_step)
+                before = _load(packer, self._folder(first_step), first_step)
                 changes = ", ".join(differences(before, self.jobs["train"].to_json()))
                 print_rank_0(
                     f"> wlb: resumed at iteration {first_step} with {sum(map(len, packer.waiting().values()))} "

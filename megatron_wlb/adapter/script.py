@@ -14,8 +14,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_wlb import hook
-
 _HELP = {"--help", "-h"}
 
 
@@ -41,10 +39,15 @@ def install() -> None:
     attention, and the script's own dataset provider and forward step do not run. Without `--wlb`, both work as
     upstream's.
     """
-    hook.remove()
+    unhook()
     with one_line():
         before_megatron()
     after_megatron()
+
+
+def unhook() -> None:
+    """Keep `hook` from doing `install` a second time."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not getattr(finder, "installs_wlb", False)]
 
 
 def after_megatron() -> None:

@@ -1,5 +1,6 @@
 """A run with `--wlb`: the inputs of upstream's `pretrain()`, and replacements in it (`installed`)."""
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -13,6 +14,7 @@ from megatron.core import mpu
 from megatron.core.distributed import TorchFullyShardedDataParallel
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_model_config
 from megatron.training import checkpointing, initialize, training
 
@@ -154,6 +156,7 @@ class Training:
         with (
             predicts_ahead if self._args.mtp_num_layers else contextlib.nullcontext(),
             compat.replaced(training, "get_forward_backward_func", self._planned_forward_backward, ()),
+            compat.replaced(training, "dummy_train_step", self._skipped, ("data_iterator",)),
             compat.replaced(schedules, "backward_step", self._report.clock.backward, ()),
             compat.replaced(p2p_communication, "_p2p_ops", by_direction, ("group", "next_pipeline_rank")),
             compat.replaced(initialize, "_initialize_tp_communicators", tiles.sized(self._job.tp_tile_rows), ()),
@@ -178,16 +181,11 @@ class Training:
 
     def _forward_backward(self, schedule: Any, *, data_iterator: Any, model: Any, num_microbatches: int, **rest: Any):  # type: ignore[no-untyped-def]
         self._report.begin_step()
-        # The first batch names the step. A replay (rerun state machine) repeats the same batches.
-        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        batches = [next(iterator) for iterator in iterators]
-        first = batches[0]
-        plan = self._plans.begin(first.split, first.step, self._device)
+        first, plan, feeds = self._drawn(data_iterator)
         self._mtp_weights = mtp.weights(plan.batch.documents["length"], self._args.mtp_num_layers or 0)
         if first.split == "train":
             self._report.planned(plan)
         count = len(plan.micro_batches)  # not `num_microbatches`: upstream counts windows
-        feeds = [_of_step(first, batch, iterator, count) for batch, iterator in zip(batches, iterators, strict=True)]
         parallel, chunks = self._job.parallel, model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
         if parallel.vpp > 1:
@@ -213,6 +211,25 @@ class Training:
             if communicator is not None:
                 communicator.settle()
             return done
+
+    def _drawn(self, data_iterator: Any) -> tuple[Batch, StepPlan, list[Iterator[Batch]]]:
+        """Begin a step: its first batch, its plan, and the batches of every model chunk."""
+        # The first batch names the step. A replay (rerun state machine) repeats the same batches.
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        batches = [next(iterator) for iterator in iterators]
+        first = batches[0]
+        plan, both = self._plans.begin(first.split, first.step, self._device), zip(batches, iterators, strict=True)
+        return first, plan, [_of_step(first, batch, iterator, len(plan.micro_batches)) for batch, iterator in both]
+
+    def _skipped(self, original: Any) -> Any:
+        """Wrap upstream's step of --iterations-to-skip, to draw as many micro-batches as the plan has."""
+
+        def dummy_train_step(data_iterator: Any) -> None:
+            while get_rerun_state_machine().should_run_forward_backward(data_iterator):
+                for feed in self._drawn(data_iterator)[2]:
+                    collections.deque(feed, maxlen=0)
+
+        return dummy_train_step
 
     @contextlib.contextmanager
     def _deferred(self, plan: StepPlan, chunks: list[Any], config: Any) -> Iterator[Callable[[], None] | None]:

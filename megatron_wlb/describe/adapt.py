@@ -55,6 +55,11 @@ _ADAPTATIONS = (
         "--wlb orders documents itself",
     ),
     _Adaptation(
+        _if_set("rampup_batch_size"),
+        {"rampup_batch_size": None},
+        "megatron-core ignores it from 0.19 on",
+    ),
+    _Adaptation(
         lambda a, given: a.multi_latent_attention and a.apply_rope_fusion,
         {"apply_rope_fusion": False},
         "the fused kernel of latent attention counts rows of whole documents",
@@ -200,6 +205,8 @@ def _said(name: str, value: Any, before: Any) -> str:
         return flag_of(name)
     if off:
         return flag if before is True else f"{flag} {before}"
+    if value is None:
+        return f"no {flag}"
     return f"{flag} {value}" + (f" instead of {before}" if before is not None else "")
 
 

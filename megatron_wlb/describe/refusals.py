@@ -6,9 +6,7 @@ from typing import Any, NamedTuple
 
 _REASONS = {
     "needs fixed shapes, and micro-batches vary in length; leave it out": "moe_pad_expert_input_to_capacity",
-    "changes the global batch size, which must stay; give a fixed --global-batch-size": (
-        "rampup_batch_size step_batch_size_schedule"
-    ),
+    "changes the global batch size, which must stay; give a fixed --global-batch-size": ("step_batch_size_schedule"),
     "divides weights over other ranks, by which the data-parallel size means another number; leave it out": (
         "expert_tensor_parallel_num_weight_shards tensor_parallel_num_weight_shards"
     ),
@@ -16,21 +14,21 @@ _REASONS = {
     "mixes hidden states of rows that it rolls, across documents and shards; leave it out": "mtp_hsm",
     "needs the largest logit, which packed attention does not report; leave it out": "qk_clip",
     "goes by the order of documents of a run without --wlb; leave it out": "logits_load_dir logits_save_dir",
-    "saves checkpoints without the packer state; use --save-interval": "non_persistent_save_interval",
     "is not supported; use plain attention": "experimental_attention_variant",
     "is for inference; leave it out": "cache_mla_latents",
     "is not supported; pre-train on .bin/.idx datasets (--data-path)": (
         "sft fim_data perform_rl_step hybrid_context_parallel dynamic_context_parallel"
     ),
+    "packs sequences by itself; leave it out": "rl_use_sequence_packing sequence_packing_scheduler use_varlen_dataset",
     "is not supported; give --eval-iters": "full_validation multiple_validation_sets",
-    "is not supported; give flags": "spec yaml_cfg",
+    "is not supported; give flags": "yaml_cfg",
     "makes a model that is no GPT of Megatron-core; pre-train one": (
         "export_kd_teacher_load export_te_mcore_model hybrid_layer_pattern hybrid_override_pattern is_hybrid_model "
         "modelopt_enabled"
     ),
     "is not supported; leave it out": (
         "enable_mhc_connections heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json "
-        "inprocess_restart iterations_to_skip mla_down_proj_fusion result_rejected_tracker_filename"
+        "inprocess_restart mla_down_proj_fusion result_rejected_tracker_filename"
     ),
 }
 REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}

@@ -43,6 +43,8 @@ def parse(monkeypatch):
 
 MOE = "--num-experts 4 --moe-token-dispatcher-type"
 REFUSED = {
+    "--spec no.such layer": "--spec no.such layer: No module named 'no'; give a module on PYTHONPATH",
+    "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec": "a layer with no self-attention, not",
     "--wlb-cp-sharding ring": "choose one of per-sequence, per-document, ",
     "--wlb-attention-backend megatron --context-parallel-size 2": "which no corpus has; choose another",
     "--wlb-profile h200": "no profile 'h200': give a JSON file",

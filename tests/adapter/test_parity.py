@@ -122,6 +122,7 @@ MODELS = [
     full(4, f"{EP2} {TP2} --expert-tensor-parallel-size 1", MOE),
     *(full(size, f"{EP2} {layout}", MOE) for size, layout in ((2, ""), (2, CP2), (4, VPP2))),
     (2, f"{PP2} --pipeline-model-parallel-layout Ett|t|t|mmL", MTP),
+    (2, CP2, "--spec tests.adapter.specs halved_layer"),
     *(full(2, VPP2, MTP), full(4, f"{TP2} {CP2} {FULL} {HYBRID}", MTP), full(2, f"{CP2} {SEQUENCE}", MTP)),
     full(8, f"{ALL} {FULL}", f"{MTP} --mtp-use-repeated-layer"),
     *(full(4, f"{EP2} {CP2} {PP2}", f"{MTP} {MOE}"), full(2, f"{EP2} {CP2}", f"{MOE} {SHARED}")),
@@ -198,6 +199,17 @@ def test_more_and_fewer_micro_batches_than_windows(count, s_max, size, layout, d
     compare(run, alone(flags))
     assert [len(e["lengths"]) for e in run["log"]] == [count] * 2
     assert any([] in e["lengths"] for e in run["log"]) == (count == 32)
+
+
+@pytest.mark.parametrize(("size", "layout"), [(2, VPP2), full(2, CP2)])
+def test_iterations_to_skip(size, layout, dataset, alone, tmp_path):
+    """Their documents are drawn, and not trained."""
+    flags = "--iterations-to-skip 2 --train-iters 3"
+    run = train(size, dataset, *layout.split(), *flags.split(), log=tmp_path / "log.jsonl")
+    compare(run, alone(flags))
+    assert [e["step"] for e in run["log"]] == [1, 3]
+    whole = alone("--train-iters 3")["log"]
+    assert [e["lengths"] for e in alone(flags)["log"]] == [whole[0]["lengths"], whole[2]["lengths"]]
 
 
 @pytest.mark.parametrize("coefficient", ["--moe-aux-loss-coeff 0.1", full("--moe-z-loss-coeff 0.1")])

@@ -39,6 +39,7 @@ EXACT = ("step", "digest", "loss", "tokens", "imbalance", "imbalance_original", 
     ("size", "flags", "packing"),
     [
         (1, "", "wlb"),
+        (2, f"{PP2} --non-persistent-save-interval 2 --non-persistent-ckpt-type global --save-interval 9", "adaptive"),
         (4, f"{TP2} {PP2} {MTP} {SINKS} {LATENT} {QUERY_LATENT} --num-layers 2", "adaptive"),
         *(full(4, f"{CP2} {VPP2}", packing) for packing in ("wlb", "original", "adaptive", "fixed")),
     ],
@@ -50,9 +51,9 @@ def test_resumed_equals_uninterrupted(size, flags, packing, dataset, tmp_path):
 
     save = ["--save", str(tmp_path / "ckpt"), "--save-interval", "2", "--wlb-log", str(tmp_path / "parts.jsonl")]
     with pytest.raises(RuntimeError, match="SystemExit"):  # upstream's way to stop
-        train(size, dataset, *common, *save, "--exit-interval", "2")
+        train(size, dataset, *save, *common, "--exit-interval", "2")
     assert state.load(state_path(str(tmp_path / "ckpt"), 2))[0]["step"] == 2
-    resumed = train(size, dataset, *common, *save, "--load", str(tmp_path / "ckpt"))
+    resumed = train(size, dataset, *save, *common, "--load", str(tmp_path / "ckpt"))
 
     log = entries(tmp_path / "parts.jsonl")
     assert [e["step"] for e in log] == [1, 2, 3]

@@ -75,7 +75,7 @@ def test_after_installation_the_script_itself_takes_the_flag(hooked, dataset, mo
     assert theirs == steps(run(*LAUNCH, "1", OURS, *flags))
     loaded = "import sys; print([name for name in sys.modules if 'megatron' in name])"
     assert run("-c", loaded, python=hooked).stdout == "[]\n"
-    assert "'megatron_wlb.hook'" in run("-c", loaded, "--wlb", python=hooked).stdout
+    assert "'megatron_wlb.adapter.hook'" in run("-c", loaded, "--wlb", python=hooked).stdout
     monkeypatch.setenv("MEGATRON_WLB_HOOK", "0")
     assert "unrecognized arguments: --wlb" in run(*script, *flags, python=hooked).stderr
 

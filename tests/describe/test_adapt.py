@@ -23,11 +23,16 @@ SET = [
         {"micro_batch_size": 1, "global_batch_size": 8},
         "micro-batch-size 1 instead of 4: a mic",
     ),
-    ({"eval_micro_batch_size": 4}, {"eval_micro_batch_size": None}, "--eval-micro-batch-size None instead of 4"),
+    ({"eval_micro_batch_size": 4}, {"eval_micro_batch_size": None}, "sets no --eval-micro-batch-size: a"),
     ({"calculate_per_token_loss": False}, {"calculate_per_token_loss": True}, "--calculate-per-token-loss: every"),
     ({"ddp_average_in_collective": True}, {"ddp_average_in_collective": False}, "--ddp-average-in-collective: grad"),
     ({"attention_dropout": 0.1}, {"attention_dropout": 0.0}, "--attention-dropout 0.0 instead of 0.1: packed"),
     ({"dataloader_type": "cyclic"}, {"dataloader_type": "external"}, "--dataloader-type external instead of cyclic"),
+    (
+        {"rampup_batch_size": ["2", "2", "9"]},
+        {"rampup_batch_size": None},
+        "sets no --rampup-batch-size: meg",
+    ),
     (LATENT, {"apply_rope_fusion": False}, "--no-rope-fusion: the fused kernel"),
     (
         MOE | {"moe_token_dispatcher_type": "allgather"},
@@ -80,7 +85,7 @@ def test_one_change(given, expected, line, priced):
     assert not none and len(said) == 1
     lines = changes.lines(args)
     assert len(lines) == 2 and "attention ends with the document" in lines[0]
-    assert re.search(line, lines[1]) and lines[1].startswith(f"> wlb: {'without' if priced else 'sets'} --")
+    assert re.search(line, lines[1]) and lines[1].startswith(f"> wlb: {'without' if priced else 'sets'} ")
     assert {name: getattr(args, name) for name in expected} == expected
     assert vars(args).keys() == (USUAL | given).keys()
     check(args)
