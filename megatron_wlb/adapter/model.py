@@ -216,11 +216,11 @@ def _torch_norm(config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any)
 
 
 def _follow_positions(chunks: list[GPTModel], *, max_positions: int) -> list[GPTModel]:
-    for chunk in chunks:
-        if (rotary := getattr(chunk, "rotary_pos_emb", None)) is not None:
-            _rotate_by_position([rotary], max_positions)
-        if latent := [module.rotary_pos_emb for module in chunk.modules() if isinstance(module, MLASelfAttention)]:
-            _rotate_by_position(latent, max_positions, rows_only=True)
+    if rotary := [chunk.rotary_pos_emb for chunk in chunks if getattr(chunk, "rotary_pos_emb", None) is not None]:
+        _rotate_by_position(rotary, max_positions)
+    latent = [m.rotary_pos_emb for chunk in chunks for m in chunk.modules() if isinstance(m, MLASelfAttention)]
+    if latent:
+        _rotate_by_position(latent, max_positions, rows_only=True)
     return chunks
 
 

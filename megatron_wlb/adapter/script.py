@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from typing import Any
 
 _HELP = {"--help", "-h"}
+_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
+"""Variables that say how torch keeps memory. Micro-batches of other lengths than before fragment fixed segments."""
 
 
 def main() -> None:
@@ -91,12 +93,18 @@ def one_line() -> Iterator[None]:
 
 
 def before_megatron() -> None:
-    """Redirect CUDA to the CPU if there is no GPU and the run asks for gloo; raises ValueError if it does not ask."""
+    """Redirect CUDA to the CPU if there is no GPU and the run asks for gloo; raises ValueError if it does not ask.
+
+    On a GPU, let memory segments expand with `--wlb` unless the environment says how torch keeps memory.
+    """
     import torch
 
     from megatron_wlb.adapter import cpu
 
     if torch.cuda.is_available():
+        unsaid = not _ALLOCATOR & os.environ.keys() and "--use-nccl-ub" not in sys.argv  # upstream refuses both
+        if "--wlb" in sys.argv and unsaid:
+            os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         return
     if not _HELP & set(sys.argv) and not re.search(r"--distributed-backend[ =]gloo\b", " ".join(sys.argv)):
         raise ValueError(

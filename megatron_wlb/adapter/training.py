@@ -15,7 +15,7 @@ from megatron.core.distributed import TorchFullyShardedDataParallel
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.training import checkpointing, initialize, training
 
 from megatron_wlb import files
@@ -147,6 +147,8 @@ class Training:
                 loss_mask=loss_mask,
                 packed_seq_params=WlbPackedSeqParams(wlb=batch.metadata, thd=thd, ahead=ahead),
             )
+        # Upstream's model keeps its last input, and with it the input's gradient, until its next forward pass.
+        get_attr_wrapped_model(model, "set_input_tensor")(None)
         return output, functools.partial(token_loss, self._args, loss_mask)
 
     @contextlib.contextmanager

@@ -43,6 +43,8 @@ def defer(chunks: list[Any], bulk: bool = False) -> list[Any]:
                     module.ub_bulk_wgrad = bulk and not module.ub_overlap_rs_dgrad
             elif isinstance(module, kinds) and module.weight is not None and module.weight.requires_grad:
                 _defer(module)
+            elif _defers(module):
+                _forget_graph(module)
     return chunks
 
 
@@ -58,6 +60,19 @@ def _keep(linear: Any) -> None:
     linear.wgrad_store = type(linear.wgrad_store)()
     for weight in _weights(linear):
         weight.skip_backward_post_hook = False  # type: ignore[attr-defined]
+
+
+def _forget_graph(linear: Any) -> None:
+    """Make a TransformerEngine layer queue its tensors without their graph.
+
+    The graph of a layer's input would keep the input of the whole model chunk, and its gradient.
+    """
+    put = linear.wgrad_store.put
+
+    def detached(tensors: list[Any], function: Any) -> None:
+        put([each.detach() if isinstance(each, torch.Tensor) else each for each in tensors], function)
+
+    linear.wgrad_store.put = detached
 
 
 def _defer(linear: Any) -> None:

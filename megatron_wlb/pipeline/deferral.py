@@ -29,18 +29,15 @@ class WeightGradients:
     backward pass."""
     held: np.ndarray
     """float64, shaped as `times`: bytes that a part holds from the end of its backward pass until it has run."""
-    kept: np.ndarray
-    """float64 [stages, chunks, micro-batches]: bytes that a pass keeps from its forward to the end of its backward."""
     limit: np.ndarray
-    """float64 [stages]: bytes that may be kept and held at once. Parts run before a pass that would exceed it."""
+    """float64 [stages]: bytes that may be held at once. Parts run before a pass that would exceed it."""
 
     @classmethod
     def alike(cls, counts: np.ndarray, weights: np.ndarray) -> "WeightGradients":
         """Equal parts of the time for weights of a pass, float64 [stages, chunks, micro-batches]; memory for all."""
         is_part = np.arange(counts.max())[:, None] < counts[:, :, None, None]
         times = is_part * (weights / np.maximum(counts, 1)[:, :, None])[:, :, None]
-        kept = np.zeros(weights.shape)
-        return cls(counts=counts, times=times, held=np.zeros(times.shape), kept=kept, limit=np.zeros(len(counts)))
+        return cls(counts=counts, times=times, held=np.zeros(times.shape), limit=np.zeros(len(counts)))
 
 
 def run_deferred(
@@ -58,16 +55,18 @@ def run_deferred(
     Returns the timeline and, int64 [directions, stages, chunks, micro-batches], how many parts of its stage have run
     before each pass, of all that have gone before in the step.
     """
-    bare = np.broadcast_to(backward, weights.kept.shape) - weights.times.sum(axis=2)
+    of_passes = weights.times.sum(axis=2)
+    bare = np.broadcast_to(backward, of_passes.shape) - of_passes
     return with_parts(schedule, forward, bare, transfer, _parts(schedule, weights))
 
 
 def _parts(schedule: Schedule, weights: WeightGradients) -> Parts:
     """Those of every backward pass; forward passes have none."""
-    passes, count = weights.kept.size, schedule.num_micro_batches
+    held, count = weights.held.sum(axis=2), schedule.num_micro_batches
+    passes = held.size
     is_part = np.arange(weights.times.shape[2]) < weights.counts[:, :, None, None]
-    is_part = np.broadcast_to(is_part, (*weights.kept.shape, is_part.shape[-1]))
-    steps = np.stack((weights.kept, weights.held.sum(axis=2) - weights.kept))
+    is_part = np.broadcast_to(is_part, (*held.shape, is_part.shape[-1]))
+    steps = np.stack((np.zeros(held.shape), held))
     return Parts(
         bounds=np.concatenate((np.zeros(passes + 1, np.int64), np.repeat(weights.counts, count).cumsum())),
         times=weights.times.swapaxes(2, 3)[is_part],

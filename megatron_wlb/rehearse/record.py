@@ -57,7 +57,7 @@ def members(result: dict[str, Any]) -> dict[int, tuple[str, tuple[int, ...]]]:
     for number, key in result["communicators"].items():
         *_, group, _, name = key.split("//")  # GROUP//cuda:0//NAME; a pair of ranks is its own communicator
         ranks = result["groups"][group.rpartition("/")[2]]
-        if ":" in name:
+        if name[0].isdigit() and ":" in name:
             ranks = [ranks[int(i)] for i in name.split(":")]
         found[int(number)] = key, tuple(ranks)
     return found

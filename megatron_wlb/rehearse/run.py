@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -39,8 +40,7 @@ def rehearse(task: Task, ranks: Iterable[int], advance: Callable[[int], None]) -
     for another reason than memory.
     """
     folder = library()
-    allocator = {} if "PYTORCH_ALLOC_CONF" in os.environ else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", **allocator, **os.environ}
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", **os.environ}
     environment |= {"LD_PRELOAD": str(folder / "libcuda.so.1"), "LD_LIBRARY_PATH": str(folder)}
     with tempfile.TemporaryDirectory() as results, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
 
@@ -62,7 +62,8 @@ def rehearse(task: Task, ranks: Iterable[int], advance: Callable[[int], None]) -
             result: dict[str, Any] = json.loads(written.read_text()) if written.exists() else {"error": "SystemExit"}
             error = result.get("error")
             if error and error.startswith("SystemExit"):  # what was wrong is in its own words
-                error = Path(results, f"{rank}.txt").read_text().partition(": error: ")[2] or f"{error}"
+                said_so = re.search(r": error\b[^:]*: (.+)", Path(results, f"{rank}.txt").read_text())
+                error = said_so[1] if said_so else error
             if error and "OutOfMemoryError" not in error:
                 raise ValueError(f"rank {rank} ended with status {process.returncode}: {error.partition('\n')[0]}")
             return entry(result, record.summary(result, record.read(results, rank)))

@@ -127,11 +127,9 @@ class Run:
 
     def run(self) -> None:
         """Run the job's script with few steps and without what leaves traces."""
-        import torch
 
         from megatron_wlb.rehearse import te, world
 
-        torch.cuda.init()
         self._store = world.install(self._task.rank, self._task.world_size)
         te.install()
         from megatron.core.optimizer import clip_grads, optimizer

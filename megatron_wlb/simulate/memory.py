@@ -33,13 +33,14 @@ class Tensor(NamedTuple):
 
 
 def weight_bytes(job: Job, stage: int | None = None) -> float:
-    """Return bytes of weights, gradients and optimizer on a GPU.
+    """Return bytes of weights, gradients, optimizer and rotary table on a GPU.
 
     `stage`: its pipeline stage; None: the fullest.
     """
     p, weights = job.parallel, stage_weights(job)
     fullest = float(weights.max() if stage is None else weights[stage])
-    return fullest / p.tp * (WEIGHT_BYTES + OPTIMIZER_BYTES / (p.dp * p.cp))
+    rotary = 4 * job.context_length * (job.model.qk_pos_emb_head_dim or job.model.kv_channels)  # a table in fp32
+    return fullest / p.tp * (WEIGHT_BYTES + OPTIMIZER_BYTES / (p.dp * p.cp)) + rotary
 
 
 def stage_weights(job: Job) -> np.ndarray:
@@ -195,29 +196,26 @@ def step_peak_bytes(job: Job, stage: int, rows: np.ndarray, before: np.ndarray |
     """Return peak activation bytes of a stage in a step.
 
     `rows`: of its micro-batches on a rank, float64 [M]. `before`: deferred weight gradients run before each pass, as
-    `simulate.weight_gradients` returns them, int64 [2, vpp, M].
+    `simulate.weight_gradients` returns them for the stage, int64 [2, vpp, M].
     """
     kept, at_once = token_bytes(job, stage)
     ops = job.schedule(len(rows)).ops(stage)
-    backward, size = ops["backward"], rows[ops["micro_batch"]]
-    steps = np.where(backward, -1, 1) * kept[ops["chunk"]] * size
-    level = steps.cumsum() - np.where(backward, steps, 0)  # a backward pass still has what it frees
+    backward, chunk, size = ops["backward"], ops["chunk"], rows[ops["micro_batch"]]
+    level = (np.where(backward, -1, 1) * kept[chunk] * size).cumsum()
+    outputs = backward & (stage == job.parallel.pp - 1) & (chunk == job.parallel.vpp - 1)
+    at_output = _output_bytes(job) if outputs.any() else 0
+    # A backward pass still has what it frees; logits are gone when layers begin.
+    in_layers = kept[chunk] + at_once - at_output
+    running = np.maximum(in_layers, (kept[chunk] + at_output) * outputs)
     if before is not None:
         layer, output = weight_gradient_bytes(job)
-        last = (stage == job.parallel.pp - 1) & (ops["chunk"] == job.parallel.vpp - 1)
-        passes = [
-            (i, n + bool(o))
-            for i, (n, o) in enumerate(zip(job.layers()[stage][ops["chunk"]], last, strict=True))
-            if backward[i]
-        ]
-        of_pass = np.repeat([i for i, _ in passes], [n for _, n in passes])
-        is_first = np.diff(of_pass, prepend=-1) > 0
-        held = np.where(is_first & last[of_pass], output, layer) * size[of_pass]
-        made = np.concatenate(([0.0], held.cumsum()))
-        there = np.searchsorted(of_pass, np.arange(len(ops)))  # parts of earlier passes
-        ran = before[backward.astype(int), ops["chunk"], ops["micro_batch"]]
-        level = level + made[there] - made[ran]
-    return float((level + np.where(backward, at_once * size, 0)).max())
+        layers = job.layers()[stage][chunk] * backward
+        passes = zip(size, outputs, layers, strict=True)
+        made = np.concatenate([[0.0], *(s * np.repeat((output, layer), n) for s, *n in passes)])
+        made, there = made.cumsum(), np.cumsum(layers + outputs) - layers - outputs
+        level += made[there] - made[before[backward.astype(int), chunk, ops["micro_batch"]]]
+        running = np.maximum(running, in_layers + layer + outputs * output)  # with those of the layer that runs
+    return float((level + backward * running * size).max())
 
 
 def most_kept(job: Job, stage: int, longest: int, kept: np.ndarray) -> float:
@@ -270,14 +268,15 @@ def weight_gradient_bytes(job: Job) -> tuple[float, float]:
     return job.bytes_per_value * layer, job.bytes_per_value * (model.hidden_size + model.padded_vocab_size / p.tp)
 
 
-def deferral_limits(job: Job) -> list[float]:
-    """Bytes per stage that may be kept for backward and held for weight gradients.
+def deferral_limits(job: Job, rows: np.ndarray) -> np.ndarray:
+    """Return bytes per stage that weight gradients may hold in a step, float64 [pp].
 
-    This is the memory for activations, minus what one running micro-batch takes. If the memory is unknown, or less than
-    the fullest stage's predicted peak, that peak replaces it: deferring then raises no stage's peak above it.
+    This is the memory for activations, minus the step's peak without them: what is held for long splits the room for
+    all else, so it counts as if it were all held at the peak. If the memory is unknown, or less than the peak of the
+    fullest stage, that peak replaces it.
     """
-    most = max(job.activation_bytes or 0, *(peak_bytes(job, stage) for stage in range(job.parallel.pp)))
-    return [most - job.max_tokens * token_bytes(job, stage)[1] / job.parallel.cp for stage in range(job.parallel.pp)]
+    peaks = np.array([step_peak_bytes(job, stage, rows) for stage in range(job.parallel.pp)])
+    return max(job.activation_bytes or 0, peaks.max()) - peaks
 
 
 def token_bytes(job: Job, stage: int) -> tuple[np.ndarray, float]:
@@ -295,11 +294,16 @@ def token_bytes(job: Job, stage: int) -> tuple[np.ndarray, float]:
         at_once += together * layer_bytes(job)
     else:
         kept = layers * layer_bytes(job)
+    if not model.kv_lora_rank:
+        kept = kept + 4 * model.kv_channels  # rows of the rotary table in fp32, looked up in every virtual stage
     if parallel.vpp > 1:
         # Inputs received before their group runs, and sent outputs of as many micro-batches as there are stages.
         sent = parallel.pp if job.hidden_transfers else 0
         at_once += (job.schedule().group - parallel.pp + sent) * layer_input_bytes(job)
-    if stage == parallel.pp - 1:
-        at_once += job.bytes_per_value * model.hidden_size + logits_bytes(job)
-        at_once += model.mtp_num_layers * mtp_bytes(job)
-    return kept, at_once
+    return kept, at_once + _output_bytes(job) * (stage == parallel.pp - 1)
+
+
+def _output_bytes(job: Job) -> float:
+    """Return bytes that the last stage holds for the loss of a micro-batch."""
+    hidden = job.bytes_per_value * job.model.hidden_size
+    return hidden + logits_bytes(job) + job.model.mtp_num_layers * mtp_bytes(job)

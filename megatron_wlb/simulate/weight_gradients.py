@@ -74,11 +74,9 @@ def _weight_gradients(job: Job, rows: np.ndarray, layer: np.ndarray, output: np.
     is_part = np.arange(parts[2])[:, None] < counts[:, :, None, None]
     is_output = np.zeros(parts, bool)
     is_output[-1, -1, 0] = True
-    kept = np.array([memory.token_bytes(job, stage)[0] for stage in range(job.parallel.pp)])
     return WeightGradients(
         counts=counts,
         times=is_part * np.where(is_output, output, layer),
         held=is_part * np.where(is_output, held_of_output, held_of_layer) * rows,
-        kept=kept[:, :, None] * rows,
-        limit=np.array(memory.deferral_limits(job)),
+        limit=memory.deferral_limits(job, rows),
     )

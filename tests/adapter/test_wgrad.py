@@ -106,6 +106,10 @@ def test_layers_of_transformer_engine_that_reduce_meanwhile_defer_nothing():
     class Store:
         def __init__(self, delay=False):
             self.delay_wgrad_compute = lambda: delay
+            self.queue = []
+
+        def put(self, tensors, function):
+            self.queue += tensors
 
     def linear(mode, tp_size):
         module = torch.nn.Linear(2, 2)
@@ -118,6 +122,9 @@ def test_layers_of_transformer_engine_that_reduce_meanwhile_defer_nothing():
     for which, module in given.items():
         later = which != ("column", 2)
         assert module.wgrad_store.delay_wgrad_compute() == module.weight.skip_backward_post_hook == later
+        if later:  # without the graph, which would keep the input of the model chunk
+            module.wgrad_store.put([module(torch.ones(2))], None)
+            assert [each.grad_fn for each in module.wgrad_store.queue] == [None]
 
 
 def test_gradients_that_would_be_lost_are_refused():

@@ -17,7 +17,7 @@ from tests.reference.pipeline import play
 TRAINING = timed_schedules().filter(lambda timed: not timed[0].forward_only)
 
 
-def weights_of(backward, share, parts, *, kept=0.0, held=0.0, limit=np.inf):
+def weights_of(backward, share, parts, *, held=0.0, limit=np.inf):
     """`share` of every backward pass that has parts, in equal parts, of which the last virtual stage has one more."""
     counts = np.full(backward.shape[:2], parts)
     counts[-1, -1] += 1
@@ -26,17 +26,16 @@ def weights_of(backward, share, parts, *, kept=0.0, held=0.0, limit=np.inf):
     return replace(
         alike,
         held=held * np.broadcast_to(real, alike.times.shape),
-        kept=np.full(backward.shape, float(kept)),
         limit=np.full(len(backward), float(limit)),
     )
 
 
 @given(st.integers(2, 8), st.integers(1, 4), st.integers(1, 50))
-def test_uniform_1f1b_keeps_one_pass_of_the_bubble_in_no_more_memory(stages, rounds, time):
+def test_uniform_1f1b_keeps_one_pass_of_the_bubble(stages, rounds, time):
     """ZB-H1 of Qi et al., arXiv 2401.10241, section 2.1: (P - 1) * (F + B - W) with the B that is left."""
     schedule = Schedule(num_stages=stages, num_micro_batches=rounds * stages)
     forward = np.full((stages, 1, schedule.num_micro_batches), float(time))
-    weights = weights_of(2 * forward, 0.5, 1, kept=1, held=0.25, limit=stages)
+    weights = weights_of(2 * forward, 0.5, 1, held=0.25, limit=stages)
     done, _ = run_deferred(schedule, forward, 2 * forward, 0.0, weights)
     assert np.isclose(done.makespan, (3 * schedule.num_micro_batches + stages - 1) * time)
 
@@ -45,7 +44,7 @@ def test_uniform_1f1b_keeps_one_pass_of_the_bubble_in_no_more_memory(stages, rou
 def test_all_run_once_in_memory_and_nothing_gets_later(timed, share, parts, held, limit):
     schedule, work, transfer = timed
     before = run(schedule, *work, transfer)
-    weights = weights_of(work[1], share, parts, kept=1, held=held, limit=limit)
+    weights = weights_of(work[1], share, parts, held=held, limit=limit)
     done, ran = run_deferred(schedule, *work, transfer, weights)
     np.testing.assert_allclose(done.busy, before.busy)
     # Where memory does not matter, passes are no later than without, and the step ends no later but for what is left.
@@ -70,7 +69,7 @@ def test_plain_timelines_are_as_by_the_reference(timed):
 @given(TRAINING, st.floats(0, 0.5), st.integers(0, 4), st.floats(0, 1), st.integers(1, 20))
 def test_what_is_deferred_runs_as_by_the_reference(timed, share, parts, held, limit):
     schedule, work, transfer = timed
-    weights = weights_of(work[1], share, parts, kept=1, held=held, limit=limit)
+    weights = weights_of(work[1], share, parts, held=held, limit=limit)
     done, ran = run_deferred(schedule, *work, transfer, weights)
     with patch.object(_native, "play", play):
         plain, plain_ran = run_deferred(schedule, *work, transfer, weights)
@@ -94,7 +93,6 @@ def _replay(schedule, stage, done, ran, weights):
         if backward:
             waiting += zip(weights.times[some], weights.held[some], strict=True)
             used += weights.held[some].sum()
-        used += -1 if backward else 1
         follows = backward and (stage, chunk) == (schedule.num_stages - 1, schedule.num_chunks - 1)
         assert not (follows and ran_here)
         # Too much only where all has run, but for what this pass, and those that follow it at once, defer.

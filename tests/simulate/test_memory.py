@@ -21,8 +21,10 @@ from megatron_wlb.simulate.memory import (
     mlp_backward_bytes,
     most_kept,
     peak_bytes,
+    step_peak_bytes,
     token_bytes,
     weight_bytes,
+    weight_gradient_bytes,
 )
 from tests.jobs import EDGES, job
 
@@ -84,16 +86,17 @@ def test_the_peak_adds_up():
     kept = layer_bytes(GPT3)
     # The gradient of the layer's output, and those before and after the activation; attention needs less by then.
     more = 2 * 12288 + 2 * 2 * 4 * 12288
-    assert at(0) == 4096 * (8 * 12 * kept + more)
-    assert at(7) == 4096 * (12 * kept + more + 2 * 12288 + 6 * 51200)
-    assert at(0, num_micro_batches=3, global_batch_size=3) == 4096 * (3 * 12 * kept + more)
+    rotary = 4 * 128
+    assert at(0) == 4096 * (8 * (12 * kept + rotary) + more)
+    assert at(7) == 4096 * (12 * kept + rotary + more + 2 * 12288 + 6 * 51200)
+    assert at(0, num_micro_batches=3, global_batch_size=3) == 4096 * (3 * (12 * kept + rotary) + more)
     assert peak_bytes(GPT3, 0, 512) == at(0) / 8
     interleaved = in_parallel(replace(GPT3, hidden_transfers=False), vpp=3)
     group = interleaved.schedule().group
     assert group == 13
     # Eight stages keep the last eight tensors that they have sent, and the first one those that wait for their group.
     waiting = (group - 8) * 2 * 12288
-    assert peak_bytes(interleaved, 0) == 4096 * ((14 + 2 * group + 1) * 4 * kept + waiting + more)
+    assert peak_bytes(interleaved, 0) == 4096 * ((14 + 2 * group + 1) * (4 * kept + rotary) + waiting + more)
     sent = peak_bytes(replace(interleaved, hidden_transfers=True), 0) - peak_bytes(interleaved, 0)
     assert sent == 4096 * 8 * 2 * 12288
     edges = in_parallel(replace(GPT3, model=replace(GPT3_SHAPE, num_layers=94)), split=EDGES)
@@ -104,16 +107,19 @@ def test_the_peak_adds_up():
     assert at(1) + 4096 * 7 * kept == peak_bytes(uneven, 1)
     assert weight_bytes(uneven) - weight_bytes(GPT3) == 18 * GPT3_SHAPE.layer_weights
     two = in_parallel(GPT3, split=Split(pipeline_model_parallel_layout="E(t*6|)*7t*12|(t*6|)*6t*5|tL"), vpp=2)
-    assert token_bytes(two, 7)[0].tolist() == [12 * kept, kept]
+    assert token_bytes(two, 7)[0].tolist() == [12 * kept + rotary, kept + rotary]
     six = Recompute(granularity="full", method="block", num_layers=6)
-    assert token_bytes(replace(two, recompute=six), 7)[0].tolist() == [6 * kept + 6 * 2 * 12288, 2 * 12288]
+    assert token_bytes(replace(two, recompute=six), 7)[0].tolist() == [
+        6 * kept + 6 * 2 * 12288 + rotary,
+        2 * 12288 + rotary,
+    ]
     full = Recompute(granularity="full")
-    assert at(0, recompute=full) == 4096 * (8 * 12 * 2 * 12288 + kept + more)
+    assert at(0, recompute=full) == 4096 * (8 * (12 * 2 * 12288 + rotary) + kept + more)
     block = replace(full, method="block", num_layers=5)
-    assert at(0, recompute=block) == 4096 * (8 * (5 * 2 * 12288 + 7 * kept) + kept + more)
+    assert at(0, recompute=block) == 4096 * (8 * (5 * 2 * 12288 + 7 * kept + rotary) + kept + more)
     assert at(0, recompute=replace(block, num_layers=12)) == at(0, recompute=full)
     uniform = replace(full, method="uniform", num_layers=4)
-    assert at(0, recompute=uniform) == 4096 * (8 * 3 * 2 * 12288 + 4 * kept + more)
+    assert at(0, recompute=uniform) == 4096 * (8 * (3 * 2 * 12288 + rotary) + 4 * kept + more)
 
 
 def test_offloaded_layers_are_not_counted():
@@ -146,7 +152,7 @@ def test_the_exchange_of_keys_counts_where_it_outgrows_the_mlp():
     mlp = 2 * (2 * 4096 + 3 * 11008) / 8
     at_once = attention_backward_bytes(wide) - mlp
     assert at_once > mlp_backward_bytes(wide) and mlp_backward_bytes(seven) > attention_backward_bytes(seven) - mlp
-    assert peak_bytes(wide, 0, 8) == 32 * layer_bytes(wide) + at_once + 2 * 4096 + 6 * 32000 / 8
+    assert peak_bytes(wide, 0, 8) == 32 * layer_bytes(wide) + 4 * 128 + at_once + 2 * 4096 + 6 * 32000 / 8
 
 
 VALUES, ROWS = 2 * 4 * 12288, 2 * 12288
@@ -233,3 +239,22 @@ def test_no_stage_keeps_more_than_is_predicted(dp, vpp, count):
     # Which is less than if all passes in flight had the longest micro-batch, wherever micro-batches are many.
     if vpp == 2:
         assert most[0] < given.schedule().in_flight(0) * longest
+
+
+def test_the_peak_of_a_step_is_of_its_own_micro_batches_and_of_what_is_held():
+    given = in_parallel(job(model=replace(MODELS["llama2-7b"], num_layers=8)), pp=4)
+    even = np.full(4, 1000.0)
+    (kept, first), (_, last) = (token_bytes(given, stage) for stage in (0, 3))
+    assert step_peak_bytes(given, 0, even) == 1000 * (4 * kept[0] + first)
+    assert step_peak_bytes(given, 3, even) < 1000 * (kept[0] + last)  # logits are gone before layers go back
+    assert step_peak_bytes(given, 0, np.array([1.0, 1.0, 1.0, 1000.0])) < step_peak_bytes(given, 0, even)
+    layer, _ = weight_gradient_bytes(given)
+    # Nothing runs before the last backward pass: it finds those of three passes, and has one of its own layers.
+    late = np.zeros((2, 1, 4), np.int64)
+    held = step_peak_bytes(given, 0, even, late) - step_peak_bytes(given, 0, even)
+    assert 0 < held <= 1000 * 8 * layer
+    at_once = np.zeros((2, 1, 4), np.int64)
+    ops = given.schedule(4).ops(0)
+    for backward, chunk, i in ops.tolist():
+        at_once[int(backward), chunk, i] = 2 * sum(ops["backward"][: ops.tolist().index((backward, chunk, i))])
+    assert step_peak_bytes(given, 0, even, at_once) == step_peak_bytes(given, 0, even) + 1000 * layer
