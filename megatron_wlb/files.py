@@ -31,8 +31,9 @@ def opened(path: str | os.PathLike[str], remedy: str) -> BinaryIO:
 def read(path: str | os.PathLike[str], most_bytes: int, remedy: str) -> bytes:
     """Read a file of at most `most_bytes`. Raises ValueError as `opened`, and for a larger one."""
     with opened(path, remedy) as file:
+        size = os.fstat(file.fileno()).st_size  # 0 in /proc
         try:
-            data = file.read(most_bytes + 1)
+            data = file.read(min(most_bytes, max(size, 1 << 16)) + 1)
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror}; {remedy}") from None
     if len(data) > most_bytes:

@@ -121,9 +121,9 @@ def check_script(model: Any, model_provider: Any, forward_step: Any) -> None:
     functions = forward_step.__globals__ | {"forward_step": forward_step}
     if changed := [name for name, known in MEGATRONS.items() if meaning_of(functions.get(name)) != known]:
         raise ValueError(
-            f"--wlb has its own data and loss, and {', '.join(changed)} of {inspect.getfile(forward_step)} differ from "
-            "Megatron's, whose changes would be left out: take them out, train without --wlb, or run the "
-            "pretrain_gpt.py of megatron_wlb, if Megatron's own are wanted"
+            f"--wlb has Megatron's data and loss, and would leave out what the functions {', '.join(changed)} in "
+            f"{inspect.getfile(forward_step)} change in them; undo that, train without --wlb, or run the "
+            "pretrain_gpt.py of megatron_wlb, which has Megatron's as well"
         )
 
 

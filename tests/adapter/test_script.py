@@ -177,11 +177,15 @@ CONFIG = object.__new__(GPTModelConfig)
         ("loss_mask).sum()", "loss_mask).sum()  # as in the paper", None),
         ("def loss_func(loss_mask,", 'def loss_func(  \n    loss_mask: "torch.Tensor",', None),
         ("    return args", '    """Return it."""\n    return args', None),
-        ("loss_mask).sum()", "loss_mask).sum() + z_loss(output_tensor)", "and loss_func of .*pretrain.py differ from"),
-        ("mask = get", "mask = goldfish(get_batch(data_iterator)) or get", "and forward_step of"),
-        ("def get_batch", "get_batch = None\ndef get_other_batch", "and get_batch of"),
-        ("    return args", "    return changed(args)", "and core_gpt_dataset_config_from_args of"),
-        ("3 * [", "2 * [None] + [", "and train_valid_test_datasets_provider of"),
+        (
+            "loss_mask).sum()",
+            "loss_mask).sum() + z_loss(output_tensor)",
+            "functions loss_func in .*pretrain.py change in them",
+        ),
+        ("mask = get", "mask = goldfish(get_batch(data_iterator)) or get", "functions forward_step in"),
+        ("def get_batch", "get_batch = None\ndef get_other_batch", "functions get_batch in"),
+        ("    return args", "    return changed(args)", "functions core_gpt_dataset_config_from_args in"),
+        ("3 * [", "2 * [None] + [", "functions train_valid_test_datasets_provider in"),
     ],
 )
 def test_a_script_with_data_or_loss_that_are_not_megatrons_is_refused(old, new, message, tmp_path, monkeypatch):
