@@ -97,7 +97,9 @@ class Judge:
             vars(args).update(UNKNOWN_MODEL | {"num_layers": 4 * virtual * args.pipeline_model_parallel_size})
             if args.expert_model_parallel_size > 1:
                 args.num_experts = args.num_experts or 8 * args.expert_model_parallel_size
-        args.rank, args.world_size = 0, recipe["world_size"] or _smallest_world(args)
+        args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
+        args.rank, world, smallest = 0, recipe["world_size"], _smallest_world(args)
+        args.world_size = world if world and world % smallest == 0 else smallest
         return args, given
 
 

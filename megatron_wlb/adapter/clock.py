@@ -31,8 +31,9 @@ class Clock:
         """Start a forward-backward pass. Nothing is recorded until `measure`."""
         self._spans, self._began = None, _now()
 
-    def measure(self) -> None:
-        """Record this forward-backward pass: it belongs to a training step to be measured."""
+    def measure(self, job: Job) -> None:
+        """Record this forward-backward pass: it belongs to a training step of this job, to be measured."""
+        self._job = job
         self._spans = {"forward": [], "backward": [], "weights": [], "exchange": []}
 
     @contextlib.contextmanager

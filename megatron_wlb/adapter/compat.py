@@ -86,6 +86,20 @@ def weight_and_optimizer_bytes(args: Namespace) -> float | None:
     return held / ranks if getattr(args, "use_torch_fsdp2", False) else held
 
 
+def batch_sizes(args: Namespace) -> list[tuple[int, int]]:
+    """(samples trained before, windows a step) of `--step-batch-size-schedule`; [] without. Raises ValueError."""
+    if getattr(args, "step_batch_size_schedule", None) is None:
+        return []
+    calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
+    try:
+        schedule: list[tuple[int, int]] = calculator.StepBatchsizeNumMicroBatchesCalculator(
+            1, 1, False, 1, args.step_batch_size_schedule, args.seq_length
+        ).schedule
+    except (AssertionError, ValueError) as error:
+        raise ValueError(f"--step-batch-size-schedule: {error}; give another, such as '0:512 100B:1024'") from error
+    return schedule
+
+
 # The model -----------------------------------------------------------------------------------------------------------
 
 

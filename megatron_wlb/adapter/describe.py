@@ -1,6 +1,7 @@
 """Builds the job of a training run from Megatron's arguments and the GPU that it runs on."""
 
 import importlib
+import math
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,14 +46,21 @@ def check(args: Namespace) -> None:
     )
     windows = a.global_batch_size or max(1, (a.world_size or 1) // a.model_parallel_size)
     try:
-        job = job_of(a, settings=settings, packing=policy, sharding=Sharding.from_args(args), global_batch_size=windows)
+        if (sizes := compat.batch_sizes(args)) and settings.micro_batches != "auto":
+            raise ValueError(
+                "--wlb-micro-batches is one number, and --step-batch-size-schedule has several; leave it out"
+            )
+        for size in [n for _, n in sizes] or [windows]:
+            job = job_of(
+                a, settings=settings, packing=policy, sharding=Sharding.from_args(args), global_batch_size=size
+            )
+            if size % job.parallel.dp:
+                raise ValueError(
+                    f"--global-batch-size is {size}, by which upstream counts samples on {job.parallel.dp} "
+                    f"data-parallel ranks; give a multiple of {job.parallel.dp}"
+                )
     except ValueError as error:
         raise ValueError(f"--wlb: {error}") from error
-    if windows % job.parallel.dp:
-        raise ValueError(
-            f"--wlb: --global-batch-size is {windows}, by which upstream counts samples on {job.parallel.dp} "
-            f"data-parallel ranks; give a multiple of {job.parallel.dp}"
-        )
 
 
 def _check_spec(module: str, name: str = "") -> None:
@@ -74,7 +82,9 @@ def make_job(args: Namespace, **fixed: Any) -> Job:
 
     Raises ValueError for contradictory settings, and if weights or activations do not fit the GPU.
     """
-    settings = PlanSettings.from_args(args)
+    settings, sizes = PlanSettings.from_args(args), compat.batch_sizes(args)
+    if sizes:
+        fixed.setdefault("global_batch_size", max(n for _, n in sizes))
     return job_of(
         MegatronArguments.of(vars(args)),
         settings=settings,
@@ -93,10 +103,28 @@ def best_job(args: Namespace, stream: Callable[[], DocumentStream]) -> tuple[Job
     `--wlb-micro-batches auto` chooses by the run's first documents. `stream` returns the documents from the beginning.
     """
     job, settings = make_job(args), PlanSettings.from_args(args)
-    if settings.micro_batches != "auto":
+    if settings.micro_batches != "auto" or compat.batch_sizes(args):
         return job, []
     known = settings.memory_budget is not None or _budget_bytes(args) is not None
     return predictions(job, partial(make_job, args), stream, memory_known=known)
+
+
+def jobs_by_step(args: Namespace, job: Job, step: int) -> list[tuple[int, Job]]:
+    """Return (first step, job) from the running step on; several by `--step-batch-size-schedule`, as upstream counts.
+
+    Each has a micro-batch for every window. Raises ValueError if one does not fit the layout.
+    """
+    sizes, samples, jobs = compat.batch_sizes(args), args.consumed_train_samples, []
+    if not sizes:
+        return [(step, job)]
+    for (_, windows), (end, _) in zip(sizes, [*sizes[1:], (math.inf, 0)], strict=True):
+        if samples >= end:
+            continue
+        jobs.append((step, replace(job, global_batch_size=windows, num_micro_batches=windows)))
+        if end < math.inf:
+            steps = -(-(int(end) - samples) // windows)
+            step, samples = step + steps, samples + steps * windows
+    return jobs
 
 
 def evaluation_job(job: Job, args: Namespace) -> Job:

@@ -29,10 +29,10 @@ class Plans:
 
     def __init__(self, args: Namespace, job: Job, run: RunSettings) -> None:
         self._args, self._run = args, run
-        self.jobs = {"train": job}
-        """The job of each split."""
+        self._jobs = {"train": [(0, job)]}
+        """By split, from which step on which job."""
         if args.eval_iters > 0:
-            self.jobs |= dict.fromkeys(("valid", "test"), describe.evaluation_job(job, args))
+            self._jobs["valid"] = self._jobs["test"] = [(0, describe.evaluation_job(job, args))]
         self._planners: dict[str, Planner] = {}
         self._first_state: Any = None
         self.first_step = 0
@@ -50,8 +50,10 @@ class Plans:
         Raises ValueError if the packer state is missing or does not fit.
         """
         if split not in self._planners:
-            job = self.jobs[split]
-            packer = make_packer(stream_of(self._args, split, data), job)
+            if split == "train":
+                self._jobs[split] = describe.jobs_by_step(self._args, self._jobs[split][0][1], first_step)
+            (_, job), *later = self._jobs[split]
+            packer, *others = (make_packer(stream_of(self._args, split, data), each) for _, each in self._jobs[split])
             for name, value in packer.identity.items():
                 self._agreed[f"{split} {IDENTITY[name]}"] = digest_of(value)
             if split == "train":
@@ -62,8 +64,20 @@ class Plans:
             dp_rank = mpu.get_data_parallel_rank()
             # Others wait for this rank in collectives: be heard before those time out.
             patience = 30 * self._args.distributed_timeout_minutes
-            self._planners[split] = Planner(packer, job, dp_rank, first_step=first_step, patience_seconds=patience)
+            self._planners[split] = Planner(
+                packer,
+                job,
+                dp_rank,
+                first_step=first_step,
+                patience_seconds=patience,
+                later=[(*at, other) for at, other in zip(later, others, strict=True)],
+            )
         return self._planners[split]
+
+    def job(self, split: str, step: int) -> Job:
+        """Return the job of a step; the first one's for steps before this process."""
+        jobs = self._jobs[split]
+        return next((job for first, job in reversed(jobs) if first <= step), jobs[0][1])
 
     def begin(self, split: str, step: int, device: torch.device) -> StepPlan:
         """Return the plan of a step about to run; forgets the steps before the previous one.
@@ -94,7 +108,7 @@ class Plans:
         come.
         """
         packer = self.trained(iteration).state if iteration > self.first_step else self._first_state
-        state.save(state_path(self._args.save, iteration), packer, self.jobs["train"])
+        state.save(state_path(self._args.save, iteration), packer, self.job("train", iteration - 1))
 
     def _folder(self, step: int) -> str:
         """Return the folder of a checkpoint's state: --load, or --save for a non-persistent one."""
@@ -110,7 +124,7 @@ class Plans:
         try:
             if first_step:
                 before = _load(packer, self._folder(first_step), first_step)
-                changes = ", ".join(differences(before, self.jobs["train"].to_json()))
+                changes = ", ".join(differences(before, self.job("train", first_step).to_json()))
                 print_rank_0(
                     f"> wlb: resumed at iteration {first_step} with {sum(map(len, packer.waiting().values()))} "
                     f"documents waiting; {f'changed: {changes}' if changes else 'nothing changed'}"

@@ -95,9 +95,10 @@ class Report:
         self._predicted = None
         if not self._wants(plan.step + 1):
             return
-        self.clock.measure()
-        if _is_last() and not untimed(self._job):
-            self._predicted = self._thread.submit(_predicted, self._job, plan.batch)
+        job = self._plans.job("train", plan.step)
+        self.clock.measure(job)
+        if _is_last() and not untimed(job):
+            self._predicted = self._thread.submit(_predicted, job, plan.batch)
 
     def _wants(self, iteration: int) -> bool:
         """Whether anything will be reported of a step."""
@@ -141,7 +142,7 @@ class Report:
                 if iteration % self._args.log_interval == 0:
                     print(log.line(entry), flush=True)
                 if self._run.log:
-                    log.append(self._run.log, entry | log.details(plan, self._job))
+                    log.append(self._run.log, entry | log.details(plan, self._plans.job("train", plan.step)))
                 self._telemetry.write(iteration, plan, entry)
             return result
 

@@ -191,7 +191,7 @@ class Training:
         parallel, chunks = self._job.parallel, model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
         if parallel.vpp > 1:
-            config.microbatch_group_size_per_vp_stage = self._plans.jobs[first.split].schedule().group
+            config.microbatch_group_size_per_vp_stage = self._plans.job(first.split, first.step).schedule().group
         with self._deferred(plan, chunks, config) as fill:
             communicator = None
             if parallel.pp > 1:

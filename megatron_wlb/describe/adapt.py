@@ -176,7 +176,8 @@ def adapt(args: Namespace, given: Collection[str]) -> Changes:
     `--wlb-strict`.
     """
     changes = Changes([], [])
-    if args.global_batch_size is None and (args.micro_batch_size or 1) > 1:
+    scheduled = Lenient(**vars(args)).step_batch_size_schedule is not None
+    if args.global_batch_size is None and not scheduled and (args.micro_batch_size or 1) > 1:
         tensor, context, stages = (
             getattr(args, f"{name}_parallel_size") for name in ("tensor_model", "context", "pipeline_model")
         )

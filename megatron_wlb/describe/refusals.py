@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 _REASONS = {
     "needs fixed shapes, and micro-batches vary in length; leave it out": "moe_pad_expert_input_to_capacity",
-    "changes the global batch size, which must stay; give a fixed --global-batch-size": ("step_batch_size_schedule"),
     "divides weights over other ranks, by which the data-parallel size means another number; leave it out": (
         "expert_tensor_parallel_num_weight_shards tensor_parallel_num_weight_shards"
     ),
@@ -17,10 +16,12 @@ _REASONS = {
     "is not supported; use plain attention": "experimental_attention_variant",
     "is for inference; leave it out": "cache_mla_latents",
     "is not supported; pre-train on .bin/.idx datasets (--data-path)": (
-        "sft fim_data perform_rl_step hybrid_context_parallel dynamic_context_parallel"
+        "sft perform_rl_step hybrid_context_parallel dynamic_context_parallel"
     ),
     "packs sequences by itself; leave it out": "rl_use_sequence_packing sequence_packing_scheduler use_varlen_dataset",
-    "is not supported; give --eval-iters": "full_validation multiple_validation_sets",
+    "evaluates until the data end, and the stream of --wlb has no end; give --eval-iters": "full_validation",
+    "evaluates sets apart, and --wlb has one stream of validation data; blend them": "multiple_validation_sets",
+    "rearranges whole samples, and --wlb reads documents in pieces; leave it out": "fim_data",
     "is not supported; give flags": "yaml_cfg",
     "makes a model that is no GPT of Megatron-core; pre-train one": (
         "export_kd_teacher_load export_te_mcore_model hybrid_layer_pattern hybrid_override_pattern is_hybrid_model "

@@ -188,10 +188,17 @@ class Planner:
     """
 
     def __init__(
-        self, packer: Packer, job: Job, dp_rank: int, *, first_step: int, patience_seconds: float = math.inf
+        self,
+        packer: Packer,
+        job: Job,
+        dp_rank: int,
+        *,
+        first_step: int,
+        patience_seconds: float = math.inf,
+        later: Sequence[tuple[int, Job, Packer]] = (),
     ) -> None:
-        """`patience_seconds`: how long `get` waits for a step."""
-        self._patience_seconds = patience_seconds
+        """`patience_seconds`: how long `get` waits for a step. `later`: who plans from which step on."""
+        self._patience_seconds, self._later = patience_seconds, list(later)
         self._packer, self._job, self._dp_rank = packer, job, dp_rank
         self._plans: dict[int, StepPlan] = {}
         self._wanted, self._next = first_step, first_step
@@ -263,6 +270,10 @@ class Planner:
                     self._changed.wait_for(lambda: self._closed or self._next <= self._wanted + PLAN_AHEAD)
                     if self._closed:
                         return
+                if self._later and self._later[0][0] == self._next:
+                    _, self._job, packer = self._later.pop(0)
+                    packer.load_state(self._packer.state())
+                    self._packer = packer
                 plan = plan_step(self._packer, self._job, self._dp_rank)
                 if plan.step != self._next:
                     raise RuntimeError(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from megatron.core.fp4_utils import get_fp4_align_size
 from megatron.core.fp8_utils import get_fp8_align_size
+from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 from megatron.training import training
 from megatron.training.arguments import parse_args, validate_args
 
@@ -43,6 +44,9 @@ def parse(monkeypatch):
 
 MOE = "--num-experts 4 --moe-token-dispatcher-type"
 REFUSED = {
+    "--step-batch-size-schedule 300:4": "first schedule entry must have threshold 0.*; give another, such as '0:512",
+    "--step-batch-size-schedule 0:4 --wlb-micro-batches 8": "--step-batch-size-schedule has several; leave it out",
+    "--step-batch-size-schedule 0:4,1K:7": "7 micro-batches a step cannot be shared by 2 data-parallel",
     "--spec no.such layer": "--spec no.such layer: No module named 'no'; give a module on PYTHONPATH",
     "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec": "a layer with no self-attention, not",
     "--wlb-cp-sharding ring": "choose one of per-sequence, per-document, ",
@@ -161,6 +165,30 @@ def test_interleaving_is_refused_with_the_nearest_numbers_that_fit(parse, monkey
     free, args.eval_global_batch_size = describe.make_job(args), 8
     assert free.schedule().group == 3  # of the 6 micro-batches that a rank has in training, and of 4 below
     assert describe.evaluation_job(free, args).schedule().group == 4
+
+
+def test_the_batch_size_of_a_step_is_upstreams(parse):
+    """By samples that were trained before it; a threshold that a step passes by is never reached."""
+    flags = "--step-batch-size-schedule 0:4,2560:8,2816:12,8192:16 --transformer-impl local"
+    args = parse(*flags.split(), model=less(MODEL, "--global-batch-size"))
+    whole = job_of(args)
+    calculator = StepBatchsizeNumMicroBatchesCalculator(1, 1, False, 1, args.step_batch_size_schedule, args.seq_length)
+    samples, expected = 0, []
+    for step in range(7):
+        args.consumed_train_samples = samples
+        jobs = describe.jobs_by_step(args, whole, step)
+        assert jobs[0][0] == step
+        calculator.update(samples, consistency_check=False)
+        expected.append(calculator.current_global_batch_size)
+        assert jobs[0][1].global_batch_size == jobs[0][1].num_micro_batches == expected[-1]
+        samples += expected[-1]
+    args.consumed_train_samples = 0
+    assert [(at, job.global_batch_size) for at, job in describe.jobs_by_step(args, whole, 0)] == [
+        (0, 4),
+        (3, 12),
+        (5, 16),
+    ]
+    assert expected == [4, 4, 4, 12, 12, 16, 16] and whole.global_batch_size == 16
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])

@@ -212,6 +212,15 @@ def test_iterations_to_skip(size, layout, dataset, alone, tmp_path):
     assert [e["lengths"] for e in alone(flags)["log"]] == [whole[0]["lengths"], whole[2]["lengths"]]
 
 
+@pytest.mark.parametrize(("size", "layout"), [(4, VPP2), full(2, CP2)])
+def test_step_batch_size_schedule(size, layout, dataset, alone, tmp_path):
+    """Four windows in the first step, eight in the second; thresholds are in tokens."""
+    flags, without = "--step-batch-size-schedule 0:4,1024:8", "--global-batch-size"
+    run = train(size, dataset, *layout.split(), *flags.split(), without=without, log=tmp_path / "log.jsonl")
+    compare(run, alone(flags, without=without))
+    assert [len(e["lengths"]) for e in run["log"]] == [4, 8]
+
+
 @pytest.mark.parametrize("coefficient", ["--moe-aux-loss-coeff 0.1", full("--moe-z-loss-coeff 0.1")])
 def test_losses_of_the_router(coefficient, dataset, tmp_path, monkeypatch):
     """Upstream's count padding as tokens, so both runs are given the same."""

@@ -64,6 +64,22 @@ def test_resumed_equals_uninterrupted(size, flags, packing, dataset, tmp_path):
         assert torch.equal(resumed["params"][name], parameter), name
 
 
+@pytest.mark.parametrize("saved", [1, full(2), full(3)])
+def test_a_schedule_of_batch_sizes_resumed_equals_uninterrupted(saved, dataset, tmp_path):
+    """Within a batch size, and where it changes."""
+    log, train = tmp_path / "parts.jsonl", functools.partial(training.train, without="--global-batch-size")
+    common = [*ADAM, *"--step-batch-size-schedule 0:4,2048:8 --train-iters 4 --wlb-packing adaptive".split()]
+    whole = train(1, dataset, *common, log=tmp_path / "whole.jsonl")
+    save = ["--save", str(tmp_path / "ckpt"), "--save-interval", "9"]
+    with pytest.raises(RuntimeError, match="SystemExit"):
+        train(1, dataset, *common, *save, "--exit-interval", str(saved), log=log)
+    resumed = train(1, dataset, *common, *save, "--load", str(tmp_path / "ckpt"), log=log)
+    for part, reference in zip(entries(log), whole["log"], strict=True):
+        assert {k: part[k] for k in EXACT} == {k: reference[k] for k in EXACT}
+    assert [len(e["lengths"]) for e in whole["log"]] == [4, 4, 8, 8]
+    assert all(torch.equal(resumed["params"][name], parameter) for name, parameter in whole["params"].items())
+
+
 def test_mock_data_is_the_same_in_every_layout_and_resumed(tmp_path):
     """With evaluation, without any file."""
     common = [*ADAM, *"--mock-data --wlb-mock-lengths 4,1,0.1,150,1 --eval-iters 2 --eval-interval 2".split()]

@@ -112,6 +112,11 @@ def test_the_global_batch_stays_where_it_follows_from_the_micro_batch():
     args = Namespace(**USUAL | {"micro_batch_size": 3, "global_batch_size": None, "context_parallel_size": 2})
     adapt(args, ())
     assert (args.micro_batch_size, args.global_batch_size) == (1, 6)
+    args = Namespace(
+        **vars(args) | {"micro_batch_size": 3, "global_batch_size": None, "step_batch_size_schedule": "0:6"}
+    )
+    adapt(args, ())
+    assert (args.micro_batch_size, args.global_batch_size) == (1, None)
 
 
 def test_what_is_switched_off_by_itself():

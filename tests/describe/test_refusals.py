@@ -37,7 +37,9 @@ def test_what_is_served():
 
 def test_refused_if_given_at_all():
     for name in REFUSED:
-        with pytest.raises(ValueError, match=f"^--wlb: --{name.replace('_', '-')} .*; (give|leave|use|pre-train) "):
+        with pytest.raises(
+            ValueError, match=f"^--wlb: --{name.replace('_', '-')} .*; (give|leave|use|pre-train|blend) "
+        ):
             check(Namespace(**SERVED, **{name: [1]}))
 
 
