@@ -3,7 +3,7 @@
 Runs torch's build for CUDA, Megatron and --wlb as the job would, over a stand-in for CUDA and NCCL: memory is address
 space up to the card's size, kernels do nothing, and calls of NCCL are written down. Nothing is computed and no time is
 measured; losses are not printed and checkpoints refused. Says what each rank allocates and reserves, whether that fits,
-and where the host waits for the device.
+and where the host waits for the device. With --ranks all, NCCL calls of all ranks are matched.
 
     megatron-wlb rehearse --gpu h100 -- torchrun --nproc-per-node 8 pretrain_gpt.py --wlb --num-layers 32 ...
     megatron-wlb rehearse --gpu h100 --ranks 0,32 --json rehearsal.json train.log
@@ -23,7 +23,7 @@ from megatron_wlb.cli.common import Words, console, integer, printable, progress
 from megatron_wlb.cli.data import data_of
 from megatron_wlb.cli.job import Run, add_job_flags, run_of
 
-USAGE = "[LOG] --gpu {a100,h100,h200} [--ranks auto|0,17] [--steps 6] [--json FILE] [-- COMMAND]"
+USAGE = "[LOG] --gpu {a100,h100,h200} [--ranks auto|all|0,17] [--steps 6] [--json FILE] [-- COMMAND]"
 TITLES = ("rank", "predicted", "allocated", "reserved", "retries", "syncs", "copies", "launches", "NCCL calls")
 
 
@@ -32,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("log", nargs="?", metavar="LOG", help="what a run printed; - for standard input")
     parser.add_argument("--gpu", choices=("a100", "h100", "h200"), required=True)
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of the card; default: as it is sold")
-    parser.add_argument("--ranks", default="auto", help="which to run, as 0,17; default: one of every kind")
+    parser.add_argument(
+        "--ranks", default="auto", help="which to run: all, or some as 0,17; default: one of every kind"
+    )
     parser.add_argument("--steps", type=integer(1, 1 << 14), default=6, metavar="K", help="steps to run; default: 6")
     parser.add_argument("--json", metavar="FILE", help="numbers to write; - for standard output")
 
@@ -76,9 +78,10 @@ def run(args: argparse.Namespace, words: Words) -> int:
         writer(args.json, "--json") as file,
         progress(len(ranks) * args.steps, args.json, "rehearsing") as advance,
     ):
-        seen = rehearse(task, ranks, advance)
-        said, remedy = verdict(seen, gpu.gib)
-        write_json(file, {"verdict": said, "remedy": remedy, "gpu": gpu.name, "gpu_gib": gpu.gib, "ranks": seen})
+        seen, wrong = rehearse(task, ranks, advance)
+        said, remedy = verdict(seen, gpu.gib, wrong)
+        of_all = {"verdict": said, "remedy": remedy, "nccl": wrong, "gpu": gpu.name, "gpu_gib": gpu.gib}
+        write_json(file, of_all | {"ranks": seen})
     terminal.print(table(TITLES, [_row(rank) for rank in seen]))
     for title, key in (("The host waits", "syncs"), ("It reads values", "copies_to_host")):
         lines = [f"{count} at {line}" for line, count in max(seen, key=lambda r: sum(r[key].values()))[key].items()]
@@ -122,6 +125,8 @@ def _mocks(job: Run, notes: list[str]) -> bool:
 
 
 def _ranks(text: str, world_size: int) -> list[int]:
+    if text == "all":
+        return [*range(world_size)]
     if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text) or not all(int(r) < world_size for r in text.split(",")):
-        raise ValueError(f"--ranks {text[:40]} must be auto, or ranks below {world_size}, as 0,17")
+        raise ValueError(f"--ranks {text[:40]} must be auto, all, or ranks below {world_size}, as 0,17")
     return sorted({int(r) for r in text.split(",")})

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import msgspec
 from megatron_wlb.job import Parallel
 from megatron_wlb.rehearse import record
 from megatron_wlb.rehearse.build import library
+from megatron_wlb.rehearse.match import Item, match, program
 from megatron_wlb.rehearse.task import Task
 
 WARM = 2
@@ -33,8 +34,13 @@ def chosen(p: Parallel) -> list[int]:
     return sorted(((stage * p.dp + dp) * p.cp + cp) * p.tp for stage, dp, cp in ends)
 
 
-def rehearse(task: Task, ranks: Iterable[int], advance: Callable[[int], None]) -> list[dict[str, Any]]:
-    """Run ranks, as many at a time as there are processors; returns what each saw, of the last step and of all.
+def rehearse(
+    task: Task, ranks: Sequence[int], advance: Callable[[int], None]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Run ranks, as many at a time as there are processors.
+
+    Returns what each saw, of the last step and of all, and what is wrong with the NCCL calls of all ranks together if
+    all of them ran, [] if nothing.
 
     `advance` is told of steps that have ended. Raises ValueError with the reason if a rank ends before its first step
     for another reason than memory.
@@ -44,7 +50,7 @@ def rehearse(task: Task, ranks: Iterable[int], advance: Callable[[int], None]) -
     environment |= {"LD_PRELOAD": str(folder / "libcuda.so.1"), "LD_LIBRARY_PATH": str(folder)}
     with tempfile.TemporaryDirectory() as results, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
 
-        def run(rank: int) -> dict[str, Any]:
+        def run(rank: int) -> tuple[dict[str, Any], list[Item]]:
             given = Path(results, f"{rank}.task")
             given.write_bytes(msgspec.json.encode(msgspec.structs.replace(task, rank=rank, folder=results)))
             command = [sys.executable, "-m", "megatron_wlb.rehearse.worker", str(given)]
@@ -66,9 +72,14 @@ def rehearse(task: Task, ranks: Iterable[int], advance: Callable[[int], None]) -
                 error = said_so[1] if said_so else error
             if error and "OutOfMemoryError" not in error:
                 raise ValueError(f"rank {rank} ended with status {process.returncode}: {error.partition('\n')[0]}")
-            return entry(result, record.summary(result, record.read(results, rank)))
+            records = record.read(results, rank)
+            return entry(result, record.summary(result, records)), program(result, records) if whole else []
 
-        return list(pool.map(run, ranks))
+        whole = len(ranks) == task.world_size
+        seen, programs = zip(*pool.map(run, ranks), strict=True)
+        fitting = whole and not any(rank["out_of_memory"] for rank in seen)
+        wrong = [said for one_queue in (True, False) for said in match(programs, one_queue)] if fitting else []
+        return list(seen), list(dict.fromkeys(wrong))
 
 
 def entry(result: dict[str, Any], seen: dict[str, Any]) -> dict[str, Any]:
@@ -88,8 +99,10 @@ def entry(result: dict[str, Any], seen: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def verdict(ranks: list[dict[str, Any]], gpu_gib: float) -> tuple[str, str]:
-    """Return whether a job fits, and what to do if not."""
+def verdict(ranks: list[dict[str, Any]], gpu_gib: float, wrong: Sequence[str] = ()) -> tuple[str, str]:
+    """Return whether a job fits, and what to do if not; `wrong`: with its NCCL calls."""
+    if wrong:
+        return "hangs", f"{wrong[0]}; report it with the flags"
     smaller = "give a smaller --wlb-max-tokens, or --wlb-defer-weight-gradients off"
     if worst := [r for r in ranks if r["out_of_memory"]]:
         return "does not fit", f"rank {worst[0]['rank']} runs out of memory; {smaller}, or recompute activations"

@@ -1,0 +1,93 @@
+"""NCCL calls of ranks that match, and planted faults in them."""
+
+import pytest
+
+from megatron_wlb.rehearse.match import Call, match
+from megatron_wlb.rehearse.record import Kind
+
+PAIR, OTHER = ("0//cuda//0", (0, 1)), ("1//cuda//0", (0, 1))
+
+
+def call(rank, kind, group=PAIR, count=8, peer=-1, line="a.py:1"):
+    return Call(rank, kind, group, (count, 7, 0), peer, (line, "step 1, backward 2"))
+
+
+def run(stream, *calls):
+    return Kind.ALL_REDUCE, stream, 0, list(calls)
+
+
+def both(kind, **options):
+    return [[run(1, call(rank, kind, **options))] for rank in (0, 1)]
+
+
+def joined(*parts):
+    return [[item for part in parts for item in part[rank]] for rank in (0, 1)]
+
+
+def exchange(first, second, streams=(1, 1)):
+    """Each rank sends to the other and receives, in this order."""
+    kinds = ((first, second), (second, first))
+    ranks = []
+    for rank, order in enumerate(kinds):
+        moves = {
+            "send": run(streams[0], call(rank, Kind.SEND, OTHER if rank else PAIR, peer=1 - rank)),
+            "receive": run(streams[1], call(rank, Kind.RECEIVE, PAIR if rank else OTHER, peer=1 - rank)),
+        }
+        ranks.append([moves[name] for name in order])
+    return ranks
+
+
+@pytest.mark.parametrize("one_queue", [True, False])
+def test_calls_in_the_same_order_match(one_queue):
+    made = [[(Kind.COMMUNICATOR, 0, 0, [call(rank, Kind.COMMUNICATOR)])] for rank in (0, 1)]
+    ended = [[(Kind.SYNC_DEVICE, 0, 0, [])]] * 2
+    programs = joined(made, both(Kind.ALL_GATHER), both(Kind.REDUCE_SCATTER), exchange("send", "receive"), ended)
+    assert match(programs, one_queue) == []
+
+
+@pytest.mark.parametrize("one_queue", [True, False])
+def test_a_swap_on_one_rank_is_found_with_its_line(one_queue):
+    programs = joined(both(Kind.ALL_GATHER), both(Kind.REDUCE_SCATTER, line="b.py:2"))
+    programs[1].reverse()
+    (said,) = match(programs, one_queue)
+    assert "rank 0 all_gather of 8 values at a.py:1 (step 1, backward 2)" in said
+    assert "rank 1 reduce_scatter of 8 values at b.py:2" in said
+
+
+def test_other_counts_are_found():
+    assert (
+        "of 9 values"
+        in match([[run(1, call(0, Kind.SEND, peer=1))], [run(1, call(1, Kind.RECEIVE, count=9, peer=0))]], True)[0]
+    )
+
+
+def test_groups_in_another_order_wait_for_ever_where_kernels_behind_them_share_a_queue():
+    def gather(rank, group, stream):
+        return [run(stream, call(rank, Kind.ALL_GATHER, group)), (Kind.KERNEL, stream, 0, [])]
+
+    streams = [gather(0, PAIR, 1) + gather(0, OTHER, 2), gather(1, OTHER, 2) + gather(1, PAIR, 1)]
+    assert match(streams, False) == []
+    assert len(match(streams, True)) == 2 and "waits for ever" in match(streams, True)[0]
+    one_stream = [gather(0, PAIR, 1) + gather(0, OTHER, 1), gather(1, OTHER, 1) + gather(1, PAIR, 1)]
+    assert len(match(one_stream, False)) == 2
+
+
+def test_sends_that_both_come_first_wait_for_ever_unless_grouped_or_in_streams_of_their_own():
+    programs = exchange("send", "receive")
+    programs[1].reverse()
+    assert len(match(programs, False)) == 2
+    grouped = [[run(1, *(c for item in part for c in item[3]))] for part in programs]
+    assert match(grouped, True) == []
+    streams = exchange("send", "receive", streams=(1, 2))
+    streams[1].reverse()
+    assert match(streams, False) == []
+
+
+def test_an_event_orders_streams():
+    """Rank 1 gathers only after what waits for rank 0's second gather: a circle over a stream's event."""
+    gather = [run(1, call(0, Kind.ALL_GATHER)), run(2, call(0, Kind.ALL_GATHER, OTHER))]
+    behind = [run(2, call(1, Kind.ALL_GATHER, OTHER)), (Kind.RECORD, 2, 5, []), (Kind.WAIT, 1, 5, [])]
+    behind.append(run(1, call(1, Kind.ALL_GATHER)))
+    assert match([gather, behind], False) == []
+    waits = [gather[0], (Kind.RECORD, 1, 5, []), (Kind.SYNC_EVENT, 0, 5, []), gather[1]]
+    assert len(match([waits, behind], False)) == 2
