@@ -32,7 +32,7 @@ class WithFiles(build_py):
         super().run()
         if not self.editable_mode:
             package = os.path.join(self.build_lib, "megatron_wlb", "rehearse", "native")
-            self.copy_file("megatron_wlb/hook.pth", os.path.join(self.build_lib, "megatron_wlb.pth"))
+            self.copy_file("megatron_wlb_hook.pth", self.build_lib)
             shutil.copytree("csrc/rehearsal", package, dirs_exist_ok=True)
 
 

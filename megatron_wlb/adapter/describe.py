@@ -29,8 +29,8 @@ def check(args: Namespace) -> None:
     Call this before upstream validates its flags, since its assertions name no remedy.
     """
     refusals.check(args)
-    if args.spec is not None:
-        _check_spec(*args.spec)
+    if (spec := getattr(args, "spec", None)) is not None:
+        _check_spec(*spec)
     RunSettings.from_args(args)
     settings = PlanSettings.from_args(args)
     policy = packing.from_args(args)
@@ -114,9 +114,9 @@ def jobs_by_step(args: Namespace, job: Job, step: int) -> list[tuple[int, Job]]:
 
     Each has a micro-batch for every window. Raises ValueError if one does not fit the layout.
     """
-    sizes, samples, jobs = compat.batch_sizes(args), args.consumed_train_samples, []
-    if not sizes:
+    if not (sizes := compat.batch_sizes(args)):
         return [(step, job)]
+    samples, jobs = args.consumed_train_samples, []
     for (_, windows), (end, _) in zip(sizes, [*sizes[1:], (math.inf, 0)], strict=True):
         if samples >= end:
             continue

@@ -113,7 +113,9 @@ class Plans:
     def _folder(self, step: int) -> str:
         """Return the folder of a checkpoint's state: --load, or --save for a non-persistent one."""
         here: str = self._args.load
-        lies_apart = self._args.non_persistent_ckpt_type and not (here and state_path(here, step).exists())
+        lies_apart = getattr(self._args, "non_persistent_ckpt_type", None) and not (
+            here and state_path(here, step).exists()
+        )
         return self._args.save if lies_apart else here
 
     def _resume(self, packer: Packer, first_step: int) -> None:

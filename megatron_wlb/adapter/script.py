@@ -48,7 +48,7 @@ def install() -> None:
 
 
 def unhook() -> None:
-    """Keep `hook` from doing `install` a second time."""
+    """Keep `megatron_wlb_hook` from doing `install` a second time."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not getattr(finder, "installs_wlb", False)]
 
 

@@ -62,8 +62,8 @@ def hooked(tmp_path):
     """A Python whose site-packages have the .pth file of an installation."""
     venv.create(tmp_path / "venv", with_pip=False)
     (packages,) = (tmp_path / "venv").glob("lib/*/site-packages")
-    shutil.copy(ROOT / "megatron_wlb" / "hook.pth", packages)
-    (packages / "other.pth").write_text("\n".join(site.getsitepackages()))
+    shutil.copy(ROOT / "megatron_wlb_hook.pth", packages)
+    (packages / "packages.pth").write_text("\n".join(site.getsitepackages()))
     return str(tmp_path / "venv" / "bin" / "python")
 
 
@@ -76,7 +76,7 @@ def test_after_installation_the_script_itself_takes_the_flag(hooked, dataset, mo
     assert theirs == steps(run(*LAUNCH, "1", OURS, *flags))
     loaded = "import sys; print([name for name in sys.modules if 'megatron' in name])"
     assert run("-c", loaded, python=hooked).stdout == "[]\n"
-    assert "'megatron_wlb.adapter.hook'" in run("-c", loaded, "--wlb", python=hooked).stdout
+    assert run("-c", loaded, "--wlb", python=hooked).stdout == "['megatron_wlb_hook']\n"
     monkeypatch.setenv("MEGATRON_WLB_HOOK", "0")
     assert "unrecognized arguments: --wlb" in run(*script, *flags, python=hooked).stderr
 

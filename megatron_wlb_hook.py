@@ -1,7 +1,7 @@
-"""Adds `--wlb` to an unmodified script: `hook.pth` imports this where the command line has the flag.
+"""Adds `--wlb` to an unmodified script: `megatron_wlb_hook.pth` imports this where the command line has the flag.
 
-An installation has `hook.pth` in site-packages, where Python reads it at every start. `MEGATRON_WLB_HOOK=0` in the
-environment turns it off.
+Python reads that file in site-packages at every start, maybe before packages of a system are found, so nothing else is
+imported until the script imports megatron. `MEGATRON_WLB_HOOK=0` in the environment turns it off.
 """
 
 import importlib.util
@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from megatron_wlb.adapter import script
-
 
 class _Finder:
     """Does `script.install` in two parts, around the import of megatron.training."""
@@ -20,10 +18,13 @@ class _Finder:
     installs_wlb = True
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
+        if name not in ("megatron", "megatron.training"):
+            return None
+        from megatron_wlb.adapter import script
+
         if name == "megatron":
             with script.one_line():
                 script.before_megatron()
-        if name != "megatron.training":
             return None
         script.unhook()
         spec: Any = importlib.util.find_spec(name)
@@ -40,6 +41,6 @@ class _Finder:
 
 
 def add() -> None:
-    """Watch for megatron, unless the environment says not to."""
-    if os.environ.get("MEGATRON_WLB_HOOK") != "0":
+    """Watch for megatron, unless the environment says not to; once, however many site-packages have the file."""
+    if os.environ.get("MEGATRON_WLB_HOOK") != "0" and not any(isinstance(f, _Finder) for f in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
