@@ -171,7 +171,8 @@ def _compare(split: str, plan: StepPlan, agreed: dict[str, int], device: torch.d
     told[1, : len(same)], told[1, own] = -told[0, : len(same)], -told[0, own]
     told = told.to(device)
     torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MAX)
-    if bool((told[0] == -told[1]).all()):  # the largest is the least
+    largest, least = told.cpu()
+    if torch.equal(largest, -least):
         return
     ranks: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(ranks, (own, same, plan.own_digest))
