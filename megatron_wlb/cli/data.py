@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron_wlb import files
 from megatron_wlb.describe.megatron import MegatronArguments
 from megatron_wlb.plan.dataset import read_tokens, trained_tokens
+from megatron_wlb.plan.mock import MockIndex, mock_lengths
 from megatron_wlb.plan.stream import DocumentStream, Source
 
 DEFAULT_SPLIT = "969,30,1"
@@ -29,11 +30,14 @@ class Data:
         return DocumentStream(self.sources, seed=seed, context_length=context_length)
 
 
-def data_of(a: MegatronArguments, notes: list[str]) -> Data:
-    """Return the data of --data-path or its like; adds assumptions to `notes`.
+def data_of(a: MegatronArguments, notes: list[str], mock: str = "F2") -> Data:
+    """Return the data of --data-path or its like, or mock data of lengths `mock`; adds assumptions to `notes`.
 
     Raises ValueError if data are missing or no dataset.
     """
+    if a.mock_data and not a.data_path:
+        index = MockIndex(distribution=mock_lengths(mock), seed=a.seed, vocabulary=1)
+        return Data(sources=[Source(lengths=index.lengths)], prefixes=[f"mock data, {mock}"], has_validation=True)
     words, is_split = _blend_words(a)
     split = "1"
     if is_split:
@@ -66,7 +70,7 @@ def _blend_words(a: MegatronArguments) -> tuple[Sequence[str], bool]:
         return _training_blend(a.per_split_data_args_path), False
     if a.train_data_path:
         return a.train_data_path, False
-    raise ValueError("no --data-path; give the prefix of a .bin/.idx dataset, or a blend")
+    raise ValueError("no --data-path; give the prefix of a .bin/.idx dataset, or a blend, or --mock-data")
 
 
 def _text(path: str, flag: str) -> str:

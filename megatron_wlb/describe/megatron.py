@@ -99,6 +99,7 @@ class MegatronArguments:
     train_data_path: tuple[str, ...] | None = _other("data and steps", ".idx, or a blend of them, not split")
     data_args_path: str | None = _other("data and steps", "a file with such a blend")
     per_split_data_args_path: str | None = _other("data and steps", "a file with blends by split")
+    mock_data: bool = _other("data and steps", "documents of --wlb-mock-lengths, without files", default=False)
     split: str | None = _other("data and steps", "default: 969,30,1")
     seed: int = _size("data and steps", default=1234, least=0, most=1 << 62)
     seq_length: int | None = _size("data and steps", "context window in tokens", most=1 << 26)

@@ -25,6 +25,7 @@ from megatron_wlb.describe.make import job_from_json
 from megatron_wlb.describe.settings import PlanSettings
 from megatron_wlb.job import Sharding
 from megatron_wlb.packing.wlb import WlbPacking
+from megatron_wlb.plan.mock import MockIndex, mock_lengths
 from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.stream import DocumentStream, Source, shuffled
 from megatron_wlb.simulate.memory import largest_max_tokens
@@ -189,6 +190,14 @@ def test_levels_of_imbalance(tmp_path, long):
     for numbers in (plain, ours):
         parts = dict(numbers["typical_step_ms"])
         assert sum(parts.values()) == pytest.approx(2 * parts["step"])
+
+
+def test_mock_data_are_those_of_training():
+    found = setup(JOB, "--num-gpus 2 --mock-data --wlb-mock-lengths 5,1,0.1,300,1 --seed 9")
+    index = MockIndex(distribution=mock_lengths("5,1,0.1,300,1"), seed=9, vocabulary=7)
+    assert np.array_equal(found.data.sources[0].lengths, index.lengths) and found.data.has_validation
+    assert "--mock-data" not in found.run.judged.ignored
+    assert "--wlb-mock-lengths 5,1,0.1,300,1" in found.flags()
 
 
 def test_what_is_refused_is_lost(tmp_path, long, capsys):
