@@ -10,7 +10,7 @@ FROM python:${PYTHON} AS analyze-wheel
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
-COPY pyproject.toml setup.py README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE megatron_wlb_hook.py megatron_wlb_hook.pth ./
 COPY csrc csrc
 COPY megatron_wlb megatron_wlb
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
@@ -32,7 +32,7 @@ FROM nvcr.io/nvidia/pytorch:${PYTORCH} AS train-wheel
 # The image pins every package that it has for pip; upstream's Dockerfile lifts that, too.
 ENV PIP_CONSTRAINT=""
 WORKDIR /src
-COPY pyproject.toml setup.py README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE megatron_wlb_hook.py megatron_wlb_hook.pth ./
 COPY csrc csrc
 COPY megatron_wlb megatron_wlb
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
