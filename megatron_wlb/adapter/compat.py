@@ -57,13 +57,13 @@ def replaced(module: Any, name: str, make: Any, parameters: Sequence[str]) -> It
 
 
 @contextlib.contextmanager
-def prebuilt_dataset_helpers() -> Iterator[None]:
-    """Skip compilation of upstream's dataset helpers if they are built: wheels have no Makefile."""
-    utils = importlib.import_module("megatron.core.datasets.utils")
+def prebuilt_dataset_helpers(where: str = "megatron.core.datasets.utils") -> Iterator[None]:
+    """Skip compilation of upstream's dataset helpers by `where` if they are built: wheels have no Makefile."""
+    module = importlib.import_module(where)
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
         yield
         return
-    with replaced(utils, "compile_helpers", lambda original: lambda: None, ()):
+    with replaced(module, "compile_helpers", lambda original: lambda: None, ()):
         yield
 
 

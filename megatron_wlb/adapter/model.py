@@ -157,12 +157,13 @@ def _layer_spec(config: Any, vp_stage: int | None = None, *, given: Any, options
     else:  # called as upstream does
         takes_stage = "vp_stage" in inspect.signature(given).parameters
         spec = given(config, vp_stage=vp_stage) if takes_stage else given(config)
+    transformer = getattr(config, "transformer", config)  # Bridge's providers are it
     if config.transformer_impl == "local" and isinstance(spec, ModuleSpec):
         # Only a spec of the whole block selects the final norm.
-        count = get_num_layers_to_build(config.transformer, vp_stage=vp_stage)
+        count = get_num_layers_to_build(transformer, vp_stage=vp_stage)
         spec = TransformerBlockSubmodules(layer_specs=[spec] * count)
     for layer in spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]:
-        _adapt(layer, config.transformer, options)
+        _adapt(layer, transformer, options)
     if config.transformer_impl == "local":
         spec.layer_norm = _torch_norm
     return spec

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.training import print_rank_0, training
 
@@ -108,7 +109,7 @@ class Report:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, upstream's step log and FLOP count go through this class."""
-        throughput = Throughput(self._trained_lengths)
+        throughput = Throughput(self.trained_lengths)
         documents = ("args", "batch_size", "seqlen_squared_sum_in_batch", "total_real_tokens_in_batch")
         logged = functools.partial(self._logged, throughput)
         with (
@@ -117,36 +118,48 @@ class Report:
         ):
             yield
 
-    def _trained_lengths(self) -> Any:
+    def trained_lengths(self) -> np.ndarray:
+        """Return the lengths of the documents of the last training step, int64 [n]."""
         assert self._plans.last_step is not None
         return self._plans.trained(self._plans.last_step + 1).batch.documents["length"]
 
     def _logged(self, throughput: Throughput, original: Any) -> Any:
-        """Wrap upstream's `training_log` to print its line, then ours; only the last rank has the loss."""
+        """Wrap upstream's `training_log` to print its line, then ours."""
 
         @functools.wraps(original)
         def training_log(loss_dict: Any, total_loss_dict: Any, learning_rate: Any, iteration: int, *args, **kwargs):  # type: ignore[no-untyped-def]
             # Upstream accumulates and clears these losses, so read the loss first.
-            wanted = self._wants(iteration)
-            loss = float(loss_dict["lm loss"]) if _is_last() and wanted else None
-            took = time.perf_counter() - self._began  # on a GPU, too: reading the loss waits for the step
+            measured = self._measured(loss_dict, iteration)
             with throughput.line(total_loss_dict):
                 result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
-            self._log_documents(iteration)
-            measured = self.clock.shares(None if loss is None else took) if wanted else None
-            if loss is not None:
-                plan = self._plans.trained(iteration)
-                waited, self._waited = self._plans.wait_seconds - self._waited, self._plans.wait_seconds
-                predicted = self._predicted.result() if self._predicted else None
-                entry = log.summary(plan, loss, took, waited, predicted=predicted, measured=measured)
-                if iteration % self._args.log_interval == 0:
-                    print(log.line(entry), flush=True)
-                if self._run.log:
-                    log.append(self._run.log, entry | log.details(plan, self._plans.job("train", plan.step)))
-                self._telemetry.write(iteration, plan, entry)
+            self._write(iteration, *measured)
             return result
 
         return training_log
+
+    def log(self, loss_dict: Any, iteration: int) -> None:
+        """Report a step that has run; only the last rank has its loss."""
+        self._write(iteration, *self._measured(loss_dict, iteration))
+
+    def _measured(self, loss_dict: Any, iteration: int) -> tuple[float | None, float]:
+        """Return a step's loss, None where nothing is reported, and its time in seconds."""
+        loss = float(loss_dict["lm loss"]) if _is_last() and self._wants(iteration) else None
+        return loss, time.perf_counter() - self._began  # on a GPU, too: reading the loss waits for the step
+
+    def _write(self, iteration: int, loss: float | None, took: float) -> None:
+        self._log_documents(iteration)
+        measured = self.clock.shares(None if loss is None else took) if self._wants(iteration) else None
+        if loss is None:
+            return
+        plan = self._plans.trained(iteration)
+        waited, self._waited = self._plans.wait_seconds - self._waited, self._plans.wait_seconds
+        predicted = self._predicted.result() if self._predicted else None
+        entry = log.summary(plan, loss, took, waited, predicted=predicted, measured=measured)
+        if iteration % self._args.log_interval == 0:
+            print(log.line(entry), flush=True)
+        if self._run.log:
+            log.append(self._run.log, entry | log.details(plan, self._plans.job("train", plan.step)))
+        self._telemetry.write(iteration, plan, entry)
 
     def _log_documents(self, iteration: int) -> None:
         path = self._run.document_log

@@ -202,9 +202,7 @@ def _training(original: Any) -> Any:
                 return original(*args, **kwargs)
         from megatron.training import get_args
 
-        from megatron_wlb.adapter.model import configure
         from megatron_wlb.adapter.training import Training
-        from megatron_wlb.adapter.wgrad import defer
 
         bound = inspect.signature(original).bind(*args, **kwargs)
         call = bound.arguments
@@ -214,16 +212,7 @@ def _training(original: Any) -> Any:
                 compat.check_script(call["cfg_container"].model, call.get("model_provider"), call["forward_step_func"])
             training = Training(options)
         config = call["cfg_container"]
-        configure(config.model, options=training.attention, context_length=options.seq_length)
-        config.model.pre_wrap_hooks += training.tiling
-        if training.defers_weight_gradients:
-            # Set after upstream's check of its flags, which allows this only with overlapped expert communication.
-            transformer = config.model.transformer
-            transformer.delay_wgrad_compute = config.ddp.delay_wgrad_compute = True
-            # TransformerEngine refuses both in a layer; `defer` lets each layer have one of them.
-            bulk = transformer.tp_comm_overlap and transformer.tp_comm_bulk_wgrad
-            transformer.tp_comm_bulk_wgrad = False
-            config.model.pre_wrap_hooks.append(functools.partial(defer, bulk=bulk))
+        training.configure(config.model, config.ddp)
         call["train_valid_test_dataset_provider"] = training.dataset_provider
         call["forward_step_func"] = training.forward_step
         with compat.prebuilt_dataset_helpers(), training.installed():

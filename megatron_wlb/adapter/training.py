@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import mpu
 from megatron.core.distributed import TorchFullyShardedDataParallel
@@ -22,12 +23,12 @@ from megatron_wlb import files
 from megatron_wlb.adapter import compat, data, describe, mtp, tiles
 from megatron_wlb.adapter.data import Batch, DocumentDataset
 from megatron_wlb.adapter.loss import scale_sharded, token_loss
-from megatron_wlb.adapter.model import WlbPackedSeqParams, adapt_mtp
+from megatron_wlb.adapter.model import WlbPackedSeqParams, adapt_mtp, configure
 from megatron_wlb.adapter.p2p import PlannedP2PCommunicator, by_direction
 from megatron_wlb.adapter.plans import Plans
 from megatron_wlb.adapter.report import Report
 from megatron_wlb.adapter.thd import packed_seq_params
-from megatron_wlb.adapter.wgrad import DeferredWeightGradients, Step
+from megatron_wlb.adapter.wgrad import DeferredWeightGradients, Step, defer
 from megatron_wlb.describe.settings import RunSettings
 from megatron_wlb.plan.step import StepPlan
 from megatron_wlb.runtime import all_to_all
@@ -76,18 +77,22 @@ class Training:
         self._mtp_weights: list[float] = []
         """Loss weight of each depth in the running step."""
 
-    @property
-    def tiling(self) -> list[Callable[[list[Any]], list[Any]]]:
-        """Hooks of upstream's model that make its layers run in tiles, if there are any."""
+    def configure(self, model: Any, ddp: Any) -> None:
+        """Make upstream build the model of its configs as this run needs it."""
+        configure(model, options=self.attention, context_length=self._args.seq_length)
         job = self._job
-        if not job.tp_tile_rows:
-            return []
-        return [functools.partial(tiles.tile_layers, tile=job.tp_tile_rows, ranks=job.parallel.tp)]
-
-    @property
-    def defers_weight_gradients(self) -> bool:
-        """Whether layers defer their weight gradients."""
-        return self._job.defer_weight_gradients
+        if job.tp_tile_rows:
+            model.pre_wrap_hooks.append(
+                functools.partial(tiles.tile_layers, tile=job.tp_tile_rows, ranks=job.parallel.tp)
+            )
+        if job.defer_weight_gradients:
+            # Set after upstream's check of its flags, which allows this only with overlapped expert communication.
+            transformer = model.transformer
+            transformer.delay_wgrad_compute = ddp.delay_wgrad_compute = True
+            # TransformerEngine refuses both in a layer; `defer` lets each layer have one of them.
+            bulk = transformer.tp_comm_overlap and transformer.tp_comm_bulk_wgrad
+            transformer.tp_comm_bulk_wgrad = False
+            model.pre_wrap_hooks.append(functools.partial(defer, bulk=bulk))
 
     # What pretrain() is given -----------------------------------------------------------------------------------------
 
@@ -97,13 +102,18 @@ class Training:
             # Load each split once for all model chunks: workers for every chunk would be many processes.
             self._batches = [
                 itertools.tee(batches, self._job.parallel.vpp) if batches is not None else None
-                for batches in map(self._load, self._splits)
+                for batches in self.batches()
             ]
-            self._report.start(self._splits["train"], self.attention)
         train, valid, test = (chunks[vp_stage or 0] if chunks is not None else None for chunks in self._batches)
         return train, valid, test
 
     dataset_provider.is_distributed = True  # type: ignore[attr-defined]  # every rank gets iterators
+
+    def batches(self) -> list[Iterator[Batch] | None]:
+        """Return this rank's endless batches of the three splits, None for one without; prints what is trained."""
+        found = [self._load(split) for split in self._splits]
+        self._report.start(self._splits["train"], self.attention)
+        return found
 
     def _load(self, split: str) -> Iterator[Batch] | None:
         args, split_data, evaluated = self._args, self._splits[split], self._args.eval_global_batch_size
@@ -151,13 +161,18 @@ class Training:
         get_attr_wrapped_model(model, "set_input_tensor")(None)
         return output, functools.partial(token_loss, self._args, loss_mask)
 
+    def ran(self, loss_dict: Any, iteration: int) -> np.ndarray:
+        """Report a training step that ran as `iteration`; returns the lengths of its documents, int64 [n]."""
+        self._report.log(loss_dict, iteration)
+        return self._report.trained_lengths()
+
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Apply the replacements for training in upstream, and in our exchange to time it."""
         predicts_ahead = mtp.installed(functools.partial(adapt_mtp, options=self.attention))
         with (
             predicts_ahead if self._args.mtp_num_layers else contextlib.nullcontext(),
-            compat.replaced(training, "get_forward_backward_func", self._planned_forward_backward, ()),
+            compat.replaced(training, "get_forward_backward_func", self.planned_forward_backward, ()),
             compat.replaced(training, "dummy_train_step", self._skipped, ("data_iterator",)),
             compat.replaced(schedules, "backward_step", self._report.clock.backward, ()),
             compat.replaced(p2p_communication, "_p2p_ops", by_direction, ("group", "next_pipeline_rank")),
@@ -173,7 +188,7 @@ class Training:
 
     # Where we step in -------------------------------------------------------------------------------------------------
 
-    def _planned_forward_backward(self, original: Any) -> Any:
+    def planned_forward_backward(self, original: Any) -> Any:
         """Wrap upstream's schedules; each call gets a communicator that knows its micro-batch lengths."""
 
         def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
@@ -250,13 +265,17 @@ class Training:
             finally:
                 self._deferring = None
 
+    def save(self, iteration: int) -> None:
+        """Save the packer's state after `iteration`, on rank 0 alone."""
+        if torch.distributed.get_rank() == 0:
+            self._plans.save(iteration)
+
     def _saved(self, original: Any) -> Any:
         """Wrap upstream's save hook to save the packer, before the checkpoint is marked complete."""
 
         @functools.wraps(original)
         def maybe_save_dataloader_state(train_iterator: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
-            if torch.distributed.get_rank() == 0:
-                self._plans.save(iteration)
+            self.save(iteration)
 
         return maybe_save_dataloader_state
 

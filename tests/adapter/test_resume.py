@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_wlb.adapter import model
 from megatron_wlb.adapter.plans import state_path
+from megatron_wlb.adapter.training import Training
 from megatron_wlb.packing import POLICIES
 from megatron_wlb.plan import document_log, state
 from tests.adapter import training
@@ -184,13 +184,13 @@ def test_flags_of_the_checkpoint_are_held_against_the_same_rules(dataset, tmp_pa
     with pytest.raises(RuntimeError, match=r"allgather needs .*; give alltoall; flags of the checkpoint count, too"):
         train(1, dataset, *load, str(tmp_path / "moe"))
 
-    configure = model.configure
+    configure = Training.configure
 
-    def watched(built, **options):
+    def watched(run, built, ddp):
         assert built.transformer.attention_dropout == 0
-        configure(built, **options)
+        configure(run, built, ddp)
 
-    monkeypatch.setattr(model, "configure", watched)
+    monkeypatch.setattr(Training, "configure", watched)
     run = train(1, dataset, *load, str(tmp_path / "dense"), without="--seq-length", log=tmp_path / "log.jsonl")
     assert [e["step"] for e in run["log"]] == [2]
 

@@ -93,6 +93,7 @@ def page():
         ("get_seqlen_balanced_partitions", "seqlen_list k_partitions equal_size"),
         ("build_dp_schedule", "args train_parallel_config total_lengths global_batch_size rollout_indices"),
         ("_pack_implementation", "self sequence_lengths"),
+        ("calculate_matched_group", "sequences packing_length is_finished strategy"),
     ],
 )
 def test_call_sites_have_the_parameters_of_those_they_replace(page, name, parameters):
@@ -122,3 +123,10 @@ def test_call_sites_return_what_their_callers_check(page):
     bins = page["_pack_implementation"](Namespace(bin_count_multiple=4, bin_capacity=32768), drawn)
     assert len(bins) % 4 == 0 and all(bins) and sorted(chain.from_iterable(bins)) == list(range(96))
     assert max(sum(drawn[i] for i in rows) for rows in bins) <= 32768
+
+    items = [(f"row {i}", length) for i, length in enumerate(drawn)]
+    packs, rest = page["calculate_matched_group"](items, 32768)
+    assert not rest and sorted(chain.from_iterable(packs)) == sorted(items)
+    assert max(sum(length for _, length in pack) for pack in packs) <= 32768
+    packs, rest = page["calculate_matched_group"](items, 32768, is_finished=False)
+    assert rest and sorted(chain(rest, *packs)) == sorted(items)

@@ -1,0 +1,267 @@
+"""Megatron-Bridge's `pretrain()` with `--wlb`: the same ConfigContainer, one call.
+
+from megatron_wlb.bridge import pretrain
+
+pretrain(config, max_tokens=40960)
+"""
+
+import contextlib
+import inspect
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+import megatron.core
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.training import checkpointing, setup, train
+from megatron.bridge.training import eval as evaluation
+from megatron.bridge.training import pretrain as bridge
+from megatron.bridge.training.callbacks import Callback, normalize_callbacks
+from megatron.bridge.training.config import ConfigContainer, GPTDatasetConfig, GPTFIMDatasetConfig
+from megatron.bridge.utils.common_utils import get_rank_safe, get_world_size_safe, print_rank_0
+from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
+from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.models.gpt import GPTModelConfig
+
+from megatron_wlb.adapter import compat, describe, telemetry
+from megatron_wlb.adapter.throughput import attended_squares
+from megatron_wlb.adapter.training import Training
+from megatron_wlb.describe.adapt import adapt
+from megatron_wlb.describe.flags import add_wlb_arguments
+
+_ARGUMENTS = {
+    "gated_linear_unit": "swiglu",
+    "num_moe_experts": "num_experts",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+    "random_seed": "seed",
+    "check_for_nan_in_loss": "check_for_nan_in_loss_and_grad",
+    "average_in_collective": "ddp_average_in_collective",
+}
+"""Fields of Bridge's configs whose flags have another name."""
+_LAYER_CODES = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+_ATTENTION = ("TEDotProductAttention", "DotProductAttention")
+
+
+def pretrain(config: ConfigContainer, callbacks: Any = None, **settings: Any) -> None:
+    """Train as Bridge's `pretrain()`, with our data, forward step, loss and attention instead of its.
+
+    Args:
+        config: of a GPT pre-trained on .bin/.idx datasets; fields that must be otherwise are set, and printed.
+        callbacks: as Bridge's.
+        settings: flags of the plugin without `--wlb-`, such as `max_tokens=40960`.
+
+    Raises ValueError for what cannot be served, before any process group exists where that can be told.
+    """
+    compat.check_version(megatron.core.__version__)
+    run = _Run(config, settings)
+    manager = normalize_callbacks(callbacks or [])
+    manager.add(run)
+    with run.installed():
+        bridge.pretrain(config, run.forward_step, manager)
+
+
+class _Run(Callback):  # type: ignore[misc]
+    def __init__(self, config: ConfigContainer, settings: dict[str, Any]) -> None:
+        self._wlb = vars(add_wlb_arguments(ArgumentParser()).parse_args(["--wlb"]))
+        named = {f"wlb_{name}": value for name, value in settings.items()}
+        if unknown := sorted(named.keys() - self._wlb.keys()):
+            raise ValueError(
+                f"{unknown[0][4:]} is no setting of the plugin; leave it out, or look for its name in docs/flags.md"
+            )
+        self._wlb |= named
+        _refuse(config)
+        self._while_training = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Step into Bridge where it prepares its configs, builds model and data, runs a step, and saves."""
+
+        def scheduled(original: Any) -> Any:
+            return lambda **sizes: self._training.planned_forward_backward(original)(**sizes)
+
+        saved = ("model", "train_iterator", "iteration")
+        with (
+            compat.replaced(bridge, "runtime_config_update", self._configured, ("cfg",)),
+            compat.replaced(setup, "_build_distributed_model", self._built, ("cfg", "pg_collection")),
+            compat.replaced(setup, "setup_data_iterators", self._iterators, ("cfg", "train_state")),
+            compat.replaced(train, "get_forward_backward_func", scheduled, ("pp_size", "vp_size")),
+            compat.replaced(evaluation, "get_forward_backward_func", scheduled, ("pp_size", "vp_size")),
+            compat.replaced(checkpointing, "maybe_save_dataloader_state", self._saved, saved),
+            compat.replaced(telemetry, "get_tensorboard_writer", lambda _: lambda: self._state.tensorboard_logger, ()),
+            compat.replaced(telemetry, "get_wandb_writer", lambda _: lambda: self._state.wandb_logger, ()),
+            compat.prebuilt_dataset_helpers("megatron.bridge.training.initialize"),
+            self._while_training,
+        ):
+            yield
+
+    def forward_step(self, data_iterator: Any, model: Any) -> Any:
+        """Run the forward pass of one micro-batch."""
+        return self._training.forward_step(data_iterator, model)
+
+    def on_train_step_end(self, context: Any) -> None:
+        """Report the step, and give Bridge's FLOP count its documents."""
+        self._state = state = context.state
+        lengths = self._training.ran(context.loss_dict, state.train_state.step + 1)
+        ranks = state.cfg.data_parallel_size  # Bridge multiplies by it
+        state._flops_seqlen_sum = int(lengths.sum()) // ranks
+        state._flops_seqlen_sq_sum = int(attended_squares(self._args, lengths)) // ranks
+
+    def _configured(self, original: Any) -> Any:
+        def runtime_config_update(cfg: ConfigContainer) -> None:
+            cfg.set_data_parallel_size()
+            _set(cfg, Namespace(**arguments(cfg, cfg.comm_overlap) | self._wlb))
+            original(cfg)
+            self._args = Namespace(**arguments(cfg) | self._wlb)
+            try:
+                describe.check(self._args)
+            except ValueError as error:
+                raise ValueError(f"{error} (flags are fields of the ConfigContainer here)") from error
+
+        return runtime_config_update
+
+    def _built(self, original: Any) -> Any:
+        def _build_distributed_model(cfg: ConfigContainer, pg_collection: Any) -> Any:
+            model, padded = cfg.model, cfg.model.vocab_size  # known now that there is a tokenizer
+            if model.should_pad_vocab:
+                multiple, tp = model.make_vocab_size_divisible_by, model.tensor_model_parallel_size
+                padded = calculate_padded_vocab_size(padded, multiple, tp)
+            self._args.padded_vocab_size = padded
+            self._training = Training(self._args)
+            _check_attention(model)
+            spec, hooks = model.transformer_layer_spec, list[Any]()
+            is_provider = isinstance(model, GPTModelProvider)
+            built: Any = model
+            if is_provider:
+                built = SimpleNamespace(transformer=model, transformer_layer_spec=spec, pre_wrap_hooks=hooks)
+            self._training.configure(built, cfg.ddp)
+            model.transformer_layer_spec = built.transformer_layer_spec
+            for hook in hooks:
+                model.register_pre_wrap_hook(hook)
+            self._while_training.enter_context(self._training.installed())
+            return original(cfg, pg_collection)
+
+        return _build_distributed_model
+
+    def _iterators(self, original: Any) -> Any:
+        def setup_data_iterators(cfg: ConfigContainer, train_state: Any, **rest: Any) -> Any:
+            self._args.iteration = train_state.step
+            self._args.consumed_train_samples = train_state.consumed_train_samples
+            self._args.consumed_valid_samples = train_state.consumed_valid_samples
+            found = self._training.batches()
+            train_state.do_train, train_state.do_valid, train_state.do_test = (each is not None for each in found)
+            return tuple(None if each is None else RerunDataIterator(each) for each in found)
+
+        return setup_data_iterators
+
+    def _saved(self, original: Any) -> Any:
+        def maybe_save_dataloader_state(
+            model: Any, train_iterator: Any, iteration: int, *args: Any, **rest: Any
+        ) -> None:
+            self._training.save(iteration)
+
+        return maybe_save_dataloader_state
+
+
+def arguments(config: ConfigContainer, overlap: Any = None) -> dict[str, Any]:
+    """Return Megatron's arguments that say what configs say, and `overlap` where it has a say."""
+    dataset = config.dataset
+    found = {f.name: getattr(part, f.name) for part in _parts(config) for f in fields(part)}
+    found |= {name: value for name, value in vars(overlap or Namespace()).items() if value is not None}
+    found |= {argument: found.pop(name, None) for name, argument in _ARGUMENTS.items()}
+    if hasattr(layout := found["pipeline_model_parallel_layout"], "layout"):  # configs are final
+        stages = [chunk for chunks in zip(*layout.layout, strict=True) for chunk in chunks]
+        found["pipeline_model_parallel_layout"] = "|".join(
+            "".join(_LAYER_CODES[layer.name] for layer in stage) for stage in stages
+        )
+    blends = dataset.blend_per_split or (None, None, None)
+    names = ("train_data_path", "valid_data_path", "test_data_path")
+    found |= {name: _listed(blend) for name, blend in zip(names, blends, strict=True)}
+    return found | {
+        "data_path": _listed(dataset.blend),
+        "data_args_path": None,
+        "per_split_data_args_path": None,
+        "mock_data": dataset.blend is None and dataset.blend_per_split is None,
+        "dataloader_type": "external",
+        "group_query_attention": True,  # a config has heads / groups of 1 where it has none
+        "untie_embeddings_and_output_weights": not found["share_embeddings_and_output_weights"],
+        "spec": None,
+        "padded_vocab_size": None,
+        "rank": get_rank_safe(),
+        "world_size": get_world_size_safe(),
+        "data_parallel_size": config.data_parallel_size,
+    }
+
+
+def _listed(blend: Any) -> list[str] | None:
+    """Return a blend as `--data-path` gives it."""
+    if blend is None:
+        return None
+    prefixes, weights = blend
+    return list(prefixes) if weights is None else [str(x) for pair in zip(weights, prefixes, strict=True) for x in pair]
+
+
+def _refuse(config: ConfigContainer) -> None:
+    """Raise ValueError for what Bridge has and Megatron's flags do not, unless it is known to work."""
+    model, dataset = config.model, config.dataset
+    provides = getattr(type(model), "provide", None) is GPTModelProvider.provide
+    if not provides and type(model) is not GPTModelConfig:
+        raise ValueError(f"wlb trains Megatron's GPT, and config.model is a {type(model).__name__}; train without it")
+    if not isinstance(dataset, GPTDatasetConfig) or isinstance(dataset, GPTFIMDatasetConfig):
+        raise ValueError(f"wlb pre-trains on .bin/.idx datasets; give a GPTDatasetConfig, not {type(dataset).__name__}")
+    transformer = getattr(model, "transformer", model)
+    others = {
+        "peft": config.peft is not None,
+        "inprocess_restart": config.inprocess_restart is not None and config.inprocess_restart.enabled,
+        "dist.use_decentralized_pg": config.dist.use_decentralized_pg,
+        "dist.eval_context_parallel_size": config.dist.eval_context_parallel_size is not None,
+        "checkpoint.non_persistent_save_interval": config.checkpoint.non_persistent_save_interval,
+        "train.iterations_to_skip": config.train.iterations_to_skip,
+        "train.step_batch_size_schedule": config.train.step_batch_size_schedule,
+        "dist.use_torch_fsdp2": config.dist.use_torch_fsdp2,
+        "model.restore_modelopt_state": getattr(model, "restore_modelopt_state", False),
+        "model.mtp_num_layers": transformer.mtp_num_layers,
+    }
+    if given := [name for name, is_given in others.items() if is_given]:
+        raise ValueError(f"wlb in Bridge does not support {given[0]}; leave it out, or train without wlb")
+
+
+def _set(config: ConfigContainer, args: Namespace) -> None:
+    """Set what must be so, and print it; `args` are `arguments` of the configs."""
+    default = args.attention_dropout == TransformerConfig.attention_dropout
+    before = dict(vars(args))
+    changes = adapt(args, () if default else ("attention_dropout",))
+    if args.tp_comm_overlap:
+        args.tp_comm_overlap = False
+        changes.priced.append("tp_comm_overlap: its user buffers have one size; communication is no longer hidden")
+    fields_of = {argument: name for name, argument in _ARGUMENTS.items()}
+    for name in (name for name, value in vars(args).items() if value != before[name]):
+        field = fields_of.get(name, name)
+        for owner in (*_parts(config), config.comm_overlap):
+            if hasattr(owner, field):
+                setattr(owner, field, vars(args)[name])
+    print_rank_0("\n".join(changes.lines(args)))
+
+
+def _parts(config: ConfigContainer) -> list[Any]:
+    """Return the configs with Megatron's arguments; of a name, the last one counts."""
+    names = "dataset logger checkpoint rerun_state_machine dist ddp optimizer train validation model".split()
+    transformer = getattr(config.model, "transformer", config.model)
+    return [*(getattr(config, name) for name in names), transformer]
+
+
+def _check_attention(model: Any) -> None:
+    """Raise ValueError for a model with a core attention of its own, which ours would replace."""
+    spec = model.transformer_layer_spec
+    if callable(spec):
+        stage = {"vp_stage": 0} if "vp_stage" in inspect.signature(spec).parameters else {}
+        spec = spec(model, **stage)
+    for layer in getattr(spec, "layer_specs", [spec]):
+        core = layer.submodules.self_attention.submodules.core_attention
+        name = getattr(core, "module", core).__name__
+        if name not in _ATTENTION:
+            raise ValueError(f"wlb replaces Megatron's core attention, and config.model has {name}; train without wlb")
