@@ -31,7 +31,7 @@ from benchmarks.lengths import CROSSOVER, S_MAX, attention_job, distca, f2, pack
 from benchmarks.results import Row
 from megatron_wlb.cost.attention import attention_kernels
 from megatron_wlb.describe.make import make_job
-from megatron_wlb.hardware.profile import load_profile
+from megatron_wlb.hardware.profile import DEFAULT_PROFILE, load_profile
 from megatron_wlb.job import STRATEGIES, Job, Parallel
 from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.packing import POLICIES
@@ -41,7 +41,7 @@ from megatron_wlb.simulate.passes import pass_times
 from megatron_wlb.types import SEGMENT, ShardPlan
 from tests.reference.sharding import mirrored_order
 
-PROFILE = load_profile("h100-fa2")
+PROFILE = load_profile(DEFAULT_PROFILE)
 KERNEL, _ = PROFILE.kernels(heads=4)
 PACKINGS = ("original", "adaptive")
 CPS = (2, 4, 8, 16, 32)
@@ -286,7 +286,7 @@ def main() -> None:
     results.show(rows)
     results.show(exchanged, [column for column in exchanged[0] if not column.endswith(", exposed")])
     print(selected)
-    settings = {"heads": 4, "profile": "h100-fa2", "crossover": CROSSOVER, "S_max": S_MAX, **selected}
+    settings = {"heads": 4, "profile": DEFAULT_PROFILE, "crossover": CROSSOVER, "S_max": S_MAX, **selected}
     settings |= {"exchange": exchanged, "two_levels": two_levels(found)}
     draw_rows, wanted = partial(draw, rows), goals(rows, selected) + exchange_goals(exchanged)
     results.finish(args, "cp_balance", settings=settings, rows=rows, goals=wanted, draw=draw_rows)

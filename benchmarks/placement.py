@@ -22,7 +22,7 @@ from benchmarks.lengths import CROSSOVER, S_MAX, WINDOW, f2, job_7b, packings
 from benchmarks.peers import as_megatron
 from benchmarks.results import Row, at_most
 from megatron_wlb.cost.work import document_work
-from megatron_wlb.hardware.profile import load_profile
+from megatron_wlb.hardware.profile import DEFAULT_PROFILE, load_profile
 from megatron_wlb.job import Job, Packing, Parallel
 from megatron_wlb.model import ModelShape
 from megatron_wlb.packing.adaptive import AdaptivePacking
@@ -128,7 +128,7 @@ def with_experts(quick: bool) -> list[Row]:
                 model=model,
                 parallel=parallel,
                 packing=AdaptivePacking() if policy == "adaptive" else WlbPacking(),
-                profile=load_profile("h100-fa2"),
+                profile=load_profile(DEFAULT_PROFILE),
             )
             job = replace(job, crossover_tokens=crossover(job))
             rows.append(

@@ -22,7 +22,7 @@ MAX_TOKENS = _native.MAX_TOKENS
 """Longest micro-batch whose work is exact in 64 bits, with room for sums over a global batch."""
 FP32 = 4
 """Bytes of an fp32 value, such as a gradient."""
-CP_EXCHANGES = ("shared", "latents", "all", "ring")
+CP_EXCHANGES = ("shared", "latents", "all", "ring", "thd_ring")
 STRATEGIES = {
     "per-sequence": ("per-sequence",),
     "per-document": ("per-document",),

@@ -2,6 +2,34 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Matrix(NamedTuple):
+    """A matrix that every row of a layer is multiplied with."""
+
+    part: str
+    """attention, mlp or experts."""
+    outputs: int
+    inputs: int
+    divided: str
+    """What tensor-parallel ranks divide: outputs (column-parallel), inputs, or rows."""
+    copies: int = 1
+    """Experts that a row goes to, whose sizes are summed in what is divided."""
+
+    @property
+    def weights(self) -> int:
+        """Weights that multiply a row."""
+        return self.outputs * self.inputs
+
+    def shape(self, rows: np.ndarray, ranks: int) -> tuple[np.ndarray, float, float]:
+        """Return rows, outputs and inputs of the product on one of so many tensor-parallel ranks."""
+        of = {
+            name: 1 / (ranks * self.copies) if name == self.divided else 1.0 for name in ("rows", "outputs", "inputs")
+        }
+        return rows * self.copies * of["rows"], self.outputs * of["outputs"], self.inputs * of["inputs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,26 +126,26 @@ class ModelShape:
         return sum(outputs * inputs for outputs, inputs in self.projections)
 
     @property
-    def layer_weights(self) -> int:
-        """Weights of the matrices of one layer."""
-        return self.qkv_weights + self.hidden_size * self.output_size + self._mlp_weights
+    def matrices(self) -> list[Matrix]:
+        """The matrices of one layer, in the order in which rows meet them."""
+        of_hidden, *of_latents = self.projections
+        found = [Matrix("attention", *of_hidden, "rows" if of_latents else "outputs")]
+        found += [Matrix("attention", *each, "outputs") for each in of_latents]
+        found.append(Matrix("attention", self.hidden_size, self.output_size, "inputs"))
+        part, copies = ("experts", self.moe_router_topk) if self.moe_router_topk else ("mlp", 1)
+        up = self.ffn_hidden_size * (2 if self.gated_linear_unit else 1)
+        found.append(Matrix(part, up, self.hidden_size, "outputs", copies))
+        return [*found, Matrix(part, self.hidden_size, self.ffn_hidden_size, "inputs", copies)]
 
     @property
-    def column_weights(self) -> tuple[int, ...]:
-        """Weights of column-parallel matrices: QKV, and the first of a dense MLP."""
-        projections = [outputs * inputs for outputs, inputs in self.projections]
-        attention = sum(projections[1:] or projections)
-        mlp = self.hidden_size * self.ffn_hidden_size * (2 if self.gated_linear_unit else 1)
-        return (attention,) if self.moe_router_topk else (attention, mlp)
+    def layer_weights(self) -> int:
+        """Weights of the matrices of one layer."""
+        return sum(matrix.weights for matrix in self.matrices)
 
     @property
     def expert_weights(self) -> int:
         """The experts' part of `layer_weights`; 0 in a dense model."""
-        return self._mlp_weights if self.moe_router_topk else 0
-
-    @property
-    def _mlp_weights(self) -> int:
-        return self.hidden_size * self.ffn_hidden_size * (3 if self.gated_linear_unit else 2)
+        return sum(matrix.weights for matrix in self.matrices if matrix.part == "experts")
 
     @property
     def vocabulary_weights(self) -> int:

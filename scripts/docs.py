@@ -3,15 +3,20 @@
 import argparse
 import itertools
 import json
+import math
 import re
+import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.convergence_report import page
 from benchmarks.paper import report
+from benchmarks.results import Row
 from megatron_wlb.describe.flags import add_wlb_arguments
 
 ROOT = Path(__file__).parents[1]
+OFF = math.log(1.15)
 
 
 def main() -> None:
@@ -25,7 +30,11 @@ def pages() -> dict[Path, str]:
     parts = (
         ("flags", "flags", flags()),
         ("performance", "limit", limit()),
+        ("performance", "published", published()),
         ("performance", "goals", goals()),
+        ("context_parallel", "attention", cp_attention()),
+        ("context_parallel", "rows", cp_rows()),
+        ("context_parallel", "layers", cp_layers()),
         ("convergence", "results", convergence()),
         ("paper", "result", paper()),
         ("recipes", "table", recipes()),
@@ -81,6 +90,67 @@ def limit() -> str:
         cells += [f"{best['micro_batches']}, {best['windows']}", f"{best[over]:.2f} ± {best[f'{over}_error']:.2f}"]
         lines.append([*cells, f"{best['late_steps']:.2f}"])
     return _table(titles, lines)
+
+
+def published() -> str:
+    """Errors of predictions by publication, and every number that is more than 15 % off."""
+    settings, rows = _result("published")["settings"], _result("published")["rows"]
+    lines = []
+    for group in settings["groups"]:
+        numbers = [f"{group['ratio']:.2f}", *(f"{100 * group[f'{name}_error']:.0f} %" for name in ("median", "p90"))]
+        lines.append([group["group"], str(group["numbers"]), *numbers, f"{100 * group['within_15_percent']:.0f} %"])
+    off = [f"{row['id']} ({row['quantity']}) {row['ratio']:.2f}" for row in rows if abs(math.log(row["ratio"])) > OFF]
+    titles = ["publication, precision", "numbers", "predicted / measured", "median error", "p90", "within 15 %"]
+    left = f"{len(settings['not_predicted'])} publications are not predicted; the file has the reasons."
+    return f"{_table(titles, lines)}More than 15 % off: {', '.join(map(_escaped, off))}. {left}\n\n"
+
+
+def cp_attention() -> str:
+    """Speed-ups of the slowest rank's attention over per-sequence sharding, and the share of the attainable gain."""
+    shown = ("per-sequence, mirrored order", "per-document", "wlb", "auto")
+    lines = []
+    for (packing, cp), of in _balance("F2", ("original", "adaptive"), (2, 4, 8, 16, 32)):
+        cells = [f"{of[name]['speedup']:.2f} ({100 * of[name]['share_of_gain']:.0f} %)" for name in shown]
+        lines.append([packing, str(cp), *cells, f"{of['limit']['speedup']:.2f}"])
+    titles = ["packing", "CP", "per-sequence, mirrored", "per-document", "`wlb`", "`auto` (ours)", "limit"]
+    return _table(titles, lines)
+
+
+def cp_rows() -> str:
+    """Rows that come to a rank, and in brackets the time of the slowest rank over that of `auto` by attention alone."""
+    shown = ("per-document, ring", "MagiAttention's dispatch", "dynamic CP", "auto", "auto, exchange")
+    lines = []
+    for data, title in (("F2", "F2"), ("dist_wlbllm", "DistCA's")):
+        for (packing, cp), of in _balance(data, ("original",), (8, 16, 32)):
+            base = of["auto"]["predicted_us"]
+            cells = [f"{of[name]['rows_in']:.2f} ({of[name]['predicted_us'] / base:.2f})" for name in shown]
+            lines.append([title, packing, str(cp), *cells])
+    titles = ["documents", "packing", "CP", *shown[:3], "`auto`, attention alone", "`auto` in a job"]
+    return _table(titles, lines)
+
+
+def cp_layers() -> str:
+    """Share of its limit that a layer reaches, and in brackets of the exchange that is exposed, in percent."""
+    shown = ("per-sequence, ring", "per-document, ring", "wlb, all-gather", "MagiAttention", "dynamic CP")
+    lines = []
+    found = [row for row in _result("cp_balance")["settings"]["exchange"] if row["packing"] == "adaptive"]
+    keys = sorted({(row["model"], row["key_heads"], row["window"], row["cp"]) for row in found if row["cp"] in (8, 32)})
+    for model, heads, window, cp in sorted(keys, key=lambda key: ("7B 30B 8B 34B".split().index(key[0]), *key[2:])):
+        some = [row for row in found if (row["model"], row["window"], row["cp"]) == (model, window, cp)]
+        cells = [
+            f"{100 * statistics.mean(row[way] for row in some):.0f} "
+            f"({100 * statistics.mean(row[f'{way}, exposed'] for row in some):.1f})"
+            for way in (*shown, "auto, exchange")
+        ]
+        lines.append([f"{model}, {heads}", f"{window >> 10}K", str(cp), *cells])
+    return _table(["model, key heads of a rank", "window", "CP", *shown, "`auto`"], lines)
+
+
+def _balance(data: str, packings: tuple[str, ...], cps: tuple[int, ...]) -> Iterator[tuple[tuple[str, int], Row]]:
+    """Rows of cp_balance at 128K by strategy, for every packing and CP."""
+    for case in itertools.product(packings, cps):
+        rows = [row for row in _result("cp_balance")["rows"] if (row["data"], row["window"]) == (data, 1 << 17)]
+        yield case, {row["strategy"]: row for row in rows if (row["packing"], row["cp"]) == case}
 
 
 def goals() -> str:

@@ -15,7 +15,7 @@ from megatron_wlb.adapter import compat
 from megatron_wlb.describe import refusals
 from megatron_wlb.describe.megatron import MegatronArguments, job_of
 from megatron_wlb.describe.settings import PlanSettings, RunSettings
-from megatron_wlb.hardware.profile import DEFAULT_PROFILE, FLOPS_PROFILE
+from megatron_wlb.hardware.profile import AMPERE_PROFILE, DEFAULT_PROFILE, FLOPS_PROFILE
 from megatron_wlb.job import Job, Sharding
 from megatron_wlb.micro_batches import Prediction, predictions
 from megatron_wlb.packing.original import OriginalPacking
@@ -90,11 +90,17 @@ def make_job(args: Namespace, **fixed: Any) -> Job:
         settings=settings,
         packing=packing.from_args(args),
         sharding=Sharding.from_args(args),
-        default_profile=DEFAULT_PROFILE if torch.cuda.is_available() else FLOPS_PROFILE.name,
+        default_profile=_profile_of_device(),
         budget_bytes=_budget_bytes(args) if settings.memory_budget is None else None,
         bytes_per_value=args.params_dtype.itemsize,
         **fixed,
     )
+
+
+def _profile_of_device() -> str:
+    if not torch.cuda.is_available():
+        return FLOPS_PROFILE.name
+    return DEFAULT_PROFILE if torch.cuda.get_device_capability() >= (9, 0) else AMPERE_PROFILE
 
 
 def best_job(args: Namespace, stream: Callable[[], DocumentStream]) -> tuple[Job, list[Prediction]]:

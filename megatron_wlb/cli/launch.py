@@ -177,7 +177,7 @@ def _attention(launched: Launched) -> list[str]:
         return []
     return [
         "The run lets attention cross documents (it has neither --reset-attention-mask nor "
-        "--dataloader-inter-document-masking); Megatron here is the same run with attention inside of them."
+        "--dataloader-inter-document-masking); with --wlb it stays inside of them."
     ]
 
 

@@ -26,3 +26,15 @@ def sharding_kernel(job: Job) -> KernelModel:
     arrive, leave = exchange_model(job).times(np.array(job.context_length))
     times = 1 if job.sharding.save_gathered_kv or job.cp_exchange == "latents" else 2
     return replace(forward + backward, exchange=float(times * arrive + leave) / job.context_length)
+
+
+def ring_counts(lengths: np.ndarray, cp: int, tile_rows: int) -> np.ndarray:
+    """Return launches, N_t and N_q of every rank in TransformerEngine's ring of packed documents, int64 [cp, 3].
+
+    A rank has two chunks of every document, and has their keys first. In every later step it gets those of another
+    rank: both of its chunks see the first, or the second sees both. Each has tiles of its own, however short it is.
+    """
+    one, two = (-(-each // tile_rows) for each in (-(-lengths // (2 * cp)), -(-lengths // cp)))
+    rank = np.arange(cp)
+    tiles = np.full(cp, (two * (two + 1) // 2 + (cp - 1) * one * two).sum())
+    return np.stack((np.full(cp, cp), tiles, (1 + rank) * two.sum() + (cp - 1 - rank) * one.sum()), axis=1)

@@ -14,7 +14,7 @@ Directions = tuple[np.ndarray, np.ndarray]
 
 def exchange_parts(job: Job) -> int:
     """Return the parts of K and V; launches of one overlap the next transfer."""
-    return job.parallel.cp if job.cp_exchange == "ring" else 1
+    return job.parallel.cp if job.cp_exchange in ("ring", "thd_ring") else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +140,7 @@ def exposed_exchange(job: Job, rows: np.ndarray, attention: Directions) -> Direc
     ranks = Group(size=cp, stride=job.parallel.tp)
     values = rows * job.model.kv_values_per_rank(job.parallel.tp)
     arrive = collective("all_gather", values * job.bytes_per_value, ranks)
-    if job.cp_exchange == "ring":
+    if job.cp_exchange in ("ring", "thd_ring"):
         return _exposed_hops(arrive / (cp - 1), cp, *(times / cp for times in attention))
     leave = collective("reduce_scatter", values * FP32, ranks)
     return arrive, leave if job.sharding.save_gathered_kv else arrive + leave

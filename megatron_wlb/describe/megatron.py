@@ -196,6 +196,7 @@ def job_of(
         "recompute": recompute_of(a),
         "offloaded_layers": a.cpu_offloading_num_layers,
         "tp_tile_rows": tile_rows(a, parallel),
+        "tp_overlap": tp_overlap(parallel.tp) if tile_rows(a, parallel) else 0.0,
     }
     return make_job(settings=settings, **details | given)
 
@@ -334,6 +335,11 @@ def tile_rows(a: MegatronArguments, parallel: Parallel) -> int:
         return 0
     unit = parallel.sequence_ranks * row_multiple(a.fp8, a.fp8_recipe, a.fp4)
     return min(TILE_ROWS, a.seq_length // parallel.cp) // unit * unit
+
+
+def tp_overlap(tp: int) -> float:
+    """Share of communication that `--tp-comm-overlap` hides: all but the first of as many parts as ranks."""
+    return 1 - 1 / tp
 
 
 def undeferrable(a: MegatronArguments) -> str:

@@ -98,11 +98,18 @@ class Profile:
     """The two calls of a rank run concurrently on two streams; kernel times were measured that way."""
     attention_backward: float = 2.5
     """Backward over forward time of attention if not measured: 5 matrix products against 2."""
-    assumed_tflops: float = 550.0
-    """Rate of large bf16 matrix products during communication: 56 % of the 989 TFLOP/s of an H100's data sheet. With
-    it, Llama 3 405B is as fast as published (`benchmarks.paper`)."""
+    assumed_tflops: float = 576.0
+    """Rate of bf16 matrix products, whatever their size: power limits it. Mean of what remains of four products of
+    16,384 rows on an H100, of 70B at TP 8, when half a wave and a launch are taken off (PyTorch, float8_experimental
+    pull request 100). `benchmarks.published` predicts training by it."""
+    wave_outputs: float = 132 * 128 * 128
+    """Outputs of a matrix product that a device computes at once: 132 multiprocessors, a tile of 128 x 128 each. The
+    last wave is half empty on average."""
+    kernel_us: float = 3.0
+    """Time between the ends of two kernels in which the second does not run. Assumed."""
     memory_gb_per_s: float = 2700.0
-    """Rate of memory-bound operations. Assumed: 80 % of the 3350 GB/s of an H100's data sheet."""
+    """Rate of memory-bound operations: 80 % of the 3350 GB/s of an H100's data sheet. PyTorch measured 79 to 87 % for
+    kernels that cast 32,768 x 4,096 values (ao, benchmarks/prototype/blockwise_fp8_training)."""
     dp_overlap: float = 0.9
     """Share of gradient and parameter communication that overlaps passes. Assumed."""
     network: Network = H100_NETWORK
@@ -116,6 +123,8 @@ class Profile:
         tile = self.forward.tile + (self.backward.tile if self.backward else 0)
         if not all(math.isfinite(rate) and rate > 0 for rate in (*rates, tile if self.linear_tflops else 1)):
             raise ValueError(f"its rates are {rates}; they must be finite and over 0, and go with a tile over 0")
+        if not all(math.isfinite(each) and each >= 0 for each in (self.wave_outputs, self.kernel_us)):
+            raise ValueError(f"wave_outputs {self.wave_outputs} and kernel_us {self.kernel_us} must be at least 0")
         if self.head_size is not None and self.head_size < 1:
             raise ValueError(f"head_size is {self.head_size}; it must be at least 1")
         if self.tile_rows < 1 or self.tile_rows & (self.tile_rows - 1) or self.tile_rows > 1 << 16:
@@ -130,6 +139,10 @@ class Profile:
     def rates(self) -> tuple[float, float]:
         """TFLOP/s of matrix products, forward and backward."""
         return self.linear_tflops or (self.assumed_tflops, self.assumed_tflops)
+
+    def product(self, rows: Any, columns: Any, inner: Any) -> Any:
+        """Time in us of a product of matrices [rows, inner] and [inner, columns]."""
+        return self.kernel_us + 2e-6 * (rows * columns + self.wave_outputs / 2) * inner / self.assumed_tflops
 
     def kernels(
         self, *, heads: int = 1, head_size: int | None = None, parts: int = 1
@@ -167,8 +180,10 @@ FLOPS_PROFILE = Profile(
     backward=KernelTimes(launch=0.0, tile=0.0, query_tile=0.0),
 )
 """Counts attended pairs, once for both directions, and nothing else: no launch cost, no tile waste, no exchange."""
-DEFAULT_PROFILE = "h100-fa2"
-"""Of GPUs, where none is named."""
+DEFAULT_PROFILE = "h100-cudnn"
+"""Of GPUs, where none is named: TransformerEngine prefers cuDNN from compute capability 9.0 on."""
+AMPERE_PROFILE = "a100-fa2"
+"""Of GPUs before that, on which TransformerEngine prefers FlashAttention-2."""
 _SHIPPED = resources.files("megatron_wlb.hardware") / "profiles"
 
 

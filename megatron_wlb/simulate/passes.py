@@ -5,10 +5,20 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from megatron_wlb.cost.attention import attention_kernels
+from megatron_wlb.cost.attention import attention_kernels, ring_counts
 from megatron_wlb.cost.exchange import Directions, exchange_model, expansion, exposed_exchange
+from megatron_wlb.cost.linear import (
+    joining_matrix,
+    loss,
+    memory_bound,
+    merging,
+    output_matrix,
+    products,
+    token_exchange,
+)
 from megatron_wlb.hardware.network import Group
-from megatron_wlb.job import FP32, Job, Parallel
+from megatron_wlb.job import Job, Parallel
+from megatron_wlb.model import Matrix
 from megatron_wlb.sharding.rounds import attention_times
 from megatron_wlb.sharding.select import shard
 from megatron_wlb.sharding.volume import moved_rows
@@ -22,7 +32,7 @@ class LayerTimes:
     linear: np.ndarray
     """float64 [M]: matrix products and memory-bound operations."""
     experts: np.ndarray
-    """float64 [M]: the experts' part of `linear`; 0 in dense models."""
+    """float64 [M]: the experts' products and the exchange of their tokens, part of `linear`; 0 in dense models."""
     tensor: np.ndarray
     """float64 [M]: exposed tensor-parallel communication."""
     attention: np.ndarray
@@ -59,7 +69,7 @@ def untimed(job: Job) -> str:
     heads, tp = job.model.num_attention_heads, job.parallel.tp
     if job.profile.counts_pairs:
         return (
-            f"profile {job.profile.name} counts attended pairs; a simulation needs one in us, give h100-fa2 or one "
+            f"profile {job.profile.name} counts attended pairs; a simulation needs one in us, give h100-cudnn or one "
             "that `megatron-wlb profile` wrote"
         )
     if heads % tp:
@@ -71,12 +81,18 @@ def untimed(job: Job) -> str:
     return ""
 
 
-def deferrable_weights(job: Job) -> int:
-    """Return the weights of a layer whose gradients can be deferred.
+def deferrable(job: Job) -> list[Matrix]:
+    """Return the matrices of a layer whose weight gradients can be deferred.
 
-    With TP, those of column-parallel matrices overlap the reduction of the input gradient instead.
+    With TP, those of column-parallel ones overlap the reduction of the input gradient instead.
     """
-    return job.model.layer_weights - (sum(job.model.column_weights) if job.parallel.tp > 1 else 0)
+    kept = job.parallel.tp > 1
+    return [m for m in job.model.matrices if not kept or m.divided != "outputs" or m.part == "experts"]
+
+
+def deferrable_weights(job: Job) -> int:
+    """Return the weights of `deferrable`."""
+    return sum(matrix.weights for matrix in deferrable(job))
 
 
 def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
@@ -100,15 +116,21 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
     # Forward gathers before and scatters after attention and MLP. Backward mirrors this, and gathers inputs again for
     # weight gradients. Upstream and TransformerEngine overlap that gather with the product for the input gradient, and
     # the scatter with the product for the weight gradient, if it is not deferred.
-    products = [_products(job, weights, tokens)[1] / 2 for weights in model.column_weights]
-    overlapped = sum(np.minimum(gather, product) + np.minimum(scatter, product) for product in products)
+    columns = [m for m in model.matrices if m.divided == "outputs"]
+    hiding = [products(job, [m for m in columns if m.part == part], tokens) for part in ("attention", "mlp")]
+    overlapped = sum(np.minimum(gather, each.inputs) + np.minimum(scatter, each.weights) for each in hiding)
     moved = 2 * (gather + scatter), 4 * gather + 2 * scatter - overlapped
     attention, exchange = _attention(job, shards)
-    linear = _linear(job, tokens)
+    every, bound = products(job, model.matrices, tokens), memory_bound(job, tokens)
+    of_experts = products(job, [m for m in model.matrices if m.part == "experts"], tokens)
+    dispatched = token_exchange(job, tokens)
+    again = expansion(job)[0] * tokens if job.expands_again else 0.0
+    linear = every.forward + bound[0] + dispatched, every.backward + bound[1] + dispatched + again
+    experts = of_experts.forward + dispatched, of_experts.backward + dispatched
     of_forward, of_backward = (
         LayerTimes(
             linear=linear[i],
-            experts=linear[i] * (model.expert_weights / model.layer_weights),
+            experts=experts[i],
             tensor=moved[i] * exposed,
             attention=attention[i],
             exchange=exchange[i],
@@ -122,23 +144,23 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
     forward, backward = layers * of_forward.total, layers * of_backward.total
     # The embedding scatters its rows; the output layer gathers them. Each MTP layer embeds again, gathers two hidden
     # states for its joining matrix and one after it, and runs the output layer.
-    output, joining = _output(job, tokens), _products(job, model.joining_weights, tokens)
-    of_output, ahead = _products(job, model.vocabulary_weights, tokens)[1] / 2, model.mtp_num_layers
-    beside_output = np.minimum(gather, of_output)
+    output, losses = products(job, [output_matrix(job)], tokens), loss(job, tokens)
+    joining, ahead = products(job, [joining_matrix(job)], tokens), model.mtp_num_layers
+    beside_output = np.minimum(gather, output.inputs)
     if not job.defer_weight_gradients:
-        beside_output = beside_output + np.minimum(scatter, of_output)
+        beside_output = beside_output + np.minimum(scatter, output.weights)
     forward[0, 0] += scatter * exposed
-    forward[-1, -1] += (1 + ahead) * (output[0] + gather * exposed)
-    forward[-1, -1] += ahead * (joining[0] + (3 * gather + scatter) * exposed)
+    forward[-1, -1] += (1 + ahead) * (output.forward + losses[0] + gather * exposed)
+    forward[-1, -1] += ahead * (joining.forward + (3 * gather + scatter) * exposed)
     backward[0, 0] += gather * exposed
-    backward[-1, -1] += ahead * (joining[1] + (2 * gather + 2 * scatter) * exposed)
-    backward[-1, -1] += (1 + ahead) * (output[1] + (gather + scatter - beside_output) * exposed)
+    backward[-1, -1] += ahead * (joining.backward + (2 * gather + 2 * scatter) * exposed)
+    backward[-1, -1] += (1 + ahead) * (output.backward + losses[1] + (gather + scatter - beside_output) * exposed)
     return Passes(
         forward=forward,
         backward=backward,
         transfer=network.point_to_point(row_bytes / tp, Group(size=job.parallel.pp, stride=tp * cp * job.parallel.dp)),
         layers=(of_forward, of_backward),
-        weights=(_products(job, deferrable_weights(job), tokens)[1] / 2, of_output),
+        weights=(products(job, deferrable(job), tokens).weights, output.weights),
         rows=tokens,
         expert_wait=np.zeros((2, *forward.shape)),
     )
@@ -172,7 +194,7 @@ def synchronised(job: Job, passes: Sequence[Passes]) -> tuple[Passes, ...]:
     """Return `passes` of all ranks, with those that divide experts in lockstep.
 
     In every layer, the slowest of these ranks determines when tokens go to the experts. Each rank does an equal share
-    of their work, as if routing were balanced. The exchange of tokens takes no time.
+    of their work and of the exchange of tokens, as if routing were balanced.
     """
     layers, beside = job.layers()[:, :, None], job.parallel.expert_dp_ranks
     together: list[Passes] = []
@@ -208,42 +230,18 @@ def _attention(job: Job, shards: Sequence[ShardPlan]) -> tuple[Directions, Direc
     rows = np.array([float(p.lengths.sum()) for p in shards])
     if job.cp_exchange == "latents":
         rows = np.array([float(moved_rows(p).max()) for p in shards])
-    counts = np.array([[kernels[0].count_shard(s.calls) for s in plan.shards] for plan in shards])  # [M, cp, 3]
-    calls, tiles, query_tiles = np.moveaxis(counts, 2, 0)
-    launches = kernels[0].launches(calls, rows[:, None])
-    forward, backward = (kernel.time(launches, tiles, query_tiles) for kernel in kernels)
+    if job.cp_exchange == "thd_ring":
+        cp, tile = job.parallel.cp, kernels[0].tile_rows
+        counts = np.array([ring_counts(plan.lengths, cp, tile) for plan in shards])
+        forward, backward = (
+            kernel.time(*np.moveaxis(counts, 2, 0)) + cp * merging(job, rows / cp)[:, None] for kernel in kernels
+        )
+    else:
+        counts = np.array([[kernels[0].count_shard(s.calls) for s in plan.shards] for plan in shards])  # [M, cp, 3]
+        calls, tiles, query_tiles = np.moveaxis(counts, 2, 0)
+        # A step of a ring has both chunks of a rank in one launch.
+        launches = np.full_like(calls, job.parallel.cp) if job.cp_exchange == "ring" else calls
+        forward, backward = (kernel.time(launches, tiles, query_tiles) for kernel in kernels)
     if job.cp_exchange == "latents":
         return (forward, backward), exchange_model(job).times(rows)
     return (forward, backward), exposed_exchange(job, rows, (forward.max(axis=1), backward.max(axis=1)))
-
-
-def _linear(job: Job, tokens: np.ndarray) -> Directions:
-    """Return products of a layer, and other operations unless rates have them."""
-    model = job.model
-    forward, backward = _products(job, model.layer_weights, tokens)
-    if job.expands_again:
-        backward = backward + expansion(job)[0] * tokens
-    if job.profile.linear_tflops:
-        return forward, backward
-    # Reads and writes of two norms and two residual sums, norms of latents, rotary embedding, and the activation.
-    values = 2 * 2 * model.hidden_size + 2 * 3 * model.hidden_size + 2 * (model.query_size + model.key_size)
-    values += 2 * model.latent_size + model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
-    memory = _memory(job, values * job.bytes_per_value, tokens)
-    return forward + memory, backward + 2 * memory
-
-
-def _output(job: Job, tokens: np.ndarray) -> Directions:
-    """Return output layer and loss: logits as activations, and in fp32."""
-    forward, backward = _products(job, job.model.vocabulary_weights, tokens)
-    logits = _memory(job, job.model.padded_vocab_size * (job.bytes_per_value + 2 * FP32), tokens)
-    return forward + logits, backward + 2 * logits
-
-
-def _products(job: Job, weights: int, tokens: np.ndarray) -> Directions:
-    forward, backward = job.profile.rates
-    flops = 2 * weights / job.parallel.tp * tokens
-    return flops / forward / 1e6, 2 * flops / backward / 1e6
-
-
-def _memory(job: Job, bytes_per_token: float, tokens: np.ndarray) -> np.ndarray:
-    return bytes_per_token / job.parallel.tp * tokens / job.profile.memory_gb_per_s / 1e3

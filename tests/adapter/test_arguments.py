@@ -343,6 +343,13 @@ def test_activations_get_what_weights_and_optimizer_leave_of_a_gpu(monkeypatch):
         describe._budget_bytes(Namespace())
 
 
+@pytest.mark.parametrize(("capability", "profile"), [((8, 0), "a100-fa2"), ((9, 0), "h100-cudnn"), (None, "flops")])
+def test_the_default_profile_has_the_kernels_that_upstream_prefers_there(monkeypatch, capability, profile):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert describe._profile_of_device() == profile
+
+
 def _apart():
     first, second = (SimpleNamespace(step=step, split="train") for step in (0, 1))
     list(_of_step(first, first, iter([second]), 2))

@@ -155,6 +155,6 @@ def test_what_is_measured_of_a_simulated_step_is_what_was_predicted(layout, defe
     measured = clock.measured_shares(ours, passes, exchange, span, step.time)
     assert list(measured) == list(predicted)
     assert sum(measured.values()) == pytest.approx(1)
-    assert measured == pytest.approx(predicted, abs=0.02 if ours.defer_weight_gradients else 1e-9)
+    assert measured == pytest.approx(predicted, abs=0.03 if ours.defer_weight_gradients else 1e-9)
     unseen = clock.measured_shares(ours, passes, None, span, step.time)
     assert unseen == measured | {"busy": pytest.approx(measured["busy"] + predicted["exchange"]), "exchange": None}

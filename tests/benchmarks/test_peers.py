@@ -71,7 +71,7 @@ def test_a_ring_has_the_hops_of_the_cost_model():
 def test_magi_computes_everything_once_and_waits_at_most_for_all_that_moves(lengths, cp):
     plan, given_job = cp_peers.magi(lengths, cp), job_of(cp)
     attention, added = cp_peers.magi_times(plan, given_job)
-    for kernel, times in zip(attention_kernels(given_job), attention, strict=True):
+    for kernel, times in zip(cp_peers.magi_kernels(given_job), attention, strict=True):
         without = kernel.time(0, *np.array([kernel.count(each.calls[0]) for each in plan.shards]).T)
         assert (times >= without - 1e-6).all()
         assert (times <= without + (1 + max(cp_peers.MAGI_STAGES)) * kernel.launch + 1e-6).all()

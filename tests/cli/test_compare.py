@@ -28,7 +28,7 @@ JOB = make_job(
     context_length=65536,
     global_batch_size=4,
     crossover_tokens=50_000,
-    default_profile="h100-fa2",
+    default_profile="h100-cudnn",
 )
 
 
@@ -113,8 +113,8 @@ def test_the_job_is_that_of_the_log(steps, tmp_path, capsys):
     result = compared(path)
     assert result["errors"]["error_p90"] == 0
     assert result["job"]["parallel"]["dp"] == 2
-    assert "counts attended pairs; times are predicted by profile h100-fa2." in capsys.readouterr().err
-    assert compared(path, "--wlb-profile", "h100-fa2") == result
+    assert "counts attended pairs; times are predicted by profile h100-cudnn." in capsys.readouterr().err
+    assert compared(path, "--wlb-profile", "h100-cudnn") == result
     assert "counts attended pairs" not in capsys.readouterr().err
     assert "one in us" in refusal(capsys, "compare", str(path), "--wlb-profile", "flops")
 

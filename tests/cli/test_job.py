@@ -44,7 +44,7 @@ def test_what_is_assumed():
         "--num-query-groups 2 --tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Llama-3.1-8B "
         "--num-experts 8"
     )
-    assert (job.parallel.num_gpus, job.num_micro_batches, job.profile.name) == (2, 2, "h100-fa2")
+    assert (job.parallel.num_gpus, job.num_micro_batches, job.profile.name) == (2, 2, "h100-cudnn")
     assert (job.model.padded_vocab_size, job.model.num_query_groups) == (128256, 4)
     assert job.parallel.sequence_parallel
     for note, begin in zip(

@@ -68,7 +68,7 @@ def test_costs_of_latents_by_hand():
     twice. Within the node an eighth of a row is there already."""
     given = job(model=V3, tp=8, cp=8, profile=MEASURED, cp_exchange="latents")
     latency, byte = NETWORK.all_to_all(Group(size=8, stride=8))
-    moved, product = 576 * 2 * byte / 8, 2 * 512 * 128 * (128 + 128) / 8 / 550e6
+    moved, product = 576 * 2 * byte / 8, 2 * 512 * 128 * (128 + 128) / 8 / 576e6
     inside = NETWORK.all_gather, NETWORK.reduce_scatter, NETWORK.all_reduce
     gather, scatter, reduce = (7 / 8 * 2e-3 / collective.gb_per_s[-1] for collective in inside)
     arrive = moved + (576 + 512) * gather + product
@@ -93,7 +93,7 @@ def test_passes_of_latents_by_hand():
     plan = shard(np.array([64]), given)[1]
     forward, backward = pass_times(given, [plan]).layers
     kept = pass_times(given.sharded(save_gathered_kv=True), [plan]).layers[1]
-    assert backward.linear - kept.linear == pytest.approx(8 * 2 * 512 * 128 * (128 + 128) / 8 / 550e6)
+    assert backward.linear - kept.linear == pytest.approx(8 * 2 * 512 * 128 * (128 + 128) / 8 / 576e6)
     exchange = exchange_model(given).times(moved_rows(plan).max())
     assert [forward.exchange[0], backward.exchange[0]] == pytest.approx([float(each) for each in exchange])
 

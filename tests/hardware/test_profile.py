@@ -71,15 +71,18 @@ def test_a_profile_says_where_it_differs_from_a_run():
 
 
 def test_shipped_profiles_load():
-    assert shipped_profiles() == ["flops", "h100-fa2"]
+    assert shipped_profiles() == ["flops", "a100-fa2", "h100-cudnn", "h100-fa2", "h100-fa3"]
     assert load_profile("flops") is FLOPS_PROFILE
     assert load_profile("h100-fa2") == Profile(
         name="h100-fa2",
         tile_rows=128,
         forward=KernelTimes(launch=23.55, tile=0.0256, query_tile=0.0),
+        backward=KernelTimes(launch=138.6, tile=0.06486, query_tile=0.04896),
         head_size=128,
         dtype="bf16",
     )
+    for name in shipped_profiles()[1:]:
+        load_profile(name)
 
 
 FORWARD = {"launch": 3, "tile": 0.5, "query_tile": 0.25}
@@ -103,7 +106,7 @@ def test_a_profile_from_a_file(tmp_path):
 
 def test_a_profile_that_does_not_exist():
     with pytest.raises(
-        ValueError, match="^no profile 'a100': give a JSON file or one of the shipped profiles flops, h"
+        ValueError, match="^no profile 'a100': give a JSON file or one of the shipped profiles flops, a100-fa2, h"
     ):
         load_profile("a100")
 

@@ -4,7 +4,7 @@ import datetime
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from megatron_wlb.cli.analyze import layouts
 from megatron_wlb.cli.analyze.setup import MEGATRON, WARM_UP, Megatron, Setup, schemes
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.hardware.network import NETWORKS
-from megatron_wlb.hardware.profile import DEFAULT_PROFILE, profile_file
+from megatron_wlb.hardware.profile import DEFAULT_PROFILE, Profile, load_profile, profile_file
 from megatron_wlb.job import Job
 from megatron_wlb.micro_batches import ALIKE
 from megatron_wlb.plan import metrics
@@ -23,7 +23,7 @@ from megatron_wlb.simulate.memory import peak_bytes
 from megatron_wlb.simulate.step import SimulatedStep, breakdown, limit_time
 
 FORMAT = "megatron-wlb-analysis"
-VERSION = 7
+VERSION = 8
 MAX_STEPS, LEAST_SIMULATED, LEAST_PACKED = 200, 4, 40
 PASSES, MICRO_BATCHES = 60_000, 20_000
 """Approximate passes to simulate and micro-batches to pack per scheme, within the bounds above."""
@@ -31,6 +31,11 @@ OTHER_SIMULATED, OTHER_PACKED = 24, 96
 """Steps to simulate and to pack, of every other layout and other flag."""
 LOST_STEPS = 20
 """Steps that determine what Megatron would lose without a flag."""
+
+READING_STEPS = 8
+"""Steps that tell a speed-up under other assumptions."""
+KERNELS = ("h100-fa2", "h100-cudnn", "h100-fa3")
+"""Profiles of the same device with other kernels."""
 
 Advance = Callable[[int], None]
 
@@ -68,7 +73,7 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
     """Simulate all schemes; calls `advance` for every step."""
     numbers, examples, jobs = {}, {}, schemes(setup)
     for name, job in jobs.items():
-        megatron = setup.megatron if name in MEGATRON else Megatron()
+        megatron = setup.megatron._replace(name=name) if name in MEGATRON else Megatron()
         numbers[name], examples[name] = measure(setup, job, packed, simulated, advance, megatron)
     reference = setup.megatron.name
     limit = _compare(numbers, numbers[reference])
@@ -88,6 +93,7 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
         "steps": {"warm_up": WARM_UP, "packed": packed, "simulated": simulated},
         "profile": profile_entries(setup),
         "limit": limit,
+        "readings": readings(setup, jobs, numbers, min(simulated, READING_STEPS)),
         "micro_batches": [
             {"micro_batches": each.job.num_micro_batches, "time": each.time, "late_steps": each.late_steps}
             for each in setup.tried
@@ -145,6 +151,36 @@ def lost(setup: Setup, job: Job, steps: int) -> dict[str, float]:
     return {flag: 1 - times[""] / times[flag] for flag in without}
 
 
+def readings(
+    setup: Setup, jobs: dict[str, Job], numbers: dict[str, dict[str, Any]], steps: int
+) -> list[dict[str, Any]]:
+    """Return --wlb's speed-up over Megatron's schemes under other assumptions, by what the same few steps say."""
+    profile = setup.job.profile
+    slower = replace(profile.network, link_gb_per_s=profile.network.link_gb_per_s / 2)
+    changed = {"": profile, "half the bandwidth between nodes": replace(profile, network=slower)}
+    if profile.name in KERNELS:
+        changed |= {f"kernels of {name}": load_profile(name) for name in KERNELS if name != profile.name}
+
+    def speedups(other: Profile, ring: str) -> dict[str, float]:
+        times = {}
+        for name in (*MEGATRON, "ours"):
+            megatron = setup.megatron._replace(name=name) if name in MEGATRON else Megatron()
+            job = replace(jobs[name], profile=other)
+            job = replace(job, cp_exchange=ring) if name == "thd" else job
+            times[name] = measure(setup, job, steps, steps, lambda _: None, megatron)[0]["us_per_token"]
+        return {name: times[name] / times["ours"] for name in MEGATRON}
+
+    found = {what: speedups(other, "ring") for what, other in changed.items()}
+    if setup.job.parallel.cp > 1:
+        found["a ring with the tiles of every step"] = speedups(profile, "thd_ring")
+    same = found.pop("")
+    of_all = {name: numbers[name]["us_per_token"] / numbers["ours"]["us_per_token"] for name in MEGATRON}
+    return [
+        {"what": what} | {name: of_all[name] * each[name] / same[name] for name in MEGATRON}
+        for what, each in found.items()
+    ]
+
+
 def _is_faster(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether `one` is faster than `other` by over 1 % and by two standard errors."""
     ratio = other["us_per_token"] / one["us_per_token"]
@@ -155,11 +191,11 @@ def _is_faster(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def _compare(schemes: dict[str, dict[str, Any]], plain: dict[str, Any]) -> dict[str, float]:
     """Add to each scheme's numbers its gain over `plain`. Returns --wlb's limit."""
     us_per_token = schemes["ours"]["limit_us_per_token"]
-    # Megatron has a limit of its own: it cuts documents at window ends, which lowers the work per token.
-    megatron = min(numbers["limit_us_per_token"] for name, numbers in schemes.items() if name in MEGATRON)
     for name, numbers in schemes.items():
         numbers |= _speedup(numbers, plain)
-        numbers["of_limit"] = (megatron if name in MEGATRON else us_per_token) / numbers["us_per_token"]
+        # Megatron has limits of its own: it attends across documents, or cuts them at window ends.
+        limit = numbers["limit_us_per_token"] if name in MEGATRON else us_per_token
+        numbers["of_limit"] = limit / numbers["us_per_token"]
     return {"us_per_token": us_per_token, "speedup": plain["us_per_token"] / us_per_token}
 
 
@@ -177,6 +213,8 @@ def measure(
     for i, step in enumerate(setup.steps(job, packed)):
         measured.append(metrics.measure(step.batch, step.step, job))
         work = int(document_work(step.batch.documents["length"], job.crossover_tokens).sum())
+        if megatron.name == "plain":
+            work = measured[-1].tokens
         total_work, waiting = total_work + work, step.num_waiting
         if i % (packed // simulated) == 0:
             result = megatron.simulate(job, step.batch.lengths)

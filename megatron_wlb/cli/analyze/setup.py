@@ -15,6 +15,7 @@ from megatron_wlb.cli.data import Data, data_of
 from megatron_wlb.cli.job import Run
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.describe.make import default_max_tokens
+from megatron_wlb.describe.megatron import tp_overlap
 from megatron_wlb.job import Job
 from megatron_wlb.micro_batches import Prediction, predictions, step_time
 from megatron_wlb.packing.adaptive import AdaptivePacking
@@ -30,7 +31,8 @@ from megatron_wlb.simulate.step import SimulatedStep, simulate_step
 from megatron_wlb.types import Shard, ShardPlan
 
 MEGATRON = {"plain": "per-sequence", "thd": "per-document"}
-"""Schemes without --wlb, which may use what --wlb refuses: per sequence, or per document if packed (THD)."""
+"""Schemes without --wlb: tokens attend across documents, as upstream's flags have it; or inside, each document divided
+over context-parallel ranks, as in packed sequences (THD)."""
 WARM_UP = 30
 """Steps that are packed and not counted, while queues fill."""
 THRESHOLD_SHARES = (1 / 4, 1 / 2, 3 / 4)
@@ -42,8 +44,8 @@ TUNING_STEPS = 6
 class Megatron(NamedTuple):
     """Properties of a run without --wlb that its job does not have."""
 
-    name: str = "plain"
-    """Name of the scheme."""
+    name: str = ""
+    """Name of the scheme in `MEGATRON`; "" for others."""
     micro_batch_size: int = 1
     """Windows per micro-batch."""
     tp_comm_overlap: bool = False
@@ -59,7 +61,9 @@ class Megatron(NamedTuple):
         return without
 
     def simulate(self, job: Job, lengths: Sequence[np.ndarray]) -> SimulatedStep:
-        """Simulate windows; --tp-comm-overlap counts as if it overlapped everything."""
+        """Simulate windows; those of `plain` are one document each."""
+        if self.name == "plain":
+            lengths = [np.array([each.sum()]) for each in lengths]
         shards, size = shard_step(job, lengths), self.micro_batch_size
         if size > 1:
             if len(shards[0]) % size:
@@ -68,7 +72,8 @@ class Megatron(NamedTuple):
                     "change it, or --global-batch-size"
                 )
             shards = [[_joined(row[i : i + size]) for i in range(0, len(row), size)] for row in shards]
-        return simulate_step(replace(job, tp_overlap=1.0) if self.tp_comm_overlap else job, shards)
+        overlap = tp_overlap(job.parallel.tp) if self.tp_comm_overlap else job.tp_overlap
+        return simulate_step(replace(job, tp_overlap=overlap), shards)
 
 
 def _joined(plans: Sequence[ShardPlan]) -> ShardPlan:
@@ -97,12 +102,19 @@ class Setup:
         self.stream = partial(data.stream, run.arguments.seed, job.context_length)
         self.job, self.tried, self.layouts = self._best(job)
         a, stated = run.arguments, run.launched.stated
+        masked = bool(stated.get("dataloader_inter_document_masking"))
         self.megatron = Megatron(
-            "thd" if stated.get("sft") and self.job.parallel.cp > 1 else "plain",
+            "thd" if masked or stated.get("sft") or stated.get("reset_attention_mask") else "plain",
             a.micro_batch_size,
-            bool(stated.get("tp_comm_overlap")) and self.job.parallel.tp > 1,
+            a.tp_comm_overlap and self.job.parallel.tp > 1 and not self.job.tp_overlap,
             bool(stated.get("overlap_p2p_comm_warmup_flush")),
         )
+        if masked and self.job.parallel.cp > 1:
+            self.notes.append(
+                "--dataloader-inter-document-masking with context parallelism: upstream divides the window, where "
+                "TransformerEngine expects each document to be divided. So tokens attend to other documents, and not "
+                "to all of their own. With --wlb they attend to their own."
+            )
 
     def _best(self, job: Job) -> tuple[Job, list[Prediction], list[Job]]:
         """Return the job with the micro-batches of `auto`, what was compared, layouts."""
@@ -214,6 +226,5 @@ def _by_windows(job: Job, group_size: int | None) -> Job:
 
 def schemes(setup: Setup) -> dict[str, Job]:
     """Return the ways to train the same data, by name."""
-    ways = list(MEGATRON.items())[: 2 if setup.job.parallel.cp > 1 else 1]
-    megatron = {name: setup.plain().sharded(cp_sharding=way) for name, way in ways}
+    megatron = {name: setup.plain().sharded(cp_sharding=way) for name, way in MEGATRON.items()}
     return megatron | {"paper": setup.paper, "ours": setup.job}

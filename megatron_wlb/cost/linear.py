@@ -1,0 +1,100 @@
+"""Time of all of a layer but attention: matrix products by shape, other operations by bytes and number."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_wlb.hardware.network import Group
+from megatron_wlb.job import FP32, Job
+from megatron_wlb.model import Matrix
+
+
+class Products(NamedTuple):
+    """Times of matrix products in us, float64 [M] each."""
+
+    forward: np.ndarray
+    inputs: np.ndarray
+    """For the gradients of inputs."""
+    weights: np.ndarray
+    """For the gradients of weights."""
+
+    @property
+    def backward(self) -> np.ndarray:
+        """For all gradients."""
+        return self.inputs + self.weights
+
+
+def products(job: Job, matrices: Iterable[Matrix], tokens: np.ndarray) -> Products:
+    """Return the summed times of `matrices`, multiplied by `tokens` rows; by measured rates if the profile has them."""
+    times = np.zeros((3, len(tokens)))
+    for matrix in matrices:
+        if job.profile.linear_tflops:
+            forward, backward = (2e-6 * matrix.weights / job.parallel.tp / rate for rate in job.profile.linear_tflops)
+            times += np.outer((forward, backward, backward), tokens)
+        elif matrix.weights:
+            ranks = 1 if matrix.part == "experts" and job.parallel.expert_tp == 1 else job.parallel.tp
+            rows, outputs, inputs = matrix.shape(tokens * ranks / job.parallel.tp, ranks)
+            product = job.profile.product
+            times += product(rows, outputs, inputs), product(rows, inputs, outputs), product(outputs, inputs, rows)
+    return Products(*times)
+
+
+def output_matrix(job: Job) -> Matrix:
+    """Return the matrix of the output layer."""
+    return Matrix("output", job.model.padded_vocab_size, job.model.hidden_size, "outputs")
+
+
+def joining_matrix(job: Job) -> Matrix:
+    """Return the matrix before an MTP layer."""
+    return Matrix("joining", job.model.hidden_size, 2 * job.model.hidden_size, "outputs")
+
+
+def memory_bound(job: Job, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the time of a layer's norms, residual sums, rotary embedding and activation, forward and backward."""
+    model = job.model
+    if job.profile.linear_tflops:
+        return np.zeros_like(tokens), np.zeros_like(tokens)
+    # Reads and writes of two norms and two residual sums, norms of latents, rotary embedding, and the activation.
+    values = 2 * 2 * model.hidden_size + 2 * 3 * model.hidden_size + 2 * (model.query_size + model.key_size)
+    values += 2 * model.latent_size + model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
+    time = _memory(job, values * job.bytes_per_value, tokens)
+    return time + 7 * job.profile.kernel_us, 2 * time + 10 * job.profile.kernel_us
+
+
+def loss(job: Job, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the time of the loss, forward and backward, as upstream computes it without fusion.
+
+    Forward makes logits fp32, and reads them five times and writes them three times more; backward scales the gradient
+    and makes it bf16.
+    """
+    size, values = job.model.padded_vocab_size, job.bytes_per_value
+    return _memory(job, size * (values + 9 * FP32), tokens), _memory(job, size * (3 * FP32 + values), tokens)
+
+
+def merging(job: Job, tokens: np.ndarray) -> np.ndarray:
+    """Return the time to add the output of a step of a ring to the sum, which is fp32; gradients take as long."""
+    return _memory(job, job.model.output_size * (job.bytes_per_value + 2 * FP32), tokens)
+
+
+def token_exchange(job: Job, tokens: np.ndarray) -> np.ndarray:
+    """Return the time in which the rows of a layer go to their experts and back, us; nothing overlaps it.
+
+    A row is sent once for every expert that it goes to, as by `--moe-token-dispatcher-type alltoall`.
+    """
+    parallel, network = job.parallel, job.profile.network
+    rows = tokens / parallel.tp * job.model.moe_router_topk * job.model.hidden_size * job.bytes_per_value
+    time = np.zeros_like(tokens)
+    if not job.model.moe_router_topk or job.profile.counts_pairs:
+        return time
+    if parallel.ep > 1:
+        latency, byte = network.all_to_all(Group(size=parallel.ep, stride=parallel.expert_tp))
+        time = time + 2 * (latency + rows * byte * (parallel.ep - 1) / parallel.ep)
+    inside = Group(size=parallel.expert_tp, stride=1)
+    for name in ("all_gather", "reduce_scatter"):
+        time = time + network.collective(name, rows * parallel.expert_tp, inside)
+    return time
+
+
+def _memory(job: Job, bytes_per_token: float, tokens: np.ndarray) -> np.ndarray:
+    return bytes_per_token / job.parallel.tp * tokens / job.profile.memory_gb_per_s / 1e3
