@@ -249,7 +249,7 @@ def weight_gradient_bytes(job: Job) -> tuple[float, float]:
     """Bytes that deferred weight gradients hold for a layer, and for the output layer.
 
     As in TransformerEngine: inputs and output gradients of the weights in `passes.deferrable_weights`, gathered where
-    tensor-parallel ranks divide the sequence.
+    tensor-parallel ranks divide the sequence; but the output layer is upstream's, whose input is gathered later.
     """
     model, p = job.model, job.parallel
     hidden, divided = 1 + max(1, model.moe_router_topk), model.output_size + model.ffn_hidden_size
@@ -265,7 +265,7 @@ def weight_gradient_bytes(job: Job) -> tuple[float, float]:
         hidden += max(1, model.moe_router_topk)
         divided += model.ffn_hidden_size * (2 if model.gated_linear_unit else 1)
     layer = hidden * model.hidden_size + latents + divided / p.tp
-    return job.bytes_per_value * layer, job.bytes_per_value * (model.hidden_size + model.padded_vocab_size / p.tp)
+    return job.bytes_per_value * layer, layer_input_bytes(job) + job.bytes_per_value * model.padded_vocab_size / p.tp
 
 
 def deferral_limits(job: Job, rows: np.ndarray) -> np.ndarray:

@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,3 +77,13 @@ def test_the_stand_in_is_no_gpu_by_itself_and_names_what_it_lacks():
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 86 and "cudaGraphLaunch is called" in done.stderr
     assert not hasattr(ctypes.CDLL(None), "rehearsal_configure")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(find_spec("transformer_engine") is None, reason="the Python of TransformerEngine is not installed")
+@pytest.mark.parametrize(("name", "last"), [("550m", 24), ("7b", 48), ("30b", 96), ("70b", 192)])
+def test_the_jobs_of_the_slurm_scripts_fit(tmp_path, name, last):
+    script = Path(__file__).parents[2] / "scripts" / "slurm" / f"{name}.sbatch"
+    said = subprocess.run(["bash", script, "--dry-run"], capture_output=True, text=True, check=True).stdout
+    job = [*said.split(), "--vocab-size", "32000", "--wlb-attention-backend", "aten"]
+    assert rehearse(tmp_path, "--ranks", f"0,{last}", "--steps", "3", job=job)["verdict"] == "fits"
