@@ -24,7 +24,6 @@ from megatron.bridge.utils.common_utils import get_rank_safe, get_world_size_saf
 from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.models.gpt import GPTModelConfig
 
 from megatron_wlb.adapter import compat, describe, telemetry
 from megatron_wlb.adapter.throughput import attended_squares
@@ -133,14 +132,12 @@ class _Run(Callback):  # type: ignore[misc]
             self._args.padded_vocab_size = padded
             self._training = Training(self._args)
             _check_attention(model)
-            spec, hooks = model.transformer_layer_spec, list[Any]()
-            is_provider = isinstance(model, GPTModelProvider)
-            built: Any = model
-            if is_provider:
-                built = SimpleNamespace(transformer=model, transformer_layer_spec=spec, pre_wrap_hooks=hooks)
+            # What `configure` wants of upstream's model config; a provider is its own transformer config.
+            spec = model.transformer_layer_spec
+            built = SimpleNamespace(transformer=model, transformer_layer_spec=spec, pre_wrap_hooks=[])
             self._training.configure(built, cfg.ddp)
             model.transformer_layer_spec = built.transformer_layer_spec
-            for hook in hooks:
+            for hook in built.pre_wrap_hooks:
                 model.register_pre_wrap_hook(hook)
             self._while_training.enter_context(self._training.installed())
             return original(cfg, pg_collection)
@@ -208,12 +205,12 @@ def _listed(blend: Any) -> list[str] | None:
 def _refuse(config: ConfigContainer) -> None:
     """Raise ValueError for what Bridge has and Megatron's flags do not, unless it is known to work."""
     model, dataset = config.model, config.dataset
-    provides = getattr(type(model), "provide", None) is GPTModelProvider.provide
-    if not provides and type(model) is not GPTModelConfig:
-        raise ValueError(f"wlb trains Megatron's GPT, and config.model is a {type(model).__name__}; train without it")
+    if getattr(type(model), "provide", None) is not GPTModelProvider.provide:
+        raise ValueError(
+            f"wlb trains what GPTModelProvider provides, and config.model is of {type(model).__name__}; leave wlb out"
+        )
     if not isinstance(dataset, GPTDatasetConfig) or isinstance(dataset, GPTFIMDatasetConfig):
         raise ValueError(f"wlb pre-trains on .bin/.idx datasets; give a GPTDatasetConfig, not {type(dataset).__name__}")
-    transformer = getattr(model, "transformer", model)
     others = {
         "peft": config.peft is not None,
         "inprocess_restart": config.inprocess_restart is not None and config.inprocess_restart.enabled,
@@ -223,8 +220,8 @@ def _refuse(config: ConfigContainer) -> None:
         "train.iterations_to_skip": config.train.iterations_to_skip,
         "train.step_batch_size_schedule": config.train.step_batch_size_schedule,
         "dist.use_torch_fsdp2": config.dist.use_torch_fsdp2,
-        "model.restore_modelopt_state": getattr(model, "restore_modelopt_state", False),
-        "model.mtp_num_layers": transformer.mtp_num_layers,
+        "model.restore_modelopt_state": model.restore_modelopt_state,
+        "model.mtp_num_layers": model.mtp_num_layers,
     }
     if given := [name for name, is_given in others.items() if is_given]:
         raise ValueError(f"wlb in Bridge does not support {given[0]}; leave it out, or train without wlb")
@@ -250,8 +247,7 @@ def _set(config: ConfigContainer, args: Namespace) -> None:
 def _parts(config: ConfigContainer) -> list[Any]:
     """Return the configs with Megatron's arguments; of a name, the last one counts."""
     names = "dataset logger checkpoint rerun_state_machine dist ddp optimizer train validation model".split()
-    transformer = getattr(config.model, "transformer", config.model)
-    return [*(getattr(config, name) for name in names), transformer]
+    return [getattr(config, name) for name in names]
 
 
 def _check_attention(model: Any) -> None:

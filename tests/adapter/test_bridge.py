@@ -1,12 +1,12 @@
 """Megatron-Bridge's real `pretrain()` with the plugin, against Megatron's in one process: losses and all gradients."""
 
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
 import sys
 import types
-from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -16,7 +16,7 @@ from torch.nn.functional import silu
 
 from megatron_wlb.adapter.plans import state_path
 from tests.adapter.test_parity import compare
-from tests.adapter.training import _merge, _set_parameters, _shards, entries, train
+from tests.adapter.training import MOE, _merge, _set_parameters, _shards, entries, train
 from tests.worlds import run_world
 
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
@@ -114,7 +114,7 @@ def run(size, dataset, log, settings=(), **options):
 def _run(dataset, settings, options):
     os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()), LOCAL_RANK="0")
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    setup.initialize_megatron = partial(setup.initialize_megatron, allow_no_cuda=True)
+    setup.initialize_megatron = functools.partial(setup.initialize_megatron, allow_no_cuda=True)
     found, made = {"grads": [], "evaluations": []}, setup.setup_optimizer
 
     def setup_and_watch(*args, model, **rest):
@@ -143,26 +143,38 @@ def _run(dataset, settings, options):
 
 
 @pytest.fixture(scope="module")
-def megatron(dataset, tmp_path_factory):
-    return train(
-        1, dataset, "--eval-iters", "1", "--eval-interval", "1", log=tmp_path_factory.mktemp("megatron") / "log.jsonl"
-    )
+def alone(dataset, tmp_path_factory):
+    """One process of Megatron-LM with these flags."""
+
+    @functools.cache
+    def run(flags):
+        flags = f"--eval-iters 1 --eval-interval 1 {flags}".split()
+        return train(1, dataset, *flags, log=tmp_path_factory.mktemp("megatron") / "log.jsonl")
+
+    return run
 
 
 PP2 = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
 
 
+EXPERTS = {
+    **{"num_moe_experts": 4, "moe_ffn_hidden_size": 64, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall"},
+    **{"expert_model_parallel_size": 2, "moe_aux_loss_coeff": 0.0},
+}
+
+
 @pytest.mark.parametrize(
-    ("size", "layout"),
+    ("size", "layout", "flags"),
     [
-        (2, {"context_parallel_size": 2}),
-        (2, PP2),
-        (2, PP2 | {"virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": True, "batch_p2p_comm": False}),
-        (2, {}),
+        (2, {"context_parallel_size": 2}, ""),
+        (2, PP2, ""),
+        (2, PP2 | {"virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": True, "batch_p2p_comm": False}, ""),
+        (2, {}, ""),
+        (2, EXPERTS, MOE),
     ],
 )
-def test_equals_megatron_in_one_process(size, layout, dataset, megatron, tmp_path):
-    got = run(size, dataset, tmp_path / "log.jsonl", **layout)
+def test_equals_megatron_in_one_process(size, layout, flags, dataset, alone, tmp_path):
+    got, megatron = run(size, dataset, tmp_path / "log.jsonl", **layout), alone(flags)
     compare(got, megatron)
     assert got["evaluations"] == pytest.approx(megatron["evaluations"], rel=1e-5)
     assert got["tokens"] == pytest.approx(got["log"][1]["tokens"], abs=size)
@@ -201,7 +213,7 @@ def test_what_is_set_is_said(dataset, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model": object()}, "config.model is a object"),
+        ({"model": object()}, "config.model is of object"),
         ({"model.mtp_num_layers": 1}, r"does not support model\.mtp_num_layers"),
         ({"dist.use_decentralized_pg": True}, "does not support dist.use_decentralized_pg"),
         ({"dataset": None}, "give a GPTDatasetConfig, not NoneType"),
