@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import convergence_report, results
+from benchmarks import convergence_report, metrics, results
 from benchmarks.convergence_model import Corpus, Gpt, Shape, accumulate
 from benchmarks.convergence_report import BASELINE, COLORS, CONTROL
 from benchmarks.corpus import load
@@ -41,7 +41,6 @@ from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.fixed import FixedPacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import WlbPacking
-from megatron_wlb.plan import metrics
 from megatron_wlb.plan.packer import Packer, make_packer
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.runtime.attention import AttentionOptions

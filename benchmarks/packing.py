@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks import results
+from benchmarks import metrics, results
 from benchmarks.ilp import IlpPacking
 from benchmarks.lengths import CROSSOVER, WINDOW, distributions, f2, job_7b, packer, stream
 from benchmarks.peers import InOrder, KarmarkarKarp
@@ -30,7 +30,6 @@ from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.fixed import FixedPacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import WlbPacking
-from megatron_wlb.plan import metrics
 from megatron_wlb.plan.packer import make_packer
 
 TUNINGS = (

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from rich.progress import track
 
-from benchmarks import results
+from benchmarks import metrics, results
 from benchmarks.lengths import WINDOW, f2, packer, packings, stream, work_per_token
 from benchmarks.peers import InOrder, as_megatron
 from benchmarks.results import Row
@@ -37,7 +37,6 @@ from megatron_wlb.micro_batches import predictions
 from megatron_wlb.model import MODELS
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.wlb import WlbPacking
-from megatron_wlb.plan import metrics
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate.memory import H100_BYTES
 from megatron_wlb.simulate.step import SimulatedStep, breakdown, limit_time, simulate_step

@@ -117,7 +117,7 @@ Array<int64_t> place(const py::array& work, size_t dp, int64_t total_weight, int
       .reshape({static_cast<py::ssize_t>(dp), py::ssize_t{-1}});
 }
 
-// The fields of `Played`.
+// Start, end, filled, before and left, as pipeline/timeline.py has them.
 py::tuple play(const py::handle& graph, const Array<double>& times, size_t num_passes, size_t num_stages,
                size_t per_stage, const py::handle& parts) {
   const auto nodes = value<Array<int64_t>>(graph, "nodes"), first = value<Array<int64_t>>(graph, "first"),

@@ -97,7 +97,9 @@ class PackedDocuments(IterableDataset[Step]):
                 return
             plan = plan_step(self.packer, self._job, self._rank)
             if i % workers == number:
-                yield Step([self._read(micro_batch) for micro_batch in plan.micro_batches], plan.tokens, plan.state)
+                yield Step(
+                    [self._read(micro_batch) for micro_batch in plan.micro_batches], plan.tokens, plan.packed.state
+                )
 
     def _read(self, plan: MicroBatchPlan) -> MicroBatch:
         lengths = plan.shards.lengths  # a micro-batch without documents has one token of padding

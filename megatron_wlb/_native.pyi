@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.pipeline.graph import Graph
-from megatron_wlb.pipeline.play import Parts
+from megatron_wlb.pipeline.timeline import Parts
 from megatron_wlb.sharding.rounds import RoundCosts
 
 MAX_TOKENS: int

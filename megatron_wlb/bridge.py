@@ -25,7 +25,7 @@ from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_wlb.adapter import compat, describe, telemetry
+from megatron_wlb.adapter import compat, describe, report
 from megatron_wlb.adapter.throughput import attended_squares
 from megatron_wlb.adapter.training import Training
 from megatron_wlb.describe.adapt import adapt
@@ -91,8 +91,8 @@ class _Run(Callback):  # type: ignore[misc]
             compat.replaced(train, "get_forward_backward_func", scheduled, ("pp_size", "vp_size")),
             compat.replaced(evaluation, "get_forward_backward_func", scheduled, ("pp_size", "vp_size")),
             compat.replaced(checkpointing, "maybe_save_dataloader_state", self._saved, saved),
-            compat.replaced(telemetry, "get_tensorboard_writer", lambda _: lambda: self._state.tensorboard_logger, ()),
-            compat.replaced(telemetry, "get_wandb_writer", lambda _: lambda: self._state.wandb_logger, ()),
+            compat.replaced(report, "get_tensorboard_writer", lambda _: lambda: self._state.tensorboard_logger, ()),
+            compat.replaced(report, "get_wandb_writer", lambda _: lambda: self._state.wandb_logger, ()),
             compat.prebuilt_dataset_helpers("megatron.bridge.training.initialize"),
             self._while_training,
         ):

@@ -10,7 +10,7 @@ from itertools import combinations
 
 import numpy as np
 
-from benchmarks import results
+from benchmarks import metrics, results
 from benchmarks.lengths import packer
 from benchmarks.paper.cases import LAYER, MEAN_DELAY, SEVEN_128, SLOWER, Case, slower_attention
 from benchmarks.results import Row
@@ -20,7 +20,6 @@ from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.fixed import FixedPacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import WlbPacking
-from megatron_wlb.plan import metrics
 from megatron_wlb.plan.packer import PackedStep
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.sharding import shard

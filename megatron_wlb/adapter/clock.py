@@ -1,8 +1,9 @@
-"""Measures a step's time on every rank: by events on a GPU, by the host clock on a CPU."""
+"""Measures a step on every rank: by events on a GPU, by the host clock on a CPU."""
 
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ Span = tuple[Any, Any]
 
 
 class Clock:
-    """Times a step's passes and their waits for the K/V exchange, without synchronising the device."""
+    """Times passes and their waits for the K/V exchange, without synchronising."""
 
     def __init__(self, job: Job, *, sees_exchange: bool) -> None:
         """`sees_exchange`: the plugin's attention runs, so its exchange can be measured."""
@@ -38,7 +39,7 @@ class Clock:
 
     @contextlib.contextmanager
     def span(self, what: str) -> Iterator[None]:
-        """Time a "forward" or "backward" pass, deferred "weights", or an "exchange" wait in a pass."""
+        """Time a "forward" or "backward" pass, deferred "weights" or an "exchange"."""
         if self._spans is None:
             yield
             return
@@ -58,8 +59,14 @@ class Clock:
     def exchange(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `runtime.all_to_all._all_to_all` to time its waits."""
 
-        def all_to_all(*args: Any, **kwargs: Any) -> _Exchange:
-            return _Exchange(original(*args, **kwargs), self)
+        def all_to_all(*args: Any, **kwargs: Any) -> Any:
+            work = original(*args, **kwargs)
+
+            def wait() -> None:
+                with self.span("exchange"):
+                    work.wait()
+
+            return SimpleNamespace(wait=wait)
 
         return all_to_all
 
@@ -93,32 +100,19 @@ class Clock:
         return measured_shares(self._job, mean, exchange if self._sees_exchange else None, float(longest), step_seconds)
 
 
-class _Exchange:
-    """An exchange in flight, whose wait is timed."""
-
-    def __init__(self, work: dist.Work, clock: Clock) -> None:
-        self._work, self._clock = work, clock
-
-    def wait(self) -> None:
-        """Wait for the exchange, timed."""
-        with self._clock.span("exchange"):
-            self._work.wait()
-
-
 def measured_shares(
     job: Job, passes: np.ndarray, exchange: float | None, span: float, step: float
 ) -> dict[str, float | None]:
-    """Return the measured counterpart of `simulate.shares`; a share that was not seen is None.
+    """Return the measured counterpart of `simulate.shares`; None: a share not seen.
 
     Bubble is the idle time of a pipeline whose micro-batches all take the mean time. Waiting is the time by which the
-    slowest rank's passes exceed such a pipeline, for any reason. Time after the last pass is busy. Waits of tensor- and
-    expert-parallel ranks for each other fall within a pass and are busy, too. The wait for an exchange includes the
-    wait for a slower context-parallel rank.
+    slowest rank's passes exceed such a pipeline. Time after the last pass is busy, and so are waits within a pass, of
+    tensor- and expert-parallel ranks. The wait for an exchange includes the wait for a slower context-parallel rank.
 
     Args:
         job: the job that ran.
         passes: mean time of a forward pass, a backward pass and its deferred weight gradients, float64 [3, stages,
-            chunks]; in any unit, which all times share.
+            chunks], in the unit of the other times.
         exchange: mean over ranks of exchange waits in a step; None if not seen, which makes these waits busy.
         span: time from the start of the step to the end of the last pass on any rank.
         step: time of the step.

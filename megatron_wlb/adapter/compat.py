@@ -1,4 +1,4 @@
-"""Supported upstream versions, their differences, and scoped replacements that check their targets.
+"""Supported upstream versions, and scoped replacements that check their targets.
 
 Megatron is imported inside the functions: without a GPU, `cpu.install` must run before that import.
 """
@@ -68,7 +68,10 @@ def prebuilt_dataset_helpers(where: str = "megatron.core.datasets.utils") -> Ite
 
 
 def weight_and_optimizer_bytes(args: Namespace) -> float | None:
-    """Upstream's bytes of weights and optimizer on the fullest rank; None if it has no formula for `args`."""
+    """Return upstream's bytes of weights and optimizer on the fullest rank.
+
+    None if upstream has no formula for `args`.
+    """
     from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
     # The formula covers Adam only. Precision-aware states have other dtypes and may be in host memory.
@@ -161,7 +164,7 @@ def _meaning(node: Any) -> Any:
 
 
 def run_script(defaults: dict[str, Any]) -> None:
-    """Parse the command line and call `pretrain()` as upstream's script does, with empty providers."""
+    """Parse the command line and call `pretrain()` as upstream's script does."""
     from megatron.core.enums import ModelType
     from megatron.training import argument_utils, arguments, pretrain
 
@@ -199,9 +202,10 @@ def whole_tracker() -> Iterator[None]:
 
 @contextlib.contextmanager
 def mean_losses(windows: float) -> Iterator[None]:
-    """Log router and MTP losses as means over micro-batches of `windows` windows on average.
+    """Log router and MTP losses as means over micro-batches.
 
-    Upstream sums these losses over micro-batches and divides by the number of windows.
+    Upstream sums these losses over micro-batches and divides by the number of windows; a micro-batch has `windows` on
+    average.
     """
     tracker = importlib.import_module("megatron.core.transformer.moe.moe_logging").MoEMetricsTracker
     helper = importlib.import_module("megatron.core.transformer.multi_token_prediction").MTPLossLoggingHelper

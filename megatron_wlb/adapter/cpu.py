@@ -1,4 +1,4 @@
-"""Runs upstream Megatron without a GPU, on gloo: for development, the demo and the tests.
+"""Runs upstream Megatron on gloo without a GPU, for development, demo and tests.
 
 `install()` redirects Megatron's "cuda" calls to the CPU. Call it before megatron is imported.
 `torch.cuda.is_available()` stays False, so nobody mistakes such a run for a GPU run.
@@ -83,7 +83,10 @@ def _tensor_type(original: Any) -> Any:
 
 
 def install() -> None:
-    """Redirect Megatron's CUDA calls to the CPU. Raises RuntimeError with a GPU, or if megatron is already imported."""
+    """Redirect Megatron's CUDA calls to the CPU.
+
+    Raises RuntimeError with a GPU, or if megatron is already imported.
+    """
     if torch.cuda.is_available():
         raise RuntimeError("this machine has a GPU; run Megatron on it")
     if any(name.split(".")[0] == "megatron" for name in sys.modules):
@@ -141,7 +144,7 @@ def install() -> None:
 
 
 def install_megatron() -> None:
-    """Patch upstream where it requires CUDA; call after `install` and before `pretrain`."""
+    """Patch upstream where it requires CUDA, between `install` and `pretrain`."""
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
     from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp
     from megatron.core.transformer import multi_token_prediction

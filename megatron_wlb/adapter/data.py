@@ -1,4 +1,4 @@
-"""Turns documents into tensors: upstream's datasets, the sampler, and this rank's batches."""
+"""Documents as tensors: upstream's datasets, and this rank's batches."""
 
 import functools
 import itertools
@@ -30,7 +30,7 @@ SPLITS = ("train", "valid", "test")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitData:
-    """The documents of one split: stream sources, and the `.bin/.idx` dataset of each, or its mock."""
+    """The documents of a split: stream sources, and the dataset or mock of each."""
 
     sources: list[Source]
     indices: Sequence[DocumentIndex | MockIndex]
@@ -94,24 +94,13 @@ def _mock(args: Namespace, split: str) -> SplitData:
 
 
 def stream_of(args: Namespace, split: str, data: SplitData) -> DocumentStream:
-    """Return the endless stream of a split's documents in training order, from the beginning."""
+    """Return the endless stream of a split's documents, from the beginning."""
     return DocumentStream(data.sources, seed=args.seed + SPLITS.index(split), context_length=args.seq_length)
-
-
-class WlbBatchSampler(torch.utils.data.Sampler[MicroBatchPlan]):
-    """Yields the micro-batches of this data-parallel rank, step by step, endlessly."""
-
-    def __init__(self, planner: Planner, first_step: int) -> None:
-        self._planner, self._first_step = planner, first_step
-
-    def __iter__(self) -> Iterator[MicroBatchPlan]:
-        for step in itertools.count(self._first_step):
-            yield from self._planner.get(step).micro_batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """One micro-batch as one pipeline stage of one context-parallel rank sees it; s = local tokens."""
+    """A micro-batch on one pipeline stage of one CP rank; s = local tokens."""
 
     split: str
     step: int
@@ -139,7 +128,7 @@ class Batch:
 
 
 class DocumentDataset(torch.utils.data.Dataset[Batch]):
-    """Maps a MicroBatchPlan to this rank's Batch; reads only its shard, on stages that need tokens."""
+    """Maps a MicroBatchPlan to this rank's Batch, reading only its own tokens."""
 
     def __init__(
         self,
@@ -232,15 +221,15 @@ def _reader(index: DocumentIndex | MockIndex, mmap: bool) -> Callable[[int, int,
 def loader(
     dataset: DocumentDataset, planner: Planner, first_step: int, num_workers: int, exit_signal: int | None
 ) -> Iterator[Batch]:
-    """Return this rank's endless batches from `first_step` on, prefetched by `num_workers`.
+    """Return this rank's endless batches from `first_step`, by `num_workers`.
 
-    The processes survive `exit_signal`, which launchers send to whole process groups, so that training can end by
-    itself.
+    The processes survive `exit_signal`, which launchers send to whole process groups, so that training ends by itself.
     """
+    steps = map(planner.get, itertools.count(first_step))
     return iter(
         torch.utils.data.DataLoader(
             dataset,
-            sampler=WlbBatchSampler(planner, first_step),
+            sampler=(micro_batch for plan in steps for micro_batch in plan.micro_batches),
             batch_size=None,  # the sampler yields whole micro-batches
             num_workers=num_workers,
             pin_memory=torch.cuda.is_available(),

@@ -1,4 +1,4 @@
-"""Builds the job of a training run from Megatron's arguments and the GPU that it runs on."""
+"""Builds the job of a training run from Megatron's arguments and the GPU."""
 
 import importlib
 import math
@@ -24,7 +24,7 @@ from megatron_wlb.simulate.memory import DEVICE_SHARE
 
 
 def check(args: Namespace) -> None:
-    """Raise ValueError for flags, upstream's or ours, that training with `--wlb` cannot serve.
+    """Raise ValueError for flags, upstream's or ours, that `--wlb` cannot serve.
 
     Call this before upstream validates its flags, since its assertions name no remedy.
     """
@@ -78,7 +78,7 @@ def _check_spec(module: str, name: str = "") -> None:
 
 
 def make_job(args: Namespace, **fixed: Any) -> Job:
-    """Build the job from validated arguments; `fixed` sets fields of `Job` and takes precedence.
+    """Return the job of validated arguments; `fixed` sets fields of `Job`.
 
     Raises ValueError for contradictory settings, and if weights or activations do not fit the GPU.
     """
@@ -104,7 +104,7 @@ def _profile_of_device() -> str:
 
 
 def best_job(args: Namespace, stream: Callable[[], DocumentStream]) -> tuple[Job, list[Prediction]]:
-    """Build the job as `make_job`; returns it with the predictions compared, [] if none.
+    """Return the job of `make_job`, and the predictions compared, [] if none.
 
     `--wlb-micro-batches auto` chooses by the run's first documents. `stream` returns the documents from the beginning.
     """
@@ -134,7 +134,7 @@ def jobs_by_step(args: Namespace, job: Job, step: int) -> list[tuple[int, Job]]:
 
 
 def evaluation_job(job: Job, args: Namespace) -> Job:
-    """Return the job of evaluation steps: windows in data order. Raises ValueError if they fit no schedule."""
+    """Return the job of evaluation: windows in data order. Raises ValueError."""
     count = args.eval_global_batch_size
     try:
         return replace(
@@ -150,7 +150,7 @@ def evaluation_job(job: Job, args: Namespace) -> Job:
 
 
 def _budget_bytes(args: Namespace) -> float | None:
-    """Memory for activations on this GPU; None without one, or if upstream's formula does not apply.
+    """Return memory for activations on this GPU; None without one or a formula.
 
     Raises ValueError if weights and optimizer alone are too large for the GPU.
     """

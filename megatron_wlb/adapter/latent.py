@@ -1,4 +1,4 @@
-"""Multi-latent attention: upstream's, and a variant that exchanges latents instead of K and V.
+"""Multi-latent attention, and a variant that exchanges latents, not K and V.
 
 Shapes: s local rows; T rows of this rank where tensor-parallel ranks divide the s rows; P rows visible to local
 queries; H heads of this rank; D values of a query or key, the last E of them rotated; Dv values of a value; R values of
@@ -20,7 +20,7 @@ from megatron_wlb.runtime.backends import owned, side_by_side
 
 
 class WlbLatentAttention(MLASelfAttention):  # type: ignore[misc]
-    """Upstream's attention. Tensor-parallel ranks sum the gradients of the key part that all heads share."""
+    """Upstream's attention, with TP ranks summing gradients of the shared key part."""
 
     def _qkv_down_projection(self, hidden_states: Any) -> Any:
         """Return latents divided by rows over tensor-parallel ranks.
@@ -61,7 +61,7 @@ class WlbLatentExchange(WlbLatentAttention):
         packed_seq_params: Any = None,
         **unused: Any,
     ) -> Any:
-        """Return queries [s, H, D], all K and V `side_by_side`, None for values, and both latents."""
+        """Return queries [s, H, D], all K and V `side_by_side`, None, both latents."""
         positions = self.rotary_pos_emb.get_rotary_seq_len(None, None, hidden_states, self.config, packed_seq_params)
         angles = self.rotary_pos_emb(positions)
         angles, magnitude = angles if isinstance(angles, tuple) else (angles, 1.0)  # YaRN has both
@@ -85,12 +85,12 @@ class WlbLatentExchange(WlbLatentAttention):
         return self._queries(q, rotated), kv, None, q, latents
 
     def _exchanged(self, latents: Any, shared: Any, rotated: Any, metadata: Any) -> tuple[Any, Any]:
-        """Exchange latents [T, R] and shared key parts [T, E] of own rows; returns them for all keys.
+        """Return latents [P', R] and shared key parts [P, E] of all keys.
 
-        Returns latents [P', R], whose rows are divided over tensor-parallel ranks, and shared key parts [P, E]. P' is P
-        padded to a multiple that these ranks can divide. Each tensor-parallel rank sends its columns of a row. Every
-        such rank has the whole gradient of a latent, but only its own heads' gradient of the shared part. The latter is
-        summed before columns are divided.
+        Takes latents [T, R] and shared key parts [T, E] of own rows. Rows of the resulting latents are divided over
+        tensor-parallel ranks; P' is P padded to a multiple that these ranks can divide. Each tensor-parallel rank sends
+        its columns of a row. Every such rank has the whole gradient of a latent, but only its own heads' gradient of
+        the shared part, which is summed before columns are divided.
         """
         group, sizes = self.tp_group, (latents.shape[-1], shared.shape[-1])
         own = torch.cat((latents, shared), dim=-1)

@@ -1,6 +1,7 @@
-"""The per-step log: one line and one JSON object with loss, tokens, balance and delay."""
+"""The log entry of a step, as JSON, as a line, and as TensorBoard scalars."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from megatron_wlb.plan.step import StepPlan
 from megatron_wlb.sharding import rank_work
 
 SOURCES = ("predicted", "measured")
-"""Fields of a log entry that hold shares, in the words and order of `simulate.SHARES`."""
+"""Fields of an entry that hold shares, in the words and order of `simulate.SHARES`."""
 Shares = Mapping[str, float | None] | None
 
 
@@ -21,9 +22,8 @@ def summary(
     loss: float,
     step_seconds: float,
     wait_seconds: float,
-    *,
-    predicted: tuple[float, Mapping[str, float]] | None = None,
-    measured: Shares = None,
+    predicted: tuple[float, Mapping[str, float]] | None,
+    measured: Shares,
 ) -> dict[str, Any]:
     """Return the log entry of a step, as JSON types.
 
@@ -47,7 +47,7 @@ def summary(
         "imbalance": metrics.imbalance(plan.work),
         "delay_mean_steps": sum(max(0, steps) * late for steps, late in plan.delays.items()) / tokens,
         "delay_max_steps": max(plan.delays),
-        "waiting_documents": plan.num_waiting,
+        "waiting_documents": plan.packed.num_waiting,
         "delays_tokens": plan.delays,
         "step_ms": step_seconds * 1e3,
         "plan_wait_ms": wait_seconds * 1e3,
@@ -62,7 +62,7 @@ def details(plan: StepPlan, job: Job) -> dict[str, Any]:
 
     `megatron-wlb compare` predicts `step_ms` from `job` and `lengths`, the document lengths of all M micro-batches.
     """
-    packing, kernel, cp = plan.batch, sharding_kernel(job), job.parallel.cp
+    kernel, cp = sharding_kernel(job), job.parallel.cp
     return {
         "job": job.to_json(),
         "original_work": plan.original_work.tolist(),
@@ -77,8 +77,18 @@ def details(plan: StepPlan, job: Job) -> dict[str, Any]:
             }
             for m in plan.micro_batches
         ],
-        "lengths": [lengths.tolist() for lengths in packing.lengths],
+        "lengths": [lengths.tolist() for lengths in plan.batch.lengths],
     }
+
+
+def scalars(plan: StepPlan, entry: dict[str, Any]) -> dict[str, float]:
+    """Return numbers and shares of an entry, and shares of micro-batches by sharding."""
+    found = {name: value for name, value in entry.items() if isinstance(value, int | float)}
+    for how in SOURCES:
+        shares = entry[how] or {}
+        found |= {f"{how}-{name}": share for name, share in shares.items() if share is not None}
+    chosen = Counter(m.shards.strategy for m in plan.micro_batches)
+    return found | {f"sharding-{name}": count / len(plan.micro_batches) for name, count in chosen.items()}
 
 
 def line(entry: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""A micro-batch's loss, before division by the global batch's tokens (`--calculate-per-token-loss`)."""
+"""A micro-batch's loss, before division by the global batch's tokens."""
 
 from argparse import Namespace
 from functools import partial
@@ -14,9 +14,9 @@ _SPIKE = 10  # upstream's threshold: ten times the largest loss seen
 def token_loss(
     args: Namespace, loss_mask: torch.Tensor | None, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return sum and number of the token losses, and both for the log, after upstream's checks.
+    """Return sum and number of the token losses, and both for the log.
 
-    Upstream divides gradients by the sum of this number over the global batch.
+    Checks as upstream does; upstream divides gradients by the sum of this number over the global batch.
     """
     assert loss_mask is not None  # the stage with the loss has the mask
     loss = torch.sum(output.view(-1).float() * loss_mask.view(-1).float())

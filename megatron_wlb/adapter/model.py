@@ -1,4 +1,4 @@
-"""The model: upstream's GPT with WLB attention, and rotary embeddings by token position."""
+"""The model: upstream's GPT with WLB attention and rotary embeddings."""
 
 import copy
 import inspect
@@ -30,7 +30,7 @@ from megatron_wlb.runtime.metadata import ShardMetadata
 
 @dataclass
 class WlbPackedSeqParams(PackedSeqParams):
-    """Carries a micro-batch's shard through upstream's layers; captured in closures, it survives recomputation."""
+    """Carries a micro-batch's shard through upstream's layers and recomputation."""
 
     wlb: ShardMetadata | None = None
     thd: PackedSeqParams | None = None
@@ -102,7 +102,7 @@ class WlbCoreAttention(MegatronModule):
         return out.reshape(out.shape[0], 1, -1)
 
     def _add_sink(self) -> None:
-        """Register a sink score for every head of this rank, under upstream's name in checkpoints."""
+        """Register sink scores of this rank's heads, under upstream's name."""
         self.register_parameter("softmax_offset", None)
         if self.config.softmax_type != "learnable":
             return
@@ -128,14 +128,14 @@ class WlbCoreAttention(MegatronModule):
 
 
 class WlbSelfAttention(SelfAttention):  # type: ignore[misc]
-    """Upstream's self-attention; recomputed core attention saves Q, K and V, not the QKV projection."""
+    """Upstream's self-attention; recomputation saves Q, K and V, not the projection."""
 
     def _checkpointed_attention_forward(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         return super()._checkpointed_attention_forward(owned(query), owned(key), owned(value), *args, **kwargs)
 
 
 def configure(model: Any, *, options: AttentionOptions | None, context_length: int) -> Any:
-    """Make upstream build WLB attention and positions into its model; returns the config `model`.
+    """Build WLB attention and positions into the config `model`, and return it.
 
     Without `options` the model keeps its own attention.
     """
@@ -170,7 +170,7 @@ def _layer_spec(config: Any, vp_stage: int | None = None, *, given: Any, options
 
 
 def adapt_mtp(layer: Any, config: Any, options: AttentionOptions | None) -> None:
-    """Adapt the spec of one of upstream's MTP layers, as `_layer_spec` does for decoder layers."""
+    """Adapt the spec of one of upstream's MTP layers."""
     _adapt(layer.submodules.mtp_model_layer, config, options)
     if config.transformer_impl == "local":
         layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = _torch_norm
@@ -187,7 +187,7 @@ def check_layer(layer: Any) -> None:
 
 
 def _adapt(layer: Any, config: Any, options: AttentionOptions | None) -> None:
-    """Replace core attention and, without TransformerEngine, norms in the spec of a layer."""
+    """Replace core attention and, without TransformerEngine, norms of a layer."""
     check_layer(layer)
     submodules = layer.submodules
     attention = submodules.self_attention.submodules
@@ -208,7 +208,7 @@ def _adapt(layer: Any, config: Any, options: AttentionOptions | None) -> None:
 
 
 def _torch_norm(config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> torch.nn.Module:
-    """Return torch's LayerNorm or RMSNorm; upstream's wrapper of them refuses sequence parallelism."""
+    """Return torch's norm; upstream's wrapper refuses sequence parallelism."""
     cls = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
     module = cls(hidden_size, eps=eps)
     for parameter in module.parameters():
@@ -238,7 +238,7 @@ def _one_layout(chunks: list[GPTModel]) -> list[GPTModel]:
 
 
 def _send_ahead(chunks: list[GPTModel]) -> list[GPTModel]:
-    """Prefetch the first K and V of attention's backward when the layer's backward begins.
+    """Prefetch the first K and V when the backward of a layer begins.
 
     All ranks of the group reach this point in the same order, so their collectives stay in order. With one connection
     to the device, the next collective is queued only when attention itself begins.
@@ -256,7 +256,7 @@ def _send_ahead(chunks: list[GPTModel]) -> list[GPTModel]:
 
 
 def _rotate_by_position(embeddings: list[Any], max_positions: int, rows_only: bool = False) -> None:
-    """Make rotary embeddings look positions up instead of counting rows; all of them must be alike.
+    """Make rotary embeddings, all alike, look up positions instead of rows.
 
     Upstream passes the result of `get_rotary_seq_len` to `forward`, so the former may return positions. A row is [1, 1,
     D], or [1, D] with `rows_only`, since multi-latent attention drops the batch dimension.

@@ -1,4 +1,4 @@
-"""Multi-token prediction: upstream's MTP layers and loss, with tokens ahead from the loader.
+"""Multi-token prediction: upstream's layers and loss, with tokens from the loader.
 
 At depth k, the row of token i has token i + k as input and token i + k + 1 as target. Upstream rolls the micro-batch by
 one token per depth, which crosses documents and, with context parallelism, shards. Here, a rank's loader reads the
@@ -18,7 +18,7 @@ from megatron_wlb.adapter.data import Batch
 
 
 def weights(lengths: np.ndarray, depths: int) -> list[float]:
-    """Return the loss weight of a target at each depth; every depth weighs as much as the main loss.
+    """Return a target's loss weight by depth: each depth weighs as the main loss.
 
     Upstream uses tokens over targets of each micro-batch, which would give targets more weight where documents are
     short. This is the ratio over the whole step. It equals upstream's ratio if all micro-batches are alike.
@@ -32,7 +32,7 @@ def weights(lengths: np.ndarray, depths: int) -> list[float]:
 
 
 def rolled(batch: Batch, positions: torch.Tensor, scales: Sequence[float]) -> Iterator[tuple[torch.Tensor, Any]]:
-    """Yield the results of upstream's `roll_tensor` in a forward pass of the stage with MTP layers.
+    """Yield the results of upstream's `roll_tensor` in a forward pass.
 
     Upstream's layers ask for the inputs of each depth in turn: tokens [1, s], then positions [1, s]. Its loss then asks
     for labels [1, s], and for the mask [1, s] with its sum. The loss divides by this sum and multiplies by the shard's
@@ -51,7 +51,7 @@ def rolled(batch: Batch, positions: torch.Tensor, scales: Sequence[float]) -> It
 
 @contextlib.contextmanager
 def installed(adapt: Callable[[Any, Any], None]) -> Iterator[None]:
-    """Make upstream's MTP layers use specs changed by `adapt(layer spec, config)`, and roll nothing."""
+    """Make upstream's MTP layers use specs changed by `adapt`, and roll nothing."""
     specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     prediction = importlib.import_module("megatron.core.transformer.multi_token_prediction")
 

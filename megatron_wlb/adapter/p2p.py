@@ -1,15 +1,14 @@
-"""Pipeline communication for variable lengths: upstream's schedules, shapes from the plan.
+"""Pipeline communication for variable lengths, with shapes from the plan.
 
-Upstream's `variable_seq_lengths` sends the shape of every tensor first, and blocks the host until it arrives. All ranks
-know the plan, so this communicator sends no shapes. It counts receives, and returns the length of the micro-batch that
-the schedule moves at that point.
-
-Upstream's interleaved schedule waits for every send, because it then frees the output. With upstream's overlap of
-transfers, this communicator does not wait. It keeps as many of the last outputs and gradients as there are stages.
+Upstream's `variable_seq_lengths` sends the shape of every tensor first, and blocks the host until it arrives. Here all
+ranks know the plan: the communicator counts receives, and knows the length of the micro-batch of each. Upstream's
+interleaved schedule waits for every send, to free the output. With upstream's overlap of transfers, this communicator
+keeps as many of the last outputs and gradients as there are stages instead.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,14 +18,13 @@ from megatron_wlb.pipeline.schedule import Schedule
 
 
 class PlannedP2PCommunicator(P2PCommunicator):
-    """Receives tensors of [rows[m], 1, hidden] for micro-batch m; one instance per forward-backward pass.
+    """Receives [rows[m], 1, hidden] for micro-batch m, in one forward-backward pass.
 
     Args:
         pp_group: process group of the pipeline.
         config: upstream's model config, with `variable_seq_lengths` on.
         rows: rows of each micro-batch of this data-parallel rank on one GPU, in order.
-        fill: called after transfers are posted and before they are waited for; needs `batch_p2p_comm` off in the
-            config.
+        fill: called between posting transfers and waiting for them; needs `batch_p2p_comm` off in the config.
     """
 
     def __init__(
@@ -46,7 +44,6 @@ class PlannedP2PCommunicator(P2PCommunicator):
         forward, backward = schedule.receive_order(pp_group.rank())
         self._rows, self._fill = rows, fill
         self._forward, self._backward = iter(forward), iter(backward)
-
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
 
     def _communicate(self, *, wait_on_reqs: bool = True, **rest: Any) -> Any:
@@ -57,20 +54,17 @@ class PlannedP2PCommunicator(P2PCommunicator):
             for name in ("send_next", "send_prev"):
                 if name in requests:
                     self._sent.append((requests.pop(name), rest[f"tensor_{name}"].detach()))
-            self._settle(self.pp_group.size())
+            self.settle(self.pp_group.size())
         if self._fill is not None:
-            requests = {name: _Filled(request, self._fill) for name, request in requests.items()}
+            requests = {name: _filled(request, self._fill) for name, request in requests.items()}
         if not wait_on_reqs:
             return *received, requests
         for request in requests.values():
             request.wait()
         return *received, None
 
-    def settle(self) -> None:
-        """Wait for pending sends, at the end of a forward-backward pass."""
-        self._settle(0)
-
-    def _settle(self, kept: int) -> None:
+    def settle(self, kept: int = 0) -> None:
+        """Wait for all pending sends but the last `kept`."""
         while len(self._sent) > kept:
             self._sent[0][0].wait()
             self._sent.popleft()  # only now, since the tensor must live until it is sent
@@ -85,11 +79,11 @@ class PlannedP2PCommunicator(P2PCommunicator):
 
 
 def by_direction(original: Any) -> Any:
-    """Wrap upstream's `_p2p_ops` to move activations and gradients of two stages concurrently.
+    """Wrap upstream's `_p2p_ops` to move activations and gradients concurrently.
 
-    Within a group, NCCL runs the operations of a pair of ranks in the order they were posted. A receive would wait for
-    an earlier send and, with `CUDA_DEVICE_MAX_CONNECTIONS=1`, so would all later kernels. Upstream has a second group
-    only for pipelines of two stages. Each rank posts in upstream's order, which cannot deadlock.
+    NCCL runs the operations of a pair of ranks in a group in the order of posting. A receive would wait for an earlier
+    send and, with `CUDA_DEVICE_MAX_CONNECTIONS=1`, so would all later kernels. Upstream has a second group only for
+    pipelines of two stages. Each rank posts in upstream's order, which cannot deadlock.
     """
 
     def p2p_ops(*, group: torch.distributed.ProcessGroup, **rest: Any) -> dict[str, Any]:
@@ -109,12 +103,11 @@ def by_direction(original: Any) -> Any:
     return p2p_ops
 
 
-class _Filled:
-    """A request that calls `fill` before it waits."""
+def _filled(request: Any, fill: Callable[[], None]) -> Any:
+    """Return a request that calls `fill` before it waits."""
 
-    def __init__(self, request: Any, fill: Callable[[], None]) -> None:
-        self._request, self._fill = request, fill
+    def wait() -> None:
+        fill()
+        request.wait()
 
-    def wait(self) -> None:
-        self._fill()
-        self._request.wait()
+    return SimpleNamespace(wait=wait)

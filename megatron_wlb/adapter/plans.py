@@ -1,4 +1,4 @@
-"""The plans of a run: a planner for every split, packer state next to checkpoints, and resuming."""
+"""The plans of a run: planners of splits, packer state, and resuming."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -20,12 +20,12 @@ from megatron_wlb.plan.step import Planner, StepPlan, digest_of
 
 
 def state_path(folder: str, iteration: int) -> Path:
-    """Return `FOLDER/iter_0000010.wlb.json`, next to upstream's `FOLDER/iter_0000010/`."""
+    """Return `FOLDER/iter_0000010.wlb.json`, next to upstream's checkpoint."""
     return Path(folder) / f"iter_{iteration:07d}.wlb.json"
 
 
 class Plans:
-    """Plans of training and evaluation steps, by split and step; every rank makes the same plans."""
+    """Plans by split and step; every rank makes the same plans."""
 
     def __init__(self, args: Namespace, job: Job, run: RunSettings) -> None:
         self._args, self._run = args, run
@@ -80,7 +80,7 @@ class Plans:
         return next((job for first, job in reversed(jobs) if first <= step), jobs[0][1])
 
     def begin(self, split: str, step: int, device: torch.device) -> StepPlan:
-        """Return the plan of a step about to run; forgets the steps before the previous one.
+        """Return the plan of a step about to run; forgets those before the last one.
 
         Raises RuntimeError on every rank if any two planned the step differently, with what differs.
         """
@@ -102,12 +102,12 @@ class Plans:
         return self._planners["train"].wait_seconds
 
     def save(self, iteration: int) -> None:
-        """Write the packer state after `iteration` next to the checkpoint. Raises OSError if the disk fails.
+        """Write the packer state after `iteration` next to the checkpoint.
 
         The state follows `iteration`, not the last step that ran: a step that failed validation is saved as still to
-        come.
+        come. Raises OSError if the disk fails.
         """
-        packer = self.trained(iteration).state if iteration > self.first_step else self._first_state
+        packer = self.trained(iteration).packed.state if iteration > self.first_step else self._first_state
         state.save(state_path(self._args.save, iteration), packer, self.job("train", iteration - 1))
 
     def _folder(self, step: int) -> str:
@@ -119,7 +119,7 @@ class Plans:
         return self._args.save if lies_apart else here
 
     def _resume(self, packer: Packer, first_step: int) -> None:
-        """Bring a new packer to `first_step`, and print what changed since the previous run."""
+        """Bring a new packer to `first_step`, and print what changed."""
         self.first_step = first_step
         if self._run.document_log and torch.distributed.get_rank() == 0:
             document_log.mend(self._run.document_log)
@@ -141,7 +141,7 @@ class Plans:
 
 
 def _load(packer: Packer, folder: str, step: int) -> Any:
-    """Load a checkpoint's state into a packer; returns the description of the job that saved it."""
+    """Load a checkpoint's state into a packer; return its job's description."""
     path = state_path(folder, step)
     saved, job = state.load(path)
     if saved["step"] != step:

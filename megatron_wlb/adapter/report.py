@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.training import print_rank_0, training
+from megatron.training import get_tensorboard_writer, get_wandb_writer, print_rank_0, training
 
 from megatron_wlb.adapter import compat, log
 from megatron_wlb.adapter.clock import Clock
 from megatron_wlb.adapter.data import SplitData
 from megatron_wlb.adapter.plans import Plans
-from megatron_wlb.adapter.telemetry import Telemetry
 from megatron_wlb.adapter.throughput import Throughput
 from megatron_wlb.describe.settings import RunSettings
 from megatron_wlb.job import Job
@@ -41,11 +40,11 @@ class Report:
     def __init__(
         self, args: Namespace, job: Job, run: RunSettings, plans: Plans, tried: Sequence[Prediction] = ()
     ) -> None:
-        """`tried`: predictions for the numbers of micro-batches that `job` was chosen from."""
+        """`tried`: predictions for the numbers of micro-batches compared."""
         self._args, self._job, self._run, self._plans, self._tried = args, job, run, plans, tried
         self._waited = 0.0  # seconds for the planner, up to the last log line
         self._began = 0.0  # start of the last step, by `time.perf_counter`
-        self._telemetry = Telemetry(args)
+        self._scalar_interval = args.tensorboard_log_interval if args.tensorboard_dir or args.wandb_project else 0
         self._thread = ThreadPoolExecutor(1, "wlb-prediction")
         self._predicted: Future[tuple[float, dict[str, float]]] | None = None
         self.clock = Clock(job, sees_exchange=run.attention_backend != "megatron")
@@ -92,7 +91,7 @@ class Report:
         self.clock.begin()
 
     def planned(self, plan: StepPlan) -> None:
-        """Take the plan of a training step; if the step will be reported, measure and simulate it."""
+        """Take a training step's plan; measure and simulate a step to be reported."""
         self._predicted = None
         if not self._wants(plan.step + 1):
             return
@@ -104,7 +103,10 @@ class Report:
     def _wants(self, iteration: int) -> bool:
         """Whether anything will be reported of a step."""
         line = iteration % self._args.log_interval == 0
-        return line or bool(self._run.log) or self._telemetry.wants(iteration)
+        return line or bool(self._run.log) or self._wants_scalars(iteration)
+
+    def _wants_scalars(self, iteration: int) -> bool:
+        return self._scalar_interval > 0 and iteration % self._scalar_interval == 0
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -159,7 +161,8 @@ class Report:
             print(log.line(entry), flush=True)
         if self._run.log:
             log.append(self._run.log, entry | log.details(plan, self._plans.job("train", plan.step)))
-        self._telemetry.write(iteration, plan, entry)
+        if self._wants_scalars(iteration):
+            _write_scalars(iteration, log.scalars(plan, entry))
 
     def _log_documents(self, iteration: int) -> None:
         path = self._run.document_log
@@ -167,6 +170,16 @@ class Report:
             begins_anew = self._plans.begins_anew and iteration - 1 == self._plans.first_step
             packing = self._plans.trained(iteration).batch
             document_log.append(path, iteration - 1, packing, begins_anew=begins_anew)
+
+
+def _write_scalars(iteration: int, scalars: dict[str, float]) -> None:
+    """Write to upstream's writers, under `wlb/`."""
+    values = {f"wlb/{name}": value for name, value in scalars.items()}
+    if board := get_tensorboard_writer():
+        for name, value in values.items():
+            board.add_scalar(name, value, iteration)
+    if wandb := get_wandb_writer():
+        wandb.log(values, iteration)
 
 
 def _predicted(job: Job, packing: PackedBatch) -> tuple[float, dict[str, float]]:

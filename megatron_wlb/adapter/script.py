@@ -1,4 +1,4 @@
-"""The entry points: upstream's script under `megatron_wlb.run`, and our own `pretrain_gpt.py`.
+"""Entry points: upstream's script under `megatron_wlb.run`, our `pretrain_gpt.py`.
 
 Both add `--wlb` to upstream, which then parses the command line and trains as usual.
 """
@@ -20,7 +20,7 @@ _ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
 
 
 def main() -> None:
-    """Train with `--wlb` as upstream's `pretrain_gpt.py` does, without a checkout of upstream.
+    """Train with `--wlb` as upstream's `pretrain_gpt.py` does, without a checkout.
 
     Bad input ends the process with one line and status 2.
     """
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def install() -> None:
-    """Add `--wlb` to the `pretrain_gpt.py` that is running; call before it imports megatron.
+    """Add `--wlb` to the `pretrain_gpt.py` that runs, before it imports megatron.
 
     Its `parse_args` takes the plugin's flags. With `--wlb`, its `pretrain` uses the plugin's data, forward step and
     attention, and the script's own dataset provider and forward step do not run. Without `--wlb`, both work as
@@ -72,7 +72,7 @@ def teach() -> None:
 
 
 def train() -> None:
-    """Do what upstream's script does after its imports, with our data, model and forward step."""
+    """Do what upstream's script does after its imports, with our parts."""
     from megatron_wlb.adapter import compat
 
     # Upstream 0.19 divides by the evaluation interval even without evaluation, and has no default for it.

@@ -1,4 +1,4 @@
-"""Megatron's own core attention under `--wlb` without context parallelism, if other kernels fail.
+"""Megatron's own core attention without context parallelism, as a fallback.
 
 A single context-parallel rank has all documents in packed order, which is TransformerEngine's THD layout.
 """
@@ -14,7 +14,7 @@ from megatron_wlb.runtime.metadata import ShardMetadata
 
 
 def packed_seq_params(metadata: ShardMetadata) -> PackedSeqParams:
-    """Return upstream's parameters for unpadded documents; queries and keys are the same rows."""
+    """Return upstream's parameters for unpadded documents."""
     bounds = metadata.parts[0].tables[0][0]  # `encoding.varlen` of whole documents
     names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     longest = metadata.max_length
@@ -29,7 +29,7 @@ def packed_seq_params(metadata: ShardMetadata) -> PackedSeqParams:
 
 @dataclass(frozen=True, slots=True)
 class ThdCoreAttention:
-    """Builds upstream's module, with hooks that let it take and return rows [s, 1, ...].
+    """Builds upstream's module with hooks that take and return rows [s, 1, ...].
 
     With hooks, its state keeps its names in checkpoints.
     """

@@ -1,4 +1,4 @@
-"""Upstream's FLOP count and TFLOP/s for steps whose documents vary in length and number."""
+"""Upstream's FLOP count and TFLOP/s, for the documents of the steps."""
 
 import contextlib
 import functools
@@ -11,7 +11,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 
 def attended_squares(args: Namespace, lengths: np.ndarray) -> float:
-    """Twice the token pairs that attention computes, averaged over layers with and without sliding windows."""
+    """Return twice the token pairs of attention, averaged over all layers."""
     exact = lengths.astype(np.float64)
     squares = (exact**2).sum()
     if window := args.window_size:
@@ -25,11 +25,8 @@ def attended_squares(args: Namespace, lengths: np.ndarray) -> float:
 class Throughput:
     """Passes the documents of a step to upstream's FLOP formula.
 
-    Upstream calls the formula after every step, and once more for a log line. A log line shows the mean time per step
-    since the previous line, so it gets the mean FLOPs of these steps.
-
-    Args:
-        trained: returns the document lengths of the last trained step, int64 [n].
+    Upstream calls it after every step, and for a log line, which shows the mean time of its steps: it gets their mean
+    FLOPs. `trained` returns the document lengths of the last trained step, int64 [n].
     """
 
     def __init__(self, trained: Callable[[], np.ndarray]) -> None:
@@ -45,24 +42,20 @@ class Throughput:
             if self._in_line:
                 return sum(self._steps) / len(self._steps)
             lengths = self._trained()
-            operations = original(
-                args,
-                batch_size,
-                seqlen_squared_sum_in_batch=attended_squares(args, lengths),
-                total_real_tokens_in_batch=float(lengths.sum()),
-            )
-            self._steps.append(operations)
-            return operations
+            counts = {
+                "seqlen_squared_sum_in_batch": attended_squares(args, lengths),
+                "total_real_tokens_in_batch": float(lengths.sum()),
+            }
+            self._steps.append(original(args, batch_size, **counts))
+            return self._steps[-1]
 
         return num_floating_point_operations
 
     @contextlib.contextmanager
     def line(self, totals: dict[str, Any]) -> Iterator[None]:
-        """Wrap a call of upstream's `training_log`; `totals`, its total_loss_dict, counts the line's steps."""
+        """Wrap a call of `training_log`, whose `totals` (loss dict) count its steps."""
         steps = 1 + sum(int(totals.get(f"{kind} iterations", 0)) for kind in ("advanced", "skipped"))
         del self._steps[:-steps]
         self._in_line = True
-        try:
-            yield
-        finally:
-            self._in_line = False
+        yield
+        self._in_line = False

@@ -1,4 +1,4 @@
-"""A run with `--wlb`: the inputs of upstream's `pretrain()`, and replacements in it (`installed`)."""
+"""A run with `--wlb`: inputs of upstream's `pretrain()`, and replacements in it."""
 
 import collections
 import contextlib
@@ -39,7 +39,10 @@ from megatron_wlb.simulate.weight_gradients import part_counts
 
 
 class Training:
-    """Made from validated arguments before any process group exists; raises ValueError on bad input."""
+    """A run, made from validated arguments before any process group exists.
+
+    Raises ValueError on bad input.
+    """
 
     def __init__(self, args: Namespace) -> None:
         self._args, run = args, RunSettings.from_args(args)
@@ -66,7 +69,6 @@ class Training:
                 backend=get_backend(run.attention_backend, self._device, job.model.head_sizes),
                 save_gathered=job.sharding.save_gathered_kv,
                 gradients_in_fp32=job.sharding.cp_gradients == "fp32",
-                two_streams=job.profile.two_streams,
                 latents=job.cp_exchange == "latents",
             )
         self._plans = Plans(args, job, run)
@@ -97,7 +99,7 @@ class Training:
     # What pretrain() is given -----------------------------------------------------------------------------------------
 
     def dataset_provider(self, num_samples: list[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-        """Return this rank's endless batches of the three splits (`--dataloader-type external`)."""
+        """Return this rank's endless batches of the three splits."""
         if not vp_stage:
             # Load each split once for all model chunks: workers for every chunk would be many processes.
             self._batches = [
@@ -189,7 +191,7 @@ class Training:
     # Where we step in -------------------------------------------------------------------------------------------------
 
     def planned_forward_backward(self, original: Any) -> Any:
-        """Wrap upstream's schedules; each call gets a communicator that knows its micro-batch lengths."""
+        """Wrap upstream's schedules to run a step as planned."""
 
         def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
             return functools.partial(self._forward_backward, original(*args, **kwargs))
@@ -250,7 +252,7 @@ class Training:
 
     @contextlib.contextmanager
     def _deferred(self, plan: StepPlan, chunks: list[Any], config: Any) -> Iterator[Callable[[], None] | None]:
-        """Defer weight gradients of a forward-backward pass; yields `Step.fill`, or None if none are deferred."""
+        """Defer weight gradients inside; yields `Step.fill`, or None if none."""
         if plan.weight_gradients_before is None:
             yield None
             return
@@ -271,7 +273,7 @@ class Training:
             self._plans.save(iteration)
 
     def _saved(self, original: Any) -> Any:
-        """Wrap upstream's save hook to save the packer, before the checkpoint is marked complete."""
+        """Wrap upstream's save hook to save the packer before the checkpoint completes."""
 
         @functools.wraps(original)
         def maybe_save_dataloader_state(train_iterator: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
@@ -281,7 +283,7 @@ class Training:
 
 
 def _of_step(first: Batch, batch: Batch, others: Iterator[Batch], count: int) -> Iterator[Batch]:
-    """Yield `batch` and `count` - 1 `others`; raises RuntimeError if one is not of `first`'s step."""
+    """Yield `batch` and `count` - 1 `others`; RuntimeError if not of `first`'s step."""
     for i in range(count):
         if i:
             batch = next(others)

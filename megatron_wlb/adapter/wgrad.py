@@ -1,4 +1,4 @@
-"""Deferred weight gradients: linear layers that defer them, and the step that runs them.
+"""Deferred weight gradients: linear layers that defer them, and when they run.
 
 TransformerEngine's layers can defer (`delay_wgrad_compute`), and `defer` adds this to upstream's own layers. In
 backward, a layer queues the inputs of its weight gradient. `backward_dw` computes the oldest one and calls the hooks
@@ -49,7 +49,7 @@ def defer(chunks: list[Any], bulk: bool = False) -> list[Any]:
 
 
 def _reduces_input_gradient(module: Any) -> bool:
-    """Whether a layer's backward overlaps its weight gradient with reducing its input gradient."""
+    """Whether backward overlaps weight gradient and input gradient reduction."""
     if isinstance(module, layers.ColumnParallelLinear):
         return (module.sequence_parallel or module.allreduce_dgrad) and not module.explicit_expert_comm
     return getattr(module, "parallel_mode", None) == "column" and module.tp_size > 1
@@ -76,7 +76,7 @@ def _forget_graph(linear: Any) -> None:
 
 
 def _defer(linear: Any) -> None:
-    """Give one of upstream's layers the interface for deferral of TransformerEngine's layers."""
+    """Give one of upstream's layers the interface of TransformerEngine's."""
     hooks: list[Callable[[], None]] = []
     waiting: Any = queue.Queue()
     linear.wgrad_store = SimpleNamespace(
@@ -130,7 +130,7 @@ def _defer(linear: Any) -> None:
 
 
 class _Linear(torch.autograd.Function):
-    """Upstream's linear layer; backward passes the inputs of the weight gradient to `later`."""
+    """Upstream's linear layer; passes inputs of the weight gradient to `later`."""
 
     @staticmethod
     def forward(
@@ -142,7 +142,7 @@ class _Linear(torch.autograd.Function):
         summed: Any,
         later: Callable[[torch.Tensor, torch.Tensor], None],
     ) -> torch.Tensor:
-        """`divided`: group that divides the rows of `x`. `summed`: group that sums its gradient. Either may be None."""
+        """`divided`: group that divides rows of x; `summed`: that sums its gradient."""
         ctx.save_for_backward(x, weight)
         ctx.biased, ctx.divided, ctx.summed, ctx.later = bias is not None, divided, summed, later
         rows = x if divided is None else mappings._gather_along_first_dim(x, divided)
@@ -203,7 +203,7 @@ class DeferredWeightGradients:
 
     @contextlib.contextmanager
     def step(self, schedule: Schedule, stage: int, before: np.ndarray, config: Any) -> Iterator["Step"]:
-        """Enter around a forward-backward pass of upstream's schedule, which reads `config` inside.
+        """Enter around a forward-backward pass, which reads `config` inside.
 
         `before` is this stage's part of the plan's `weight_gradients_before`, see `simulate.weight_gradients`.
         """
@@ -251,7 +251,7 @@ class Step:
         self._ran = [0] * len(parts)
 
     def begin_forward(self) -> None:
-        """Run the weight gradients that are due before a forward pass, then count the pass."""
+        """Run what is due before a forward pass, then count the pass."""
         self.fill()
         self._forwards += 1
 
@@ -266,7 +266,7 @@ class Step:
         self._run(self._due[self._forwards + backwards])
 
     def reduced_later(self, start: Any) -> Any:
-        """Wrap upstream's `grad_sync_func` to wait for the last weight gradient of its chunk."""
+        """Wrap `grad_sync_func` to wait for the last weight gradient of its chunk."""
 
         def later(chunk: int, original: Any, parameters: Any) -> None:
             self._reductions[chunk] = partial(original, parameters)
@@ -299,13 +299,13 @@ class Step:
             self._reduce(chunk)
 
     def _reduce(self, chunk: int) -> None:
-        """Start a reduction that upstream has requested, once all weight gradients of the chunk have run."""
+        """Start a requested reduction once all weight gradients of the chunk have run."""
         if self._done >= self._last[chunk] + len(self._parts[chunk]) and chunk in self._reductions:
             self._reductions.pop(chunk)()
 
 
 def _parts(chunk: Any) -> list[list[Any]]:
-    """Return a chunk's deferring layers, as parts of `pipeline.deferral`, in backward order."""
+    """Return a chunk's deferring layers, as parts, in backward order."""
     layers = [*getattr(chunk.decoder, "layers", ())]
     if chunk.post_process:
         layers.append(chunk.output_layer)

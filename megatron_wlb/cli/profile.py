@@ -18,7 +18,6 @@ import platform
 import shlex
 import sys
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +60,8 @@ def run(args: argparse.Namespace, words: Words) -> None:
     target = measure.target_of(shape_of(args), args.device, args.backend, args.dtype)
     chosen = shapes(LONGEST_TOKENS[target.device][args.quick])
     with writer(args.output) as file:
-        linear_us, attention_us, two_streams = _measure(args, target, chosen)
-        data = _fit(args, target, chosen, linear_us, attention_us, two_streams)
+        linear_us, attention_us = _measure(args, target, chosen)
+        data = _fit(args, target, chosen, linear_us, attention_us)
         cpu = f"one thread of an {platform.machine()} CPU"
         data["device"] = torch.cuda.get_device_name() if target.device == "cuda" else cpu
         data["versions"] = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
@@ -71,13 +70,8 @@ def run(args: argparse.Namespace, words: Words) -> None:
     _print(data)
 
 
-def _measure(
-    args: argparse.Namespace, target: Any, chosen: list[Shape]
-) -> tuple[tuple[float, float], np.ndarray, bool]:
-    """Return linear us per token, attention us [shapes, 2], if by two streams.
-
-    Two streams count if they were faster over all shapes.
-    """
+def _measure(args: argparse.Namespace, target: Any, chosen: list[Shape]) -> tuple[tuple[float, float], np.ndarray]:
+    """Return linear us per token, and attention us [shapes, 2]."""
     import torch
 
     from megatron_wlb.runtime import measure
@@ -86,17 +80,13 @@ def _measure(
     with progress(len(chosen), args.output, "measuring") as advance, measure.one_thread():
         try:
             linear_us = measure.linear_times(target, LINEAR_TOKENS[target.device], stopwatch)
-            one, two = [], []
+            attention_us = []
             for plan, rank in chosen:
-                has_two = target.device == "cuda" and sum(map(bool, map(len, plan.shards[rank].calls))) > 1
-                one.append(measure.attention_times(plan, rank, target, stopwatch))
-                again = partial(measure.attention_times, plan, rank, target, stopwatch, two_streams=True)
-                two.append(again() if has_two else one[-1])
+                attention_us.append(measure.attention_times(plan, rank, target, stopwatch))
                 advance(1)
         except torch.OutOfMemoryError as full:
             raise ValueError("out of device memory; give --quick, or a smaller model") from full
-    two_streams = bool(np.sum(two) < np.sum(one))
-    return linear_us, np.array(two if two_streams else one), two_streams
+    return linear_us, np.array(attention_us)
 
 
 def _fit(
@@ -105,7 +95,6 @@ def _fit(
     chosen: list[Shape],
     linear_us: tuple[float, float],
     us: np.ndarray,
-    two_streams: bool,
 ) -> dict[str, Any]:
     """Return the profile, its errors and the linear times, as JSON types."""
     model, (forward, backward) = target.model, map(rounded, linear_us)
@@ -119,7 +108,6 @@ def _fit(
         head_size=model.head_size,
         dtype=target.dtype,
         backend=target.backend.name,
-        two_streams=two_streams,
     )
     linear = {"forward_us_per_token": forward, "backward_us_per_token": backward}
     linear["tokens"] = LINEAR_TOKENS[target.device]

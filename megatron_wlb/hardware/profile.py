@@ -94,8 +94,6 @@ class Profile:
     """bf16 or fp32."""
     backend: str | None = None
     """Attention backend of the kernel times; None if not stated."""
-    two_streams: bool = False
-    """The two calls of a rank run concurrently on two streams; kernel times were measured that way."""
     attention_backward: float = 2.5
     """Backward over forward time of attention if not measured: 5 matrix products against 2."""
     assumed_tflops: float = 576.0

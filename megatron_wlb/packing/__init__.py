@@ -1,4 +1,4 @@
-"""Packing policies: which documents run in a step, and in which micro-batch. A new one is a file, and its line here."""
+"""Packing policies: which documents run in a step, and in which micro-batch."""
 
 import argparse
 from dataclasses import fields
@@ -21,7 +21,7 @@ DEFAULT_POLICY = "adaptive"
 
 
 def add_flags(group: Any) -> None:
-    """Add `--wlb-packing` and the settings of all policies to an argparse parser or argument group."""
+    """Add `--wlb-packing` and the settings of all policies to an argparse group."""
     policies = POLICIES.values()
     text = "How documents become micro-batches. " + " ".join(f"{each.name}: {each.help}" for each in policies)
     names = ",".join(each.name for each in policies)
@@ -34,14 +34,14 @@ def add_flags(group: Any) -> None:
 
 
 def from_args(args: argparse.Namespace) -> Packing:
-    """The policy that parsed flags name, with its settings. Raises ValueError for an unknown one or bad settings."""
+    """Return the policy that parsed flags name; raise ValueError for bad settings."""
     if args.wlb_packing not in POLICIES:
         raise ValueError(f"--wlb-packing is {args.wlb_packing!r}; choose one of {', '.join(POLICIES)}")
     return POLICIES[args.wlb_packing].from_args(args)
 
 
 def without_effect(args: argparse.Namespace) -> list[str]:
-    """What parsed flags set of policies that they do not name, as the beginnings of sentences."""
+    """Return beginnings of sentences about settings of policies that do not run."""
     own = {f.name for f in fields(POLICIES[args.wlb_packing])}  # type: ignore[arg-type]
     return [
         f"{flag(f.name)} is of --wlb-packing {each.name}, and packing is {args.wlb_packing}"

@@ -1,12 +1,11 @@
-"""Adaptive packing (ours): a waiting document runs in the first step that loses little time with it.
+"""Adaptive packing (ours): defer a document to a step that it costs little time.
 
-Algorithm 1 of the paper decides by length thresholds which documents wait, and makes micro-batches of equal work. Here
-nothing but the time of the step decides, as 1F1B predicts it: data-parallel ranks should take equally long, and in a
-pipeline the largest micro-batch should be small for the work of the step. Where documents can run as they come, they
-do. Else those of at most an eighth of a mean micro-batch are *fluid*: they run in the order in which they came, and
-level whatever the longer, *solid* ones leave uneven. In every step the policy tries sets of solid documents of
-neighbouring length, and takes the set that loses least time and lets least wait. `docs/packing.md` describes the
-algorithm and its guarantees; `csrc/adaptive.cpp` has it.
+Algorithm 1 of the paper defers by length thresholds, and makes micro-batches of equal work. Here nothing but the step's
+time decides, as 1F1B predicts it: data-parallel ranks should take equally long, and in a pipeline the largest
+micro-batch should be small for the work of the step. If documents can run in order, they do. Otherwise those of at most
+an eighth of a mean micro-batch are *fluid*: they run in order of arrival, and level what the longer, *solid* ones leave
+uneven. Every step tries sets of solid documents of neighbouring length, and takes the set that loses least time and
+defers least. `docs/packing.md` describes the algorithm and its guarantees; `csrc/adaptive.cpp` has it.
 """
 
 import math
@@ -55,9 +54,9 @@ class AdaptivePacking(Packing):
 
 
 class AdaptivePolicy:
-    """Micro-batches for the least time of a step, N * C tokens a step, without thresholds; documents stay whole.
+    """Micro-batches for the least time of a step, N * C tokens, without thresholds.
 
-    No document is late by more than `max_delay_steps`.
+    Documents stay whole, and are late by `max_delay_steps` at most.
     """
 
     def __init__(self, job: Job, max_delay_steps: int) -> None:
@@ -78,7 +77,7 @@ class AdaptivePolicy:
         }
 
     def pack(self, step: int, draw: Draw) -> PackedBatch:
-        """Pack step `step`. At the end of the data what waits runs in steps of little loss."""
+        """Pack step `step`; at the end of the data, what waits runs at little loss."""
         # What can't be packed must not pile up for ever, so the stream waits for it.
         room = LOOK_AHEAD_BATCHES * self._sizes["batch_tokens"] - int(self._pool["length"].sum())
         self._pool = np.concatenate((self._pool, draw.more(room)))
@@ -89,15 +88,15 @@ class AdaptivePolicy:
         return PackedBatch(documents=documents, bounds=bounds)
 
     def waiting(self) -> dict[str, np.ndarray]:
-        """Documents known and not yet packed, in the order of the stream, in one place: "pool"."""
+        """Return documents known and not yet packed, in stream order, as "pool"."""
         return {"pool": self._pool}
 
     def load_waiting(self, waiting: dict[str, np.ndarray]) -> None:
-        """Take over what `waiting` gave."""
+        """Take over the result of `waiting`."""
         self._pool = waiting["pool"]
 
 
 def most_tokens(batch_tokens: int, num_micro_batches: int) -> int:
-    """Tokens that a step holds at most: its limit, or what it should hold and half a fluid document."""
+    """Return the most tokens of a step: its limit, or its target and half a fluid one."""
     half = 1 / (2 * _native.FLUID_SHARE * num_micro_batches)
     return math.ceil((1 + max(_native.TOKEN_BAND, _native.TOKEN_REPAY + half)) * batch_tokens)

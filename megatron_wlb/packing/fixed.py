@@ -1,4 +1,4 @@
-"""Fixed-4D: greedy packing of k global batches into windows of fixed length (paper, section 3.2)."""
+"""Fixed-4D: greedy packing of k global batches into windows (paper, section 3.2)."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -34,13 +34,11 @@ class FixedPacking(Packing):
 class WindowPolicy(ABC):
     """Micro-batches of exactly one context window C, planned for k steps at once.
 
-    Every k-th step takes the oldest k * N * C tokens that wait, cuts the last document where they end, and packs them
-    into k * N windows (`_place`). Each N neighbours make a step; the steps to come wait in memory. The pieces of a
-    document that was cut run in its order. Documents run up to k - 1 steps before the step in which they arrive, and
-    up to k after.
-
-    At the end of the data, what is left is spread over as few steps as hold it. A state saved with another number of
-    micro-batches regroups what it planned, if that makes whole steps, else plans it again.
+    Every k-th step takes the oldest k * N * C tokens that wait, cuts the last document there, and packs them into k * N
+    windows (`_place`). Each N neighbours make a step; later steps wait in memory. Pieces of a document run in its
+    order, up to k - 1 steps before the step in which it arrives, and up to k after. At the end of the data, the rest is
+    spread over as few steps as hold it. A state saved with another number of micro-batches regroups its plan if that
+    makes whole steps, else plans again.
     """
 
     def __init__(self, job: Job, global_batches: int) -> None:
@@ -78,15 +76,15 @@ class WindowPolicy(ABC):
 
     @abstractmethod
     def _place(self, lengths: np.ndarray, num_windows: int) -> Pieces:
-        """Pieces of documents of `lengths`, in windows numbered in the order in which they run."""
+        """Return pieces of documents of `lengths`, in windows numbered as they run."""
 
     def waiting(self) -> dict[str, np.ndarray]:
-        """Documents not yet packed: those planned, by micro-batch ("planned0" ...), and "carry"."""
+        """Return documents not yet packed: "planned0" ... by micro-batch, and "carry"."""
         planned = {f"planned{i}": self._planned[slice(*bounds)] for i, bounds in enumerate(pairwise(self._bounds))}
         return {"carry": self._carry, **planned}
 
     def load_waiting(self, waiting: dict[str, np.ndarray]) -> None:
-        """Take over what `waiting` gave."""
+        """Take over the result of `waiting`."""
         planned = [waiting[f"planned{i}"] for i in range(len(waiting) - 1)]
         self._carry, self._planned = waiting["carry"], np.concatenate((np.empty(0, DOCUMENT), *planned))
         self._bounds = np.cumsum([0, *map(len, planned)], dtype=np.int64)
@@ -96,9 +94,7 @@ class WindowPolicy(ABC):
 
 
 class FixedPolicy(WindowPolicy):
-    """Balanced by attention work (`fill_windows`); the micro-batches of k steps run sorted by `document_work`, the
-    heaviest first.
-    """
+    """Balances attention work (`fill_windows`); runs the heaviest micro-batch first."""
 
     def _place(self, lengths: np.ndarray, num_windows: int) -> Pieces:
         room, empty = np.full(num_windows, self._job.context_length), np.zeros(num_windows, np.int64)
@@ -109,17 +105,16 @@ class FixedPolicy(WindowPolicy):
 
 
 def fill_windows(lengths: np.ndarray, room: np.ndarray, work: np.ndarray) -> Pieces:
-    """Longest first into the window of least attention work d^2 that has room; ties go to the lower index.
+    """Pack longest first into the window of least attention work d^2 with room.
 
-    A document that fits nowhere whole is cut into as few pieces as the room allows: the window with most room is
-    filled, then the next. O(n * windows) for n documents.
+    Ties go to the lower index. A document that fits nowhere whole is cut into as few pieces as the room allows: the
+    window with most room is filled, then the next. O(n * windows) for n documents. Returns the pieces in the order of
+    placement.
 
     Args:
         lengths: int64 [n], together at most the room.
-        room: tokens that fit into each window yet, int64 [windows].
-        work: sum of d^2 that each window has already, int64 [windows].
-
-    Returns the pieces in the order of placement.
+        room: tokens that still fit into each window, int64 [windows].
+        work: sum of d^2 of each window so far, int64 [windows].
     """
     room, work = room.copy(), work.copy()
     pieces = []
@@ -138,7 +133,7 @@ def fill_windows(lengths: np.ndarray, room: np.ndarray, work: np.ndarray) -> Pie
 
 
 def _split(documents: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first `tokens` tokens and the rest; at most one document is cut."""
+    """Return the first `tokens` tokens and the rest; at most one document is cut."""
     ends = np.cumsum(documents["length"])
     cut = int(np.searchsorted(ends, tokens, side="right"))
     first, rest = documents[:cut].copy(), documents[cut:].copy()
@@ -152,7 +147,7 @@ def _split(documents: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rejoined(pieces: np.ndarray) -> np.ndarray:
-    """Documents by index; pieces of a document that wait follow one another, since those before them ran first."""
+    """Return whole documents by index, from all their pieces that wait."""
     pieces = np.sort(pieces, order=["index", "offset"])
     documents = pieces[np.flatnonzero(np.diff(pieces["index"], prepend=-1))]
     documents["length"] = np.bincount(np.unique(pieces["index"], return_inverse=True)[1], pieces["length"])

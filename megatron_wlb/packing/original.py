@@ -1,4 +1,4 @@
-"""Plain-4D: concatenate the documents in order and cut at every multiple of the context window."""
+"""Plain-4D: concatenate documents in order and cut at every context window."""
 
 from dataclasses import dataclass
 
@@ -22,33 +22,30 @@ class OriginalPacking(Packing):
 
 
 class OriginalPolicy:
-    """Micro-batches of exactly one context window; what is cut off goes on in the next micro-batch."""
+    """Micro-batches of exactly one context window; cut documents go on in the next."""
 
     def __init__(self, job: Job) -> None:
         self._num_micro_batches, self._context_length = job.num_micro_batches, job.context_length
         self._carry = np.empty(0, DOCUMENT)
 
     def pack(self, step: int, draw: Draw) -> PackedBatch:
-        """Pack step `step` from what waits and one global batch of the stream.
-
-        Where the data ends before the step is full, the last micro-batches stay short.
-        """
+        """Pack step `step`; at the end of the data, the last micro-batches stay short."""
         pieces, window = cut(np.concatenate((self._carry, draw.global_batch())), self._context_length)
         bounds = np.searchsorted(window, np.arange(self._num_micro_batches + 1))
         self._carry = pieces[bounds[-1] :].copy()  # else a state would hold on to all pieces
         return PackedBatch(documents=pieces[: bounds[-1]], bounds=bounds)
 
     def waiting(self) -> dict[str, np.ndarray]:
-        """Documents not yet packed, in one place: "carry"."""
+        """Return documents not yet packed, as "carry"."""
         return {"carry": self._carry}
 
     def load_waiting(self, waiting: dict[str, np.ndarray]) -> None:
-        """Take over what `waiting` gave."""
+        """Take over the result of `waiting`."""
         self._carry = waiting["carry"]
 
 
 def cut(documents: np.ndarray, context_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut documents that follow one another at every multiple of the window.
+    """Cut documents at every multiple of the window.
 
     Returns the pieces, DOCUMENT [n], and the window of each, int64 [n].
     """

@@ -1,4 +1,4 @@
-"""Algorithm 1 of the paper (section 4.3): variable-length greedy packing with multi-level outlier queues."""
+"""Algorithm 1 of the paper (section 4.3): greedy packing with outlier queues."""
 
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -52,12 +52,12 @@ class WlbPacking(Packing):
 
 
 class WlbPolicy:
-    """Micro-batches of equal work and variable length up to S_max; documents stay whole.
+    """Micro-batches of equal work and variable length up to S_max, whole documents.
 
-    Queues are looked at after every document, as Algorithm 1 is indented, so that none grows beyond M documents. Where
-    documents fit badly (most of them over half of S_max, say), steps hold less than arrives, and the algorithm as it
-    stands would let what does not fit grow for ever and its shortest documents never run. So the stream waits, and the
-    latest come first; where steps hold what arrives, both do nothing.
+    Queues are checked after every document, as Algorithm 1 is indented, so none grows beyond M documents. If documents
+    fit badly (most of them over half of S_max, say), steps hold less than arrives, and the algorithm alone would let
+    the rest grow for ever and never run its shortest documents. So the stream waits, and the latest come first; if
+    steps hold what arrives, both do nothing.
     """
 
     def __init__(self, job: Job, thresholds: tuple[int, ...]) -> None:
@@ -68,7 +68,7 @@ class WlbPolicy:
     def pack(self, step: int, draw: Draw) -> PackedBatch:
         """Pack step `step` from what waits and one global batch of the stream.
 
-        At the end of the data the outliers leave their queues, the longest first, up to one a micro-batch in a step.
+        At the end of the data, outliers leave their queues, the longest first, up to one a micro-batch in a step.
         """
         n, max_tokens = self._job.num_micro_batches, self._job.max_tokens
         arrived = draw.global_batch(BACKLOG_STEPS * n * max_tokens - int(self._remained["length"].sum()))
@@ -87,7 +87,7 @@ class WlbPolicy:
         return PackedBatch(documents=documents[order[: bounds[-1]]], bounds=bounds)
 
     def _released(self, arrived: np.ndarray) -> list[np.ndarray]:
-        """Documents that wait for no others: those below all thresholds, and M from every queue that has so many."""
+        """Return documents that need not wait: short ones, and M of each full queue."""
         level = np.searchsorted(self._thresholds, arrived["length"], side="right")
         released = [arrived[level == 0]]
         for i, queue in enumerate(self._queues):
@@ -98,17 +98,17 @@ class WlbPolicy:
         return released
 
     def _release_longest(self) -> None:
-        """The longest M outliers remain for this step, without waiting for others."""
+        """Move the longest M outliers to the documents of this step."""
         rows = np.concatenate((np.empty(0, DOCUMENT), *self._queues))
         longest = longest_first(rows, np.zeros(len(rows), bool))[: self._job.num_micro_batches]
         self._load(rows=np.delete(rows, longest), remained=np.concatenate((self._remained, rows[longest])))
 
     def waiting(self) -> dict[str, np.ndarray]:
-        """Documents not yet packed, by queue ("queue0" ...) and "remained", those that fitted nowhere."""
+        """Return documents not yet packed, as "queue0" ... and "remained" (did not fit)."""
         return {f"queue{i}": queue for i, queue in enumerate(self._queues)} | {"remained": self._remained}
 
     def load_waiting(self, waiting: dict[str, np.ndarray]) -> None:
-        """Take over what `waiting` gave; outliers return to the queue that the present thresholds name."""
+        """Take over the result of `waiting`, with queues by the present thresholds."""
         queues = [rows for name, rows in waiting.items() if name != "remained"]
         self._load(rows=np.concatenate((np.empty(0, DOCUMENT), *queues)), remained=waiting["remained"])
 
@@ -120,19 +120,19 @@ class WlbPolicy:
 
 
 def longest_first(documents: np.ndarray, late: np.ndarray) -> np.ndarray:
-    """The order of DOCUMENT [n]: those that are `late` (bool [n]) first, then by falling length, then by index.
+    """Return the order of DOCUMENT [n]: late (bool [n]), then longest, then index.
 
-    By one key a document, which for many is several times as fast as three; it holds for the first 2 ** 36 documents.
+    One key a document is several times as fast as three; it holds for the first 2 ** 36 documents.
     """
     return np.argsort((late * (1 << 26) + documents["length"]) * -(1 << 36) + documents["index"])
 
 
 def assign(lengths: np.ndarray, work: np.ndarray, num_micro_batches: int, max_tokens: int) -> np.ndarray:
-    """The micro-batch of each document, int64 [n], or M where it fits nowhere; one after the other, as they stand.
+    """Return the micro-batch of each document, int64 [n], or M if it fits nowhere.
 
-    To the micro-batch of least work (lines 17 to 25 of Algorithm 1); if it has no room, to the shortest. Ties go to the
-    lower index. A micro-batch may hold exactly S_max (equation 2), where line 23 says less than, which would never
-    place a document of S_max tokens.
+    Documents go one after the other to the micro-batch of least work (lines 17 to 25 of Algorithm 1); if it has no
+    room, to the shortest. Ties go to the lower index. A micro-batch may hold exactly S_max (equation 2); line 23 says
+    less than, which would never place a document of S_max tokens.
 
     Args:
         lengths: in tokens, int64 [n].
@@ -158,7 +158,7 @@ def assign(lengths: np.ndarray, work: np.ndarray, num_micro_batches: int, max_to
 
 
 def _least(heap: list[tuple[int, int]], values: list[int]) -> int:
-    """Index of the least of `values`, which only grow; the heap has each of them, and older ones."""
+    """Return the index of the least of `values`, which only grow; drops old entries."""
     while heap[0][0] != values[heap[0][1]]:
         heappop(heap)
     return heap[0][1]

@@ -1,1 +1,1 @@
-"""The 1F1B schedule, plain and interleaved: what a stage runs in which order, and when."""
+"""The 1F1B schedule, plain and interleaved: order and times of passes."""

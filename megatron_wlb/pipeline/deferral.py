@@ -1,25 +1,24 @@
-"""Weight gradients that leave the backward pass and run where their stage would wait.
+"""Weight gradients that leave backward passes and fill idle time.
 
-The backward of a linear layer is two products, and the stage before waits only for the one for the input (zero-bubble
-pipelines, Qi et al., arXiv 2401.10241). There, all micro-batches are alike and the schedule is a pattern; here lengths
-differ and are known, so that the step is played through, and what fits into a wait runs in it.
+The backward of a linear layer is two products, and the previous stage waits only for the input gradient (zero-bubble
+pipelines, Qi et al., arXiv 2401.10241). There, micro-batches are alike and the schedule is a pattern; here lengths
+differ and are known, so the step is simulated.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_wlb.pipeline.play import Parts
 from megatron_wlb.pipeline.schedule import Schedule
-from megatron_wlb.pipeline.timeline import Timeline, with_parts
+from megatron_wlb.pipeline.timeline import Parts, Timeline, with_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightGradients:
-    """The products for weights of a step, and the memory that putting them off takes.
+    """The weight gradients of a step, and the memory that deferring them takes.
 
-    Those of a backward pass are *parts*: a layer each, in the order of backward. Parts of a stage run in the order of
-    their backward passes.
+    Each backward pass has *parts*, a layer each, in the order of backward. Parts of a stage run in the order of their
+    backward passes.
     """
 
     counts: np.ndarray
@@ -34,7 +33,10 @@ class WeightGradients:
 
     @classmethod
     def alike(cls, counts: np.ndarray, weights: np.ndarray) -> "WeightGradients":
-        """Equal parts of the time for weights of a pass, float64 [stages, chunks, micro-batches]; memory for all."""
+        """Return equal parts of the `weights` times of passes, with memory for all.
+
+        `weights` is float64 [stages, chunks, micro-batches].
+        """
         is_part = np.arange(counts.max())[:, None] < counts[:, :, None, None]
         times = is_part * (weights / np.maximum(counts, 1)[:, :, None])[:, :, None]
         return cls(counts=counts, times=times, held=np.zeros(times.shape), limit=np.zeros(len(counts)))
@@ -47,13 +49,11 @@ def run_deferred(
     transfer: np.ndarray | float,
     weights: WeightGradients,
 ) -> tuple[Timeline, np.ndarray]:
-    """`timeline.run` with deferred weight gradients, and where they run, as `play` says.
+    """Return `timeline.run` with deferred weight gradients, and where they run.
 
-    What is left runs after the last pass of a stage. Nothing runs before a backward pass of the last virtual stage,
-    which waits for nobody.
-
-    Returns the timeline and, int64 [directions, stages, chunks, micro-batches], how many parts of its stage have run
-    before each pass, of all that have gone before in the step.
+    Parts run as `with_parts` says, what is left after the last pass of a stage. Nothing runs before a backward pass of
+    the last virtual stage, which is never idle. The second result is int64 [directions, stages, chunks, micro-batches]:
+    parts of the stage that have run before each pass, counted over the step.
     """
     of_passes = weights.times.sum(axis=2)
     bare = np.broadcast_to(backward, of_passes.shape) - of_passes
@@ -61,7 +61,7 @@ def run_deferred(
 
 
 def _parts(schedule: Schedule, weights: WeightGradients) -> Parts:
-    """Those of every backward pass; forward passes have none."""
+    """Return the parts of backward passes; forward passes have none."""
     held, count = weights.held.sum(axis=2), schedule.num_micro_batches
     passes = held.size
     is_part = np.arange(weights.times.shape[2]) < weights.counts[:, :, None, None]
@@ -79,8 +79,10 @@ def _parts(schedule: Schedule, weights: WeightGradients) -> Parts:
 
 
 def _needs(schedule: Schedule, steps: np.ndarray) -> np.ndarray:
-    """Bytes that must be free before every pass, shaped as `steps`: its own, and those of backward passes of the last
-    virtual stage that follow it, before which nothing runs."""
+    """Return bytes that must be free before every pass, shaped as `steps`.
+
+    They cover the pass, and the backward passes of the last virtual stage that follow it, before which nothing runs.
+    """
     needs = np.maximum(steps, 0)
     stage, chunk = schedule.num_stages - 1, schedule.num_chunks - 1
     following = 0.0

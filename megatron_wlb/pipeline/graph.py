@@ -1,12 +1,11 @@
-"""Who waits for whom in a pipeline step: passes, transfers between stages, and the points where a stage goes on.
+"""Dependencies in a pipeline step: passes, transfers, and where a stage goes on.
 
 A *node* ends at max(end of two earlier nodes) + its own time. A transfer begins when both sides have posted it. Who
-posts and waits when is what megatron-core 0.19 does with its defaults: the plain schedule sends and receives
-synchronously; the interleaved one (`--overlap-p2p-communication`) does so while it warms up and cools down, and in
-between receives one pass ahead and waits for an output until it is sent, since it frees it then, and for a gradient
-until after the next backward. With `Schedule.hidden_transfers` it receives ahead throughout
-(`--overlap-p2p-communication-warmup-flush`) and waits for no send. The tests compare this with upstream's own
-functions. `passes_of` leaves transfers out.
+posts and waits when is what megatron-core 0.19 does by default: the plain schedule sends and receives synchronously; so
+does the interleaved one (`--overlap-p2p-communication`) in warm-up and cool-down, and in between it receives one pass
+ahead, and waits for an output until it is sent, and for a gradient until after the next backward. With
+`Schedule.hidden_transfers` it receives ahead throughout (`--overlap-p2p-communication-warmup-flush`) and waits for no
+send. Tests compare this with upstream's own functions. `passes_of` leaves transfers out.
 """
 
 from collections import deque
@@ -24,21 +23,20 @@ NONE = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
-    """Nodes in an order in which every node comes after those it waits for, which is no property of their times."""
+    """Nodes in topological order, which does not depend on their times."""
 
     nodes: np.ndarray
-    """int64 [n]: 0 <= i < num_passes is a pass (numbered as in `Timeline`), num_passes + i its transfer, 2 * num_passes
-    + i the point where its stage goes on."""
+    """int64 [n]: with n passes, 0 <= i < n is a pass (numbered as in `Timeline`), n + i its transfer, 2n + i the point
+    where its stage goes on."""
     first: np.ndarray
     second: np.ndarray
     """int64 [n]: the two nodes that each waits for, by their places in the order, from 1; 0 is the beginning of the
     step."""
-    num_passes: int
 
 
 @lru_cache(maxsize=16)
 def graph_of(schedule: Schedule) -> Graph:
-    """The graph of a schedule. O(passes * log(passes)), vectorised."""
+    """Return the graph of a schedule. O(passes * log(passes)), vectorised."""
     chains = _chains(schedule)
     num, senders = chains.ids.size, chains.senders
     first, second = np.full(3 * num, NONE), np.full(3 * num, NONE)
@@ -59,15 +57,15 @@ def graph_of(schedule: Schedule) -> Graph:
     place[nodes] = 1 + np.arange(len(nodes))
     before = np.stack((place[first[nodes]], place[second[nodes]]))
     assert (before <= np.arange(len(nodes))).all(), schedule
-    return Graph(nodes=nodes, first=before[0], second=before[1], num_passes=num)
+    return Graph(nodes=nodes, first=before[0], second=before[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassGraph:
-    """Passes alone, each after the one before it on its stage and the one that sends to it; the last ends last.
+    """Passes alone: each waits for the previous one of its stage and its sender.
 
-    Arrays are int32 [passes], in an order in which every pass comes after those it waits for. Ends are kept in slots,
-    which later passes take over.
+    Arrays are int32 [passes], in topological order; the last pass ends last. Ends are kept in slots that later passes
+    reuse.
     """
 
     first: np.ndarray
@@ -82,7 +80,7 @@ class PassGraph:
 
 @lru_cache(maxsize=64)
 def passes_of(schedule: Schedule) -> PassGraph:
-    """The graph of a schedule whose transfers take no time and hold up nobody."""
+    """Return the graph of a schedule whose transfers take no time."""
     chains = _chains(schedule)
     num = chains.ids.size
     sender, place = np.full(num, NONE), np.full(num + 1, NONE)
@@ -141,7 +139,10 @@ def _chains(schedule: Schedule) -> _Chains:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Waits:
-    """Nodes (see `Graph.nodes`, or NONE) that passes, int64 [passes] each, and transfers wait for."""
+    """Nodes (see `Graph.nodes`, or NONE) that passes and transfers wait for.
+
+    Arrays are int64 [passes] unless stated otherwise.
+    """
 
     arrival: np.ndarray
     """A pass, for the transfer of what it takes."""
@@ -210,8 +211,11 @@ def _interleaved(schedule: Schedule, chains: _Chains) -> _Waits:
 
 
 def _hidden(schedule: Schedule, chains: _Chains) -> _Waits:
-    """Interleaved, with `Schedule.hidden_transfers`. Where the pipeline warms up and cools down, what a pass takes is
-    received as the pass before begins; in between, and around the corner, after a pass."""
+    """Return waits of an interleaved pipeline with `Schedule.hidden_transfers`.
+
+    In warm-up and cool-down, the input of a pass is received as the previous pass begins; in steady state, and around
+    the corner, after a pass.
+    """
     senders, receivers, before, num = chains.senders, chains.receivers, chains.before, chains.ids.size
     by_turn, turn, direction, stage, warm_up, steady, corner = _phases(schedule, chains)
 
@@ -239,7 +243,7 @@ def _hidden(schedule: Schedule, chains: _Chains) -> _Waits:
 
 
 class _Phases(NamedTuple):
-    """Where the passes of an interleaved pipeline are; [passes] unless stated otherwise."""
+    """Passes of an interleaved pipeline by phase; [passes] unless stated otherwise."""
 
     by_turn: np.ndarray
     """int64 [directions, stages, passes of one direction]: the k-th pass."""
@@ -272,8 +276,10 @@ def _phases(schedule: Schedule, chains: _Chains) -> _Phases:
 def _around_the_corner(
     arrival: np.ndarray, received: np.ndarray, by_turn: np.ndarray, ahead: np.ndarray, receivers: np.ndarray
 ) -> None:
-    """Let the passes of the first stage, and backward of the last, wait for what was `received` after passes that look
-    `ahead`, in the order of the receives; writes into `arrival`."""
+    """Write into `arrival` what the first stage, and backward of the last, wait for.
+
+    These passes take what was `received` after passes that look `ahead`, in the order of the receives.
+    """
     takes = np.zeros(len(arrival), bool)
     takes[receivers] = True
     for d, of_stages in enumerate(by_turn):

@@ -1,4 +1,4 @@
-"""What each pipeline stage does in which order: plain and interleaved 1F1B, as megatron-core 0.19 schedules them."""
+"""Order of passes: plain and interleaved 1F1B of megatron-core 0.19."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,9 @@ OP = np.dtype([("backward", "?"), ("chunk", "<i8"), ("micro_batch", "<i8")])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """A pipeline step. More than one chunk means interleaved 1F1B; one stage alternates forward and backward.
+    """A pipeline step; more than one chunk means interleaved 1F1B.
 
-    Raises ValueError on what upstream refuses.
+    One stage alternates forward and backward. Raises ValueError on what upstream refuses.
     """
 
     num_stages: int
@@ -53,10 +53,11 @@ class Schedule:
         return self.group_size or even_groups(self.num_micro_batches, self.num_stages)
 
     def table(self) -> np.ndarray:
-        """(micro-batch, chunk) of the k-th forward pass of every stage, int64 [num_micro_batches * num_chunks, 2].
+        """Return (micro-batch, chunk) of the k-th forward pass of every stage.
 
-        Groups of micro-batches go through all chunks one after the other; what `get_schedule_table` of
-        megatron/core/pipeline_parallel/schedules.py returns. Backward passes go through the chunks from the last one.
+        int64 [num_micro_batches * num_chunks, 2], as `get_schedule_table` of
+        megatron/core/pipeline_parallel/schedules.py: groups of micro-batches go through all chunks one after the other.
+        Backward goes through the chunks from the last one.
         """
         micro_batches, group = np.arange(self.num_micro_batches), self.group if self.num_chunks > 1 else 1
         rows = [
@@ -68,22 +69,28 @@ class Schedule:
         return np.stack((rows[2][order], rows[1][order]), axis=1)
 
     def warm_up(self, stage: int) -> int:
-        """Forward passes of `stage` before its first backward, if there are as many (`get_pp_rank_microbatches`)."""
+        """Return the forward passes of `stage` before its first backward.
+
+        A step may have fewer (`get_pp_rank_microbatches`).
+        """
         behind = self.num_stages - 1 - stage
         return behind if self.num_chunks == 1 else 2 * behind + (self.num_chunks - 1) * self.group
 
     def in_flight(self, stage: int, weights: np.ndarray | float = 1.0) -> float:
-        """Forward passes that a stage holds at most before it goes back through one; with `weights` of its chunks,
-        float64 [num_chunks], the most that they sum to."""
+        """Return the most forward passes that a stage holds at once.
+
+        With `weights` of its chunks, float64 [num_chunks], returns the most that they sum to.
+        """
         if np.ptp(weights) == 0:
             return min(self.num_micro_batches * self.num_chunks, self.warm_up(stage) + 1) * float(np.max(weights))
         ops, weights = self.ops(stage), np.asarray(weights)
         return float((np.where(ops["backward"], -1, 1) * weights[ops["chunk"]]).cumsum().max())
 
     def turns(self, stage: int) -> np.ndarray:
-        """Rank among the passes of `stage`, int64 [2, num_chunks, num_micro_batches]; forward even, backward odd.
+        """Return the rank of passes on `stage`, int64 [2, num_chunks, num_micro_batches].
 
-        The k-th backward comes right after forward number warm_up + k, or after the last one.
+        Forward is even, backward odd: the k-th backward comes right after forward number warm_up + k, or after the last
+        one.
         """
         table = self.table()
         turns = np.empty((2, self.num_chunks, self.num_micro_batches), np.int64)
@@ -92,7 +99,7 @@ class Schedule:
         return turns
 
     def ops(self, stage: int) -> np.ndarray:
-        """OP rows of `stage` in order: warm-up, then one forward and one backward by turns, then backward only."""
+        """Return OP rows of `stage` in order: warm-up, 1F1B, then backward only."""
         turns = self.turns(stage)[: 1 if self.forward_only else 2]
         order = np.argsort(turns, axis=None)
         ops = np.empty(len(order), OP)
@@ -100,7 +107,7 @@ class Schedule:
         return ops
 
     def receive_order(self, stage: int) -> tuple[list[int], list[int]]:
-        """Micro-batch of every tensor that `stage` receives from the stage before (forward) and after it (backward)."""
+        """Return the micro-batch of every receive of `stage`, forward and backward."""
         # The first stage receives a chunk's input from the last stage's previous chunk; what the last stage computes in
         # the last chunk goes to the loss. Backward is the same with stages and chunks counted from the other end.
         micro_batches, chunks = self.table().T
@@ -110,12 +117,12 @@ class Schedule:
 
 
 def even_groups(count: int, num_stages: int) -> int:
-    """How many of `count` micro-batches go through a chunk one after the other: about 1.5 times as many as stages, in
-    groups of nearly equal size.
+    """Return the size of interleaved groups for `count` micro-batches.
 
-    By upstream's default, exactly as many as stages, the first stage waits in every chunk for the slowest micro-batch
-    of the group and for transfers. Groups longer than these hold more activations and gain little. No group is smaller
-    than the pipeline. For fewer micro-batches than stages, which nobody can interleave, that is the number of stages.
+    About 1.5 times the number of stages, in groups of nearly equal size. By upstream's default, the number of stages,
+    the first stage waits in every chunk for the slowest micro-batch of the group and for transfers. Longer groups hold
+    more activations and gain little. No group is smaller than the pipeline; fewer micro-batches than stages, which
+    cannot be interleaved, give the number of stages.
     """
     for groups in range((4 * count + 3 * num_stages) // (6 * num_stages), 0, -1):
         size = -(-count // groups)
@@ -125,7 +132,7 @@ def even_groups(count: int, num_stages: int) -> int:
 
 
 def nearest_counts(count: int, num_stages: int, group: int) -> tuple[int, ...]:
-    """`count` if upstream interleaves so many micro-batches in groups; else the numbers below and above that it does.
+    """Return `count` if upstream can interleave it, else the nearest two that it can.
 
     No group, nor the rest in the last one, may be smaller than the pipeline: stages would wait for each other for ever.
     """

@@ -1,4 +1,4 @@
-"""Which virtual stage has how many layers, by Megatron's flags for that."""
+"""Layers of each virtual stage, by Megatron's flags."""
 
 import re
 from dataclasses import dataclass, fields
@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """How decoder layers are dealt over (virtual) stages, by the names and values of Megatron's flags.
+    """Distribution of decoder layers over (virtual) stages, as Megatron's flags say.
 
     Raises ValueError for flags that exclude each other.
     """
@@ -45,10 +45,10 @@ class Split:
         return None if self.pipeline_model_parallel_layout is None else len(self._laid_out())
 
     def layers(self, num_layers: int, pp: int, vpp: int) -> np.ndarray:
-        """Decoder layers of every virtual stage, int64 [pp, vpp]; chunk c of stage s is virtual stage c * pp + s.
+        """Return the decoder layers of every virtual stage, int64 [pp, vpp].
 
-        What `get_num_layers_to_build` of megatron/core/transformer/transformer_block.py says. Raises ValueError where
-        they do not divide.
+        Chunk c of stage s is virtual stage c * pp + s, as in `get_num_layers_to_build` of
+        megatron/core/transformer/transformer_block.py. Raises ValueError if layers do not divide.
         """
         if self.pipeline_model_parallel_layout is not None:
             counts = np.array([stage.count("t") for stage in self._laid_out()])
@@ -76,7 +76,7 @@ class Split:
         return layers
 
     def _laid_out(self) -> list[str]:
-        """The virtual stages of the layout. Raises ValueError for one that Megatron or `--wlb` does not know."""
+        """Return the virtual stages of the layout; raise ValueError for an unknown one."""
         said = written = (self.pipeline_model_parallel_layout or "").replace(",", "")
         for repeated in (r"([^()*\d])\*(\d{1,3})", r"\(([^()]*)\)\*(\d{1,3})"):
             written = re.sub(repeated, lambda found: found[1] * int(found[2]), written)

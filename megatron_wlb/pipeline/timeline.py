@@ -1,4 +1,4 @@
-"""When the passes of a pipeline step begin and end: the longest path through their graph, in one sweep."""
+"""Times of the passes of a pipeline step: longest paths in their graph."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,13 +7,37 @@ import numpy as np
 
 from megatron_wlb import _native
 from megatron_wlb.pipeline.graph import graph_of, passes_of
-from megatron_wlb.pipeline.play import Parts, play
 from megatron_wlb.pipeline.schedule import Schedule
+
+
+class Parts(NamedTuple):
+    """Weight gradients that passes leave to their stage, and the memory they take."""
+
+    bounds: np.ndarray
+    """int64 [passes + 1]: where those of every pass begin, and the number of all."""
+    times: np.ndarray
+    """float64 [parts]."""
+    held: np.ndarray
+    """float64 [parts]: bytes from the end of its pass until a part has run."""
+    needs: np.ndarray
+    """float64 [passes]: bytes that must be free before a pass. Parts run until they are."""
+    steps: np.ndarray
+    """float64 [passes]: bytes by which a pass changes what its stage keeps and holds."""
+    limit: np.ndarray
+    """float64 [stages]: bytes."""
+    urgent: int
+    """Before passes from this number on nothing runs."""
+
+    @classmethod
+    def none(cls, passes: int, stages: int) -> "Parts":
+        """Nothing is deferred."""
+        nothing, zeros = np.zeros(0), np.zeros(passes)
+        return cls(np.zeros(passes + 1, np.int64), nothing, nothing, zeros, zeros, np.zeros(stages), passes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Result of `run`. Times are in the unit of its arguments, from 0, the beginning of the step.
+    """Result of `run`; times from the beginning of the step, in the unit of its input.
 
     Arrays are float64 [directions, stages, chunks, micro-batches]; direction 0 is forward, 1 backward.
     """
@@ -55,7 +79,7 @@ def run(
     backward: np.ndarray | None = None,
     transfer: np.ndarray | float = 0.0,
 ) -> Timeline:
-    """Time the passes of a pipeline step, as `play` does.
+    """Time the passes of a pipeline step. O(nodes): 2 ms for 65,536 passes.
 
     Args:
         schedule: of the pipeline.
@@ -80,19 +104,25 @@ def with_parts(
     transfer: np.ndarray | float,
     parts: Parts | None,
 ) -> tuple[Timeline, np.ndarray]:
-    """`run` with parts of passes deferred, and how many of its stage have run before each pass, shaped as `start`."""
+    """Return `run` with deferred `parts`, and how many ran before each pass.
+
+    A node begins when the nodes it waits for have ended. Before a pass, parts run that have time while its stage waits
+    for it, and those that must for it to have memory. Counts are of the stage's parts, shaped as `start`.
+    """
     shape = (schedule.num_stages, schedule.num_chunks, schedule.num_micro_batches)
     passes = [np.broadcast_to(forward, shape)] + ([] if backward is None else [np.broadcast_to(backward, shape)])
     work = np.stack(passes).astype(np.float64)
     moves = np.broadcast_to(np.asarray(transfer, np.float64), work.shape)
-    times = np.concatenate((work.ravel(), moves.ravel(), np.zeros(work.size)))[graph_of(schedule).nodes]
-    played = play(schedule, times, parts or Parts.none(work.size, schedule.num_stages))
-    start, end, filled, before = (each.reshape(work.shape) for each in played[:4])
-    return Timeline(schedule=schedule, start=start, end=end, filled=filled, left=played.left), before
+    graph, per_stage = graph_of(schedule), schedule.num_chunks * schedule.num_micro_batches
+    times = np.concatenate((work.ravel(), moves.ravel(), np.zeros(work.size)))[graph.nodes]
+    parts = parts or Parts.none(work.size, schedule.num_stages)
+    *played, left = _native.play(graph, times, work.size, schedule.num_stages, per_stage, parts)
+    start, end, filled, before = (each.reshape(work.shape) for each in played)
+    return Timeline(schedule=schedule, start=start, end=end, filled=filled, left=left), before
 
 
 def makespans(schedule: Schedule, work: np.ndarray) -> np.ndarray:
-    """When 1F1B ends for every order of micro-batches, int64 [K], in units of the forward of one unit of work.
+    """Return the end of 1F1B for every order of micro-batches, int64 [K].
 
     On every stage a micro-batch of work w needs w forward and 2w backward, and nothing between stages.
 
@@ -109,7 +139,7 @@ def makespans(schedule: Schedule, work: np.ndarray) -> np.ndarray:
 
 
 class CostWeights(NamedTuple):
-    """About when 1F1B ends: so much for all work of a rank's micro-batches, and so much for that of the largest."""
+    """Weights of all work and of the largest micro-batch in the end of 1F1B."""
 
     total: int
     largest: int
@@ -118,13 +148,13 @@ class CostWeights(NamedTuple):
 
 
 def cost_weights(schedule: Schedule) -> CostWeights:
-    """Weights of a data-parallel rank with M micro-batches in its pipeline of P stages with V chunks each.
+    """Return the weights of a data-parallel rank's M micro-batches.
 
-    Every stage computes all of them, and waits in warm-up and cool-down for the others. With one chunk a stage that is
-    P - 1 times the largest. Interleaved, P micro-batches go round through all chunks, and in each of V rounds a stage
-    waits until the largest has been through all P stages, beyond what the others of its round take; these are taken to
-    be alike. Warm-up and cool-down are then P - 1 times the mean. Longer groups (`Schedule.group`) shorten these
-    waits; packing by less was tried, which made steps up to 1 % longer.
+    Every stage computes all of them, and waits in warm-up and cool-down for the others. With one chunk a stage, that is
+    P - 1 times the largest. Interleaved, P micro-batches go round through all V chunks, and in each of V rounds a stage
+    waits until the largest has been through all P stages, beyond the time of its round's others, assumed alike. Warm-up
+    and cool-down are then P - 1 times the mean. Longer groups (`Schedule.group`) shorten these waits; packing by less
+    was tried, which made steps up to 1 % longer.
     """
     waits, num_chunks, num_micro_batches = schedule.num_stages - 1, schedule.num_chunks, schedule.num_micro_batches
     if num_chunks == 1:

@@ -1,1 +1,1 @@
-"""Planning: integers in, integers out, the same on every rank. Imports neither torch nor megatron."""
+"""Planning: integers in, integers out, the same on every rank."""

@@ -15,7 +15,7 @@ from megatron_wlb.job import Job
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.pipeline.timeline import cost_weights, makespans
 from megatron_wlb.plan import placement
-from megatron_wlb.plan.packer import PackedStep, Snapshot
+from megatron_wlb.plan.packer import PackedStep
 from megatron_wlb.plan.step import StepPlan, plan_packed
 from megatron_wlb.types import DOCUMENT, PackedBatch
 
@@ -104,8 +104,9 @@ def _packed(given: bytes, job: Job, count: int | None, equal: bool) -> tuple[Pac
         )
     least = min(made.time for made in tried)
     best = next(made for made in tried if made.time <= (1 + GAIN) * least)
-    snapshot = Snapshot(header={"fingerprint": "a closed batch"}, waiting={})
-    return PackedStep(step=0, batch=best.batch, drawn=documents, snapshot=snapshot), best.job, best.ranks
+    header = {"fingerprint": "a closed batch"}
+    packed = PackedStep(step=0, batch=best.batch, drawn=documents, header=header, waiting={})
+    return packed, best.job, best.ranks
 
 
 def _made(documents: np.ndarray, job: Job, count: int, equal: bool) -> _Made | None:

@@ -1,4 +1,4 @@
-"""Document lengths of a Megatron `.bin/.idx` dataset, read and checked without torch or megatron.
+"""Document lengths of a Megatron `.bin/.idx` dataset, without torch or megatron.
 
 The usual index, one sequence per document, is not loaded: lengths and pointers stay mapped, and are processed in
 chunks.
@@ -91,12 +91,15 @@ def read_tokens(prefix: str) -> np.ndarray:
 
 
 def trained_tokens(tokens: Any) -> Any:
-    """Trained tokens of documents with `tokens` (integer or array): the last token is only a target."""
+    """Return the trained tokens of documents with `tokens` (integer or array).
+
+    The last token of a document is only a target.
+    """
     return np.maximum(tokens - 1, 0)
 
 
 class TrainedTokens:
-    """Trained tokens computed on access; `tokens` (int32 [documents]) may stay memory-mapped."""
+    """Trained tokens computed on access; `tokens`, int32 [documents], may stay mapped."""
 
     def __init__(self, tokens: np.ndarray) -> None:
         self._tokens = tokens
@@ -133,7 +136,7 @@ def _chunks(size: int) -> Iterator[slice]:
 
 
 def _parse(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Return sequence lengths, pointers, document boundaries (all mapped), and bytes per token."""
+    """Return sequence lengths, pointers, document boundaries, and bytes per token."""
     files.INPUTS.update(os.path.realpath(path.with_suffix(suffix)) for suffix in (".idx", ".bin"))
     size = path.stat().st_size
     header = len(_MAGIC) + 8 + 1 + 8 + 8

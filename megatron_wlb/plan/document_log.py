@@ -1,4 +1,4 @@
-"""A log of the documents of every step, and the audit that none is lost or doubled.
+"""Log of the documents of every step, and its audit.
 
 The file only grows. It has records of `ENTRY`, 44 bytes each: a mark that begins a step and counts its documents, then
 the documents. A step that ran again after a restart appears twice; the later one counts.
@@ -33,9 +33,9 @@ _CHUNK = 1 << 14
 
 
 def append(path: str | os.PathLike[str], step: int, packed: PackedBatch, *, begins_anew: bool = False) -> None:
-    """Append the micro-batches of a step, all or nothing; `begins_anew`: the step's data begin the stream again.
+    """Append the micro-batches of a step, all or nothing.
 
-    Raises OSError, as `files.append`.
+    `begins_anew`: the step's data begin the stream again. Raises OSError, as `files.append`.
     """
     rows = np.zeros(1 + len(packed.documents), ENTRY)
     rows["step"] = step
@@ -48,7 +48,7 @@ def append(path: str | os.PathLike[str], step: int, packed: PackedBatch, *, begi
 
 
 def mend(path: str | os.PathLike[str]) -> int:
-    """Cut off an incomplete step at the end; returns the bytes cut. A missing file is fine.
+    """Cut off an incomplete step at the end; return the bytes cut, 0 without a file.
 
     Reads only the last step; `read` checks the earlier ones. Raises ValueError for a file that is not a document log,
     or whose last step is damaged.
@@ -84,7 +84,7 @@ def mend(path: str | os.PathLike[str]) -> int:
 
 
 def read(path: str | os.PathLike[str]) -> np.ndarray:
-    """Read the whole run in order of steps: ENTRY [n], with the marks of a new beginning.
+    """Return the run in order of steps, ENTRY [n], with the marks of new beginnings.
 
     Of a step that ran again, returns the last run. Skips an incomplete step at the end. Raises ValueError for a file
     that is not a document log, is damaged, or is too large for the memory.
@@ -148,7 +148,7 @@ class Audit:
 def audit(
     entries: np.ndarray, waiting: np.ndarray, position: int, lengths: Sequence[np.ndarray] | None = None
 ) -> Audit:
-    """Check that trained and waiting documents make up the stream: each piece once, each document whole.
+    """Check that trained and waiting documents make up the stream, each piece once.
 
     Steps before the data began anew are not audited: they belong to another stream, whose waiting documents are
     unknown.
@@ -208,7 +208,7 @@ def _check_datasets(rows: np.ndarray, lengths: Sequence[np.ndarray]) -> None:
 
 
 def _out_of_turn(documents: np.ndarray) -> int:
-    """Count documents, in stream order, that begin an earlier pass over their dataset than the document before."""
+    """Count documents that begin an earlier pass over their dataset than the last one."""
     order = np.lexsort((documents["index"], documents["document"], documents["dataset"]))
     rows = documents[order]
     new = np.ones(len(rows), bool)

@@ -1,4 +1,4 @@
-"""Packs the document stream into micro-batches, step by step, and keeps the state in between."""
+"""Packs the document stream step by step, and keeps the state in between."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,42 +21,26 @@ IDENTITY = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """A packer's state between steps, in arrays never written to: most snapshots are dropped unread."""
-
-    header: dict[str, Any]
-    """Everything in the state except the waiting documents."""
-    waiting: dict[str, np.ndarray]
-    """Documents drawn and not yet packed, by the place where they wait: DOCUMENT arrays."""
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(map(len, self.waiting.values()))
-
-    def state(self) -> dict[str, Any]:
-        """Return everything `Packer.load_state` needs, as JSON types; small: references to documents, never tokens."""
-        return saved.make(self.header, self.waiting)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PackedStep:
-    """Micro-batches of one step."""
+    """Micro-batches of one step, and the packer's state after it."""
 
     step: int
     batch: PackedBatch
     drawn: np.ndarray
     """Documents that the step drew from the stream, in its order: DOCUMENT [n]."""
-    snapshot: Snapshot
-    """State after this step."""
+    header: dict[str, Any]
+    """The state without the waiting documents."""
+    waiting: dict[str, np.ndarray]
+    """Documents drawn and not yet packed, by the place where they wait: DOCUMENT arrays, never written to."""
 
     @property
     def num_waiting(self) -> int:
-        return self.snapshot.num_waiting
+        return sum(map(len, self.waiting.values()))
 
     @property
     def state(self) -> dict[str, Any]:
-        """State of the packer after this step; computed on each access."""
-        return self.snapshot.state()
+        """State for `Packer.load_state`, as JSON types; computed on each access."""
+        return saved.make(self.header, self.waiting)
 
 
 class Packer:
@@ -100,28 +84,28 @@ class Packer:
             draw.skip_a_global_batch()
         self._base = draw.base
         self._step += 1
-        return PackedStep(step=self._step - 1, batch=batch, drawn=draw.drawn(), snapshot=self._snapshot())
+        header, waiting = self._header(), self.waiting()
+        return PackedStep(step=self._step - 1, batch=batch, drawn=draw.drawn(), header=header, waiting=waiting)
 
     def waiting(self) -> dict[str, np.ndarray]:
-        """Documents drawn and not yet packed, by the place where they wait: DOCUMENT arrays."""
+        """Return documents drawn and not yet packed, by place: DOCUMENT arrays."""
         return self._policy.waiting()
 
     def state(self) -> dict[str, Any]:
-        """Return everything `load_state` needs; see `Snapshot.state`."""
-        return self._snapshot().state()
+        """Return everything `load_state` needs, as JSON types."""
+        return saved.make(self._header(), self.waiting())
 
-    def _snapshot(self) -> Snapshot:
-        header = {
+    def _header(self) -> dict[str, Any]:
+        return {
             **self.identity,
             "global_batch_size": self._global_batch_size,
             "step": self._step,
             "base": list(self._base),
             "stream": self._stream.state(),
         }
-        return Snapshot(header=header, waiting=self._policy.waiting())
 
     def begin_at(self, step: int) -> None:
-        """Call the first step `step`, for a run that begins the data again. Call this before any step."""
+        """Call the first step `step`; before any step, for data that begin again."""
         self._step, self._base = step, (step, self._stream.position)
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -160,7 +144,7 @@ class Packer:
 
 
 class _Draw:
-    """The stream as a policy sees it in one step: takes token counts, returns documents with arrival."""
+    """The stream in one step: takes token counts, returns documents with arrival."""
 
     def __init__(self, stream: DocumentStream, step: int, base: tuple[int, int], batch_tokens: int) -> None:
         self._stream, self._step, self._batch_tokens = stream, step, batch_tokens

@@ -1,4 +1,4 @@
-"""Micro-batches over data-parallel ranks, and their order there, by work and 1F1B; the same on every rank."""
+"""Micro-batches of data-parallel ranks and their order there, alike on every rank."""
 
 import functools
 import itertools
@@ -20,24 +20,24 @@ MOST_MOVED = 128
 def place(
     work: np.ndarray, job: Job, experts: np.ndarray | None = None, tokens: np.ndarray | None = None
 ) -> np.ndarray:
-    """Which micro-batches each data-parallel rank runs: int64 [dp, M / dp], ascending unless ranks divide experts.
+    """Return the micro-batches of each data-parallel rank, int64 [dp, M / dp].
 
-    Total and largest work of the ranks come out alike: the greatest `rank_cost` is made small, from a start that deals
-    micro-batches out in descending work, back and forth over the ranks, by swapping a micro-batch of the costliest rank
-    for one of the cheapest other rank with which both cost less than that by 1/8192. Round-robin, as Megatron's own
-    sampler does, where the job keeps its order.
+    They ascend unless ranks divide experts. Total and largest work of the ranks come out alike: from a start that deals
+    micro-batches in descending work, back and forth over the ranks, a micro-batch of the costliest rank (`rank_cost`)
+    is swapped for one of the cheapest other rank with which both cost less by 1/8192. Round-robin, as in Megatron's own
+    sampler, if the job keeps its order.
 
-    Ranks that divide experts (`Parallel.expert_dp_ranks`) run micro-batches side by side that are neighbours in work
-    outside of experts, which makes the sum of `paces` the least. Such bundles are then dealt out as micro-batches are.
+    Ranks that divide experts (`Parallel.expert_dp_ranks`) run micro-batches concurrently that are neighbours in work
+    outside of experts, which makes the sum of `paces` the least. Such bundles are then dealt as micro-batches are.
 
-    A rank that came out with more tokens than memory counts on (`Job.most_rank_tokens`) would have many short documents
-    beside ranks with few long ones. Then micro-batches are dealt in descending tokens, back and forth: sums of ranks
-    differ by no more than the longest.
+    A rank with more tokens than memory allows for (`Job.most_rank_tokens`) would have many short documents next to
+    ranks with few long ones. Then micro-batches are dealt in descending tokens: sums of ranks differ by at most the
+    longest.
 
     Args:
         work: of all M micro-batches, int64 [M].
         job: the layout, and whether micro-batches change places.
-        experts: the part of `work` that experts do, int64 [M]; None: no part.
+        experts: the part of `work` in experts, int64 [M]; None: no part.
         tokens: of all M, int64 [M]; None: few enough.
     """
     dp, beside = job.parallel.dp, job.parallel.expert_dp_ranks
@@ -56,14 +56,14 @@ def place(
 
 
 def paces(work: np.ndarray, experts: np.ndarray, job: Job) -> np.ndarray:
-    """Work that micro-batches take the time of beside those of ranks that divide experts: int64 [ranks, M].
+    """Return the work that sets the time of micro-batches, int64 [ranks, M].
 
-    In every layer such ranks wait for the one with the most work outside of experts, and do equal shares of the work of
-    experts. That is `work` itself where every rank has all experts.
+    In every layer, ranks that divide experts wait for the one with the most work outside of experts, and do equal
+    shares of the work of experts. If every rank has all experts, this is `work` itself.
 
     Args:
         work: of the M micro-batches of neighbouring ranks, int64 [ranks, M].
-        experts: the part of it that experts do, int64 [ranks, M].
+        experts: the part of it in experts, int64 [ranks, M].
         job: the layout.
     """
     beside = job.parallel.expert_dp_ranks
@@ -78,33 +78,32 @@ def _deal(work: np.ndarray, ranks: int, job: Job) -> np.ndarray:
 
 
 def _back_and_forth(sizes: np.ndarray, ranks: int) -> np.ndarray:
-    """Micro-batches of every rank, dealt in descending size, int64 [ranks, M / ranks]."""
+    """Deal micro-batches in descending size: int64 [ranks, M / ranks]."""
     rounds = np.argsort(-sizes, kind="stable").reshape(-1, ranks)
     rounds[1::2] = rounds[1::2, ::-1]
     return np.ascontiguousarray(rounds.T)
 
 
 def rank_cost(work: np.ndarray, job: Job) -> np.ndarray:
-    """About the time of 1F1B on micro-batches of `work` (int64 [..., M]) on a rank, by `cost_weights`: int64 [...]."""
+    """Return the approximate time of 1F1B on `work` (int64 [..., M]), int64 [...]."""
     weights = cost_weights(job.schedule())
     cost: np.ndarray = weights.total * work.sum(axis=-1) + weights.largest * work.max(axis=-1)
     return cost
 
 
 def order(work: np.ndarray, job: Job) -> np.ndarray:
-    """The order of a rank's micro-batches of about the shortest 1F1B: int64 [M], a permutation.
+    """Return a rank's order of micro-batches for about the shortest 1F1B, int64 [M].
 
-    A function of the arguments alone, in integers, so that all stages of a pipeline find the same. All orders are tried
-    for up to `EXHAUSTIVE` micro-batches, and the first in lexicographic order wins. For more, the best of some shapes
-    with the small ones at the ends (`_shapes`), improved by `ROUNDS` rounds of `TRIES` swaps and moves each. Never
-    worse than their own order, which a job of one stage keeps: there all take equally long.
+    A function of the arguments alone, in integers, so all stages of a pipeline agree. Up to `EXHAUSTIVE` micro-batches,
+    the first best order in lexicographic order wins. For more, the best of some shapes with the small ones at the ends
+    (`_shapes`), improved by `ROUNDS` rounds of `TRIES` swaps and moves each. Never worse than the given order, which a
+    job of one stage keeps.
 
     Args:
         work: of the rank's micro-batches, int64 [M].
         job: the pipeline, and whether micro-batches change places.
 
-    Raises:
-        ValueError: more model chunks than upstream runs with so few micro-batches.
+    Raises ValueError for more model chunks than upstream runs with so few micro-batches.
     """
     count = len(work)
     if job.parallel.pp == 1 or not job.reorders:
@@ -127,16 +126,16 @@ def order(work: np.ndarray, job: Job) -> np.ndarray:
 
 @functools.lru_cache(maxsize=16)
 def _permutations(count: int) -> np.ndarray:
-    """All orders of `count` micro-batches in lexicographic order, int64 [count!, count]."""
+    """Return all orders in lexicographic order, int64 [count!, count]."""
     return np.array(list(itertools.permutations(range(count))), np.int64)
 
 
 @functools.lru_cache(maxsize=16)
 def _shapes(count: int) -> np.ndarray:
-    """Orders of micro-batches by rank in work that go up from small to large and down again, int64 [shapes, count].
+    """Return orders by rank in work that go up and down again, int64 [shapes, count].
 
-    They differ in how many go up or down, and whether these are the smallest or taken evenly from all. Counted without
-    floating point, which need not round alike on all machines of a pipeline.
+    They differ in how many go up or down, and whether these are the smallest or taken evenly from all. Integers only:
+    floating point need not round alike on all machines of a pipeline.
     """
     rank = np.arange(count)
     shapes, few = [], 0
@@ -150,7 +149,7 @@ def _shapes(count: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=16)
 def _moves(count: int) -> tuple[np.ndarray, ...]:
-    """`ROUNDS` sets of up to `TRIES` changes of an order, int64 [changes, count]: two swap places, or one moves."""
+    """Return `ROUNDS` sets of up to `TRIES` swaps or moves, int64 [changes, count]."""
     pairs = itertools.permutations(range(count), 2)
     changes = [(i, j, swap) for i, j in pairs for swap in ((False, True) if i < j else (False,))]
 

@@ -19,7 +19,7 @@ MAX_BYTES = 4 << 30
 
 
 def make(header: dict[str, Any], waiting: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Return the state of `header` and waiting documents (DOCUMENT arrays), as JSON types."""
+    """Return the state of `header` and waiting DOCUMENT arrays, as JSON types."""
     state = {"format": FORMAT, "version": VERSION, **header}
     state["waiting"] = {place: [list(row) for row in rows.tolist()] for place, rows in waiting.items()}
     return state | {"digest": _digest(state)}
@@ -54,7 +54,7 @@ def _digest(state: dict[str, Any]) -> str:
 
 
 def save(path: str | os.PathLike[str], state: dict[str, Any], job: Job) -> None:
-    """Write a state and its job atomically: a crash leaves the old file or the new one, never a part.
+    """Write a state and its job atomically: a crash leaves the old or the new file.
 
     The job only serves comparison with the job of a resumed run. Raises OSError, naming the file, if the disk does not
     take it, and ValueError for a state that `load` would refuse.

@@ -1,4 +1,4 @@
-"""The plan of a step: each micro-batch's documents, data-parallel rank, and CP shards."""
+"""Plan of a step: documents, data-parallel rank and CP shards of micro-batches."""
 
 import atexit
 import hashlib
@@ -17,7 +17,7 @@ from megatron_wlb import sharding
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job
 from megatron_wlb.plan import metrics, placement
-from megatron_wlb.plan.packer import PackedStep, Packer, Snapshot
+from megatron_wlb.plan.packer import PackedStep, Packer
 from megatron_wlb.simulate.weight_gradients import weight_gradients_before
 from megatron_wlb.types import PackedBatch, ShardPlan
 
@@ -51,13 +51,11 @@ class MicroBatchPlan:
 class StepPlan:
     """Everything that a rank needs to know about one step."""
 
-    step: int
+    packed: PackedStep
     micro_batches: tuple[MicroBatchPlan, ...]
     """Micro-batches of this data-parallel rank, in pipeline order."""
     weight_gradients_before: np.ndarray | None
     """See `simulate.weight_gradients`; None: none are deferred."""
-    batch: PackedBatch
-    """All M micro-batches."""
     work: np.ndarray
     """Work of all M micro-batches, int64 [M]."""
     original_work: np.ndarray
@@ -68,8 +66,15 @@ class StepPlan:
     """`digest_of` parts of the plan that are the same on all ranks."""
     own_digest: int
     """`digest_of` what ranks of one data-parallel rank share: order, shards, rounds, deferred weight gradients."""
-    snapshot: Snapshot
-    """State of the packer after this step."""
+
+    @property
+    def step(self) -> int:
+        return self.packed.step
+
+    @property
+    def batch(self) -> PackedBatch:
+        """All M micro-batches."""
+        return self.packed.batch
 
     @property
     def digest(self) -> int:
@@ -80,16 +85,6 @@ class StepPlan:
     def tokens(self) -> int:
         """Trained tokens of all M micro-batches."""
         return int(self.batch.documents["length"].sum())
-
-    @property
-    def num_waiting(self) -> int:
-        """Documents drawn and not yet packed."""
-        return self.snapshot.num_waiting
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """State of the packer after this step; computed on each access."""
-        return self.snapshot.state()
 
 
 def plan_step(packer: Packer, job: Job, dp_rank: int = 0) -> StepPlan:
@@ -110,10 +105,9 @@ def plan_packed(packed: PackedStep, job: Job, dp_rank: int, rows: np.ndarray | N
     shards = [m.shards for m in micro_batches]
     before = weight_gradients_before(job, shards) if job.defer_weight_gradients else None
     return StepPlan(
-        step=packed.step,
+        packed=packed,
         micro_batches=micro_batches,
         weight_gradients_before=before,
-        batch=batch,
         work=work,
         original_work=metrics.original_work(packed.drawn, job),
         delays=metrics.delays(batch, packed.step),
@@ -123,21 +117,20 @@ def plan_packed(packed: PackedStep, job: Job, dp_rank: int, rows: np.ndarray | N
             "placement": digest_of(rows),
         },
         own_digest=digest_of(before, *(part for m in micro_batches for part in _agreed(m))),
-        snapshot=packed.snapshot,
     )
 
 
 def step_cost(batch: PackedBatch, job: Job) -> int:
-    """Approximate time of a step's costliest data-parallel rank, in work (`placement.rank_cost`)."""
+    """Return the approximate time of the costliest data-parallel rank, in work."""
     work = batch.sums(document_work(batch.documents["length"], job.crossover_tokens))
     _, paces = _placed(work, batch.sums(batch.documents["length"]), job)
     return int(placement.rank_cost(paces, job).max())
 
 
 def shard_step(job: Job, lengths: Sequence[np.ndarray]) -> list[list[ShardPlan]]:
-    """Place and shard M micro-batches of documents of `lengths` (int64 [n] each), as `plan_step`.
+    """Return every data-parallel rank's shards of a step, in pipeline order.
 
-    Returns the shards of every data-parallel rank's micro-batches in pipeline order.
+    Places and shards M micro-batches of documents of `lengths` (int64 [n] each), as `plan_step`.
     """
     work = np.array([document_work(each, job.crossover_tokens).sum() for each in lengths])
     rows, paces = _placed(work, np.array([each.sum() for each in lengths]), job)
@@ -148,7 +141,7 @@ def shard_step(job: Job, lengths: Sequence[np.ndarray]) -> list[list[ShardPlan]]
 def _placed(
     work: np.ndarray, tokens: np.ndarray, job: Job, rows: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return each data-parallel rank's micro-batches and `placement.paces`, int64 [dp, M / dp] each.
+    """Return micro-batches of data-parallel ranks, and `paces`, int64 [dp, M / dp].
 
     `work` and `tokens` cover all M micro-batches, int64 [M].
     """
@@ -180,7 +173,7 @@ def digest_of(*parts: Any) -> int:
 
 
 class Planner:
-    """Plans steps in a thread of its own, at most `PLAN_AHEAD` steps ahead of training.
+    """Plans steps in a thread, at most `PLAN_AHEAD` steps ahead of training.
 
     Steps are kept until `release`, so that several data iterators (one per virtual stage) and replays of a step read
     the same plan. Plans are keyed by step, never by the number of reads. The thread lives until `close`, or until the

@@ -1,4 +1,4 @@
-"""The order of documents: shuffled epochs, blends, pieces; resumable from a few integers.
+"""Order of documents: shuffled epochs, blends, pieces; resumable from integers.
 
 The shuffled order of an epoch is a keyed permutation computed on the fly (a Feistel network with cycle walking), so it
 takes no memory. A blend always draws from the dataset that is furthest behind its share of tokens.
@@ -23,7 +23,7 @@ _CHUNK, _MANY = 1 << 14, 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One dataset of a blend: the documents [first, first + len(lengths)) of a `.bin/.idx` dataset."""
+    """One dataset of a blend: documents [first, first + len(lengths)) of a dataset."""
 
     lengths: np.ndarray | TrainedTokens
     """Trained tokens of each document, int32 or int64 [documents]; see `dataset.trained_tokens`."""
@@ -50,7 +50,7 @@ class Source:
 
 
 class _Order:
-    """The documents of a source in order, epoch after epoch; skips those with nothing to train.
+    """Documents of a source in order, epoch after epoch, that have tokens to train.
 
     Args:
         source: the dataset.
@@ -71,7 +71,7 @@ class _Order:
         self._document = self._length = self._ends = self._drawn = np.empty(0, np.int64)
 
     def permute(self) -> None:
-        """Go to the next chunk if this one is used up. Permutes whole chunks, since permuting is costly."""
+        """Go to the next chunk if this one is used up; permutes a chunk at a time."""
         size = len(self._source.lengths)
         while self.at == len(self.lengths):
             epoch: int | np.ndarray
@@ -93,7 +93,7 @@ class _Order:
         return min(int(np.searchsorted(self._ends, start + tokens)) + 1, len(self.lengths)) - self.at
 
     def take(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Take the next `count` documents of the chunk; returns numbers and lengths, int64 [count] each."""
+        """Return numbers and lengths of the chunk's next documents, int64 [count] each."""
         taken = slice(self.at, self.at + count)
         self.at += count
         if count:
@@ -102,14 +102,14 @@ class _Order:
 
 
 class DocumentStream:
-    """Stream of documents in pieces of at most `context_length` tokens; endless without `num_epochs`.
+    """Stream of documents in pieces of at most `context_length` tokens.
 
     Args:
         sources: the datasets of the blend; weights are shares of tokens.
         seed: seed of the epoch shuffles.
         context_length: longest piece in tokens.
         shuffle: False for file order.
-        num_epochs: passes over every dataset; an exhausted dataset drops out of the blend.
+        num_epochs: passes over every dataset, which then drops out of the blend; None: endless.
 
     Raises ValueError if the blend is empty, a dataset has nothing to train or a document of negative length, or a
     weight is not positive.
@@ -162,7 +162,7 @@ class DocumentStream:
         return self._head is None and not self._open()
 
     def take(self, limit: int) -> np.ndarray:
-        """Take all next pieces that begin before token `limit` of the stream: DOCUMENT [n], with `arrival` 0."""
+        """Take all next pieces that begin before token `limit`: DOCUMENT [n], arrival 0."""
         dataset, document, offset, length = self._take_documents(limit - self._position)
         left = length - offset
         starts = self._position + np.cumsum(left) - left
@@ -224,7 +224,10 @@ class DocumentStream:
         return [i for i, limit in enumerate(self._limits) if self._counts[i] < limit]
 
     def _take_documents(self, tokens: int) -> np.ndarray:
-        """Take documents with a piece that begins within `tokens`: dataset, number, offset, length; int64 [4, n]."""
+        """Take documents with a piece that begins within `tokens`, int64 [4, n].
+
+        Rows: dataset, number, offset, length.
+        """
         runs = [np.empty((4, 0), np.int64)]
         if self._head and tokens > 0:
             dataset, document, offset = self._head
@@ -245,7 +248,7 @@ class DocumentStream:
         return np.concatenate(runs, axis=1)
 
     def _next_datasets(self, datasets: list[int], tokens: int) -> np.ndarray:
-        """Choose datasets of the documents that begin within `tokens`, until a chunk is used up."""
+        """Return datasets of the next documents within `tokens`, up to a chunk's end."""
         orders = [self._orders[i] for i in datasets]
         for order in orders:
             order.permute()
@@ -271,7 +274,7 @@ class DocumentStream:
 
 
 def shuffled(places: np.ndarray, size: int, key: tuple[int | np.ndarray, ...]) -> np.ndarray:
-    """Return elements `places` (int64 [n]) of permutations of range(size) that `key` selects, int64 [n].
+    """Return elements `places` (int64 [n]) of keyed permutations of range(size).
 
     `key` may hold arrays of integers, int64 [n], which select one for each place.
 

@@ -1,8 +1,6 @@
-"""The exchange of K, V and their gradients between context-parallel ranks.
+"""Exchange of K and V, or of latents, and of gradients between CP ranks.
 
-In place of K and V the latents that they are expanded from can travel.
-
-A *pool* holds the rows that arrive and the rank's own rows; keys are gathered from it in the order of a part.
+A *pool* holds the rows that arrive, then the rank's own rows; keys are gathered from it in the order of a part.
 """
 
 import functools
@@ -20,13 +18,13 @@ _all_to_all = dist.all_to_all_single
 
 
 def exchange_rows(x: Tensor, metadata: ShardMetadata, group: dist.ProcessGroup | None) -> Tensor:
-    """The rows of x [s, ...] on all ranks that local queries see, [P, ...].
+    """Return the rows of x [s, ...] that local queries see, [P, ...].
 
-    Prepares keys for `attention_to_keys`: x is anything that K and V are computed from row by row, such as latents;
-    differentiable once. Takes one all-to-all in forward and one in backward. Gradients return in the dtype of x and are
-    summed in fp32 (fp64 for fp64). Saves no tensor for backward.
+    x is anything that K and V are computed from row by row, for `attention_to_keys`; differentiable once. Takes an
+    all-to-all in forward and one in backward. Gradients return in the dtype of x and are summed in fp32 (fp64 for
+    fp64). Saves no tensor.
 
-    Raises ValueError for a plan of several rounds, and for a group of other ranks than the plan's.
+    Raises ValueError for a plan of several rounds, and for a group that does not fit the plan.
     """
     part = only_part(metadata)
     check_group(metadata, group)
@@ -47,15 +45,13 @@ class _ExchangeRows(torch.autograd.Function):
         if part.sent:
             given = gradient.index_select(0, part.arrived_keys)
             back = given.new_empty((part.sent_rows.shape[0], *given.shape[1:]))
-            work = _exchanged(given, back, part, group, back=True)
-            if work is not None:
-                work.wait()
+            _exchanged(given, back, part, group, back=True).wait()
             total.index_add_(0, part.sent_rows, back.to(total.dtype))
         return total.to(gradient.dtype), None, None
 
 
 def begin(kv: Tensor, part: Part, group: dist.ProcessGroup | None) -> tuple[Tensor, dist.Work | None]:
-    """The pool of kv [n, ...], and the collective that fills it with other rows."""
+    """Return the pool of kv [n, ...], and the collective that receives into it."""
     if not part.sent:
         return kv, None
     own, arrived = kv[part.own_rows], part.arrived_keys.shape[0]
@@ -65,22 +61,22 @@ def begin(kv: Tensor, part: Part, group: dist.ProcessGroup | None) -> tuple[Tens
 
 
 def finish(pool: Tensor, work: dist.Work | None, part: Part) -> Tensor:
-    """K and V of P rows from a pool, which is let go of before they are used."""
+    """Return K and V of P rows from a pool."""
     if work is not None:
         work.wait()
     return pool if part.keys_are_rows else pool.index_select(0, part.gather)
 
 
 class Sum:
-    """dK and dV of rows, summed over the parts that contain them."""
+    """Sums dK and dV over the parts of their rows."""
 
     def __init__(self, dk: Tensor, dv: Tensor) -> None:
-        """Writes dk [n, h, D] and dv [n, h, Dv] once `left` parts are done."""
+        """Write dk [n, h, D] and dv [n, h, Dv] once `left` parts are done."""
         self._into, self.left = (dk, dv), 0
         self._total: Tensor | None = None
 
     def add(self, values: Tensor, rows: slice) -> None:
-        """Add gradients of K and V of `rows`, side by side; takes over `values`."""
+        """Add gradients of `rows` (`side_by_side`); takes over `values`."""
         num_rows = self._into[0].shape[0]
         if self._total is None and values.shape[0] == num_rows:
             self._total = values
@@ -90,7 +86,7 @@ class Sum:
         self._total[rows] += values
 
     def done(self, back: Tensor | None, rows: Tensor) -> None:
-        """Add what came `back` to `rows`; after the last part, write the sums."""
+        """Add gradients that came `back` to `rows`; after the last part, write the sums."""
         assert self._total is not None
         if back is not None:
             self._total.index_add_(0, rows, back.to(self._total.dtype))
@@ -101,13 +97,13 @@ class Sum:
 
 
 class Leaving:
-    """dK and dV of a round on their way to the ranks that hold the rows."""
+    """Sends dK and dV of a round to the ranks that hold the rows."""
 
     def __init__(
         self, dkv: Tensor, total: Sum, part: Part, group: dist.ProcessGroup | None, dtype: torch.dtype | None
     ) -> None:
-        """dkv comes from `attend_backward`; it leaves in `dtype`, by default its own."""
-        self._total, self._rows, self._back, self._work = total, part.sent_rows, None, None
+        """`dkv`: result of `attend_backward`; sent in `dtype`, by default its own."""
+        self._total, self._rows, self._back = total, part.sent_rows, None
         total.add(dkv if part.keys_are_rows else dkv.index_select(0, part.own_keys), part.own_rows)
         if part.sent:
             self._given = dkv.to(dtype or dkv.dtype).index_select(0, part.arrived_keys)
@@ -116,28 +112,26 @@ class Leaving:
 
     def arrive(self) -> None:
         """Wait for the gradients from other ranks, and add them."""
-        if self._work is not None:
+        if self._back is not None:
             self._work.wait()
         self._total.done(self._back, self._rows)
 
 
 def _exchanged(
     arriving: Tensor, leaving: Tensor, part: Part, group: dist.ProcessGroup | None, back: bool = False
-) -> dist.Work | None:
-    """Start moving `leaving` to its readers, or with `back`, `arriving` to its source."""
-    received, sent = list(part.received), list(part.sent)
-    if back:
-        return _all_to_all(leaving, arriving, sent, received, group=group, async_op=True)
-    return _all_to_all(arriving, leaving, received, sent, group=group, async_op=True)
+) -> dist.Work:
+    """Start sending `leaving` to its readers; `back`: `arriving` to its source."""
+    received, sent = (arriving, list(part.received)), (leaving, list(part.sent))
+    (into, into_sizes), (given, sizes) = (sent, received) if back else (received, sent)
+    return _all_to_all(into, given, into_sizes, sizes, group=group, async_op=True)
 
 
 @functools.cache
 def of_gradients(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A second group of the same ranks; all of them must call.
+    """Return a second group of the group's ranks; all of them must call.
 
-    NCCL runs what is exchanged in a group in the order in which it was begun. Gradients, which leave when a round has
-    been computed, would hold up the K and V of the next but one, and with `CUDA_DEVICE_MAX_CONNECTIONS=1` the attention
-    between them.
+    NCCL runs a group's collectives in order. Gradients, which leave once a round has been computed, would delay K and V
+    of the next but one round and, with `CUDA_DEVICE_MAX_CONNECTIONS=1`, the attention between them.
     """
     return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
 

@@ -1,18 +1,12 @@
-"""Causal attention of packed documents over context-parallel ranks: exchange K and V, run every call, save only shards.
+"""Causal attention of packed documents over context-parallel ranks.
 
 Shapes: s local rows; Hq query heads, a multiple of the Hkv key heads; head size D, Dv of values. Attention runs in
-rounds (`ShardPlan.rounds`), each for a set of documents, which has n of the rows and P keys, and for h of the key heads
-with their query heads. K and V of the next round arrive, and dK and dV of the last one leave, while this one computes;
-the first K and V of backward may be sent before (`send_ahead`). `kv` holds K and V side by side, [rows, 2, h, D], or
-[rows, h, D + Dv] where Dv is not D: they are copied together once, which frees the QKV projection that they are views
-of, and one collective and one index_select move both.
-
-Or nothing is exchanged here: `exchange_rows` has moved what K and V are made of, and `attention_to_keys` takes them.
+rounds (`ShardPlan.rounds`), each for a set of documents with n of the rows and P keys, and for h of the key heads with
+their query heads. While a round computes, K and V of the next one arrive, and dK and dV of the last one leave. `kv`
+holds K and V `side_by_side`: one copy frees the QKV projection, and one collective moves both.
 """
 
-import functools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -38,17 +32,14 @@ class AttentionOptions:
     window: int | None = None
     """Keys that a query sees before its own; None: all of its document."""
     save_gathered: bool = False
-    """Keep the keys of documents that are exchanged for backward, which then need not travel again: memory in every
-    layer."""
+    """Keep exchanged keys for backward instead of sending them again: memory in every layer."""
     gradients_in_fp32: bool = True
-    """dK and dV travel between ranks in fp32 (fp64 for fp64), else in the dtype of K and V; they are summed in fp32."""
-    two_streams: bool = False
-    """Run the first of two calls on a CUDA stream of its own, beside the second."""
+    """Send dK and dV in fp32 (fp64 for fp64), else in the dtype of K and V; they are summed in fp32."""
     latents: bool = False
     """The model moves latents by `exchange_rows`, and calls `attention_to_keys`."""
 
     def calls(self, part: Part, head_size: int) -> list[tuple[Call, KernelArgs]]:
-        """The calls of a part, each with what `backend` is given."""
+        """Return the calls of a part, each with its kernel arguments."""
         scale = head_size**-0.5 if self.scale is None else self.scale
         calls = zip(part.calls, part.tables, strict=True)
         return [(c, KernelArgs(table, c.max_q, c.max_k, scale, self.window, part.causal)) for c, table in calls]
@@ -63,20 +54,17 @@ def context_parallel_attention(
     options: AttentionOptions,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Every row attends to the rows up to itself of its own document, wherever these are; differentiable once.
+    """Return attention of every row to its document up to itself, [s, Hq, Dv].
 
-    q [s, Hq, D], k [s, Hkv, D], v [s, Hkv, Dv] are the local rows in the order of `metadata`; returns out [s, Hq, Dv],
-    where Dv is D unless the backend takes any. With `sink` [Hq], every row also attends to a key of that score, by
-    head, whose value is 0. `group` has one rank per shard of the plan (None: a single shard), and all of them must
-    call. Communication, for every round with documents that are on several ranks: an all-to-all of the K and V that are
-    needed, in forward and again in backward, and one of their gradients. Saved for backward: q, k, v, out and the
-    log-sum-exps, none of them a view of anything larger.
+    q [s, Hq, D], k [s, Hkv, D], v [s, Hkv, Dv] are the local rows in the order of `metadata`. With `sink` [Hq], every
+    row also attends to a key of value 0 with its head's score. `group` has one rank per shard of the plan (None: a
+    single shard), and all of them must call. Every round with documents on several ranks takes an all-to-all of K and V
+    in forward, another in backward, and one of gradients. Differentiable once; saves q, k, v, out and the log-sum-exps,
+    none of them a view of a larger tensor.
 
-    Raises ValueError where shapes, dtypes, devices or ranks do not fit each other. Source: WLB-LLM (OSDI'25),
-    section 5.
+    Raises ValueError if shapes, dtypes, devices or ranks do not fit. Source: WLB-LLM (OSDI'25), section 5.
     """
     _check_shapes(q, k, v, metadata, options)
-    _check_inputs(q, k, v, metadata, options.backend)
     check_group(metadata, group)
     return _ContextParallelAttention.apply(q, k, v, sink, metadata, group, options)
 
@@ -84,13 +72,12 @@ def context_parallel_attention(
 def attention_to_keys(
     q: Tensor, kv: Tensor, metadata: ShardMetadata, options: AttentionOptions, sink: Tensor | None = None
 ) -> Tensor:
-    """`context_parallel_attention` of local queries to keys that are all there: nothing is exchanged.
+    """Return attention of local queries to keys that are all here, [s, Hq, Dv].
 
-    q [s, Hq, D] are the local rows, kv is K [P, Hkv, D] and V [P, Hkv, Dv] of the rows that they see, `side_by_side`,
-    in the order in which `exchange_rows` gives rows; returns out [s, Hq, Dv]. kv itself is saved for backward, and q
-    where it is not a view, so that what they hold may be let go and made again.
+    q [s, Hq, D] are the local rows; kv is K [P, Hkv, D] and V [P, Hkv, Dv], `side_by_side`, of the rows of
+    `exchange_rows`. Saves kv itself, and q if it is no view, so that their storage may be freed and computed again.
 
-    Raises ValueError where shapes, dtypes or devices do not fit each other, and for a plan of several rounds.
+    Raises ValueError if shapes, dtypes or devices do not fit, and for a plan of several rounds.
     """
     k, v = keys_and_values(kv, q.shape[-1])
     rows = only_part(metadata).gather.shape[0]
@@ -99,16 +86,15 @@ def attention_to_keys(
             f"q has {q.shape[0]} and kv {kv.shape[0]} rows, but the shard has {metadata.num_rows} and sees {rows}; "
             "pass the metadata of the same micro-batch and rank, and kv of what `exchange_rows` gave"
         )
-    _check_heads(q, k, v, options)
-    _check_inputs(q, k, v, metadata, options.backend)
+    _check_inputs(q, k, v, metadata, options)
     return _ContextParallelAttention.apply(q, kv, None, sink, metadata, None, options)
 
 
 def send_ahead(node: Any) -> None:
-    """Send the first K and V of a backward that will run, while what comes before it computes.
+    """Prefetch the first K and V of backward while earlier work computes.
 
-    `node` is `out.grad_fn` of `context_parallel_attention`, and every rank of its group must call, in the same order
-    among their collectives. What arrives is held from now on.
+    `node` is `out.grad_fn` of `context_parallel_attention`. Every rank of its group must call, in the same order among
+    their collectives.
     """
     node.begun = _begin_backward(node)
 
@@ -125,7 +111,7 @@ class _ContextParallelAttention(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         options: AttentionOptions,
     ) -> Tensor:
-        """Without v, k is K and V of all keys side by side."""
+        """Without v, k holds K and V of all keys, `side_by_side`."""
         q, kv, arrived = owned(q), k if v is None else side_by_side(k, v), v is None
         out = q.new_empty((*q.shape[:2], keys_and_values(kv, q.shape[-1])[1].shape[-1]))
         rounds = _rounds(q, k, metadata, arrived)
@@ -157,7 +143,7 @@ class _ContextParallelAttention(torch.autograd.Function):
         group, options, rounds, arrived = ctx.setup
         (q, kv, out, sink, *lses), order, arriving = ctx.begun or _begin_backward(ctx)
         ctx.begun = None
-        # A gradient may have any strides, that of a plain sum 0.
+        # A gradient may have any strides: the gradient of a plain sum has 0.
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         dq, dsink = torch.empty_like(q), None
         if sink is not None and ctx.needs_input_grad[3]:
@@ -208,7 +194,7 @@ class _Begun(NamedTuple):
     saved: list[Any]
     """q, kv, out, the sink or None, and the log-sum-exps of `_own_calls`."""
     order: list[int]
-    """Of rounds."""
+    """Rounds in the order in which backward runs them."""
     arriving: Iterator[Tensor]
 
 
@@ -216,15 +202,14 @@ def _begin_backward(ctx: Any) -> _Begun:
     group, _, rounds, _ = ctx.setup
     q, kv, out, sink, *rest = ctx.saved_tensors
     calls = len(_own_calls(rounds))
-    # What is not exchanged goes last, and hides the last gradients that leave.
+    # Rounds without an exchange go last, to overlap the last gradients that leave.
     order = sorted(range(len(rounds)), key=lambda i: not rounds[i].part.sent)
-    return _Begun(
-        [q, kv, out, sink, *rest[:calls]], order, _arriving(kv, [rounds[i] for i in order], group, kept=rest[calls:])
-    )
+    arriving = _arriving(kv, [rounds[i] for i in order], group, kept=rest[calls:])
+    return _Begun([q, kv, out, sink, *rest[:calls]], order, arriving)
 
 
 def _sink_gradient(sink: Tensor, rounds: list["_Round"], dout: Tensor, out: Tensor, lses: list[Tensor]) -> Tensor:
-    """That of `sink` [Hq]. The other gradients need nothing for it: out and the log-sum-exps know of it."""
+    """Return the gradient of `sink` [Hq]; out and log-sum-exps include the sink."""
     gradient = torch.zeros_like(sink, dtype=torch.promote_types(sink.dtype, torch.float32))
     for (round, call), lse in zip(_own_calls(rounds), lses, strict=True):
         share = torch.exp(sink[round.q[1], None] - lse)
@@ -236,24 +221,22 @@ def _sink_gradient(sink: Tensor, rounds: list["_Round"], dout: Tensor, out: Tens
 def attend(
     q: Tensor, kv: Tensor, out: Tensor, part: Part, options: AttentionOptions, merged: Tensor | None = None
 ) -> list[Tensor]:
-    """Attention of queries q [n, Hq, D] to all keys kv of a part (`side_by_side`, P rows), into out [n, Hq, Dv].
+    """Write attention of q [n, Hq, D] to the P keys kv of a part to out.
 
-    Returns one log-sum-exp [Hq, rows] per call. With `merged` [Hq, n], the log-sum-exps of what out already has, none
-    is returned: both are brought to what they are with these keys as well.
+    kv is `side_by_side`, out [n, Hq, Dv]. Returns one log-sum-exp [Hq, rows] per call; with `merged` [Hq, n], the
+    log-sum-exps of out so far, adds these keys to both instead.
     """
-    streams, lse, (k, v) = _Streams(q, part, options), [], keys_and_values(kv, q.shape[-1])
-    for i, (call, args) in enumerate(options.calls(part, q.shape[-1])):
-        with streams.of(i):
-            values, sums = options.backend.forward(q[call.rows], k, v, args)
-            if merged is None:
-                out[call.rows] = values
-                lse.append(sums)
-            else:
-                before = merged[:, call.rows]
-                share = torch.sigmoid(sums - before).T.to(out.dtype)
-                out[call.rows].lerp_(values, share[:, :, None])
-                merged[:, call.rows] = torch.logaddexp(before, sums)
-    streams.join()
+    lse, (k, v) = [], keys_and_values(kv, q.shape[-1])
+    for call, args in options.calls(part, q.shape[-1]):
+        values, sums = options.backend.forward(q[call.rows], k, v, args)
+        if merged is None:
+            out[call.rows] = values
+            lse.append(sums)
+        else:
+            before = merged[:, call.rows]
+            share = torch.sigmoid(sums - before).T.to(out.dtype)
+            out[call.rows].lerp_(values, share[:, :, None])
+            merged[:, call.rows] = torch.logaddexp(before, sums)
     return lse
 
 
@@ -267,58 +250,27 @@ def attend_backward(
     part: Part,
     options: AttentionOptions,
 ) -> Tensor:
-    """Gradients of `attend`: into dq [n, Hq, D]; returns this rank's share of dK and dV, like kv.
+    """Write dq [n, Hq, D] of `attend`; return this rank's dK and dV, like kv.
 
-    In fp32 (fp64 for fp64), in which calls and ranks are summed, or in the dtype of kv if there is one of both. Of a
-    document in parts, out and lse are those of all of them, and dq is added to what it has.
+    They are in fp32 (fp64 for fp64) if calls or ranks are summed, else in the dtype of kv. For a document in parts, out
+    and lse cover all parts, and dq is added to.
     """
     summed = len(part.calls) > 1 or part.sent or part.of[1] is not None
     dtype = torch.promote_types(kv.dtype, torch.float32) if summed else kv.dtype
     dkv = torch.empty_like(kv, dtype=dtype, memory_format=torch.contiguous_format)
-    streams, (k, v) = _Streams(q, part, options), keys_and_values(kv, q.shape[-1])
+    k, v = keys_and_values(kv, q.shape[-1])
     for i, ((call, args), sums) in enumerate(zip(options.calls(part, q.shape[-1]), lse, strict=True)):
         local = dout[call.rows], q[call.rows], k, v, out[call.rows], sums
-        args = args._replace(adds_up=i > 0, before_adding=streams.join if i > 0 else None)
-        with streams.of(i):
-            gradient = options.backend.backward(*local, dkv, args)
-            if part.of[1] is None:
-                dq[call.rows] = gradient
-            else:
-                dq[call.rows] += gradient
-    streams.join()
+        gradient = options.backend.backward(*local, dkv, args._replace(adds_up=i > 0))
+        if part.of[1] is None:
+            dq[call.rows] = gradient
+        else:
+            dq[call.rows] += gradient
     return dkv
 
 
-class _Streams:
-    """Where calls run: all on the current stream, or with `two_streams` the first of two on another one.
-
-    That begins when all that was queued before has ended, and ends before anything after `join`, so memory that is
-    freed on either stream is not written anew while the other reads it.
-    """
-
-    def __init__(self, q: Tensor, part: Part, options: AttentionOptions) -> None:
-        self._beside: torch.cuda.Stream | None = None
-        if options.two_streams and q.is_cuda and len(part.calls) > 1:
-            self._beside = _side_stream(q.device)
-            self._beside.wait_stream(torch.cuda.current_stream(q.device))
-
-    def of(self, call: int) -> AbstractContextManager[Any]:
-        """Within, work is queued where call number `call` runs."""
-        return torch.cuda.stream(self._beside) if self._beside is not None and call == 0 else nullcontext()
-
-    def join(self) -> None:
-        """What is queued on the current stream from here on runs after the first call."""
-        if self._beside is not None:
-            torch.cuda.current_stream(self._beside.device).wait_stream(self._beside)
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
 class _Round(NamedTuple):
-    """A round: its rows and heads, as q and all like it and k and all like it are indexed, and what it computes."""
+    """A round: its index into q, out, dq and lse, its index into k and v, its part."""
 
     q: tuple[slice, slice]
     k: tuple[slice, slice]
@@ -326,12 +278,12 @@ class _Round(NamedTuple):
 
     @property
     def rows_and_heads(self) -> tuple[int, int]:
-        """The same for the parts of a document."""
+        """Key that the parts of a document share."""
         return self.part.of[0], self.k[1].start
 
 
 def _rounds(q: Tensor, k: Tensor, metadata: ShardMetadata, arrived: bool = False) -> list[_Round]:
-    """The rounds of q [s, Hq, D] and k [s, Hkv, D]; of K and V side by side where all have `arrived`."""
+    """Return the rounds of q [s, Hq, D] and k; `arrived`: k has all keys."""
     if arrived:
         part = replace(only_part(metadata), sent=(), received=(), keys_are_rows=True)
         return [_Round((part.rows, slice(None)), (slice(None), slice(None)), part)]
@@ -345,17 +297,16 @@ def _rounds(q: Tensor, k: Tensor, metadata: ShardMetadata, arrived: bool = False
 
 
 def _own_calls(rounds: list[_Round]) -> list[tuple[_Round, Call]]:
-    """The calls with keys of their own, of each of which a log-sum-exp is kept."""
+    """Return the causal calls; each keeps a log-sum-exp."""
     return [(round, call) for round in rounds if round.part.causal for call in round.part.calls]
 
 
 def _arriving(
     kv: Tensor, rounds: list[_Round], group: dist.ProcessGroup | None, kept: list[Tensor] | None = None
 ) -> Iterator[Tensor]:
-    """K and V of P rows of one round after the other; the first ones are on their way when this returns, and the
-    next ones while these are used.
+    """Yield K and V of P rows, round by round, each sent one round ahead.
 
-    With `kept`, the keys of the rounds with an exchange, nothing travels.
+    The first are sent at once. With `kept`, the keys of rounds with an exchange, nothing is sent.
     """
     of_round = (kv[round.k[0], ..., round.k[1], :] for round in rounds)
     if kept:
@@ -381,19 +332,17 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, metadata: ShardMetadata, opti
             f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; they must be [s, Hq, D], "
             "[s, Hkv, D], [s, Hkv, Dv]: drop the batch dimension, and give Q and K the same head size"
         )
-    _check_heads(q, k, v, options)
+    _check_inputs(q, k, v, metadata, options)
     if options.window is not None and any(round.keys is not None for round in metadata.rounds):
         raise ValueError(
-            f"a window of {options.window} keys, and a document that is computed in parts, which have none; plan for a "
-            "job that is windowed"
+            f"a window of {options.window} keys, and a document in parts, which have none; plan for a windowed job"
         )
-    planned = {round.document_set: round.heads[1] for round in metadata.rounds if round.heads}
-    for stop in planned.values():
-        if stop != k.shape[1]:
-            raise ValueError(
-                f"k has {k.shape[1]} key heads, and rounds are planned for {stop}; plan for the heads of a "
-                "tensor-parallel rank"
-            )
+    planned = max((round.heads[1] for round in metadata.rounds if round.heads), default=k.shape[1])
+    if planned != k.shape[1]:
+        raise ValueError(
+            f"k has {k.shape[1]} key heads, and rounds are planned for {planned}; plan for the heads of a "
+            "tensor-parallel rank"
+        )
     if not q.shape[0] == k.shape[0] == metadata.num_rows:
         raise ValueError(
             f"q has {q.shape[0]} and k has {k.shape[0]} rows, but the shard of context-parallel rank "
@@ -401,16 +350,14 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, metadata: ShardMetadata, opti
         )
 
 
-def _check_heads(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
-    check_value_size(options.backend, (k.shape[-1], v.shape[-1]))
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, metadata: ShardMetadata, options: AttentionOptions) -> None:
+    backend = options.backend
+    check_value_size(backend, (k.shape[-1], v.shape[-1]))
     if q.shape[1] % k.shape[1]:
         raise ValueError(
             f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads; "
             "choose num_query_groups that divides num_attention_heads on every tensor-parallel rank"
         )
-
-
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor, metadata: ShardMetadata, backend: Backend) -> None:
     if not q.dtype == k.dtype == v.dtype or q.dtype not in backend.dtypes:
         raise ValueError(
             f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}, but attention backend {backend.name!r} runs one of "

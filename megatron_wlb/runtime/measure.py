@@ -1,4 +1,4 @@
-"""Times of attention and of the rest of a layer on this device, which a profile is fitted to."""
+"""Measures attention and the rest of a layer on this device, to fit a profile to."""
 
 import contextlib
 import statistics
@@ -17,24 +17,25 @@ from megatron_wlb.runtime.metadata import ShardMetadata
 from megatron_wlb.types import ShardPlan
 
 FLUSH_BYTES = 1 << 30
-"""Written before every sample on a GPU: empties its caches, and takes longer than launching what is measured."""
+"""Written before every sample on a GPU: empties its caches, and outlasts the launch of the measured kernels."""
 
 
 class Target(NamedTuple):
-    """A layer that is measured, by the sizes of `ModelShape`, and what it runs with."""
+    """A layer to measure, and the backend that runs it."""
 
     model: ModelShape
     device: str
     backend: Backend
     dtype: str
     tensors: dict[str, Any]
-    """Device and dtype of tensors, as torch takes them."""
+    """Device and dtype, as torch's factories take them."""
 
 
 def target_of(model: ModelShape, device: str | None, backend: str, dtype: str | None) -> Target:
-    """A layer of the model on `device`, by default the GPU if there is one; in bf16 there, and in fp32 on a CPU.
+    """Return a layer of the model on `device`, by default the GPU or else the CPU.
 
-    Raises ValueError for a device that is not there, and where the backend does not run on it or in that dtype.
+    Default dtype: bf16 on a GPU, fp32 on a CPU. Raises ValueError for a missing device, and if the backend does not run
+    on it or in that dtype.
     """
     has_gpu = torch.cuda.is_available()
     device = device or ("cuda" if has_gpu else "cpu")
@@ -49,12 +50,11 @@ def target_of(model: ModelShape, device: str | None, backend: str, dtype: str | 
 
 
 def attention_times(
-    plan: ShardPlan, cp_rank: int, target: Target, stopwatch: Callable[..., float], *, two_streams: bool = False
+    plan: ShardPlan, cp_rank: int, target: Target, stopwatch: Callable[..., float]
 ) -> tuple[float, float]:
-    """Attention of a rank, forward and backward in us, as it runs when all keys have arrived."""
+    """Return forward and backward of a rank's attention with all keys there, in us."""
     metadata = ShardMetadata.build(plan, cp_rank, target.backend.encode).to(target.device)
-    options = AttentionOptions(backend=target.backend, two_streams=two_streams)
-    model = target.model
+    options, model = AttentionOptions(backend=target.backend), target.model
     q, dout = (
         torch.randn(metadata.num_rows, model.num_attention_heads, size, **target.tensors) for size in model.head_sizes
     )
@@ -71,7 +71,7 @@ def attention_times(
 
 
 def linear_times(target: Target, tokens: int, stopwatch: Callable[..., float]) -> tuple[float, float]:
-    """A layer without attention, RoPE and norms of latents, forward and backward, in us per token of `tokens`."""
+    """Return forward and backward of a layer without attention, in us per token."""
     model = target.model
     h, ffn, gated = model.hidden_size, model.ffn_hidden_size, model.gated_linear_unit
     latents = model.q_lora_rank, model.kv_lora_rank, model.qk_pos_emb_head_dim
@@ -101,9 +101,10 @@ def linear_times(target: Target, tokens: int, stopwatch: Callable[..., float]) -
 
 
 def stopwatch_of(device: str, seconds: float) -> Callable[[Callable[[], Any]], float]:
-    """Time of a call in us: of samples for `seconds`, but 3 to 20 of them, after two that warm up.
+    """Return a function that measures a call in us.
 
-    The median on a GPU; on a CPU the shortest, since other processes only ever add to it.
+    Takes 3 to 20 samples in `seconds` after two to warm up: the median on a GPU; on a CPU the shortest, since other
+    processes only ever add time.
     """
     if device == "cuda":
         flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
@@ -135,7 +136,7 @@ def stopwatch_of(device: str, seconds: float) -> Callable[[Callable[[], Any]], f
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Run with one thread, as every rank does on CPUs under torchrun."""
+    """Run with one thread inside, as torchrun's ranks do on CPUs."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

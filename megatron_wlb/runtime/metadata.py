@@ -1,4 +1,4 @@
-"""What attention needs to know about a micro-batch on one context-parallel rank, made once and used by every layer.
+"""Integers of a micro-batch's attention on one CP rank, made once for all layers.
 
 Shapes: s local rows, of which a set of documents has n; P keys, the rows of these documents that local queries see.
 """
@@ -19,61 +19,59 @@ from megatron_wlb.types import Round, ShardPlan
 
 
 class Call(NamedTuple):
-    """One attention call, but for its table."""
+    """One attention call without its table."""
 
     rows: slice
-    """Its queries, among the rows of its documents."""
+    """Queries, among the rows of the part."""
     shape: tuple[int, ...]
-    """Of the table, see `encoding.Encoded`."""
+    """Shape of the table, see `encoding.Encoded`."""
     max_q: int
     max_k: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PartLayout:
-    """A set of documents, or a share of its keys, that is exchanged and computed together, as one rank has it."""
+    """Documents, or a share of their keys, exchanged and computed together."""
 
     of: tuple[int, tuple[float, float] | None]
     """`document_set` and `keys` of its rounds."""
     rows: slice
     """Local rows of the documents, n of them."""
     own_rows: slice
-    """Those among them that are keys."""
+    """Rows of the part that are keys."""
     keys_are_rows: bool
     """The keys are the rows, in their order, and nothing is exchanged."""
     causal: bool
-    """Queries see the keys up to their own place; else all keys of their entry."""
+    """Queries see the keys up to their own position; otherwise all keys of their entry."""
     sent: tuple[int, ...]
-    """Rows that every rank is sent; () where no rank has anything to exchange."""
+    """Number of rows sent to each rank; () if no rank has anything to exchange."""
     received: tuple[int, ...]
-    """Rows that come from every rank, likewise."""
+    """Number of rows from each rank; () as `sent`."""
     calls: tuple[Call, ...]
-    """Attention calls; each has some rows."""
+    """Attention calls, none of them empty."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part(PartLayout):
-    """The same with its integers."""
+    """A part with its integers."""
 
     gather: Tensor
-    """Keys from the pool of all rows that arrived and the rank's own, int64 [P]: keys = pool[gather]."""
+    """int64 [P]: keys = pool[gather], where the pool holds the rows that arrived, then the rank's own."""
     sent_rows: Tensor
-    """The rows that are sent, rank by rank, int64."""
+    """Rows to send, rank by rank, int64."""
     arrived_keys: Tensor
-    """The keys that arrive, rank by rank, int64."""
+    """Keys that arrive, rank by rank, int64."""
     own_keys: Tensor
-    """The keys that `own_rows` are, int64."""
+    """Keys of `own_rows`, int64."""
     tables: tuple[Tensor, ...]
-    """What the backend is told of the entries of every call, int32."""
+    """The table of each call, int32."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardMetadata:
     """Rows, positions and attention calls of one rank's shard.
 
-    All integers lie in one buffer, so that one copy moves them, and pickling (a DataLoader worker may build this)
-    writes them once. The views of it that layers use are made once. `pin_memory` is what a DataLoader with pinned
-    memory calls.
+    All integers lie in one buffer: one copy moves them, and pickling from a DataLoader's worker writes them once.
     """
 
     cp_rank: int
@@ -82,22 +80,22 @@ class ShardMetadata:
     num_rows: int
     """s."""
     max_length: int
-    """Longest document; positions are below it."""
+    """Length of the longest document."""
     encode: Encoding
-    """The encoding of the backend that the tables are for."""
+    """Encoding of the backend that the tables are for."""
     layouts: tuple[PartLayout, ...]
     rounds: tuple[Round, ...]
-    """The order in which attention runs."""
+    """Rounds of attention, in order."""
     sizes: tuple[int, ...]
-    """Sizes of the int64 arrays that begin `integers`: positions, then the four of every `Part`."""
+    """Sizes of the int64 arrays that begin `integers`: positions, then four for every `Part`."""
     integers: Tensor
     """int64: these arrays, then the int32 tables of the calls."""
 
     @classmethod
     def build(cls, plan: ShardPlan, cp_rank: int, encode: Encoding) -> Self:
-        """The metadata of rank `cp_rank` of `plan`, on the host, for the backend whose `encode` is given.
+        """Return the metadata of rank `cp_rank` of `plan`, on the host, for `encode`.
 
-        Linear in the rows of the micro-batch. Raises ValueError for a rank that the plan does not have.
+        O(rows of the micro-batch). Raises ValueError for a rank that the plan does not have.
         """
         if not 0 <= cp_rank < len(plan.shards):
             raise ValueError(
@@ -113,9 +111,8 @@ class ShardMetadata:
                 stop = begin + int((segments["stop"] - segments["start"]).sum())
                 calls.append(Call(slice(begin, stop), table.shape, max_q, max_k))
                 tables.append(table.ravel())
-            gather = moved.gather
+            gather, rows = moved.gather, slice(first[number], first.get(number + 1, len(arrays[0])))
             arrays += [gather, moved.sent_rows, moved.arrived_keys, moved.own_keys]
-            rows = slice(first[number], first.get(number + 1, len(arrays[0])))
             layouts.append(
                 PartLayout(
                     of=(number, keys),
@@ -148,7 +145,7 @@ class ShardMetadata:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """Those of `layouts`, with views of the buffer."""
+        """The parts of `layouts`, with views of the buffer."""
         total = sum(self.sizes)
         _, *arrays = self.integers[:total].split(self.sizes)
         shapes = [call.shape for layout in self.layouts for call in layout.calls]
@@ -169,9 +166,9 @@ class ShardMetadata:
         return tuple(found)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """The same metadata on `device`; asynchronous from pinned memory with `non_blocking`."""
+        """Return the metadata on `device`; `non_blocking` from pinned memory."""
         return replace(self, integers=self.integers.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        """The same metadata in pinned host memory."""
+        """Return the metadata in pinned host memory; called by torch's DataLoader."""
         return replace(self, integers=self.integers.pin_memory())

@@ -1,4 +1,4 @@
-"""How a micro-batch is divided over context-parallel ranks, and which way is fastest for it."""
+"""Division of a micro-batch over context-parallel ranks."""
 
 from megatron_wlb.job import STRATEGIES
 from megatron_wlb.sharding.select import divide, per_document, per_sequence, rank_work, shard

@@ -1,10 +1,9 @@
-"""In which rounds the attention of a micro-batch runs, so that K and V of each travel while the one before computes.
+"""Rounds of a micro-batch's attention: K and V of each travel during the last one.
 
-Documents that are whole on a rank need no exchange and go first. The others go in up to three sets, or together but
-some key heads after the other; or the one with most work, or all of them, go in parts, every rank its own keys first,
-then shares of all others as they arrive. Whichever is predicted to be fastest is taken: little travels before there is
-anything to compute, and little leaves when nothing is left to compute. `csrc/rounds.cpp` chooses; here is what rounds
-that were chosen take.
+Documents that are whole on a rank need no exchange and go first. The others go in up to three sets, or some key heads
+after others; or the one with most work, or all of them, in parts: every rank its own keys first, then shares of all
+others as they arrive. `csrc/rounds.cpp` chooses the fastest by prediction: little should travel before there is
+anything to compute, and little leave when nothing is left to compute. This file times chosen rounds.
 """
 
 import itertools
@@ -57,7 +56,7 @@ class RoundCosts:
 
 @lru_cache(maxsize=16)
 def round_costs(job: Job) -> RoundCosts:
-    """What a job tries. By a profile without a unit of time, all shared documents go together."""
+    """Return the costs of a job; without a unit of time, documents go together."""
     together, (forward, backward) = job.profile.counts_pairs, attention_kernels(job)
     return RoundCosts(
         forward=forward,
@@ -90,8 +89,10 @@ class Load(NamedTuple):
 
 
 def attention_times(plan: ShardPlan, job: Job) -> tuple[list[np.ndarray], list[float]]:
-    """Predicted attention of a layer, forward and backward: kernels of every rank, float64 [cp] us each, and what the
-    exchange adds to the slowest rank's, us each."""
+    """Return predicted attention times of a layer, in us: forward, backward.
+
+    First the kernels of every rank, float64 [cp] each; then the time that the exchange adds to the slowest rank, each.
+    """
     costs, held = round_costs(job), Held(plan)
     loads = Loads(held, costs.forward)
     own: list[Load] = [loads.of(np.arange(0))]
@@ -109,8 +110,10 @@ def attention_times(plan: ShardPlan, job: Job) -> tuple[list[np.ndarray], list[f
 def times(
     own: list[Load], during: list[Load], costs: RoundCosts, held: Held
 ) -> tuple[list[np.ndarray], tuple[float, float]]:
-    """Kernels of every rank, forward and backward, float64 [cp] us each, and the time of attention with the exchange:
-    of what needs none, in a single call, and of rounds that do."""
+    """Return kernels of every rank, forward and backward, and times with the exchange.
+
+    Kernels are float64 [cp] us each, times in us.
+    """
 
     def kernels(load: Load) -> list[np.ndarray]:
         both = (costs.forward, costs.backward)

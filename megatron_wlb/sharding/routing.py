@@ -1,8 +1,8 @@
-"""Which K and V a rank sends to whom, and where it finds those that it needs.
+"""Routing of K and V: what a rank sends to whom, and where it finds its keys.
 
-Only rows that somebody's queries see travel: of a document, the rows of a rank up to the last query of another. For a
-part of attention, what arrives at a rank, in the order of the ranks, and then those of its own rows that count as keys
-make up a *pool*; its *keys* are the rows of the pool, every document's together and in packed order.
+Only rows that some query sees travel: the rows of a rank up to the last query of another rank in the document. For a
+part of attention, the rows that arrive, in the order of the ranks, then those of the rank's own rows that count as
+keys, make up a *pool*; its *keys* are the rows of the pool, document by document in packed order.
 """
 
 import itertools
@@ -19,7 +19,7 @@ OWN = (0.0, 0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """Integers of one rank and part of attention, for a set of documents of which it holds n rows.
+    """Integers of one rank and part of attention, for documents with n of its rows.
 
     Rows count in these, in local order.
     """
@@ -53,9 +53,9 @@ class Exchange:
 
 
 def exchange(plan: ShardPlan, cp_rank: int, document_set: int, keys: tuple[float, float] | None = None) -> Exchange:
-    """What rank `cp_rank` of the plan exchanges for a set of documents, or for a part of its keys (`Round.keys`).
+    """Return the exchange of rank `cp_rank` for documents, or for part of their keys.
 
-    O(rows of the set), vectorised.
+    `keys` is `Round.keys`. O(rows of the set), vectorised.
     """
     held = [plan.segments(rank, document_set) for rank in range(len(plan.shards))]
     if keys == OWN:
@@ -118,7 +118,7 @@ def exchange(plan: ShardPlan, cp_rank: int, document_set: int, keys: tuple[float
 
 
 def _own(segments: np.ndarray) -> Exchange:
-    """Of segments with their own keys: a single call, whose keys are the rows."""
+    """Return the exchange of segments with their own keys: one call, nothing moves."""
     alone = np.zeros(len(segments), SEGMENT)
     alone["document"], alone["stop"] = np.arange(len(segments)), segments["stop"] - segments["start"]
     begins, nothing = document_begins(alone["stop"]), np.zeros(0, np.int64)
@@ -137,8 +137,10 @@ def _own(segments: np.ndarray) -> Exchange:
 
 
 def _rows_seen(segments: np.ndarray, seen: np.ndarray, keys: tuple[float, float] | None) -> np.ndarray:
-    """Of each segment the rows [first, stop) that a rank sees whose queries see `seen` (int64 [documents]) of each
-    document, or the share `keys` of them: int64 [2, segments]."""
+    """Return the rows [first, stop) of each segment that a rank sees, int64 [2, n].
+
+    The rank's queries see `seen` (int64 [documents]) keys of each document, or the share `keys` of them.
+    """
     rows = np.clip(np.minimum(segments["stop"], seen[segments["document"]]) - segments["start"], 0, None)
     low, high = (0.0, 1.0) if keys is None else keys
     return np.stack([(rows * low).astype(np.int64), (rows * high).astype(np.int64)])

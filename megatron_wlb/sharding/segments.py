@@ -1,4 +1,4 @@
-"""From a shard to rows: which ones a rank holds, and where they stand in their documents."""
+"""From a shard to rows: which ones a rank holds, and their positions."""
 
 import numpy as np
 
@@ -6,12 +6,12 @@ from megatron_wlb.types import Shard
 
 
 def document_begins(lengths: np.ndarray) -> np.ndarray:
-    """First row of each document in packed order, int64 [documents + 1]."""
+    """Return the first row of each document in packed order, int64 [documents + 1]."""
     return np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
 
 
 def ranges(starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """Concatenation of arange(start, stop), int64."""
+    """Return the concatenation of arange(start, stop), int64."""
     counts = stops - starts
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
@@ -19,12 +19,15 @@ def ranges(starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
 
 
 def rows(lengths: np.ndarray, shard: Shard) -> np.ndarray:
-    """Rows of the micro-batch (packed order) that the shard holds, in local order, int64 [tokens]."""
+    """Return the rows of the micro-batch that the shard holds, int64 [tokens].
+
+    They count in packed order, and come in local order.
+    """
     begins = document_begins(lengths)
     parts = [ranges(begins[c["document"]] + c["start"], begins[c["document"]] + c["stop"]) for c in shard.calls]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
 def positions(shard: Shard) -> np.ndarray:
-    """In-document position of every local row, int64 [tokens]."""
+    """Return the in-document position of every local row, int64 [tokens]."""
     return np.concatenate([ranges(c["start"], c["stop"]) for c in shard.calls])

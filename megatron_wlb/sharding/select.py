@@ -1,8 +1,8 @@
-"""Choose the sharding of a micro-batch: the one whose slowest rank the kernel model predicts to finish first.
+"""Choice of a micro-batch's sharding: the one whose slowest rank is fastest.
 
-The paper has two shardings, both of 2 * CP chunks of which rank r holds r and 2 * CP - 1 - r, so that it has as many
-cheap tokens, early in a document, as expensive ones. Hybrid sharding (ours; `csrc/hybrid.h`) has every document on as
-few ranks as balance needs: the fewer share it, the fewer of its keys travel.
+The paper has two shardings, both of 2 * CP chunks of which rank r holds r and 2 * CP - 1 - r: as many cheap tokens,
+early in a document, as expensive ones. Hybrid sharding (ours; `csrc/hybrid.h`) has every document on as few ranks as
+balance needs, so fewer of its keys travel.
 """
 
 import itertools
@@ -30,11 +30,11 @@ _PAIRS = KernelModel(tile_rows=1, launch=0.0, tile=1.0, query_tile=0.0)
 
 
 def shard(lengths: np.ndarray, job: Job) -> tuple[np.ndarray, ShardPlan]:
-    """Shard a micro-batch with documents of `lengths` (int64 [n]) over the context-parallel ranks of a job.
+    """Return the order of documents of `lengths` (int64 [n]), and their sharding.
 
-    Returns the order of documents that the plan is for, int64 [n], and the plan. Its lengths end with the padding to a
-    multiple of `job.unit_tokens`, if any, as a document of its own; a micro-batch without documents is a unit of
-    padding. Where the job reorders, documents change places if per-sequence sharding is fastest then.
+    The plan's lengths end with the padding to a multiple of `job.unit_tokens`, if any, as a document of its own; a
+    micro-batch without documents is a unit of padding. If the job reorders, documents change places if per-sequence
+    sharding is fastest then.
     """
     tokens, strategy, kernel = int(lengths.sum()), job.sharding.cp_sharding, sharding_kernel(job)
     padding = -tokens % job.unit_tokens if tokens else job.unit_tokens
@@ -55,26 +55,26 @@ def shard(lengths: np.ndarray, job: Job) -> tuple[np.ndarray, ShardPlan]:
 
 
 def divide(lengths: np.ndarray, cp: int, strategy: str, kernel: KernelModel) -> ShardPlan:
-    """Divide documents of `lengths` (int64 [n], sum divisible by 2 * cp) over `cp` ranks, in the order they have.
+    """Return the sharding of documents of `lengths` over `cp` ranks, in their order.
 
-    A single rank holds everything in one piece, whatever the strategy. `wlb` takes the better one of the paper's two
-    (section 5.3), `auto` the best of per-sequence and every hybrid; on a tie the first. Deterministic, so that every
-    rank chooses alike.
+    `lengths` is int64 [n] with a sum divisible by 2 * cp. A single rank holds everything in one piece. `wlb` takes the
+    better one of the paper's two (section 5.3), `auto` the best of per-sequence and every hybrid; on a tie the first.
+    Deterministic, so every rank chooses alike.
     """
     return _choose(lengths, cp, strategy, kernel, [kernel.exchange])[1]
 
 
 def per_sequence(lengths: np.ndarray, cp: int) -> ShardPlan:
-    """Cut the packed sequence into equal chunks (paper, section 5); arguments as of `divide`."""
+    """Cut the packed sequence into equal chunks (paper, section 5), as `divide`."""
     return divide(lengths, cp, "per-sequence", _PAIRS)
 
 
 def per_document(lengths: np.ndarray, cp: int) -> ShardPlan:
-    """Cut every document into chunks that differ by one token at most (paper, section 5.1); arguments as of `divide`.
+    """Cut every document into chunks that differ by at most a token, as `divide`.
 
-    The remainder of a document extends that many of its chunks by one token each. A pointer that rotates over the
-    chunks from document to document chooses them, so every rank ends with the same number of tokens, without padding.
-    (The paper deals the remainder out as single tokens, which would be fragments.)
+    The remainder of a document extends that many of its chunks by one token each, chosen by a pointer that rotates over
+    the chunks from document to document, so every rank ends with the same number of tokens, without padding. (The
+    paper, section 5.1, deals the remainder out as single tokens, which would be fragments.)
     """
     return divide(lengths, cp, "per-document", _PAIRS)
 
@@ -88,11 +88,11 @@ def _choose(
     num_mirrored: int = 0,
     costs: RoundCosts | None = None,
 ) -> tuple[np.ndarray, ShardPlan]:
-    """The order of documents, int64 [n], and the plan.
+    """Return the order of documents, int64 [n], and the plan.
 
     Args:
-        prices: of a row that is moved, in place of `kernel.exchange`; with rounds several, of which the best is taken.
-        num_mirrored: so many documents, the first ones, change places if that is fastest.
+        prices: of a moved row, in place of `kernel.exchange`; with rounds several, and the best is taken.
+        num_mirrored: number of documents, the first ones, that change places if that is fastest.
         costs: None for a plan without rounds.
     """
     order, name, time, rows, bounds, call_sets, rounds = _native.choose_sharding(
@@ -112,7 +112,7 @@ def _choose(
 
 
 def rank_work(plan: ShardPlan, kernel: KernelModel) -> np.ndarray:
-    """Predicted attention time of every rank, float64 [cp]; the unit is the kernel model's."""
+    """Return the predicted attention of every rank, float64 [cp], in kernel units."""
     calls, tiles, query_tiles = np.array([kernel.count_shard(shard.calls) for shard in plan.shards]).T
     work: np.ndarray = kernel.time(kernel.launches(calls, moved_rows(plan).max()), tiles, query_tiles)
     return work

@@ -1,4 +1,4 @@
-"""Which rank of a sharding holds what, and how many rows of K and V move between ranks."""
+"""Which rank holds what, and how many rows of K and V move."""
 
 import numpy as np
 
@@ -6,10 +6,10 @@ from megatron_wlb.types import SEGMENT, ShardPlan
 
 
 def moved_rows(plan: ShardPlan) -> np.ndarray:
-    """Rows that every rank takes in and hands out, int64 [cp, 2].
+    """Return the rows that every rank receives and sends, int64 [cp, 2].
 
-    In come the keys that the rank's queries see and that others hold: of each of its documents, the beginning up to
-    its last query. Out goes each of its rows as often as another rank sees it.
+    It receives the keys that its queries see and others hold: each of its documents up to its last query there. It
+    sends each of its rows as often as another rank sees it.
     """
     moved: np.ndarray = Held(plan).rows().sum(axis=0).T
     return moved
@@ -36,12 +36,12 @@ class Held:
         """bool [documents]: on several ranks."""
 
     def of_documents(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Segments of some documents, the ranks that hold them, and whether they are tails."""
+        """Return segments of documents, the ranks that hold them, and which are tails."""
         (found,) = np.nonzero(np.isin(self.segments["document"], documents))
         return self.segments[found], self.ranks[found], self.tails[found]
 
     def rows(self) -> np.ndarray:
-        """Rows of each document that each rank receives, and sends to all that need them, int64 [documents, 2, cp]."""
+        """Return rows of documents that ranks receive and send, int64 [documents, 2, cp]."""
         moved = np.zeros((len(self.seen), 2, self.cp), np.int64)
         (travel,) = np.nonzero(self.is_shared[self.segments["document"]])
         segments, ranks = self.segments[travel], self.ranks[travel]
@@ -54,7 +54,7 @@ class Held:
         return moved
 
     def by_rank(self, values: np.ndarray) -> np.ndarray:
-        """Sums of values [n, x] of segments, int64 [documents, x, cp]."""
+        """Return sums of values [n, x] of segments, int64 [documents, x, cp]."""
         sums = np.zeros((len(self.seen), self.cp, values.shape[1]), np.int64)
         np.add.at(sums, (self.segments["document"], self.ranks), values)
         return sums.swapaxes(1, 2)

@@ -94,7 +94,9 @@ def test_transfers_hide(dataset, monkeypatch, tmp_path):
     """
     settle = p2p.PlannedP2PCommunicator.settle
 
-    def settled(self):
+    def settled(self, *kept):
+        if kept:
+            return settle(self, *kept)
         kept = len(self._sent)
         settle(self)
         with (tmp_path / str(os.getpid())).open("a") as file:

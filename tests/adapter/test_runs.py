@@ -201,7 +201,7 @@ def test_samples_are_windows_whatever_the_number_of_micro_batches(dataset, tmp_p
     assert [e.step for e in events.Scalars("learning-rate vs samples")] == [8, 16, 24, 32]
     assert [e.value for e in events.Scalars("learning-rate")] == pytest.approx([7.5e-4, 5e-4, 2.5e-4, 0])
     assert [e.value for e in events.Scalars("batch-size")] == [8] * 4
-    assert [e.value for e in events.Scalars("wlb/micro-batches")] == [16] * 4
+    assert [e.value for e in events.Scalars("wlb/num_micro_batches")] == [16] * 4
 
 
 def test_stragglers_are_measured_as_upstream_does(dataset, tmp_path, monkeypatch):

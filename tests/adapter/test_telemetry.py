@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_wlb.adapter import clock, log, report, telemetry
+from megatron_wlb.adapter import clock, log, report
 from megatron_wlb.cli.main import main
 from megatron_wlb.hardware.network import Collective, Network
 from megatron_wlb.hardware.profile import load_profile
@@ -37,18 +37,10 @@ def test_scalars_of_tensorboard_are_those_of_the_log(run):
     events = EventAccumulator(str(folder / "board")).Reload()
     found = {tag: [e.value for e in events.Scalars(tag)] for tag in events.Tags()["scalars"] if tag.startswith("wlb/")}
 
-    def of_log(name):
-        return pytest.approx([entry[name] for entry in entries], rel=1e-6)
-
-    assert found["wlb/tokens"] == of_log("tokens")
-    assert found["wlb/micro-batches"] == of_log("num_micro_batches") == [8] * 4
-    assert found["wlb/imbalance"] == of_log("imbalance")
-    assert found["wlb/imbalance-original"] == of_log("imbalance_original")
-    assert found["wlb/delay-mean"] == of_log("delay_mean_steps")
-    assert found["wlb/delay-max"] == of_log("delay_max_steps")
-    assert found["wlb/waiting-documents"] == of_log("waiting_documents")
-    assert [1e3 * seconds for seconds in found["wlb/step-time"]] == of_log("step_ms")
-    assert [1e3 * seconds for seconds in found["wlb/step-time-predicted"]] == of_log("predicted_ms")
+    numbers = "loss tokens num_micro_batches imbalance imbalance_original delay_mean_steps delay_max_steps step_ms"
+    for name in f"{numbers} waiting_documents plan_wait_ms predicted_ms".split():
+        assert found[f"wlb/{name}"] == pytest.approx([entry[name] for entry in entries], rel=1e-6)
+    assert found["wlb/num_micro_batches"] == [8] * 4
     for how in ("predicted", "measured"):
         for name in SHARES:
             assert found[f"wlb/{how}-{name}"] == pytest.approx([e[how][name] for e in entries], rel=1e-6, abs=1e-9)
@@ -97,20 +89,15 @@ def test_the_interval_counts(dataset, tmp_path):
 def test_wandb_gets_the_same(monkeypatch):
     logged = []
     wandb = SimpleNamespace(log=lambda values, step: logged.append((values, step)))
-    monkeypatch.setattr(telemetry, "get_wandb_writer", lambda: wandb)
-    monkeypatch.setattr(telemetry, "get_tensorboard_writer", lambda: None)
-    args = SimpleNamespace(tensorboard_log_interval=1, tensorboard_dir=None, wandb_project="p")
-    plan = SimpleNamespace(num_waiting=1, micro_batches=[SimpleNamespace(shards=SimpleNamespace(strategy="hybrid"))])
-    names = (
-        "tokens num_micro_batches imbalance imbalance_original delay_mean_steps delay_max_steps plan_wait_ms step_ms"
-    )
-    entry = dict.fromkeys(names.split(), 1.0) | {"predicted": None, "predicted_ms": None, "measured": MEASURED}
-    telemetry.Telemetry(args).write(7, plan, entry)
+    monkeypatch.setattr(report, "get_wandb_writer", lambda: wandb)
+    monkeypatch.setattr(report, "get_tensorboard_writer", lambda: None)
+    plan = SimpleNamespace(micro_batches=[SimpleNamespace(shards=SimpleNamespace(strategy="hybrid"))])
+    entry = {"tokens": 1, "digest": "ab", "predicted": None, "predicted_ms": None, "measured": MEASURED}
+    report._write_scalars(7, log.scalars(plan, entry))
     ((values, step),) = logged
     assert step == 7
-    assert (values["wlb/measured-busy"], values["wlb/measured-waiting"]) == (0.75, 0.05)
-    assert not {"wlb/measured-exchange", "wlb/predicted-busy", "wlb/step-time-predicted"} & values.keys()
-    assert values["wlb/sharding-hybrid"] == 1.0
+    shares = {f"wlb/measured-{name}": share for name, share in MEASURED.items() if share is not None}
+    assert values == {"wlb/tokens": 1, "wlb/sharding-hybrid": 1.0} | shares
 
 
 def test_a_trace_of_upstreams_profiler_names_the_micro_batches(dataset, tmp_path):

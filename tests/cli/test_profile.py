@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from megatron_wlb import calibration
-from megatron_wlb.cli import profile
 from megatron_wlb.cli.main import main
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.hardware.profile import KernelTimes, load_profile
@@ -51,31 +50,6 @@ def test_the_fit_recovers_constants_from_noisy_times(rows):
         assert error[name]["shapes_fitted"] + error[name]["shapes_held_out"] == len(shards)
 
 
-def test_what_is_faster_on_two_streams_runs_on_them(tmp_path, monkeypatch):
-    """As on a GPU, where the second of two calls is free: only shards with two are measured both ways."""
-
-    def timed(plan, rank, target, stopwatch, *, two_streams=False):
-        launches, tiles, _ = calibration.count(plan.shards[rank], 4, 128)
-        measured.append((launches, two_streams))
-        return (10.0 * (1 if two_streams else launches) + tiles, 20.0 + 2 * tiles)
-
-    measured: list[tuple[int, bool]] = []
-    measure = "megatron_wlb.runtime.measure."
-    monkeypatch.setattr(f"{measure}attention_times", timed)
-    monkeypatch.setattr(f"{measure}linear_times", lambda *arguments: (1.0, 2.0))
-    monkeypatch.setattr(f"{measure}stopwatch_of", lambda *arguments, **named: None)
-    target = SimpleNamespace(device="cuda")
-    _, us, two_streams = profile._measure(
-        SimpleNamespace(quick=True, output="-"), target, shapes := calibration.shapes(4096)
-    )
-    assert two_streams and len(us) == len(shapes)
-    assert {launches for launches, both in measured if both} == {2}
-    times = {"launch": 1.0, "tile": 1.0, "query_tile": 0.0}
-    stated = {"name": "two", "tile_rows": 128, "forward": times, "two_streams": True}
-    (tmp_path / "two.json").write_text(json.dumps(stated))
-    assert load_profile(str(tmp_path / "two.json")).two_streams
-
-
 def test_one_slow_sample_does_not_move_the_fit():
     counts = np.array([(1, n, m) for n in (1, 10, 100, 1000) for m in (1, 5, 50)], float)
     us = calibration.predict(KernelTimes(launch=5.0, tile=1.0, query_tile=1.0), counts)
@@ -102,7 +76,6 @@ def test_shapes_are_those_of_training():
 def test_a_run_on_the_cpu(written):
     data = json.loads(written.read_text())
     assert data.items() >= {"head_size": 16, "dtype": "fp32", "backend": "cpu", "name": "mine"}.items()
-    assert "two_streams" not in data and not load_profile(str(written)).two_streams
     assert data["error"]["forward"].keys() == data["error"]["backward"].keys()
     assert data["error"]["forward"]["held_out_median"] <= data["error"]["forward"]["held_out_p90"]
     assert data["linear"]["ffn_hidden_size"] == 128

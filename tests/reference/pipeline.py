@@ -5,13 +5,13 @@ from collections import deque
 import numpy as np
 
 from megatron_wlb.pipeline.graph import Graph
-from megatron_wlb.pipeline.play import Parts
+from megatron_wlb.pipeline.timeline import Parts
 
 
 def play(
     graph: Graph, times: np.ndarray, passes: int, num_stages: int, per_stage: int, parts: Parts
 ) -> tuple[np.ndarray, ...]:
-    """The fields of `Played`; `per_stage` passes of one direction are on each stage."""
+    """What `_native.play` returns; `per_stage` passes of one direction are on each stage."""
     bounds, needs, steps, limit = (each.tolist() for each in (parts.bounds, parts.needs, parts.steps, parts.limit))
     queued = list(zip(parts.times.tolist(), parts.held.tolist(), strict=True))
     free, used, done = [0.0] * num_stages, [0.0] * num_stages, [0] * num_stages

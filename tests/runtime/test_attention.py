@@ -267,7 +267,7 @@ def test_the_tensors_of_a_round_are_let_go_before_the_next(monkeypatch, silent_g
         ("metadata.to", lambda q, k, v, m: (q, k, v, m.to("meta"))),
         ("another attention backend than", lambda q, k, v, m: (q, k, v, replace(m, encode=TeBackend.encode))),
         ("rank 0 of 1 .* rank 1 of 2", lambda q, k, v, m: (q, k, v, replace(m, cp_rank=1, cp=2))),
-        ("a window of 5 keys, and a document that is computed in parts", lambda q, k, v, m: (q, k, v, PARTS)),
+        ("a window of 5 keys, and a document in parts", lambda q, k, v, m: (q, k, v, PARTS)),
     ],
 )
 def test_wrong_inputs_are_refused(message, change):

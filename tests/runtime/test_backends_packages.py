@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_wlb.runtime.backends import flash_attn_3, te
-from megatron_wlb.runtime.backends.checks import check_sum_of_dq
+from megatron_wlb.runtime.backends.checks import check_sum_of_dq, checked_operator
 from megatron_wlb.runtime.backends.flash_attn_3 import FlashAttn3Backend
 from megatron_wlb.runtime.backends.te import TeBackend
 from megatron_wlb.runtime.backends.trial import kernel_args
@@ -321,7 +321,7 @@ def test_other_interfaces_are_refused(backend, monkeypatch):
 
 def test_a_package_without_the_operator_is_refused():
     with pytest.raises(ValueError, match="installed one has no operator flash_attn_3::no_such; install such a version"):
-        flash_attn_3._operator("no_such", ())
+        checked_operator("flash_attn_3", torch.ops.flash_attn_3, "no_such", (), "FlashAttention-3")
 
 
 def test_random_numbers_are_left_alone(backend):

@@ -18,9 +18,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_wlb.runtime import attention
 from megatron_wlb.runtime.attention import AttentionOptions, _ContextParallelAttention
-from megatron_wlb.runtime.backends import KernelArgs
 from megatron_wlb.runtime.backends.aten import AtenBackend
 from megatron_wlb.runtime.metadata import ShardMetadata
 from megatron_wlb.sharding import per_document
@@ -55,49 +53,6 @@ def forward_and_backward() -> None:
             assert got.is_contiguous()
 
 
-class _Stream:
-    """Notes what waits for what."""
-
-    def __init__(self, name: str, notes: list[str]) -> None:
-        self.name, self.device, self._notes = name, torch.device("cuda"), notes
-
-    def wait_stream(self, other: "_Stream") -> None:
-        self._notes.append(f"{self.name} waits for {other.name}")
-
-    def __enter__(self) -> None:
-        self._notes.append(f"on {self.name}")
-
-    def __exit__(self, *error: object) -> None:
-        self._notes.append(f"off {self.name}")
-
-
-def two_streams() -> None:
-    """The first call runs on a stream of its own; nobody adds to what it wrote, or reads it, before it has ended."""
-    notes: list[str] = []
-    main, beside = _Stream("main", notes), _Stream("beside", notes)
-    torch.cuda.current_stream, torch.cuda.stream = lambda device: main, lambda stream: stream
-    attention._side_stream = lambda device: beside
-    metadata = ShardMetadata.build(per_document(LENGTHS, CP), CP_RANK, AtenBackend.encode)
-    assert len(metadata.layouts[0].calls) == 2
-    store = KernelArgs.store
-    KernelArgs.store = lambda self, *given: (store(self, *given), notes.append("stored"))[0]
-    began = ["beside waits for main", "on beside"]
-    with FakeTensorMode() as mode:
-        metadata = replace(metadata, integers=mode.from_tensor(metadata.integers)).to("cuda")
-        (documents,) = metadata.parts
-        q, kv = gpu(metadata.num_rows, HEADS[0]), gpu(len(documents.gather), 2 * HEADS[1]).unflatten(1, (2, -1))
-        out, dq = torch.empty_like(q), torch.empty_like(q)
-        for used in (False, True):
-            options = AttentionOptions(backend=AtenBackend(), two_streams=used)
-            lse = attention.attend(q, kv, out, documents, options)
-            assert notes == ([*began, "off beside", "main waits for beside"] if used else [])
-            notes.clear()
-            attention.attend_backward(out, q, kv, out, lse, dq, documents, options)
-            adding = ["main waits for beside", "stored", "main waits for beside"]
-            assert notes == ([*began, "stored", "off beside", *adding] if used else ["stored", "stored"])
-            notes.clear()
-
-
 def what_fake_tensors_refuse() -> None:
     """That the other one can fail: integers on the host, and a value that the host asks for."""
     metadata = ShardMetadata.build(per_document(LENGTHS, CP), CP_RANK, AtenBackend.encode)
@@ -116,7 +71,6 @@ def run() -> None:
     dist.init_process_group("fake", rank=CP_RANK, world_size=CP, store=FakeStore())
     forward_and_backward()
     what_fake_tensors_refuse()
-    two_streams()  # last: it replaces functions of torch
     dist.destroy_process_group()
 
 

@@ -207,21 +207,24 @@ def measure(
     Returns means as JSON types, and an example. A few steps have more or fewer long documents than all data, so time
     per token is the simulated steps' time per work, times the work per token of all packed steps.
     """
-    measured: list[metrics.StepMetrics] = []
+    steps: list[tuple[float, int, int, int]] = []
     samples: list[Sample] = []
-    total_work = waiting = 0
+    total_work = 0
     for i, step in enumerate(setup.steps(job, packed)):
-        measured.append(metrics.measure(step.batch, step.step, job))
-        work = int(document_work(step.batch.documents["length"], job.crossover_tokens).sum())
+        works = step.batch.sums(document_work(step.batch.documents["length"], job.crossover_tokens))
+        delays, work = metrics.delays(step.batch, step.step), int(works.sum())
+        late = sum(max(0, delay) * tokens for delay, tokens in delays.items())
+        steps.append((metrics.imbalance(works), sum(delays.values()), late, max(delays, default=0)))
         if megatron.name == "plain":
-            work = measured[-1].tokens
-        total_work, waiting = total_work + work, step.num_waiting
+            work = sum(delays.values())
+        total_work += work
         if i % (packed // simulated) == 0:
             result = megatron.simulate(job, step.batch.lengths)
             samples.append(Sample(result, limit_time(result), step.batch.lengths, work))
         advance(1)
-    summary = metrics.summarise(measured, num_waiting=waiting)
-    work_per_token = total_work / sum(step.tokens for step in measured)
+    imbalance, step_tokens, late_tokens, most_late = map(np.array, zip(*steps, strict=True))
+    work_per_token = total_work / int(step_tokens.sum())
+    middle = slice(packed // 10, packed - packed // 10)  # queues fill and drain at either end
     time, limit, work_of = np.array([(sample.step.time, sample.limit_us, sample.work) for sample in samples]).T
     us_per_work = time.sum() / work_of.sum()
     us_per_token = float(us_per_work * work_per_token)
@@ -239,15 +242,15 @@ def measure(
         # Of a ratio of means over steps.
         "us_per_token_error": float(np.std(time - us_per_work * work_of) / np.sqrt(len(samples)) / time.mean()),
         "limit_us_per_token": float(limit.sum() / work_of.sum() * work_per_token),
-        "late_steps": summary.late_steps,
-        "max_delay_steps": summary.max_delay_steps,
-        "token_cv": summary.token_cv,
+        "late_steps": float(late_tokens[middle].sum() / step_tokens[middle].sum()),
+        "max_delay_steps": int(most_late.max()),
+        "token_cv": float(step_tokens[middle].std() / step_tokens[middle].mean()),
         "longest_micro_batch_tokens": longest,
         "activation_gib": max(peak_bytes(job, stage, longest) for stage in range(job.parallel.pp)) / 2**30,
         "imbalance": {
             **{level: float(np.mean([each[level] for each in levels])) for level in levels[0]},
-            "work_mean": summary.imbalance_mean,
-            "work_p95": summary.imbalance_p95,
+            "work_mean": float(imbalance[middle].mean()),
+            "work_p95": float(np.quantile(imbalance[middle], 0.95)),
         },
         "typical_step_ms": {
             "step": example.step.time / 1e3,

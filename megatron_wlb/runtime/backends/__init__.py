@@ -1,4 +1,4 @@
-"""Attention backends, which run forward and backward of a call; their choice."""
+"""Attention backends, which run forward and backward of a call, and their choice."""
 
 import functools
 from dataclasses import dataclass
@@ -54,13 +54,12 @@ class Choice:
 
 @functools.cache
 def choose_backend(device_type: str, head_sizes: tuple[int, int]) -> Choice:
-    """The first preferred backend that computes a small call correctly here.
+    """Return the first preferred backend that computes a small call correctly here.
 
-    Keys and values have `head_sizes`. Tried once per process; ranks do not communicate, since all ranks of one machine
-    image choose alike. Hopper and later GPUs (compute capability 9.0) prefer kernels written for them: flash_attn_3, te
-    (cuDNN), then FlashAttention-2 (aten). With deterministic gradients te comes last, since they take much memory
-    there. Older GPUs prefer aten. The order is reasoned, not measured: no backend has run on a GPU yet. Raises
-    ValueError where no backend works.
+    Keys and values have `head_sizes`. Every rank tries for itself: the same machine image gives the same choice. From
+    compute capability 9.0 on, kernels written for it come first: flash_attn_3, te (cuDNN), then FlashAttention-2
+    (aten); te comes last with deterministic gradients, which take much memory there. Older GPUs prefer aten. The order
+    is reasoned, not measured: no backend has run on a GPU yet. Raises ValueError if no backend works.
     """
     refused: list[tuple[str, str]] = []
     for name in _preference(device_type):
@@ -87,10 +86,10 @@ def _preference(device_type: str) -> tuple[str, ...]:
 
 
 def get_backend(name: str, device: torch.device | str, head_sizes: tuple[int, int] = HEAD_SIZES) -> Backend:
-    """The backend `name`; "auto" is resolved by `choose_backend`.
+    """Return the backend `name`, or for "auto" the one of `choose_backend`.
 
-    `head_sizes` are the sizes of key heads and value heads. Raises ValueError for an unknown name, a device that the
-    backend does not run on, a missing package, and head sizes that the backend does not support.
+    Key and value heads have `head_sizes`. Raises ValueError for an unknown name, a missing package, and a device or
+    head sizes that the backend lacks.
     """
     device = torch.device(device)
     choices = ", ".join(("auto", *BACKENDS))

@@ -1,11 +1,12 @@
 """GPU backend on the varlen FlashAttention-2 that torch ships."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_wlb.runtime.backends.checks import check_arguments, check_head_size, check_sum_of_dq, schema_parameters
+from megatron_wlb.runtime.backends.checks import check_head_size, check_sum_of_dq, checked_operator
 from megatron_wlb.runtime.backends.protocol import KernelArgs
 from megatron_wlb.runtime.encoding import varlen
 
@@ -15,17 +16,15 @@ _COMMON = (
 )
 _FORWARD = (*_COMMON, "return_debug_mask")
 _BACKWARD = (*_COMMON, "grad_out", "out", "logsumexp", "rng_state", "unused")
-_WRITTEN_FOR = "torch 2.11 to 2.15"
+_VERSIONS = "torch 2.11 to 2.15"
 
 
 class AtenBackend:
     """`aten::_flash_attention_forward` and `_backward`, one operator per call.
 
-    The package flash-attn 2 has the same kernels. Causal masks are aligned to the bottom right of every entry. The
-    operators are private to torch, so their schemas are checked: raises ValueError where this version of torch takes
-    other arguments. Bitwise reproducible under `torch.use_deterministic_algorithms(True)`; backward raises ValueError
-    where that takes too much memory (`check_sum_of_dq`). Torch can replace the operators by FlashAttention-3 for the
-    whole process, which is not supported here; `FlashAttn3Backend` runs these kernels.
+    The operators are private to torch: raises ValueError if this version takes other arguments. Bitwise reproducible
+    under `torch.use_deterministic_algorithms(True)`; backward raises ValueError if that takes too much memory
+    (`check_sum_of_dq`). Replacing the operators by FlashAttention-3 for the whole process is not supported.
     """
 
     name = "aten"
@@ -35,16 +34,9 @@ class AtenBackend:
     encode = staticmethod(varlen)
 
     def __init__(self) -> None:
-        self._forward = torch.ops.aten._flash_attention_forward.default
-        self._backward = torch.ops.aten._flash_attention_backward.default
-        for operator, given, num_results in ((self._forward, _FORWARD, 5), (self._backward, _BACKWARD, 3)):
-            schema = operator._schema
-            check_arguments(self.name, schema.name, schema_parameters(schema), given, _WRITTEN_FOR)
-            if len(schema.returns) != num_results:
-                raise ValueError(
-                    f"attention backend {self.name!r} was written for {_WRITTEN_FOR}, whose {schema.name} has "
-                    f"{num_results} results, where the installed one has {len(schema.returns)}; install such a version"
-                )
+        operators = partial(checked_operator, self.name, torch.ops.aten)
+        self._forward = operators("_flash_attention_forward", _FORWARD, _VERSIONS)
+        self._backward = operators("_flash_attention_backward", _BACKWARD, _VERSIONS)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""

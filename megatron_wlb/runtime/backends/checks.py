@@ -15,7 +15,7 @@ WORKSPACE_SHARE = 0.1
 
 
 def import_for(backend: str, module: str, package: str) -> Any:
-    """The imported `module`; raises ValueError where `package` does not load."""
+    """Return the imported `module`; raises ValueError if `package` does not load."""
     try:
         return importlib.import_module(module)
     except (ImportError, OSError) as error:  # OSError: a shared library is missing
@@ -42,13 +42,21 @@ def check_arguments(
         )
 
 
-def schema_parameters(schema: Any) -> dict[str, bool]:
-    """Parameter names of an operator's schema, each with whether it has a default."""
-    return {argument.name: argument.has_default_value() for argument in schema.arguments}
+def checked_operator(backend: str, namespace: Any, name: str, given: Iterable[str], versions: str) -> Any:
+    """Return an operator of `namespace`, if its schema takes the keywords `given`."""
+    operator = getattr(namespace, name, None)
+    if operator is None:
+        raise ValueError(
+            f"attention backend {backend!r} was written for {versions}; the installed one has no operator "
+            f"{namespace.name}::{name}; install such a version"
+        )
+    parameters = {each.name: each.has_default_value() for each in operator.default._schema.arguments}
+    check_arguments(backend, name, parameters, given, versions)
+    return operator.default
 
 
 def check_head_size(backend: str, q: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless FlashAttention has kernels for the sizes D and Dv."""
+    """Raise ValueError unless the kernels support the sizes D and Dv."""
     for size in (q.shape[-1], v.shape[-1]):
         if size % 8 or size > _MAX_HEAD_SIZE:
             raise ValueError(
@@ -58,7 +66,7 @@ def check_head_size(backend: str, q: Tensor, v: Tensor) -> None:
 
 
 def check_value_size(backend: Backend | type[Backend], head_sizes: tuple[int, int]) -> None:
-    """Raise ValueError where the backend needs key and value heads of one size."""
+    """Raise ValueError if the backend needs value heads of the size of key heads."""
     if len(set(head_sizes)) > 1 and not backend.any_value_size:
         raise ValueError(
             f"attention backend {backend.name!r} needs value heads of the size of key heads, {head_sizes[0]}, not "
@@ -67,9 +75,9 @@ def check_value_size(backend: Backend | type[Backend], head_sizes: tuple[int, in
 
 
 def check_workspace(backend: str, needed: int, q: Tensor, k: Tensor) -> None:
-    """Raise ValueError where deterministic gradients take too much memory.
+    """Raise ValueError if deterministic gradients take too much memory.
 
-    The limit is `WORKSPACE_SHARE` of the GPU's memory. They take `needed` bytes for q [sq, Hq, D] and k [P, Hkv, D].
+    They take `needed` bytes for q [sq, Hq, D] and k [P, Hkv, D]; the limit is `WORKSPACE_SHARE` of the GPU's memory.
     """
     most = WORKSPACE_SHARE * torch.cuda.get_device_properties(q.device).total_memory
     if needed > most:
@@ -82,11 +90,11 @@ def check_workspace(backend: str, needed: int, q: Tensor, k: Tensor) -> None:
 
 
 def check_sum_of_dq(backend: str, q: Tensor, k: Tensor, num_entries: int) -> None:
-    """Raise ValueError where FlashAttention-2 takes too much memory for determinism.
+    """Raise ValueError if FlashAttention-2 takes too much memory for determinism.
 
-    With deterministic algorithms the kernel keeps one copy of dQ for every thread block that works on the same head of
-    an entry: fp32 [ceil(multiprocessors / (entries * heads)), rows + 128 * entries, heads, head size], with the head
-    size rounded up to a multiple of 32 (`mha_varlen_bwd` of flash-attn 2.8 and of torch).
+    Its kernel then keeps a copy of dQ for every thread block of a head of an entry: fp32 [ceil(multiprocessors /
+    (entries * heads)), rows + 128 * entries, heads, head size], with head sizes rounded up to a multiple of 32
+    (`mha_varlen_bwd` of flash-attn 2.8 and of torch).
     """
     if not torch.are_deterministic_algorithms_enabled():
         return

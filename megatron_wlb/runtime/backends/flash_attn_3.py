@@ -1,11 +1,12 @@
 """GPU backend on the package FlashAttention-3, one operator per call."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_wlb.runtime.backends.checks import check_arguments, check_head_size, import_for, schema_parameters
+from megatron_wlb.runtime.backends.checks import check_head_size, checked_operator, import_for
 from megatron_wlb.runtime.backends.protocol import KernelArgs
 from megatron_wlb.runtime.encoding import varlen
 
@@ -15,16 +16,15 @@ _COMMON = (
 )
 _FORWARD = (*_COMMON, "num_splits")
 _BACKWARD = (*_COMMON, "dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic")
-_WRITTEN_FOR = "FlashAttention-3 with torch operators"
+_VERSIONS = "FlashAttention-3 with torch operators"
 _DETERMINISTIC_HEAD_SIZE = 192
 """Largest with deterministic gradients."""
 
 
 class FlashAttn3Backend:
-    """`torch.ops.flash_attn_3.fwd` and `bwd`, for compute capability 9.0.
+    """Operators of `flash_attn_interface`, for compute capability 9.0.
 
-    They come with package `flash_attn_interface`. Causal masks are aligned to the bottom right of every entry. Bitwise
-    reproducible under `torch.use_deterministic_algorithms(True)`, without more memory. Raises ValueError where the
+    Bitwise reproducible under `torch.use_deterministic_algorithms(True)`, without more memory. Raises ValueError if the
     package is missing or takes other arguments, and on other GPUs, where launching a kernel would end the process.
     """
 
@@ -41,7 +41,8 @@ class FlashAttn3Backend:
                 f"attention backend {self.name!r} has kernels for compute capability 9.0, not "
                 f"{'.'.join(map(str, capability))}; choose another backend"
             )
-        self._forward, self._backward = _operator("fwd", _FORWARD), _operator("bwd", _BACKWARD)
+        operators = partial(checked_operator, self.name, torch.ops.flash_attn_3)
+        self._forward, self._backward = operators("fwd", _FORWARD, _VERSIONS), operators("bwd", _BACKWARD, _VERSIONS)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""
@@ -81,15 +82,3 @@ def _arguments(args: KernelArgs) -> dict[str, Any]:
         "window_size_left": -1 if args.window is None else args.window,
         "window_size_right": 0 if args.causal else -1,
     }
-
-
-def _operator(name: str, given: tuple[str, ...]) -> Any:
-    operator = getattr(torch.ops.flash_attn_3, name, None)
-    backend = FlashAttn3Backend.name
-    if operator is None:
-        raise ValueError(
-            f"attention backend {backend!r} was written for {_WRITTEN_FOR}; the installed one has no operator "
-            f"flash_attn_3::{name}; install such a version"
-        )
-    check_arguments(backend, name, schema_parameters(operator.default._schema), given, _WRITTEN_FOR)
-    return operator.default

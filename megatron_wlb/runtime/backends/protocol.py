@@ -1,6 +1,5 @@
 """The interface of attention backends."""
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -10,18 +9,18 @@ from megatron_wlb.runtime.encoding import Encoding
 
 
 def owned(x: Tensor) -> Tensor:
-    """x, or a contiguous copy of a view, which would keep its whole base alive."""
+    """Return x, or a contiguous copy of a view, which would keep its base alive."""
     whole = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
     return x if whole else x.clone(memory_format=torch.contiguous_format)
 
 
 def side_by_side(k: Tensor, v: Tensor) -> Tensor:
-    """K and V in one tensor, [P, 2, Hkv, D], or [P, Hkv, D + Dv] if sizes differ."""
+    """Return K and V in one tensor: [P, 2, Hkv, D], or [P, Hkv, D + Dv]."""
     return torch.stack((k, v), dim=1) if k.shape == v.shape else torch.cat((k, v), dim=-1)
 
 
 def keys_and_values(kv: Tensor, head_size: int) -> tuple[Tensor, ...]:
-    """K [P, Hkv, D = head_size] and V of `side_by_side`, as views."""
+    """Return K [P, Hkv, D = head_size] and V of `side_by_side`, as views."""
     return kv.unbind(1) if kv.dim() == 4 else kv.split((head_size, kv.shape[-1] - head_size), dim=-1)
 
 
@@ -40,17 +39,9 @@ class KernelArgs(NamedTuple):
     """Queries see keys up to their own position, counted from the end of an entry; otherwise all, without a window."""
     adds_up: bool = True
     """Backward adds dK and dV to `dkv`; otherwise it overwrites all of `dkv`."""
-    before_adding: Callable[[], None] | None = None
-    """Called before backward adds: until then another stream may write `dkv`."""
-
-    def wait_to_add(self) -> None:
-        """Call this before backward touches `dkv`."""
-        if self.before_adding is not None:
-            self.before_adding()
 
     def store(self, dkv: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Add or write dK [P, Hkv, D] and dV [P, Hkv, Dv] to dkv (`side_by_side`)."""
-        self.wait_to_add()
         for total, part in zip(keys_and_values(dkv, dk.shape[-1]), (dk, dv), strict=True):
             if self.adds_up:
                 total.add_(part)
@@ -59,12 +50,11 @@ class KernelArgs(NamedTuple):
 
 
 class Backend(Protocol):
-    """Attention of one call's queries to all keys of the rank, as plain functions.
+    """Attention of one call's queries to all keys of the rank.
 
     Shapes: sq query rows of the call, P keys, Hq query heads, a multiple of the Hkv key heads, head size D of queries
-    and keys, Dv of values. Query head h reads key head h // (Hq / Hkv); K and V are never expanded to Hq heads over all
-    P rows. Every tensor but `lse` has stride 1 in its last dimension and any strides in the others; k and v may be the
-    halves of one tensor (`side_by_side`).
+    and keys, Dv of values. Query head h reads key head h // (Hq / Hkv). Every tensor but `lse` has stride 1 in its last
+    dimension and any strides in the others; k and v may be views of one tensor (`side_by_side`).
     """
 
     name: str
@@ -79,20 +69,20 @@ class Backend(Protocol):
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
-        """out [sq, Hq, Dv], contiguous, and lse [Hq, sq].
+        """Return out [sq, Hq, Dv], contiguous, and lse [Hq, sq].
 
         q is [sq, Hq, D], k [P, Hkv, D], v [P, Hkv, Dv]. Neither result is a view of a larger tensor. lse is the natural
         logarithm of the sum of exp(scale * q k^T), fp32 (fp64 for fp64 inputs). Raises ValueError for a head size that
-        the backend does not support.
+        the backend lacks.
         """
         ...
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, args: KernelArgs
     ) -> Tensor:
-        """dq [sq, Hq, D] in the dtype of q; writes dK and dV to dkv (`side_by_side`).
+        """Return dq [sq, Hq, D] in the dtype of q; write dK and dV to dkv.
 
-        dkv is fp32 (fp64 for fp64 inputs) if it sums calls (`KernelArgs.adds_up`); otherwise it may have the dtype of
-        k.
+        dkv (`side_by_side`) is fp32 (fp64 for fp64) if it sums calls (`KernelArgs.adds_up`); otherwise it may be of k's
+        dtype.
         """
         ...

@@ -14,10 +14,7 @@ from megatron_wlb.runtime.backends.protocol import KernelArgs, owned
 from megatron_wlb.runtime.encoding import Encoded, offsets
 
 _MODULE, _PACKAGE = "transformer_engine.pytorch", "transformer-engine[pytorch]"
-_KINDS = {
-    "attn_bias_type": "no_bias",
-    "dropout": 0.0,
-}
+_KINDS = {"attn_bias_type": "no_bias", "dropout": 0.0}
 _COMMON = (
     *("max_seqlen_q", "max_seqlen_kv", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
     *("q", "k", "v", "fake_dtype", "fused_attention_backend", "attn_scale", "window_size", "attn_mask_type"),
@@ -34,16 +31,14 @@ _LAYOUT_OF_GRADIENTS = "dqkv_layout"
 class TeBackend:
     """`fused_attn_fwd` and `fused_attn_bwd` of TransformerEngine 2.2 to 2.20.
 
-    They need cuDNN 9.7 or newer, and from 2.20 on 9.12. cuDNN reads the position of an entry's first key from a
-    separate array (padded offsets). So the table lists only entries with queries, and keys without a reader are
-    skipped. cuDNN builds a plan for every number of entries, rows and keys, all rounded up: the first steps are slow.
-    Needs compute capability 9.0; head sizes over 128 run on 9.0, and 256 on 10.0 with the newest versions. K and V side
-    by side are passed as views; otherwise, as with value heads of another size, they are copied. Deterministic under
-    `torch.use_deterministic_algorithms(True)`: on 9.0 for few rows only (`_check_workspace`), on 10.0 with cuDNN 9.18.1
-    or newer. cuDNN itself raises RuntimeError for what it cannot run.
+    They need cuDNN 9.7 or newer, from 2.20 on 9.12, and compute capability 9.0; head sizes over 128 run on 9.0, and 256
+    on 10.0 with the newest versions. cuDNN takes the first key of an entry from a separate array (padded offsets), so
+    keys without a reader are skipped. It builds a plan for every number of entries, rows and keys, all rounded up: the
+    first steps are slow. K and V are passed as views if they lie side by side, else copied. Deterministic under
+    `torch.use_deterministic_algorithms(True)`: on 9.0 for few rows (`_check_workspace`), on 10.0 from cuDNN 9.18.1 on.
 
-    Raises ValueError where the package is missing or takes other arguments, at the first call if cuDNN is too old to
-    pack log-sum-exps, and in backward if the workspace is too large.
+    Raises ValueError if the package is missing or takes other arguments, at the first call if cuDNN is too old to pack
+    log-sum-exps, and in backward if the workspace is too large; cuDNN raises RuntimeError for what it cannot run.
     """
 
     name = "te"
@@ -53,9 +48,9 @@ class TeBackend:
 
     @staticmethod
     def encode(key_begins: np.ndarray, segments: np.ndarray) -> Encoded:
-        """The table [cu_q, cu_k, k_begins], [3, n + 1], of the entries with queries.
+        """Return the table [cu_q, cu_k, k_begins], [3, n + 1], of entries with queries.
 
-        Empty entries at the end bring n to a power of two, since TransformerEngine no longer rounds n from 2.18 on.
+        Empty entries bring n to a power of two, since TransformerEngine no longer rounds n from 2.18 on.
         """
         empty = max(_LEAST_ENTRIES, 1 << (len(segments) - 1).bit_length()) - len(segments)
         q, k = segments["stop"] - segments["start"], segments["stop"]
@@ -138,7 +133,7 @@ class TeBackend:
 
 
 def _side_by_side(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """K and V as halves of one tensor [P, 2, Hkv, D], copied unless they are."""
+    """Return K and V as halves of one tensor [P, 2, Hkv, D], copied unless they are."""
     _, heads, size = k.shape
     strides = (2 * heads * size, size, 1)
     if k.stride() == v.stride() == strides and v.data_ptr() - k.data_ptr() == heads * size * k.itemsize:
@@ -147,7 +142,7 @@ def _side_by_side(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 
 
 def _function(function: Any, passed: tuple[str, ...]) -> Any:
-    """`function` with its `_FORMATS_OF_RESULTS` bound."""
+    """Return `function` with `_FORMATS_OF_RESULTS`, if it takes what is `passed`."""
     parameters = {
         name: parameter.default is not inspect.Parameter.empty
         for name, parameter in inspect.signature(function).parameters.items()
@@ -160,23 +155,18 @@ def _function(function: Any, passed: tuple[str, ...]) -> Any:
 
 
 def _check_workspace(q: Tensor, k: Tensor, num_entries: int) -> None:
-    """Raise ValueError where deterministic gradients of cuDNN take too much memory.
-
-    q is [sq, Hq, D], k [P, Hkv, D]. Checks compute capability 9.0 only, since no such workspace is known of others.
-    """
+    """Raise ValueError if gradients take too much memory; known for 9.0 only."""
     if torch.cuda.get_device_capability(q.device) == (9, 0):
         check_workspace("te", _workspace_bytes(num_entries, q.shape[1], q.shape[0], k.shape[0]), q, k)
 
 
 def _workspace_bytes(num_entries: int, num_heads: int, num_queries: int, num_keys: int) -> int:
-    """Workspace of deterministic gradients in cuDNN.
+    """Return cuDNN's workspace for deterministic gradients; not confirmed on a GPU.
 
-    That is 2 bytes for every entry, head, query row and key row of the plan, with all rows counted for every entry.
-    TransformerEngine builds plans for at least 32 entries, and rounds rows up as below (`get_max_tokens`). The formula
-    then agrees with what its authors observed (SM90_DET_FUSED_THD_BWD_MAX_BHSS in dot_product_attention/utils.py of
-    2.20): 128 B H S S bytes for B = 2 sequences of S = 2 ** n tokens, and four times as many for B = 4. Their limit of
-    B H S S = 2 ** 30 is checked outside of `fused_attn_bwd`, and is far too high for many short documents. No GPU has
-    confirmed the formula.
+    2 bytes for every entry, head, query row and key row of the plan, with all rows counted for every entry. Rows are
+    rounded up as by TransformerEngine's `get_max_tokens`. This agrees with its authors' note on
+    SM90_DET_FUSED_THD_BWD_MAX_BHSS (dot_product_attention/utils.py of 2.20): 128 B H S S bytes for B = 2 sequences of S
+    = 2 ** n tokens, four times as many for B = 4. Their limit is far too high for many short documents.
     """
 
     def rounded(rows: int) -> int:
@@ -187,11 +177,11 @@ def _workspace_bytes(num_entries: int, num_heads: int, num_queries: int, num_key
 
 @functools.cache
 def _generator(device: torch.device) -> torch.Generator:
-    """A generator of forward's own, which draws random numbers even without dropout."""
+    """Return a generator for forward, which draws random numbers even without dropout."""
     return torch.Generator(device)
 
 
 @functools.cache
 def _no_random_state(device: torch.device) -> Tensor:
-    """A random state for backward, which does not read it without dropout."""
+    """Return a random state for backward, which does not read it without dropout."""
     return torch.zeros(2, dtype=torch.int64, device=device)

@@ -20,8 +20,7 @@ _TOLERANCE = 2**-6
 def try_backend(backend: Backend, device: torch.device, head_sizes: tuple[int, int] = HEAD_SIZES) -> None:
     """Raise ValueError unless forward and backward in bf16 agree with float64.
 
-    Keys and values have `head_sizes`. Errors of the backend itself pass through. Runs about 200 rows, the same on every
-    machine, and leaves the global random state alone.
+    Heads have `head_sizes`. Errors of the backend pass through. Runs about 200 rows, the same on every machine.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -56,7 +55,7 @@ def kernel_args(
     scale: float,
     window: int | None = None,
 ) -> KernelArgs:
-    """Arguments of a call with entries (queries, keys); one without queries is a gap."""
+    """Return the arguments of a call with entries (queries, keys); 0 queries: a gap."""
     queries, keys = np.array(entries, np.int64).T
     segments = np.zeros(len(entries), SEGMENT)
     segments["document"], segments["start"], segments["stop"] = np.arange(len(entries)), keys - queries, keys

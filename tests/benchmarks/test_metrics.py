@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from megatron_wlb.plan.metrics import StepMetrics, delays, measure, summarise
+from benchmarks.metrics import StepMetrics, measure, summarise
+from megatron_wlb.plan.metrics import delays
 from megatron_wlb.types import DOCUMENT, PackedBatch
 from tests.jobs import job
 
