@@ -185,12 +185,12 @@ def test_attention_across_documents_is_named(words, crosses):
 
 def test_what_to_take_out_is_printed(tmp_path, lengths, capsys):
     write_index(tmp_path / "long.idx", 8 * lengths + 1)
-    words = f"--steps 40 --html {tmp_path / 'page'} {RUN} {LARGE} --sft --mtp-hsm"
+    words = f"--steps 40 --html {tmp_path / 'page'} {RUN} {LARGE} --mtp-hsm"
     analyse(tmp_path, words, "--dataloader-type=cyclic --split 99,1,0 --data-path", str(tmp_path / "long"))
     printed = capsys.readouterr().out
-    assert printed.endswith("Take out:\n  --sft --mtp-hsm\n")
+    assert printed.endswith("Take out:\n  --mtp-hsm\n")
     assert "--wlb-packing adaptive" in printed.split("Add to the command:\n")[1]
-    assert "<h2>Take out</h2><pre>--sft" in (tmp_path / "page").read_text()
+    assert "<h2>Take out</h2><pre>--mtp-hsm" in (tmp_path / "page").read_text()
 
 
 @pytest.mark.parametrize(
