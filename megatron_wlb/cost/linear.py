@@ -40,6 +40,25 @@ def products(job: Job, matrices: Iterable[Matrix], tokens: np.ndarray) -> Produc
     return Products(*times)
 
 
+def tiling(job: Job, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return what running a layer in tiles adds, us, forward and backward; see `adapter.tiles`.
+
+    A further tile starts all kernels once more, leaves their last waves half empty, and has autograd add an empty
+    weight gradient. Outputs of all tiles are copied together, and so are gradients of their inputs.
+    """
+    if not job.tp_tile_rows:
+        return np.zeros_like(tokens), np.zeros_like(tokens)
+    model, more = job.model, np.maximum(np.ceil(tokens / job.tp_tile_rows) - 1, 0)
+    dense = [matrix for matrix in model.matrices if matrix.part != "experts"]
+    start = products(job, dense, np.zeros(1))
+    qkv = dense[0].outputs
+    copied = np.where(more > 0, _memory(job, 2 * (qkv + 2 * model.hidden_size) * job.bytes_per_value, tokens), 0.0)
+    empty = _memory(job, 3 * sum(matrix.weights for matrix in dense) * job.bytes_per_value, more)
+    # Three kernels that are no products: a norm before QKV, and one and the activation in the MLP.
+    forward = more * (start.forward + 3 * job.profile.kernel_us)
+    return forward + copied, more * (start.backward + 3 * job.profile.kernel_us) + copied + empty
+
+
 def output_matrix(job: Job) -> Matrix:
     """Return the matrix of the output layer."""
     return Matrix("output", job.model.padded_vocab_size, job.model.hidden_size, "outputs")

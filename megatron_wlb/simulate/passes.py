@@ -14,6 +14,7 @@ from megatron_wlb.cost.linear import (
     merging,
     output_matrix,
     products,
+    tiling,
     token_exchange,
 )
 from megatron_wlb.hardware.network import Group
@@ -109,7 +110,10 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
         )
     tokens = np.array([plan.lengths.sum() for plan in shards]) / cp
     row_bytes = tokens * model.hidden_size * job.bytes_per_value
-    network, exposed = job.profile.network, 1 - job.tp_overlap
+    network = job.profile.network
+    # User buffers need ranks that NVLink connects. They serve the matrices of a layer, and whole tiles of its rows.
+    tile, overlaps = job.tp_tile_rows, job.tp_overlap if tp <= network.gpus_per_node else 0.0
+    exposed = 1 - overlaps * (np.floor(tokens / tile) * tile / tokens if tile else 1.0)
     gather, scatter = (
         network.collective(name, row_bytes, Group(size=tp, stride=1)) for name in ("all_gather", "reduce_scatter")
     )
@@ -125,7 +129,8 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
     of_experts = products(job, [m for m in model.matrices if m.part == "experts"], tokens)
     dispatched = token_exchange(job, tokens)
     again = expansion(job)[0] * tokens if job.expands_again else 0.0
-    linear = every.forward + bound[0] + dispatched, every.backward + bound[1] + dispatched + again
+    tiled = tiling(job, tokens)
+    linear = every.forward + bound[0] + dispatched + tiled[0], every.backward + bound[1] + dispatched + again + tiled[1]
     experts = of_experts.forward + dispatched, of_experts.backward + dispatched
     of_forward, of_backward = (
         LayerTimes(
@@ -149,12 +154,12 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
     beside_output = np.minimum(gather, output.inputs)
     if not job.defer_weight_gradients:
         beside_output = beside_output + np.minimum(scatter, output.weights)
-    forward[0, 0] += scatter * exposed
-    forward[-1, -1] += (1 + ahead) * (output.forward + losses[0] + gather * exposed)
-    forward[-1, -1] += ahead * (joining.forward + (3 * gather + scatter) * exposed)
-    backward[0, 0] += gather * exposed
-    backward[-1, -1] += ahead * (joining.backward + (2 * gather + 2 * scatter) * exposed)
-    backward[-1, -1] += (1 + ahead) * (output.backward + losses[1] + (gather + scatter - beside_output) * exposed)
+    forward[0, 0] += scatter
+    forward[-1, -1] += (1 + ahead) * (output.forward + losses[0] + gather)
+    forward[-1, -1] += ahead * (joining.forward + (3 * gather + scatter))
+    backward[0, 0] += gather
+    backward[-1, -1] += ahead * (joining.backward + (2 * gather + 2 * scatter))
+    backward[-1, -1] += (1 + ahead) * (output.backward + losses[1] + (gather + scatter - beside_output))
     return Passes(
         forward=forward,
         backward=backward,
