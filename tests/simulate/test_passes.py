@@ -247,6 +247,28 @@ def test_overlaps_hide_their_share():
     assert half == plain / 2 > 0
 
 
+def test_tiles_overlap_by_themselves_and_cost_their_starts():
+    """Of 2.5 tiles two overlap; three start all kernels instead of one, and their outputs are copied together."""
+    (whole, backward), (tiled, of_backward) = (
+        layer_times(given, shards_of(given, [[20480]]))
+        for given in (job(tp=4), job(tp=4, tp_overlap=0.5, tp_tile_rows=8192))
+    )
+    assert tiled.tensor == pytest.approx(whole.tensor * (1 - 0.5 * 2 / 2.5))
+    hidden, ffn = 4096, 11008
+    sizes = [(3 * hidden / 4, hidden), (hidden, hidden / 4), (2 * ffn / 4, hidden), (hidden, ffn / 4)]
+    starts = 2 * sum(2 * HALF_WAVE * k / 576e6 + 3 for _, k in sizes) + 2 * 3 * 3
+    copies = 20480 * 2 * 2 * (3 + 2) * hidden / 4 / 2700e3
+    assert tiled.linear - whole.linear == pytest.approx(starts + copies)
+    starts = 2 * sum(2 * HALF_WAVE * m / 576e6 + 2 * 3 for m, _ in sizes) + 2 * 3 * 3
+    empty = 2 * 3 * 2 * (4 * hidden + 3 * ffn) * hidden / 4 / 2700e3
+    assert of_backward.linear - backward.linear == pytest.approx(starts + copies + empty)
+    # Beyond a node there are no user buffers.
+    far, near = (
+        layer_times(given, shards_of(given, [[8192]]))[0] for given in (job(tp=16, tp_overlap=0.5), job(tp=16))
+    )
+    assert far.tensor == near.tensor > 0
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -15,7 +15,7 @@ from megatron_wlb.cli.data import Data, data_of
 from megatron_wlb.cli.job import Run
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.describe.make import default_max_tokens
-from megatron_wlb.describe.megatron import tp_overlap
+from megatron_wlb.describe.megatron import tile_rows, tp_overlap
 from megatron_wlb.job import Job
 from megatron_wlb.micro_batches import Prediction, predictions, step_time
 from megatron_wlb.packing.adaptive import AdaptivePacking
@@ -145,6 +145,11 @@ class Setup:
             found[flag_with_value("packing", self.other.packing.name)] = self.other
         if job.parallel.cp > 1 and job.cp_gradient_bytes > job.bytes_per_value:
             found[flag_with_value("cp_gradients", "model")] = job.sharded(cp_gradients="model")
+        p, tiled = job.parallel, replace(self.run.arguments, tp_comm_overlap=True)
+        latent = job.model.kv_lora_rank > 0
+        if 1 < p.sequence_ranks <= job.profile.network.gpus_per_node and not job.tp_tile_rows and not latent:
+            overlap = tp_overlap(p.tp)
+            found["--tp-comm-overlap"] = replace(job, tp_overlap=overlap, tp_tile_rows=tile_rows(tiled, p))
         relieved = layouts.relieved(job, self.stream())
         budget = self.run.settings.memory_budget
         layout = relieved.parallel.split.pipeline_model_parallel_layout
@@ -175,7 +180,7 @@ class Setup:
         job, given = self.job, self.run.settings.max_tokens
         job = _by_windows(job, job.parallel.group_size or job.parallel.pp)
         hidden = self.megatron.hidden_transfers
-        job = replace(job, reorder=False, defer_weight_gradients=False, hidden_transfers=hidden)
+        job = replace(job, reorder=False, defer_weight_gradients=False, hidden_transfers=hidden, tp_tile_rows=0)
         return job if isinstance(given, int) else replace(job, max_tokens=default_max_tokens(job))
 
     def _time_per_work(self, job: Job) -> float:
