@@ -18,6 +18,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.dist_signal_handler import DistributedSignalHandler
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron_wlb.adapter import conversations
 from megatron_wlb.plan.dataset import DocumentIndex, TrainedTokens, read_index
 from megatron_wlb.plan.mock import MockIndex, mock_lengths
 from megatron_wlb.plan.step import MicroBatchPlan, Planner
@@ -34,6 +35,24 @@ class SplitData:
 
     sources: list[Source]
     indices: Sequence[DocumentIndex | MockIndex]
+    masks: Sequence[np.ndarray]
+    """Which tokens are trained as targets, uint8 [tokens] of each `.bin` file; empty: all."""
+    whole_epochs: bool = False
+    """Train all documents of an epoch before the next begins."""
+
+    def targets(self, documents: np.ndarray, depths: int) -> list[int]:
+        """Count the trained targets of DOCUMENT rows at each depth, 0 and `depths` more."""
+        lengths = documents["length"]
+        if not self.masks:
+            return [int(np.maximum(lengths - depth, 0).sum()) for depth in range(1 + depths)]
+        counts = np.zeros(1 + depths, np.int64)
+        for row in documents:
+            index = self.indices[row["dataset"]]
+            assert isinstance(index, DocumentIndex)
+            first = int(index.pointers[row["document"]]) // index.item_bytes + int(row["offset"]) + 1
+            trained = self.masks[row["dataset"]][first : first + int(row["length"])]
+            counts += [int(trained[depth:].sum()) for depth in range(1 + depths)]
+        return counts.tolist()
 
 
 def load_splits(args: Namespace) -> dict[str, SplitData]:
@@ -47,23 +66,28 @@ def load_splits(args: Namespace) -> dict[str, SplitData]:
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     if blend is None and blend_per_split is None:
         raise ValueError("--wlb: no dataset; give --data-path PREFIX (or --train-data-path ...), or --mock-data")
-    read = functools.cache(read_index)  # a blend may name a dataset in every split
+    # A blend may name a dataset in every split.
+    read = functools.cache(functools.partial(_opened, args=args))
 
     def split(blend: Any, bounds: tuple[float, float] | None) -> SplitData:
-        sources, indices = [], []
+        sources, indices, masks = [], [], list[np.ndarray]()
         prefixes, weights = blend if blend is not None and bounds is not None else ([], None)
         for i, prefix in enumerate(prefixes):
-            index = read(prefix)
+            index, trained, mask, content = read(prefix)
             first, stop = (round(bound * len(index)) for bound in bounds or ())
             tokens = index.tokens[first:stop]
-            total = int(tokens.sum()) - np.count_nonzero(tokens)  # the last token of a document is only a target
+            lengths: Any = TrainedTokens(tokens) if trained is None else trained[first:stop]
+            # The last token of a document is only a target.
+            total = int(tokens.sum()) - np.count_nonzero(tokens) if trained is None else int(lengths.sum())
             # Without weights, datasets are weighted by size, as upstream does.
             weight = float(weights[i]) if weights is not None else float(total)
             if total:
-                lengths = TrainedTokens(tokens)
-                sources.append(Source(lengths=lengths, weight=weight, first=first, content=index.fingerprint))
+                sources.append(Source(lengths=lengths, weight=weight, first=first, content=content))
                 indices.append(index)
-        return SplitData(sources=sources, indices=indices)
+                masks += [] if mask is None else [mask]
+        # With weights, datasets end at different times.
+        whole = getattr(args, "sft", False) and (weights is None or len(sources) == 1)
+        return SplitData(sources=sources, indices=indices, masks=masks, whole_epochs=whole)
 
     if blend is not None:
         bounds = convert_split_vector_to_split_matrix(parse_and_normalize_split(args.split))
@@ -84,18 +108,32 @@ def load_splits(args: Namespace) -> dict[str, SplitData]:
     return data
 
 
+def _opened(path: str, args: Namespace) -> tuple[DocumentIndex, np.ndarray | None, np.ndarray | None, str]:
+    """Return a dataset, and of conversations the trained tokens of each and the mask; its content in a word."""
+    if getattr(args, "sft", False):
+        given = conversations.read(path, args)
+        return given.index, given.lengths, given.mask, given.content
+    index = read_index(path)
+    return index, None, None, index.fingerprint
+
+
 def _mock(args: Namespace, split: str) -> SplitData:
     index = MockIndex(
         distribution=mock_lengths(args.wlb_mock_lengths),
         seed=args.seed + SPLITS.index(split),
         vocabulary=args.vocab_size or args.padded_vocab_size,
     )
-    return SplitData(sources=[Source(lengths=index.lengths)], indices=[index])
+    return SplitData(sources=[Source(lengths=index.lengths)], indices=[index], masks=[])
 
 
 def stream_of(args: Namespace, split: str, data: SplitData) -> DocumentStream:
-    """Return the endless stream of a split's documents, from the beginning."""
-    return DocumentStream(data.sources, seed=args.seed + SPLITS.index(split), context_length=args.seq_length)
+    """Return the endless stream of a split's documents in training order, from the beginning."""
+    return DocumentStream(
+        data.sources,
+        seed=args.seed + SPLITS.index(split),
+        context_length=args.seq_length,
+        whole_epochs=data.whole_epochs,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -152,7 +190,7 @@ class DocumentDataset(torch.utils.data.Dataset[Batch]):
         self._split, self._cp_rank, self._encode, self._depths = split, cp_rank, encode, depths
         self._vocabulary = vocabulary
         self._is_first, self._is_last = is_first, is_last
-        needed = is_first or is_last
+        needed, self._data = is_first or is_last, data
         self._readers = [_reader(index, mmap) for index in data.indices] if needed else []
 
     def __getitem__(self, plan: MicroBatchPlan) -> Batch:
@@ -178,11 +216,12 @@ class DocumentDataset(torch.utils.data.Dataset[Batch]):
             if number < len(plan.documents):  # skip the tail padding: token 0, not trained
                 document = plan.documents[number]
                 length = int(document["length"])
-                read = self._tokens(document, start, min(stop + self._depths, length) + 1 - start)
+                count = min(stop + self._depths, length) + 1 - start
+                read, trained = self._tokens(document, start, count), self._trained(document, start, count)
                 for depth in range(1 + self._depths):
                     size = max(0, min(stop, length - depth) - start)  # rows with a target at this depth
                     out[:, depth, at : at + size] = read[depth : depth + size], read[depth + 1 : depth + 1 + size]
-                    mask[depth, at : at + size] = 1
+                    mask[depth, at : at + size] = 1 if trained is None else trained[depth + 1 : depth + 1 + size]
             at += stop - start
         tokens, labels = torch.from_numpy(out)
         return tokens, labels, torch.from_numpy(mask)
@@ -199,6 +238,15 @@ class DocumentDataset(torch.utils.data.Dataset[Batch]):
                 "give the tokenizer that the dataset was made with"
             )
         return tokens
+
+    def _trained(self, document: np.void, start: int, count: int) -> np.ndarray | None:
+        """Which tokens of a document are trained as targets; None: all."""
+        if not self._data.masks:
+            return None
+        index = self._data.indices[document["dataset"]]
+        assert isinstance(index, DocumentIndex)
+        at = int(index.pointers[document["document"]]) // index.item_bytes + int(document["offset"]) + start
+        return self._data.masks[document["dataset"]][at : at + count]
 
 
 def _reader(index: DocumentIndex | MockIndex, mmap: bool) -> Callable[[int, int, int], np.ndarray]:

@@ -18,6 +18,7 @@ from megatron_wlb.describe.settings import PlanSettings, RunSettings
 from megatron_wlb.hardware.profile import AMPERE_PROFILE, DEFAULT_PROFILE, FLOPS_PROFILE
 from megatron_wlb.job import Job, Sharding
 from megatron_wlb.micro_batches import Prediction, predictions
+from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.plan.stream import DocumentStream
 from megatron_wlb.simulate.memory import DEVICE_SHARE
@@ -36,6 +37,11 @@ def check(args: Namespace) -> None:
     policy = packing.from_args(args)
     if said := packing.without_effect(args):
         raise ValueError(f"{said[0]}; choose that, or take the flag out")
+    if getattr(args, "sft", False) and policy.fixed_length:
+        raise ValueError(
+            f"--wlb: --wlb-packing {policy.name} cuts documents where a window ends, and --sft trains whole "
+            "conversations; give adaptive or wlb"
+        )
     a = MegatronArguments.of(vars(args))
     # Memory and the split of layers are checked later, once everything is known.
     settings = replace(
@@ -134,13 +140,16 @@ def jobs_by_step(args: Namespace, job: Job, step: int) -> list[tuple[int, Job]]:
 
 
 def evaluation_job(job: Job, args: Namespace) -> Job:
-    """Return the job of evaluation: windows in data order. Raises ValueError."""
+    """Return the job of evaluation steps: windows in data order, or with `--sft` whole conversations.
+
+    Raises ValueError if they fit no schedule.
+    """
     count = args.eval_global_batch_size
     try:
         return replace(
             job,
             parallel=replace(job.parallel, group_size=args.microbatch_group_size_per_vp_stage),
-            packing=OriginalPacking(),
+            packing=AdaptivePacking() if getattr(args, "sft", False) else OriginalPacking(),
             global_batch_size=count,
             num_micro_batches=count,
             defer_weight_gradients=False,

@@ -10,28 +10,27 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from megatron_wlb.adapter import compat
 from megatron_wlb.adapter.data import Batch
 
 
-def weights(lengths: np.ndarray, depths: int) -> list[float]:
+def weights(targets: Sequence[int]) -> list[float]:
     """Return a target's loss weight by depth: each depth weighs as the main loss.
 
     Upstream uses tokens over targets of each micro-batch, which would give targets more weight where documents are
     short. This is the ratio over the whole step. It equals upstream's ratio if all micro-batches are alike.
 
     Args:
-        lengths: int64 [documents], trained tokens of the step's documents, over all data-parallel ranks.
-        depths: `--mtp-num-layers`.
+        targets: of the main loss and of each depth, over all data-parallel ranks.
     """
-    targets = [int(np.maximum(lengths - depth, 0).sum()) for depth in range(1, depths + 1)]
-    return [float(lengths.sum()) / count if count else 0.0 for count in targets]
+    return [targets[0] / count if count else 0.0 for count in targets[1:]]
 
 
-def rolled(batch: Batch, positions: torch.Tensor, scales: Sequence[float]) -> Iterator[tuple[torch.Tensor, Any]]:
+def rolled(
+    batch: Batch, positions: torch.Tensor, scales: Sequence[float], context_length: int
+) -> Iterator[tuple[torch.Tensor, Any]]:
     """Yield the results of upstream's `roll_tensor` in a forward pass.
 
     Upstream's layers ask for the inputs of each depth in turn: tokens [1, s], then positions [1, s]. Its loss then asks
@@ -43,7 +42,8 @@ def rolled(batch: Batch, positions: torch.Tensor, scales: Sequence[float]) -> It
     trained = batch.loss_mask[:1].sum()
     for depth in depths:
         yield batch.tokens[depth : depth + 1], None
-        yield ((positions + depth) * batch.loss_mask[depth].long()).unsqueeze(0), None
+        # Beyond the end of a document any valid position will do.
+        yield (positions + depth).clamp(max=context_length - 1).unsqueeze(0), None
     for depth, scale in zip(depths, scales, strict=True):
         yield batch.labels[depth : depth + 1], None
         yield batch.loss_mask[depth : depth + 1] * scale, trained

@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
-from megatron.training import checkpointing, initialize, training
+from megatron.training import checkpointing, initialize, print_rank_0, training
 
 from megatron_wlb import files
 from megatron_wlb.adapter import compat, data, describe, mtp, tiles
@@ -72,6 +72,12 @@ class Training:
                 latents=job.cp_exchange == "latents",
             )
         self._plans = Plans(args, job, run)
+        if getattr(args, "sft", False):
+            print_rank_0(
+                f"> wlb: --sft: a step trains {args.global_batch_size} windows of tokens, not as many rows; "
+                "--train-samples counts windows"
+            )
+        args.sft = False  # upstream would average evaluation over micro-batches; this is per trained token
         self._report = Report(args, job, run, self._plans, tried)
         self._batches: list[tuple[Iterator[Batch], ...] | None] = []
         self._weight_gradients: DeferredWeightGradients | None = None
@@ -146,7 +152,7 @@ class Training:
         batch, positions = tiles.ordered(batch, self._job.tp_tile_rows, self._job.parallel.tp)
         name = f"wlb {batch.split} step {batch.step}: {positions.numel()} of {batch.padded_tokens} tokens"
         thd = None if self.attention else packed_seq_params(batch.metadata)
-        ahead = mtp.rolled(batch, positions, self._mtp_weights)
+        ahead = mtp.rolled(batch, positions, self._mtp_weights, self._job.context_length)
         tokens, labels, loss_mask = (
             given[:1] if given is not None else None for given in (batch.tokens, batch.labels, batch.loss_mask)
         )
@@ -201,7 +207,8 @@ class Training:
     def _forward_backward(self, schedule: Any, *, data_iterator: Any, model: Any, num_microbatches: int, **rest: Any):  # type: ignore[no-untyped-def]
         self._report.begin_step()
         first, plan, feeds = self._drawn(data_iterator)
-        self._mtp_weights = mtp.weights(plan.batch.documents["length"], self._args.mtp_num_layers or 0)
+        if depths := self._args.mtp_num_layers or 0:
+            self._mtp_weights = mtp.weights(self._splits[first.split].targets(plan.batch.documents, depths))
         if first.split == "train":
             self._report.planned(plan)
         count = len(plan.micro_batches)  # not `num_microbatches`: upstream counts windows

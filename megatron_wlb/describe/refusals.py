@@ -16,7 +16,7 @@ _REASONS = {
     "is not supported; use plain attention": "experimental_attention_variant",
     "is for inference; leave it out": "cache_mla_latents",
     "is not supported; pre-train on .bin/.idx datasets (--data-path)": (
-        "sft perform_rl_step hybrid_context_parallel dynamic_context_parallel"
+        "perform_rl_step hybrid_context_parallel dynamic_context_parallel"
     ),
     "packs sequences by itself; leave it out": "rl_use_sequence_packing sequence_packing_scheduler use_varlen_dataset",
     "evaluates until the data end, and the stream of --wlb has no end; give --eval-iters": "full_validation",

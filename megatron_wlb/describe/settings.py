@@ -90,6 +90,18 @@ class RunSettings(Settings):
         "Append which documents every step trained to this file, a few bytes each; `megatron-wlb audit` checks that "
         "none was lost or doubled over restarts.",
     )
+    sft_too_long: str = setting(
+        "drop",
+        "What happens to conversations of --sft that are longer than --seq-length. drop: left out. truncate: cut off "
+        "there, as upstream does.",
+        choices=("drop", "truncate"),
+    )
+    sft_broken: str = setting(
+        "error",
+        "What happens to rows of --sft that are no conversations, or have no token to train. error: the run stops. "
+        "skip: they are left out, and counted.",
+        choices=("error", "skip"),
+    )
     mock_lengths: str = setting(
         "F2",
         "Lengths of the documents of --mock-data: F2, or MU,SIGMA,SHARE,MINIMUM,ALPHA of a log-normal body and, for a "

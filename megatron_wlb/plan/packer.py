@@ -73,12 +73,18 @@ class Packer:
     @property
     def finished(self) -> bool:
         """Whether the data is at its end and nothing waits."""
+        return self._drained and self._stream.ended
+
+    @property
+    def _drained(self) -> bool:
         return self._stream.exhausted and not any(map(len, self.waiting().values()))
 
     def next(self) -> PackedStep:
         """Plan the next step. Raises StopIteration if `finished`."""
-        if self.finished:
-            raise StopIteration("every document has been packed")
+        if self._drained:
+            if not self._stream.begin_epoch():
+                raise StopIteration("every document has been packed")
+            self._base = (self._step, self._stream.position)  # what the epoch's last steps lacked is not made up for
         draw = _Draw(self._stream, self._step, self._base, self._batch_tokens)
         while not len((batch := self._policy.pack(self._step, draw)).documents):
             draw.skip_a_global_batch()

@@ -110,6 +110,7 @@ class DocumentStream:
         context_length: longest piece in tokens.
         shuffle: False for file order.
         num_epochs: passes over every dataset, which then drops out of the blend; None: endless.
+        whole_epochs: the stream is exhausted after every pass, until `begin_epoch`.
 
     Raises ValueError if the blend is empty, a dataset has nothing to train or a document of negative length, or a
     weight is not positive.
@@ -123,6 +124,7 @@ class DocumentStream:
         context_length: int,
         shuffle: bool = True,
         num_epochs: int | None = None,
+        whole_epochs: bool = False,
     ) -> None:
         for i, source in enumerate(sources):
             if len(source.lengths) == source.too_short:
@@ -143,7 +145,8 @@ class DocumentStream:
         self.context_length = context_length
         self._seed, self._shuffle = index(seed), shuffle
         self._epochs = math.inf if num_epochs is None else num_epochs
-        self._limits = [(len(s.lengths) - s.too_short) * self._epochs for s in sources]
+        self._each = [len(s.lengths) - s.too_short for s in sources]  # documents of an epoch
+        self._whole, self._begun = whole_epochs, 1 if whole_epochs else self._epochs
         self._orders = self._begin_at([0] * len(sources))
         self._counts = [0] * len(sources)  # documents taken from each dataset, without skipped ones
         self._tokens = [0] * len(sources)  # tokens taken from each dataset
@@ -158,8 +161,20 @@ class DocumentStream:
 
     @property
     def exhausted(self) -> bool:
-        """Whether nothing is left."""
+        """Whether nothing is left, of the epoch where each ends by itself."""
         return self._head is None and not self._open()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is exhausted and `begin_epoch` begins no more."""
+        return self.exhausted and self._begun >= self._epochs
+
+    def begin_epoch(self) -> bool:
+        """Go on with the next epoch, where each ends by itself; returns whether there is one."""
+        if self._begun >= self._epochs:
+            return False
+        self._begun += 1
+        return True
 
     def take(self, limit: int) -> np.ndarray:
         """Take all next pieces that begin before token `limit`: DOCUMENT [n], arrival 0."""
@@ -213,15 +228,18 @@ class DocumentStream:
         self._counts, self._tokens = list(state["documents"]), list(state["tokens"])
         self._position, self._index = state["position"], state["index"]
         self._head = tuple(state["head"]) if state["head"] else None
+        if self._whole:  # at the end of an epoch it is not yet the next one
+            self._begun = max(1, *(-(-count // each) for count, each in zip(self._counts, self._each, strict=True)))
 
     def _begin_at(self, drawn: list[int]) -> list[_Order]:
         """Return the order of each dataset after `drawn` of its documents."""
         keys = [(self._seed, i) if self._shuffle else None for i in range(len(drawn))]
-        return [_Order(*each, self._epochs) for each in zip(self.sources, keys, drawn, strict=True)]
+        epochs = 1 if self._whole else self._epochs  # permuted at once
+        return [_Order(*each, epochs) for each in zip(self.sources, keys, drawn, strict=True)]
 
     def _open(self) -> list[int]:
         """Datasets with documents left."""
-        return [i for i, limit in enumerate(self._limits) if self._counts[i] < limit]
+        return [i for i, each in enumerate(self._each) if self._counts[i] < each * self._begun]
 
     def _take_documents(self, tokens: int) -> np.ndarray:
         """Take documents with a piece that begins within `tokens`, int64 [4, n].

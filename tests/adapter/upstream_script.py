@@ -1,6 +1,7 @@
 """Trains a GPT as upstream's pretrain_gpt.py does, which no wheel ships: its own data, forward step and model."""
 
 import functools
+import importlib
 
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -15,6 +16,7 @@ DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000}
 
 def datasets(num_samples, vp_stage=None):
     args = get_args()
+    kind = importlib.import_module("megatron.training.datasets.sft_dataset").SFTDataset if args.sft else GPTDataset
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
         random_seed=args.seed,
@@ -27,8 +29,10 @@ def datasets(num_samples, vp_stage=None):
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=not args.sft,
+        context_parallel_size=args.context_parallel_size,
     )
-    return BlendedMegatronDatasetBuilder(GPTDataset, num_samples, lambda: True, config).build()
+    return BlendedMegatronDatasetBuilder(kind, num_samples, lambda: True, config).build()
 
 
 datasets.is_distributed = True
@@ -36,7 +40,7 @@ datasets.is_distributed = True
 
 def forward_step(data_iterator, model):
     batch = {name: tensor.cuda() for name, tensor in next(data_iterator).items()}
-    inputs = (batch["tokens"], batch["position_ids"], batch["attention_mask"])
+    inputs = (batch["tokens"], batch["position_ids"], batch.get("attention_mask"))
     return model(*inputs, labels=batch["labels"]), functools.partial(loss, batch["loss_mask"])
 
 

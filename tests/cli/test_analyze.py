@@ -176,7 +176,7 @@ def test_nothing_to_gain(tmp_path, capsys):
 def test_where_ours_loses_no_flags_are_to_be_added(tmp_path, capsys):
     write_index(tmp_path / "full.idx", np.full(300, 16 * C + 1))
     words = (
-        f"--steps 2 {RUN} --num-layers 2 --hidden-size 4096 --num-attention-heads 32 --vocab-size 1024 --sft "
+        f"--steps 2 {RUN} --num-layers 2 --hidden-size 4096 --num-attention-heads 32 --vocab-size 1024 --fim-data "
         f"--tensor-model-parallel-size 2 --context-parallel-size 8 --seq-length {16 * C} --global-batch-size 2 "
         f"--split 1 --wlb-micro-batches 2 --data-path {tmp_path / 'full'}"
     )
@@ -185,7 +185,7 @@ def test_where_ours_loses_no_flags_are_to_be_added(tmp_path, capsys):
     assert found["speedup"] < 1
     assert printed.startswith("Predicted: --wlb would lose, 0.")
     assert "Add to the command:" not in printed and "Take out:" not in printed
-    assert "Simulated was --wlb --attention-dropout 0" in printed and "refuses them: --sft." in printed
+    assert "Simulated was --wlb --attention-dropout 0" in printed and "refuses them: --fim-data." in printed
 
 
 def test_levels_of_imbalance(tmp_path, long):

@@ -86,8 +86,8 @@ def test_refused_for_its_value_or_beside_another(arguments, message):
 @pytest.mark.parametrize(
     ("name", "value", "has_experts", "refused"),
     [
-        ("sft", True, False, True),
-        ("sft", False, False, False),
+        ("fim_data", True, False, True),
+        ("fim_data", False, False, False),
         ("window_size", "128,128", False, True),
         ("attention_dropout", "none", False, True),
         ("moe_router_load_balancing_type", "quantile_balancing", False, False),

@@ -1,5 +1,6 @@
 """The packer over many steps: nothing lost between them, and a resumed run plans what the first would have planned."""
 
+import itertools
 import json
 
 import numpy as np
@@ -252,3 +253,25 @@ def test_a_step_makes_no_state_unasked(packing, monkeypatch):
     for _ in range(20):
         packer.next()
     assert json.dumps(first.state) == kept
+
+
+@pytest.mark.parametrize("policy", [AdaptivePacking(), WlbPacking()], ids=["adaptive", "wlb"])
+def test_whole_epochs_end_before_the_next_begins(policy):
+    """Also after a resumption at every step."""
+    lengths = np.random.default_rng(0).integers(1, 65, 50)
+    given = job(packing=policy)
+
+    def make():
+        stream = DocumentStream([Source(lengths=lengths)], seed=1, context_length=64, whole_epochs=True)
+        return make_packer(stream, given)
+
+    packer, rows = make(), []
+    while len(rows) < 4 * len(lengths):
+        state = packer.state()
+        step = packer.next()
+        again = make()
+        again.load_state(state)
+        np.testing.assert_array_equal(again.next().batch.documents, step.batch.documents)
+        rows += step.batch.documents["document"].tolist()
+    for epoch in itertools.batched(rows[: 4 * len(lengths)], len(lengths)):
+        assert sorted(epoch) == list(range(len(lengths)))
