@@ -165,7 +165,8 @@ class Changes(NamedTuple):
                 "attention ends with the document, and without --wlb it does not here (no --reset-attention-mask): "
                 "the model and its losses are other ones"
             )
-        lines += [f"sets {line}" for line in self.set] + [f"without {line}" for line in self.priced]
+        lines += [f"sets {line}" for line in self.set]
+        lines += [f"without {line.removeprefix('no ')}" for line in self.priced]
         return [f"> wlb: {line}" for line in lines]
 
 
@@ -195,7 +196,7 @@ def adapt(args: Namespace, given: Collection[str]) -> Changes:
         else:
             changes.set.append(said)
     if args.wlb_strict and (changes.set or changes.priced):
-        said = " | ".join([*changes.set, *(f"no {line}" for line in changes.priced)])
+        said = " | ".join([*changes.set, *changes.priced])
         raise ValueError(f"--wlb-strict: these flags would have to change, give them, or leave it out: {said}")
     return changes
 
@@ -205,7 +206,7 @@ def _said(name: str, value: Any, before: Any) -> str:
     if value is True or (off and flag_of(name) != flag):
         return flag_of(name)
     if off:
-        return flag if before is True else f"{flag} {before}"
+        return f"no {flag}" if before is True else f"no {flag} {before}"
     if value is None:
         return f"no {flag}"
     return f"{flag} {value}" + (f" instead of {before}" if before is not None else "")

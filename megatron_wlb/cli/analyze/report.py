@@ -290,8 +290,9 @@ def profile_entries(setup: Setup) -> dict[str, Any]:
     """Return origin and stated errors of the profile and of its network."""
     profile = setup.job.profile
     stated = json.loads(profile_file(setup.run.settings.profile or DEFAULT_PROFILE).read_text())
-    network = NETWORKS / f"{profile.network.name}.json"
-    of_network = json.loads(network.read_text()) if network.is_file() else {"name": profile.network.name}
+    shipped = {file.name: file for file in NETWORKS.iterdir()}
+    network = shipped.get(f"{profile.network.name}.json")
+    of_network = json.loads(network.read_text()) if network else {"name": profile.network.name}
     origin = ("name", "device", "source", "kernel_measured", "date", "error")
     return {
         **{key: stated[key] for key in origin if key in stated},
