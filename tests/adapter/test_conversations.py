@@ -8,6 +8,7 @@ import signal
 from argparse import Namespace
 from itertools import pairwise
 
+import datasets
 import numpy as np
 import pytest
 
@@ -18,7 +19,6 @@ from tests.adapter.chats import conversation, write_chats, write_tokenizer
 from tests.adapter.test_parity import LAYOUTS, TOLERANCE
 from tests.adapter.training import CP2, MTP, PP2, relative_error, train
 
-pytest.importorskip("transformers", reason="upstream's SFTTokenizer needs it")
 FORMAT = "nemotron-nano-v2"
 WITHOUT = "--tokenizer-type --vocab-size --split"
 ONE_EPOCH = [[30], [1], [100, 3], [5, 5, 5], [180], [60, 20], [2], [11]]
@@ -159,7 +159,6 @@ def test_tokenizing_happens_once_and_a_kill_leaves_nothing(tmp_path, tokenizer, 
 
 def test_packs_of_bridge_are_conversations(tmp_path, tokenizer):
     """Their mask is that of labels: 1 where the next token is trained."""
-    datasets = pytest.importorskip("datasets")
     row = {"input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 0, 1, 0], "seq_start_id": [0, 3]}
     datasets.Dataset.from_list([row]).to_parquet(tmp_path / "pack.parquet")
     path = str(tmp_path / "pack.parquet")

@@ -11,6 +11,7 @@ import torch
 
 from megatron_wlb.adapter.plans import state_path
 from megatron_wlb.adapter.training import Training
+from megatron_wlb.describe.refusals import REFUSED
 from megatron_wlb.packing import POLICIES
 from megatron_wlb.plan import document_log, state
 from tests.adapter import training
@@ -181,10 +182,15 @@ def test_flags_of_the_checkpoint_are_held_against_the_same_rules(dataset, tmp_pa
         train(1, dataset, *ADAM, *save.split(), *flags, wlb=False)
     load = [*ADAM, "--use-checkpoint-args", "--wlb-restart-packing", "--train-iters", "2", "--load"]
     load = ["--override-opt-param-scheduler", *load]
-    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match=r"no experts; flags of the checkpoint count"):
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(RuntimeError, match=r"no experts; flags of the checkpoint count"),
+    ):
         patched.setitem(REFUSED, "num_experts", "is not supported; give no experts")
         train(1, dataset, *load, str(tmp_path / "moe"))
-    train(1, dataset, *load, str(tmp_path / "moe"), log=tmp_path / "moe.jsonl")  # allgather, the default, is set to alltoall
+    train(
+        1, dataset, *load, str(tmp_path / "moe"), log=tmp_path / "moe.jsonl"
+    )  # allgather, the default, is set to alltoall
 
     configure = Training.configure
 
