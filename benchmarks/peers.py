@@ -25,6 +25,7 @@ def as_megatron(job: Job, *, cp_exchange: str = "ring", cp_sharding: str = "per-
         reorder=False,
         defer_weight_gradients=False,
         hidden_transfers=False,
+        tp_tile_rows=0,
         cp_exchange=cp_exchange,
     )
 

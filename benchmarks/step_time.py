@@ -30,7 +30,7 @@ from benchmarks.results import Row
 from megatron_wlb.cli.analyze.layouts import relieved
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.describe.make import make_job
-from megatron_wlb.describe.megatron import tp_overlap
+from megatron_wlb.describe.megatron import MegatronArguments, tile_rows, tp_overlap
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, load_profile
 from megatron_wlb.job import Job, Parallel
 from megatron_wlb.micro_batches import predictions
@@ -87,6 +87,7 @@ def job_of(name: str, window: int, **changes: Any) -> Job:
     windows = max(1, count * WINDOW // window)
     given = {
         "tp_overlap": tp_overlap(sizes["tp"]),
+        "tp_tile_rows": tile_rows(MegatronArguments(tp_comm_overlap=True, seq_length=window), Parallel(**sizes)),
         "model": MODELS[model],
         "context_length": window,
         "global_batch_size": windows,
