@@ -48,7 +48,7 @@ def _saved(tp: int, heads: tuple[int, int], rope: bool, recompute: bool) -> list
     made = SimpleNamespace(transformer=config, transformer_impl="local", normalization="RMSNorm", qk_l2_norm=False)
     backend = get_backend("cpu", "cpu")
     compat.default_layer_spec = _layers
-    spec = model._layer_spec(made, options=AttentionOptions(backend=backend))
+    spec = model._layer_spec(made, given=None, options=AttentionOptions(backend=backend))
     groups = ProcessGroupCollection.use_mpu_process_groups()
     attention = build_module(
         spec.layer_specs[0].submodules.self_attention,

@@ -140,7 +140,10 @@ def test_what_a_run_logs_is_what_is_read(packing, tmp_path):
     packer = make_packer(stream, job)
     plans = [plan_step(packer, job, dp_rank=1) for _ in range(3)]
     for plan in plans:
-        log.append(str(tmp_path / "log"), log.summary(plan, 1.0, 0.25, 0.0) | log.details(plan, job))
+        log.append(
+            str(tmp_path / "log"),
+            log.summary(plan, 1.0, 0.25, 0.0, predicted=None, measured=None) | log.details(plan, job),
+        )
     for plan, step in zip(plans, read_log(str(tmp_path / "log")), strict=True):
         assert (step.number, step.measured_us, step.job) == (plan.step + 1, 250_000, job)
         again = shard_step(step.job, step.lengths)[1]

@@ -35,6 +35,7 @@ def test_a_command_that_is_ended_leaves_nothing(number, tmp_path, capsys, monkey
             os.kill(os.getpid(), number)
 
     monkeypatch.setattr(compare, "run", run)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
     handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
     try:
         code = main.main(["compare", "run.jsonl", "--json", str(tmp_path / "out")])
