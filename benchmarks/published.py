@@ -25,6 +25,7 @@ from benchmarks.results import Row
 from megatron_wlb.calibration import predict as predict_times
 from megatron_wlb.cost.linear import memory_bound, products
 from megatron_wlb.describe.make import make_job
+from megatron_wlb.describe.megatron import tp_overlap
 from megatron_wlb.hardware.profile import Profile, load_profile
 from megatron_wlb.job import Job, Parallel, Recompute
 from megatron_wlb.model import MODELS, ModelShape
@@ -202,7 +203,7 @@ def job_of(row: Row, run: Run) -> Job:
         crossover_tokens=1,
         profile=profile,
         recompute=Recompute(granularity="full" if recompute.startswith("full") else None),
-        tp_overlap=1 - 1 / tp if run.tp_comm_overlap else 0.0,
+        tp_overlap=tp_overlap(tp) if run.tp_comm_overlap else 0.0,
         cp_exchange="ring",
         defer_weight_gradients=False,
         hidden_transfers=False,

@@ -10,7 +10,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import sys
 from argparse import Namespace
 from collections import deque
 from collections.abc import Iterator
@@ -191,23 +190,23 @@ def _write(files: list[Path], parts: Path, tokenizer: Any, skip: bool) -> None:
 
 def _tokenized(files: list[Path], tokenizer: Any, skip: bool) -> Iterator[_Done]:
     """Conversations in order, from a pool of processes; shows how far it is."""
+    tqdm: Any = importlib.import_module("tqdm").tqdm  # upstream's tokenizer has imported it
     tables = {i: _table(file) for i, file in enumerate(files) if file.suffix in (".parquet", ".pq")}
     _worker.update(files=files, tables=tables, tokenizer=tokenizer, skip=skip)
     size = sum(len(tables[i]) if i in tables else file.stat().st_size for i, file in enumerate(files))
-    done, shown = 0, -1
     running: deque[tuple[int, Future[_Done]]] = deque()
     processes = len(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), _begin) as pool:
+    with (
+        ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), _begin) as pool,
+        tqdm(total=size, desc=f"> wlb: tokenizing {files[0].name}", unit_scale=True, disable=None) as bar,
+    ):
         for tasks in itertools.chain(_tasks(files, tables), itertools.repeat(None)):
             if tasks is not None:
                 running.append((tasks[0], pool.submit(_take, tasks[1])))
             if running and (tasks is None or len(running) > 4 * processes):
                 amount, future = running.popleft()
                 yield future.result()
-                done += amount
-                if (percent := 100 * done // max(1, size)) > shown and sys.stderr.isatty():
-                    bar, shown = "#" * (percent // 4), percent
-                    print(f"\r> wlb: tokenizing {files[0].name} {bar:25} {percent:3} %", end="", file=sys.stderr)
+                bar.update(amount)
             if not running and tasks is None:
                 break
     print_rank_0(f"> wlb: tokenized {', '.join(map(str, files))} in {processes} processes")

@@ -145,6 +145,9 @@ class Batch:
     padded_tokens: int
     """Tokens of the whole micro-batch with padding, over all context-parallel ranks."""
     metadata: ShardMetadata
+    positions: torch.Tensor | None
+    """int64 [s], of `tokens` in their documents; None: `metadata` has them. Layers in tiles have rows in another order
+    than the shard (`tiles.order`)."""
     tokens: torch.Tensor | None
     """int64 [1 + depths, s]; row k is k tokens further ahead (see `mtp`). Only on stages with an embedding."""
     labels: torch.Tensor | None
@@ -161,7 +164,7 @@ class Batch:
         return self._each(lambda part: part.pin_memory())
 
     def _each(self, move: Callable[[Any], Any]) -> "Batch":
-        parts = {name: getattr(self, name) for name in ("metadata", "tokens", "labels", "loss_mask")}
+        parts = {name: getattr(self, name) for name in ("metadata", "positions", "tokens", "labels", "loss_mask")}
         return replace(self, **{name: move(part) for name, part in parts.items() if part is not None})
 
 
@@ -180,28 +183,37 @@ class DocumentDataset(torch.utils.data.Dataset[Batch]):
         vocabulary: int,
         encode: Encoding = varlen,
         depths: int = 0,
+        order: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         """Args, where they are not plain.
 
         vocabulary: tokens are below it.
         encode: encoding of the attention backend.
         depths: tokens predicted beyond the next one.
+        order: rows of the shard in the order of the model's, int64 [s] by their number; None: the same.
         """
         self._split, self._cp_rank, self._encode, self._depths = split, cp_rank, encode, depths
+        self._order = order
         self._vocabulary = vocabulary
         self._is_first, self._is_last = is_first, is_last
         needed, self._data = is_first or is_last, data
         self._readers = [_reader(index, mmap) for index in data.indices] if needed else []
 
     def __getitem__(self, plan: MicroBatchPlan) -> Batch:
-        tokens = labels = loss_mask = None
+        tokens = labels = loss_mask = positions = None
+        metadata = ShardMetadata.build(plan.shards, self._cp_rank, self._encode)
         if self._is_first or self._is_last:
             tokens, labels, loss_mask = self._read(plan)
+            if self._order is not None:
+                rows = self._order(len(metadata.positions))
+                tokens, labels, loss_mask = (part[:, rows] for part in (tokens, labels, loss_mask))
+                positions = metadata.positions[rows]
         return Batch(
             split=self._split,
             step=plan.step,
             padded_tokens=plan.padded_tokens,
-            metadata=ShardMetadata.build(plan.shards, self._cp_rank, self._encode),
+            metadata=metadata,
+            positions=positions,
             tokens=tokens if self._is_first or self._depths else None,
             labels=labels if self._is_last else None,
             loss_mask=loss_mask if self._is_last else None,

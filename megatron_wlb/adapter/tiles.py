@@ -10,7 +10,6 @@ labels into this order, which rows outside attention keep.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,30 +18,17 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import get_args
 
-from megatron_wlb.adapter.data import Batch
-
 _USER_BUFFERS = "overlap_ag_fprop overlap_rs_fprop overlap_ag_dgrad overlap_rs_dgrad bulk_dgrad bulk_wgrad"
 _BY_NCCL = {f"ub_{name}": False for name in _USER_BUFFERS.split()}
 """What makes layers of TransformerEngine communicate without user buffers, in a forward pass and its backward."""
 
 
-def order(rows: int, ranks: int, tile: int, device: Any = None) -> torch.Tensor:
+def order(rows: int, *, ranks: int, tile: int) -> torch.Tensor:
     """Rows of a micro-batch, rank by rank, as `ranks` tensor-parallel ranks hold them: int64 [rows]."""
-    natural = torch.arange(rows, device=device)
+    natural = torch.arange(rows)
     whole = rows // tile * tile
     tiles, rest = natural[:whole].view(-1, ranks, tile // ranks), natural[whole:].view(1, ranks, -1)
     return torch.cat([part.transpose(0, 1).reshape(ranks, -1) for part in (tiles, rest)], dim=1).flatten()
-
-
-def ordered(batch: Batch, tile: int, ranks: int) -> tuple[Batch, torch.Tensor]:
-    """Return a batch with its tokens in `order`, and the position of each; tile 0 leaves both alone."""
-    positions = batch.metadata.positions
-    if not tile:
-        return batch, positions
-    rows = order(len(positions), ranks, tile, positions.device)
-    parts = {name: getattr(batch, name) for name in ("tokens", "labels", "loss_mask")}
-    moved: dict[str, Any] = {name: part[:, rows] for name, part in parts.items() if part is not None}
-    return replace(batch, **moved), positions[rows]
 
 
 def tile_layers(chunks: list[Any], *, tile: int, ranks: int) -> list[Any]:
@@ -130,8 +116,8 @@ class _Together:
     def put(self, tensors: list[Any], product: Callable[..., Any]) -> None:
         """Keep the inputs of a tile's weight gradient; after the last tile, store all of them."""
         x, gradient = tensors
-        # The next tile uses the buffer again.
-        self._tiles.append(([x, gradient.clone() if self._in_buffer else gradient], product))
+        # Without the graph, which would keep the chunk's input. The next tile uses the buffer again.
+        self._tiles.append(([x.detach(), gradient.clone() if self._in_buffer else gradient], product))
         if len(self._tiles) == self._count:
             inputs = [list(each) for each in zip(*(tensors for tensors, _ in self._tiles), strict=True)]
             self._put(inputs, partial(_summed, [product for _, product in self._tiles], self._fused))

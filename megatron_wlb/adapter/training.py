@@ -90,9 +90,7 @@ class Training:
         configure(model, options=self.attention, context_length=self._args.seq_length)
         job = self._job
         if job.tp_tile_rows:
-            model.pre_wrap_hooks.append(
-                functools.partial(tiles.tile_layers, tile=job.tp_tile_rows, ranks=job.parallel.tp)
-            )
+            model.pre_wrap_hooks.append(self._tiled(tiles.tile_layers))
         if job.defer_weight_gradients:
             # Set after upstream's check of its flags, which allows this only with overlapped expert communication.
             transformer = model.transformer
@@ -101,6 +99,10 @@ class Training:
             bulk = transformer.tp_comm_overlap and transformer.tp_comm_bulk_wgrad
             transformer.tp_comm_bulk_wgrad = False
             model.pre_wrap_hooks.append(functools.partial(defer, bulk=bulk))
+
+    def _tiled(self, function: Any) -> Any:
+        """Bind a function of `tiles` to this run's."""
+        return functools.partial(function, tile=self._job.tp_tile_rows, ranks=self._job.parallel.tp)
 
     # What pretrain() is given -----------------------------------------------------------------------------------------
 
@@ -139,6 +141,7 @@ class Training:
             vocabulary=args.padded_vocab_size,
             encode=self.attention.backend.encode if self.attention else varlen,
             depths=args.mtp_num_layers or 0,
+            order=self._tiled(tiles.order) if self._job.tp_tile_rows else None,
         )
         exit_signal = args.exit_signal if args.exit_signal_handler else None
         return data.loader(dataset, planner, first_steps[split], args.num_workers, exit_signal)
@@ -149,7 +152,7 @@ class Training:
             self._deferring.begin_forward()
         with training.stimer(bdata=True):  # --log-straggler
             batch = next(data_iterator).to(self._device)
-        batch, positions = tiles.ordered(batch, self._job.tp_tile_rows, self._job.parallel.tp)
+        positions = batch.metadata.positions if batch.positions is None else batch.positions
         name = f"wlb {batch.split} step {batch.step}: {positions.numel()} of {batch.padded_tokens} tokens"
         thd = None if self.attention else packed_seq_params(batch.metadata)
         ahead = mtp.rolled(batch, positions, self._mtp_weights, self._job.context_length)

@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from megatron_wlb.describe.megatron import flag_of
+from megatron_wlb.describe.megatron import flag_of, has_user_buffers
 from megatron_wlb.describe.refusals import Lenient, dispatches
 
 
@@ -84,11 +84,7 @@ _ADAPTATIONS = (
         "the host launches every kernel",
     ),
     _Adaptation(
-        lambda a, given: (
-            a.tp_comm_overlap
-            and (a.tensor_model_parallel_size or 1) > 1
-            and (a.multi_latent_attention or a.use_transformer_engine_op_fuser)
-        ),
+        lambda a, given: a.tp_comm_overlap and (a.tensor_model_parallel_size or 1) > 1 and not has_user_buffers(a),
         _without("tp_comm_overlap"),
         "neither latent attention nor fused operations have user buffers",
         "communication of tensor parallelism is no longer hidden",

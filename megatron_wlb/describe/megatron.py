@@ -329,9 +329,14 @@ def row_multiple(fp8: Any, fp8_recipe: Any, fp4: Any) -> int:
     return 128 if fp4 else 1
 
 
+def has_user_buffers(a: Any) -> bool:
+    """Whether `--tp-comm-overlap` has user buffers for the layers of these arguments."""
+    return not (a.multi_latent_attention or a.use_transformer_engine_op_fuser)
+
+
 def tile_rows(a: MegatronArguments, parallel: Parallel) -> int:
-    """Rows of the tiles that `--tp-comm-overlap` runs in; 0 without it: a mean micro-batch has at least one tile."""
-    if not a.tp_comm_overlap or parallel.sequence_ranks == 1 or a.seq_length is None:
+    """Rows of the tiles that `--tp-comm-overlap` runs in, of which a window has one; 0 without overlap."""
+    if not (a.tp_comm_overlap and has_user_buffers(a)) or parallel.sequence_ranks == 1 or a.seq_length is None:
         return 0
     unit = parallel.sequence_ranks * row_multiple(a.fp8, a.fp8_recipe, a.fp4)
     return min(TILE_ROWS, a.seq_length // parallel.cp) // unit * unit

@@ -37,7 +37,7 @@ def test_equal_to_a_single_process(size, layout, model, tile, dataset, tmp_path,
 
 @pytest.mark.parametrize(("rows", "ranks", "tile"), [(0, 2, 4), (6, 2, 8), (8, 2, 4), (26, 2, 4), (96, 4, 32)])
 def test_gathering_tile_by_tile_restores_the_order(rows, ranks, tile):
-    held = tiles.order(rows, ranks, tile).view(ranks, -1)
+    held = tiles.order(rows, ranks=ranks, tile=tile).view(ranks, -1)
     gathered = torch.cat([part.flatten() for part in held.split(tile // ranks, dim=1)])
     assert gathered.tolist() == list(range(rows))
 
@@ -105,6 +105,7 @@ def test_layers_with_user_buffers(rows, delay):
         wanted += weights.t() @ x.detach()
     assert module.wgrad_store is store and len(module.queue) == 2 * delay  # one of every micro-batch
     for tensors, product in module.queue:
+        assert all(x.grad_fn is None for x in tensors[0])  # else it keeps the graph until it runs
         product(*tensors)
     torch.testing.assert_close(module.main_grad, wanted)
     assert module.ub_overlap_rs_fprop and not module.disable_parameter_transpose_cache

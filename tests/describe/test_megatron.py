@@ -213,3 +213,20 @@ def test_what_the_caller_knows_takes_precedence():
     job = job_of(a, settings=PlanSettings(), model=MODELS["llama2-7b"], global_batch_size=2, reorder=False)
     assert (job.model, job.global_batch_size, job.reorder) == (MODELS["llama2-7b"], 2, False)
     assert (job.windowed, job.hidden_dropout, job.hidden_transfers) == (True, False, True)
+
+
+@pytest.mark.parametrize(
+    ("stated", "rows", "overlap"),
+    [
+        ({"seq_length": 1 << 17, "context_parallel_size": 2}, 8192, 0.875),
+        ({"seq_length": 20_480, "context_parallel_size": 4, "fp8": "hybrid"}, 5120, 0.875),  # a window's rows
+        ({"tp_comm_overlap": False}, 0, 0),
+        ({"multi_latent_attention": True}, 0, 0),
+        ({"use_transformer_engine_op_fuser": True}, 0, 0),
+    ],
+)
+def test_layers_with_user_buffers_run_in_tiles(stated, rows, overlap):
+    layout = {"tensor_model_parallel_size": 8, "sequence_parallel": True, "tp_comm_overlap": True}
+    a = MegatronArguments.of(JOB | layout | {"swiglu": True} | stated)
+    job = job_of(a, settings=PlanSettings())
+    assert (job.tp_tile_rows, job.tp_overlap) == (rows, overlap)

@@ -145,11 +145,10 @@ class Setup:
             found[flag_with_value("packing", self.other.packing.name)] = self.other
         if job.parallel.cp > 1 and job.cp_gradient_bytes > job.bytes_per_value:
             found[flag_with_value("cp_gradients", "model")] = job.sharded(cp_gradients="model")
-        p, tiled = job.parallel, replace(self.run.arguments, tp_comm_overlap=True)
-        latent = job.model.kv_lora_rank > 0
-        if 1 < p.sequence_ranks <= job.profile.network.gpus_per_node and not job.tp_tile_rows and not latent:
-            overlap = tp_overlap(p.tp)
-            found["--tp-comm-overlap"] = replace(job, tp_overlap=overlap, tp_tile_rows=tile_rows(tiled, p))
+        rows = tile_rows(replace(self.run.arguments, tp_comm_overlap=True), job.parallel)
+        if rows and not job.tp_tile_rows and job.parallel.tp <= job.profile.network.gpus_per_node:
+            overlap = tp_overlap(job.parallel.tp)
+            found["--tp-comm-overlap"] = replace(job, tp_overlap=overlap, tp_tile_rows=rows)
         relieved = layouts.relieved(job, self.stream())
         budget = self.run.settings.memory_budget
         layout = relieved.parallel.split.pipeline_model_parallel_layout
