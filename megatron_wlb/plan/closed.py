@@ -104,8 +104,7 @@ def _packed(given: bytes, job: Job, count: int | None, equal: bool) -> tuple[Pac
         )
     least = min(made.time for made in tried)
     best = next(made for made in tried if made.time <= (1 + GAIN) * least)
-    header = {"fingerprint": "a closed batch"}
-    packed = PackedStep(step=0, batch=best.batch, drawn=documents, header=header, waiting={})
+    packed = PackedStep(step=0, batch=best.batch, drawn=documents, header={}, waiting={})
     return packed, best.job, best.ranks
 
 

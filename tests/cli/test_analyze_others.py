@@ -67,6 +67,21 @@ def test_gradients_in_the_dtype_of_the_model_are_mentioned_where_they_can_be_fas
     assert not setup(words.replace("-parallel-size 2", "-parallel-size 1")).others
 
 
+def test_overlap_of_tensor_parallel_communication_is_mentioned_where_it_can_be_had(tmp_path, data, capsys):
+    """Not beyond a node, nor where it is on."""
+    words = f"{JOB} --data-path {data} --hidden-size 8192 --num-attention-heads 64 --sequence-parallel"
+
+    def tried(tp, *more):
+        found = setup(f"{words} --tensor-model-parallel-size {tp}", *more)
+        return [job.tp_tile_rows for flag, job in found.others.items() if flag == "--tp-comm-overlap"]
+
+    assert [tried(tp) for tp in (1, 2, 8, 16)] == [[], [4096], [4096], []]
+    assert tried(8, "--tp-comm-overlap") == tried(8, "--multi-latent-attention") == []
+    analyse(tmp_path, words, "--tensor-model-parallel-size 8 --steps 4")
+    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("- --tp-comm-overlap would"))
+    assert said.endswith("tokens a second. Megatron would gain, too.")
+
+
 def test_layers_leave_a_last_stage_that_the_vocabulary_fills():
     """One by one, from its last chunk, as long as that makes the fullest stage less full."""
 
