@@ -1,0 +1,122 @@
+"""`megatron-wlb analyze`: its page, trace and JSON, and what it refuses."""
+
+import base64
+import hashlib
+import io
+import json
+import re
+from html.parser import HTMLParser
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+
+from megatron_wlb.cli.common import render
+from megatron_wlb.cli.main import main
+from tests.cli.analyses import JOB, RUN, C, analyse, refused
+from tests.cli.commands import process
+
+
+class Page(HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.images, self.text = [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        if tag == "img":
+            self.images.append(dict(attrs)["src"])
+        assert tag not in ("script", "link", "iframe")
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.mark.parametrize(("layout", "images"), [("", 4), ("--context-parallel-size 2", 5)])
+def test_page(tmp_path, data, layout, images):
+    """Stands alone: every picture is in it, and whatever the table says."""
+    target = tmp_path / "report.html"
+    words = f"--steps 2 --html {target} {RUN} {JOB} {layout} --global-batch-size 16 --wlb-micro-batches 16 --lr 3"
+    found = analyse(tmp_path, words, "--data-path", data)
+    text = target.read_text()
+    page = Page(text)
+    assert len(page.images) == images
+    for source in page.images:
+        head, _, image = source.partition(",")
+        assert head == "data:image/svg+xml;base64"
+        assert ElementTree.fromstring(base64.b64decode(image)).tag.endswith("svg")
+    assert "http" not in re.sub('base64,[^"]*|http-equiv', "", text)
+    style = base64.b64encode(hashlib.sha256(re.search("(?s)<style>(.*)</style>", text)[1].encode()).digest()).decode()
+    assert "table {" in text and f"content=\"default-src 'none'; style-src 'sha256-{style}'; img-src data:\">" in text
+    assert found["flags"] in page.text and f"data: {data}" in page.text and found["date"] in page.text
+    assert f"{found['schemes']['ours']['speedup']:.3f}" in page.text
+    assert "h100-cudnn" in page.text and "median 12.3%" in page.text and "--lr" in page.text
+    assert ("CP ranks: slowest / mean" in page.text) == bool(layout)
+
+
+def test_a_page_has_no_control_characters(tmp_path):
+    (tmp_path / "page.html").write_text("{{ name }}\n")
+    assert render(tmp_path / "page.html", name="<a\x1b[31m\x9b\u00a0\n>") == "&lt;a [31m \u00a0\n&gt;"
+
+
+def test_a_trace_of_a_typical_step(tmp_path, data):
+    words = f"--steps 4 --pipeline-model-parallel-size 2 --wlb-micro-batches 4 --trace {tmp_path / 'trace'}"
+    typical = analyse(tmp_path, JOB, words, "--data-path", data)["schemes"]["ours"]["typical_step_ms"]
+    spans = [e for e in json.loads((tmp_path / "trace").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(1e3 * typical["step"], abs=0.01)
+    assert {(e["pid"], e["tid"]) for e in spans} == {(0, 0), (0, 1)}
+
+
+def test_json_on_standard_output(data, capsys):
+    words = f"{JOB} --wlb-micro-batches 4 --data-path {data} --steps 2 --json -"
+    assert main(["analyze", *words.split()]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["prediction"] is True
+    assert "This is a prediction" in printed.err
+
+
+def test_a_log_from_standard_input(data, capsys, monkeypatch):
+    arguments = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "world_size": 2, "seq_length": C}
+    arguments |= {"global_batch_size": 4, "data_path": [data], "split": 1, "vocab_size": 9, "wlb_micro_batches": 4}
+    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in arguments.items()]
+    text = "\n".join([f"{'-' * 24} arguments {'-' * 24}", *lines, f"{'-' * 20} end of arguments {'-' * 20}"])
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(text.encode())))
+    assert main(["analyze", "-", "--steps", "2"]) == 0
+    assert "2 layers of 64, window 4,096, 2 GPUs" in capsys.readouterr().out
+
+
+def test_without_torch(data):
+    arguments = ["analyze", *JOB.split(), "--fp8-format", "hybrid", "--data-path", data, "--steps", "2"]
+    done = process(*arguments, without=("torch", "megatron"), check=True)
+    assert done.stdout.startswith("Predicted: ") and "adaptive" in done.stdout
+
+
+@pytest.mark.parametrize("module", ["rich", "jinja2", "matplotlib"])
+def test_an_extra_is_missed_before_the_work(tmp_path, module):
+    """For which there is not even data here."""
+    done = process("analyze", *JOB.split(), "--data-path", "none", "--html", tmp_path / "page", without=(module,))
+    message = f"megatron-wlb analyze: error: {module} is not installed; pip install 'megatron-wlb[analysis]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "no --data-path; give"),
+        ("--data-path DATA --num-layers 5 --pipeline-model-parallel-size 2", "5 layers do not divide over 2 stages"),
+        ("--data-path DATA --pipeline-model-parallel-size 2 --account-for-loss-in-pipeline-split",
+         "2 layers and 1 for the edges do not divide over 2 stages of 1 chunks"),
+        ("--data-path DATA --tensor-model-parallel-size 8", "4 attention heads do not divide over 8 ranks"),
+        ("--data-path DATA --wlb-profile flops", "profile flops counts attended pairs"),
+        ("--data-path DATA --micro-batch-size 3", "--micro-batch-size 3 does not divide the 4 windows"),
+        ("--data-path DATA --html - --json -", "would be mixed on standard output"),
+        ("--data-path DATA --trace - --json -", "would be mixed on standard output"),
+        ("--data-path DATA --html no/such/report.html", "--html no/such/report.html: the folder .* does not exist"),
+        ("--data-path DATA --json no/such/report.json", "--json no/such/report.json: the folder .* does not exist"),
+        ("--data-path DATA --trace no/such/step.json", "--trace no/such/step.json: the folder .* does not exist"),
+        ("--data-path DATA --steps 0", "--steps: '0' must be an integer from 1 to 16384"),
+    ],
+)  # fmt: skip
+def test_errors(data, capsys, words, message):
+    refused(capsys, f"{JOB} {words.replace('DATA', data)}", message)
