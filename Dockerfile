@@ -3,8 +3,8 @@
 # For `megatron-wlb analyze` and the other commands that need neither torch nor a GPU:
 #     docker build -t megatron-wlb-analyze --target analyze .
 # NVIDIA's image for megatron-core 0.19 (upstream's docker/.ngc_version.dev).
-ARG PYTORCH=26.06-py3
-ARG PYTHON=3.12-slim-bookworm
+ARG PYTORCH=26.06-py3@sha256:43c018d6a12963f1a1bad85ef8574b5c2a978eec2be0ebcacfb87f69e0d210e1
+ARG PYTHON=3.12-slim-bookworm@sha256:34386ef0cb081344d7ec1c103ba398e6e9f64e9ab3a1509accc92a4e24a07258
 
 FROM python:${PYTHON} AS analyze-wheel
 # hadolint ignore=DL3008
@@ -38,14 +38,13 @@ COPY megatron_wlb megatron_wlb
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM nvcr.io/nvidia/pytorch:${PYTORCH} AS train
-ARG MEGATRON_CORE=0.19.2
 # Packages of a home that is mounted would come before the image's own.
 ENV PIP_CONSTRAINT="" CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONNOUSERSITE=1
-# Without their dependencies: torch and all that is built against it is the image's own.
+# Torch and all that is built against it stay the image's own.
+COPY requirements/train.txt /etc/megatron_wlb/train.txt
 RUN --mount=type=bind,from=train-wheel,source=/wheels,target=/wheels \
-    pip install --no-cache-dir --no-deps "megatron-core==${MEGATRON_CORE}" /wheels/*.whl \
-    && pip install --no-cache-dir psutil==7.2.2 tensorboard==2.21.0 \
-        transformers==5.15.0 sentencepiece==0.2.2 "rich>=13" "scipy>=1.11" \
+    pip install --no-cache-dir --require-hashes --requirement /etc/megatron_wlb/train.txt \
+    && pip install --no-cache-dir --no-deps /wheels/*.whl \
     && useradd --create-home --uid 10001 wlb
 COPY scripts/docker/healthcheck.py /etc/megatron_wlb/
 COPY pretrain_gpt.py /opt/megatron_wlb/
