@@ -8,7 +8,7 @@ from megatron_wlb.job import MAX_TOKENS
 from megatron_wlb.plan.mock import mock_lengths
 from megatron_wlb.settings import Settings, integer_or_auto, setting
 
-ATTENTION_BACKENDS = ("auto", "aten", "flash_attn_3", "te", "cpu", "reference", "megatron")
+ATTENTION_BACKENDS = ("auto", "aten", "flash_attn_3", "te", "cpu", "megatron")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

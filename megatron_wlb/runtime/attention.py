@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_wlb.runtime.all_to_all import Leaving, Sum, begin, check_group, finish, of_gradients, only_part
-from megatron_wlb.runtime.backends import Backend, KernelArgs, check_value_size, keys_and_values, owned, side_by_side
+from megatron_wlb.runtime.backends import Backend, KernelArgs, keys_and_values, owned, side_by_side
 from megatron_wlb.runtime.metadata import Call, Part, ShardMetadata
 from megatron_wlb.sharding.routing import OWN
 
@@ -62,9 +62,9 @@ def context_parallel_attention(
     in forward, another in backward, and one of gradients. Differentiable once; saves q, k, v, out and the log-sum-exps,
     none of them a view of a larger tensor.
 
-    Raises ValueError if shapes, dtypes, devices or ranks do not fit. Source: WLB-LLM (OSDI'25), section 5.
+    Raises ValueError if rows, dtypes or ranks do not fit. Source: WLB-LLM (OSDI'25), section 5.
     """
-    _check_shapes(q, k, v, metadata, options)
+    _check(q, k, v, metadata.num_rows, metadata, options)
     check_group(metadata, group)
     return _ContextParallelAttention.apply(q, k, v, sink, metadata, group, options)
 
@@ -77,16 +77,10 @@ def attention_to_keys(
     q [s, Hq, D] are the local rows; kv is K [P, Hkv, D] and V [P, Hkv, Dv], `side_by_side`, of the rows of
     `exchange_rows`. Saves kv itself, and q if it is no view, so that their storage may be freed and computed again.
 
-    Raises ValueError if shapes, dtypes or devices do not fit, and for a plan of several rounds.
+    Raises ValueError if rows or dtypes do not fit, and for a plan of several rounds.
     """
     k, v = keys_and_values(kv, q.shape[-1])
-    rows = only_part(metadata).gather.shape[0]
-    if (q.shape[0], kv.shape[0]) != (metadata.num_rows, rows):
-        raise ValueError(
-            f"q has {q.shape[0]} and kv {kv.shape[0]} rows, but the shard has {metadata.num_rows} and sees {rows}; "
-            "pass the metadata of the same micro-batch and rank, and kv of what `exchange_rows` gave"
-        )
-    _check_inputs(q, k, v, metadata, options)
+    _check(q, k, v, only_part(metadata).gather.shape[0], metadata, options)
     return _ContextParallelAttention.apply(q, kv, None, sink, metadata, None, options)
 
 
@@ -326,50 +320,16 @@ def _ahead(
         yield finish(*under_way.pop(0), round.part)
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, metadata: ShardMetadata, options: AttentionOptions) -> None:
-    if q.dim() != 3 or k.dim() != 3 or k.shape[:2] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:
-        raise ValueError(
-            f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; they must be [s, Hq, D], "
-            "[s, Hkv, D], [s, Hkv, Dv]: drop the batch dimension, and give Q and K the same head size"
-        )
-    _check_inputs(q, k, v, metadata, options)
-    if options.window is not None and any(round.keys is not None for round in metadata.rounds):
-        raise ValueError(
-            f"a window of {options.window} keys, and a document in parts, which have none; plan for a windowed job"
-        )
-    planned = max((round.heads[1] for round in metadata.rounds if round.heads), default=k.shape[1])
-    if planned != k.shape[1]:
-        raise ValueError(
-            f"k has {k.shape[1]} key heads, and rounds are planned for {planned}; plan for the heads of a "
-            "tensor-parallel rank"
-        )
-    if not q.shape[0] == k.shape[0] == metadata.num_rows:
+def _check(q: Tensor, k: Tensor, v: Tensor, keys: int, metadata: ShardMetadata, options: AttentionOptions) -> None:
+    """Raise ValueError unless rows and dtypes are those of the metadata and the backend."""
+    if (q.shape[0], k.shape[0]) != (metadata.num_rows, keys):
         raise ValueError(
             f"q has {q.shape[0]} and k has {k.shape[0]} rows, but the shard of context-parallel rank "
-            f"{metadata.cp_rank} has {metadata.num_rows}; pass the metadata of the same micro-batch and rank"
+            f"{metadata.cp_rank} has {metadata.num_rows} and {keys}; pass the metadata of the same micro-batch and rank"
         )
-
-
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor, metadata: ShardMetadata, options: AttentionOptions) -> None:
     backend = options.backend
-    check_value_size(backend, (k.shape[-1], v.shape[-1]))
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads; "
-            "choose num_query_groups that divides num_attention_heads on every tensor-parallel rank"
-        )
     if not q.dtype == k.dtype == v.dtype or q.dtype not in backend.dtypes:
         raise ValueError(
             f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}, but attention backend {backend.name!r} runs one of "
             f"{', '.join(map(str, backend.dtypes))} for all three; cast them, or choose another backend"
-        )
-    if not q.device == k.device == v.device == metadata.integers.device:
-        raise ValueError(
-            f"q, k, v are on {q.device}, {k.device}, {v.device}, and the metadata on {metadata.integers.device}; "
-            "move the metadata once per micro-batch with metadata.to(device, non_blocking=True)"
-        )
-    if metadata.encode is not backend.encode:
-        raise ValueError(
-            f"the metadata is encoded for another attention backend than {backend.name!r}; build it with the backend's "
-            "encode"
         )

@@ -1,4 +1,4 @@
-"""Attention calls made by hand, and the attention of one in float64 from its entries alone.
+"""Attention calls made by hand, and a backend that computes them in float64.
 
 Shapes: sq query rows, P keys, Hq query heads, Hkv key heads, head size D, Dv of values.
 """
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_wlb.runtime.backends import Backend, KernelArgs, keys_and_values, side_by_side
-from megatron_wlb.runtime.backends.trial import kernel_args
+from megatron_wlb.runtime.backends.trial import expected, kernel_args, scores_and_values
+from megatron_wlb.runtime.encoding import varlen
 from tests.runtime.oracle import TOLERANCE, assert_close
 
 # Entries (queries, keys) of a call; (0, n) is a gap of n keys.
@@ -88,28 +89,37 @@ def run(backend: Backend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, args: K
     return out, lse, dq, *keys_and_values(dkv - 1, k.shape[-1])
 
 
-def expected(
-    entries: list[tuple[int, int]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    scale: float,
-    window: int | None = None,
-    causal: bool = True,
-) -> tuple[Tensor, ...]:
-    """The same in float64, one entry after the other, gradients by autograd."""
-    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
-    outs, lses, (queries, keys) = [], [], np.transpose(entries).tolist()
-    for q_part, k_part, v_part in zip(q.split(queries), k.split(keys), v.split(keys), strict=True):
-        k_heads, v_heads = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k_part, v_part))
-        scores = scale * torch.einsum("qhd,khd->hqk", q_part, k_heads)
-        num_queries, num_keys = scores.shape[1:]
-        back = torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)[None, :]
-        hidden = (back < 0) | (back > (num_keys if window is None else window))
-        if causal:
-            scores = scores.masked_fill(hidden.to(q.device), float("-inf"))
-        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v_heads))
-        lses.append(scores.logsumexp(-1))
-    out, lse = torch.cat(outs), torch.cat(lses, dim=1)
-    return out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), dout.double())
+class Float64:
+    """Attention in float64 from the varlen table alone, gradients by autograd."""
+
+    name = "float64"
+    device_types = ("cpu",)
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    any_value_size = True
+    encode = staticmethod(varlen)
+
+    def forward(self, q, k, v, args):
+        given = scores_and_values(_entries(args), q.double(), k.double(), v.double(), *args[3:6])
+        both = [(torch.einsum("hqk,khd->qhd", s.softmax(-1), values), s.logsumexp(-1)) for s, values in given]
+        out, lse = torch.cat([out for out, _ in both]), torch.cat([lse for _, lse in both], dim=1)
+        return out.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
+
+    def backward(self, dout, q, k, v, out, lse, dkv, args):
+        leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        dout, queries = dout.double(), [queries for queries, _ in _entries(args)]
+        delta = (dout * out.double()).sum(-1).T
+        parts = dout.split(queries), lse.double().split(queries, dim=1), delta.split(queries, dim=1)
+        with torch.enable_grad():
+            given, total = scores_and_values(_entries(args), *leaves, *args[3:6]), 0.0
+            for (scores, values), do, sums, d in zip(given, *parts, strict=True):
+                p = (scores - sums[..., None]).exp()
+                total += torch.einsum("hqk,khd,qhd->", p, values, do) - (p * d[..., None]).sum()
+            dq, dk, dv = torch.autograd.grad(total, leaves)
+        args.store(dkv, dk, dv)
+        return dq.to(q.dtype)
+
+
+def _entries(args: KernelArgs) -> list[list[int]]:
+    queries, keys = args.table.diff()
+    assert args.max_q >= int(queries.max()) and args.max_k >= int(keys.max())
+    return args.table.diff().T.tolist()

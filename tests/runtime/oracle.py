@@ -3,15 +3,21 @@
 Shapes: P rows in packed order, Hq query heads, Hkv key heads, head size D, Dv of values.
 """
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_wlb.hardware.profile import KernelModel
-from megatron_wlb.runtime.attention import AttentionOptions, attend, attend_backward
-from megatron_wlb.runtime.backends import keys_and_values, side_by_side
+from megatron_wlb.runtime import all_to_all, attention
+from megatron_wlb.runtime.attention import AttentionOptions
+from megatron_wlb.runtime.backends.trial import expected
 from megatron_wlb.runtime.metadata import ShardMetadata
 from megatron_wlb.sharding import segments
 from megatron_wlb.sharding.routing import OWN
@@ -78,23 +84,9 @@ def dense(
     window: int | None = None,
     sink: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """float64 out, dq, dk, dv, and of a `sink` [Hq] its gradient: one block-diagonal causal mask, gradients by
-    autograd."""
-    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
-    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    row = torch.arange(len(document))
-    visible = ((document[:, None] == document[None, :]) & (row[:, None] >= row[None, :])).to(q.device)
-    if window is not None:
-        visible &= (row[:, None] - row[None, :] <= window).to(q.device)
-    keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, keys) * scale
-    scores, sinks = scores.masked_fill(~visible, float("-inf")), ()
-    if sink is not None:
-        sinks = (sink.detach().double().requires_grad_(),)
-        scores = torch.cat((scores, sinks[0][:, None, None].expand(-1, len(q), 1)), dim=-1)
-        values = torch.cat((values, torch.zeros_like(values[:1])))
-    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
-    return out.detach(), *torch.autograd.grad(out, (q, k, v, *sinks), dout.double())
+    """float64 out, dq, dk, dv, and of a `sink` [Hq] its gradient, of documents by their lengths alone."""
+    out, _, *gradients = expected([(n, n) for n in lengths], q, k, v, dout, scale, window, sink=sink)
+    return out, *gradients
 
 
 def local_rows(plan: ShardPlan, cp_rank: int) -> Tensor:
@@ -105,51 +97,45 @@ def local_rows(plan: ShardPlan, cp_rank: int) -> Tensor:
 def all_ranks(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, plan: ShardPlan, options: AttentionOptions
 ) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv in packed order, computed shard by shard; collectives are replaced by cat and sum."""
-    ranks = range(len(plan.shards))
-    rows = [local_rows(plan, rank).to(q.device) for rank in ranks]
-    metadata = [ShardMetadata.build(plan, rank, options.backend.encode).to(q.device) for rank in ranks]
-    kv = side_by_side(k, v)
-    out, dq, dkv = torch.empty_like(dout), torch.zeros_like(q), torch.zeros_like(kv, dtype=_summed(k.dtype))
-    keys, lse, merged = {}, {}, [{} for _ in ranks]
-    rounds = list(enumerate(zip(*(m.parts for m in metadata), strict=True)))
-    for i, parts in rounds:
-        held = [r[part.rows] for r, part in zip(rows, parts, strict=True)]
-        arrived = _exchanged([kv[r][p.sent_rows] for r, p in zip(held, parts, strict=True)], [p.sent for p in parts])
-        for rank, (r, part, others) in enumerate(zip(held, parts, arrived, strict=True)):
-            keys[i, rank] = torch.cat((others, kv[r][part.own_rows]))[part.gather]
-            local = out[r]
-            into = None if part.causal else merged[rank].get(part.of[0])
-            lse[i, rank] = attend(q[r], keys[i, rank], local, part, options, into)
-            out[r] = local
-            if part.of[1] == OWN and part.calls:
-                (merged[rank][part.of[0]],) = lse[i, rank]
-    for i, parts in rounds:
-        held, back = [r[part.rows] for r, part in zip(rows, parts, strict=True)], []
-        for rank, (r, part) in enumerate(zip(held, parts, strict=True)):
-            sums = lse[i, rank]
-            if not part.causal:
-                sums = [merged[rank][part.of[0]][:, call.rows].contiguous() for call in part.calls]
-            local = dq[r]
-            share = attend_backward(dout[r], q[r], keys[i, rank], out[r], sums, local, part, options)
-            dq[r] = local
-            dkv[r[part.own_rows]] += share[part.own_keys]
-            leaving = share[part.arrived_keys]
-            back.append(leaving if options.gradients_in_fp32 else leaving.to(k.dtype).to(leaving.dtype))
-        for r, part, others in zip(held, parts, _exchanged(back, [p.received for p in parts]), strict=True):
-            if part.sent:
-                dkv.index_add_(0, r[part.sent_rows], others)
-    return out, dq, *keys_and_values(dkv.to(k.dtype), k.shape[-1])
+    """out, dq, dk, dv in packed order; every rank is a thread, and collectives are copies between them."""
+    size = len(plan.shards)
+    given, barrier = [()] * size, threading.Barrier(size, timeout=60)
+
+    def exchanged(out, x, out_sizes, sizes, group, async_op):
+        given[group.rank()] = x.split(sizes)
+        barrier.wait()
+        torch.cat([parts[group.rank()] for parts in given], out=out)
+        barrier.wait()
+        return SimpleNamespace(wait=lambda: None)
+
+    def run(rank):
+        try:
+            metadata = ShardMetadata.build(plan, rank, options.backend.encode).to(q.device)
+            group = SimpleNamespace(rank=lambda: rank, size=lambda: size) if size > 1 else None
+            local = [x[rows[rank]] for x in (q, k, v, dout)]
+            return by_hand(*local, metadata, group, options)
+        except BaseException:
+            barrier.abort()
+            raise
+
+    rows = [local_rows(plan, rank).to(q.device) for rank in range(size)]
+    with (
+        mock.patch.object(all_to_all, "_all_to_all", exchanged),
+        mock.patch.object(attention, "of_gradients", lambda group: group),
+        ThreadPoolExecutor(size) as threads,
+    ):
+        parts = zip(*threads.map(run, range(size)), strict=True)
+    return tuple(torch.cat(part)[torch.argsort(torch.cat(rows))] for part in parts)
 
 
-def _summed(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _exchanged(given: list[Tensor], sizes: list[tuple[int, ...]]) -> list[Tensor]:
-    """What arrives at every rank where rank r gives its `given` in parts of `sizes[r]`; () is nothing to anybody."""
-    parts = [x.split(list(size)) if size else [x] * len(given) for x, size in zip(given, sizes, strict=True)]
-    return [torch.cat([of[rank] for of in parts]) for rank in range(len(given))]
+def by_hand(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, metadata: ShardMetadata, group: Any, options: AttentionOptions
+) -> tuple[Tensor, ...]:
+    """out, dq, dk, dv without autograd, whose thread of a GPU all ranks would share, and which wants a driver."""
+    function, ctx = attention._ContextParallelAttention, SimpleNamespace()
+    ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
+    out = function.forward(ctx, q, k, v, None, metadata, group, options)
+    return out, *function.backward(ctx, dout)[:3]
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -13,6 +13,7 @@ from megatron_wlb.runtime.attention import AttentionOptions, attention_to_keys, 
 from megatron_wlb.runtime.backends import get_backend, side_by_side
 from megatron_wlb.runtime.metadata import ShardMetadata
 from tests.covering import covering
+from tests.runtime.calls import Float64
 from tests.runtime.oracle import SHARDINGS, TOLERANCE, assert_close, dense, in_parts, inputs, local_rows
 from tests.worlds import run_world
 
@@ -38,10 +39,11 @@ WAYS = {
     "windowed keys that came before": ("per-sequence", "before", 7),
 }
 """Sharding, whether key heads run by turns or come by `exchange_rows`, and the window."""
+CPU = get_backend("cpu", "cpu")
 NUMBERS = {
-    "fp32": (torch.float32, "cpu"),
-    "bf16": (torch.bfloat16, "cpu"),
-    "fp64": (torch.float64, "reference"),
+    "fp32": (torch.float32, CPU),
+    "bf16": (torch.bfloat16, CPU),
+    "fp64": (torch.float64, Float64()),
 }
 
 
@@ -53,7 +55,7 @@ def _attend(cp, way, numbers, heads, sizes, save_gathered, ahead, has_sink, grad
     plan = _plan(LENGTHS, sharding, cp, [(0, 1), (1, heads[1])] if turns == "by turns" else None)
     rows, (dtype, backend) = local_rows(plan, group.rank()), numbers
     options = AttentionOptions(
-        backend=get_backend(backend, "cpu"),
+        backend=backend,
         scale=0.3,
         window=window,
         save_gathered=save_gathered,
@@ -163,7 +165,7 @@ def _refuse(group_size, sharding):
     with pytest.raises(ValueError, match="whose cp_exchange is latents|of the group"):
         exchange_rows(torch.zeros(metadata.num_rows, 4), metadata, group)
     q, kv = torch.zeros(metadata.num_rows, 2, 4), torch.zeros(metadata.num_rows, 2, 2, 4)
-    with pytest.raises(ValueError, match="whose cp_exchange is latents|sees"):
+    with pytest.raises(ValueError, match="whose cp_exchange is latents|rows, but the shard of"):
         attention_to_keys(q, kv, metadata, AttentionOptions(backend=get_backend("cpu", "cpu")))
 
 

@@ -2,21 +2,18 @@
 
 import re
 
-import numpy as np
 import pytest
 import torch
 
 from megatron_wlb.describe.settings import ATTENTION_BACKENDS
 from megatron_wlb.runtime import backends, encoding
-from megatron_wlb.runtime.backends import BACKENDS, Choice, aten, choose_backend, cpu, get_backend
-from megatron_wlb.runtime.backends.aten import AtenBackend
+from megatron_wlb.runtime.backends import BACKENDS, Choice, choose_backend, cpu, get_backend
 from megatron_wlb.runtime.backends.cpu import CpuBackend
-from megatron_wlb.runtime.backends.reference import ReferenceBackend
 from megatron_wlb.runtime.backends.trial import HEAD_SIZES, kernel_args, try_backend
 from tests.covering import covering
-from tests.runtime.calls import ALL, CALLS, WINDOWS, check, tensors
+from tests.runtime.calls import ALL, CALLS, WINDOWS, Float64, check, tensors
 
-ON_CPU = {"cpu": CpuBackend(), "reference": ReferenceBackend()}
+ON_CPU = {"cpu": CpuBackend(), "float64": Float64()}
 NUMBERS = {
     "float64,GQA": (torch.float64, (4, 2)),
     "float32,MHA": (torch.float32, (2, 2)),
@@ -32,43 +29,33 @@ def test_out_lse_and_gradients(backend, call, window, numbers, head_sizes):
     check(backend, entries, heads, head_sizes, dtype, window=window, causal=causal)
 
 
-@covering(entries=CALLS, rows=[1, 20, 1000], numbers=NUMBERS)
-def test_cpu_in_blocks_of_any_length(monkeypatch, entries, rows, numbers):
+@covering(entries=CALLS, rows=[1, 20, 1000], numbers=NUMBERS, window=[None, 20])
+def test_cpu_in_blocks_of_any_length(monkeypatch, entries, rows, numbers, window):
     dtype, heads = numbers
     monkeypatch.setattr(cpu, "_ROWS", rows)
-    first, second = (check(CpuBackend(), entries, heads, dtype=dtype) for _ in range(2))
+    first, second = (check(CpuBackend(), entries, heads, dtype=dtype, window=window) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+@covering(
+    entries={"one": [(600, 601)], "two": [(0, 9), (257, 900), (512, 512)]},
+    window=[0, 1, 255, 256, 300, 599, 600],
+)
+def test_windows_over_several_blocks(entries, window):
+    check(CpuBackend(), entries, (2, 1), 8, torch.float64, window=window)
 
 
 @pytest.mark.parametrize("entries", CALLS.values(), ids=CALLS)
 def test_long_gaps_are_cut_into_pieces(monkeypatch, entries):
     """A backward kernel starts max_k / 128 blocks for every entry, also for one without queries."""
     monkeypatch.setattr(encoding, "_GAP_ROWS", 4)
-    args = kernel_args(ReferenceBackend(), entries, "cpu", 0.3)
+    args = kernel_args(Float64(), entries, "cpu", 0.3)
     queries, keys = args.table.diff()
     longest = max(4, *(keys for queries, keys in entries if queries))
     assert args.max_k == int(keys.max()) <= longest
     assert queries[queries > 0].tolist() == [queries for queries, _ in entries if queries]
     assert bool((keys > 0).all()) and int(keys.sum()) == sum(keys for _, keys in entries)
-    check(ReferenceBackend(), entries, dtype=torch.float64, window=20)
-
-
-@covering(
-    backend=ON_CPU,
-    entries={"one": [(600, 601)], "two": [(0, 9), (257, 900), (512, 512)]},
-    window=[0, 1, 255, 256, 300, 599, 600],
-)
-def test_windows_over_several_blocks(backend, entries, window):
-    check(backend, entries, (2, 1), 8, torch.float64, window=window)
-
-
-@pytest.mark.parametrize("backend", ON_CPU.values(), ids=ON_CPU)
-def test_windows_of_random_calls(backend):
-    random = np.random.default_rng(0)
-    for _ in range(30):
-        keys = random.integers(1, 90, 6)
-        entries = [*zip(random.integers(0, keys + 1).tolist(), keys.tolist(), strict=True), (1, 1)]
-        check(backend, entries, head_size=8, dtype=torch.float64, scale=0.7, window=int(random.integers(60)))
+    check(Float64(), entries, dtype=torch.float64, window=20)
 
 
 @covering(backend=ON_CPU, dtype=[torch.float64, torch.float32], window=[None, 20])
@@ -92,12 +79,6 @@ def test_a_window_costs_no_more_than_it_sees(monkeypatch):
     q, k, v, _ = tensors(entries, (1, 1), 8, torch.float32)
     CpuBackend().forward(q, k, v, kernel_args(CpuBackend(), entries, "cpu", 0.3, 100))
     assert sum(pairs) <= 4000 * (100 + 256)
-
-
-def test_aten_notices_another_schema(monkeypatch):
-    monkeypatch.setattr(aten, "_FORWARD", ("query", "renamed"))
-    with pytest.raises(ValueError, match="installed _flash_attention_forward.* does not take .'renamed'. or also"):
-        AtenBackend()
 
 
 def test_the_flag_offers_every_backend():
@@ -146,8 +127,8 @@ def test_auto_takes_the_first_that_works_and_says_why_not_the_others(choose):
     wrong, nan = chosen.refused[2][1], chosen.refused[3][1]
     refused = ("missing", "not installed"), ("broken", "no kernel image"), ("wrong", wrong), ("nan", nan)
     assert chosen == Choice(name="good", refused=refused)
-    assert wrong.startswith("out with window 50 differs from the reference by ")
-    assert nan.startswith("dq with window None differs from the reference by nan, where 1.6e-02 is ")
+    assert wrong.startswith("out with window 50 differs from float64 by ")
+    assert nan.startswith("dq with window None differs from float64 by nan, where 1.6e-02 is ")
     assert str(chosen).startswith("good (missing: not installed; broken: no kernel image; wrong: out with")
     with pytest.raises(ValueError, match="no attention backend works on device 'cpu' .missing: not installed."):
         choose(missing=_Missing)
@@ -186,7 +167,7 @@ def test_auto_leaves_random_numbers_alone():
 def test_backends_are_chosen_by_name_and_device():
     for head_sizes in (HEAD_SIZES, (192, 128)):
         assert get_backend("auto", "cpu", head_sizes).name == "cpu"
-    for name in ("aten", "cpu", "reference"):
+    for name in ("aten", "cpu"):
         assert get_backend(name, BACKENDS[name].device_types[0]).name == name
 
 

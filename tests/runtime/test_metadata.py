@@ -14,7 +14,6 @@ from megatron_wlb.runtime.backends.te import TeBackend
 from megatron_wlb.runtime.encoding import varlen
 from megatron_wlb.runtime.metadata import ShardMetadata
 from megatron_wlb.sharding import per_document, shard
-from megatron_wlb.sharding.routing import exchange
 from megatron_wlb.types import Shard
 from tests.covering import covering
 from tests.jobs import job
@@ -34,37 +33,6 @@ def test_rows_and_positions_follow_the_plan(encode, sharding, cp):
         assert (metadata.num_rows, metadata.max_length) == (184 // cp, 61)
         rows = [np.arange(184 // cp)[documents.rows][c.rows] for documents in metadata.parts for c in documents.calls]
         assert np.concatenate(rows).tolist() == [*range(184 // cp)]
-
-
-@covering(encode=ENCODINGS, sharding=SHARDINGS, cp=[1, 2, 4])
-def test_backends_are_told_the_segments_of_their_calls(encode, sharding, cp):
-    plan = sharding(LENGTHS, cp)
-    for rank, held in enumerate(plan.shards):
-        metadata = ShardMetadata.build(plan, rank, encode)
-        parts = metadata.parts
-        calls = [(p.of[0], c, t) for p in parts for c, t in zip(p.calls, p.tables, strict=True)]
-        for (number, call, table), segments in zip(calls, filter(len, held.calls), strict=True):
-            begins = exchange(plan, rank, number).key_begins
-            q_lengths, stops = segments["stop"] - segments["start"], segments["stop"]
-            k_begins = begins[segments["document"]]
-            assert table.dtype == torch.int32
-            if encode is CpuBackend.encode:
-                q_stops = q_lengths.cumsum()
-                rows = np.stack((q_stops - q_lengths, q_stops, k_begins, k_begins + stops), axis=1)
-                assert table.tolist() == rows.tolist()
-                continue
-            assert (table[:2, 0] == 0).all()
-            q, k = table[:2].diff()
-            entries, first_key = q > 0, table[-1, :-1]
-            assert q[entries].tolist() == q_lengths.tolist()
-            assert k[entries].tolist() == stops.tolist()
-            assert first_key[entries].tolist() == k_begins.tolist()
-            assert call.max_q >= q.max() and call.max_k == k.max()
-            assert table[-1, -1] == begins[-1]
-            if encode is TeBackend.encode:
-                assert (k[~entries] == 0).all() and len(q) == 32
-            else:
-                assert (k > 0).all()
 
 
 def test_te_is_given_few_numbers_of_entries():

@@ -10,7 +10,6 @@ from megatron_wlb.runtime.backends.checks import check_value_size
 from megatron_wlb.runtime.backends.cpu import CpuBackend
 from megatron_wlb.runtime.backends.flash_attn_3 import FlashAttn3Backend
 from megatron_wlb.runtime.backends.protocol import Backend, KernelArgs, keys_and_values, owned, side_by_side
-from megatron_wlb.runtime.backends.reference import ReferenceBackend
 from megatron_wlb.runtime.backends.te import TeBackend
 from megatron_wlb.runtime.backends.trial import HEAD_SIZES, try_backend
 
@@ -32,7 +31,6 @@ BACKENDS: dict[str, type[Backend]] = {
     "flash_attn_3": FlashAttn3Backend,
     "te": TeBackend,
     "cpu": CpuBackend,
-    "reference": ReferenceBackend,
 }
 _HOPPER = (9, 0)
 _PREFERENCE = {"cuda": ("aten", "te"), "cpu": ("cpu",)}

@@ -1,30 +1,21 @@
 """GPU backend on the varlen FlashAttention-2 that torch ships."""
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_wlb.runtime.backends.checks import check_head_size, check_sum_of_dq, checked_operator
+from megatron_wlb.runtime.backends.checks import check_head_size
 from megatron_wlb.runtime.backends.protocol import KernelArgs
 from megatron_wlb.runtime.encoding import varlen
-
-_COMMON = (
-    *("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "scale"),
-    *("window_size_left", "window_size_right"),
-)
-_FORWARD = (*_COMMON, "return_debug_mask")
-_BACKWARD = (*_COMMON, "grad_out", "out", "logsumexp", "rng_state", "unused")
-_VERSIONS = "torch 2.11 to 2.15"
 
 
 class AtenBackend:
     """`aten::_flash_attention_forward` and `_backward`, one operator per call.
 
-    The operators are private to torch: raises ValueError if this version takes other arguments. Bitwise reproducible
-    under `torch.use_deterministic_algorithms(True)`; backward raises ValueError if that takes too much memory
-    (`check_sum_of_dq`). Replacing the operators by FlashAttention-3 for the whole process is not supported.
+    Bitwise reproducible under `torch.use_deterministic_algorithms(True)`: dQ is then summed in a workspace, the
+    larger the fewer entries a call has. Replacing the operators by FlashAttention-3 for the whole process is not
+    supported.
     """
 
     name = "aten"
@@ -34,9 +25,8 @@ class AtenBackend:
     encode = staticmethod(varlen)
 
     def __init__(self) -> None:
-        operators = partial(checked_operator, self.name, torch.ops.aten)
-        self._forward = operators("_flash_attention_forward", _FORWARD, _VERSIONS)
-        self._backward = operators("_flash_attention_backward", _BACKWARD, _VERSIONS)
+        self._forward = torch.ops.aten._flash_attention_forward.default
+        self._backward = torch.ops.aten._flash_attention_backward.default
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""
@@ -51,7 +41,6 @@ class AtenBackend:
         # The random state of forward; the kernel does not read it without dropout.
         rng_state = torch.empty(2, dtype=torch.uint64, device=q.device)
         state = {"grad_out": dout, "out": out, "logsumexp": lse, "rng_state": rng_state, "unused": rng_state[0]}
-        check_sum_of_dq(self.name, q, k, args.table.shape[1] - 1)
         dq, dk, dv = self._backward(query=q, key=k, value=v, **state, **_arguments(args))
         args.store(dkv, dk, dv)
         return dq

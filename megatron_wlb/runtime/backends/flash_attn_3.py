@@ -1,22 +1,14 @@
 """GPU backend on the package FlashAttention-3, one operator per call."""
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_wlb.runtime.backends.checks import check_head_size, checked_operator, import_for
+from megatron_wlb.runtime.backends.checks import check_head_size, import_for
 from megatron_wlb.runtime.backends.protocol import KernelArgs
 from megatron_wlb.runtime.encoding import varlen
 
-_COMMON = (
-    *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "is_causal"),
-    *("window_size_left", "window_size_right"),
-)
-_FORWARD = (*_COMMON, "num_splits")
-_BACKWARD = (*_COMMON, "dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic")
-_VERSIONS = "FlashAttention-3 with torch operators"
 _DETERMINISTIC_HEAD_SIZE = 192
 """Largest with deterministic gradients."""
 
@@ -25,7 +17,7 @@ class FlashAttn3Backend:
     """Operators of `flash_attn_interface`, for compute capability 9.0.
 
     Bitwise reproducible under `torch.use_deterministic_algorithms(True)`, without more memory. Raises ValueError if the
-    package is missing or takes other arguments, and on other GPUs, where launching a kernel would end the process.
+    package is missing, and on other GPUs, where launching a kernel would end the process.
     """
 
     name = "flash_attn_3"
@@ -41,8 +33,8 @@ class FlashAttn3Backend:
                 f"attention backend {self.name!r} has kernels for compute capability 9.0, not "
                 f"{'.'.join(map(str, capability))}; choose another backend"
             )
-        operators = partial(checked_operator, self.name, torch.ops.flash_attn_3)
-        self._forward, self._backward = operators("fwd", _FORWARD, _VERSIONS), operators("bwd", _BACKWARD, _VERSIONS)
+        operators = torch.ops.flash_attn_3
+        self._forward, self._backward = operators.fwd.default, operators.bwd.default
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""

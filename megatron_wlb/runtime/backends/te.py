@@ -2,26 +2,18 @@
 
 import functools
 import inspect
-import math
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_wlb.runtime.backends.checks import check_arguments, check_head_size, check_workspace, import_for
+from megatron_wlb.runtime.backends.checks import check_head_size, import_for
 from megatron_wlb.runtime.backends.protocol import KernelArgs, owned
 from megatron_wlb.runtime.encoding import Encoded, offsets
 
 _MODULE, _PACKAGE = "transformer_engine.pytorch", "transformer-engine[pytorch]"
 _KINDS = {"attn_bias_type": "no_bias", "dropout": 0.0}
-_COMMON = (
-    *("max_seqlen_q", "max_seqlen_kv", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
-    *("q", "k", "v", "fake_dtype", "fused_attention_backend", "attn_scale", "window_size", "attn_mask_type"),
-    *("qkv_layout", *_KINDS),
-)
-_FORWARD = (*_COMMON, "is_training", "rng_gen")
-_BACKWARD = (*_COMMON, "o", "d_o", "aux_ctx_tensors", "deterministic")
 _LEAST_ENTRIES = 32
 # Since 2.15 the layouts of results are arguments; before, the dtype of the gradients was.
 _FORMATS_OF_RESULTS = {"o_format": "thd", "do_format": "thd"}
@@ -35,10 +27,11 @@ class TeBackend:
     on 10.0 with the newest versions. cuDNN takes the first key of an entry from a separate array (padded offsets), so
     keys without a reader are skipped. It builds a plan for every number of entries, rows and keys, all rounded up: the
     first steps are slow. K and V are passed as views if they lie side by side, else copied. Deterministic under
-    `torch.use_deterministic_algorithms(True)`: on 9.0 for few rows (`_check_workspace`), on 10.0 from cuDNN 9.18.1 on.
+    `torch.use_deterministic_algorithms(True)`: on 9.0 for few rows, since cuDNN's workspace grows with queries
+    times keys, on 10.0 from cuDNN 9.18.1 on.
 
-    Raises ValueError if the package is missing or takes other arguments, at the first call if cuDNN is too old to pack
-    log-sum-exps, and in backward if the workspace is too large; cuDNN raises RuntimeError for what it cannot run.
+    Raises ValueError if the package is missing, and at the first call if cuDNN is too old to pack log-sum-exps; cuDNN
+    raises RuntimeError for what it cannot run.
     """
 
     name = "te"
@@ -61,8 +54,8 @@ class TeBackend:
     def __init__(self) -> None:
         te = import_for(self.name, f"{_MODULE}.cpp_extensions.fused_attn", _PACKAGE)
         self._engine = te.FusedAttnBackend["F16_arbitrary_seqlen"]
-        self._forward = _function(te.fused_attn_fwd, _FORWARD)
-        self._backward = _function(te.fused_attn_bwd, _BACKWARD)
+        self._forward = _function(te.fused_attn_fwd)
+        self._backward = _function(te.fused_attn_bwd)
         self._dtypes: dict[torch.dtype, Any] = {}
         self._states_layout = _LAYOUT_OF_GRADIENTS in inspect.signature(te.fused_attn_bwd).parameters
         if "dqkv_dtype" in inspect.signature(te.fused_attn_bwd).parameters:
@@ -92,15 +85,12 @@ class TeBackend:
         gradients = {"dqkv_dtype": self._dtypes[q.dtype]} if self._dtypes else {}
         if self._states_layout:
             gradients[_LAYOUT_OF_GRADIENTS] = arguments["qkv_layout"]
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        if deterministic:
-            _check_workspace(q, k, args.table.shape[1] - 1)
         aux = [lse.T.contiguous()[:, :, None], _no_random_state(q.device)]
         dq, dk, dv, *_ = self._backward(
             o=out.contiguous(),
             d_o=dout.contiguous(),
             aux_ctx_tensors=aux,
-            deterministic=deterministic,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
             **arguments,
             **gradients,
         )
@@ -141,38 +131,10 @@ def _side_by_side(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     return torch.stack((k, v), dim=1).unbind(1)
 
 
-def _function(function: Any, passed: tuple[str, ...]) -> Any:
-    """Return `function` with `_FORMATS_OF_RESULTS`, if it takes what is `passed`."""
-    parameters = {
-        name: parameter.default is not inspect.Parameter.empty
-        for name, parameter in inspect.signature(function).parameters.items()
-    }
-    extra = {name: value for name, value in _FORMATS_OF_RESULTS.items() if name in parameters}
-    for name in ("dqkv_dtype", _LAYOUT_OF_GRADIENTS):
-        parameters.pop(name, None)
-    check_arguments("te", function.__name__, parameters, (*passed, *extra), "transformer-engine 2.2 to 2.20")
-    return functools.partial(function, **extra)
-
-
-def _check_workspace(q: Tensor, k: Tensor, num_entries: int) -> None:
-    """Raise ValueError if gradients take too much memory; known for 9.0 only."""
-    if torch.cuda.get_device_capability(q.device) == (9, 0):
-        check_workspace("te", _workspace_bytes(num_entries, q.shape[1], q.shape[0], k.shape[0]), q, k)
-
-
-def _workspace_bytes(num_entries: int, num_heads: int, num_queries: int, num_keys: int) -> int:
-    """Return cuDNN's workspace for deterministic gradients; not confirmed on a GPU.
-
-    2 bytes for every entry, head, query row and key row of the plan, with all rows counted for every entry. Rows are
-    rounded up as by TransformerEngine's `get_max_tokens`. This agrees with its authors' note on
-    SM90_DET_FUSED_THD_BWD_MAX_BHSS (dot_product_attention/utils.py of 2.20): 128 B H S S bytes for B = 2 sequences of S
-    = 2 ** n tokens, four times as many for B = 4. Their limit is far too high for many short documents.
-    """
-
-    def rounded(rows: int) -> int:
-        return max(1024, 1 << (rows - 1).bit_length()) if rows <= 1 << 15 else -(-rows >> 15) << 15
-
-    return 2 * math.prod((num_entries, num_heads, rounded(num_queries), rounded(num_keys)))
+def _function(function: Any) -> Any:
+    """Return `function` with `_FORMATS_OF_RESULTS`, if it takes them."""
+    known = inspect.signature(function).parameters
+    return functools.partial(function, **{name: value for name, value in _FORMATS_OF_RESULTS.items() if name in known})
 
 
 @functools.cache
