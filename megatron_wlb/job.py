@@ -22,6 +22,8 @@ MAX_TOKENS = _native.MAX_TOKENS
 """Longest micro-batch whose work is exact in 64 bits, with room for sums over a global batch."""
 FP32 = 4
 """Bytes of an fp32 value, such as a gradient."""
+NUM_TILES = 4
+"""Sizes of tiles in which layers run, each half of the next larger one; see `Job.tiles`."""
 CP_EXCHANGES = ("shared", "latents", "all", "ring", "thd_ring")
 STRATEGIES = {
     "per-sequence": ("per-sequence",),
@@ -201,7 +203,7 @@ class Job:
     tp_overlap: float = 0.0
     """Share of tensor-parallel communication that overlaps matrix products: `--tp-comm-overlap`."""
     tp_tile_rows: int = 0
-    """Rows of a tile, over tensor-parallel ranks, in which alone communication overlaps (`adapter.tiles`); 0: any."""
+    """Rows of the largest tile, over tensor-parallel ranks, see `tiles`; 0: communication overlaps in any rows."""
     bytes_per_value: int = 2
     """Bytes of a value of the activations."""
     row_multiple: int = 1
@@ -296,6 +298,14 @@ class Job:
     def expert_crossover_tokens(self) -> int:
         """The experts' part of `crossover_tokens`."""
         return self.crossover_tokens * self.model.expert_weights // self.model.token_weights
+
+    @property
+    def tiles(self) -> tuple[int, ...]:
+        """Rows of the tiles, over tensor-parallel ranks, in which communication overlaps; () if in any rows.
+
+        `adapter.tiles` runs layers in as many of the first as there are, then in one of each other that still fits.
+        """
+        return tuple(self.tp_tile_rows >> i for i in range(NUM_TILES)) if self.tp_tile_rows else ()
 
     @property
     def micro_batches_per_rank(self) -> int:

@@ -1,15 +1,17 @@
-"""Overlaps tensor-parallel communication at any length, in tiles of a fixed number of rows.
+"""Overlaps tensor-parallel communication at any length, in tiles of a few fixed numbers of rows.
 
 With `--tp-comm-overlap`, TransformerEngine runs matrix products and tensor-parallel communication at once, in user
-buffers of one size. QKV, projection and MLP know nothing of documents, so they run tile by tile here, and buffers of
-one tile serve every micro-batch. Attention runs over all rows. NCCL communicates the last rows, fewer than a tile.
+buffers of one size. QKV, projection and MLP know nothing of documents, so they run tile by tile here: as many of the
+largest size as there are, then at most one of each smaller size. Buffers of these sizes serve every micro-batch.
+Attention runs over all rows. NCCL communicates the last rows, fewer than the smallest tile.
 
 A tensor-parallel rank holds its share of every tile instead of one share of the micro-batch. `order` brings tokens and
 labels into this order, which rows outside attention keep.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,58 +19,129 @@ import torch
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import get_args
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
+_TE_MODULE = "transformer_engine.pytorch.module.base"
 _USER_BUFFERS = "overlap_ag_fprop overlap_rs_fprop overlap_ag_dgrad overlap_rs_dgrad bulk_dgrad bulk_wgrad"
 _BY_NCCL = {f"ub_{name}": False for name in _USER_BUFFERS.split()}
 """What makes layers of TransformerEngine communicate without user buffers, in a forward pass and its backward."""
 
 
-def order(rows: int, *, ranks: int, tile: int) -> torch.Tensor:
+_made: dict[int, Any] = {}
+"""TransformerEngine's communicators with user buffers, by rows."""
+
+
+def split(rows: int, sizes: Sequence[int]) -> list[int]:
+    """Return the rows of the tiles of a micro-batch, `sizes` falling, and of what is left, if anything."""
+    tiles = []
+    for size in sizes:
+        tiles += [size] * (rows // size)
+        rows %= size
+    return tiles + [rows] * (rows > 0 or not tiles)
+
+
+def order(rows: int, *, ranks: int, sizes: Sequence[int]) -> torch.Tensor:
     """Rows of a micro-batch, rank by rank, as `ranks` tensor-parallel ranks hold them: int64 [rows]."""
-    natural = torch.arange(rows)
-    whole = rows // tile * tile
-    tiles, rest = natural[:whole].view(-1, ranks, tile // ranks), natural[whole:].view(1, ranks, -1)
-    return torch.cat([part.transpose(0, 1).reshape(ranks, -1) for part in (tiles, rest)], dim=1).flatten()
+    tiles = torch.arange(rows).split(split(rows, sizes))
+    return torch.cat([tile.view(ranks, -1) for tile in tiles], dim=1).flatten()
 
 
-def tile_layers(chunks: list[Any], *, tile: int, ranks: int) -> list[Any]:
-    """Make the layers of a model run in tiles of `tile` rows; a `pre_wrap_hook` of upstream's model."""
+def tile_layers(chunks: list[Any], *, sizes: Sequence[int], ranks: int) -> list[Any]:
+    """Make the layers of a model run in tiles of `sizes`; a `pre_wrap_hook` of upstream's model."""
     for layer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, TransformerLayer)):
-        _tile(layer.self_attention.linear_qkv, tile // ranks)
-        _tile(layer.self_attention.linear_proj, tile)
+        _tile(layer.self_attention.linear_qkv, sizes, ranks)
+        _tile(layer.self_attention.linear_proj, sizes)
         shared = getattr(layer.mlp, "shared_experts", None)
         if isinstance(layer.mlp, MLP):
-            _tile(layer.mlp, tile // ranks, [layer.mlp.linear_fc1, layer.mlp.linear_fc2])
+            _tile(layer.mlp, sizes, ranks, [layer.mlp.linear_fc1, layer.mlp.linear_fc2])
         elif shared is not None and not shared.config.moe_shared_expert_overlap:
-            _tile(shared.linear_fc1, tile // ranks)
-            _tile(shared.linear_fc2, tile)
+            _tile(shared.linear_fc1, sizes, ranks)
+            _tile(shared.linear_fc2, sizes)
     return chunks
 
 
-def _tile(module: Any, rows: int, linears: list[Any] | None = None) -> None:
-    """Make `module`, which runs `linears` (default: itself), run its input [s, 1, ...] in tiles of `rows`."""
+def _tile(module: Any, sizes: Sequence[int], ranks: int = 1, linears: list[Any] | None = None) -> None:
+    """Make `module`, which runs `linears` (default: itself), run its input in tiles of `sizes`.
+
+    The input is [s, 1, ...], of whose rows `ranks` have a share each.
+    """
     forward, linears = module.forward, linears or [module]
 
     def tiled(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        parts = x.split(rows)
+        tiles = split(len(x) * ranks, sizes)
         # In the first micro-batch of a step, TransformerEngine's weight gradient replaces what main_grad holds. Only
         # the last tile counts as first, since backward begins with it.
         first = [linear for linear in linears if getattr(linear, "is_first_microbatch", False)]
-        done = []
+        bias: list[Any] = []
+
+        def run(number: int, part: torch.Tensor) -> torch.Tensor:
+            for linear in first:
+                linear.is_first_microbatch = True
+            with (
+                _set(first if number + 1 < len(tiles) else [], disable_parameter_transpose_cache=True),
+                _set(linears if tiles[number] not in sizes else [], **_BY_NCCL),
+            ):
+                output, bias[:] = (result := forward(part, *args, **kwargs))[0], result[1:]
+            return output
+
         with contextlib.ExitStack() as stack:
             for linear in linears:
-                stack.enter_context(_stored_together(linear, len(parts)))
-            for part in parts:
-                for linear in first:
-                    linear.is_first_microbatch = True
-                with (
-                    _set(first if part is not parts[-1] else [], disable_parameter_transpose_cache=True),
-                    _set(linears if len(part) < rows else [], **_BY_NCCL),
-                ):
-                    done.append(forward(part, *args, **kwargs))
-        return torch.cat([output for output, _ in done]), done[0][1]
+                stack.enter_context(_stored_together(linear, len(tiles)))
+            weights = [weight for weight in module.parameters() if weight.requires_grad]
+            output = _Tiles.apply(run, tiles, ranks, torch.is_grad_enabled(), x, *weights)
+        return output, *bias
 
     module.forward = tiled
+
+
+class _Tiles(torch.autograd.Function):
+    """Runs a graph for each tile, so that autograd outside sees each weight once.
+
+    Otherwise it would add the gradients of a weight by tile, which are empty where layers add to main_grad themselves.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run: Callable[[int, torch.Tensor], torch.Tensor],
+        tiles: list[int],
+        ranks: int,
+        recorded: bool,
+        x: torch.Tensor,
+        *weights: torch.nn.Parameter,
+    ) -> torch.Tensor:
+        """`run` a tile by its number and its rows of x; `ranks` have a share of them each."""
+        outputs, ctx.graphs, ctx.weights = [], [], weights
+        for number, part in enumerate(x.detach().split([rows // ranks for rows in tiles])):
+            _use(tiles[number])
+            with torch.set_grad_enabled(recorded):
+                output = run(number, part.requires_grad_(x.requires_grad))
+            outputs.append(output.detach())
+            if recorded:
+                ctx.graphs.append((tiles[number], part, len(output), get_gradient_edge(output)))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        wanted = list(ctx.weights)
+        of_weights: list[torch.Tensor | None] = [None] * len(wanted)
+        of_rows: list[torch.Tensor] = []
+        gradients = list(gradient.split([rows for _, _, rows, _ in ctx.graphs]))
+        while ctx.graphs:
+            tile, part, _, output = ctx.graphs.pop()
+            _use(tile)
+            inputs = [part, *wanted] if part.requires_grad else wanted
+            found = list(torch.autograd.grad(output, inputs, gradients.pop(), allow_unused=True))
+            if part.requires_grad:
+                of_rows.append(found.pop(0))
+            for i, (weight, new) in enumerate(zip(wanted, found, strict=True)):
+                before = None if getattr(weight, "grad_added_to_main_grad", False) else of_weights[i]
+                if new is not None:
+                    of_weights[i] = new if before is None else before + new
+        of_x = None if not of_rows else of_rows[0] if len(of_rows) == 1 else torch.cat(of_rows[::-1])
+        return None, None, None, None, of_x, *of_weights
 
 
 @contextlib.contextmanager
@@ -132,15 +205,24 @@ def _summed(products: list[Callable[..., Any]], fused: bool, xs: list[Any], grad
 # User buffers --------------------------------------------------------------------------------------------------------
 
 
-def sized(tile: int) -> Callable[[Any], Any]:
-    """Make a wrapper of upstream's function that creates user buffers, for buffers of a tile."""
+def sized(sizes: Sequence[int]) -> Callable[[Any], Any]:
+    """Make a wrapper of upstream's function that creates user buffers, for buffers of all `sizes`."""
 
     def wrapped(original: Any) -> Any:
         def initialize() -> None:
             args = get_args()
-            with _set([args], seq_length=tile * args.context_parallel_size, decoder_tp_comm_overlap=False):
-                original()
+            for size in sizes:
+                with _set([args], seq_length=size * args.context_parallel_size, decoder_tp_comm_overlap=False):
+                    original()
+                if (base := sys.modules.get(_TE_MODULE)) is not None:  # None: without a GPU (`cpu`)
+                    _made[size], base._ub_communicators = base._ub_communicators, None  # type: ignore[attr-defined]
 
         return initialize
 
     return wrapped
+
+
+def _use(size: int) -> None:
+    """Make TransformerEngine's layers take the user buffers of `size` rows, if there are any."""
+    if size in _made:
+        sys.modules[_TE_MODULE]._ub_communicators = _made[size]  # type: ignore[attr-defined]

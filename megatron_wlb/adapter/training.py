@@ -102,7 +102,7 @@ class Training:
 
     def _tiled(self, function: Any) -> Any:
         """Bind a function of `tiles` to this run's."""
-        return functools.partial(function, tile=self._job.tp_tile_rows, ranks=self._job.parallel.tp)
+        return functools.partial(function, sizes=self._job.tiles, ranks=self._job.parallel.tp)
 
     # What pretrain() is given -----------------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class Training:
             compat.replaced(training, "dummy_train_step", self._skipped, ("data_iterator",)),
             compat.replaced(schedules, "backward_step", self._report.clock.backward, ()),
             compat.replaced(p2p_communication, "_p2p_ops", by_direction, ("group", "next_pipeline_rank")),
-            compat.replaced(initialize, "_initialize_tp_communicators", tiles.sized(self._job.tp_tile_rows), ()),
+            compat.replaced(initialize, "_initialize_tp_communicators", tiles.sized(self._job.tiles), ()),
             compat.replaced(all_to_all, "_all_to_all", self._report.clock.exchange, ()),
             compat.replaced(checkpointing, "maybe_save_dataloader_state", self._saved, ("train_iterator", "iteration")),
             compat.replaced(TorchFullyShardedDataParallel, "scale_gradients", scale_sharded, ("scaling_factor",)),

@@ -40,23 +40,32 @@ def products(job: Job, matrices: Iterable[Matrix], tokens: np.ndarray) -> Produc
     return Products(*times)
 
 
-def tiling(job: Job, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return what running a layer in tiles adds, us, forward and backward; see `adapter.tiles`.
+def tiled(job: Job, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return how many tiles `tokens` rows run in, and how many rows are less than a tile; see `adapter.tiles`."""
+    count, rest = np.zeros_like(tokens), tokens
+    for size in job.tiles:
+        count, rest = count + rest // size, rest % size
+    return count, rest if job.tiles else np.zeros_like(tokens)
 
-    A further tile starts all kernels once more, leaves their last waves half empty, and has autograd add an empty
-    weight gradient. Outputs of all tiles are copied together, and so are gradients of their inputs.
+
+def tiling(job: Job, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return what running a layer in tiles adds, us, forward and backward.
+
+    A further tile starts all kernels once more, and leaves their last waves half empty. Outputs of all tiles are copied
+    together, and so are gradients of their inputs. Weight gradients are added to main_grad by no other kernel.
     """
-    if not job.tp_tile_rows:
-        return np.zeros_like(tokens), np.zeros_like(tokens)
-    model, more = job.model, np.maximum(np.ceil(tokens / job.tp_tile_rows) - 1, 0)
+    model, (count, rest) = job.model, tiled(job, tokens)
+    more = np.maximum(count + (rest > 0) - 1, 0)
     dense = [matrix for matrix in model.matrices if matrix.part != "experts"]
     start = products(job, dense, np.zeros(1))
-    qkv = dense[0].outputs
-    copied = np.where(more > 0, _memory(job, 2 * (qkv + 2 * model.hidden_size) * job.bytes_per_value, tokens), 0.0)
-    empty = _memory(job, 3 * sum(matrix.weights for matrix in dense) * job.bytes_per_value, more)
+
+    def copied(values: int) -> np.ndarray:
+        return np.where(more > 0, _memory(job, 2 * values * job.bytes_per_value, tokens), 0.0)
+
     # Three kernels that are no products: a norm before QKV, and one and the activation in the MLP.
-    forward = more * (start.forward + 3 * job.profile.kernel_us)
-    return forward + copied, more * (start.backward + 3 * job.profile.kernel_us) + copied + empty
+    kernels, hidden = 3 * job.profile.kernel_us, 2 * model.hidden_size
+    forward = more * (start.forward + kernels) + copied(dense[0].outputs + hidden)
+    return forward, more * (start.backward + kernels) + copied(model.output_size + hidden)
 
 
 def output_matrix(job: Job) -> Matrix:

@@ -9,7 +9,7 @@ import msgspec
 
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.describe.settings import PlanSettings
-from megatron_wlb.job import Job, Parallel, Recompute
+from megatron_wlb.job import NUM_TILES, Job, Parallel, Recompute
 from megatron_wlb.model import ModelShape, latent_sizes
 from megatron_wlb.pipeline.split import Split
 
@@ -36,8 +36,9 @@ _UNDEFERRABLE = (
 losing gradients."""
 
 
-TILE_ROWS = 8192
-"""Rows of a tile over tensor-parallel ranks: those of a window of 8K, for which user buffers are tuned."""
+TILE_ROWS = 16384
+"""Rows of the largest tile over tensor-parallel ranks. As predicted, smaller ones start more kernels, and larger
+ones take more memory for little."""
 
 
 def short(value: Any, most: int = 40) -> str:
@@ -335,10 +336,10 @@ def has_user_buffers(a: Any) -> bool:
 
 
 def tile_rows(a: MegatronArguments, parallel: Parallel) -> int:
-    """Rows of the tiles that `--tp-comm-overlap` runs in, of which a window has one; 0 without overlap."""
+    """Rows of the largest tile that `--tp-comm-overlap` runs in, of which a window has one; 0 without overlap."""
     if not (a.tp_comm_overlap and has_user_buffers(a)) or parallel.sequence_ranks == 1 or a.seq_length is None:
         return 0
-    unit = parallel.sequence_ranks * row_multiple(a.fp8, a.fp8_recipe, a.fp4)
+    unit = parallel.sequence_ranks * row_multiple(a.fp8, a.fp8_recipe, a.fp4) << NUM_TILES - 1
     return min(TILE_ROWS, a.seq_length // parallel.cp) // unit * unit
 
 

@@ -22,6 +22,9 @@ H100_BYTES = 80 * 2**30
 WEIGHT_BYTES, OPTIMIZER_BYTES = 6, 12
 """Bytes per parameter: the bf16 weight and its fp32 gradient; the states that the distributed optimizer divides."""
 
+USER_BUFFERS = 12
+"""Buffers of hidden states that TransformerEngine has for every size of tile, as of 2.8; ten before."""
+
 
 class Tensor(NamedTuple):
     """A tensor that a layer keeps for backward."""
@@ -33,14 +36,15 @@ class Tensor(NamedTuple):
 
 
 def weight_bytes(job: Job, stage: int | None = None) -> float:
-    """Return bytes of weights, gradients, optimizer and rotary table on a GPU.
+    """Return bytes of weights, gradients, optimizer, rotary table and user buffers on a GPU.
 
     `stage`: its pipeline stage; None: the fullest.
     """
     p, weights = job.parallel, stage_weights(job)
     fullest = float(weights.max() if stage is None else weights[stage])
     rotary = 4 * job.context_length * (job.model.qk_pos_emb_head_dim or job.model.kv_channels)  # a table in fp32
-    return fullest / p.tp * (WEIGHT_BYTES + OPTIMIZER_BYTES / (p.dp * p.cp)) + rotary
+    buffers = USER_BUFFERS * sum(job.tiles) * job.model.hidden_size * job.bytes_per_value
+    return fullest / p.tp * (WEIGHT_BYTES + OPTIMIZER_BYTES / (p.dp * p.cp)) + rotary + buffers
 
 
 def stage_weights(job: Job) -> np.ndarray:

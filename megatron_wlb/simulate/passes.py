@@ -14,6 +14,7 @@ from megatron_wlb.cost.linear import (
     merging,
     output_matrix,
     products,
+    tiled,
     tiling,
     token_exchange,
 )
@@ -112,8 +113,9 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
     row_bytes = tokens * model.hidden_size * job.bytes_per_value
     network = job.profile.network
     # User buffers need ranks that NVLink connects. They serve the matrices of a layer, and whole tiles of its rows.
-    tile, overlaps = job.tp_tile_rows, job.tp_overlap if tp <= network.gpus_per_node else 0.0
-    exposed = 1 - overlaps * (np.floor(tokens / tile) * tile / tokens if tile else 1.0)
+    if tp > network.gpus_per_node:
+        job = replace(job, tp_overlap=0.0, tp_tile_rows=0)
+    exposed = 1 - job.tp_overlap * (1 - tiled(job, tokens)[1] / tokens)
     gather, scatter = (
         network.collective(name, row_bytes, Group(size=tp, stride=1)) for name in ("all_gather", "reduce_scatter")
     )
@@ -129,8 +131,11 @@ def pass_times(job: Job, shards: Sequence[ShardPlan]) -> Passes:
     of_experts = products(job, [m for m in model.matrices if m.part == "experts"], tokens)
     dispatched = token_exchange(job, tokens)
     again = expansion(job)[0] * tokens if job.expands_again else 0.0
-    tiled = tiling(job, tokens)
-    linear = every.forward + bound[0] + dispatched + tiled[0], every.backward + bound[1] + dispatched + again + tiled[1]
+    by_tile = tiling(job, tokens)
+    linear = (
+        every.forward + bound[0] + dispatched + by_tile[0],
+        every.backward + bound[1] + dispatched + again + by_tile[1],
+    )
     experts = of_experts.forward + dispatched, of_experts.backward + dispatched
     of_forward, of_backward = (
         LayerTimes(

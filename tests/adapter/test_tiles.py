@@ -1,5 +1,6 @@
 """Layers in tiles: equal to a single process without, and what TransformerEngine's layers see of it."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -17,8 +18,8 @@ TP4 = "--tensor-model-parallel-size 4 --sequence-parallel --make-vocab-size-divi
 @pytest.mark.parametrize(
     ("size", "layout", "model", "tile"),
     [
-        (2, TP2, "", 34),  # divides no length
-        full(2, TP2, "", 1000),  # no micro-batch has a tile
+        (2, TP2, "", 34),  # tiles of 32, 16, 8 and 4 rows
+        full(2, TP2, "", 1000),  # a window of 256 is the largest tile
         full(4, TP4, "", 100),
         full(2, f"{TP2} {FULL}", "", 64),
         full(2, f"{TP2} {SELECTIVE} mlp", "", 64),
@@ -31,30 +32,56 @@ def test_equal_to_a_single_process(size, layout, model, tile, dataset, tmp_path,
     monkeypatch.setattr(megatron, "TILE_ROWS", tile)
     given = model.split()
     run = train(size, dataset, *layout.split(), *given, "--tp-comm-overlap", log=tmp_path / "log.jsonl")
-    assert run["log"][0]["job"]["tp_tile_rows"] == tile or tile > 256
+    assert run["log"][0]["job"]["tp_tile_rows"] in range(tile // 2, tile + 1) or tile > 256
     compare(run, train(1, dataset, *given, log=tmp_path / "alone.jsonl"))
 
 
-@pytest.mark.parametrize(("rows", "ranks", "tile"), [(0, 2, 4), (6, 2, 8), (8, 2, 4), (26, 2, 4), (96, 4, 32)])
-def test_gathering_tile_by_tile_restores_the_order(rows, ranks, tile):
-    held = tiles.order(rows, ranks=ranks, tile=tile).view(ranks, -1)
-    gathered = torch.cat([part.flatten() for part in held.split(tile // ranks, dim=1)])
+SIZES = (16, 8, 4)
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(0, 2), (2, 2), (8, 2), (26, 2), (50, 2), (96, 4)])
+def test_gathering_tile_by_tile_restores_the_order(rows, ranks):
+    parts = tiles.split(rows, SIZES)
+    assert sum(parts) == rows and parts.count(16) == rows // 16 and parts == sorted(parts, reverse=True)
+    held = tiles.order(rows, ranks=ranks, sizes=SIZES).view(ranks, -1)
+    gathered = torch.cat([part.flatten() for part in held.split([part // ranks for part in parts], dim=1)])
     assert gathered.tolist() == list(range(rows))
 
 
+BASE = SimpleNamespace(_ub_communicators=None)
+"""TransformerEngine's module that has the user buffers."""
+
+
+@pytest.fixture
+def buffers(monkeypatch):
+    """Creates user buffers of SIZES as upstream does, once each; each is its rows."""
+    args = SimpleNamespace(seq_length=99, context_parallel_size=2)
+
+    def create():
+        assert BASE._ub_communicators is None  # else TransformerEngine refuses
+        BASE._ub_communicators = torch.zeros(args.seq_length // 2, 3, dtype=torch.float64)
+
+    monkeypatch.setitem(sys.modules, tiles._TE_MODULE, BASE)
+    monkeypatch.setattr(tiles, "get_args", lambda: args)
+    monkeypatch.setattr(tiles, "_made", {})
+    BASE._ub_communicators = None
+    tiles.sized(SIZES)(create)()
+    assert args.seq_length == 99 and [len(each) for each in tiles._made.values()] == list(SIZES)
+
+
 class Buffered(torch.nn.Module):
-    """Behaves as TransformerEngine's row-parallel layer in one process: rows of a tile, or no user buffers.
+    """Behaves as TransformerEngine's row-parallel layer in one process: rows of the buffer, or no user buffers.
 
     The gathered gradient lies in a buffer that all calls share, and the first micro-batch replaces main_grad.
     """
 
-    def __init__(self, tile, delay):
+    def __init__(self, delay):
         super().__init__()
-        self.tile, self.weight = tile, torch.nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
+        self.weight = torch.nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
         self.main_grad = torch.full((3, 3), torch.nan, dtype=torch.float64)
         self.is_first_microbatch, self.disable_parameter_transpose_cache = True, False
         self.ub_overlap_rs_fprop = self.ub_overlap_ag_dgrad = self.fuse_wgrad_accumulation = True
-        self.buffer, self.queue = torch.zeros(tile, 3, dtype=torch.float64), []
+        self.queue = []
         self.wgrad_store = SimpleNamespace(
             delay_wgrad_compute=lambda: delay, put=lambda tensors, product: self.queue.append((tensors, product))
         )
@@ -63,7 +90,7 @@ class Buffered(torch.nn.Module):
         first = None if self.disable_parameter_transpose_cache else self.is_first_microbatch
         self.is_first_microbatch = False
         overlaps = self.ub_overlap_rs_fprop and self.ub_overlap_ag_dgrad
-        assert overlaps == (len(x) == self.tile)
+        assert overlaps == (len(x) in SIZES) and (not overlaps or len(x) == len(BASE._ub_communicators))
         return Product.apply(x, self.weight, self, first, self.wgrad_store, overlaps), None
 
 
@@ -77,7 +104,7 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         (x, weight), (module, first, store, overlaps) = ctx.saved_tensors, ctx.rest
-        kept = module.buffer.copy_(gradient) if overlaps else gradient
+        kept = BASE._ub_communicators.copy_(gradient) if overlaps else gradient
 
         def product(x, gradient):
             module.main_grad = gradient.t() @ x + (0 if first else module.main_grad)
@@ -87,21 +114,25 @@ class Product(torch.autograd.Function):
             store.put([x, kept], product)
         else:
             product(x, kept)
-        return gradient @ weight, None, None, None, None, None
+        weight.grad_added_to_main_grad = True
+        return gradient @ weight, torch.ones_like(weight), None, None, None, None  # means nothing
 
 
 @pytest.mark.parametrize("delay", [False, True])
-@pytest.mark.parametrize("rows", [8, 3, 19, 24])
-def test_layers_with_user_buffers(rows, delay):
-    module = Buffered(8, delay)
-    tiles._tile(module, 8)
+@pytest.mark.parametrize("rows", [16, 3, 35, 60])
+def test_layers_with_user_buffers(rows, delay, buffers):
+    module = Buffered(delay)
+    tiles._tile(module, SIZES)
     wanted, store = torch.zeros(3, 3, dtype=torch.float64), module.wgrad_store
-    for count in (rows, 11):  # the second micro-batch adds to the gradient of the first
+    for count in (rows, 27):  # the second micro-batch adds to the gradient of the first
         x, weights = torch.randn(2, count, 3, dtype=torch.float64)
         x.requires_grad_()
         out, _ = module(x)
+        BASE._ub_communicators = None  # other layers have run
+        module.weight.grad = None
         (out * weights).sum().backward()
         torch.testing.assert_close(x.grad, weights @ module.weight)
+        assert torch.equal(module.weight.grad, torch.ones_like(module.weight))  # one, not the sum of tiles
         wanted += weights.t() @ x.detach()
     assert module.wgrad_store is store and len(module.queue) == 2 * delay  # one of every micro-batch
     for tensors, product in module.queue:

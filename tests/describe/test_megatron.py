@@ -218,7 +218,7 @@ def test_what_the_caller_knows_takes_precedence():
 @pytest.mark.parametrize(
     ("stated", "rows", "overlap"),
     [
-        ({"seq_length": 1 << 17, "context_parallel_size": 2}, 8192, 0.875),
+        ({"seq_length": 1 << 17, "context_parallel_size": 2}, 16384, 0.875),
         ({"seq_length": 20_480, "context_parallel_size": 4, "fp8": "hybrid"}, 5120, 0.875),  # a window's rows
         ({"tp_comm_overlap": False}, 0, 0),
         ({"multi_latent_attention": True}, 0, 0),
