@@ -2,9 +2,11 @@
 
 import enum
 import importlib.util
+import math
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -108,14 +110,19 @@ def generic_gemm(
     gelu_in: Any,
     grad: bool,
     *unused: Any,
+    comm_overlap: Any = None,
     extra_output: Any = None,
+    bulk_overlap: bool = False,
     **options: Any,
 ) -> tuple[Any, ...]:
-    """Column-major, as cuBLAS: rows of B times A."""
+    """Column-major, as cuBLAS: rows of B times A. With user buffers, these take what a reduce-scatter reads."""
     if out is None:
         columns = A.shape[0] if transa else A.shape[-1]
-        rows = (B.shape[-1],) if transb else B.shape[:-1]
-        out = torch.empty(*rows, columns, dtype=_dtype(out_dtype, A.dtype), device=A.device)
+        shape = (*((B.shape[-1],) if transb else B.shape[:-1]), columns)
+        if comm_overlap is not None and extra_output is not None and not bulk_overlap:
+            out = comm_overlap.get_buffer(shape=shape)
+        else:
+            out = torch.empty(shape, dtype=_dtype(out_dtype, A.dtype), device=A.device)
     of_bias = torch.empty_like(bias) if bias is not None and grad else None
     return out, of_bias, None, extra_output
 
@@ -166,6 +173,59 @@ def multi_tensor_l2norm(chunk: int, noop: Any, tensors: list[list[torch.Tensor]]
     return torch.empty(1, dtype=torch.float32, device=x.device), torch.empty(norms, device=x.device)
 
 
+class CommOverlap:
+    """A user buffer [rows, columns] of `ranks`, which takes a whole tensor, or a rank's share of it, exactly."""
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, helper: Any, ranks: int, *unused: Any, **options: Any
+    ) -> None:
+        self._buffer, self._ranks = torch.empty(tuple(shape), dtype=dtype, device="cuda"), ranks
+
+    def copy_into_buffer(self, x: torch.Tensor, local_chunk: bool = False) -> None:
+        """Copy x, a share of the buffer if `local_chunk`."""
+        self.get_buffer(local_chunk, x.shape).copy_(x)
+
+    def get_buffer(self, local_chunk: bool = False, shape: Sequence[int] | None = None) -> torch.Tensor:
+        """Return the buffer, or a rank's share of it, as `shape`."""
+        part = self._buffer[: len(self._buffer) // self._ranks] if local_chunk else self._buffer
+        if shape is not None and math.prod(shape) != part.numel():
+            raise ValueError(f"a user buffer of {tuple(part.shape)} is asked for {tuple(shape)}; report it")
+        return part if shape is None else part.view(tuple(shape))
+
+    def is_fp8_ubuf(self) -> bool:
+        """Whether it holds FP8."""
+        return self._buffer.dtype == torch.uint8
+
+    def with_cublasmp(self) -> bool:
+        """Whether cuBLASMp has taken the place of the buffer."""
+        return False
+
+
+CommOverlapP2P = CommOverlap
+
+
+class CommOverlapHelper:
+    """Takes the groups of ranks that have buffers together."""
+
+    def __init__(self, *groups: Any) -> None:
+        pass
+
+
+def ubuf_built_with_mpi() -> bool:
+    """As compiled by default."""
+    return False
+
+
+def device_supports_multicast() -> bool:
+    """As a GPU with NVSwitch."""
+    return True
+
+
+def get_stream_priority_range() -> tuple[int, int]:
+    """Least and greatest, as of CUDA."""
+    return 0, -5
+
+
 def get_cublasLt_version() -> int:
     """As `cublasLtGetVersion` of the stand-in."""
     return 130000
@@ -184,5 +244,6 @@ def get_num_cublas_streams() -> int:
 _STANDS_IN = (
     "generic_gemm rmsnorm_fwd layernorm_fwd rmsnorm_bwd layernorm_bwd fused_rope_forward fused_rope_backward "
     "multi_tensor_adam multi_tensor_scale multi_tensor_l2norm get_cublasLt_version get_cudnn_version "
-    "get_num_cublas_streams"
+    "get_num_cublas_streams CommOverlap CommOverlapP2P CommOverlapHelper ubuf_built_with_mpi device_supports_multicast "
+    "get_stream_priority_range"
 ).split()
