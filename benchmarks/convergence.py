@@ -6,7 +6,8 @@ One process trains all micro-batches of a step and sums their gradients, as any 
 (`tests/benchmarks/test_convergence.py` compares it with Megatron on 4 processes): only packing differs. Model, text,
 trained tokens and learning rate over tokens are equal; a seed draws the weights and the order of documents. All runs of
 a seed continue from one model, trained in the original order until it is past the chaos of its first steps. The control
-`original-shuffled` changes nothing but the order of documents, so its gain or loss is noise.
+`original-shuffled` changes nothing but the order of documents, so its gain or loss is noise. `wlb-even` and
+`adaptive-uneven` regroup the micro-batches of their policies, and swap how much steps vary in tokens.
 
 A run is one file in the folder of logs (benchmarks/results/convergence by default, POLICY-SEED.json). A finished run is
 kept, one that was killed is done again. At the end, or with --report alone, benchmarks/results/convergence.json and
@@ -15,16 +16,17 @@ A run takes about a quarter of an hour on a calm core; --quick takes minutes.
 """
 
 import copy
+import itertools
 import json
 import math
 import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -124,6 +126,8 @@ def variants(scale: Scale) -> dict[str, dict[str, Any]]:
         "wlb": {"packing": WlbPacking()},
         "adaptive": {"packing": AdaptivePacking()},
         "adaptive-2N": {"packing": AdaptivePacking(), "num_micro_batches": 2 * scale.global_batch_size},
+        "wlb-even": {"packing": WlbPacking()},
+        "adaptive-uneven": {"packing": AdaptivePacking()},
         "fixed-8": {"packing": FixedPacking(global_batches=8)},
     }
 
@@ -141,10 +145,52 @@ def job_of(variant: str, scale: Scale) -> Job:
     )
 
 
-def packer_of(variant: str, scale: Scale, lengths: np.ndarray, seed: int) -> Packer:
+class Step(NamedTuple):
+    """What a run takes of `PackedStep`."""
+
+    step: int
+    batch: PackedBatch
+    num_waiting: int
+
+
+class Regrouped:
+    """The micro-batches of a packer, in steps that end at the micro-batch nearest to where those of `sizes` end."""
+
+    def __init__(self, packer: Packer, sizes: Iterator[int]) -> None:
+        self._packer, self._ends, self._steps = packer, itertools.accumulate(sizes), itertools.count()
+        self._left: list[np.ndarray] = []
+        self._tokens = 0
+
+    def next(self) -> Step:
+        """The next step, of one micro-batch at least."""
+        end, taken = next(self._ends), list[np.ndarray]()
+        while True:
+            size = int(self._first()["length"].sum())
+            if taken and self._tokens + size / 2 > end:
+                break
+            taken.append(self._left.pop(0))
+            self._tokens += size
+        bounds = np.cumsum([0, *map(len, taken)])
+        waiting = len(np.concatenate((*self._left, *self._packer.waiting().values())))
+        return Step(next(self._steps), PackedBatch(documents=np.concatenate(taken), bounds=bounds), waiting)
+
+    def _first(self) -> np.ndarray:
+        while not self._left:
+            batch = self._packer.next().batch
+            self._left = [rows for rows in map(batch.micro_batch, range(len(batch))) if len(rows)]
+        return self._left[0]
+
+
+def packer_of(variant: str, scale: Scale, lengths: np.ndarray, seed: int) -> Packer | Regrouped:
     """Packs documents of `lengths` trained tokens in the order of `seed`."""
     stream = DocumentStream([Source(lengths=lengths)], seed=seed, context_length=scale.context_length)
-    return make_packer(stream, job_of(variant, scale))
+    packer = make_packer(stream, job_of(variant, scale))
+    if variant == "wlb-even":
+        return Regrouped(packer, itertools.repeat(scale.batch_tokens))
+    if variant == "adaptive-uneven":
+        like = packer_of("wlb", scale, lengths, seed)
+        return Regrouped(packer, (int(like.next().batch.documents["length"].sum()) for _ in itertools.count()))
+    return packer
 
 
 class Trainer:

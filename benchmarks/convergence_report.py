@@ -35,6 +35,8 @@ COLORS = {
     "wlb": "#009e73",
     "adaptive": "#0072b2",
     "adaptive-2N": "#56b4e9",
+    "wlb-even": "#f0e442",
+    "adaptive-uneven": "#cc79a7",
     "fixed-8": "#d55e00",
 }
 
