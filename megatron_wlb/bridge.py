@@ -234,7 +234,9 @@ def _set(config: ConfigContainer, args: Namespace) -> None:
     changes = adapt(args, () if default else ("attention_dropout",))
     if args.tp_comm_overlap:
         args.tp_comm_overlap = False
-        changes.priced.append("tp_comm_overlap: its user buffers have one size; communication is no longer hidden")
+        changes.priced.append(
+            "tp_comm_overlap: Bridge makes user buffers before the job is known; communication is no longer hidden"
+        )
     fields_of = {argument: name for name, argument in _ARGUMENTS.items()}
     for name in (name for name, value in vars(args).items() if value != before[name]):
         field = fields_of.get(name, name)

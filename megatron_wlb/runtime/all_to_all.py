@@ -24,10 +24,9 @@ def exchange_rows(x: Tensor, metadata: ShardMetadata, group: dist.ProcessGroup |
     all-to-all in forward and one in backward. Gradients return in the dtype of x and are summed in fp32 (fp64 for
     fp64). Saves no tensor.
 
-    Raises ValueError for a plan of several rounds, and for a group that does not fit the plan.
+    Raises ValueError for a plan of several rounds.
     """
     part = only_part(metadata)
-    check_group(metadata, group)
     return x if part.keys_are_rows else _ExchangeRows.apply(x, part, group)
 
 
@@ -143,12 +142,3 @@ def only_part(metadata: ShardMetadata) -> Part:
             "cp_exchange is latents"
         )
     return metadata.parts[0]
-
-
-def check_group(metadata: ShardMetadata, group: dist.ProcessGroup | None) -> None:
-    place = (0, 1) if group is None else (group.rank(), group.size())
-    if place != (metadata.cp_rank, metadata.cp):
-        raise ValueError(
-            f"this is rank {place[0]} of {place[1]} context-parallel ranks, but the metadata is for rank "
-            f"{metadata.cp_rank} of {metadata.cp}; build it with the rank and size of the group"
-        )

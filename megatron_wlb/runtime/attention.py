@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_wlb.runtime.all_to_all import Leaving, Sum, begin, check_group, finish, of_gradients, only_part
+from megatron_wlb.runtime.all_to_all import Leaving, Sum, begin, finish, of_gradients, only_part
 from megatron_wlb.runtime.backends import Backend, KernelArgs, keys_and_values, owned, side_by_side
 from megatron_wlb.runtime.metadata import Call, Part, ShardMetadata
 from megatron_wlb.sharding.routing import OWN
@@ -62,10 +62,9 @@ def context_parallel_attention(
     in forward, another in backward, and one of gradients. Differentiable once; saves q, k, v, out and the log-sum-exps,
     none of them a view of a larger tensor.
 
-    Raises ValueError if rows, dtypes or ranks do not fit. Source: WLB-LLM (OSDI'25), section 5.
+    Raises ValueError if rows or dtypes do not fit. Source: WLB-LLM (OSDI'25), section 5.
     """
     _check(q, k, v, metadata.num_rows, metadata, options)
-    check_group(metadata, group)
     return _ContextParallelAttention.apply(q, k, v, sink, metadata, group, options)
 
 

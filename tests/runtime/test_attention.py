@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from megatron_wlb.runtime import all_to_all, attention
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
@@ -105,19 +104,6 @@ def test_head_sizes_and_strided_inputs(backend):
     assert torch.equal(again, out)
 
 
-@covering(backend=BACKENDS, use_reentrant=[True, False])
-def test_activation_recomputation_changes_nothing(backend, use_reentrant):
-    metadata, _ = single(backend)
-    q, k, v, dout = inputs(metadata.num_rows, (8, 2), HEAD_SIZE, FP32)
-    options = AttentionOptions(backend=backend)
-    plain = run(q, k, v, dout, metadata, options)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = checkpoint(context_parallel_attention, q, k, v, metadata, None, options, use_reentrant=use_reentrant)
-    out.backward(dout)
-    recomputed = (out.detach(), q.grad, k.grad, v.grad)
-    assert all(torch.equal(x, y) for x, y in zip(plain, recomputed, strict=True))
-
-
 @covering(backend=BACKENDS, cp=[1, 2], save_gathered=[False, True], by_head=[False, True])
 def test_what_is_saved_for_backward(backend, cp, save_gathered, by_head, silent_group):
     """The local tensors, and with `save_gathered` K and V of all keys; none keeps the memory of another tensor."""
@@ -162,7 +148,6 @@ def test_backward_ends_with_what_is_not_exchanged(monkeypatch, silent_group):
         ("q has 8 and k has 8 rows, but the shard .* has 16 and 16", lambda q, k, v, m: (q[:8], k[:8], v[:8], m)),
         ("torch.int32.*choose another backend", lambda q, k, v, m: (q.int(), k.int(), v.int(), m)),
         ("for all three", lambda q, k, v, m: (q, k, v.bfloat16(), m)),
-        ("rank 0 of 1 .* rank 1 of 2", lambda q, k, v, m: (q, k, v, replace(m, cp_rank=1, cp=2))),
     ],
 )
 def test_wrong_inputs_are_refused(message, change):
@@ -173,15 +158,8 @@ def test_wrong_inputs_are_refused(message, change):
         context_parallel_attention(*given, None, AttentionOptions(backend=backend, window=5))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "message"),
-    [
-        (FP32, "'aten' runs one of torch.float16, torch.bfloat16"),
-        (BF16, "head size 12: it must be a multiple of 8 and at most 256"),
-    ],
-)
-def test_aten_refuses_what_it_cannot_run(dtype, message):
+def test_aten_refuses_head_sizes_that_it_lacks():
     metadata, _ = single(AtenBackend())
-    q, k, v, _ = inputs(metadata.num_rows, (4, 2), 12, dtype)
-    with pytest.raises(ValueError, match=message):
+    q, k, v, _ = inputs(metadata.num_rows, (4, 2), 12, BF16)
+    with pytest.raises(ValueError, match="head size 12: it must be a multiple of 8 and at most 256"):
         context_parallel_attention(q, k, v, metadata, None, AttentionOptions(backend=AtenBackend()))

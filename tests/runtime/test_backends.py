@@ -9,7 +9,7 @@ from megatron_wlb.describe.settings import ATTENTION_BACKENDS
 from megatron_wlb.runtime import backends, encoding
 from megatron_wlb.runtime.backends import BACKENDS, Choice, choose_backend, cpu, get_backend
 from megatron_wlb.runtime.backends.cpu import CpuBackend
-from megatron_wlb.runtime.backends.trial import HEAD_SIZES, kernel_args, try_backend
+from megatron_wlb.runtime.backends.trial import HEAD_SIZES, kernel_args
 from tests.covering import covering
 from tests.runtime.calls import ALL, CALLS, WINDOWS, Float64, check, tensors
 
@@ -149,26 +149,6 @@ def test_auto_prefers_by_device(monkeypatch, capability, deterministic, order):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     with pytest.raises(ValueError, match=re.escape(f"({'; '.join(f'{name}: not installed' for name in order)});")):
         choose_backend.__wrapped__("cuda", HEAD_SIZES)
-
-
-def test_auto_tries_once_per_process(choose, monkeypatch):
-    choose(good=CpuBackend)
-    monkeypatch.setattr(backends, "try_backend", None)
-    assert choose_backend("cpu", HEAD_SIZES).name == "good"
-    assert isinstance(get_backend("auto", "cpu"), CpuBackend)
-
-
-def test_auto_leaves_random_numbers_alone():
-    before = torch.get_rng_state()
-    try_backend(CpuBackend(), torch.device("cpu"))
-    assert torch.equal(before, torch.get_rng_state())
-
-
-def test_backends_are_chosen_by_name_and_device():
-    for head_sizes in (HEAD_SIZES, (192, 128)):
-        assert get_backend("auto", "cpu", head_sizes).name == "cpu"
-    for name in ("aten", "cpu"):
-        assert get_backend(name, BACKENDS[name].device_types[0]).name == name
 
 
 @pytest.mark.parametrize(
