@@ -115,6 +115,7 @@ class Run:
         self._training: Any = None
         self._plan: Any = None
         self._passes = [0, 0]
+        self._experts: Any = None
         self.result: dict[str, Any] = {"rank": task.rank, "steps": []}
 
     def groups(self) -> dict[str, Any]:
@@ -128,19 +129,23 @@ class Run:
     def run(self) -> None:
         """Run the job's script with few steps and without what leaves traces."""
 
-        from megatron_wlb.rehearse import te, world
+        from megatron_wlb.rehearse import experts, te, world
 
         self._store = world.install(self._task.rank, self._task.world_size)
         te.install()
         from megatron.core.optimizer import clip_grads, optimizer
         from megatron.core.pipeline_parallel import schedules
+        from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
         from megatron.training import arguments, checkpointing, training
 
         from megatron_wlb.adapter import compat, script
         from megatron_wlb.adapter import training as ours
         from megatron_wlb.adapter.plans import Plans
 
+        self._experts = experts.Experts()
         with contextlib.ExitStack() as stack:
+            preprocess = self._experts.preprocess
+            stack.enter_context(compat.replaced(MoEAlltoAllTokenDispatcher, "preprocess", preprocess, ("routing_map",)))
             for module in (clip_grads, optimizer):
                 stack.enter_context(compat.replaced(module, "get_grad_norm_fp32", _norm, ()))
             stack.enter_context(compat.replaced(arguments, "parse_args", self._parsing, ()))
@@ -203,6 +208,7 @@ class Run:
     def _planned(self, original: Any) -> Any:
         def begin(*args: Any, **kwargs: Any) -> Any:
             self._plan = original(*args, **kwargs)
+            self._experts.begin(self._plan, self._training._job)
             return self._plan
 
         return begin
@@ -224,6 +230,7 @@ class Run:
         self._watch.at = (
             f"step {len(self.result['steps'])}, {('forward', 'backward')[backward]} {self._passes[backward]}"
         )
+        self._experts.backward = bool(backward)
         return original(*args, **kwargs)
 
     def _step(self, original: Any) -> Any:

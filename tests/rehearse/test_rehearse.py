@@ -60,6 +60,20 @@ def test_a_small_job_fits_and_says_what_it_does(tmp_path, capsys, monkeypatch):
     assert any("rank 3" in said and ".py:" in said and "step 3" in said for said in match(swapped, True))
 
 
+def test_experts_take_even_shares_of_what_every_rank_has(tmp_path):
+    """Ranks that divide experts send each other by the rows of both; recomputed layers as in their first pass."""
+    job = [*JOB, "--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-router-topk", "2"]
+    job += ["--moe-token-dispatcher-type", "alltoall", "--num-layers", "2", "--tensor-model-parallel-size", "1"]
+    job += ["--pipeline-model-parallel-size", "1", "--recompute-granularity", "full", "--recompute-method", "uniform"]
+    job += ["--recompute-num-layers", "1"]
+    job.remove("--sequence-parallel")
+    job[job.index("--nproc-per-node") + 1] = "2"
+    found = rehearse(tmp_path, "--ranks", "all", "--steps", "1", job=job)
+    assert found["nccl"] == [] and found["verdict"] == "fits"
+    # A layer sends rows there and back, forward, once more, and in backward.
+    assert all(rank["nccl"]["send of 2"]["bytes"] > 0 for rank in found["ranks"])
+
+
 def test_a_job_that_is_too_large_is_told_with_its_rank(tmp_path):
     job = [*JOB, "--wlb-memory-budget", "40"]  # or planning would refuse it
     found = rehearse(tmp_path, "--ranks", "3", "--steps", "1", "--gpu-memory", "0.25", job=job, status=1)
