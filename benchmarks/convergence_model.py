@@ -105,15 +105,13 @@ class Gpt(nn.Module):
 
 
 class Layer(nn.Module):
-    """A layer, or the share of one of `tp` tensor-parallel ranks, without their communication."""
-
-    def __init__(self, shape: Shape, attention: AttentionOptions, tp: int = 1) -> None:
+    def __init__(self, shape: Shape, attention: AttentionOptions) -> None:
         super().__init__()
-        hidden, self._heads, self._attention = shape.hidden_size, shape.num_heads // tp, attention
-        width, ffn = hidden // tp, shape.ffn_hidden_size // tp
+        hidden, self._heads, self._attention = shape.hidden_size, shape.num_heads, attention
+        ffn = shape.ffn_hidden_size
         self.input_layernorm = nn.RMSNorm(hidden, eps=1e-5)
-        self.linear_qkv = nn.Linear(hidden, 3 * width, bias=False)
-        self.linear_proj = nn.Linear(width, hidden, bias=False)
+        self.linear_qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.linear_proj = nn.Linear(hidden, hidden, bias=False)
         self.pre_mlp_layernorm = nn.RMSNorm(hidden, eps=1e-5)
         self.linear_fc1 = nn.Linear(hidden, 2 * ffn, bias=False)
         self.linear_fc2 = nn.Linear(ffn, hidden, bias=False)

@@ -11,9 +11,8 @@ come to a rank from others, over all rows: the mean of the ranks, and the rank w
 `settings.exchange` has a whole layer, forward and backward: attention, everything linear in tokens, and the exposed
 exchange as a share of that time; and the share of its limit, in which attention of whole documents and linear work are
 spread evenly and nothing waits. Tensor-parallel communication does not count. `cp_peers` has the peers; dynamic CP gets
-the documents of a whole step at once and weighs their linear work, too. `settings.two_levels` bounds what an exchange
-would save that sends a row to every node once, where a node has several context-parallel ranks. `step_time` has the
-exchange that whole steps expose. Writes benchmarks/results/cp_balance.json and docs/cp_balance.png.
+the documents of a whole step at once and weighs their linear work, too. `step_time` has
+the exchange that whole steps expose. Writes benchmarks/results/cp_balance.json and docs/cp_balance.png.
 """
 
 import itertools
@@ -36,7 +35,6 @@ from megatron_wlb.job import STRATEGIES, Job, Parallel
 from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.packing import POLICIES
 from megatron_wlb.sharding import divide, moved_rows, shard
-from megatron_wlb.sharding.volume import Held
 from megatron_wlb.simulate.passes import pass_times
 from megatron_wlb.types import SEGMENT, ShardPlan
 from tests.reference.sharding import mirrored_order
@@ -182,42 +180,6 @@ def exchange(found: list[tuple[Row, list[np.ndarray]]]) -> list[Row]:
     return rows
 
 
-def two_levels(found: list[tuple[Row, list[np.ndarray]]]) -> list[Row]:
-    """Share of a layer's time saved if a row crosses the network once for every node that needs it, not for every rank.
-
-    On 32 GPUs, adaptive packing. Ranks of a node share what comes; what they pass on to each other takes no time.
-    """
-    rows = []
-    given = [each for each in found if (each[0]["packing"], each[0]["cp"]) == ("adaptive", CPS[0])]
-    for (case, made), name in itertools.product(given, ("7B", "8B")):
-        for tp in (8, 4, 2, 1):
-            cp, took = 32 // tp, np.zeros(2)
-            job = job_of(case["window"], cp, SHAPES[name][0], tp)
-            for lengths in made[:TIMED]:
-                (_, plan), network = shard(lengths, job), PROFILE.network
-                faster = network.link_gb_per_s / once_a_node(plan, network.gpus_per_node // tp)
-                profiles = PROFILE, replace(PROFILE, network=replace(network, link_gb_per_s=faster))
-                both = [pass_times(replace(job, profile=profile), [plan]).layers for profile in profiles]
-                took += [sum((each.total - each.tensor)[0] for each in layer) for layer in both]
-            row = {"model": name, "data": case["data"], "window": case["window"], "tp": tp, "cp": cp}
-            rows.append(row | {"us": took[0] / len(made[:TIMED]), "saved": 1 - took[1] / took[0]})
-    return rows
-
-
-def once_a_node(plan: ShardPlan, local: int) -> float:
-    """Rows through the busiest rank between nodes of `local` ranks if each goes to a node once, over those that go."""
-    held = Held(plan)
-    segments, node = held.segments, held.ranks // local
-    lengths = segments["stop"] - segments["start"]
-    needs = held.seen[segments["document"]] > segments["start"][:, None]
-    needs[np.arange(len(segments))[:, None], node[:, None] * local + np.arange(local)] = False
-    by_node = needs.reshape(len(segments), -1, local)
-    to_ranks, to_nodes = lengths[:, None] * needs, lengths[:, None] * by_node.any(axis=2)
-    now = max(to_ranks.sum(axis=0).max(), np.bincount(held.ranks, to_ranks.sum(axis=1)).max())
-    once = max(to_nodes.sum(axis=0).max() / local, np.bincount(held.ranks, to_nodes.sum(axis=1)).max())
-    return once / now if now else 1.0
-
-
 def selection(documents: int, job: Job, repeats: int) -> Row:
     """CPU time to choose and make a job's plan for so many documents, and its stages."""
     rng = np.random.default_rng(0)
@@ -287,7 +249,7 @@ def main() -> None:
     results.show(exchanged, [column for column in exchanged[0] if not column.endswith(", exposed")])
     print(selected)
     settings = {"heads": 4, "profile": DEFAULT_PROFILE, "crossover": CROSSOVER, "S_max": S_MAX, **selected}
-    settings |= {"exchange": exchanged, "two_levels": two_levels(found)}
+    settings |= {"exchange": exchanged}
     draw_rows, wanted = partial(draw, rows), goals(rows, selected) + exchange_goals(exchanged)
     results.finish(args, "cp_balance", settings=settings, rows=rows, goals=wanted, draw=draw_rows)
 

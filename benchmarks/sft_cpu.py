@@ -1,4 +1,4 @@
-"""How much faster `--sft --wlb` trains conversations than upstream's rows: measured on two cores, predicted for 64 GPUs.
+"""How much faster `--sft --wlb` trains conversations than upstream: measured on two cores, predicted for 64 GPUs.
 
     python -m benchmarks.sft_cpu [--quick] [--check] [--rounds N]
 

@@ -105,18 +105,6 @@ class Bench:
         call()
         return results.spread(f"{name}_ms", [self.ms(call) for _ in range(samples)])
 
-    def memory(self, forward: Call, backward: Callable[[Any], Any]) -> Row:
-        """MiB beside the inputs: kept after `forward`, and the peak until `backward` of its result ends."""
-        if not self.on_gpu:
-            return {"kept_mib": None, "peak_mib": None}
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        saved = forward()
-        kept = torch.cuda.memory_allocated() - before
-        backward(saved)
-        return {"kept_mib": kept / 2**20, "peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20}
-
     def write(self) -> None:
         """Write all rows so far; a quick run only where --output says."""
         if self.args.quick and not self.args.output:

@@ -6,14 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import cp_peers, packing
-from benchmarks.cp_balance import once_a_node
 from benchmarks.lengths import job_7b
 from megatron_wlb.cost.attention import attention_kernels
 from megatron_wlb.cost.exchange import exchange_model, exposed_exchange
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.sharding import moved_rows, per_document
 from megatron_wlb.sharding.volume import Held
-from megatron_wlb.types import SEGMENT, Shard, ShardPlan
 from tests.jobs import job
 
 lengths = st.lists(st.integers(1, 500), min_size=1, max_size=30).map(lambda x: np.array(x, np.int64))
@@ -32,15 +30,6 @@ def test_dynamic_takes_the_fewest_ranks_that_have_room():
     plan = cp_peers.dynamic(np.array([60, 60, 30, 30, 20], np.int64), 2, room=100, crossover_tokens=1000)
     lives = [sum(d in np.concatenate(each.calls)["document"] for each in plan.shards) for d in range(5)]
     assert lives == [2, 2, 1, 1, 1]
-
-
-def test_rows_go_to_a_node_once():
-    """Of a document on four ranks, the second pair needs two heads of the first, which needs nothing of it."""
-    calls = np.array([[(0, 0, 10)], [(0, 10, 20)], [(0, 20, 30)], [(0, 30, 40)]], SEGMENT)
-    shards = tuple(Shard(calls=(c,)) for c in calls)
-    plan = ShardPlan(lengths=np.array([40]), shards=shards, strategy="", call_sets=(0,))
-    # Twenty rows come to each rank of the second node, and to the node; each of the first sends ten twice, or once.
-    assert [once_a_node(plan, local) for local in (1, 2, 4)] == [1, 10 / 20, 1]
 
 
 def job_of(cp, **changes):

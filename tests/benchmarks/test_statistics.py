@@ -9,7 +9,6 @@ from scipy import stats
 
 from benchmarks import convergence_report, results
 from benchmarks.critical_path import Costs, compare, critical_path, even_path, fit, over_layout, summarise
-from benchmarks.gpu.layer import crossover
 from benchmarks.paper.figures import BLOCKS, Outcome, speedup
 
 
@@ -173,14 +172,3 @@ def test_speedups_and_their_errors():
     found = speedup(Outcome(work=work, times=times), plain)
     assert found["speedup"] == pytest.approx(1)
     assert found["standard_error"] == pytest.approx(np.std(2 / times[::4], ddof=1) / 4)
-
-
-def test_crossover_of_a_layer():
-    """Attention of n * n / 1000 beside linear work of 3 * n."""
-    rows = [
-        {"document_length": n, "attention_forward_ms": n * n / 3000, "attention_backward_ms": n * n / 1500}
-        | {"layer_forward_ms": n * n / 3000 + n, "layer_backward_ms": n * n / 1500 + 2 * n}
-        for n in (500, 1000, 2000, 4000)
-    ]
-    assert crossover(rows) == pytest.approx(3000, rel=1e-3)
-    assert crossover(rows[:2]) == pytest.approx(3000, rel=1e-3)  # beyond what was measured
