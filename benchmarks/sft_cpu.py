@@ -9,7 +9,7 @@ over several conversations runs on no CPU: upstream's rows are trained by this p
 tails of every conversation, without deferral. `--sft --wlb` reads the same conversations from chats.jsonl, by default
 packing. Both train them in file order, by turns.
 
-LENGTHS: one conversation in ten is long, log-uniform over the 8K to 64K tokens that LongAlign-10k's page gives as its
+Lengths: one conversation in ten is long, log-uniform over the 8K to 64K tokens that LongAlign-10k's page gives as its
 range; the others stand for UltraChat's, log-normal with a median of 1,000. Neither histogram was published in text: the
 shapes are made up. The window is 128K, on two cores a sixteenth of it, with conversations as much shorter.
 
@@ -57,7 +57,7 @@ def mix(count: int) -> np.ndarray:
     """Lengths of conversations, int64 [count]."""
     rng = np.random.default_rng(0)
     short = rng.lognormal(np.log(MEDIAN), SIGMA, count)
-    long = np.exp(rng.uniform(*np.log(LONG), count))
+    long = np.exp(rng.uniform(np.log(LONG[0]), np.log(LONG[1]), count))
     return np.where(rng.random(count) < LONG_SHARE, long, np.clip(short, 64, LONG[0])).astype(np.int64)
 
 
@@ -88,7 +88,7 @@ def measured(folder: Path, size: Namespace) -> list[Row]:
     letters = mix(size.steps_in_all * WINDOWS * 640) // SHORTER
     chats = write_chats(folder / "chats.jsonl", [conversation([int(n)], i) for i, n in enumerate(letters)])
     tokenizer = write_tokenizer(folder / "tokenizer")
-    given = {"tokenizer_type": "SFTTokenizer", "tokenizer_model": tokenizer, "sft_tokenizer_prompt_format": FORMAT}
+    given: Row = {"tokenizer_type": "SFTTokenizer", "tokenizer_model": tokenizer, "sft_tokenizer_prompt_format": FORMAT}
     given |= {"wlb_sft_broken": "error", "wlb_sft_too_long": "drop", "data_cache_path": None, "seq_length": window}
     padded, kept = rows_of(conversations.read(chats, Namespace(**given)).lengths.astype(np.int64), window)
     rows = write_dataset(folder, padded + 1)

@@ -164,3 +164,17 @@ def test_packs_of_bridge_are_conversations(tmp_path, tokenizer):
     path = str(tmp_path / "pack.parquet")
     found = conversations.read(path, arguments(tokenizer, path))
     assert found.lengths.tolist() == [2, 1] and found.mask.tolist() == [0, 0, 1, 0, 1]
+
+
+def test_messages_of_parquet_and_blends_are_those_of_lines(tmp_path, tokenizer):
+    """A table of messages reads as its lines do, and a blend with weights trains both sources by them."""
+    rows = [conversation([length], length) for length in (3, 40, 9, 70)]
+    lines, table = write_chats(tmp_path / "a.jsonl", rows), str(tmp_path / "b.parquet")
+    datasets.Dataset.from_list([{"messages": row} for row in rows]).to_parquet(table)
+    of_lines, of_table = (conversations.read(path, arguments(tokenizer, path)) for path in (lines, table))
+    assert of_table.lengths.tolist() == of_lines.lengths.tolist() and (of_table.mask == of_lines.mask).all()
+    tokens = [np.fromfile(f"{found.index.prefix}.bin", np.int32).tolist() for found in (of_lines, of_table)]
+    assert tokens[0] == tokens[1]
+    split = load_splits(arguments(tokenizer, lines, data_path=["3", lines, "1", table]))["train"]
+    assert [float(source.weight) for source in split.sources] == [3, 1]
+    assert [source.lengths[:].tolist() for source in split.sources] == [of_lines.lengths.tolist()] * 2
