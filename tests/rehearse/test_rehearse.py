@@ -1,6 +1,7 @@
 """Rehearsals of small jobs: torch's build for CUDA over the stand-in, without a GPU."""
 
 import ctypes
+import itertools
 import json
 import os
 import subprocess
@@ -25,6 +26,9 @@ JOB = """torchrun --nproc-per-node 4 pretrain_gpt.py --wlb --wlb-attention-backe
 --untie-embeddings-and-output-weights --attention-dropout 0 --bf16 --use-distributed-optimizer --micro-batch-size 1
 --calculate-per-token-loss --global-batch-size 4 --log-interval 1 --lr 1e-4 --train-iters 100 --vocab-size 8000
 --mock-data --no-rope-fusion --no-masked-softmax-fusion --no-persist-layer-norm --save NOWHERE""".split()
+
+
+VALUED = {word for word, after in itertools.pairwise(JOB) if word[:2] == "--" and after[:2] != "--"}
 
 
 def rehearse(tmp_path, *words, job=JOB, status=0):
@@ -74,9 +78,24 @@ def test_experts_take_even_shares_of_what_every_rank_has(tmp_path):
     assert all(rank["nccl"]["send of 2"]["bytes"] > 0 for rank in found["ranks"])
 
 
-def test_a_job_that_is_too_large_is_told_with_its_rank(tmp_path):
-    job = [*JOB, "--wlb-memory-budget", "40"]  # or planning would refuse it
-    found = rehearse(tmp_path, "--ranks", "3", "--steps", "1", "--gpu-memory", "0.25", job=job, status=1)
+def test_a_job_of_a_log_that_is_too_large_is_told_with_its_rank(tmp_path):
+    stated = {"world_size": 4, "wlb_memory_budget": 40}  # or planning would refuse it
+    words = iter(JOB[4:])
+    for word in words:
+        name, value = word[2:].replace("-", "_"), True
+        if word in VALUED:
+            value = next(words)
+        elif name.startswith("no_"):
+            name, value = {"no_rope_fusion": "apply_rope_fusion"}.get(name, name[3:]), False
+        elif name == "disable_bias_linear":
+            name, value = "add_bias_linear", False
+        stated[name] = value
+    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in stated.items()]
+    log, path = tmp_path / "train.log", tmp_path / "rehearsal.json"
+    log.write_text("\n".join([f"{'-' * 24} arguments {'-' * 24}", *lines, f"{'-' * 20} end of arguments {'-' * 20}"]))
+    words = ["--gpu", "h100", "--gpu-memory", "0.25", "--ranks", "3", "--steps", "1", "--json", str(path)]
+    assert main(["rehearse", *words, str(log)]) == 1
+    found = json.loads(path.read_text())
     assert found["verdict"] == "does not fit"
     assert "rank 3" in found["remedy"] and "--wlb-max-tokens" in found["remedy"]
     assert found["ranks"][0]["reserved_gib"] <= 0.25
@@ -101,3 +120,18 @@ def test_the_jobs_of_the_slurm_scripts_fit(tmp_path, name, last):
     said = subprocess.run(["bash", script, "--dry-run"], capture_output=True, text=True, check=True).stdout
     job = [*said.split(), "--vocab-size", "32000", "--wlb-attention-backend", "aten"]
     assert rehearse(tmp_path, "--ranks", f"0,{last}", "--steps", "3", job=job)["verdict"] == "fits"
+
+
+LATENT = """--multi-latent-attention --qk-layernorm --q-lora-rank 128 --kv-lora-rank 128 --qk-head-dim 64
+--qk-pos-emb-head-dim 32 --v-head-dim 96 --context-parallel-size 2""".split()
+EXPERTS = """--num-experts 8 --expert-model-parallel-size 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall
+--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --global-batch-size 8""".split()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("flags", [LATENT, EXPERTS], ids=["latent", "experts"])
+def test_all_ranks_of_a_job_match(tmp_path, flags):
+    job = [word for word in JOB if word != "--sequence-parallel" or flags is LATENT]
+    job[job.index("--nproc-per-node") + 1] = "8"
+    found = rehearse(tmp_path, "--ranks", "all", "--steps", "2", job=[*job, *flags])
+    assert len(found["ranks"]) == 8 and found["verdict"] == "fits" and found["nccl"] == []
