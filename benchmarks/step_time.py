@@ -218,31 +218,33 @@ def typical(job: Job, lengths: np.ndarray) -> SimulatedStep:
 
 
 def draw(folder: Path) -> Path:
-    """Passes of a typical step of 7B on 64 GPUs, forward and backward, by its number of micro-batches."""
+    """Passes of a typical step of 7B on 64 GPUs, by Megatron and with --wlb."""
     lengths = f2(100_000, 0)
-    pipeline, flat = (dict(schemes(name, WINDOW, lengths)) for name in ("7B PP4", "7B CP8"))
-    base = pipeline["ours, M = N"]
-    panels = [("Megatron, a ring per document, 4 micro-batches", pipeline["ring per document"])]
-    panels += [(f"--wlb, {m} micro-batches", replace(base, num_micro_batches=m)) for m in (4, 8, 16)]
-    panels += [(f"--wlb, no pipeline, {flat['ours, auto'].num_micro_batches} of several windows", flat["ours, auto"])]
-    figure = results.figure(10, 7)
-    heights = [job.parallel.pp for _, job in panels]
-    for axes, (title, job) in zip(
-        figure.subplots(len(panels), sharex=True, height_ratios=heights), panels, strict=True
-    ):
+    jobs = dict(schemes("7B PP4", WINDOW, lengths))
+    panels = {"Megatron": jobs["ring per document"], "--wlb": jobs["ours, auto"]}
+    figure = results.figure(10, 4)
+    colors = {"F": "#0072b2", "B": "#d55e00", "W": "#009e73"}
+    drawn = figure.subplots(len(panels), sharex=True)
+    for axes, (title, job) in zip(drawn, panels.items(), strict=True):
         step = typical(job, lengths)
         limit = limit_time(step)
-        colors = {"F": "#0072b2", "B": "#d55e00", "W": "#009e73"}
         for event in trace_of(step)["traceEvents"]:
             if event["ph"] == "X" and event["cat"] in colors:
                 bar = [(event["ts"] / limit, event["dur"] / limit)]
                 row = (event["tid"] - 0.4, 0.8)
                 axes.broken_barh(bar, row, color=colors[event["cat"]], edgecolor="white", linewidth=0.3)
         axes.axvline(1, color="black", linewidth=0.8)
-        axes.set(yticks=[], xlim=(0, None))
+        axes.set(yticks=range(job.parallel.pp), xlim=(0, None))
+        axes.set_yticklabels([f"stage {stage}" for stage in range(job.parallel.pp)])
         axes.invert_yaxis()
-        axes.set_title(f"{title}: {100 * limit / step.time:.0f} % of the limit", loc="left", fontsize=10)
-    axes.set_xlabel("time of a step over its limit; forward passes blue, backward orange, weight gradients green")
+        axes.set_title(
+            f"{title}: {100 * limit / step.time:.0f} % of the speed without idle time", loc="left", fontsize=10
+        )
+    words = ("forward", "backward", "deferred weight gradients")
+    drawn[-1].set_xlabel("time; 1: the same work if no GPU ever waited (white: idle)")
+    for color, word in zip(colors.values(), words, strict=True):
+        drawn[0].broken_barh([], (0, 1), color=color, label=word)
+    drawn[0].legend(loc="upper right", ncols=3, fontsize=8, bbox_to_anchor=(1, 1.3), frameon=False)
     return results.save(figure, "step_time", folder)
 
 

@@ -28,21 +28,22 @@ def main() -> None:
 def pages() -> dict[Path, str]:
     """Pages with their generated parts as they should be."""
     texts = {ROOT / "docs" / "index.md": index()}
+    tables = "benchmarks/results/README"
     parts = (
-        ("flags", "flags", flags()),
-        ("performance", "limit", limit()),
-        ("performance", "published", published()),
-        ("performance", "goals", goals()),
-        ("context_parallel", "attention", cp_attention()),
-        ("context_parallel", "rows", cp_rows()),
-        ("context_parallel", "layers", cp_layers()),
-        ("convergence", "results", convergence()),
-        ("paper", "result", paper()),
-        ("recipes", "table", recipes()),
-        ("paper", "checks", checks()),
+        ("docs/flags", "flags", flags()),
+        ("docs/performance", "published", published()),
+        ("docs/convergence", "results", convergence()),
+        ("docs/recipes", "table", recipes()),
+        ("docs/paper", "checks", checks()),
+        (tables, "limit", limit()),
+        (tables, "goals", goals()),
+        (tables, "attention", cp_attention()),
+        (tables, "rows", cp_rows()),
+        (tables, "layers", cp_layers()),
+        (tables, "result", paper()),
     )
-    for stem, name, part in parts:
-        path = ROOT / "docs" / f"{stem}.md"
+    for place, name, part in parts:
+        path = ROOT / f"{place}.md"
         begin, end = f"<!-- {name}: written by python -m scripts.docs -->\n", f"<!-- end of {name} -->\n"
         before, rest = texts.get(path, path.read_text()).split(begin)
         texts[path] = before + begin + part + end + rest.split(end)[1]
@@ -50,13 +51,12 @@ def pages() -> dict[Path, str]:
 
 
 def index() -> str:
-    """What the README says to users, with links as they are from docs/."""
-    text = (ROOT / "README.md").read_text().split("## How it works\n")[0]
+    """The README, with links as they are from docs/."""
+    text = (ROOT / "README.md").read_text()
     text = re.sub(r"\[([^]]*)\]\((?!https:|docs/)[^)]*\)", r"\1", text).replace("](docs/", "](")
     head, body = text.split("\n", 1)
     mark = "<!-- written by python -m scripts.docs, from README.md -->"
-    links = "[Concepts](concepts.md), [On a cluster](cluster.md), [Flags](flags.md), [Glossary](glossary.md)"
-    return f"{head}\n\n{mark}\n{body}Next: {links}.\n"
+    return f"{head}\n\n{mark}\n{body}"
 
 
 def actions() -> list[argparse.Action]:
