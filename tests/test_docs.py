@@ -149,6 +149,7 @@ def test_the_table_of_performance_shows_the_results():
         ["", f"{max(row['error_max'] for row in result('simulator')['rows']) * 100:.1f} %"],
         ["1", f"{dp['speedup_per_work']:.3f}"],
         *(["1", f"{row['speedup_per_token']:.3f}"] for row in (dp, cp, pp)),
+        ["1", f"{result('sft_cpu')['goals'][2]['value']:.2f}"],
     ]
     page, readme = ((ROOT / name).read_text() for name in ("docs/performance.md", "README.md"))
     rows = [row.split("|")[2:4] for row in page.splitlines() if "| `benchmarks/results/" in row]
