@@ -27,7 +27,7 @@ def main() -> None:
 
 def pages() -> dict[Path, str]:
     """Pages with their generated parts as they should be."""
-    texts = {ROOT / "docs" / "index.md": index()}
+    texts: dict[Path, str] = {}
     tables = "benchmarks/results/README"
     parts = (
         ("docs/flags", "flags", flags()),
@@ -48,15 +48,6 @@ def pages() -> dict[Path, str]:
         before, rest = texts.get(path, path.read_text()).split(begin)
         texts[path] = before + begin + part + end + rest.split(end)[1]
     return texts
-
-
-def index() -> str:
-    """The README, with links as they are from docs/."""
-    text = (ROOT / "README.md").read_text()
-    text = re.sub(r"\[([^]]*)\]\((?!https:|docs/)[^)]*\)", r"\1", text).replace("](docs/", "](")
-    head, body = text.split("\n", 1)
-    mark = "<!-- written by python -m scripts.docs, from README.md -->"
-    return f"{head}\n\n{mark}\n{body}"
 
 
 def actions() -> list[argparse.Action]:
