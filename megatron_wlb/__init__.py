@@ -22,7 +22,7 @@ from megatron_wlb.plan.packer import PackedStep, Packer, make_packer
 from megatron_wlb.plan.step import MicroBatchPlan, Planner, StepPlan, plan_step
 from megatron_wlb.plan.stream import DocumentStream, Source
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "MODELS",
