@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import cp_peers, packing
-from benchmarks.lengths import job_7b
+from benchmarks import cp_peers
 from megatron_wlb.cost.attention import attention_kernels
 from megatron_wlb.cost.exchange import exchange_model, exposed_exchange
 from megatron_wlb.hardware.profile import load_profile
@@ -24,12 +23,6 @@ def test_every_row_is_held_once(peer, lengths, cp):
     held = [row for each in plan.shards for call in each.calls for row in call.tolist()]
     rows = sorted((document, i) for document, start, stop in held for i in range(start, stop))
     assert rows == [(document, i) for document, length in enumerate(lengths) for i in range(length)]
-
-
-def test_dynamic_takes_the_fewest_ranks_that_have_room():
-    plan = cp_peers.dynamic(np.array([60, 60, 30, 30, 20], np.int64), 2, room=100, crossover_tokens=1000)
-    lives = [sum(d in np.concatenate(each.calls)["document"] for each in plan.shards) for d in range(5)]
-    assert lives == [2, 2, 1, 1, 1]
 
 
 def job_of(cp, **changes):
@@ -66,14 +59,3 @@ def test_magi_computes_everything_once_and_waits_at_most_for_all_that_moves(leng
         assert (times <= without + (1 + max(cp_peers.MAGI_STAGES)) * kernel.launch + 1e-6).all()
     moved, _ = exchange_model(given_job).times(np.array(float(moved_rows(plan).max())))
     assert (added >= -1e-6).all() and added.sum() <= 3 * moved + 1e-6
-
-
-WINDOW = 1000
-
-
-@pytest.mark.parametrize("policy", packing.policies(WINDOW).values(), ids=packing.policies(WINDOW))
-def test_every_policy_is_measured(policy):
-    """Documents of over half of S_max fit so badly that the stream waits for them."""
-    documents = np.random.default_rng(0).integers(650, 900, 2000)
-    summary = packing.measure(job_7b(4, WINDOW, packing=policy), documents, 60)
-    assert summary.steps == 60 and summary.imbalance_mean >= 1

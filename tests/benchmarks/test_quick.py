@@ -103,7 +103,3 @@ def test_a_quick_run_writes_nothing_unless_it_is_told_where(tmp_path, monkeypatc
         assert found == ([written / "name.json"] if written else [])
         for path in found:
             path.unlink()
-
-
-def test_a_spread_is_median_minimum_and_maximum():
-    assert results.spread("ms", np.array([4, 1, 3, 9])) == {"ms": 3.5, "ms_min": 1.0, "ms_max": 9.0}

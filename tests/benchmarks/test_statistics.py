@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from benchmarks import convergence_report, results
-from benchmarks.critical_path import Costs, compare, critical_path, even_path, fit, over_layout, summarise
+from benchmarks.critical_path import Costs, compare, critical_path, even_path, fit, summarise
 from benchmarks.paper.figures import BLOCKS, Outcome, speedup
 
 
@@ -119,15 +119,6 @@ def test_gains_of_balance():
     # Whole documents, of twice the work for the same tokens, in balance: slower by token, faster by work.
     whole = compare(plain, total(14, 12, 12))
     assert (whole["speedup_in_tokens"], whole["speedup_per_work"]) == pytest.approx((10 / 14, 20 / 14))
-
-
-def test_layouts_are_compared_by_planned_work():
-    dp = {"seconds": 10.0, "critical": 8.0, "other": 1.0, "work": 100, "model critical": 6.0, "model ideal": 4.0}
-    cp = {"seconds": 6.0, "critical": 5.0, "other": 0.4, "work": 90, "model critical": 30.0, "model ideal": 30.0}
-    found = over_layout(dp, cp)
-    assert found["over_plain_dp"] == pytest.approx(10 / 100 / (6 / 90))
-    assert found["over_plain_dp_by_cpu_time"] == pytest.approx(9 / 100 / (5.4 / 90))
-    assert found["over_plain_dp by model"] == 1.5
 
 
 def test_fit_finds_the_costs_of_micro_batches():
