@@ -82,11 +82,6 @@ def test_predictions_are_those_of_the_simulator(steps, tmp_path):
     assert row["measured_us_median"] == pytest.approx(np.median(measured[1:]))
 
 
-def test_steps_that_are_alike_have_no_correlation(steps, tmp_path, capsys):
-    assert compared(logged(tmp_path / "run.jsonl", [steps[3]] * 4, [1e6] * 4))["errors"]["correlation"] is None
-    assert re.search(r"^all steps +3 .* -$", capsys.readouterr().out, re.M)
-
-
 def test_steps_in_the_words_of_a_report(steps, tmp_path, capsys):
     """Shares are compared on the steps of which the run told its own; what it could not tell is a dash."""
     measured = 1.25 * times(JOB, steps)
@@ -190,10 +185,6 @@ def test_broken_logs_are_refused(lines, message, tmp_path, capsys):
     error = refusal(capsys, "compare", str(path), "--json", str(tmp_path / "times.json"))
     assert message.replace("LOG", str(path)) in error
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_no_log(tmp_path, capsys):
-    assert "is a folder, pipe or device; give the file that --wlb-log" in refusal(capsys, "compare", str(tmp_path))
 
 
 def test_a_line_without_end_is_not_read(tmp_path, capsys, monkeypatch):

@@ -1,41 +1,12 @@
 """The run that flags describe: its job, what is assumed of it, its data, and flags that contradict each other."""
 
 import json
-import struct
 
 import numpy as np
 import pytest
 
-from megatron_wlb.job import Parallel
-from megatron_wlb.packing.adaptive import AdaptivePacking
 from tests.adapter.datasets import write_index
 from tests.cli.analyses import JOB, MODEL, C, N, described
-
-
-def test_a_job_with_all_kinds_of_flags():
-    words = (
-        "--num-layers 14 --hidden-size 64 --num-attention-heads 8 --group-query-attention --num-query-groups 4 "
-        "--qk-layernorm --kv-channels 16 --mtp-num-layers 1 --swiglu --vocab-size 100 --seq-length 512 "
-        "--global-batch-size 24 --num-gpus 48 --tensor-model-parallel-size 2 --context-parallel-size 2 "
-        "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2 "
-        "--microbatch-group-size-per-virtual-pipeline-stage 4 --account-for-embedding-in-pipeline-split "
-        "--account-for-loss-in-pipeline-split --recompute-granularity selective --recompute-modules mlp core_attn "
-        "--hidden-dropout 0 --no-overlap-p2p-communication --wlb-max-tokens 640 --wlb-crossover 99 "
-        "--wlb-cp-sharding hybrid --wlb-profile flops --wlb-save-gathered-kv"
-    )
-    run, job, data = described(words)
-    assert data is None
-    assert run.notes == ["Time is that of recomputing nothing; memory counts what --recompute flags say."]
-    model, parallel = job.model, job.parallel
-    assert (model.num_layers, model.num_query_groups, model.ffn_hidden_size) == (14, 4, 128)
-    assert (model.kv_channels, model.padded_vocab_size, model.mtp_num_layers) == (16, 256, 1)
-    assert parallel == Parallel(tp=2, cp=2, pp=4, vpp=2, dp=3, group_size=4, split=parallel.split)
-    assert parallel.split.edges == 2
-    assert (job.recompute.granularity, job.recompute.modules) == ("selective", ("core_attn", "mlp"))
-    assert (job.hidden_dropout, job.hidden_transfers, job.packing) == (False, False, AdaptivePacking())
-    assert (job.context_length, job.max_tokens, job.num_micro_batches) == (512, 640, 24)
-    assert (job.crossover_tokens, job.profile.name) == (99, "flops")
-    assert (job.sharding.cp_sharding, job.sharding.save_gathered_kv) == ("hybrid", True)
 
 
 def test_what_is_assumed():
@@ -143,24 +114,3 @@ def test_blends_as_training_reads_them(tmp_path, data, lengths):
         found = described(MODEL, f"--seq-length {C} --split 50,50,0", flag).data
         assert found.prefixes == [data], flag
         assert [source.lengths.tolist() for source in found.sources] == [lengths[:documents].tolist()], flag
-
-
-def header(sequences, boundaries):
-    return b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, sequences, boundaries)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, r"corpus.idx does not exist"),
-        (b"", r"the file is truncated"),
-        (b"parquet!!" + bytes(40), r"is not a Megatron .idx file"),
-        (header(0, 1) + bytes(8), r"corpus.idx holds no document"),
-        (header(1, 2) + struct.pack("<iqqq", 1, 0, 0, 1), r"no document of at least 2 tokens"),
-    ],
-)
-def test_what_is_no_dataset_is_refused(tmp_path, content, message):
-    if content is not None:
-        (tmp_path / "corpus.idx").write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        described(f"{JOB} --data-path {tmp_path / 'corpus'}")

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cli.launch import NOT_SIMULATED, read_command
-from megatron_wlb.describe.refusals import REFUSED
 from megatron_wlb.job import Parallel
 from tests.adapter.datasets import write_index
 from tests.cli.analyses import JOB, LARGE, MODEL, RUN, C, analyse, described, refused, run
@@ -104,30 +103,13 @@ def test_our_own_slurm_scripts(name, gpus, chunks, shape, tmp_path):
     assert not list(tmp_path.glob("runs*"))
 
 
-VALUES = {
-    "attention_backend": "local",
-    "attention_dropout": "0.1",
-    "load": "s3://bucket",
-    "position_embedding_type": "mrope",
-    "rerun_mode": "report_stats",
-    "save": "s3://bucket",
-}
-"""Of flags of which not every value is refused."""
-
-
 def test_what_training_refuses_is_to_be_taken_out(capsys):
-    """Named, or refused here already."""
-    for name in [*REFUSED, *VALUES]:
-        flag = f"--{name.replace('_', '-')}"
-        if name in NOT_SIMULATED:
-            refused(capsys, f"{RUN} {JOB} {flag} 8", f"{flag}: .* cannot be simulated; give")
-            if name != "yaml_cfg":
-                assert len(run("--approximate", RUN, JOB, flag, "8").judged.left_out) == 1
-        elif name == "is_hybrid_model":
-            refused(capsys, f"{RUN} {JOB} {flag}", "does not train a GPT of Megatron-core")
-        else:
-            expected = [flag] if name != "attention_dropout" else []  # which the flags to add overrule
-            assert run(RUN, JOB, flag, VALUES.get(name, "")).judged.refused == expected
+    """By the table of training, in `describe/refusals.py`; what is not simulated is refused here already."""
+    assert run(RUN, JOB, "--fim-data --rerun-mode report_stats").judged.refused == ["--fim-data", "--rerun-mode"]
+    assert run(RUN, JOB, "--rerun-mode disabled --attention-backend=flash --save dir").judged.refused == []
+    for name in NOT_SIMULATED:
+        refused(capsys, f"{RUN} {JOB} --{name.replace('_', '-')} 8", " cannot be simulated; give")
+    assert run("--approximate", RUN, JOB, "--multi-latent-attention --window-size 64,0").judged.refused == []
 
 
 def test_what_training_switches_off_is_named():
@@ -136,20 +118,6 @@ def test_what_training_switches_off_is_named():
     said = "Left out, since --wlb switches them off: --cuda-graph-impl --overlap-moe-expert-parallel-comm."
     assert said in found.judged.remarks
     assert not any("switches" in remark for remark in run(RUN, JOB, "--cuda-graph-impl none").judged.remarks)
-
-
-def test_what_training_takes_is_not_to_be_taken_out():
-    """Other values, and values that are spelled differently."""
-    words = (
-        "--dataloader-type external --attention-dropout 0.0 --cuda-graph-impl none --rerun-mode disabled --save dir "
-        "--position-embedding-type rope --attention-backend=flash --eval-micro-batch-size 1 --softmax-type vanilla "
-        "--moe-token-dispatcher-type alltoall --num-experts 4 --cp-comm-type p2p --no-align-grad-reduce "
-        "--window-size 128,0"
-    )
-    found = run("--approximate", RUN, JOB, words)
-    assert found.judged.refused == []
-    assert run("--approximate --window-size 128,0", RUN, JOB).judged.refused == []
-    assert not any("Not simulated" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
