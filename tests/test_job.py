@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from megatron_wlb import packing
 from megatron_wlb.describe.make import job_from_json
 from megatron_wlb.describe.settings import PlanSettings
 from megatron_wlb.job import MAX_TOKENS, Parallel, Recompute, differences
-from megatron_wlb.packing import DEFAULT_POLICY, POLICIES
+from megatron_wlb.packing import POLICIES
 from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.settings import Settings, flag_with_value, integers, setting
 from megatron_wlb.simulate.memory import peak_bytes
@@ -54,10 +53,6 @@ def test_a_setting_is_checked_where_it_is_made(wrong, message):
 def test_settings_of_planning_have_ranges(wrong):
     with pytest.raises(ValueError, match="--wlb-"):
         PlanSettings(**wrong)
-
-
-def test_one_default_policy():
-    assert isinstance(job().packing, POLICIES[DEFAULT_POLICY])
 
 
 def test_s_max_without_a_limit_of_memory():
@@ -161,18 +156,6 @@ def test_json_that_is_no_job_is_refused(wrong):
         job_from_json(wrong)
     with pytest.raises(ValueError, match="not the description of a job"):
         job_from_json(job().to_json() | {"profile": wrong})
-
-
-def test_a_policy_may_be_derived_from_another(monkeypatch):
-    @dataclass(frozen=True, slots=True, kw_only=True)
-    class Derived(POLICIES["fixed"]):
-        name = "derived"
-
-    monkeypatch.setitem(POLICIES, "derived", Derived)
-    parser = argparse.ArgumentParser()
-    packing.add_flags(parser)
-    args = parser.parse_args(["--wlb-packing", "derived", "--wlb-global-batches", "3"])
-    assert packing.from_args(args) == Derived(global_batches=3)
 
 
 def test_experts_are_a_part_of_the_crossover():

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_wlb.packing import POLICIES
-from megatron_wlb.plan import document_log
 from megatron_wlb.plan.document_log import BEGINS_ANEW, ENTRY, append, audit, mend, read
 from megatron_wlb.plan.state import waiting
 from tests.jobs import job, packer
@@ -165,21 +164,6 @@ def test_a_damaged_log_is_left_alone(change, step, logged):
     with contextlib.suppress(ValueError):
         assert mend(path) == 0
     assert path.read_bytes() == damaged
-
-
-@pytest.mark.parametrize("half_written", [0, 5, 40, 100])
-def test_to_mend_is_to_look_at_the_end_only(half_written, logged, monkeypatch):
-    """A run of a billion documents begins no later than one of a thousand."""
-    path, entries, _ = logged
-    whole = path.read_bytes()
-    path.write_bytes(whole + whole[:half_written])
-    looked_at, is_whole = [], document_log._is_whole
-    monkeypatch.setattr(document_log, "_CHUNK", 4)
-    monkeypatch.setattr(document_log, "_is_whole", lambda rows: looked_at.append(len(rows)) or is_whole(rows))
-    assert mend(path) == half_written
-    assert max(looked_at) < 60 < len(entries)
-    monkeypatch.undo()
-    assert np.array_equal(read(path), entries)
 
 
 def test_a_log_that_would_fill_the_memory_is_refused(logged, monkeypatch):

@@ -10,7 +10,6 @@ from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.fixed import FixedPacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import WlbPacking
-from megatron_wlb.plan import state as saved
 from megatron_wlb.plan.metrics import original_work
 from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.stream import DocumentStream, Source
@@ -241,18 +240,6 @@ def test_a_state_of_another_run_is_refused_and_changes_nothing(other, message):
 def test_a_stream_of_another_window_is_refused():
     with pytest.raises(ValueError, match="the stream cuts documents at 32 tokens, the job at 64"):
         make_packer(DocumentStream(sources(), seed=1, context_length=32), job())
-
-
-def test_a_step_makes_no_state_unasked(packing, monkeypatch):
-    """Which would take a third of its time, and be thrown away; and later steps leave it alone."""
-    packer = packer_of(packing)
-    with monkeypatch.context() as patch:
-        patch.setattr(saved, "make", lambda *parts: pytest.fail("a state was made"))
-        first = packer.next()
-    kept = json.dumps(first.state)
-    for _ in range(20):
-        packer.next()
-    assert json.dumps(first.state) == kept
 
 
 @pytest.mark.parametrize("policy", [AdaptivePacking(), WlbPacking()], ids=["adaptive", "wlb"])

@@ -187,36 +187,11 @@ def test_many_and_the_largest_work_are_placed_as_by_the_reference(total, dp, pp,
     both(order, large[both(place, large, given)[-1]], given)
 
 
-def test_work_near_the_limit_does_not_overflow():
-    """What a job allows at most is placed and ordered as small work of the same shares."""
-    shares = np.array([8, 1, 4, 0, 2, 8])
-    given = job_of(shares, 3, 2, 2)
-    large = shares * (LARGEST // (3 * 2 * 2 * 6) // 8)
-    np.testing.assert_array_equal(place(large, given), place(shares, given))
-    np.testing.assert_array_equal(order(large, given), order(shares, given))
-
-
 def test_a_job_whose_times_overflow_is_refused():
     sizes = {"context_length": 1 << 26, "max_tokens": 1 << 26, "pp": 16, "vpp": 2}
     job(num_micro_batches=16, **sizes)
     with pytest.raises(ValueError, match="the work of 32 micro-batches of 67108864 tokens .* overflows 64 bits"):
         job(num_micro_batches=32, **sizes)
-
-
-def test_strided_work_is_read_as_it_is():
-    work = np.random.default_rng(5).integers(0, 100, (12, 2))[:, 1]
-    both(order, work, job_of(work, pp=4))
-    both(place, work, job_of(work, 3, 4))
-
-
-def test_micro_batches_that_ranks_cannot_share_are_refused():
-    with pytest.raises(ValueError, match="3 micro-batches cannot be shared by 4 data-parallel ranks"):
-        place(np.ones(3, np.int64), job(dp=4))
-
-
-def test_more_chunks_than_upstream_runs_are_refused():
-    with pytest.raises(ValueError, match="3 micro-batches .* in groups of 4"):
-        order(np.ones(3, np.int64), job(pp=4, vpp=2))
 
 
 def test_a_step_runs_its_micro_batches_as_they_are_placed_and_ordered():

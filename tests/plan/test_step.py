@@ -11,7 +11,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import megatron_wlb
 from megatron_wlb import Planner, plan_step, sharding
 from megatron_wlb.cost.work import document_work
 from megatron_wlb.packing import POLICIES
@@ -25,10 +24,6 @@ LENGTHS = np.clip(np.random.default_rng(0).lognormal(3, 1, 400).astype(np.int64)
 
 def packer_of(described, num_epochs=None):
     return packer(described, LENGTHS, seed=3, num_epochs=num_epochs)
-
-
-def test_every_public_name_is_there():
-    assert all(hasattr(megatron_wlb, name) for name in megatron_wlb.__all__)
 
 
 @pytest.mark.parametrize("experts", [{}, {"ep": 4, "model": replace(MODEL, moe_router_topk=2)}])
@@ -63,14 +58,6 @@ def test_a_plan_is_packed_placed_and_sharded(name, experts):
         lengths = [packed.batch.micro_batch(i)["length"] for i in range(8)]
         for plan, row in zip(plans, shard_step(described, lengths), strict=True):
             assert [m.shards.lengths.tolist() for m in plan.micro_batches] == [s.lengths.tolist() for s in row]
-
-
-def test_plans_by_other_settings_have_another_digest():
-    digests = {
-        plan_step(packer_of(described), described).digest
-        for described in (job(), job(cp_sharding="wlb"), job(crossover_tokens=33), job(pp=2), job(max_tokens=96))
-    }
-    assert len(digests) == 5
 
 
 def planner(num_epochs=None):
