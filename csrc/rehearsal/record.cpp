@@ -48,14 +48,21 @@ void record(Kind kind, const void* stream, uint64_t object, uint64_t amount, int
 using namespace rehearsal;
 
 extern "C" {
-// Makes the device appear. `log`: file of records. `asked` returns the index of the calling source line.
-int rehearsal_configure(const Device* described, const char* log, int (*asked)()) {
+// No handlers of forks: torch's would refuse CUDA in a fork, where nothing but these libraries would have to survive.
+int __register_atfork(void (*)(), void (*)(), void (*)(), void*) { return 0; }
+
+// Makes the device appear.
+void rehearsal_configure(const Device* described) {
     device = *described;
+    configured = true;
+}
+
+// Begins to write down. `log`: file of records. `asked` returns the index of the calling source line.
+int rehearsal_begin(const char* log, int (*asked)()) {
     where = asked;
     file = fopen(log, "wb");
     if (file) setvbuf(file, nullptr, _IOFBF, 1 << 20);
-    configured = file != nullptr;
-    return configured ? 0 : 1;
+    return file ? 0 : 1;
 }
 
 void rehearsal_mark(uint64_t value) { record(MARK, nullptr, 0, value); }

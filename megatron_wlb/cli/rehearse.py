@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, words: Words) -> int:
     """Rehearse, print and write. Returns 0 if the job fits, else 1. Raises ValueError on wrong input."""
-    from megatron_wlb.rehearse.run import chosen, rehearse, verdict
+    from megatron_wlb.rehearse.run import chosen, matched, rehearse, verdict
     from megatron_wlb.rehearse.task import GPUS, Task
 
     terminal = console(args.json, width=None if sys.stdout.isatty() else 120)
@@ -73,12 +73,15 @@ def run(args: argparse.Namespace, words: Words) -> int:
         mock_data=_mocks(job, notes),
     )
     parallel = job.job().parallel
-    ranks = chosen(parallel) if args.ranks == "auto" else _ranks(args.ranks, task.world_size)
+    whole = args.ranks == "all"
+    ranks = matched(parallel) if whole else chosen(parallel)
+    if args.ranks not in ("all", "auto"):
+        ranks = _ranks(args.ranks, task.world_size)
     with (
         writer(args.json, "--json") as file,
         progress(len(ranks) * args.steps, args.json, "rehearsing") as advance,
     ):
-        seen, wrong = rehearse(task, ranks, advance)
+        seen, wrong = rehearse(task, ranks, advance, whole)
         said, remedy = verdict(seen, gpu.gib, wrong)
         of_all = {"verdict": said, "remedy": remedy, "nccl": wrong, "gpu": gpu.name, "gpu_gib": gpu.gib}
         write_json(file, of_all | {"ranks": seen})
@@ -125,8 +128,6 @@ def _mocks(job: Run, notes: list[str]) -> bool:
 
 
 def _ranks(text: str, world_size: int) -> list[int]:
-    if text == "all":
-        return [*range(world_size)]
     if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text) or not all(int(r) < world_size for r in text.split(",")):
         raise ValueError(f"--ranks {text[:40]} must be auto, all, or ranks below {world_size}, as 0,17")
     return sorted({int(r) for r in text.split(",")})

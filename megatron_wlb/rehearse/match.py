@@ -5,7 +5,7 @@ ends when all its ranks have begun. That is the pessimistic reading: NCCL may bu
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,8 +63,8 @@ def program(result: dict[str, Any], records: np.ndarray) -> list[Item]:
     return items
 
 
-def match(programs: Sequence[list[Item]], one_queue: bool) -> list[str]:
-    """Return what is wrong with the calls of all ranks, [] if nothing.
+def match(programs: Mapping[int, list[Item]], one_queue: bool) -> list[str]:
+    """Return what is wrong with the calls of ranks, [] if nothing; others are taken to call what their kind calls.
 
     `one_queue`: all streams share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
     """
@@ -73,17 +73,18 @@ def match(programs: Sequence[list[Item]], one_queue: bool) -> list[str]:
 
 
 class _Play:
-    def __init__(self, programs: Sequence[list[Item]], one_queue: bool) -> None:
-        self._programs, self._one_queue, count = programs, one_queue, len(programs)
-        self._host = [0] * count
-        self._queues: list[dict[int, deque[Any]]] = [defaultdict(deque) for _ in range(count)]
-        self._issued: list[Counter[int]] = [Counter() for _ in range(count)]
-        self._ended: list[Counter[int]] = [Counter() for _ in range(count)]
-        self._open: list[dict[int, int]] = [{} for _ in range(count)]  # calls left of the group that runs on a stream
-        self._events: list[dict[int, tuple[int, int]]] = [{} for _ in range(count)]
+    def __init__(self, programs: Mapping[int, list[Item]], one_queue: bool) -> None:
+        self._programs, self._one_queue = programs, one_queue
+        self._host = dict.fromkeys(programs, 0)
+        self._queues: dict[int, dict[int, deque[Any]]] = {rank: defaultdict(deque) for rank in programs}
+        self._issued: dict[int, Counter[int]] = {rank: Counter() for rank in programs}
+        self._ended: dict[int, Counter[int]] = {rank: Counter() for rank in programs}
+        # Calls left of the group that runs on a stream.
+        self._open: dict[int, dict[int, int]] = {rank: {} for rank in programs}
+        self._events: dict[int, dict[int, tuple[int, int]]] = {rank: {} for rank in programs}
         self._there: dict[Any, dict[Any, deque[Any]]] = defaultdict(lambda: defaultdict(deque))
-        self._made: list[set[Any]] = [set() for _ in range(count)]
-        self._work = deque(range(count))
+        self._made: dict[int, set[Any]] = {rank: set() for rank in programs}
+        self._work = deque(programs)
         self.wrong: list[str] = []
         while self._work and not self.wrong:
             self._advance(self._work.popleft())
@@ -91,7 +92,7 @@ class _Play:
     def waiting(self) -> list[str]:
         """Return what ranks wait for that have not come to their end."""
         found = []
-        for rank, program in enumerate(self._programs):
+        for rank, program in self._programs.items():
             heads = [queue[0] for queue in self._queues[rank].values() if queue]
             open_calls = [call for each in self._there.values() for calls in each.values() for call, _ in calls]
             mine = [call for call in open_calls if call.rank == rank]
@@ -152,17 +153,22 @@ class _Play:
         if call.group not in self._made[call.rank]:
             self._made[call.rank].add(call.group)
             self._there["made", call.group][call.rank].append((call, 0))
-            if all(self._there["made", call.group][r] for r in call.group[1]):
+            if all(self._there["made", call.group][r] for r in self._members(call)):
                 del self._there["made", call.group]
-                self._work.extend(call.group[1])
+                self._work.extend(self._members(call))
         return ("made", call.group) not in self._there
+
+    def _members(self, call: Call) -> list[int]:
+        return [rank for rank in call.group[1] if rank in self._programs]
 
     def _come(self, call: Call, stream: int) -> None:
         moves = call.kind in (Kind.SEND, Kind.RECEIVE)
         ends = (call.rank, call.peer) if call.kind == Kind.SEND else (call.peer, call.rank)
         there = self._there[(call.group, ends) if moves else call.group]
         there[call.kind if moves else call.rank].append((call, stream))
-        sides = (Kind.SEND, Kind.RECEIVE) if moves else call.group[1]
+        sides: Sequence[Any] = self._members(call)
+        if moves:
+            sides = (Kind.SEND, Kind.RECEIVE) if call.peer in self._programs else (call.kind,)
         while all(there[side] for side in sides):
             met = [there[side].popleft() for side in sides]
             kinds = {(None if moves else each.kind, each.same) for each, _ in met}

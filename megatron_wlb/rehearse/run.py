@@ -1,14 +1,15 @@
 """Runs chosen ranks of a job, a process each, and judges what they say."""
 
+import contextlib
 import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import msgspec
 from megatron_wlb.job import Parallel
 from megatron_wlb.rehearse import record
 from megatron_wlb.rehearse.build import library
-from megatron_wlb.rehearse.match import Item, match, program
+from megatron_wlb.rehearse.match import match, program
 from megatron_wlb.rehearse.task import Task
 
 WARM = 2
@@ -28,58 +29,116 @@ CLOSE, CLOSE_GIB = 0.05, 0.25
 """By which prediction and rehearsal may differ, the larger of the two: workspaces of kernels are not predicted."""
 
 
+WHOLE = 64
+"""Ranks of a job that are all run where their calls are matched."""
+
+
 def chosen(p: Parallel) -> list[int]:
     """Return a rank of every kind: each stage, at both ends of its context-parallel and data-parallel ranks."""
-    ends = itertools.product(range(p.pp), *({0, size - 1} for size in (p.dp, p.cp)))
-    return sorted(((stage * p.dp + dp) * p.cp + cp) * p.tp for stage, dp, cp in ends)
+    return _ranks(p, [0], {0, p.dp - 1}, {0, p.cp - 1})
+
+
+def matched(p: Parallel) -> list[int]:
+    """Return the ranks whose calls stand for those of all.
+
+    These are all ranks of jobs of up to `WHOLE`. Of larger ones, they are two tensor-parallel ranks, and the first and
+    the last data-parallel rank, of every stage and context-parallel rank: others call what their neighbours call.
+    """
+    if p.pp * p.dp * p.cp * p.tp <= WHOLE:
+        return _ranks(p, range(p.tp), range(p.dp), range(p.cp))
+    return _ranks(p, range(min(2, p.tp)), {0, p.dp - 1}, range(p.cp))
+
+
+def _ranks(p: Parallel, tp: Iterable[int], dp: Iterable[int], cp: Iterable[int]) -> list[int]:
+    kinds = itertools.product(range(p.pp), dp, cp, tp)
+    return sorted(((s * p.dp + d) * p.cp + c) * p.tp + t for s, d, c, t in kinds)
 
 
 def rehearse(
-    task: Task, ranks: Sequence[int], advance: Callable[[int], None]
+    task: Task, ranks: Sequence[int], advance: Callable[[int], None], whole: bool
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Run ranks, as many at a time as there are processors.
 
-    Returns what each saw, of the last step and of all, and what is wrong with the NCCL calls of all ranks together if
-    all of them ran, [] if nothing.
+    Returns what each saw, of the last step and of all, and what is wrong with their NCCL calls, [] if nothing. `whole`:
+    the ranks stand for all of the job, so that their calls are matched.
 
     `advance` is told of steps that have ended. Raises ValueError with the reason if a rank ends before its first step
     for another reason than memory.
     """
-    folder = library()
+    seen, programs = {}, {}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.closing(_run(task, ranks, advance, Path(folder))) as ended,
+    ):
+        for rank, status in ended:
+            result = _result(Path(folder), rank, status)
+            records = record.read(folder, rank)
+            seen[rank] = entry(result, record.summary(result, records))
+            if whole:
+                programs[rank] = program(result, records)
+    fitting = whole and not any(rank["out_of_memory"] for rank in seen.values())
+    wrong = [said for one_queue in (True, False) for said in match(programs, one_queue)] if fitting else []
+    return [seen[rank] for rank in ranks], list(dict.fromkeys(wrong))
+
+
+def _run(
+    task: Task, ranks: Sequence[int], advance: Callable[[int], None], folder: Path
+) -> Generator[tuple[int, int | None]]:
+    """Run `megatron_wlb.rehearse.worker`; yields ranks that have ended, with their status; None: it ended itself."""
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", **os.environ}
-    environment |= {"LD_PRELOAD": str(folder / "libcuda.so.1"), "LD_LIBRARY_PATH": str(folder)}
-    with tempfile.TemporaryDirectory() as results, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    environment |= {"LD_PRELOAD": str(library() / "libcuda.so.1"), "LD_LIBRARY_PATH": str(library())}
+    given = folder / "task.json"
+    given.write_bytes(msgspec.json.encode(msgspec.structs.replace(task, folder=str(folder))))
+    command = [sys.executable, "-m", "megatron_wlb.rehearse.worker", str(given)]
+    done, waiting = dict.fromkeys(ranks, 0), [*reversed(ranks)]
+    with (
+        (folder / "worker.txt").open("w") as said,
+        subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        ) as worker,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(os.killpg, worker.pid, signal.SIGKILL)  # ranks that still run, too
+        assert worker.stdin is not None and worker.stdout is not None
 
-        def run(rank: int) -> tuple[dict[str, Any], list[Item]]:
-            given = Path(results, f"{rank}.task")
-            given.write_bytes(msgspec.json.encode(msgspec.structs.replace(task, rank=rank, folder=results)))
-            command = [sys.executable, "-m", "megatron_wlb.rehearse.worker", str(given)]
-            with (
-                Path(results, f"{rank}.txt").open("w+") as said,
-                subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, env=environment) as process,
-            ):
-                assert process.stdout is not None
-                done = 0
-                for line in process.stdout:
-                    advance(int(line) - done)
-                    done = int(line)
-                advance(task.steps - done)
-            written = Path(results, f"{rank}.json")
-            result: dict[str, Any] = json.loads(written.read_text()) if written.exists() else {"error": "SystemExit"}
-            error = result.get("error")
-            if error and error.startswith("SystemExit"):  # what was wrong is in its own words
-                said_so = re.search(r": error\b[^:]*: (.+)", Path(results, f"{rank}.txt").read_text())
-                error = said_so[1] if said_so else error
-            if error and "OutOfMemoryError" not in error:
-                raise ValueError(f"rank {rank} ended with status {process.returncode}: {error.partition('\n')[0]}")
-            records = record.read(results, rank)
-            return entry(result, record.summary(result, records)), program(result, records) if whole else []
+        def begin() -> None:
+            if waiting:
+                with contextlib.suppress(BrokenPipeError):  # its output ends, too
+                    print(waiting.pop(), file=worker.stdin, flush=True)
 
-        whole = len(ranks) == task.world_size
-        seen, programs = zip(*pool.map(run, ranks), strict=True)
-        fitting = whole and not any(rank["out_of_memory"] for rank in seen)
-        wrong = [said for one_queue in (True, False) for said in match(programs, one_queue)] if fitting else []
-        return list(seen), list(dict.fromkeys(wrong))
+        for _ in os.sched_getaffinity(0):
+            begin()
+        while done:
+            if not (line := worker.stdout.readline()):
+                yield next(iter(done)), None
+            rank, word, number = line.split()
+            if word == "ended":
+                advance(task.steps - done.pop(int(rank)))
+                begin()
+                yield int(rank), int(number)
+            else:
+                advance(int(number) - done[int(rank)])
+                done[int(rank)] = int(number)
+
+
+def _result(folder: Path, rank: int, status: int | None) -> dict[str, Any]:
+    """Return what a rank wrote. Raises ValueError with the reason if it ended for another reason than memory."""
+    written = folder / f"{rank}.json"
+    result: dict[str, Any] = json.loads(written.read_text()) if written.exists() else {"error": "SystemExit"}
+    error = result.get("error")
+    if error and error.startswith("SystemExit"):  # what was wrong is in its own words
+        text = (folder / ("worker.txt" if status is None else f"{rank}.txt")).read_text()
+        said = re.search(r"(?:: error\b[^:]*|^rehearsal): (.+)", text, re.M)
+        error = said[1] if said else (text.splitlines() or [error])[-1]
+    if error and "OutOfMemoryError" not in error:
+        raise ValueError(f"rank {rank} ended with status {status}: {error.partition('\n')[0]}")
+    return result
 
 
 def entry(result: dict[str, Any], seen: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""One rank of a rehearsal, with the stand-in loaded: `python -m megatron_wlb.rehearse.worker TASK.json`.
+"""Ranks of a rehearsal, with the stand-in loaded: `python -m megatron_wlb.rehearse.worker TASK.json`.
 
-It runs what the job's script runs. Standard output carries a line for every step that has ended.
+Standard input names a rank a line. Each runs what the job's script runs, at once and in a fork, since imports take
+longer than most ranks. Standard output has lines "RANK steps N" after every step, and "RANK ended STATUS".
 """
 
 import contextlib
@@ -8,6 +9,7 @@ import ctypes
 import json
 import os
 import runpy
+import signal
 import sys
 import traceback
 from argparse import Namespace
@@ -17,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from megatron_wlb.rehearse.task import Task
+from megatron_wlb.rehearse.task import Gpu, Task
 from megatron_wlb.simulate import memory
 
 _OWN = ("rank", "local_rank", "world_size")
@@ -41,13 +43,12 @@ class _Device(ctypes.Structure):
 class Watch:
     """Knows where the job is: the source line and the pass that ask the stand-in for something."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, gpu: Gpu) -> None:
         self._lines: dict[tuple[str, str], int] = {}
         self.at = "start"
         self._here = (str(Path(__file__).parent), os.sep + "torch" + os.sep, "<", "contextlib.py", "functools.py")
         self._native = ctypes.CDLL(None)
         self._asked = ctypes.CFUNCTYPE(ctypes.c_int)(self._where)  # kept: the stand-in calls it
-        gpu = task.gpu
         device = _Device(
             f"rehearsed {gpu.name}".encode(),
             int(gpu.gib * 2**30),
@@ -56,9 +57,12 @@ class Watch:
             gpu.shared_bytes,
             gpu.l2_bytes,
         )
-        log = os.fsencode(Path(task.folder, f"{task.rank}.log"))
-        if self._native.rehearsal_configure(ctypes.byref(device), log, self._asked):
-            raise OSError(f"{os.fsdecode(log)} cannot be written")
+        self._native.rehearsal_configure(ctypes.byref(device))
+
+    def begin(self, log: Path) -> None:
+        """Begin to write down what is asked for."""
+        if self._native.rehearsal_begin(os.fsencode(log), self._asked):
+            raise OSError(f"{log} cannot be written")
 
     def mark(self, value: int) -> None:
         """Write a mark into the log."""
@@ -84,15 +88,40 @@ class Watch:
 
 
 def main() -> None:
-    """Run the task, write its results, and end at once: nothing of the stand-in is worth an orderly exit."""
+    """Import what a job needs, then run each rank that is named in a fork."""
     task = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Task)
+    os.environ |= {"WORLD_SIZE": str(task.world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "TORCHDYNAMO_DISABLE": "1"}
+    watch = Watch(task.gpu)
+
+    from megatron_wlb.rehearse import te, world
+
+    store = world.install(task.world_size)
+    te.install()
+    from megatron.training import training  # noqa: F401  # imported once for all ranks
+
+    from megatron_wlb.adapter import training as ours  # noqa: F401
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
+    for line in sys.stdin:
+        if os.fork():
+            continue
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if child := os.fork():
+            print(int(line), "ended", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+            os._exit(0)
+        _run(msgspec.structs.replace(task, rank=int(line)), watch, store)
+
+
+def _run(task: Task, watch: Watch, store: Any) -> None:
+    """Run a rank, write its results, and end at once: nothing of the stand-in is worth an orderly exit."""
     progress = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # losses and other values mean nothing
-    os.environ |= {"RANK": str(task.rank), "WORLD_SIZE": str(task.world_size), "LOCAL_RANK": "0"}
-    os.environ |= {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    os.environ |= {"TORCHDYNAMO_DISABLE": "1"}
-    watch = Watch(task)
-    run = Run(task, watch, progress)
+    said = os.open(Path(task.folder, f"{task.rank}.txt"), os.O_WRONLY | os.O_CREAT)
+    os.dup2(said, 2)
+    os.dup2(said, 1)  # losses and other values mean nothing
+    os.environ["RANK"] = str(task.rank)
+    watch.begin(Path(task.folder, f"{task.rank}.log"))
+    run = Run(task, watch, store, progress)
     status = 0
     try:
         run.run()
@@ -109,30 +138,23 @@ def main() -> None:
 class Run:
     """A rank of the job, and what is seen of it."""
 
-    def __init__(self, task: Task, watch: Watch, progress: Any) -> None:
-        self._task, self._watch, self._progress = task, watch, progress
-        self._store: Any = None
+    def __init__(self, task: Task, watch: Watch, store: Any, progress: Any) -> None:
+        self._task, self._watch, self._store, self._progress = task, watch, store, progress
         self._training: Any = None
         self._plan: Any = None
         self._passes = [0, 0]
+        self._order = [np.empty((0, 2), int)] * 2
         self._experts: Any = None
         self.result: dict[str, Any] = {"rank": task.rank, "steps": []}
 
     def groups(self) -> dict[str, Any]:
         """Return process groups, and the keys of communicators."""
-        if self._store is None:
-            return {"groups": {}, "communicators": {}}
         from megatron_wlb.rehearse import world
 
         return {"groups": world.members(), "communicators": self._store.communicators}
 
     def run(self) -> None:
         """Run the job's script with few steps and without what leaves traces."""
-
-        from megatron_wlb.rehearse import experts, te, world
-
-        self._store = world.install(self._task.rank, self._task.world_size)
-        te.install()
         from megatron.core.optimizer import clip_grads, optimizer
         from megatron.core.pipeline_parallel import schedules
         from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -141,6 +163,7 @@ class Run:
         from megatron_wlb.adapter import compat, script
         from megatron_wlb.adapter import training as ours
         from megatron_wlb.adapter.plans import Plans
+        from megatron_wlb.rehearse import experts
 
         self._experts = experts.Experts()
         with contextlib.ExitStack() as stack:
@@ -209,9 +232,16 @@ class Run:
         def begin(*args: Any, **kwargs: Any) -> Any:
             self._plan = original(*args, **kwargs)
             self._experts.begin(self._plan, self._training._job)
+            ops = self._training._job.schedule(len(self._plan.micro_batches)).ops(self._stage())
+            order = np.stack([ops["micro_batch"], ops["chunk"]], axis=1)
+            self._order = [order[ops["backward"] == backward] for backward in (False, True)]
             return self._plan
 
         return begin
+
+    def _stage(self) -> int:
+        pp: int = self._training._job.parallel.pp
+        return self._task.rank // (self._task.world_size // pp)
 
     def _forward(self, original: Any) -> Any:
         def forward_step(*args: Any, **kwargs: Any) -> Any:
@@ -226,10 +256,10 @@ class Run:
         return backward_step
 
     def _passing(self, backward: int, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self._passes[backward] += 1
-        self._watch.at = (
-            f"step {len(self.result['steps'])}, {('forward', 'backward')[backward]} {self._passes[backward]}"
-        )
+        number, self._passes[backward] = self._passes[backward], self._passes[backward] + 1
+        of = self._order[backward][number : number + 1].tolist()
+        said = f"of micro-batch {of[0][0]}, chunk {of[0][1]}" if of else number
+        self._watch.at = f"step {len(self.result['steps'])}, {('forward', 'backward')[backward]} {said}"
         self._experts.backward = bool(backward)
         return original(*args, **kwargs)
 
@@ -248,7 +278,7 @@ class Run:
             finally:
                 steps.append(self._seen(before))
                 self._watch.at = f"after step {len(steps) - 1}"
-                print(len(steps), file=self._progress)
+                print(self._task.rank, "steps", len(steps), file=self._progress)
 
         return train_step
 
@@ -264,8 +294,7 @@ class Run:
 
     def _predicted(self) -> float:
         """What the memory model says of the step that has run."""
-        job, plan = self._training._job, self._plan
-        stage = self._task.rank // (self._task.world_size // job.parallel.pp)
+        job, plan, stage = self._training._job, self._plan, self._stage()
         rows = np.array([m.padded_tokens for m in plan.micro_batches]) / job.parallel.cp
         before = plan.weight_gradients_before
         peak = memory.step_peak_bytes(job, stage, rows, None if before is None else before[:, stage])

@@ -1,6 +1,7 @@
 """Torch's process groups in a world of which only one rank is there."""
 
 import hashlib
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -73,7 +74,7 @@ class Store(dist.Store):
         return True
 
 
-def install(rank: int, world_size: int) -> Store:
+def install(world_size: int) -> Store:
     """Make torch's process groups begin without other ranks: NCCL's are real, Gloo's do nothing; returns the store.
 
     Objects come back as this rank gave them, and barriers are open.
@@ -84,7 +85,7 @@ def install(rank: int, world_size: int) -> Store:
     begin, new_group = dist.init_process_group, dist.new_group
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
-        begin("cpu:fake,cuda:nccl", rank=rank, world_size=world_size, store=store)
+        begin("cpu:fake,cuda:nccl", rank=int(os.environ["RANK"]), world_size=world_size, store=store)
 
     def group(ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("device_id", None)

@@ -2,10 +2,15 @@
 
 import pytest
 
-from megatron_wlb.rehearse.match import Call, match
+from megatron_wlb.rehearse import match as matching
+from megatron_wlb.rehearse.match import Call
 from megatron_wlb.rehearse.record import Kind
 
 PAIR, OTHER = ("0//cuda//0", (0, 1)), ("1//cuda//0", (0, 1))
+
+
+def match(programs, one_queue):
+    return matching.match(dict(enumerate(programs)), one_queue)
 
 
 def call(rank, kind, group=PAIR, count=8, peer=-1, line="a.py:1"):

@@ -57,7 +57,7 @@ def test_a_small_job_fits_and_says_what_it_does(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "NOWHERE").exists()
     assert "nothing was computed" in capsys.readouterr().err.lower()
     # Two neighbouring collectives of a group that one rank calls in the other order.
-    swapped = [[*program] for program in programs[0]]
+    swapped = {rank: [*program] for rank, program in programs[0].items()}
     calls = [i for i, item in enumerate(swapped[3]) if item[3] and item[3][0].kind == Kind.ALL_GATHER]
     i = next(i for i in reversed(calls) if swapped[3][i][3][0].same != swapped[3][calls[-1]][3][0].same)
     swapped[3][i], swapped[3][calls[-1]] = swapped[3][calls[-1]], swapped[3][i]
