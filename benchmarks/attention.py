@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks import results
 from benchmarks.lengths import DATA
-from megatron_wlb.calibration import fit, predict, relative_error
+from megatron_wlb.cli.profile import fit, predict, relative_error
 from megatron_wlb.hardware.profile import KernelTimes, load_profile, profile_file
 
 TILE_ROWS, HEAD_SIZE = 128, 128

@@ -19,10 +19,11 @@ from benchmarks import results
 from benchmarks.lengths import f2
 from benchmarks.peers import Ranks, nemo_rl, slime, verl
 from benchmarks.results import Row, at_least, at_most
-from megatron_wlb import MODELS, Job, Parallel, PlanSettings, balance, make_job, sharding
-from megatron_wlb.cost.work import document_work
+from megatron_wlb import MODELS, Job, Parallel, PlanSettings, balance, make_job
 from megatron_wlb.hardware.profile import load_profile
+from megatron_wlb.sharding import select
 from megatron_wlb.simulate.step import simulate_step
+from megatron_wlb.types import document_work
 
 LONGEST = 32_768
 LAYOUTS = {"DP16": Parallel(dp=16), "DP8 PP2": Parallel(dp=8, pp=2), "DP4 PP4": Parallel(dp=4, pp=4)}
@@ -83,7 +84,7 @@ def measure(ranks: Ranks, lengths: np.ndarray, job: Job) -> Row:
     """Predicted step time, and the work of the slowest rank over the mean."""
     count = sum(map(len, ranks))
     job = replace(job, num_micro_batches=count, global_batch_size=1, max_tokens=1 << 20)
-    shards = [[sharding.shard(lengths[rows], job)[1] for rows in rank] for rank in ranks]
+    shards = [[select.shard(lengths[rows], job)[1] for rows in rank] for rank in ranks]
     work = [sum(int(document_work(lengths[rows], job.crossover_tokens).sum()) for rows in rank) for rank in ranks]
     return {
         "micro_batches": count,

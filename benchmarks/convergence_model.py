@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_wlb import sharding
 from megatron_wlb.hardware.profile import FLOPS_PROFILE
 from megatron_wlb.plan.dataset import trained_tokens
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.backends import get_backend
 from megatron_wlb.runtime.metadata import ShardMetadata
+from megatron_wlb.sharding import select
 from megatron_wlb.types import PackedBatch
 
 ROTARY_BASE = 10_000.0
@@ -68,7 +68,7 @@ class Corpus:
         begins = self._begins[documents["document"]] + documents["offset"]
         # Places of inputs, one after the other within a document.
         places = np.repeat(begins - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
-        plan = sharding.divide(lengths, 1, "per-sequence", FLOPS_PROFILE.kernels()[0])
+        plan = select.divide(lengths, 1, "per-sequence", FLOPS_PROFILE.kernels()[0])
         return MicroBatch(
             tokens=torch.from_numpy(self._tokens[places].astype(np.int64)),
             labels=torch.from_numpy(self._tokens[places + 1].astype(np.int64)),

@@ -34,7 +34,8 @@ from megatron_wlb.hardware.profile import DEFAULT_PROFILE, load_profile
 from megatron_wlb.job import STRATEGIES, Job, Parallel
 from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.packing import POLICIES
-from megatron_wlb.sharding import divide, moved_rows, shard
+from megatron_wlb.sharding.routing import moved_rows
+from megatron_wlb.sharding.select import divide, shard
 from megatron_wlb.simulate.passes import pass_times
 from megatron_wlb.types import SEGMENT, ShardPlan
 from tests.reference.sharding import mirrored_order

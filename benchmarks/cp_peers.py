@@ -11,15 +11,11 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.attention import fitted
-from megatron_wlb.cost.attention import attention_kernels
-from megatron_wlb.cost.exchange import exchange_model, exposed_exchange, round_times
-from megatron_wlb.cost.work import document_work
+from megatron_wlb.cost.attention import attention_kernels, exchange_model, exposed_exchange, round_times
 from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.job import Job
-from megatron_wlb.sharding import moved_rows
-from megatron_wlb.sharding.segments import document_begins
-from megatron_wlb.sharding.volume import Held
-from megatron_wlb.types import SEGMENT, Shard, ShardPlan
+from megatron_wlb.sharding.routing import Held, document_begins, moved_rows
+from megatron_wlb.types import SEGMENT, Shard, ShardPlan, document_work
 
 MAGI_STAGES = (1, 2, 4, 8)
 """Stages in which MagiAttention's ranks get keys of other ranks: one by default, up to eight in its dynamic mode."""

@@ -8,9 +8,8 @@ import numpy as np
 
 from benchmarks.results import Row
 from benchmarks.training_cpu import Steps
-from megatron_wlb.pipeline.deferral import WeightGradients, run_deferred
 from megatron_wlb.pipeline.schedule import Schedule
-from megatron_wlb.pipeline.timeline import makespans
+from megatron_wlb.pipeline.timeline import WeightGradients, makespans, run_deferred
 
 
 class Costs(NamedTuple):

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_wlb.cost.work import document_work
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.job import Job, Packing, Parallel
 from megatron_wlb.model import MODELS, ModelShape
@@ -13,7 +12,7 @@ from megatron_wlb.plan.dataset import read_index, trained_tokens
 from megatron_wlb.plan.mock import F2
 from megatron_wlb.plan.packer import Packer, make_packer
 from megatron_wlb.plan.stream import DocumentStream, Source
-from megatron_wlb.types import PackedBatch
+from megatron_wlb.types import PackedBatch, document_work
 
 DATA = Path(__file__).parent / "data"
 WINDOW = 131_072

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job
 from megatron_wlb.plan.metrics import delays, imbalance
-from megatron_wlb.types import PackedBatch
+from megatron_wlb.types import PackedBatch, document_work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

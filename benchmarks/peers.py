@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job, Packing
 from megatron_wlb.packing.original import OriginalPacking
-from megatron_wlb.types import DOCUMENT, Draw, PackedBatch
+from megatron_wlb.types import DOCUMENT, Draw, PackedBatch, document_work
 
 
 def as_megatron(job: Job, *, cp_exchange: str = "ring", cp_sharding: str = "per-sequence") -> Job:

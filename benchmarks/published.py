@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks import attention, cp_peers, results
 from benchmarks.lengths import DATA, padded
 from benchmarks.results import Row
-from megatron_wlb.calibration import predict as predict_times
+from megatron_wlb.cli.profile import predict as predict_times
 from megatron_wlb.cost.linear import memory_bound, products
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.describe.megatron import tp_overlap
@@ -30,7 +30,7 @@ from megatron_wlb.hardware.profile import Profile, load_profile
 from megatron_wlb.job import Job, Parallel, Recompute
 from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.pipeline.split import Split, laid_out
-from megatron_wlb.sharding import shard
+from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.passes import Passes, pass_times
 from megatron_wlb.simulate.step import step_of
 

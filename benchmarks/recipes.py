@@ -33,8 +33,8 @@ from megatron.training.arguments import add_megatron_arguments, validate_args
 
 from megatron_wlb.adapter import describe
 from megatron_wlb.describe.adapt import Changes, adapt
-from megatron_wlb.describe.flags import add_wlb_arguments, given_in
 from megatron_wlb.describe.refusals import REFUSED
+from megatron_wlb.describe.settings import add_wlb_arguments, given_in
 
 VERDICTS = ("as given", "with settings", "something switched off", "refused")
 UNKNOWN_MODEL = {"hidden_size": 4096, "num_attention_heads": 32, "num_layers": 0}

@@ -28,7 +28,6 @@ from benchmarks.lengths import WINDOW, f2, packer, packings, stream, work_per_to
 from benchmarks.peers import InOrder, as_megatron
 from benchmarks.results import Row
 from megatron_wlb.cli.analyze.layouts import relieved
-from megatron_wlb.cost.work import document_work
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.describe.megatron import MegatronArguments, tile_rows, tp_overlap
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, load_profile
@@ -41,6 +40,7 @@ from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate.memory import H100_BYTES
 from megatron_wlb.simulate.step import SimulatedStep, breakdown, limit_time, simulate_step
 from megatron_wlb.simulate.trace import trace_of
+from megatron_wlb.types import document_work
 
 LAYOUTS = {
     "550M PP4": ("550m", {"tp": 2, "cp": 4, "pp": 4, "vpp": 6}, 4),

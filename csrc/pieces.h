@@ -1,5 +1,5 @@
 // Pieces of documents on context-parallel ranks, and what the kernel model says of them.
-// `KernelModel` of megatron_wlb/hardware/profile.py and megatron_wlb/sharding/volume.py count the same.
+// `KernelModel` of megatron_wlb/hardware/profile.py and megatron_wlb/sharding/routing.py count the same.
 #pragma once
 
 #include <cstddef>

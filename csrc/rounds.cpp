@@ -12,12 +12,12 @@ using Times = std::vector<double>;  // of every rank
 constexpr std::pair<double, double> kOwn{0, 0};
 
 struct Shared {
-  int64_t tiles;
+  int64_t rank;  // tiles, or the set if that is given
   size_t document;
   const Piece *begin, *end;
 };
 
-// A round that is tried: shared documents [first, stop), those with little work first.
+// A round: shared documents [first, stop), those of low rank first.
 struct Way {
   size_t first, stop;
   std::optional<std::pair<int64_t, int64_t>> heads = {};
@@ -38,19 +38,23 @@ struct Timed {
 
 class Chooser {
  public:
-  Chooser(const std::vector<Piece>& pieces, size_t cp_size, const RoundCosts& costs)
+  // With `sets` of documents, all documents count as shared.
+  Chooser(const std::vector<Piece>& pieces, size_t cp_size, const RoundCosts& costs,
+          const std::vector<int64_t>* sets = nullptr)
       : costs_(costs), cp_size_(cp_size), whole_(cp_size) {
     const Piece* const last = pieces.data() + pieces.size();
     int64_t rows = 0;
     for (const Piece& piece : pieces) rows += piece.segment.stop - piece.segment.start;
     ahead_ = costs.ahead * static_cast<double>(rows / static_cast<int64_t>(cp_size));
     for (const Piece *begin = pieces.data(), *end = begin; begin < last; begin = end) {
-      bool is_shared = false;
-      for (end = begin + 1; end < last && end->segment.start > 0; ++end) is_shared |= end->rank() != begin->rank();
-      if (is_shared) {
+      for (end = begin + 1; end < last && end->segment.start > 0;) ++end;
+      const auto document = static_cast<size_t>(begin->segment.document);
+      if (sets) {
+        shared_.push_back({(*sets)[document], document, begin, end});
+      } else if (is_shared(begin, end)) {
         int64_t tiles = 0;
         for (const Piece* piece = begin; piece < end; ++piece) tiles += count(*piece).tiles;
-        shared_.push_back({tiles, static_cast<size_t>(begin->segment.document), begin, end});
+        shared_.push_back({tiles, document, begin, end});
       } else {
         Load& rank = whole_[begin->rank()];
         rank.heads = 1;
@@ -58,8 +62,42 @@ class Chooser {
       }
     }
     std::sort(shared_.begin(), shared_.end(), [](const Shared& a, const Shared& b) {
-      return a.tiles < b.tiles || (a.tiles == b.tiles && a.document < b.document);
+      return a.rank < b.rank || (a.rank == b.rank && a.document < b.document);
     });
+  }
+
+  // What given rounds take.
+  AttentionTimes play(const std::vector<Round>& given) {
+    std::vector<Load> own(cp_size_);
+    std::vector<Timed> rounds;
+    for (const Round& round : given) {
+      const auto in_set = [&](const Shared& document) { return document.rank == round.document_set; };
+      const auto begin = std::find_if(shared_.begin(), shared_.end(), in_set);
+      const auto end = std::find_if_not(begin, shared_.end(), in_set);
+      const Way way{static_cast<size_t>(begin - shared_.begin()), static_cast<size_t>(end - shared_.begin()),
+                    round.heads, round.keys};
+      if (way.keys) find_rows(way.first, way.stop);
+      if (way.keys == kOwn) {
+        add_own(own);
+      } else if (std::any_of(begin, end, [](const Shared& each) { return is_shared(each.begin, each.end); })) {
+        rounds.push_back(timed(way));
+      } else {
+        const std::vector<Load> loads = between(way.first, way.stop);
+        for (size_t r = 0; r < cp_size_; ++r) {
+          own[r].heads += loads[r].calls();
+          own[r].counts += loads[r].counts;
+        }
+      }
+    }
+    Timed whole = without_exchange(own);
+    AttentionTimes times{{}, {}, run_forward(whole.forward, rounds), run_backward(whole.backward, rounds)};
+    for (size_t r = 0; r < cp_size_; ++r) {
+      double forward = 0, backward = 0;
+      for (const Timed& round : rounds) forward += round.forward[r], backward += round.backward[r];
+      times.forward.push_back(whole.forward[r] + forward);
+      times.backward.push_back(whole.backward[r] + backward);
+    }
+    return times;
   }
 
   // Ways are tried in the order of the reference; of a tie the first wins.
@@ -86,6 +124,10 @@ class Chooser {
   }
 
  private:
+  static bool is_shared(const Piece* begin, const Piece* end) {
+    return std::any_of(begin, end, [&](const Piece& piece) { return piece.rank() != begin->rank(); });
+  }
+
   Counts count(const Piece& piece) const { return costs_.forward.count(piece.segment.start, piece.segment.stop); }
 
   void try_sets() {
@@ -116,7 +158,7 @@ class Chooser {
   void try_parts() {
     const size_t n = shared_.size();
     for (size_t first = n - 1;; first = 0) {
-      find_rows(first);
+      find_rows(first, n);
       for (const std::vector<double>& shares : costs_.shares) {
         std::vector<Way> ways{{first, n, {}, kOwn}};
         if (first > 0) ways.push_back({0, first});
@@ -128,9 +170,10 @@ class Chooser {
   }
 
   // Rows of documents in parts, in the order of calls.
-  void find_rows(size_t first) {
+  void find_rows(size_t first, size_t stop) {
     rows_.clear();
-    std::vector<Shared> parted(shared_.begin() + static_cast<std::ptrdiff_t>(first), shared_.end());
+    std::vector<Shared> parted(shared_.begin() + static_cast<std::ptrdiff_t>(first),
+                               shared_.begin() + static_cast<std::ptrdiff_t>(stop));
     std::sort(parted.begin(), parted.end(), [](const Shared& a, const Shared& b) { return a.document < b.document; });
     std::vector<int64_t> held(cp_size_);
     for (const Shared& document : parted) {
@@ -153,13 +196,19 @@ class Chooser {
       else
         rounds.push_back(timed(way));
     }
-    Times forward(cp_size_), backward(cp_size_);
-    for (size_t r = 0; r < cp_size_; ++r) {
-      forward[r] = costs_.forward.time(own[r].heads, own[r].counts);
-      backward[r] = costs_.backward.time(own[r].heads, own[r].counts);
-    }
-    const double time = run_forward(std::move(forward), rounds) + run_backward(backward, rounds);
+    Timed whole = without_exchange(own);
+    const double time = run_forward(std::move(whole.forward), rounds) + run_backward(whole.backward, rounds);
     if (best_.empty() || time < best_time_) best_time_ = time, best_ = ways;
+  }
+
+  // Kernels of what runs without an exchange; `heads` are calls here.
+  Timed without_exchange(const std::vector<Load>& own) const {
+    Timed timed{Times(cp_size_), Times(cp_size_), 0, 0};
+    for (size_t r = 0; r < cp_size_; ++r) {
+      timed.forward[r] = costs_.forward.time(own[r].heads, own[r].counts);
+      timed.backward[r] = costs_.backward.time(own[r].heads, own[r].counts);
+    }
+    return timed;
   }
 
   // What those documents ask of the ranks.
@@ -223,7 +272,7 @@ class Chooser {
     return timed;
   }
 
-  // `round_times` of cost/exchange.py.
+  // `round_times` of cost/attention.py.
   static double run_forward(Times free, const std::vector<Timed>& rounds) {
     double here = 0;
     for (size_t i = 0; i < rounds.size(); ++i) {
@@ -264,7 +313,7 @@ class Chooser {
   double ahead_;
   std::vector<Row> rows_;       // of documents in parts
   std::vector<Load> whole_;     // `heads` are calls here
-  std::vector<Shared> shared_;  // least work first
+  std::vector<Shared> shared_;  // of low rank first
   std::vector<Way> best_;
   double best_time_ = 0;
 };
@@ -284,6 +333,12 @@ void check(const RoundCosts& costs) {
 
 Rounds in_rounds(const std::vector<Piece>& pieces, size_t num_documents, size_t cp_size, const RoundCosts& costs) {
   return Chooser(pieces, cp_size, costs).choose(num_documents);
+}
+
+AttentionTimes attention_times(const std::vector<Piece>& pieces, const std::vector<int64_t>& sets, size_t cp_size,
+                               const std::vector<Round>& rounds, const RoundCosts& costs) {
+  check(costs);
+  return Chooser(pieces, cp_size, costs, &sets).play(rounds);
 }
 
 }  // namespace wlb

@@ -22,7 +22,7 @@ struct Round {
   std::optional<std::pair<double, double>> keys = {};
 };
 
-// `RoundCosts` of megatron_wlb/sharding/rounds.py and its `ExchangeModel`.
+// `RoundCosts` of megatron_wlb/sharding/select.py and its `ExchangeModel`.
 struct RoundCosts {
   Kernel forward, backward;
   double latency, arrive, leave, ahead, merge;
@@ -44,5 +44,15 @@ void check(const RoundCosts& costs);
 // The fastest rounds for documents in pieces, a document's one after the other in the order of their rows. O(pieces),
 // and sorts the documents that are on several ranks.
 Rounds in_rounds(const std::vector<Piece>& pieces, size_t num_documents, size_t cp_size, const RoundCosts& costs);
+
+// Kernels of every rank, and how long these take together with the exchange.
+struct AttentionTimes {
+  std::vector<double> forward, backward;
+  double forward_end, backward_end;
+};
+
+// What attention takes in given rounds, by the set of every document. Pieces as in `in_rounds`.
+AttentionTimes attention_times(const std::vector<Piece>& pieces, const std::vector<int64_t>& sets, size_t cp_size,
+                               const std::vector<Round>& rounds, const RoundCosts& costs);
 
 }  // namespace wlb

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.pipeline.graph import Graph
 from megatron_wlb.pipeline.timeline import Parts
-from megatron_wlb.sharding.rounds import RoundCosts
+from megatron_wlb.sharding.select import RoundCosts
 
 MAX_TOKENS: int
 FORCED_STEPS: int
@@ -53,6 +53,13 @@ def choose_sharding(
     list[int],
     list[tuple[int, tuple[int, int] | None, tuple[float, float] | None]],
 ]: ...
+def attention_times(
+    segments: NDArray[np.int64],
+    bounds: Sequence[int],
+    call_sets: Sequence[int],
+    rounds: Sequence[tuple[int, tuple[int, int] | None, tuple[float, float] | None]],
+    costs: RoundCosts,
+) -> tuple[NDArray[np.float64], NDArray[np.float64], float, float]: ...
 def makespans[Time: (np.float64, np.int64)](
     first: NDArray[np.int32],
     second: NDArray[np.int32],

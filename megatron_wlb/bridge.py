@@ -26,10 +26,10 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_wlb.adapter import compat, describe, report
-from megatron_wlb.adapter.throughput import attended_squares
+from megatron_wlb.adapter.clock import attended_squares
 from megatron_wlb.adapter.training import Training
 from megatron_wlb.describe.adapt import adapt
-from megatron_wlb.describe.flags import add_wlb_arguments
+from megatron_wlb.describe.settings import add_wlb_arguments
 
 _ARGUMENTS = {
     "gated_linear_unit": "swiglu",

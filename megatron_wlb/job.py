@@ -40,26 +40,19 @@ class Parallel:
     """The parallel layout. Ranks are numbered by TP, CP, DP and PP."""
 
     tp: int = 1
-    """Tensor-parallel ranks."""
     cp: int = 1
-    """Context-parallel ranks."""
     pp: int = 1
-    """Pipeline stages."""
     vpp: int = 1
     """Virtual stages (model chunks) of a pipeline stage; more than one means interleaved 1F1B."""
     dp: int = 1
-    """Data-parallel ranks."""
     ep: int = 1
-    """Expert-parallel ranks."""
     etp: int | None = None
     """Tensor-parallel ranks of an expert; None: TP."""
     sequence_parallel: bool = True
     """Tensor-parallel ranks divide the sequence between attention and MLP."""
     group_size: int | None = None
-    """Consecutive micro-batches in one virtual stage (`--microbatch-group-size-per-virtual-pipeline-stage`); None:
-    `even_groups`. Megatron's default is PP."""
+    """`--microbatch-group-size-per-virtual-pipeline-stage`; None: `even_groups`. Megatron's default is PP."""
     split: Split = EVEN
-    """How layers are split over stages."""
 
     def __post_init__(self) -> None:
         for name in ("tp", "cp", "pp", "vpp", "dp", "ep"):
@@ -73,7 +66,6 @@ class Parallel:
 
     @property
     def expert_tp(self) -> int:
-        """Tensor-parallel ranks of an expert."""
         return self.etp or self.tp
 
     @property
@@ -91,7 +83,6 @@ class Parallel:
 
     @property
     def sequence_ranks(self) -> int:
-        """Tensor-parallel ranks that divide the sequence between attention and MLP."""
         return self.tp if self.sequence_parallel else 1
 
     @property
@@ -112,7 +103,6 @@ class Recompute:
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """Modules that are recomputed selectively."""
         return self.modules if self.granularity == "selective" else ()
 
 
@@ -145,9 +135,7 @@ class Packing(Settings):
 
     __slots__ = ()
     name: ClassVar[str]
-    """Value of `--wlb-packing`."""
     help: ClassVar[str]
-    """What the policy does, for `--help` and the page of flags."""
     keeps_order: ClassVar[bool] = False
     """Micro-batches and documents keep their places."""
     fixed_length: ClassVar[bool] = False
@@ -181,37 +169,32 @@ class Job:
     crossover_tokens: int
     """Lc, the document length at which attention costs as much as everything else in a layer."""
     packing: Packing
-    """The packing policy and its settings."""
     sharding: Sharding = Sharding()
-    """Settings of context parallelism."""
     reorder: bool = True
-    """Place micro-batches on data-parallel ranks and order them there by work; documents within a micro-batch may
-    change places. False keeps the order of packing, as Megatron and the paper do."""
+    """Place and order micro-batches, and documents in them, by work. False keeps the order of packing, as Megatron
+    does."""
     cp_exchange: str = "shared"
-    """Which K and V context-parallel ranks exchange. shared: the needed rows of documents that live on several ranks,
-    in stages. latents: the same rows before attention, as latents of multi-latent attention, from which K and V are
-    then expanded. all: all documents, by one all-gather, as in the paper. ring: all documents, from rank to rank
-    (`--cp-comm-type p2p`)."""
+    """Which K and V context-parallel ranks exchange. shared: needed rows of documents on several ranks, in rounds.
+    latents: the same rows as latents, before attention. all: all documents by one all-gather, as in the paper. ring:
+    all documents from rank to rank (`--cp-comm-type p2p`); thd_ring: with the tiles of TransformerEngine's ring."""
     defer_weight_gradients: bool = False
-    """Weight gradients leave the backward passes and fill idle time of their stage (`simulate.weight_gradients`)."""
+    """Weight gradients fill idle time of their stage (`simulate.weight_gradients`)."""
     hidden_transfers: bool = True
     """Transfers between interleaved stages overlap passes (`pipeline.Schedule`). Off by Megatron's defaults."""
     activation_bytes: int | None = None
     """Memory for the activations of a stage; None: unknown."""
     profile: Profile
-    """Profile for predicted times."""
     tp_overlap: float = 0.0
     """Share of tensor-parallel communication that overlaps matrix products: `--tp-comm-overlap`."""
     tp_tile_rows: int = 0
     """Rows of the largest tile, over tensor-parallel ranks, see `tiles`; 0: communication overlaps in any rows."""
     bytes_per_value: int = 2
-    """Bytes of a value of the activations."""
+    """Of the activations."""
     row_multiple: int = 1
     """Row alignment of FP8 and FP4 kernels on a rank."""
     windowed: bool = False
     """Some layers use sliding-window attention."""
     hidden_dropout: bool = False
-    """Hidden dropout is over 0."""
     recompute: Recompute = Recompute()
     offloaded_layers: int = 0
     """Layers whose activations are in host memory until backward (`--cpu-offloading-num-layers`)."""
@@ -285,7 +268,7 @@ class Job:
 
     @property
     def cp_gradient_bytes(self) -> int:
-        """Bytes of a value of dK and dV when sent between context-parallel ranks."""
+        """Bytes of a value of dK and dV between context-parallel ranks."""
         return FP32 if self.sharding.cp_gradients == "fp32" else self.bytes_per_value
 
     @property
@@ -296,20 +279,16 @@ class Job:
 
     @property
     def expert_crossover_tokens(self) -> int:
-        """The experts' part of `crossover_tokens`."""
         return self.crossover_tokens * self.model.expert_weights // self.model.token_weights
 
     @property
     def tiles(self) -> tuple[int, ...]:
-        """Rows of the tiles, over tensor-parallel ranks, in which communication overlaps; () if in any rows.
-
-        `adapter.tiles` runs layers in as many of the first as there are, then in one of each other that still fits.
-        """
+        """Rows of the tiles, over tensor-parallel ranks, in which communication overlaps (`adapter.tiles`); () if in
+        any rows."""
         return tuple(self.tp_tile_rows >> i for i in range(NUM_TILES)) if self.tp_tile_rows else ()
 
     @property
     def micro_batches_per_rank(self) -> int:
-        """Micro-batches of a data-parallel rank in a step."""
         return self.num_micro_batches // self.parallel.dp
 
     @property

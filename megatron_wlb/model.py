@@ -49,19 +49,19 @@ class ModelShape:
     v_head_dim: int = 0
     """Values of a value head; 0: `kv_channels`."""
     kv_lora_rank: int = 0
-    """Multi-latent attention: values of the latent from which a token's keys and values are projected; 0: none."""
+    """Multi-latent attention: values of the latent of a token's keys and values; 0: none."""
     q_lora_rank: int = 0
-    """Values of the latent of queries; 0: queries are projected from the hidden state."""
+    """Values of the latent of queries; 0: none."""
     qk_pos_emb_head_dim: int = 0
-    """Rotated values of a key, shared by all heads of multi-latent attention."""
+    """Rotated values of a key, which all heads share."""
     gated_linear_unit: bool = True
     qk_layernorm: bool = False
     """Norms of Q and K."""
     moe_router_topk: int = 0
     """Experts that a token goes to; 0: a dense model."""
     mtp_num_layers: int = 0
-    """Layers that predict tokens further ahead, on the last stage. Before each, a matrix joins two hidden states; after
-    each, the output layer runs once more."""
+    """Layers for multi-token prediction, on the last stage: each with a joining matrix before and the output layer
+    after it."""
 
     @property
     def query_size(self) -> int:
@@ -85,7 +85,6 @@ class ModelShape:
 
     @property
     def value_channels(self) -> int:
-        """Values of a value head."""
         return self.v_head_dim or self.kv_channels
 
     @property
@@ -216,8 +215,7 @@ MODELS = {
     "deepseek-v2-lite": _shape(27, 2048, 8 * 1408, 16, 16, 102400, moe_router_topk=6, **_V2_LITE),
     "deepseek-v3": _shape(61, 7168, 9 * 2048, 128, 128, 129280, moe_router_topk=8, **_V3),
 }
-"""llama2-7b, codellama-34b, llama2-70b: the published configurations (Touvron et al. 2023, Roziere et al. 2023);
-llama3-8b, llama3-405b: The Llama 3 Herd of Models, table 3; deepseek-v2-lite, deepseek-v3: their technical reports
-(2024), but with experts in the first layers, too. The paper's 550M and 30B are internal models "scaled in layers and
-dimensions", of unpublished shape. The shapes here are assumed: 550m has 24 layers of 10 heads (558 M parameters), 30b
-has the layers, width and heads of OPT-30B, and both have LLaMA's feed-forward ratio of 8/3."""
+"""llama2-7b, codellama-34b, llama2-70b: published (Touvron et al. 2023, Roziere et al. 2023); llama3-8b, llama3-405b:
+The Llama 3 Herd of Models, table 3; deepseek-v2-lite, deepseek-v3: their technical reports (2024), but with experts in
+the first layers, too. The paper does not publish the shapes of 550M and 30B. Assumed: 550m has 24 layers of 10 heads
+(558 M parameters), 30b the layers, width and heads of OPT-30B, both LLaMA's feed-forward ratio of 8/3."""

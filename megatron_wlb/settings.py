@@ -60,7 +60,7 @@ class Settings:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Self:
-        """Build the settings from parsed flags. Raises ValueError for values out of range."""
+        """Build the settings from parsed flags. Raises ValueError out of range."""
         return cls(**{f.name: getattr(args, f"wlb_{f.name}") for f in fields(cls)})  # type: ignore[arg-type]
 
 

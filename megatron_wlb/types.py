@@ -141,3 +141,9 @@ class ShardPlan:
         """SEGMENT rows that a rank holds of a set of documents, in local order."""
         calls = zip(self.shards[cp_rank].calls, self.call_sets, strict=True)
         return np.concatenate([call for call, of in calls if of == document_set], dtype=SEGMENT)
+
+
+def document_work(lengths: np.ndarray, crossover_tokens: int) -> np.ndarray:
+    """Work of documents of `lengths` (int64 [n]), int64 [n]."""
+    lengths = lengths.astype(np.int64)
+    return lengths * (lengths + crossover_tokens)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_wlb.calibration import count, fit, predict, relative_error
+from megatron_wlb.cli.profile import count, fit, predict, relative_error
 from megatron_wlb.types import SEGMENT, Shard
 
 TILE_ROWS = 128

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatron_wlb"
 
 LAYERS = """
-settings model types files _native hardware pipeline job cost sharding calibration packing simulate plan micro_batches
+settings model types files _native hardware pipeline job cost sharding packing simulate plan micro_batches
 describe __init__ runtime adapter bridge rehearse cli __main__ run
 """.split()
 """Files and folders (rooms) of the package; each may import itself and those before it."""

@@ -31,7 +31,7 @@ from megatron_wlb.runtime.attention import AttentionOptions, attend, attend_back
 from megatron_wlb.runtime.backends import BACKENDS, get_backend
 from megatron_wlb.runtime.backends.trial import try_backend
 from megatron_wlb.runtime.metadata import ShardMetadata
-from megatron_wlb.sharding import shard
+from megatron_wlb.sharding.select import shard
 from megatron_wlb.types import SEGMENT, Shard, ShardPlan
 
 MODELS = {"7B TP8": (4, 4), "70B TP8": (8, 1)}

@@ -13,7 +13,7 @@ from megatron_wlb.job import Job, Parallel, Sharding
 from megatron_wlb.model import MODELS
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.pipeline.split import EVEN, Split
-from megatron_wlb.sharding import shard
+from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.passes import pass_times
 from megatron_wlb.simulate.step import simulate_step
 

@@ -14,7 +14,6 @@ from benchmarks import metrics, results
 from benchmarks.lengths import packer
 from benchmarks.paper.cases import LAYER, MEAN_DELAY, SEVEN_128, SLOWER, Case, slower_attention
 from benchmarks.results import Row
-from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job, Packing
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.fixed import FixedPacking
@@ -22,10 +21,10 @@ from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan.packer import PackedStep
 from megatron_wlb.plan.step import shard_step
-from megatron_wlb.sharding import shard
+from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.passes import LayerTimes, pass_times
 from megatron_wlb.simulate.step import SimulatedStep, balanced_time, simulate_step
-from megatron_wlb.types import PackedBatch
+from megatron_wlb.types import PackedBatch, document_work
 
 SKIPPED = 0.1
 """Share of the steps that is left out at the beginning, where queues fill."""

@@ -23,7 +23,7 @@ from megatron_wlb.plan.dataset import DocumentIndex, TrainedTokens, read_index
 from megatron_wlb.plan.mock import MockIndex, mock_lengths
 from megatron_wlb.plan.step import MicroBatchPlan, Planner
 from megatron_wlb.plan.stream import DocumentStream, Source
-from megatron_wlb.runtime.encoding import Encoding, varlen
+from megatron_wlb.runtime.backends.protocol import Encoding, varlen
 from megatron_wlb.runtime.metadata import ShardMetadata
 
 SPLITS = ("train", "valid", "test")

@@ -132,8 +132,8 @@ def _parsing(original: Any, given: set[str]) -> Any:
 
     @functools.wraps(original)
     def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Namespace:
-        from megatron_wlb.describe.flags import add_wlb_arguments, given_in
         from megatron_wlb.describe.refusals import REFUSED
+        from megatron_wlb.describe.settings import add_wlb_arguments, given_in
 
         if "--wlb" in sys.argv and any(word.partition("=")[0] == "--yaml-cfg" for word in sys.argv):
             with one_line():  # before upstream drops all flags for those of the file

@@ -22,19 +22,18 @@ from megatron.training import checkpointing, initialize, print_rank_0, training
 from megatron_wlb import files
 from megatron_wlb.adapter import compat, data, describe, mtp, tiles
 from megatron_wlb.adapter.data import Batch, DocumentDataset
-from megatron_wlb.adapter.loss import scale_sharded, token_loss
-from megatron_wlb.adapter.model import WlbPackedSeqParams, adapt_mtp, configure
+from megatron_wlb.adapter.model import WlbPackedSeqParams, adapt_mtp, configure, packed_seq_params
+from megatron_wlb.adapter.mtp import scale_sharded, token_loss
 from megatron_wlb.adapter.p2p import PlannedP2PCommunicator, by_direction
 from megatron_wlb.adapter.plans import Plans
 from megatron_wlb.adapter.report import Report
-from megatron_wlb.adapter.thd import packed_seq_params
 from megatron_wlb.adapter.wgrad import DeferredWeightGradients, Step, defer
 from megatron_wlb.describe.settings import RunSettings
 from megatron_wlb.plan.step import StepPlan
 from megatron_wlb.runtime import all_to_all
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import get_backend
-from megatron_wlb.runtime.encoding import varlen
+from megatron_wlb.runtime.backends.protocol import varlen
 from megatron_wlb.simulate.weight_gradients import part_counts
 
 

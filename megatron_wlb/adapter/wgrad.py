@@ -170,7 +170,7 @@ class DeferredWeightGradients:
 
     Args:
         chunks: the model chunks of this stage, wrapped in upstream's DDP.
-        counts: number of parts that the plan has for each chunk, see `pipeline.deferral`.
+        counts: number of parts that the plan has for each chunk, see `pipeline.timeline`.
         measured: makes a context manager to enter around each part.
 
     Raises RuntimeError if chunks have other parts than the plan, and for layers that could lose gradients.

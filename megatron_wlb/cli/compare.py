@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 
 from megatron_wlb import files
-from megatron_wlb.calibration import relative_error
 from megatron_wlb.cli import common
 from megatron_wlb.cli.common import Words, integer, progress, write_json, writer
+from megatron_wlb.cli.profile import relative_error
 from megatron_wlb.describe.make import job_from_json
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, Profile, load_profile
 from megatron_wlb.job import MAX_TOKENS, Job, differences

@@ -1,13 +1,160 @@
 """Attention times of a job, and the kernel model that its sharding uses."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
-from megatron_wlb.cost.exchange import exchange_model, exchange_parts
+from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import KernelModel
-from megatron_wlb.job import Job
+from megatron_wlb.job import FP32, Job
+
+Directions = tuple[np.ndarray, np.ndarray]
+"""Forward and backward of one layer, in us, float64 [M] each."""
+
+
+def exchange_parts(job: Job) -> int:
+    """Return the parts of K and V; launches of one overlap the next transfer."""
+    return job.parallel.cp if job.cp_exchange in ("ring", "thd_ring") else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeModel:
+    """Time of an exchange in us: `latency`, plus a time per row of the busiest rank.
+
+    Rows of latents take the time of expanding them, too.
+    """
+
+    latency: float
+    arrive: float
+    """Per row of K and V."""
+    leave: float
+    """Per row of their gradients."""
+    ahead: float
+    """Time by which backward's first K and V are prefetched, per row of a rank: the products for input gradients of MLP
+    and output projection; those for weight gradients may be deferred."""
+
+    def times(self, rows: np.ndarray) -> Directions:
+        """Return times in which K and V arrive and gradients leave the busiest rank."""
+        arrive, leave = (np.where(rows > 0, self.latency + rows * each, 0.0) for each in (self.arrive, self.leave))
+        return arrive, leave
+
+
+def exchange_model(job: Job) -> ExchangeModel:
+    """Return the exchange of a job; no time if the profile has no unit of it."""
+    if job.profile.counts_pairs:
+        return ExchangeModel(latency=0.0, arrive=0.0, leave=0.0, ahead=0.0)
+    latency, byte = job.profile.network.all_to_all(Group(size=job.parallel.cp, stride=job.parallel.tp))
+    if job.cp_exchange == "latents":
+        return _latents_model(job, latency, byte)
+    value = job.model.kv_values_per_rank(job.parallel.tp) * byte
+    before = 0 if "core_attn" in job.recompute.dropped else job.model.layer_weights - job.model.qkv_weights
+    flops = 2 * before / job.parallel.tp
+    return ExchangeModel(
+        latency=latency,
+        arrive=value * job.bytes_per_value,
+        leave=value * job.cp_gradient_bytes,
+        ahead=flops / job.profile.rates[1] / 1e6,
+    )
+
+
+def _latents_model(job: Job, latency: float, byte: float) -> ExchangeModel:
+    """Return the exchange of latents; each tensor-parallel rank sends a part.
+
+    These ranks gather parts, and rows to expand. In backward they scatter and gather gradients of latents, and sum
+    those of the key part that heads share.
+    """
+    latent, shared = job.model.kv_lora_rank, job.model.qk_pos_emb_head_dim
+    network, tensor = job.profile.network, Group(size=job.parallel.tp, stride=1)
+
+    def time(collective: str, values: int) -> float:
+        return float(np.diff(network.collective(collective, np.array([0, values * job.bytes_per_value]), tensor))[0])
+
+    moved = (latent + shared) * job.bytes_per_value * byte / job.parallel.tp
+    forward, backward = expansion(job)
+    gathered = time("all_gather", latent)
+    again = forward + gathered if job.expands_again else 0.0
+    # Latents need one collective more in forward and three in backward: two on average.
+    return ExchangeModel(
+        latency=latency + 2 * float(network.collective("all_gather", 0, tensor)),
+        arrive=moved + time("all_gather", latent + shared) + gathered + forward,
+        leave=moved + again + backward + time("reduce_scatter", latent) + gathered + time("all_reduce", shared),
+        ahead=0.0,
+    )
+
+
+def expansion(job: Job) -> tuple[float, float]:
+    """Return us to expand K and V of a row from latents, forward and backward."""
+    flops = 2 * job.model.expanded_weights / job.parallel.tp / 1e6
+    forward, backward = job.profile.rates
+    return flops / forward, 2 * flops / backward
+
+
+def round_times(
+    own: Sequence[np.ndarray], times: Sequence[np.ndarray], moved: Directions, *, kept: bool, ahead: float = 0.0
+) -> Directions:
+    """Return us of attention in rounds, forward and backward, float64 [...] each.
+
+    Documents that are whole on a rank run first in forward and last in backward. K and V of a round begin to arrive
+    when every rank begins the round before; its gradients leave when all ranks have ended it. A rank waits for them
+    after it has run the next round, and for all at the end. Trailing rounds without time and rows are ignored.
+
+    Args:
+        own: forward and backward time of documents that are whole on a rank, float64 [..., cp] each.
+        times: forward and backward time of every round with an exchange, float64 [..., rounds, cp] each.
+        moved: times in which K and V arrive and gradients leave, float64 [..., rounds] each.
+        kept: K and V are kept from forward, and are not sent again.
+        ahead: time in us by which backward's first K and V are prefetched.
+    """
+    arrive, leave = (np.moveaxis(each, -1, 0) for each in moved)
+    forward, backward = (np.moveaxis(each, -2, 0) for each in times)
+    here = arrive[0]
+    free = np.broadcast_to(own[0], forward[0].shape)
+    for i, took in enumerate(forward):
+        begin = np.maximum(free, here[..., None])
+        if i + 1 < len(forward):
+            here = np.maximum(here, begin.max(axis=-1)) + arrive[i + 1]
+        free = begin + took
+    done = free.max(axis=-1)
+
+    again = np.zeros_like(arrive) if kept else arrive
+    here = channel = np.maximum(again[0] - ahead, 0)
+    free, last = np.zeros_like(free), np.zeros_like(here)
+    for i, took in enumerate(backward):
+        begin = np.maximum(free, here[..., None])
+        if i + 1 < len(backward):
+            began = np.maximum(channel, begin.max(axis=-1)) + again[i + 1]
+            here, channel = (np.where(again[i + 1] > 0, began, before) for before in (here, channel))
+        free = np.maximum(begin + took, np.where(leave[i] > 0, last, 0)[..., None])
+        last = channel = np.maximum(channel, free.max(axis=-1)) + leave[i]
+    return done, np.maximum((free + own[1]).max(axis=-1), channel)
+
+
+def exposed_exchange(job: Job, rows: np.ndarray, attention: Directions) -> Directions:
+    """Return what exchanging K/V of all `rows` adds to the slowest ranks' time.
+
+    By a ring, or before attention as in the paper: an all-gather, in backward again unless kept, with fp32 gradients.
+    """
+    cp, collective = job.parallel.cp, job.profile.network.collective
+    if cp == 1:
+        return np.zeros_like(rows), np.zeros_like(rows)
+    ranks = Group(size=cp, stride=job.parallel.tp)
+    values = rows * job.model.kv_values_per_rank(job.parallel.tp)
+    arrive = collective("all_gather", values * job.bytes_per_value, ranks)
+    if job.cp_exchange in ("ring", "thd_ring"):
+        return _exposed_hops(arrive / (cp - 1), cp, *(times / cp for times in attention))
+    leave = collective("reduce_scatter", values * FP32, ranks)
+    return arrive, leave if job.sharding.save_gathered_kv else arrive + leave
+
+
+def _exposed_hops(hop: np.ndarray, cp: int, forward: np.ndarray, backward: np.ndarray) -> Directions:
+    """Return exposed time of CP - 1 hops, each overlapped by one of CP parts.
+
+    As in TransformerEngine, backward sends K and V in all parts but the last, and bf16 gradients in all but the first.
+    """
+    added = [np.maximum(moved * hop - backward, 0) for moved in (1, 2)]
+    return (cp - 1) * np.maximum(hop - forward, 0), 2 * added[0] + (cp - 2) * added[1]
 
 
 def attention_kernels(job: Job) -> tuple[KernelModel, KernelModel]:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from megatron_wlb.cost.exchange import expansion
+from megatron_wlb.cost.attention import expansion
 from megatron_wlb.describe.settings import PlanSettings
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import MAX_TOKENS, Job, Packing, Parallel, Sharding

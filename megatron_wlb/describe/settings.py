@@ -1,10 +1,13 @@
 """Settings of planning and of the training run."""
 
+import argparse
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_wlb.job import MAX_TOKENS
+from megatron_wlb import packing
+from megatron_wlb.job import MAX_TOKENS, Sharding
 from megatron_wlb.plan.mock import mock_lengths
 from megatron_wlb.settings import Settings, integer_or_auto, setting
 
@@ -113,3 +116,39 @@ class RunSettings(Settings):
         mock_lengths(self.mock_lengths)
         if self.log and self.document_log and os.path.realpath(self.log) == os.path.realpath(self.document_log):
             raise ValueError(f"--wlb-log and --wlb-document-log are both {self.log}; name two files")
+
+
+def add_wlb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--wlb` and every setting's flag: upstream's `extra_args_provider`."""
+    _mend_help(parser)
+    group = parser.add_argument_group("workload-balanced training (megatron_wlb)")
+    group.add_argument(
+        "--wlb",
+        action="store_true",
+        help="Balance the work of micro-batches and context-parallel shards (WLB-LLM, OSDI'25).",
+    )
+    packing.add_flags(group)
+    Sharding.add_flags(group)
+    PlanSettings.add_flags(group)
+    RunSettings.add_flags(group)
+    return parser
+
+
+def given_in(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> set[str]:
+    """Return the names of the arguments that `words` (the command line) give, without those that only have defaults.
+
+    The parser keeps no defaults afterwards.
+    """
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    parser._defaults.clear()
+    return set(vars(parser.parse_known_args(words)[0]))
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Escape lone percent signs in upstream's help texts, on which --help fails."""
+    for action in parser._actions:
+        try:
+            _ = (action.help or "") % {**vars(action), "prog": parser.prog}
+        except ValueError:
+            action.help = (action.help or "").replace("%", "%%")

@@ -30,15 +30,12 @@ class Collective(NamedTuple):
     ranks: tuple[int, ...]
     latency_us: tuple[float, ...]
     gb_per_s: tuple[float, ...]
-    """Bandwidth into a rank."""
+    """Into a rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """Communication between GPUs. Times in us, sizes in bytes, 1e9 bytes/s.
-
-    Collectives are named as in `MOVED`. Sizes are those of the whole buffer, which all ranks hold after an all-gather.
-    """
+    """Communication between GPUs. Times in us, sizes in bytes of the whole buffer; collectives as in `MOVED`."""
 
     name: str
     all_gather: Collective
@@ -46,7 +43,7 @@ class Network:
     all_reduce: Collective
     gpus_per_node: int = 8
     link_gb_per_s: float = 45.0
-    """Bandwidth between nodes, per GPU. Assumed: 90 % of 400 Gbit/s RoCE or InfiniBand."""
+    """Between nodes, per GPU. Assumed: 90 % of 400 Gbit/s."""
     hop_us: float = 10.0
     """Latency per node in a ring, and of a point-to-point message. Assumed."""
 
@@ -68,7 +65,7 @@ class Network:
     def all_to_all(self, group: Group) -> tuple[float, float]:
         """Return an all-to-all's latency in us, and us per byte of the busiest rank.
 
-        Within a node as an all-gather: assumed, not measured. Between nodes, every rank is sent its own copy of a row.
+        Within a node as an all-gather (assumed). Between nodes, every rank is sent its own copy of a row.
         """
         local = min(group.size, max(1, self.gpus_per_node // group.stride))
         latency, inside = self._within_node("all_gather", local) if local > 1 else (0.0, math.inf)

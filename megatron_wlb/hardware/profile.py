@@ -87,27 +87,26 @@ class Profile:
     backward: KernelTimes | None = None
     """None if not measured: `attention_backward` times forward."""
     linear_tflops: tuple[float, float] | None = None
-    """TFLOP/s of a layer without attention, forward and backward: its matrix products over all of its time. None:
-    `assumed_tflops` for these products, `memory_gb_per_s` for the rest."""
+    """TFLOP/s of a layer's matrix products, over all of its time without attention; forward and backward. None:
+    `assumed_tflops`, and `memory_gb_per_s` for the rest."""
     head_size: int | None = None
     dtype: str | None = None
     """bf16 or fp32."""
     backend: str | None = None
-    """Attention backend of the kernel times; None if not stated."""
+    """Of the kernel times; None if not stated."""
     attention_backward: float = 2.5
     """Backward over forward time of attention if not measured: 5 matrix products against 2."""
     assumed_tflops: float = 576.0
-    """Rate of bf16 matrix products, whatever their size: power limits it. Mean of what remains of four products of
-    16,384 rows on an H100, of 70B at TP 8, when half a wave and a launch are taken off (PyTorch, float8_experimental
-    pull request 100). `benchmarks.published` predicts training by it."""
+    """Rate of bf16 matrix products of any size: power limits it. Mean of what remains of four products of 16,384 rows
+    on an H100, of 70B at TP 8, less half a wave and a launch (PyTorch, float8_experimental pull request 100)."""
     wave_outputs: float = 132 * 128 * 128
-    """Outputs of a matrix product that a device computes at once: 132 multiprocessors, a tile of 128 x 128 each. The
-    last wave is half empty on average."""
+    """Outputs that a device computes at once: 132 multiprocessors, a tile of 128 x 128 each. The last wave is half
+    empty."""
     kernel_us: float = 3.0
     """Time between the ends of two kernels in which the second does not run. Assumed."""
     memory_gb_per_s: float = 2700.0
-    """Rate of memory-bound operations: 80 % of the 3350 GB/s of an H100's data sheet. PyTorch measured 79 to 87 % for
-    kernels that cast 32,768 x 4,096 values (ao, benchmarks/prototype/blockwise_fp8_training)."""
+    """Rate of memory-bound operations: 80 % of an H100's 3350 GB/s. PyTorch measured 79 to 87 % for casts (ao,
+    benchmarks/prototype/blockwise_fp8_training)."""
     dp_overlap: float = 0.9
     """Share of gradient and parameter communication that overlaps passes. Assumed."""
     network: Network = H100_NETWORK
@@ -177,7 +176,7 @@ FLOPS_PROFILE = Profile(
     forward=KernelTimes(launch=0.0, tile=1.0, query_tile=0.0),
     backward=KernelTimes(launch=0.0, tile=0.0, query_tile=0.0),
 )
-"""Counts attended pairs, once for both directions, and nothing else: no launch cost, no tile waste, no exchange."""
+"""Counts attended pairs, once for both directions, and nothing else."""
 DEFAULT_PROFILE = "h100-cudnn"
 """Of GPUs, where none is named: TransformerEngine prefers cuDNN from compute capability 9.0 on."""
 AMPERE_PROFILE = "a100-fa2"
@@ -186,7 +185,6 @@ _SHIPPED = resources.files("megatron_wlb.hardware") / "profiles"
 
 
 def shipped_profiles() -> list[str]:
-    """Names of the profiles in the package."""
     return ["flops", *sorted(p.name.removesuffix(".json") for p in _SHIPPED.iterdir() if p.name.endswith(".json"))]
 
 

@@ -10,14 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_wlb import _native
-from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.pipeline.timeline import cost_weights, makespans
 from megatron_wlb.plan import placement
 from megatron_wlb.plan.packer import PackedStep
 from megatron_wlb.plan.step import StepPlan, plan_packed
-from megatron_wlb.types import DOCUMENT, PackedBatch
+from megatron_wlb.types import DOCUMENT, PackedBatch, document_work
 
 SHARES = (1, 1.5, 2, 3)
 """Counts of micro-batches that are tried, over the fewest that hold the sequences."""

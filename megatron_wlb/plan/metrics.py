@@ -2,10 +2,9 @@
 
 import numpy as np
 
-from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job
 from megatron_wlb.packing.original import cut
-from megatron_wlb.types import PackedBatch
+from megatron_wlb.types import PackedBatch, document_work
 
 
 def imbalance(work: np.ndarray) -> float:

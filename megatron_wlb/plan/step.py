@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_wlb import sharding
-from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job
 from megatron_wlb.plan import metrics, placement
 from megatron_wlb.plan.packer import PackedStep, Packer
+from megatron_wlb.sharding import select
 from megatron_wlb.simulate.weight_gradients import weight_gradients_before
-from megatron_wlb.types import PackedBatch, ShardPlan
+from megatron_wlb.types import PackedBatch, ShardPlan, document_work
 
 PLAN_AHEAD = 4
 """Steps by which the planner thread may be ahead of training."""
@@ -135,7 +134,7 @@ def shard_step(job: Job, lengths: Sequence[np.ndarray]) -> list[list[ShardPlan]]
     work = np.array([document_work(each, job.crossover_tokens).sum() for each in lengths])
     rows, paces = _placed(work, np.array([each.sum() for each in lengths]), job)
     mine = [row[placement.order(pace, job)] for row, pace in zip(rows, paces, strict=True)]
-    return [[sharding.shard(lengths[i], job)[1] for i in row] for row in mine]
+    return [[select.shard(lengths[i], job)[1] for i in row] for row in mine]
 
 
 def _placed(
@@ -151,7 +150,7 @@ def _placed(
 
 
 def _micro_batch(step: int, documents: np.ndarray, job: Job) -> MicroBatchPlan:
-    order, shards = sharding.shard(documents["length"], job)
+    order, shards = select.shard(documents["length"], job)
     return MicroBatchPlan(step=step, documents=documents[order], shards=shards)
 
 

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_wlb.runtime.encoding import Encoding
-from megatron_wlb.sharding.routing import exchange
-from megatron_wlb.sharding.segments import positions
+from megatron_wlb.runtime.backends.protocol import Encoding
+from megatron_wlb.sharding.routing import exchange, positions
 from megatron_wlb.types import Round, ShardPlan
 
 

@@ -10,8 +10,77 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_wlb.sharding.segments import document_begins, ranges
-from megatron_wlb.types import SEGMENT, ShardPlan
+from megatron_wlb.types import SEGMENT, Shard, ShardPlan
+
+
+def moved_rows(plan: ShardPlan) -> np.ndarray:
+    """Return the rows that every rank receives and sends, int64 [cp, 2].
+
+    It receives the keys that its queries see and others hold: each of its documents up to its last query there. It
+    sends each of its rows as often as another rank sees it.
+    """
+    moved: np.ndarray = Held(plan).rows().sum(axis=0).T
+    return moved
+
+
+class Held:
+    """Which rank of a plan holds what; n segments, all ranks one after the other."""
+
+    def __init__(self, plan: ShardPlan) -> None:
+        calls = [call for shard in plan.shards for call in shard.calls]
+        sizes = [len(call) for call in calls]
+        self.segments = np.concatenate(calls, dtype=SEGMENT)  # to find out the dtype takes five times as long
+        """SEGMENT [n]."""
+        self.ranks = np.repeat(np.repeat(np.arange(len(plan.shards)), len(plan.call_sets)), sizes)
+        """int64 [n]."""
+        self.cp, self.lengths = len(plan.shards), plan.lengths
+        self.seen = np.zeros((len(plan.lengths), self.cp), np.int64)
+        """int64 [documents, cp]: keys of each document that the queries of each rank see."""
+        np.maximum.at(self.seen, (self.segments["document"], self.ranks), self.segments["stop"])
+        self.is_shared = (self.seen > 0).sum(axis=1) > 1
+        """bool [documents]: on several ranks."""
+
+    def rows(self) -> np.ndarray:
+        """Return rows of documents that ranks receive and send, int64 [documents, 2, cp]."""
+        moved = np.zeros((len(self.seen), 2, self.cp), np.int64)
+        (travel,) = np.nonzero(self.is_shared[self.segments["document"]])
+        segments, ranks = self.segments[travel], self.ranks[travel]
+        documents, lengths = segments["document"], segments["stop"] - segments["start"]
+        moved[:, 0] = self.seen * self.is_shared[:, None]
+        np.subtract.at(moved[:, 0], (documents, ranks), lengths)
+        # Segments do not overlap, so another rank sees all of one or nothing.
+        needed = (self.seen[documents] > segments["start"][:, None]).sum(axis=1) - 1
+        np.add.at(moved[:, 1], (documents, ranks), lengths * needed)
+        return moved
+
+
+def document_begins(lengths: np.ndarray) -> np.ndarray:
+    """Return the first row of each document in packed order, int64 [documents + 1]."""
+    return np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+
+
+def ranges(starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    """Return the concatenation of arange(start, stop), int64."""
+    counts = stops - starts
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - counts), counts)
+
+
+def rows(lengths: np.ndarray, shard: Shard) -> np.ndarray:
+    """Return the rows of the micro-batch that the shard holds, int64 [tokens].
+
+    They count in packed order, and come in local order.
+    """
+    begins = document_begins(lengths)
+    parts = [ranges(begins[c["document"]] + c["start"], begins[c["document"]] + c["stop"]) for c in shard.calls]
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def positions(shard: Shard) -> np.ndarray:
+    """Return the in-document position of every local row, int64 [tokens]."""
+    return np.concatenate([ranges(c["start"], c["stop"]) for c in shard.calls])
+
 
 OWN = (0.0, 0.0)
 """`Round.keys` of segments with their own keys."""

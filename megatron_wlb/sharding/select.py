@@ -7,16 +7,83 @@ balance needs, so fewer of its keys travel.
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from megatron_wlb import _native
-from megatron_wlb.cost.attention import sharding_kernel
+from megatron_wlb.cost.attention import ExchangeModel, attention_kernels, exchange_model, sharding_kernel
 from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.job import STRATEGIES, Job
-from megatron_wlb.sharding.rounds import RoundCosts, round_costs
-from megatron_wlb.sharding.volume import moved_rows
+from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.types import SEGMENT, Round, Shard, ShardPlan
+
+EDGES = (0, 1, 2)
+"""How many of the shared documents are tried as a set of their own, before and after the others."""
+SHARES = (
+    (0.0, 1.0),
+    (0.0, 1 / 4, 1.0),
+    (0.0, 1 / 16, 1 / 4, 1.0),
+    (0.0, 1 / 8, 7 / 8, 1.0),
+    (0.0, 1 / 2, 1.0),
+    (0.0, 1 / 4, 1 / 2, 3 / 4, 1.0),
+    (0.0, 1 / 8, 3 / 8, 5 / 8, 7 / 8, 1.0),
+)
+"""Where the parts begin and end in which the keys of other ranks are tried to arrive, of documents in parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundCosts:
+    """Which rounds a job tries, and what they cost."""
+
+    forward: KernelModel
+    backward: KernelModel
+    exchange: ExchangeModel
+    merge: float
+    """To add one tile of queries of a head, in us, to what other parts have: read twice and written once."""
+    kept: bool
+    """K and V that forward has got need not travel again."""
+    num_heads: int
+    """Key heads of a rank."""
+    edges: tuple[int, ...]
+    """See `EDGES`; the first one is 0."""
+    shares: tuple[tuple[float, ...], ...]
+    """See `SHARES`."""
+
+
+@lru_cache(maxsize=16)
+def round_costs(job: Job) -> RoundCosts:
+    """Return the costs of a job; without a unit of time, documents go together."""
+    together, (forward, backward) = job.profile.counts_pairs, attention_kernels(job)
+    return RoundCosts(
+        forward=forward,
+        backward=backward,
+        exchange=exchange_model(job),
+        merge=3
+        * job.bytes_per_value
+        * job.model.value_channels
+        * forward.tile_rows
+        / job.profile.memory_gb_per_s
+        / 1e3,
+        kept=job.sharding.save_gathered_kv,
+        num_heads=1 if together else job.model.heads_per_rank(job.parallel.tp)[1],
+        edges=(0,) if together else EDGES,
+        shares=() if together or job.windowed else SHARES,
+    )
+
+
+def attention_times(plan: ShardPlan, job: Job) -> tuple[list[np.ndarray], list[float]]:
+    """Return predicted attention times of a layer, in us: forward, backward.
+
+    First the kernels of every rank, float64 [cp] each; then the time that the exchange adds to the slowest rank, each.
+    """
+    calls = [call for shard in plan.shards for call in shard.calls]
+    segments = np.concatenate(calls, dtype=SEGMENT).view(np.int64)  # to find out the dtype takes five times as long
+    bounds = np.cumsum([0, *map(len, calls)]).tolist()
+    *busy, forward, backward = _native.attention_times(segments, bounds, plan.call_sets, plan.rounds, round_costs(job))
+    return busy, [end - float(each.max()) for each, end in zip(busy, (forward, backward), strict=True)]
+
 
 MOST_SHARES = (1 / 2, 1.0, 2.0, 4.0, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
 """Hybrid is tried with so many times a rank's mean work as the most that a rank has of one document.

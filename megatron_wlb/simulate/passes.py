@@ -5,8 +5,14 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from megatron_wlb.cost.attention import attention_kernels, ring_counts
-from megatron_wlb.cost.exchange import Directions, exchange_model, expansion, exposed_exchange
+from megatron_wlb.cost.attention import (
+    Directions,
+    attention_kernels,
+    exchange_model,
+    expansion,
+    exposed_exchange,
+    ring_counts,
+)
 from megatron_wlb.cost.linear import (
     joining_matrix,
     loss,
@@ -21,9 +27,8 @@ from megatron_wlb.cost.linear import (
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import Matrix
-from megatron_wlb.sharding.rounds import attention_times
-from megatron_wlb.sharding.select import shard
-from megatron_wlb.sharding.volume import moved_rows
+from megatron_wlb.sharding.routing import moved_rows
+from megatron_wlb.sharding.select import attention_times, shard
 from megatron_wlb.types import ShardPlan
 
 

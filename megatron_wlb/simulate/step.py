@@ -205,3 +205,27 @@ def _update(job: Job) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     reduce = collective("reduce_scatter", weights * FP32, group) * exposed
     gather = collective("all_gather", weights * job.bytes_per_value, group) * exposed
     return reduce, weights / group.size * ADAM_BYTES / job.profile.memory_gb_per_s / 1e3, gather
+
+
+def micro_batch_times(step: SimulatedStep) -> np.ndarray:
+    """Return us of a layer per micro-batch, with equal CP ranks: float64 [dp, M]."""
+    by_direction = [
+        [layer.total - layer.attention.max(axis=1) + layer.attention.mean(axis=1) for layer in passes.layers]
+        for passes in step.passes
+    ]
+    return np.sum(by_direction, axis=1)
+
+
+def attention_of_ranks(step: SimulatedStep) -> np.ndarray:
+    """Return us of attention by micro-batch and CP rank: float64 [dp * M, cp]."""
+    return np.concatenate([sum(layer.attention for layer in passes.layers) for passes in step.passes])
+
+
+def imbalances(step: SimulatedStep) -> dict[str, float]:
+    """Return slowest over mean of micro-batches, DP ranks and CP ranks."""
+    times, attention = micro_batch_times(step), attention_of_ranks(step)
+    return {
+        "pp": float((times.max(axis=1) / times.mean(axis=1)).mean()),
+        "dp": float(times.sum(axis=1).max() / times.sum(axis=1).mean()),
+        "cp": float(attention.max(axis=1).sum() / attention.mean(axis=1).sum()),
+    }

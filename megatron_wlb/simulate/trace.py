@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_wlb.cost.work import document_work
 from megatron_wlb.simulate.step import SimulatedStep
+from megatron_wlb.types import document_work
 
 
 def trace_of(step: SimulatedStep) -> dict[str, Any]:

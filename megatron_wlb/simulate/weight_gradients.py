@@ -4,13 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import Job
-from megatron_wlb.pipeline.deferral import WeightGradients, run_deferred
-from megatron_wlb.pipeline.timeline import Timeline, run
+from megatron_wlb.pipeline.timeline import Timeline, WeightGradients, run, run_deferred
 from megatron_wlb.simulate import memory
 from megatron_wlb.simulate.passes import Passes, deferrable_weights, pass_times, untimed
-from megatron_wlb.types import ShardPlan
+from megatron_wlb.types import ShardPlan, document_work
 
 
 def undeferrable(job: Job) -> str:

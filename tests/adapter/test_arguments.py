@@ -22,9 +22,8 @@ from megatron_wlb.adapter.data import DocumentDataset, load_splits
 from megatron_wlb.adapter.model import WlbCoreAttention
 from megatron_wlb.adapter.training import _of_step
 from megatron_wlb.describe import refusals
-from megatron_wlb.describe.flags import add_wlb_arguments
 from megatron_wlb.describe.megatron import row_multiple
-from megatron_wlb.describe.settings import PlanSettings, RunSettings
+from megatron_wlb.describe.settings import PlanSettings, RunSettings, add_wlb_arguments
 from megatron_wlb.job import Parallel, Recompute, Sharding
 from megatron_wlb.model import ModelShape
 from megatron_wlb.packing import POLICIES

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron_wlb.adapter import data, log
+from megatron_wlb.adapter import data, report
 from megatron_wlb.adapter.plans import state_path
 from megatron_wlb.adapter.training import Training
 from megatron_wlb.plan import document_log, state, step
@@ -38,7 +38,7 @@ def test_a_log_may_be_a_pipe(tmp_path):
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     os.set_blocking(reader, True)
-    writer = threading.Thread(target=log.append, args=(str(path), entry))
+    writer = threading.Thread(target=report.append, args=(str(path), entry))
     writer.start()
     received = b""
     while not received.endswith(b"\n"):

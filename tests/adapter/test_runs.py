@@ -15,13 +15,13 @@ from megatron.core import parallel_state
 from megatron.training import training
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_wlb import sharding
 from megatron_wlb.adapter import plans
 from megatron_wlb.adapter.data import DocumentDataset
 from megatron_wlb.adapter.plans import state_path
 from megatron_wlb.adapter.training import Training
 from megatron_wlb.plan import document_log, placement, state, step
 from megatron_wlb.plan.dataset import read_index, trained_tokens
+from megatron_wlb.sharding import select
 from tests.adapter.audit import audit
 from tests.adapter.datasets import write_dataset
 from tests.adapter.training import ADAM, CP2, PP2, entries, train
@@ -86,7 +86,7 @@ def test_ranks_with_other_data_stop_in_the_first_step_if_only_in_validation(data
 @pytest.mark.parametrize("layout", [PP2, CP2])
 def test_a_rank_that_orders_and_shards_otherwise_stops_all_before_anything_is_sent(layout, dataset, monkeypatch):
     """As one with another core would; not by an abort in a receive."""
-    order, shard = placement.order, sharding.shard
+    order, shard = placement.order, select.shard
     strange = {
         0: (order, shard),
         1: (
@@ -95,7 +95,7 @@ def test_a_rank_that_orders_and_shards_otherwise_stops_all_before_anything_is_se
         ),
     }
     monkeypatch.setattr(placement, "order", lambda *given: strange[dist.get_rank()][0](*given))
-    monkeypatch.setattr(sharding, "shard", lambda *given: strange[dist.get_rank()][1](*given))
+    monkeypatch.setattr(select, "shard", lambda *given: strange[dist.get_rank()][1](*given))
     with pytest.raises(RuntimeError, match="rank 1 differs from rank 0 in order or shards of micro-batches; check"):
         train(2, dataset, *layout.split(), "--wlb-cp-sharding", "per-sequence")
 

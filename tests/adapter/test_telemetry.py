@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_wlb.adapter import clock, log, report
+from megatron_wlb.adapter import clock, report
 from megatron_wlb.cli.main import main
 from megatron_wlb.hardware.network import Collective, Network
 from megatron_wlb.hardware.profile import load_profile
@@ -52,8 +52,8 @@ def test_the_line_says_where_the_time_of_a_step_goes(run):
     for entry, line in zip(run[0]["log"], lines, strict=True):
         assert sum(entry["predicted"].values()) == pytest.approx(1) == sum(entry["measured"].values())
         assert entry["measured"]["exchange"] > 0 and entry["measured"]["bubble"] > 0
-        assert line == log.line(entry)
-    text = log.line(entry | {"predicted": MEASURED, "measured": MEASURED})
+        assert line == report.line(entry)
+    text = report.line(entry | {"predicted": MEASURED, "measured": MEASURED})
     assert text.endswith("| predicted busy 75, bubble 20, exchange -, waiting 5 % | measured busy 75, bubble 20, "
                          "exchange -, waiting 5 %")  # fmt: skip
 
@@ -93,7 +93,7 @@ def test_wandb_gets_the_same(monkeypatch):
     monkeypatch.setattr(report, "get_tensorboard_writer", lambda: None)
     plan = SimpleNamespace(micro_batches=[SimpleNamespace(shards=SimpleNamespace(strategy="hybrid"))])
     entry = {"tokens": 1, "digest": "ab", "predicted": None, "predicted_ms": None, "measured": MEASURED}
-    report._write_scalars(7, log.scalars(plan, entry))
+    report._write_scalars(7, report.scalars(plan, entry))
     ((values, step),) = logged
     assert step == 7
     shares = {f"wlb/measured-{name}": share for name, share in MEASURED.items() if share is not None}

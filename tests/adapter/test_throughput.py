@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core import timers
 from megatron.training import training
 
-from megatron_wlb.adapter.throughput import attended_squares
+from megatron_wlb.adapter.clock import attended_squares
 from megatron_wlb.plan import document_log
 from tests.adapter.datasets import write_lengths
 from tests.adapter.training import ADAM, CP2, train

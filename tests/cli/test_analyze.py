@@ -10,9 +10,8 @@ import pytest
 from megatron_wlb import packing
 from megatron_wlb.cli.analyze.report import data_entries
 from megatron_wlb.cli.analyze.setup import schemes
-from megatron_wlb.describe.flags import add_wlb_arguments
 from megatron_wlb.describe.make import job_from_json
-from megatron_wlb.describe.settings import PlanSettings
+from megatron_wlb.describe.settings import PlanSettings, add_wlb_arguments
 from megatron_wlb.job import Sharding
 from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan.mock import MockIndex, mock_lengths

@@ -125,7 +125,7 @@ def test_the_first_steps_of_every_start_are_left_out():
 @pytest.mark.parametrize("packing", [OriginalPacking(), WlbPacking(outlier_thresholds=(300,))])
 def test_what_a_run_logs_is_what_is_read(packing, tmp_path):
     """The log of planned steps gives back their micro-batches, and so the plan of every data-parallel rank."""
-    log = pytest.importorskip("megatron_wlb.adapter.log")
+    log = pytest.importorskip("megatron_wlb.adapter.report")
     lengths = np.random.default_rng(1).integers(1, 500, 60)
     job = replace(
         JOB, packing=packing, parallel=replace(JOB.parallel, dp=2), context_length=512, max_tokens=640,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_wlb import calibration
+from megatron_wlb.cli import profile as calibration
 from megatron_wlb.cli.main import main
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.hardware.profile import KernelTimes, load_profile

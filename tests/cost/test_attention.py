@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cost.attention import attention_kernels, sharding_kernel
-from megatron_wlb.cost.work import document_work
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, Profile, load_profile
 from megatron_wlb.job import MAX_TOKENS
 from megatron_wlb.model import MODELS
-from megatron_wlb.sharding.rounds import round_costs
-from megatron_wlb.sharding.select import shard
-from megatron_wlb.sharding.volume import moved_rows
+from megatron_wlb.sharding.routing import moved_rows
+from megatron_wlb.sharding.select import round_costs, shard
+from megatron_wlb.types import document_work
 from tests.jobs import job
 from tests.reference.rounds import in_rounds
 

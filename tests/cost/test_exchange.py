@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_wlb.cost.exchange import exchange_model, exposed_exchange, round_times
+from megatron_wlb.cost.attention import exchange_model, exposed_exchange, round_times
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, Profile, load_profile
 from megatron_wlb.job import Recompute
 from megatron_wlb.model import MODELS
+from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.sharding.select import shard
-from megatron_wlb.sharding.volume import moved_rows
 from megatron_wlb.simulate.passes import pass_times
 from tests.jobs import job
 

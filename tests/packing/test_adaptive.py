@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb import _native
-from megatron_wlb.cost.work import document_work
 from megatron_wlb.job import MAX_TOKENS
 from megatron_wlb.packing.adaptive import AdaptivePacking, most_tokens
 from megatron_wlb.plan.stream import DocumentStream, Source
+from megatron_wlb.types import document_work
 from tests.covering import covering
 from tests.jobs import job, packer
 from tests.reference.adaptive import choose

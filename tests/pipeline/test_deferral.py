@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_wlb import _native
-from megatron_wlb.pipeline.deferral import WeightGradients, _needs, run_deferred
 from megatron_wlb.pipeline.schedule import Schedule
-from megatron_wlb.pipeline.timeline import run
+from megatron_wlb.pipeline.timeline import WeightGradients, _needs, run, run_deferred
 from tests.pipeline.schedules import timed_schedules
 from tests.reference.pipeline import play
 

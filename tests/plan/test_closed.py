@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_wlb import balance
-from megatron_wlb.cost.work import document_work
 from megatron_wlb.model import ModelShape
+from megatron_wlb.types import document_work
 from tests.jobs import MODEL, job
 
 PAGE = Path(__file__).parents[2] / "docs/closed_batches.md"

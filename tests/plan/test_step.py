@@ -11,12 +11,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_wlb import Planner, plan_step, sharding
-from megatron_wlb.cost.work import document_work
+from megatron_wlb import Planner, plan_step
 from megatron_wlb.packing import POLICIES
 from megatron_wlb.plan import placement
 from megatron_wlb.plan.metrics import delays
 from megatron_wlb.plan.step import PLAN_AHEAD, shard_step, step_cost
+from megatron_wlb.sharding import select
+from megatron_wlb.types import document_work
 from tests.jobs import MODEL, job, packer
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(3, 1, 400).astype(np.int64), 1, 350)
@@ -50,7 +51,7 @@ def test_a_plan_is_packed_placed_and_sharded(name, experts):
             mine = rows[rank][placement.order(paces[rank], described)]
             for micro_batch, i in zip(plan.micro_batches, mine, strict=True):
                 documents = packed.batch.micro_batch(i)
-                order, shards = sharding.shard(documents["length"], described)
+                order, shards = select.shard(documents["length"], described)
                 np.testing.assert_array_equal(micro_batch.documents, documents[order])
                 np.testing.assert_array_equal(micro_batch.shards.lengths, shards.lengths)
                 assert micro_batch.tokens == documents["length"].sum()
@@ -169,11 +170,11 @@ def test_a_planner_that_is_stuck_ends_the_run_with_its_stack(monkeypatch):
 
 def test_what_ranks_do_otherwise_is_in_their_digest(monkeypatch):
     """Order and shards of micro-batches, which other data-parallel ranks do not know."""
-    described, shard = job(cp=2, num_micro_batches=4), sharding.shard
+    described, shard = job(cp=2, num_micro_batches=4), select.shard
     before = plan_step(packer_of(described), described)
     for module, name, other in (
         (placement, "order", lambda pace, job: np.arange(len(pace))[::-1]),
-        (sharding, "shard", lambda lengths, job: shard(lengths, job.sharded(cp_sharding="per-document"))),
+        (select, "shard", lambda lengths, job: shard(lengths, job.sharded(cp_sharding="per-document"))),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, other)

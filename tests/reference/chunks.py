@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_wlb.sharding.segments import document_begins
+from megatron_wlb.sharding.routing import document_begins
 from megatron_wlb.types import SEGMENT, Shard, ShardPlan
 
 

@@ -8,11 +8,117 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_wlb.cost.attention import round_times
 from megatron_wlb.hardware.profile import KernelModel
-from megatron_wlb.sharding.rounds import Load, Loads, RoundCosts, times
 from megatron_wlb.sharding.routing import OWN
-from megatron_wlb.sharding.volume import Held
+from megatron_wlb.sharding.routing import Held as _Held
+from megatron_wlb.sharding.select import RoundCosts
 from megatron_wlb.types import Round, Shard, ShardPlan
+
+
+class Held(_Held):
+    """Which rank of a plan holds which pieces."""
+
+    def __init__(self, plan: ShardPlan) -> None:
+        super().__init__(plan)
+        sizes = [len(call) for shard in plan.shards for call in shard.calls]
+        is_tail = np.diff(plan.call_sets, prepend=-1) == 0
+        self.tails = np.repeat(np.tile(is_tail, len(plan.shards)), sizes).astype(np.int64)
+        """int64 [n]: 1 in tail calls, the second ones of a set of documents."""
+
+    def of_documents(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return segments of documents, the ranks that hold them, and which are tails."""
+        (found,) = np.nonzero(np.isin(self.segments["document"], documents))
+        return self.segments[found], self.ranks[found], self.tails[found]
+
+    def by_rank(self, values: np.ndarray) -> np.ndarray:
+        """Return sums of values [n, x] of segments, int64 [documents, x, cp]."""
+        sums = np.zeros((len(self.seen), self.cp, values.shape[1]), np.int64)
+        np.add.at(sums, (self.segments["document"], self.ranks), values)
+        return sums.swapaxes(1, 2)
+
+
+class Load(NamedTuple):
+    """What a round asks of each rank."""
+
+    calls: np.ndarray
+    """int64 [cp]: attention calls."""
+    tiles: np.ndarray
+    """float64 [2, cp]: tiles and query tiles, see `KernelModel`."""
+    merged: np.ndarray
+    """int64 [cp]: query tiles that are added to what other parts have."""
+    rows: np.ndarray
+    """float64 [2, cp]: rows of K and V that arrive, and that leave, once for every rank that needs them."""
+
+
+def times(
+    own: list[Load], during: list[Load], costs: RoundCosts, held: Held
+) -> tuple[list[np.ndarray], tuple[float, float]]:
+    """Return kernels of every rank, forward and backward, and times with the exchange.
+
+    Kernels are float64 [cp] us each, times in us.
+    """
+
+    def kernels(load: Load) -> list[np.ndarray]:
+        both = (costs.forward, costs.backward)
+        return [k.time(load.calls, *load.tiles) + k.heads * (costs.merge * load.merged) for k in both]
+
+    before = kernels(Load(*(np.sum(values, axis=0) for values in zip(*own, strict=True))))
+    if not during:
+        return before, (float(before[0].max()), float(before[1].max()))
+    each = [np.stack(direction) for direction in zip(*map(kernels, during), strict=True)]
+    moved = costs.exchange.times(np.array([load.rows.max() for load in during]))
+    ahead = costs.exchange.ahead * int(held.lengths.sum() // held.cp)
+    forward, backward = round_times(before, each, moved, kept=costs.kept, ahead=ahead)
+    busy = [first + rounds.sum(axis=0) for first, rounds in zip(before, each, strict=True)]
+    return busy, (float(forward), float(backward))
+
+
+class Loads:
+    """What documents ask of the ranks of a plan."""
+
+    def __init__(self, held: Held, kernel: KernelModel) -> None:
+        self._held, self._kernel, self._rows = held, kernel, held.rows()
+        self.tiles = held.by_rank(np.stack(kernel.tiles(held.segments), axis=1))
+        """int64 [documents, 2, cp]."""
+        self._pieces = held.by_rank(np.stack((1 - held.tails, held.tails), axis=1))
+
+    def of(
+        self,
+        documents: np.ndarray,
+        heads: tuple[int, int] | None = None,
+        keys: tuple[float, float] | None = None,
+        num_heads: int = 1,
+    ) -> Load:
+        """Of some documents, int64 [n], in one round; `keys` are those of `Round`."""
+        held, nothing = self._held, np.zeros(self._held.cp, np.int64)
+        share = 1.0 if heads is None else (heads[1] - heads[0]) / num_heads
+        if keys is None:
+            calls = (self._pieces[documents].sum(axis=0) > 0).sum(axis=0)
+            tiles, moved = (share * each[documents].sum(axis=0) for each in (self.tiles, self._rows))
+            return Load(calls, tiles, nothing, moved)
+        segments, ranks, tails = held.of_documents(documents)
+        rows, tile = segments["stop"] - segments["start"], self._kernel.tile_rows
+        calls, tiles = nothing.copy(), np.zeros((2, held.cp))
+        if keys == OWN:
+            calls[ranks] = 1
+            segments["start"], segments["stop"] = 0, rows
+            np.add.at(tiles.T, ranks, np.stack(self._kernel.tiles(segments), axis=1))
+            return Load(calls, tiles, nothing, np.zeros((2, held.cp)))
+        low, high = keys
+        # A tail comes after the head of the same rank and document, if there is one.
+        place = segments["document"] * held.cp + ranks
+        head_rows = np.zeros(len(held.lengths) * held.cp, np.int64)
+        head_rows[place[tails == 0]] = rows[tails == 0]
+        before = head_rows[place] * tails
+        visible = ((segments["start"] - before) * (high - low)).astype(np.int64) + before * (low == 0)
+        # Rows without keys interrupt a call.
+        call, sees = 2 * ranks + tails, visible > 0
+        begins = sees & ~(np.append(False, sees[:-1]) & (np.diff(call, prepend=-1) == 0))
+        np.add.at(calls, ranks, begins)
+        query_tiles = -(-rows // tile) * sees
+        np.add.at(tiles.T, ranks, np.stack((query_tiles * -(-visible // tile), query_tiles), axis=1))
+        return Load(calls, tiles, tiles[1].astype(np.int64), (high - low) * self._rows[documents].sum(axis=0))
 
 
 class _Way(NamedTuple):

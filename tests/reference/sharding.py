@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_wlb.hardware.profile import KernelModel
-from megatron_wlb.sharding import moved_rows, rank_work
-from megatron_wlb.sharding.rounds import RoundCosts
+from megatron_wlb.sharding.routing import moved_rows
+from megatron_wlb.sharding.select import RoundCosts, rank_work
 from megatron_wlb.types import SEGMENT, Shard, ShardPlan
 from tests.reference.chunks import per_document, per_sequence
 from tests.reference.hybrid import hybrid

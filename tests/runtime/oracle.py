@@ -19,9 +19,7 @@ from megatron_wlb.runtime import all_to_all, attention
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends.trial import expected
 from megatron_wlb.runtime.metadata import ShardMetadata
-from megatron_wlb.sharding import segments
-from megatron_wlb.sharding.routing import OWN
-from megatron_wlb.sharding.volume import Held
+from megatron_wlb.sharding.routing import OWN, Held, rows
 from megatron_wlb.types import Round, ShardPlan
 from tests.reference.chunks import per_document, per_sequence
 from tests.reference.hybrid import hybrid
@@ -91,7 +89,7 @@ def dense(
 
 def local_rows(plan: ShardPlan, cp_rank: int) -> Tensor:
     """Packed rows that a rank holds, int64 [s]."""
-    return torch.from_numpy(segments.rows(plan.lengths, plan.shards[cp_rank]))
+    return torch.from_numpy(rows(plan.lengths, plan.shards[cp_rank]))
 
 
 def all_ranks(

@@ -10,7 +10,7 @@ import torch
 from megatron_wlb.runtime import all_to_all, attention
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.backends import Backend, get_backend
-from megatron_wlb.runtime.backends.aten import AtenBackend
+from megatron_wlb.runtime.backends.flash import AtenBackend
 from megatron_wlb.runtime.metadata import Part, ShardMetadata
 from megatron_wlb.types import Round, ShardPlan
 from tests.covering import covering

@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_wlb.model import ModelShape
 from megatron_wlb.runtime import all_to_all
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
-from megatron_wlb.runtime.encoding import varlen
+from megatron_wlb.runtime.backends.protocol import varlen
 from megatron_wlb.runtime.metadata import ShardMetadata
-from megatron_wlb.sharding import per_document, shard
+from megatron_wlb.sharding.select import per_document, shard
 from megatron_wlb.simulate.memory import attention_backward_bytes, layer_input_bytes
 from tests.jobs import job
 from tests.live import LiveBytes

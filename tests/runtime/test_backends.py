@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_wlb.describe.settings import ATTENTION_BACKENDS
-from megatron_wlb.runtime import backends, encoding
-from megatron_wlb.runtime.backends import BACKENDS, Choice, choose_backend, cpu, get_backend
+from megatron_wlb.runtime import backends
+from megatron_wlb.runtime.backends import BACKENDS, Choice, choose_backend, cpu, get_backend, protocol
 from megatron_wlb.runtime.backends.cpu import CpuBackend
 from megatron_wlb.runtime.backends.trial import HEAD_SIZES, kernel_args
 from tests.covering import covering
@@ -48,7 +48,7 @@ def test_windows_over_several_blocks(entries, window):
 @pytest.mark.parametrize("entries", CALLS.values(), ids=CALLS)
 def test_long_gaps_are_cut_into_pieces(monkeypatch, entries):
     """A backward kernel starts max_k / 128 blocks for every entry, also for one without queries."""
-    monkeypatch.setattr(encoding, "_GAP_ROWS", 4)
+    monkeypatch.setattr(protocol, "_GAP_ROWS", 4)
     args = kernel_args(Float64(), entries, "cpu", 0.3)
     queries, keys = args.table.diff()
     longest = max(4, *(keys for queries, keys in entries if queries))

@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 
-from megatron_wlb.runtime.backends.flash_attn_3 import FlashAttn3Backend
+from megatron_wlb.runtime.backends.flash import FlashAttn3Backend
 from megatron_wlb.runtime.backends.te import TeBackend
 from megatron_wlb.runtime.backends.trial import expected, kernel_args
 from tests.covering import covering

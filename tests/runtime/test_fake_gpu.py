@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_wlb.runtime.attention import AttentionOptions
-from megatron_wlb.runtime.backends.aten import AtenBackend
+from megatron_wlb.runtime.backends.flash import AtenBackend
 from megatron_wlb.runtime.metadata import ShardMetadata
 from tests.runtime.oracle import SHARDINGS, by_hand, in_parts
 

@@ -10,10 +10,10 @@ from torch.utils.data import DataLoader
 
 from megatron_wlb.runtime.backends import BACKENDS
 from megatron_wlb.runtime.backends.cpu import CpuBackend
+from megatron_wlb.runtime.backends.protocol import varlen
 from megatron_wlb.runtime.backends.te import TeBackend
-from megatron_wlb.runtime.encoding import varlen
 from megatron_wlb.runtime.metadata import ShardMetadata
-from megatron_wlb.sharding import per_document, shard
+from megatron_wlb.sharding.select import per_document, shard
 from megatron_wlb.types import Shard
 from tests.covering import covering
 from tests.jobs import job

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.model import MODELS
-from megatron_wlb.sharding import shard
-from megatron_wlb.sharding.rounds import attention_times, round_costs
-from megatron_wlb.sharding.volume import Held
+from megatron_wlb.sharding.routing import Held
+from megatron_wlb.sharding.select import attention_times, round_costs, shard
 from megatron_wlb.types import Round
 from tests.jobs import job
 from tests.reference.chunks import per_document, per_sequence

@@ -13,12 +13,8 @@ from megatron_wlb.cost.attention import sharding_kernel
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelModel, KernelTimes, load_profile
 from megatron_wlb.job import STRATEGIES
 from megatron_wlb.packing import POLICIES
-from megatron_wlb.sharding import divide, moved_rows, per_document, per_sequence, rank_work, shard
-from megatron_wlb.sharding.rounds import round_costs
-from megatron_wlb.sharding.routing import exchange
-from megatron_wlb.sharding.segments import document_begins, positions, rows
-from megatron_wlb.sharding.select import MOST_SHARES
-from megatron_wlb.sharding.volume import Held
+from megatron_wlb.sharding.routing import Held, document_begins, exchange, moved_rows, positions, rows
+from megatron_wlb.sharding.select import MOST_SHARES, divide, per_document, per_sequence, rank_work, round_costs, shard
 from megatron_wlb.types import SEGMENT, Shard
 from tests.jobs import MODEL, job
 from tests.reference.hybrid import hybrid

@@ -8,8 +8,7 @@ from megatron_wlb.cost.attention import sharding_kernel
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import Recompute
 from megatron_wlb.model import MODELS
-from megatron_wlb.sharding import divide
-from megatron_wlb.sharding.rounds import round_costs
+from megatron_wlb.sharding.select import divide, round_costs
 from tests import jobs
 from tests.reference.rounds import in_rounds
 

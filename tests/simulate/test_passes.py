@@ -5,15 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_wlb.cost.attention import attention_kernels
-from megatron_wlb.cost.exchange import exchange_model
-from megatron_wlb.cost.work import document_work
+from megatron_wlb.cost.attention import attention_kernels, exchange_model
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, load_profile
 from megatron_wlb.job import Recompute
 from megatron_wlb.model import MODELS
-from megatron_wlb.sharding import rank_work
+from megatron_wlb.sharding.select import rank_work
 from megatron_wlb.simulate.passes import crossover, deferrable_weights, pass_times, synchronised
+from megatron_wlb.types import document_work
 from tests.simulate.shards import SMALL, job, shards_of
 
 NETWORK = load_profile("h100-fa2").network

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.cost.work import document_work
 from megatron_wlb.hardware.network import Collective, Network
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.simulate.step import balanced_time, breakdown, simulate_step
 from megatron_wlb.simulate.trace import trace_of
+from megatron_wlb.types import document_work
 from tests.simulate.shards import JOBS, SMALL, job, shards_of
 
 AT_ONCE = Collective(ranks=(2,), latency_us=(0.0,), gb_per_s=(np.inf,))

@@ -13,8 +13,7 @@ from megatron_wlb.cli.analyze import table
 from megatron_wlb.cli.analyze.report import Report, Sample
 from megatron_wlb.cli.common import render
 from megatron_wlb.cli.pictures import BLUE, COLORS, GREEN, GREY, ORANGE
-from megatron_wlb.simulate.balance import attention_of_ranks, micro_batch_times
-from megatron_wlb.simulate.step import SimulatedStep
+from megatron_wlb.simulate.step import SimulatedStep, attention_of_ranks, micro_batch_times
 
 MOST_EDGES = 48
 """Most passes of a stage with white edges; more edges would cover the passes."""

@@ -13,7 +13,6 @@ import numpy as np
 from megatron_wlb.cli.analyze import layouts
 from megatron_wlb.cli.data import Data, data_of
 from megatron_wlb.cli.job import Run
-from megatron_wlb.cost.work import document_work
 from megatron_wlb.describe.make import default_max_tokens
 from megatron_wlb.describe.megatron import tile_rows, tp_overlap
 from megatron_wlb.job import Job
@@ -28,7 +27,7 @@ from megatron_wlb.settings import flag_with_value
 from megatron_wlb.simulate.memory import largest_max_tokens
 from megatron_wlb.simulate.passes import untimed
 from megatron_wlb.simulate.step import SimulatedStep, simulate_step
-from megatron_wlb.types import Shard, ShardPlan
+from megatron_wlb.types import Shard, ShardPlan, document_work
 
 MEGATRON = {"plain": "per-sequence", "thd": "per-document"}
 """Schemes without --wlb: tokens attend across documents, as upstream's flags have it; or inside, each document divided

@@ -5,11 +5,16 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_wlb.runtime.backends.aten import AtenBackend
-from megatron_wlb.runtime.backends.checks import check_value_size
 from megatron_wlb.runtime.backends.cpu import CpuBackend
-from megatron_wlb.runtime.backends.flash_attn_3 import FlashAttn3Backend
-from megatron_wlb.runtime.backends.protocol import Backend, KernelArgs, keys_and_values, owned, side_by_side
+from megatron_wlb.runtime.backends.flash import AtenBackend, FlashAttn3Backend
+from megatron_wlb.runtime.backends.protocol import (
+    Backend,
+    KernelArgs,
+    check_value_size,
+    keys_and_values,
+    owned,
+    side_by_side,
+)
 from megatron_wlb.runtime.backends.te import TeBackend
 from megatron_wlb.runtime.backends.trial import HEAD_SIZES, try_backend
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_wlb.runtime.backends.protocol import KernelArgs
-from megatron_wlb.runtime.encoding import Encoded, offsets
+from megatron_wlb.runtime.backends.protocol import Encoded, KernelArgs, offsets
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

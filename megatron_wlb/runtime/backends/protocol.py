@@ -1,11 +1,28 @@
 """The interface of attention backends."""
 
-from typing import NamedTuple, Protocol
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_wlb.runtime.encoding import Encoding
+from megatron_wlb.sharding.routing import ranges
+
+
+class Encoded(NamedTuple):
+    """An attention call as a backend takes it."""
+
+    table: np.ndarray
+    """int32, contiguous; the backend defines its shape and meaning."""
+    max_q: int = 0
+    """Queries of the longest entry."""
+    max_k: int = 0
+    """Keys of the longest entry."""
+
+
+Encoding = Callable[[np.ndarray, np.ndarray], Encoded]
 
 
 def owned(x: Tensor) -> Tensor:
@@ -86,3 +103,69 @@ class Backend(Protocol):
         dtype.
         """
         ...
+
+
+_GAP_ROWS = 4096
+"""Longest piece of a gap, unless an entry with queries is longer."""
+
+
+def varlen(key_begins: np.ndarray, segments: np.ndarray) -> Encoded:
+    """Return the table [cu_q, cu_k], [2, entries + 1], of a varlen call over all keys.
+
+    Entry e attends query rows [cu_q[e], cu_q[e + 1]) to keys [cu_k[e], cu_k[e + 1]), causally, aligned to the bottom
+    right. Entries without queries (gaps) skip keys that the call does not read, so no K/V is copied. Gaps count in
+    max_k, since backward kernels write dK only up to max_k. They start max_k / 128 blocks per entry, so long gaps are
+    cut into pieces.
+    """
+    begins = key_begins[segments["document"]]
+    longest = max(_GAP_ROWS, int(segments["stop"].max()))
+    # Interleave gap, entry, gap, entry, ..., gap; an empty gap comes in 0 pieces.
+    cu_k = np.concatenate(([0], np.stack([begins, begins + segments["stop"]], axis=1).ravel(), key_begins[-1:]))
+    q, k = np.zeros(2 * len(segments) + 1, np.int64), np.diff(cu_k)
+    q[1::2] = segments["stop"] - segments["start"]
+    pieces = -(-k // longest)
+    q, k = np.repeat(q, pieces), np.repeat(k, pieces)
+    piece = ranges(np.zeros_like(pieces), pieces)
+    k = np.clip(k - piece * longest, 0, longest)
+    # With max_q = 1 FlashAttention assumes decoding, and fails on gaps; max_q is an upper bound.
+    return Encoded(offsets(np.stack((q, k))), max_q=max(2, int(q.max())), max_k=int(k.max()))
+
+
+def offsets(lengths: np.ndarray) -> np.ndarray:
+    """Return offsets of entries, int32 [..., entries + 1], from int64 `lengths`."""
+    bounds = np.zeros((*lengths.shape[:-1], lengths.shape[-1] + 1), np.int32)
+    np.cumsum(lengths, axis=-1, out=bounds[..., 1:])
+    return bounds
+
+
+_MAX_HEAD_SIZE = 256
+
+
+def import_for(backend: str, module: str, package: str) -> Any:
+    """Return the imported `module`; raises ValueError if `package` does not load."""
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError) as error:  # OSError: a shared library is missing
+        raise ValueError(
+            f"attention backend {backend!r} needs {package}, which cannot be imported ({error}); install it, or choose "
+            "another backend"
+        ) from error
+
+
+def check_head_size(backend: str, q: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless the kernels support the sizes D and Dv."""
+    for size in (q.shape[-1], v.shape[-1]):
+        if size % 8 or size > _MAX_HEAD_SIZE:
+            raise ValueError(
+                f"attention backend {backend!r} cannot run head size {size}: it must be a multiple of 8 and at most "
+                f"{_MAX_HEAD_SIZE}; choose another kv_channels"
+            )
+
+
+def check_value_size(backend: Backend | type[Backend], head_sizes: tuple[int, int]) -> None:
+    """Raise ValueError if the backend needs value heads of the size of key heads."""
+    if len(set(head_sizes)) > 1 and not backend.any_value_size:
+        raise ValueError(
+            f"attention backend {backend.name!r} needs value heads of the size of key heads, {head_sizes[0]}, not "
+            f"{head_sizes[1]}; choose flash_attn_3 or te, on GPUs of compute capability 9.0 or later"
+        )

@@ -8,9 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_wlb.runtime.backends.checks import check_head_size, import_for
-from megatron_wlb.runtime.backends.protocol import KernelArgs, owned
-from megatron_wlb.runtime.encoding import Encoded, offsets
+from megatron_wlb.runtime.backends.protocol import Encoded, KernelArgs, check_head_size, import_for, offsets, owned
 
 _MODULE, _PACKAGE = "transformer_engine.pytorch", "transformer-engine[pytorch]"
 _KINDS = {"attn_bias_type": "no_bias", "dropout": 0.0}

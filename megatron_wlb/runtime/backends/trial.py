@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_wlb.runtime.backends.protocol import Backend, KernelArgs, keys_and_values, side_by_side
-from megatron_wlb.sharding.segments import document_begins
+from megatron_wlb.sharding.routing import document_begins
 from megatron_wlb.types import SEGMENT
 
 # (queries, keys): gaps, causal squares, prefixes, lengths of 1, nothing divisible by a block.

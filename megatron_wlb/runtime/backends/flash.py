@@ -1,16 +1,65 @@
-"""GPU backend on the package FlashAttention-3, one operator per call."""
+"""GPU backends on FlashAttention: version 2, which torch ships, and the package of version 3."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_wlb.runtime.backends.checks import check_head_size, import_for
-from megatron_wlb.runtime.backends.protocol import KernelArgs
-from megatron_wlb.runtime.encoding import varlen
+from megatron_wlb.runtime.backends.protocol import KernelArgs, check_head_size, import_for, varlen
 
 _DETERMINISTIC_HEAD_SIZE = 192
-"""Largest with deterministic gradients."""
+"""Largest head size for which version 3 has deterministic gradients."""
+
+
+class AtenBackend:
+    """`aten::_flash_attention_forward` and `_backward`, one operator per call.
+
+    Bitwise reproducible under `torch.use_deterministic_algorithms(True)`: dQ is then summed in a workspace, the
+    larger the fewer entries a call has. Replacing the operators by FlashAttention-3 for the whole process is not
+    supported.
+    """
+
+    name = "aten"
+    device_types: tuple[str, ...] = ("cuda",)
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+    any_value_size = False
+    encode = staticmethod(varlen)
+
+    def __init__(self) -> None:
+        self._forward = torch.ops.aten._flash_attention_forward.default
+        self._backward = torch.ops.aten._flash_attention_backward.default
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
+        """See `Backend.forward`."""
+        check_head_size(self.name, q, v)
+        out, lse, _, _, _ = self._forward(query=q, key=k, value=v, return_debug_mask=False, **_arguments_of_2(args))
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, args: KernelArgs
+    ) -> Tensor:
+        """See `Backend.backward`."""
+        # The random state of forward; the kernel does not read it without dropout.
+        rng_state = torch.empty(2, dtype=torch.uint64, device=q.device)
+        state = {"grad_out": dout, "out": out, "logsumexp": lse, "rng_state": rng_state, "unused": rng_state[0]}
+        dq, dk, dv = self._backward(query=q, key=k, value=v, **state, **_arguments_of_2(args))
+        args.store(dkv, dk, dv)
+        return dq
+
+
+def _arguments_of_2(args: KernelArgs) -> dict[str, Any]:
+    cu_q, cu_k = args.table
+    return {
+        "cum_seq_q": cu_q,
+        "cum_seq_k": cu_k,
+        "max_q": args.max_q,
+        "max_k": args.max_k,
+        "dropout_p": 0.0,
+        "is_causal": args.causal,
+        "scale": args.scale,
+        "window_size_left": args.window,
+        "window_size_right": None if args.window is None else 0,
+    }
 
 
 class FlashAttn3Backend:
@@ -40,7 +89,7 @@ class FlashAttn3Backend:
         """See `Backend.forward`."""
         check_head_size(self.name, q, v)
         # Splitting the keys of few queries saves time in decoding only.
-        out, lse, *_ = self._forward(q=q, k=k, v=v, num_splits=1, **_arguments(args))
+        out, lse, *_ = self._forward(q=q, k=k, v=v, num_splits=1, **_arguments_of_3(args))
         return out, lse
 
     def backward(
@@ -57,12 +106,12 @@ class FlashAttn3Backend:
         # Contiguous; the kernels write every row up to max_seqlen_k, also of keys without queries.
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
         given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse, "dq": dq, "dk": dk, "dv": dv}
-        self._backward(**given, **_arguments(args), deterministic=deterministic)
+        self._backward(**given, **_arguments_of_3(args), deterministic=deterministic)
         args.store(dkv, dk, dv)
         return dq
 
 
-def _arguments(args: KernelArgs) -> dict[str, Any]:
+def _arguments_of_3(args: KernelArgs) -> dict[str, Any]:
     cu_q, cu_k = args.table
     return {
         "cu_seqlens_q": cu_q,
