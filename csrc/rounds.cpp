@@ -272,7 +272,7 @@ class Chooser {
     return timed;
   }
 
-  // `round_times` of cost/attention.py.
+  // `round_times` of tests/reference/rounds.py.
   static double run_forward(Times free, const std::vector<Timed>& rounds) {
     double here = 0;
     for (size_t i = 0; i < rounds.size(); ++i) {

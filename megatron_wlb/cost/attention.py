@@ -1,6 +1,5 @@
 """Attention times of a job, and the kernel model that its sharding uses."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -89,46 +88,6 @@ def expansion(job: Job) -> tuple[float, float]:
     flops = 2 * job.model.expanded_weights / job.parallel.tp / 1e6
     forward, backward = job.profile.rates
     return flops / forward, 2 * flops / backward
-
-
-def round_times(
-    own: Sequence[np.ndarray], times: Sequence[np.ndarray], moved: Directions, *, kept: bool, ahead: float = 0.0
-) -> Directions:
-    """Return us of attention in rounds, forward and backward, float64 [...] each.
-
-    Documents that are whole on a rank run first in forward and last in backward. K and V of a round begin to arrive
-    when every rank begins the round before; its gradients leave when all ranks have ended it. A rank waits for them
-    after it has run the next round, and for all at the end. Trailing rounds without time and rows are ignored.
-
-    Args:
-        own: forward and backward time of documents that are whole on a rank, float64 [..., cp] each.
-        times: forward and backward time of every round with an exchange, float64 [..., rounds, cp] each.
-        moved: times in which K and V arrive and gradients leave, float64 [..., rounds] each.
-        kept: K and V are kept from forward, and are not sent again.
-        ahead: time in us by which backward's first K and V are prefetched.
-    """
-    arrive, leave = (np.moveaxis(each, -1, 0) for each in moved)
-    forward, backward = (np.moveaxis(each, -2, 0) for each in times)
-    here = arrive[0]
-    free = np.broadcast_to(own[0], forward[0].shape)
-    for i, took in enumerate(forward):
-        begin = np.maximum(free, here[..., None])
-        if i + 1 < len(forward):
-            here = np.maximum(here, begin.max(axis=-1)) + arrive[i + 1]
-        free = begin + took
-    done = free.max(axis=-1)
-
-    again = np.zeros_like(arrive) if kept else arrive
-    here = channel = np.maximum(again[0] - ahead, 0)
-    free, last = np.zeros_like(free), np.zeros_like(here)
-    for i, took in enumerate(backward):
-        begin = np.maximum(free, here[..., None])
-        if i + 1 < len(backward):
-            began = np.maximum(channel, begin.max(axis=-1)) + again[i + 1]
-            here, channel = (np.where(again[i + 1] > 0, began, before) for before in (here, channel))
-        free = np.maximum(begin + took, np.where(leave[i] > 0, last, 0)[..., None])
-        last = channel = np.maximum(channel, free.max(axis=-1)) + leave[i]
-    return done, np.maximum((free + own[1]).max(axis=-1), channel)
 
 
 def exposed_exchange(job: Job, rows: np.ndarray, attention: Directions) -> Directions:

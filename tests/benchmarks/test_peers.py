@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from benchmarks import cp_peers
 from megatron_wlb.cost.attention import attention_kernels, exchange_model, exposed_exchange
 from megatron_wlb.hardware.profile import load_profile
-from megatron_wlb.sharding.routing import Held, moved_rows
+from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.sharding.select import per_document
 from tests.jobs import job
+from tests.reference.rounds import Held
 
 lengths = st.lists(st.integers(1, 500), min_size=1, max_size=30).map(lambda x: np.array(x, np.int64))
 

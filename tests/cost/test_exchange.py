@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_wlb.cost.attention import exchange_model, exposed_exchange, round_times
+from megatron_wlb.cost.attention import exchange_model, exposed_exchange
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, Profile, load_profile
 from megatron_wlb.job import Recompute
@@ -14,6 +14,7 @@ from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.passes import pass_times
 from tests.jobs import job
+from tests.reference.rounds import round_times
 
 LLAMA2_7B = MODELS["llama2-7b"]
 V3 = replace(MODELS["deepseek-v3"], num_layers=8)

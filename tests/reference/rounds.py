@@ -1,14 +1,14 @@
 """In which rounds the attention of a micro-batch runs, as csrc/rounds.cpp has it."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_wlb.cost.attention import round_times
+from megatron_wlb.cost.attention import Directions
 from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.sharding.routing import OWN
 from megatron_wlb.sharding.routing import Held as _Held
@@ -119,6 +119,46 @@ class Loads:
         query_tiles = -(-rows // tile) * sees
         np.add.at(tiles.T, ranks, np.stack((query_tiles * -(-visible // tile), query_tiles), axis=1))
         return Load(calls, tiles, tiles[1].astype(np.int64), (high - low) * self._rows[documents].sum(axis=0))
+
+
+def round_times(
+    own: Sequence[np.ndarray], times: Sequence[np.ndarray], moved: Directions, *, kept: bool, ahead: float = 0.0
+) -> Directions:
+    """Return us of attention in rounds, forward and backward, float64 [...] each.
+
+    Documents that are whole on a rank run first in forward and last in backward. K and V of a round begin to arrive
+    when every rank begins the round before; its gradients leave when all ranks have ended it. A rank waits for them
+    after it has run the next round, and for all at the end. Trailing rounds without time and rows are ignored.
+
+    Args:
+        own: forward and backward time of documents that are whole on a rank, float64 [..., cp] each.
+        times: forward and backward time of every round with an exchange, float64 [..., rounds, cp] each.
+        moved: times in which K and V arrive and gradients leave, float64 [..., rounds] each.
+        kept: K and V are kept from forward, and are not sent again.
+        ahead: time in us by which backward's first K and V are prefetched.
+    """
+    arrive, leave = (np.moveaxis(each, -1, 0) for each in moved)
+    forward, backward = (np.moveaxis(each, -2, 0) for each in times)
+    here = arrive[0]
+    free = np.broadcast_to(own[0], forward[0].shape)
+    for i, took in enumerate(forward):
+        begin = np.maximum(free, here[..., None])
+        if i + 1 < len(forward):
+            here = np.maximum(here, begin.max(axis=-1)) + arrive[i + 1]
+        free = begin + took
+    done = free.max(axis=-1)
+
+    again = np.zeros_like(arrive) if kept else arrive
+    here = channel = np.maximum(again[0] - ahead, 0)
+    free, last = np.zeros_like(free), np.zeros_like(here)
+    for i, took in enumerate(backward):
+        begin = np.maximum(free, here[..., None])
+        if i + 1 < len(backward):
+            began = np.maximum(channel, begin.max(axis=-1)) + again[i + 1]
+            here, channel = (np.where(again[i + 1] > 0, began, before) for before in (here, channel))
+        free = np.maximum(begin + took, np.where(leave[i] > 0, last, 0)[..., None])
+        last = channel = np.maximum(channel, free.max(axis=-1)) + leave[i]
+    return done, np.maximum((free + own[1]).max(axis=-1), channel)
 
 
 class _Way(NamedTuple):
