@@ -100,7 +100,7 @@ def show(rows: list[Row], columns: Sequence[str] = (), *, title: str | None = No
     def cell(value: Any) -> str:
         return "" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
 
-    columns = columns or list(rows[0])
+    columns = columns or list(rows[0] if rows else ())
     table = Table(*columns, title=title)
     for row in rows:
         table.add_row(*(cell(row.get(column)) for column in columns))

@@ -108,13 +108,16 @@ def merging(job: Job, tokens: np.ndarray) -> np.ndarray:
 def token_exchange(job: Job, tokens: np.ndarray) -> np.ndarray:
     """Return the time in which the rows of a layer go to their experts and back, us; nothing overlaps it.
 
-    A row is sent once for every expert that it goes to, as by `--moe-token-dispatcher-type alltoall`.
+    A row is copied for every expert that it goes to, and sent as often, as by `--moe-token-dispatcher-type alltoall`;
+    what comes back is summed.
     """
     parallel, network = job.parallel, job.profile.network
     rows = tokens / parallel.tp * job.model.moe_router_topk * job.model.hidden_size * job.bytes_per_value
     time = np.zeros_like(tokens)
     if not job.model.moe_router_topk or job.profile.counts_pairs:
         return time
+    copied = 2 * (1 + job.model.moe_router_topk) * job.model.hidden_size
+    time = time + _memory(job, copied * job.bytes_per_value, tokens)
     if parallel.ep > 1:
         latency, byte = network.all_to_all(Group(size=parallel.ep, stride=parallel.expert_tp))
         time = time + 2 * (latency + rows * byte * (parallel.ep - 1) / parallel.ep)

@@ -10,7 +10,7 @@ from benchmarks import published
 from benchmarks.lengths import DATA
 
 ROWS = {row["id"]: row for row in json.loads((DATA / "published.json").read_text())}
-STEP = ROWS["mlm-weak-7.1B"]
+STEP, KERNEL = ROWS["mlm-weak-7.1B"], ROWS["fa3-h100-causal-d128-fwd-4096"]
 
 
 def without(row, path):
@@ -33,7 +33,14 @@ def without(row, path):
         (STEP | {"hardware": "TPU v5p"}, "no profile of TPU v5p"),
         (STEP | {"sequence": "1K to 16K"}, "sequences of 1K to 16K tokens"),
         (STEP | {"measured": {"peak_memory": {"value": 70, "unit": "GB"}}}, "no speed of a training step"),
-        (STEP | {"measured": {"tflops_per_gpu": {"value": None}}}, "a field is not as expected"),
+        (STEP | {"measured": {"tflops_per_gpu": {"value": None}}}, "no measured.tflops_per_gpu.value"),
+        (STEP | {"measured": {"tflops_per_gpu": {"value": "fast"}}}, "a field is not as expected"),
+        (STEP | {"measured": {"tflops_per_gpu": {"value": -1}}}, "no speed over 0"),
+        (STEP | {"precision": "mxfp8"}, "no rate of products in mxfp8"),
+        (STEP | {"layout": STEP["layout"] | {"tp": 8, "gpus": 4}}, "4 GPUs for TP 8"),
+        (KERNEL | {"model": {"name": "attention, head 64, causal"}}, "no kernels for heads of its size"),
+        (KERNEL | {"hardware": "A100"}, "no kernels of fp16 on A100"),
+        (KERNEL | {"source": "elsewhere"}, "its heads are not known"),
         ({"id": "nothing"}, "no model"),
     ],
 )
@@ -48,6 +55,23 @@ def test_half_of_attention_counts_half_and_faster_is_over_one():
     slower = STEP | {"measured": {"step_time": {"value": 1.0, "unit": "s"}}}
     (full, half, timed), _ = published.predict([STEP, causal, slower])
     assert half["predicted"] < full["predicted"] and timed["ratio"] == pytest.approx(1 / timed["predicted"])
+
+
+def test_software_differs_in_what_a_row_leaves_open():
+    """torchtitan's pipelines drain after a micro-batch for every stage, and its vanilla tensor parallelism waits."""
+    deep, two = ROWS["titan-405b-1f1b"], ROWS["titan-70b-asynctp"]
+    (drained, vanilla, overlapped), _ = published.predict([deep, two])
+    (steady, hidden, _), _ = published.predict([row | {"source": "NVIDIA/NeMo"} for row in (deep, two)])
+    assert drained["predicted"] < 0.8 * steady["predicted"]
+    assert vanilla["predicted"] < overlapped["predicted"] <= hidden["predicted"]
+
+
+@pytest.mark.parametrize("rows", [[], [ROWS["bridge-25.09-llama3_8b"]], [{"id": "other"}]])
+def test_a_file_without_rows_of_bf16_is_scored(rows, tmp_path, monkeypatch):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(rows))
+    monkeypatch.setattr(sys, "argv", ["published", str(path), "--check"])
+    published.main()
 
 
 def test_the_json_file_has_every_row(tmp_path, monkeypatch):
