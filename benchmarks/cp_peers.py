@@ -14,9 +14,9 @@ from benchmarks.attention import fitted
 from megatron_wlb.cost.attention import attention_kernels, exchange_model, exposed_exchange
 from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.job import Job
-from megatron_wlb.sharding.routing import document_begins
+from megatron_wlb.sharding.routing import document_begins, moved_rows
 from megatron_wlb.types import SEGMENT, Shard, ShardPlan, document_work
-from tests.reference.rounds import Held, moved_rows, round_times
+from tests.reference.rounds import Held, round_times
 
 MAGI_STAGES = (1, 2, 4, 8)
 """Stages in which MagiAttention's ranks get keys of other ranks: one by default, up to eight in its dynamic mode."""
