@@ -25,65 +25,51 @@ std::vector<Document> by_length(const std::vector<Document>& documents) {
   return sorted;
 }
 
-// A micro-batch: the rank that runs it, and which one of the rank's it is.
-struct Place {
-  size_t rank, i;
-};
-
-// Micro-batches under construction: work and tokens of each, and of every rank.
+// Micro-batches under construction: work and tokens of each, and of every rank. Micro-batches are numbered by rank, and
+// count from `at`.
 struct Bins {
   explicit Bins(const Sizes& sizes)
       : each(static_cast<size_t>(sizes.num_micro_batches / sizes.ranks)),
         per_work(sizes.total_weight),
         per_largest(sizes.largest_weight),
-        work(static_cast<size_t>(sizes.num_micro_batches)),
-        tokens(work.size()),
-        ranks(work.size() / each),
+        ranks(static_cast<size_t>(sizes.ranks)),
         cost(ranks.size()),
-        shortest(ranks.size()) {}
+        work(ranks.size(), each),
+        tokens(ranks.size(), each) {}
 
   struct Rank {
     int64_t work = 0, tokens = 0, largest = 0;
   };
 
-  size_t at(const Place& place) const { return place.rank * each + place.i; }
-
-  size_t lightest(size_t rank) const {
-    const auto begin = work.begin() + static_cast<std::ptrdiff_t>(rank * each);
-    return static_cast<size_t>(std::min_element(begin, begin + static_cast<std::ptrdiff_t>(each)) - begin);
-  }
+  size_t at(size_t rank, size_t i) const { return work.at(rank, i); }
+  size_t rank_of(size_t at) const { return at / work.at(1, 0); }
 
   // The lightest micro-batch of the rank of least cost.
-  Place next() const { return {cost.least(), lightest(cost.least())}; }
+  size_t next() const { return work.least_of(cost.least()); }
 
   // The same, among those that have at most so many tokens.
-  std::optional<Place> next_within(int64_t limit) const {
-    const size_t rank = cost.least_within(shortest, limit);
-    if (rank == ranks.size()) return std::nullopt;
-    size_t best = each;
-    for (size_t i = 0; i < each; ++i)
-      if (tokens[rank * each + i] <= limit && (best == each || work[rank * each + i] < work[rank * each + best]))
-        best = i;
-    return Place{rank, best};
+  std::optional<size_t> next_within(int64_t limit) const {
+    const size_t rank = cost.least_within(tokens, limit);
+    if (rank == cost.size()) return std::nullopt;
+    return work.least_of_within(rank, tokens, limit);
   }
 
-  void add(const Document& document, const Place& place) {
-    change(place, document.work, document.length);
+  void add(const Document& document, size_t at) {
+    change(at, document.work, document.length);
     total_work += document.work;
     total_tokens += document.length;
     alike += real(document.length) * real(document.work);
   }
 
-  void change(const Place& place, int64_t more_work, int64_t more_tokens) {
-    work[at(place)] += more_work;
-    tokens[at(place)] += more_tokens;
-    Rank& rank = ranks[place.rank];
+  void change(size_t at, int64_t more_work, int64_t more_tokens) {
+    const size_t r = rank_of(at);
+    work.add(at, more_work);
+    tokens.add(at, more_tokens);
+    Rank& rank = ranks[r];
     rank.work += more_work;
     rank.tokens += more_tokens;
-    rank.largest = more_work >= 0 ? std::max(rank.largest, work[at(place)]) : largest_without(place.rank, each, each);
-    cost.add(place.rank, cost_with(place.rank, 0, rank.largest) - cost[place.rank]);
-    const int64_t* begin = &tokens[place.rank * each];
-    shortest.add(place.rank, *std::min_element(begin, begin + each) - shortest[place.rank]);
+    rank.largest = more_work >= 0 ? std::max(rank.largest, work[at]) : largest_without(r, work.size(), work.size());
+    cost.add(r, cost_with(r, 0, rank.largest) - cost[r]);
   }
 
   // Cost of a rank with so much more work and such a largest micro-batch.
@@ -94,16 +80,15 @@ struct Bins {
   // Work of the largest micro-batch of a rank but these two.
   int64_t largest_without(size_t rank, size_t a, size_t b) const {
     int64_t most = 0;
-    for (size_t i = 0; i < each; ++i)
-      if (i != a && i != b) most = std::max(most, work[rank * each + i]);
+    for (size_t i = at(rank, 0); i < at(rank, each); ++i)
+      if (i != a && i != b) most = std::max(most, work[i]);
     return most;
   }
 
   size_t each;
   int64_t per_work, per_largest;
-  std::vector<int64_t> work, tokens;
   std::vector<Rank> ranks;
-  Ranking cost, shortest;  // of ranks; tokens of the shortest micro-batch
+  Ranking cost, work, tokens;  // of ranks; of every rank's micro-batches
   int64_t total_work = 0, total_tokens = 0;
   double alike = 0.0;
 };
@@ -157,8 +142,8 @@ class Step {
       if (forced_tokens + d.length > poured.limit) continue;
       forced_tokens += d.length;
       chosen.push_back(d);
-      const Place next = bins.next();
-      if (bins.tokens[bins.at(next)] + d.length <= sizes_.max_tokens) bins.add(d, next);
+      const size_t next = bins.next();
+      if (bins.tokens[next] + d.length <= sizes_.max_tokens) bins.add(d, next);
     }
     int64_t sum = bins.total_tokens;
     for (const Document& d : release(rest, by_length(solid), bins, poured)) chosen.push_back(d), sum += d.length;
@@ -249,15 +234,14 @@ class Step {
     return best;
   }
 
-  std::optional<Place> fitting(const Document& document, const Bins& bins, double cap, const Fluid& fluid) const {
-    const Place next = bins.next();
-    const size_t at = bins.at(next);
+  std::optional<size_t> fitting(const Document& document, const Bins& bins, double cap, const Fluid& fluid) const {
+    const size_t at = bins.next();
     const int64_t tokens = bins.total_tokens + document.length;
     if (tokens > fluid.limit || bins.tokens[at] + document.length > sizes_.max_tokens) return std::nullopt;
     const double work = real(bins.work[at] + document.work);
     const double poured = fluid.density * real(fluid.poured(tokens));
     const double mean = (real(bins.total_work + document.work) + poured) / real(sizes_.num_micro_batches);
-    return work <= cap || work <= mean ? std::optional(next) : std::nullopt;
+    return work <= cap || work <= mean ? std::optional(at) : std::nullopt;
   }
 
   // What is lost is the time of the costliest rank, once the fluid is in, beyond an even share of the work and the
@@ -326,11 +310,12 @@ class Step {
       const auto at = bins.next_within(sizes_.max_tokens - d.length);
       if (!at) continue;
       bins.add(d, *at);
-      held[bins.at(*at)].push_back(d);
+      held[*at].push_back(d);
     }
     refine(held, bins);
     Packed packed{{}, {0}};
-    for (auto& documents : held) {
+    for (size_t i = 0; i < bins.ranks.size() * bins.each; ++i) {
+      auto& documents = held[bins.at(i / bins.each, i % bins.each)];
       std::sort(documents.begin(), documents.end(), by_row);
       for (const Document& d : documents) packed.rows.push_back(d.row);
       packed.bounds.push_back(static_cast<int64_t>(packed.rows.size()));
@@ -350,31 +335,31 @@ class Step {
       return all;
     };
     for (int64_t k = 0; k < kExchanges; ++k) {
-      Place worst{0, 0};
+      size_t worst = 0;
       for (size_t r = 1; r < bins.ranks.size(); ++r)
-        if (bins.cost[r] > bins.cost[worst.rank]) worst.rank = r;
-      if (real(bins.cost[worst.rank]) <= 1.0002 * least) return;
-      for (size_t i = 1; i < bins.each; ++i)
-        if (bins.work[bins.at({worst.rank, i})] > bins.work[bins.at(worst)]) worst.i = i;
+        if (bins.cost[r] > bins.cost[worst]) worst = r;
+      if (real(bins.cost[worst]) <= 1.0002 * least) return;
+      const size_t begin = bins.at(worst, 0), end = bins.at(worst, bins.each);
+      size_t here = begin;
+      for (size_t i = begin; i < end; ++i)
+        if (bins.work[i] > bins.work[here]) here = i;
       Amounts ranks, inside;
       for (size_t r = 0; r < bins.ranks.size(); ++r)
-        if (r != worst.rank) ranks.push_back({bins.cost[r], r});
-      for (size_t i = 0; i < bins.each && sizes_.largest_weight; ++i)
-        inside.push_back({bins.work[bins.at({worst.rank, i})], i});
-      std::vector<Place> lightest;
-      for (const auto& [cost, r] : lightest_of(ranks)) lightest.push_back({r, bins.lightest(r)});
+        if (r != worst) ranks.push_back({bins.cost[r], r});
+      for (size_t i = begin; i < end && sizes_.largest_weight; ++i) inside.push_back({bins.work[i], i});
+      std::vector<size_t> lightest;
+      for (const auto& [cost, r] : lightest_of(ranks)) lightest.push_back(bins.work.least_of(r));
       for (const auto& [work, i] : lightest_of(inside))
-        if (i != worst.i) lightest.push_back({worst.rank, i});
+        if (i != here) lightest.push_back(i);
 
-      const size_t here = bins.at(worst);
-      int64_t best = bins.cost[worst.rank];
-      std::optional<Place> other;
+      int64_t best = bins.cost[worst];
+      std::optional<size_t> other;
       size_t best_a = 0, best_b = 0;  // which goes, and which comes back, counted from 1; 0: none
-      for (const Place& place : lightest) {
-        const size_t there = bins.at(place);
-        const bool same = place.rank == worst.rank;
-        const int64_t rest = bins.largest_without(worst.rank, worst.i, same ? place.i : bins.each);
-        const int64_t rest_there = bins.largest_without(place.rank, place.i, bins.each);
+      for (const size_t there : lightest) {
+        const size_t rank = bins.rank_of(there);
+        const bool same = rank == worst;
+        const int64_t rest = bins.largest_without(worst, here, there);
+        const int64_t rest_there = bins.largest_without(rank, there, there);
         for (size_t a = 0; a < held[here].size(); ++a) {
           for (size_t b = 0; b <= held[there].size(); ++b) {
             const Document& down = held[here][a];
@@ -384,20 +369,20 @@ class Step {
                 bins.tokens[here] - tokens > sizes_.max_tokens)
               continue;
             const int64_t lower = std::max(rest, bins.work[here] - work), higher = bins.work[there] + work;
-            const int64_t cost = same ? bins.cost_with(worst.rank, 0, std::max(lower, higher))
-                                      : std::max(bins.cost_with(worst.rank, -work, lower),
-                                                 bins.cost_with(place.rank, work, std::max(rest_there, higher)));
-            if (cost < best) best = cost, other = place, best_a = a, best_b = b;
+            const int64_t cost = same ? bins.cost_with(worst, 0, std::max(lower, higher))
+                                      : std::max(bins.cost_with(worst, -work, lower),
+                                                 bins.cost_with(rank, work, std::max(rest_there, higher)));
+            if (cost < best) best = cost, other = there, best_a = a, best_b = b;
           }
         }
       }
       if (!other) return;
-      auto &from = held[here], &to = held[bins.at(*other)];
+      auto &from = held[here], &to = held[*other];
       const Document down = from[best_a], up = best_b ? to[best_b - 1] : Document{};
       from.erase(from.begin() + static_cast<std::ptrdiff_t>(best_a));
       if (best_b) to.erase(to.begin() + static_cast<std::ptrdiff_t>(best_b - 1)), from.push_back(up);
       to.push_back(down);
-      bins.change(worst, up.work - down.work, up.length - down.length);
+      bins.change(here, up.work - down.work, up.length - down.length);
       bins.change(*other, down.work - up.work, down.length - up.length);
     }
   }

@@ -1,6 +1,7 @@
 """Plan of a step: documents, data-parallel rank and CP shards of micro-batches."""
 
 import atexit
+import functools
 import hashlib
 import math
 import sys
@@ -166,9 +167,14 @@ def digest_of(*parts: Any) -> int:
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         array = isinstance(part, np.ndarray)
-        digest.update(repr((part.shape, part.dtype) if array else part).encode())
+        digest.update(f"{part.shape} {_text(part.dtype)}".encode() if array else repr(part).encode())
         digest.update(np.ascontiguousarray(part) if array else b"")
     return int.from_bytes(digest.digest()) >> 1
+
+
+@functools.cache
+def _text(dtype: np.dtype[Any]) -> str:
+    return repr(dtype)  # numpy takes longer to write one than to hash a micro-batch
 
 
 class Planner:

@@ -106,7 +106,7 @@ def shard(lengths: np.ndarray, job: Job) -> tuple[np.ndarray, ShardPlan]:
     tokens, strategy, kernel = int(lengths.sum()), job.sharding.cp_sharding, sharding_kernel(job)
     padding = -tokens % job.unit_tokens if tokens else job.unit_tokens
     padded = np.append(lengths, [padding] if padding else []).astype(np.int64)
-    in_rounds = job.cp_exchange == "shared"
+    in_rounds = job.cp_exchange == "shared" and job.parallel.cp > 1
     prices = list(dict.fromkeys(share * kernel.exchange for share in (EXPOSED_SHARES if in_rounds else (1,))))
     mirrors = job.parallel.cp > 1 and job.reorders and "per-sequence" in STRATEGIES[strategy]
     order, plan = _choose(
