@@ -31,7 +31,7 @@ FRAMEWORKS = {
     "flash_attn": (),
 }
 """Which rooms may import what; the attention backends find their packages by name."""
-IN_FUNCTIONS = {"cli": ("torch", "runtime", "rehearse")}
+IN_FUNCTIONS = {"cli": ("torch", "runtime", "adapter", "rehearse")}
 """What a room may import inside functions alone, since most of its commands run without."""
 
 MODULES = {

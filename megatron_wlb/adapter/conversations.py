@@ -24,6 +24,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import print_rank_0
 
+from megatron_wlb.files import INPUTS
 from megatron_wlb.plan.dataset import DocumentIndex, read_index, trained_tokens
 
 VERSION = 1
@@ -45,6 +46,8 @@ class Conversations:
     """uint8 [tokens of the file], 1: trained as a target."""
     lengths: np.ndarray
     """Trained rows of each, int32 [conversations]; 0: left out."""
+    rows: np.ndarray
+    """Tokens of each row of the files, which may hold several conversations."""
     content: str
     """Digest of everything above."""
 
@@ -89,6 +92,8 @@ def read(path: str, args: Namespace) -> Conversations:
         print_rank_0(f"> wlb: WARNING: {len(broken)} broken rows of {path} are left out: {'; '.join(broken[:3])}")
     index = read_index(str(folder / "tokens"))
     mask = np.memmap(folder / "mask.bin", np.uint8, "r")
+    places = np.load(folder / "rows.npy", mmap_mode="r")
+    begins = np.flatnonzero(np.diff(places, axis=0, prepend=-1).any(axis=1))
     lengths = trained_tokens(index.tokens).astype(np.int32)
     (long,) = np.nonzero(lengths > args.seq_length)
     truncate = args.wlb_sft_too_long == "truncate"
@@ -98,13 +103,14 @@ def read(path: str, args: Namespace) -> Conversations:
         kept = truncate and mask[first + 1 : first + args.seq_length].any()
         lengths[i] = args.seq_length - 1 if kept else 0
     if len(long):
-        number, row = np.load(folder / "rows.npy", mmap_mode="r")[long[0]].tolist()
+        number, row = places[long[0]].tolist()
         print_rank_0(
             f"> wlb: {len(long)} of {len(lengths)} conversations of {path} have more than --seq-length "
             f"{args.seq_length} tokens, and are {'cut off there' if truncate else 'left out'}; the first: "
             f"{files[number]} line {row}"
         )
-    return Conversations(index, mask, lengths, f"{key} {args.seq_length} {args.wlb_sft_too_long}")
+    rows = np.add.reduceat(index.tokens, begins, dtype=np.int64)
+    return Conversations(index, mask, lengths, rows, f"{key} {args.seq_length} {args.wlb_sft_too_long}")
 
 
 def _files(path: str) -> list[Path]:
@@ -114,6 +120,7 @@ def _files(path: str) -> list[Path]:
         raise ValueError(
             f"{path} holds no conversations; give --data-path a file of {', '.join(SUFFIXES)}, or a folder of them"
         )
+    INPUTS.update(map(os.path.realpath, files))
     return files
 
 

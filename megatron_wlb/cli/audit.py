@@ -1,6 +1,7 @@
 """`megatron-wlb audit`: check a run's document log: nothing lost, nothing doubled.
 
-Checks that, over all restarts, the steps of a run trained every document exactly once in every pass over the data.
+Checks that, over all restarts, the steps of a run trained every document exactly once in every pass over the data, and
+with --sft all conversations of an epoch before the next one began.
 After --wlb-restart-packing, only steps since the data last began anew count. Prints the result as JSON; the exit code
 is 1 if something is wrong.
 """
@@ -53,7 +54,9 @@ def run(args: argparse.Namespace, words: Words) -> int:
         )
     waiting = np.concatenate(list(saved.waiting(state).values()))
     lengths = [trained_tokens(read_tokens(prefix)) for prefix in args.data_path] or None
-    result = document_log.audit(entries, waiting, state["stream"]["position"], lengths)
+    stream = state["stream"]
+    whole = stream.get("whole_epochs", False)
+    result = document_log.audit(entries, waiting, stream["position"], lengths, whole_epochs=whole)
     if result.restarts:
         print(
             f"{args.log}: the data began anew at step {result.first_step}; the steps before are not judged",

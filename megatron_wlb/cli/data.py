@@ -1,12 +1,18 @@
 """The documents of a run: the training split of the data that its arguments name."""
 
+import contextlib
 import json
 import math
+import sys
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+
+import numpy as np
 
 from megatron_wlb import files
 from megatron_wlb.describe.megatron import MegatronArguments
+from megatron_wlb.describe.settings import RunSettings
 from megatron_wlb.plan.dataset import read_tokens, trained_tokens
 from megatron_wlb.plan.mock import MockIndex, mock_lengths
 from megatron_wlb.plan.stream import DocumentStream, Source
@@ -30,14 +36,15 @@ class Data:
         return DocumentStream(self.sources, seed=seed, context_length=context_length)
 
 
-def data_of(a: MegatronArguments, notes: list[str], mock: str = "F2") -> Data:
-    """Return the data of --data-path or its like, or mock data of lengths `mock`; adds assumptions to `notes`.
+def data_of(a: MegatronArguments, notes: list[str], settings: RunSettings) -> Data:
+    """Return the data of --data-path or its like, or mock data; adds assumptions to `notes`.
 
-    Raises ValueError if data are missing or no dataset.
+    Conversations of --sft are tokenized, unless they are already. Raises ValueError if data are missing or no dataset.
     """
     if a.mock_data and not a.data_path:
-        index = MockIndex(distribution=mock_lengths(mock), seed=a.seed, vocabulary=1)
-        return Data(sources=[Source(lengths=index.lengths)], prefixes=[f"mock data, {mock}"], has_validation=True)
+        drawn = settings.mock_lengths
+        index = MockIndex(distribution=mock_lengths(drawn), seed=a.seed, vocabulary=1)
+        return Data(sources=[Source(lengths=index.lengths)], prefixes=[f"mock data, {drawn}"], has_validation=True)
     words, is_split = _blend_words(a)
     split = "1"
     if is_split:
@@ -48,16 +55,32 @@ def data_of(a: MegatronArguments, notes: list[str], mock: str = "F2") -> Data:
     training, validation = _shares(split)
     sources: list[Source] = []
     for i, prefix in enumerate(prefixes):
-        tokens = read_tokens(prefix)
-        lengths = trained_tokens(tokens[: round(training * len(tokens))])
+        every = _conversations(prefix, a, notes, settings) if a.sft else trained_tokens(read_tokens(prefix))
+        lengths = every[: round(training * len(every))]
         if not lengths.any():
             raise ValueError(
-                f"{prefix} has no document of at least 2 tokens among the first {training:.3%} of {len(tokens)} "
+                f"{prefix} has no document of at least 2 tokens among the first {training:.3%} of {len(every)} "
                 f"(--split {split}): there is nothing to train; give another split, or leave the dataset out"
             )
         weight = weights[i] if weights else float(lengths.sum())
         sources.append(Source(lengths=lengths, weight=weight, first=sum(len(source.lengths) for source in sources)))
     return Data(sources=sources, prefixes=prefixes, has_validation=not is_split or validation > 0)
+
+
+def _conversations(path: str, a: MegatronArguments, notes: list[str], settings: RunSettings) -> np.ndarray:
+    """Return the trained tokens of each conversation; notes what upstream's rows would pad."""
+    from megatron_wlb.adapter import conversations
+
+    assert a.seq_length is not None
+    given = asdict(a) | {f"wlb_{name}": value for name, value in asdict(settings).items()}
+    with contextlib.redirect_stdout(sys.stderr):
+        found = conversations.read(path, Namespace(**given))
+    padding = 1 - float(np.minimum(found.rows / a.seq_length, 1).mean())
+    notes.append(
+        f"Upstream's --sft makes a window of each of the {len(found.rows)} lines of {path}: {padding:.1%} of their "
+        "tokens would be padding. Speedups are over windows that are full."
+    )
+    return found.lengths
 
 
 def _blend_words(a: MegatronArguments) -> tuple[Sequence[str], bool]:

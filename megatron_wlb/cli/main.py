@@ -16,7 +16,8 @@ from megatron_wlb.cli import analyze, audit, compare, profile, rehearse
 from megatron_wlb.cli.common import Words, printable
 
 COMMANDS = (analyze, rehearse, profile, compare, audit)
-EXTRAS = dict.fromkeys(("jinja2", "matplotlib", "rich", "scipy"), "analysis") | {"torch": "train"}
+EXTRAS = dict.fromkeys(("jinja2", "matplotlib", "rich", "scipy"), "analysis")
+EXTRAS |= dict.fromkeys(("torch", "megatron"), "train")
 """Packages that only some commands need, and the extra that each comes with."""
 MOST_OF_A_WORD, MOST_OF_A_LINE = 200, 1000
 """Most characters of a word and of the line of an error."""

@@ -120,7 +120,7 @@ def _mocks(job: Run, notes: list[str]) -> bool:
     if job.launched.stated.get("mock_data"):
         return True
     try:
-        data_of(job.arguments, [])
+        data_of(job.arguments, [], job.run_settings)
     except (ValueError, OSError) as error:
         notes.append(f"Mock data, since the job's are not here: {printable(str(error).split(';')[0])}.")
         return True

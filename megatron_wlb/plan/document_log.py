@@ -139,14 +139,21 @@ class Audit:
     """Gaps between the first and the last piece, neither trained nor waiting."""
     out_of_turn: int
     """Documents that came again before every document of their dataset had come."""
+    late: int
+    """Of whole epochs: documents that were trained, or wait, when the next epoch had begun. Else 0."""
 
     @property
     def clean(self) -> bool:
-        return not (self.missing_steps or self.doubled or self.lost or self.out_of_turn)
+        return not (self.missing_steps or self.doubled or self.lost or self.out_of_turn or self.late)
 
 
 def audit(
-    entries: np.ndarray, waiting: np.ndarray, position: int, lengths: Sequence[np.ndarray] | None = None
+    entries: np.ndarray,
+    waiting: np.ndarray,
+    position: int,
+    lengths: Sequence[np.ndarray] | None = None,
+    *,
+    whole_epochs: bool = False,
 ) -> Audit:
     """Check that trained and waiting documents make up the stream, each piece once.
 
@@ -158,13 +165,15 @@ def audit(
         waiting: DOCUMENT [m], documents that wait after the last step (from the packer state).
         position: tokens taken from the stream by then (from the packer state).
         lengths: lengths of all documents, by dataset of the blend; without them, ends of documents are not checked.
+        whole_epochs: no epoch may begin before all documents of the last one are trained.
     """
     marks = entries["micro_batch"] == BEGINS_ANEW
     first_step = int(entries["step"][marks][-1] if marks.any() else entries["step"].min())
     entries = entries[~marks & (entries["step"] >= first_step)]
     names = ["index", "dataset", "document", "offset", "length"]
     rows = np.concatenate([entries[names].astype(DOCUMENT[names]), waiting[names].astype(DOCUMENT[names])])
-    rows = rows[np.lexsort((rows["offset"], rows["index"]))]
+    order = np.lexsort((rows["offset"], rows["index"]))
+    rows, trained_in = rows[order], np.append(entries["step"], np.full(len(waiting), _MOST))[order]
     stops = rows["offset"] + rows["length"]
     before, after = rows[:-1], rows[1:]
     same = (before["dataset"] == after["dataset"]) & (before["document"] == after["document"])
@@ -180,7 +189,7 @@ def audit(
         for dataset, totals in enumerate(lengths):
             here = ends[ends["dataset"] == dataset]
             lost += int((here["offset"] + here["length"] < totals[here["document"]]).sum())
-    steps = np.unique(entries["step"])
+    steps, passes = np.unique(entries["step"]), _passes(rows[begins])
     return Audit(
         restarts=int(marks.sum()),
         first_step=first_step,
@@ -190,7 +199,8 @@ def audit(
         documents=int(begins.sum()),
         doubled=int(-step[step < 0].sum()),
         lost=lost,
-        out_of_turn=_out_of_turn(rows[begins]),
+        out_of_turn=_out_of_turn(rows[begins], passes),
+        late=_late(trained_in[begins], passes) if whole_epochs else 0,
     )
 
 
@@ -207,15 +217,27 @@ def _check_datasets(rows: np.ndarray, lengths: Sequence[np.ndarray]) -> None:
         )
 
 
-def _out_of_turn(documents: np.ndarray) -> int:
-    """Count documents that begin an earlier pass over their dataset than the last one."""
+def _passes(documents: np.ndarray) -> np.ndarray:
+    """Return how often each document came before, int64 [n]."""
     order = np.lexsort((documents["index"], documents["document"], documents["dataset"]))
     rows = documents[order]
     new = np.ones(len(rows), bool)
     new[1:] = (rows["document"][1:] != rows["document"][:-1]) | (rows["dataset"][1:] != rows["dataset"][:-1])
     place = np.arange(len(rows))
     passes = np.empty(len(rows), np.int64)
-    passes[order] = place - np.maximum.accumulate(np.where(new, place, 0))  # how often the document came before
+    passes[order] = place - np.maximum.accumulate(np.where(new, place, 0))
+    return passes
+
+
+def _late(steps: np.ndarray, passes: np.ndarray) -> int:
+    """Count documents of a pass that are trained no earlier than one of a later pass."""
+    begins = np.full(passes.max() + 2, _MOST + 1)
+    np.minimum.at(begins, passes, steps)
+    return int((steps >= np.minimum.accumulate(begins[::-1])[::-1][passes + 1]).sum())
+
+
+def _out_of_turn(documents: np.ndarray, passes: np.ndarray) -> int:
+    """Count documents that begin an earlier pass over their dataset than the last one."""
     by_dataset = np.argsort(documents["dataset"], kind="stable")
     same = np.diff(documents["dataset"][by_dataset]) == 0
     return int((same & (np.diff(passes[by_dataset]) < 0)).sum())

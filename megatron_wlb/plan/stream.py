@@ -201,6 +201,7 @@ class DocumentStream:
         return {
             "seed": self._seed,
             "shuffle": self._shuffle,
+            "whole_epochs": self._whole,
             "drawn": [order.drawn for order in self._orders],
             "documents": list(self._counts),
             "tokens": list(self._tokens),

@@ -18,8 +18,8 @@ from tests.jobs import job
 LENGTHS = np.random.default_rng(2).integers(1, 150, 300)
 
 
-def packer():
-    stream = DocumentStream([Source(lengths=LENGTHS)], seed=3, context_length=64)
+def packer(**given):
+    stream = DocumentStream([Source(lengths=LENGTHS)], seed=3, context_length=64, **given)
     return make_packer(stream, job())
 
 
@@ -60,6 +60,20 @@ def test_a_lost_document_is_found(run, capsys):
     saved.save(run[1], saved.make(header, waiting | {place: waiting[place][:-1]}), job())
     code, found, _ = audit(capsys, *run)
     assert code == 1 and found["lost"] >= 1
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_documents_that_an_epoch_leaves_to_the_next_are_found(whole, tmp_path, capsys):
+    log, state = tmp_path / "documents.log", tmp_path / "iter.wlb.json"
+    packed = packer(whole_epochs=whole)
+    run_steps(packed, log, state, 250)
+    kept = packed.state()
+    header = {name: value for name, value in kept.items() if name not in ("waiting", "digest")}
+    header["stream"]["whole_epochs"] = True
+    saved.save(state, saved.make(header, saved.waiting(kept)), job())
+    assert read(log)["length"].sum() > 2 * LENGTHS.sum()
+    code, found, _ = audit(capsys, log, state)
+    assert (code == 0) == found["clean"] == (found["late"] == 0) == whole
 
 
 def test_a_new_beginning_is_said(run, capsys):

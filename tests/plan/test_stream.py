@@ -95,6 +95,7 @@ class PlainStream:
                 name: getattr(self, name)
                 for name in ("seed", "shuffle", "drawn", "documents", "tokens", "position", "index")
             },
+            "whole_epochs": False,
             "head": list(self.head[:3]) if self.head else None,
         }
 

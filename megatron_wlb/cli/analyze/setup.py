@@ -215,7 +215,7 @@ class Setup:
 
 def setup_of(run: Run) -> Setup:
     """Set up the analysis of a run. Raises ValueError for what is no dataset."""
-    return Setup(run, data_of(run.arguments, run.notes, run.run_settings.mock_lengths))
+    return Setup(run, data_of(run.arguments, run.notes, run.run_settings))
 
 
 def _by_windows(job: Job, group_size: int | None) -> Job:
