@@ -8,17 +8,14 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cli import compare
-from megatron_wlb.cli.compare import LoggedStep, read_log, warm
+from megatron_wlb.cli.compare import LoggedStep, warm
 from megatron_wlb.cli.main import main
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.hardware.profile import FLOPS_PROFILE
 from megatron_wlb.job import Parallel
 from megatron_wlb.model import MODELS
 from megatron_wlb.packing.original import OriginalPacking
-from megatron_wlb.packing.wlb import WlbPacking
-from megatron_wlb.plan.packer import make_packer
-from megatron_wlb.plan.step import plan_step, shard_step
-from megatron_wlb.plan.stream import DocumentStream, Source
+from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate.step import shares, simulate_step
 from tests.cli.commands import refusal
 
@@ -120,29 +117,6 @@ def test_the_first_steps_of_every_start_are_left_out():
     assert [s.number for s in warm(steps, 0)] == numbers
     assert [s.number for s in warm(steps, 1)] == [2, 3, 4, 4, 5, 10]
     assert [s.number for s in warm(steps, 2)] == [3, 4, 5]
-
-
-@pytest.mark.parametrize("packing", [OriginalPacking(), WlbPacking(outlier_thresholds=(300,))])
-def test_what_a_run_logs_is_what_is_read(packing, tmp_path):
-    """The log of planned steps gives back their micro-batches, and so the plan of every data-parallel rank."""
-    log = pytest.importorskip("megatron_wlb.adapter.report")
-    lengths = np.random.default_rng(1).integers(1, 500, 60)
-    job = replace(
-        JOB, packing=packing, parallel=replace(JOB.parallel, dp=2), context_length=512, max_tokens=640,
-        crossover_tokens=900,
-    )  # fmt: skip
-    stream = DocumentStream([Source(lengths=lengths)], seed=0, context_length=512, shuffle=False, num_epochs=1)
-    packer = make_packer(stream, job)
-    plans = [plan_step(packer, job, dp_rank=1) for _ in range(3)]
-    for plan in plans:
-        log.append(
-            str(tmp_path / "log"),
-            log.summary(plan, 1.0, 0.25, 0.0, predicted=None, measured=None) | log.details(plan, job),
-        )
-    for plan, step in zip(plans, read_log(str(tmp_path / "log")), strict=True):
-        assert (step.number, step.measured_us, step.job) == (plan.step + 1, 250_000, job)
-        again = shard_step(step.job, step.lengths)[1]
-        assert [s.lengths.tolist() for s in again] == [m.shards.lengths.tolist() for m in plan.micro_batches]
 
 
 def test_a_long_log_is_sampled(steps, tmp_path, capsys, monkeypatch):

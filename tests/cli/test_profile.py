@@ -50,13 +50,6 @@ def test_the_fit_recovers_constants_from_noisy_times(rows):
         assert error[name]["shapes_fitted"] + error[name]["shapes_held_out"] == len(shards)
 
 
-def test_one_slow_sample_does_not_move_the_fit():
-    counts = np.array([(1, n, m) for n in (1, 10, 100, 1000) for m in (1, 5, 50)], float)
-    us = calibration.predict(KernelTimes(launch=5.0, tile=1.0, query_tile=1.0), counts)
-    us[5] *= 100
-    assert calibration.fit(counts, us).tile == pytest.approx(1.0, rel=0.1)
-
-
 def test_times_that_do_not_grow_are_refused():
     shards = [plan.shards[rank] for plan, rank in calibration.shapes(512)]
     launches = np.array([calibration.count(s, 1, 128)[:1] * 2 for s in shards], float)

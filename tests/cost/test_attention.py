@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_wlb.cost.attention import attention_kernels, sharding_kernel
+from megatron_wlb.cost.attention import sharding_kernel
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, Profile, load_profile
 from megatron_wlb.job import MAX_TOKENS
@@ -68,16 +68,6 @@ def test_an_exchanged_row_costs_what_it_does_in_a_window_of_them():
     assert sharding_kernel(saved).exchange == pytest.approx((arrive + leave) / 2**16)
     for exchange in ("all", "ring"):
         assert sharding_kernel(replace(given, cp_exchange=exchange)).exchange == 0, "the same for every sharding"
-
-
-def test_kernels_of_latent_attention():
-    """Products of 192 values and of 128 take as long as of 160 and 160."""
-    latent = job(model=replace(MODELS["deepseek-v3"], num_layers=8), tp=8, cp=8, profile=BOTH, cp_exchange="shared")
-    plain = replace(latent, model=replace(latent.model, kv_channels=128, v_head_dim=0, kv_lora_rank=0))
-    for of_latent, of_plain in zip(attention_kernels(latent), attention_kernels(plain), strict=True):
-        tiles = of_latent.tile, of_latent.query_tile
-        assert tiles == pytest.approx((1.25 * of_plain.tile, 1.25 * of_plain.query_tile))
-        assert (of_latent.launch, of_latent.heads) == (of_plain.launch, 16)
 
 
 def test_shards_are_priced_with_the_network_of_their_profile():

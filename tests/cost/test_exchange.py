@@ -5,12 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_wlb.cost.attention import exchange_model, exposed_exchange
+from megatron_wlb.cost.attention import exposed_exchange
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, Profile, load_profile
-from megatron_wlb.job import Recompute
 from megatron_wlb.model import MODELS
-from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.passes import pass_times
 from tests.jobs import job
@@ -26,14 +24,6 @@ MEASURED = Profile(
     head_size=128,
 )
 NETWORK = MEASURED.network
-
-
-def test_keys_and_values_of_latent_attention():
-    """K and V of a head are 320 values, against 256."""
-    latent = job(model=V3, tp=8, cp=8, profile=MEASURED, cp_exchange="shared")
-    plain = replace(latent, model=replace(latent.model, kv_channels=128, v_head_dim=0, kv_lora_rank=0))
-    one, two = exchange_model(latent), exchange_model(plain)
-    assert (one.arrive, one.leave) == pytest.approx((two.arrive * 320 / 256, two.leave * 320 / 256))
 
 
 @pytest.mark.parametrize(
@@ -62,41 +52,6 @@ def test_keys_and_values_travel_where_latents_cannot(changes):
     wide = {"model": V3, "tp": 8, "cp": 16, "context_length": 1 << 17, "profile": load_profile("h100-fa2")}
     assert job(**wide).cp_exchange == "latents"
     assert job(**wide | changes).cp_exchange == "shared"
-
-
-def test_costs_of_latents_by_hand():
-    """512 + 64 values of 16 bits come once, an eighth to each rank of 8, and so do gradients; K and V are expanded
-    twice. Within the node an eighth of a row is there already."""
-    given = job(model=V3, tp=8, cp=8, profile=MEASURED, cp_exchange="latents")
-    latency, byte = NETWORK.all_to_all(Group(size=8, stride=8))
-    moved, product = 576 * 2 * byte / 8, 2 * 512 * 128 * (128 + 128) / 8 / 576e6
-    inside = NETWORK.all_gather, NETWORK.reduce_scatter, NETWORK.all_reduce
-    gather, scatter, reduce = (7 / 8 * 2e-3 / collective.gb_per_s[-1] for collective in inside)
-    arrive = moved + (576 + 512) * gather + product
-    leave = moved + 2 * product + 512 * (gather + scatter) + 64 * 2 * reduce
-    again = product + 512 * gather
-    model = exchange_model(given)
-    assert (model.arrive, model.leave, model.ahead) == pytest.approx((arrive, leave + again, 0))
-    assert model.latency == pytest.approx(latency + 2 * NETWORK.all_gather.latency_us[-1])
-    kept = given.sharded(save_gathered_kv=True)
-    whole = replace(given, recompute=Recompute(granularity="full", method="uniform"))
-    assert [exchange_model(each).leave for each in (kept, whole)] == pytest.approx([leave, leave])
-    asked = replace(kept, recompute=Recompute(granularity="selective", modules=("mla_up_proj",)))
-    assert exchange_model(asked) == model
-    alone = replace(given, parallel=replace(given.parallel, tp=1))
-    _, byte = NETWORK.all_to_all(Group(size=8, stride=1))
-    assert exchange_model(alone).arrive == pytest.approx(576 * 2 * byte + 8 * product)
-
-
-def test_passes_of_latents_by_hand():
-    """Nothing hides them; a rank expands its own rows again, too."""
-    given = job(model=V3, tp=8, cp=8, profile=MEASURED, cp_exchange="latents")
-    plan = shard(np.array([64]), given)[1]
-    forward, backward = pass_times(given, [plan]).layers
-    kept = pass_times(given.sharded(save_gathered_kv=True), [plan]).layers[1]
-    assert backward.linear - kept.linear == pytest.approx(8 * 2 * 512 * 128 * (128 + 128) / 8 / 576e6)
-    exchange = exchange_model(given).times(moved_rows(plan).max())
-    assert [forward.exchange[0], backward.exchange[0]] == pytest.approx([float(each) for each in exchange])
 
 
 def test_stages_by_hand():

@@ -1,10 +1,7 @@
 """The loop of examples/ddp.py trains what was packed, on any number of ranks and workers, and goes on after a break."""
 
 import itertools
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -102,13 +99,6 @@ def test_a_run_goes_on_after_a_break(documents, fsdp, num_workers, tmp_path):
     assert first + again == whole
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(documents, expected, tmp_path):
-    checkpoint = tmp_path / "checkpoint.pt"
-    first = train(2, documents, 2, fsdp=True, num_workers=2, checkpoint=checkpoint)
-    again = train(1, documents, NUM_STEPS - 2, num_workers=0, checkpoint=checkpoint)
-    np.testing.assert_allclose(first + again, expected, rtol=0, atol=1e-5)
-
-
 def train(size, documents, num_steps, *, checkpoint=None, **options):
     def run():
         return ddp.train(documents, num_steps, checkpoint=checkpoint, **options)
@@ -116,19 +106,6 @@ def train(size, documents, num_steps, *, checkpoint=None, **options):
     results = run_world(run, size)
     assert all(steps == results[0] for steps in results)
     return results[0]
-
-
-@pytest.mark.full
-def test_the_command_line_runs_and_goes_on(tmp_path):
-    options = ("--standalone", "--nproc-per-node", "2", ddp.__file__, "--steps", "1", "--checkpoint", "checkpoint.pt")
-    command = [sys.executable, "-m", "torch.distributed.run", *options]
-    environment = os.environ | {"PYTHONPATH": str(README.parent.parent), "OMP_NUM_THREADS": "1"}
-    losses = []
-    for _ in range(2):
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        losses += re.findall(r"^loss (\S+) ", done.stdout, re.MULTILINE)
-    assert len(losses) == 2 and float(losses[1]) < float(losses[0])
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 0), (0, 2), (2, 0), (2, 2)])
@@ -159,14 +136,6 @@ def test_a_micro_batch_without_documents_trains_nothing():
     loss = model(empty)
     loss.backward()
     assert loss == 0 and all((p.grad == 0).all() for p in model.parameters())
-
-
-def test_a_state_of_other_documents_is_refused(documents):
-    state = loader(documents, 0, 2, 0).state_dict()
-    with pytest.raises(ValueError, match="another dataset 0"):
-        loader(documents[1:], 0, 2, 0).load_state_dict(state)
-    with pytest.raises(ValueError, match="seed"):
-        loader(documents, 0, 2, 0, seed=1).load_state_dict(state)
 
 
 def test_the_ten_lines_of_the_readme_run(tmp_path, monkeypatch):

@@ -27,10 +27,6 @@ def test_the_fit_recovers_latency_and_bandwidth():
     assert fit(sizes, 30 + sizes / 250e3) == pytest.approx((30, 250))
 
 
-def test_one_rank_has_nobody_to_talk_to():
-    assert NETWORK.collective("all_gather", 2**30, Group(size=1, stride=1)) == 0
-
-
 def test_between_nodes_ranks_of_a_node_share_their_links():
     size = 2.0**34
     near, whole_nodes, two_per_node, one_per_node = (

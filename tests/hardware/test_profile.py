@@ -47,12 +47,6 @@ def test_the_kernel_model_counts_tiles(segments, tile_rows, heads):
     assert kernel.time(2, *counts) == 2.0 + heads * (1e3 * counts[0] + 1e9 * counts[1])
 
 
-def test_flops_profile_counts_attended_pairs():
-    forward, backward = FLOPS_PROFILE.kernels(heads=4)
-    kernel = forward + backward
-    assert kernel.time(2, *kernel.count(call([(0, 4), (5, 7)]))) == 4 * ((1 + 2 + 3 + 4) + (6 + 7))
-
-
 def test_a_backward_that_was_not_measured_takes_as_much_longer_as_it_has_products():
     profile = Profile(name="", tile_rows=128, forward=KernelTimes(launch=1.0, tile=2.0, query_tile=3.0))
     backward = profile.kernels()[1]

@@ -69,11 +69,6 @@ def test_when_the_lightest_is_full_the_shortest_is_tried():
     assert packed(pack(policy, documents([6, 3, 3, 3, 2, 2]))) == [[0, 4, 5], [1, 2, 3]]
 
 
-def test_ties_go_to_the_earlier_document_and_the_first_micro_batch():
-    policy = wlb(3, 10)
-    assert packed(pack(policy, documents([4] * 6))) == [[0, 3], [1, 4], [2, 5]]
-
-
 def test_every_queue_keeps_its_own_lengths():
     policy = wlb(3, 40, (10, 20))
     pack(policy, documents([9, 10, 19, 20, 40]))
@@ -194,12 +189,6 @@ def test_fixed_cuts_what_fits_nowhere_and_runs_its_pieces_in_order():
     assert waiting(policy) == {"carry": [6]}
 
 
-def test_fixed_cuts_at_the_end_of_its_global_batches():
-    policy = fixed(global_batches=1)
-    assert pieces(pack(policy, documents([9, 8, 7]))) == [[(0, 0, 9), (2, 0, 1)], [(1, 0, 8), (2, 1, 2)]]
-    assert [tuple(d) for d in policy.waiting()["carry"][["index", "offset", "length"]]] == [(2, 3, 4)]
-
-
 def test_fixed_spreads_the_last_documents_over_as_few_steps_as_hold_them():
     policy = fixed(global_batches=4)
     assert packed(pack(policy, documents([9, 4, 4, 4]), exhausted=True)) == [[0], [1]]
@@ -220,14 +209,6 @@ def test_fixed_goes_on_with_other_micro_batches(num_micro_batches, steps):
     pack(policy, documents([5, 10, 4, 7, 4, 6, 1, 3, 4]))
     other.load_waiting(policy.waiting())
     assert [packed(pack(other, documents([]), exhausted=True)) for _ in steps] == steps
-
-
-def test_fixed_rejoins_a_document_that_it_plans_again():
-    policy, other = fixed(), fixed(num_micro_batches=3, global_batches=1)
-    pack(policy, documents([8, 8, 7, 7, 5, 5, 3]))
-    other.load_waiting(policy.waiting())
-    rows = [tuple(d) for d in other.waiting()["carry"][["index", "offset", "length"]]]
-    assert rows == [(2, 0, 7), (3, 0, 7), (4, 0, 5), (5, 4, 1), (6, 0, 3)]
 
 
 @pytest.mark.parametrize("name", ["original", "fixed", "wlb", "adaptive"])

@@ -10,7 +10,6 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
-from megatron_wlb.model import MODELS
 from megatron_wlb.pipeline.split import EVEN, Split, laid_out
 from tests.jobs import EDGES, MODEL, job
 
@@ -137,14 +136,6 @@ def test_what_does_not_fit_is_refused():
         Split(account_for_loss_in_pipeline_split=True).layers(126, 16, 1)
     with pytest.raises(ValueError, match=r"--decoder-last-.* and --pipeline-model-parallel-layout are different ways"):
         Split(decoder_last_pipeline_num_layers=1, pipeline_model_parallel_layout="EtL")
-
-
-def test_layers_of_the_edges():
-    layers = job(model=MODELS["llama3-405b"], pp=16, vpp=4, split=EDGES, num_micro_batches=16).layers()
-    assert layers.shape == (16, 4)
-    assert layers.sum() == 126
-    assert layers[0, 0] == layers[-1, -1] == 1
-    assert np.count_nonzero(layers == 2) == 62
 
 
 def test_mtp_layers_are_on_the_last_virtual_stage():

@@ -85,17 +85,6 @@ def test_a_run_resumed_with_another_global_batch_size_trains_as_many_tokens(befo
     assert np.mean(late[20:]) < 1
 
 
-def test_what_waits_does_not_grow(packing):
-    """Nor the state with it, over web-like documents; and a state holds references to documents, never tokens."""
-    lengths = np.clip(np.random.default_rng(1).lognormal(4, 1.3, 20_000), 1, 512).astype(np.int64)
-    packer = packer_of(packing, lengths=lengths, context_length=512, num_micro_batches=8, crossover_tokens=200)
-    states = [packer.next().state for _ in range(400)]
-    sizes = np.array([len(json.dumps(state)) for state in states])
-    assert sizes[300:].mean() < 1.3 * sizes[100:200].mean() + 200
-    for state, size in zip(states, sizes, strict=True):
-        assert size < 600 + sum(30 + 60 * len(rows) for rows in state["waiting"].values())
-
-
 def test_the_original_work_is_that_of_the_documents_drawn():
     """Full windows, where a step draws any; so what is compared with is not flattered by a window half full."""
     described, short, full = job(), np.zeros(3, DOCUMENT), np.zeros(9, DOCUMENT)
@@ -190,15 +179,6 @@ def test_a_run_goes_on_with_other_micro_batches(packing, num_micro_batches, num_
     again = packer_of(changed, **how)
     again.load_state(through_json(later[2].state))
     assert_same_step(again.next(), later[3])
-
-
-def test_a_finished_run_goes_on_with_more_epochs(packing):
-    first, second = packer_of(packing, num_epochs=1), packer_of(packing, num_epochs=2)
-    steps = run_to_the_end(first)
-    second.load_state(through_json(first.state()))
-    steps_of_second = run_to_the_end(second)
-    assert_every_token_once(steps_of_second)
-    assert steps_of_second[0].step == len(steps)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])

@@ -75,17 +75,6 @@ def test_placement_is_a_partition_never_worse_than_dealing(dp, rounds, pp, vpp, 
     assert cost <= greatest_cost(work, snake(work, dp), given)
 
 
-@given(pp=st.integers(1, 4), rounds=st.integers(1, 3), data=st.data())
-def test_placement_is_the_best_for_two_ranks_of_up_to_three(pp, rounds, data):
-    work = data.draw(works(2 * rounds, 1000))
-    everything, given = set(range(len(work))), job_of(work, 2, pp)
-    best = min(
-        greatest_cost(work, (ours, everything - set(ours)), given)
-        for ours in itertools.combinations(everything, rounds)
-    )
-    assert greatest_cost(work, place(work, given), given) == best
-
-
 def test_placement_by_hand():
     # Dealt to ranks 0 1 | 1 0 | 0 1 this is 100 40 30 and 60 50 20; the 40 for the 20 makes both 150.
     work = np.array([100, 60, 50, 40, 30, 20])

@@ -17,17 +17,6 @@ def source(*lengths, **kwargs):
     return Source(lengths=np.array(lengths, np.int64), **kwargs)
 
 
-def wholes(pieces):
-    """(dataset, document, length) of every document that the pieces make up, in order; pieces must tile documents."""
-    out = []
-    for piece in pieces:
-        if piece["offset"] == 0:
-            out.append([int(piece["dataset"]), int(piece["document"]), 0])
-        assert out[-1] == [piece["dataset"], piece["document"], piece["offset"]]
-        out[-1][2] += int(piece["length"])
-    return [tuple(document) for document in out]
-
-
 @given(st.integers(1, 400), st.integers(-(2**63), 2**64), st.integers(0, 50))
 @example(1, 0, 0)
 @example(2, 0, 0)
@@ -139,27 +128,6 @@ def test_equals_the_plain_stream(blend, how, chunk, takes):
                 stream = DocumentStream(sources, **how)
                 stream.take(limit // 3)
                 stream.load_state(state)
-
-
-@given(
-    st.lists(
-        st.tuples(st.floats(0.01, 100), st.lists(st.integers(20, 300), min_size=1, max_size=20)), min_size=1, max_size=5
-    ),
-    st.integers(0, 2**32),
-)
-def test_blends_keep_their_token_shares_within_a_document(blend, seed):
-    """No dataset is ever ahead of its share by more than its longest document, nor behind by more than the others'."""
-    stream = DocumentStream(
-        [source(*lengths, weight=weight) for weight, lengths in blend], seed=seed, context_length=1 << 20
-    )
-    weights = np.array([weight for weight, _ in blend])
-    longest = np.array([max(lengths) for _, lengths in blend])
-    tokens = np.zeros(len(blend))
-    for dataset, _, length in wholes(stream.take(4000)):
-        tokens[dataset] += length
-        ahead = tokens - weights / weights.sum() * tokens.sum()
-        assert (ahead <= longest + 1e-6).all()
-        assert (ahead >= longest - longest.sum() - 1e-6).all()
 
 
 def test_lengths_may_stay_mapped(tmp_path, monkeypatch):

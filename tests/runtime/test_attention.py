@@ -10,7 +10,6 @@ import torch
 from megatron_wlb.runtime import all_to_all, attention
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.backends import Backend, get_backend
-from megatron_wlb.runtime.backends.flash import AtenBackend
 from megatron_wlb.runtime.metadata import Part, ShardMetadata
 from megatron_wlb.types import Round, ShardPlan
 from tests.covering import covering
@@ -156,10 +155,3 @@ def test_wrong_inputs_are_refused(message, change):
     given = change(*inputs(16, (4, 2), HEAD_SIZE, FP32)[:3], metadata)
     with pytest.raises(ValueError, match=message):
         context_parallel_attention(*given, None, AttentionOptions(backend=backend, window=5))
-
-
-def test_aten_refuses_head_sizes_that_it_lacks():
-    metadata, _ = single(AtenBackend())
-    q, k, v, _ = inputs(metadata.num_rows, (4, 2), 12, BF16)
-    with pytest.raises(ValueError, match="head size 12: it must be a multiple of 8 and at most 256"):
-        context_parallel_attention(q, k, v, metadata, None, AttentionOptions(backend=AtenBackend()))

@@ -5,18 +5,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_wlb.model import ModelShape
 from megatron_wlb.runtime import all_to_all
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.backends.protocol import varlen
 from megatron_wlb.runtime.metadata import ShardMetadata
-from megatron_wlb.sharding.select import per_document, shard
+from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.memory import attention_backward_bytes, layer_input_bytes
 from tests.jobs import job
 from tests.live import LiveBytes
-from tests.runtime.oracle import inputs
 
 TOKENS, HEAD_SIZE = 512, 64
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -98,41 +96,3 @@ def test_backward_of_attention_holds_what_is_predicted(cp, dtype, key_heads, set
     # The gradient of the layer's output is not attention's own.
     predicted = (attention_backward_bytes(given) - layer_input_bytes(given)) * TOKENS / cp
     assert max(_peak(given, rank) for rank in range(cp)) == pytest.approx(predicted, rel=0.05)
-
-
-class Moved(TorchDispatchMode):
-    """Names of the operators that move values, in order."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        views = any(a.alias_info is not None and not a.alias_info.is_write for a in function._schema.arguments)
-        name = function._schema.name.removeprefix("aten::")
-        if not views and name not in ("new_empty", "empty_like", "zeros", "zero_", "promote_types"):
-            self.names.append(name)
-        return function(*args, **(kwargs or {}))
-
-
-def test_a_layer_moves_only_what_differs_between_layers(monkeypatch):
-    """Entries, offsets and indices follow from the micro-batch, and are in its metadata; K and V are copied once."""
-    monkeypatch.setattr(all_to_all, "_all_to_all", lambda out, given, *sizes, group, async_op: group)
-    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2, wait=lambda: None)
-    options = AttentionOptions(backend=FlashAttention2())
-    plan = per_document(np.array([5, 61, 18, 33, 1, 42, 24], np.int64), 2)
-    metadata = ShardMetadata.build(plan, 0, varlen)
-    assert len(metadata.parts[0].calls) == 2
-    q, k, v, dout = inputs(metadata.num_rows, (8, 8), HEAD_SIZE, BF16)
-    for _ in range(2):  # views of the buffer are made once, in the first layer
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        with Moved() as forward:
-            out = context_parallel_attention(*leaves, metadata, group, options)
-        with Moved() as backward:
-            torch.autograd.grad(out, leaves, dout)
-    # The rank's own rows and what it sends, the keys.
-    gather = ["copy_", "index_select", "index_select"]
-    assert forward.names == ["stack", *gather, "copy_", "copy_"]  # out of two calls
-    kernels = ["copy_", "copy_", "copy_", "add_", "add_", "copy_"]  # dK, dV and dQ of two calls
-    leave, home = ["index_select", "index_select"], ["index_add_", "copy_", "copy_"]
-    assert backward.names == [*gather, *kernels, *leave, *home]

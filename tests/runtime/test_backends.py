@@ -5,13 +5,12 @@ import re
 import pytest
 import torch
 
-from megatron_wlb.describe.settings import ATTENTION_BACKENDS
 from megatron_wlb.runtime import backends
 from megatron_wlb.runtime.backends import BACKENDS, Choice, choose_backend, cpu, get_backend, protocol
 from megatron_wlb.runtime.backends.cpu import CpuBackend
 from megatron_wlb.runtime.backends.trial import HEAD_SIZES, kernel_args
 from tests.covering import covering
-from tests.runtime.calls import ALL, CALLS, WINDOWS, Float64, check, tensors
+from tests.runtime.calls import ALL, CALLS, WINDOWS, Float64, check
 
 ON_CPU = {"cpu": CpuBackend(), "float64": Float64()}
 NUMBERS = {
@@ -37,14 +36,6 @@ def test_cpu_in_blocks_of_any_length(monkeypatch, entries, rows, numbers, window
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
-@covering(
-    entries={"one": [(600, 601)], "two": [(0, 9), (257, 900), (512, 512)]},
-    window=[0, 1, 255, 256, 300, 599, 600],
-)
-def test_windows_over_several_blocks(entries, window):
-    check(CpuBackend(), entries, (2, 1), 8, torch.float64, window=window)
-
-
 @pytest.mark.parametrize("entries", CALLS.values(), ids=CALLS)
 def test_long_gaps_are_cut_into_pieces(monkeypatch, entries):
     """A backward kernel starts max_k / 128 blocks for every entry, also for one without queries."""
@@ -64,25 +55,6 @@ def test_scores_far_apart(backend, dtype, window):
     tolerance = {torch.float64: 1e-11, torch.float32: 1e-3}[dtype]
     check(backend, CALLS["gaps"], dtype=dtype, scale=1000.0, window=window, tolerance=tolerance)
     check(backend, CALLS["gaps"], dtype=dtype, scale=1e-30, window=window, tolerance=tolerance)
-
-
-def test_a_window_costs_no_more_than_it_sees(monkeypatch):
-    pairs = []
-    forward = cpu._forward
-
-    def counted(q, k, *rest, **named):
-        pairs.append(q.shape[-2] * k.shape[-2])
-        return forward(q, k, *rest, **named)
-
-    monkeypatch.setattr(cpu, "_forward", counted)
-    entries = [(4000, 9000)]
-    q, k, v, _ = tensors(entries, (1, 1), 8, torch.float32)
-    CpuBackend().forward(q, k, v, kernel_args(CpuBackend(), entries, "cpu", 0.3, 100))
-    assert sum(pairs) <= 4000 * (100 + 256)
-
-
-def test_the_flag_offers_every_backend():
-    assert set(ATTENTION_BACKENDS) == {"auto", *BACKENDS, "megatron"}
 
 
 class _Wrong(CpuBackend):

@@ -5,21 +5,20 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb import _native
 from megatron_wlb.cost.attention import sharding_kernel
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelModel, KernelTimes, load_profile
 from megatron_wlb.job import STRATEGIES
-from megatron_wlb.packing import POLICIES
 from megatron_wlb.sharding.routing import Held, document_begins, exchange, moved_rows, positions, rows
-from megatron_wlb.sharding.select import MOST_SHARES, divide, per_document, per_sequence, rank_work, round_costs, shard
-from megatron_wlb.types import SEGMENT, Shard
+from megatron_wlb.sharding.select import divide, per_document, per_sequence, round_costs, shard
+from megatron_wlb.types import Shard
 from tests.jobs import MODEL, job
 from tests.reference.hybrid import hybrid
 from tests.reference.rounds import regrouped
-from tests.reference.sharding import choose_sharding, timed
+from tests.reference.sharding import choose_sharding
 
 FLOPS = sharding_kernel(job())
 H100 = sharding_kernel(job(cp=8, profile=load_profile("h100-fa2")))
@@ -88,31 +87,6 @@ def test_shards_partition_the_micro_batch_into_equal_shares(sharding, case):
         assert all((np.diff(call["document"]) > 0).all() for call in held.calls)
 
 
-@given(small)
-def test_per_sequence_ranks_hold_mirrored_chunks(case):
-    lengths, cp = case
-    chunks = np.arange(lengths.sum()).reshape(2 * cp, -1)
-    for i, held in enumerate(per_sequence(lengths, cp).shards):
-        expected = np.concatenate((chunks[i], chunks[2 * cp - 1 - i]))
-        assert np.array_equal(rows(lengths, held), expected)
-
-
-@given(micro_batches())
-def test_per_document_chunks_differ_by_one_token_at_most(case):
-    lengths, cp = case
-    assume(cp > 1)
-    cuts = {document: [] for document in range(len(lengths))}
-    for held in per_document(lengths, cp).shards:
-        documents = [document for document, _, _ in segments_of(held)]
-        assert all(documents.count(document) <= 2 for document in documents)
-        for document, start, stop in segments_of(held):
-            cuts[document].append(stop - start)
-    for document, sizes in cuts.items():
-        sizes += [0] * (2 * cp - len(sizes))
-        assert len(sizes) == 2 * cp
-        assert max(sizes) - min(sizes) <= (lengths[document] % (2 * cp) > 0)
-
-
 @shardings
 @given(small)
 def test_rows_and_positions(sharding, case):
@@ -157,35 +131,6 @@ def test_the_exchange_brings_every_key_and_takes_every_gradient_home(sharding, c
             assert keys[m.own_keys].tolist() == r.tolist()
 
 
-def homes(plan):
-    """The ranks that every document lives on."""
-    held = [{d for d, _, _ in segments_of(each)} for each in plan.shards]
-    return [{rank for rank, documents in enumerate(held) if d in documents} for d in range(len(plan.lengths))]
-
-
-@given(micro_batches(), st.sampled_from([np.inf, *MOST_SHARES, 0]), st.sampled_from(KERNELS))
-def test_hybrid_documents_live_on_as_few_ranks_as_balance_needs(case, most_share, kernel):
-    lengths, cp = case
-    plan, tokens = hybrid(lengths, cp, most_share, kernel), lengths.sum() // cp
-    counts = np.array([kernel.count(np.array([(0, 0, n)], SEGMENT)) for n in lengths])
-    work, most = kernel.time(0, *counts.T), most_share * kernel.time(0, *counts.sum(0))
-    powers = [*(1 << k for k in range(cp.bit_length()) if 1 << k < cp), cp]
-    needed = [next((k for k in powers if w * cp <= most * k), cp) for w in work]
-    lives = [len(ranks) for ranks in homes(plan)]
-    # Those that need one rank are cut only to fill ranks up, in one piece a rank.
-    cut = [d for d, k in enumerate(needed) if k == 1 and lives[d] > 1]
-    assert len(cut) < cp
-    pieces = [d for each in plan.shards for d, _, _ in segments_of(each)]
-    assert all(pieces.count(d) == lives[d] for d in cut)
-    # The longest finds all ranks empty, and is in whole tiles where it fills none.
-    longest = int(lengths.argmax())
-    share = max(needed[longest], next(k for k in powers if lengths[longest] <= k * tokens))
-    assert lives[longest] <= share
-    if needed[longest] > 1 and -(-lengths[longest] // share) + kernel.tile_rows <= tokens:
-        sizes = np.array([t - s for each in plan.shards for d, s, t in segments_of(each) if d == longest])
-        assert (sizes % kernel.tile_rows > 0).sum() <= 1
-
-
 @shardings
 @given(small)
 @example((np.array([4] * 8, np.int64), 2))
@@ -202,15 +147,6 @@ def test_moved_rows_are_the_keys_that_others_hold(sharding, case):
         for r in range(cp)
     ]
     assert moved_rows(plan).tolist() == [list(pair) for pair in expected]
-
-
-@given(micro_batches(), st.sampled_from([FLOPS, COARSE]), st.sampled_from([1 / 64, 1.0, 1024.0]))
-def test_dearer_rows_are_not_moved_more(case, kernel, exchange):
-    lengths, cp = case
-    cheap, dear = (
-        moved_rows(divide(lengths, cp, "auto", replace(kernel, exchange=cost))).max() for cost in (0.0, exchange)
-    )
-    assert dear <= cheap
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -283,29 +219,6 @@ def test_a_micro_batch_is_padded_once_at_its_end(lengths, cp, tp):
     assert sorted(order.tolist()) == list(range(len(lengths)))
     assert plan.lengths.tolist() == [lengths[i] for i in order] + [padding] * (padding > 0)
     assert [held.tokens for held in plan.shards] == [plan.lengths.sum() // cp] * cp
-
-
-@given(st.lists(st.integers(1, 200), min_size=1, max_size=20), st.sampled_from(list(STRATEGIES)))
-def test_documents_change_places_only_to_be_faster_and_only_where_they_may(lengths, cp_sharding):
-    lengths = np.array(lengths, np.int64)
-    (order, free), (kept, fixed) = (
-        shard(lengths, job(cp=4, cp_sharding=cp_sharding, reorder=reorder)) for reorder in (True, False)
-    )
-    assert kept.tolist() == list(range(len(lengths)))
-    if order.tolist() != kept.tolist():
-        assert free.strategy == "per-sequence"
-        assert free.time < fixed.time
-
-
-@pytest.mark.parametrize("changes", [{}, {"packing": POLICIES["original"]()}, {"reorder": False}])
-def test_mirrored_order_evens_out_per_sequence_shards_of_jobs_that_reorder(changes):
-    lengths = np.array([100, 1000, 100, 4000, 100, 2000, 892], np.int64)
-    planned = job(cp=4, cp_sharding="per-sequence", **changes)
-    order, plan = shard(lengths, planned)
-    assert (order.tolist() == list(range(7))) == bool(changes)
-    work = rank_work(plan, FLOPS)
-    assert (work.max() < rank_work(per_sequence(lengths, 4), FLOPS).max()) == (not changes)
-    assert plan.time == timed(plan, sharding_kernel(planned)).time
 
 
 @pytest.mark.parametrize(

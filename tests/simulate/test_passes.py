@@ -98,18 +98,6 @@ def test_by_the_crossover_work_is_proportional_to_time(changes, within, profile)
     assert np.ptp(by_flops / times) > 3 * within * by_flops[0] / times[0]
 
 
-def test_the_crossover_of_other_head_sizes():
-    """Twice as many heads of half the size do the same multiplications, in as many tiles of half the time."""
-    halved = replace(SMALL, num_attention_heads=64, num_query_groups=64, kv_channels=64)
-    unstated = replace(load_profile("h100-fa2"), head_size=None)
-    assert crossover(job(model=halved)) == crossover(job()) == crossover(job(profile=unstated))
-
-
-def test_without_times_the_crossover_is_that_of_flops():
-    assert crossover(job(profile=FLOPS_PROFILE)) == SMALL.crossover_tokens
-    assert crossover(job(tp=64)) == SMALL.crossover_tokens  # 32 heads do not divide, and so cannot be timed
-
-
 @pytest.mark.parametrize("recompute", [Recompute(), FULL])
 def test_ranks_that_divide_experts_wait_in_every_layer(recompute):
     """Two ranks at a time: the slower one's attention and projections, and half of the experts' work of both."""
@@ -130,15 +118,6 @@ def test_ranks_that_divide_experts_wait_in_every_layer(recompute):
             np.testing.assert_allclose(getattr(shared[rank], direction), getattr(alone[rank], direction))
     assert (shared[0].transfer == np.maximum(alone[0].transfer, alone[1].transfer)).all()
     assert (shared[2].expert_wait == 0).all()
-
-
-def test_ranks_that_have_all_experts_do_not_wait():
-    given = job(model=MOE, cp=2, dp=2, ep=2)
-    alone = [pass_times(given, shards_of(given, each)) for each in ([[65536]], [[1024] * 4])]
-    for before, after in zip(alone, synchronised(given, alone), strict=True):
-        np.testing.assert_allclose(after.forward, before.forward)
-        np.testing.assert_allclose(after.backward, before.backward)
-        assert (after.expert_wait == 0).all()
 
 
 def test_rounds_and_rings_hide_the_exchange():
@@ -162,18 +141,6 @@ def test_rounds_and_rings_hide_the_exchange():
     assert [head for each in plan.rounds for head in range(*each.heads)] == list(range(8))
     whole = float(exchange_model(many).times(np.array(131072 * 7 / 8))[0])
     assert layer_times(many, shards)[0].exchange < 0.6 * whole
-
-
-def test_keys_and_values_are_not_gathered_again_if_kept_and_else_while_the_mlp_runs():
-    given = job(cp=2)
-    shards = shards_of(given, [[65536, 65536]])
-    # Where attention is recomputed, backward has nothing to send before.
-    late = replace(given, recompute=Recompute(granularity="selective", modules=("core_attn",)))
-    forward, backward = layer_times(late, shards)
-    early = layer_times(given, shards)
-    kept = layer_times(given.sharded(save_gathered_kv=True), shards)
-    assert early[0].exchange == kept[0].exchange == forward.exchange
-    assert kept[1].exchange == early[1].exchange < backward.exchange
 
 
 def test_products_of_column_parallel_matrices_hide_what_tensor_parallel_ranks_move():
@@ -219,31 +186,6 @@ def test_mtp_layers_run_on_the_last_stage_and_through_the_output_layer():
     assert replace(model, mtp_num_layers=2).token_weights == pytest.approx(
         model.layer_weights + (3 * 32000 * 4096 + 2 * 2 * 4096**2) / 6, abs=1
     )
-
-
-def test_recomputation_repeats_the_forward():
-    given = job(cp=2)
-    shards = shards_of(given, [[65536, 65536]])
-    plain = layer_times(given, shards)
-    again = layer_times(replace(given, recompute=Recompute(granularity="full")), shards)
-    assert again[0].total == plain[0].total
-    assert again[1].total == pytest.approx(plain[0].total + plain[1].total)
-
-
-def test_all_rows_are_gathered_if_asked():
-    """Documents that are whole on a rank need no exchange, and are exchanged nevertheless."""
-    every, needed = (
-        layer_times(given, shards_of(given, [[8192], [2048, 4096, 2048]]))[1].exchange
-        for given in (job(cp=2, cp_exchange="all"), job(cp=2))
-    )
-    assert every[0] == every[1] > needed[0] >= needed[1] == 0
-
-
-def test_overlaps_hide_their_share():
-    plain, half = (
-        layer_times(given, shards_of(given, [[8192]]))[0].tensor for given in (job(tp=4), job(tp=4, tp_overlap=0.5))
-    )
-    assert half == plain / 2 > 0
 
 
 def test_tiles_overlap_by_themselves_and_cost_their_starts():

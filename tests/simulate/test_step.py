@@ -82,14 +82,6 @@ def test_the_limit_of_balancing_is_no_slower(experts):
         assert balanced_time(step) < step.time
 
 
-def test_the_limit_of_balancing_does_not_wait_for_other_ranks():
-    free = replace(load_profile("h100-fa2"), network=FREE)  # as if tokens went to their experts in no time
-    one = job(model=replace(SMALL, moe_router_topk=2), cp=2, dp=2, ep=4, profile=free)
-    shards = [shards_of(one, each) for each in ([[65536]] * 2, [[1024] * 4] * 2)]
-    step, alone = (simulate_step(replace(one, parallel=replace(one.parallel, ep=ep)), shards) for ep in (4, 1))
-    assert balanced_time(step) == pytest.approx(balanced_time(alone))
-
-
 def test_shards_of_another_layout_are_refused():
     one = job(dp=2)
     shards = shards_of(one, [[100]])
