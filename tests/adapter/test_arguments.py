@@ -4,15 +4,12 @@ import os
 import re
 import sys
 from argparse import Namespace
-from dataclasses import fields
 from types import SimpleNamespace
 
 import megatron.core
 import numpy as np
 import pytest
 import torch
-from megatron.core.fp4_utils import get_fp4_align_size
-from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 from megatron.training import training
 from megatron.training.arguments import parse_args, validate_args
@@ -22,12 +19,8 @@ from megatron_wlb.adapter.data import DocumentDataset, load_splits
 from megatron_wlb.adapter.model import WlbCoreAttention
 from megatron_wlb.adapter.training import _of_step
 from megatron_wlb.describe import refusals
-from megatron_wlb.describe.megatron import row_multiple
-from megatron_wlb.describe.settings import PlanSettings, RunSettings, add_wlb_arguments
-from megatron_wlb.job import Parallel, Recompute, Sharding
-from megatron_wlb.model import ModelShape
-from megatron_wlb.packing import POLICIES
-from tests.adapter.datasets import write_index, write_lengths
+from megatron_wlb.describe.settings import add_wlb_arguments
+from tests.adapter.datasets import write_lengths
 from tests.adapter.training import MODEL, less
 
 
@@ -48,25 +41,17 @@ REFUSED = {
     "--step-batch-size-schedule 0:4,1K:7": "7 micro-batches a step cannot be shared by 2 data-parallel",
     "--spec no.such layer": "--spec no.such layer: No module named 'no'; give a module on PYTHONPATH",
     "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec": "a layer with no self-attention, not",
-    "--wlb-cp-sharding ring": "choose one of per-sequence, per-document, ",
     "--wlb-attention-backend megatron --context-parallel-size 2": "which no corpus has; choose another",
     "--wlb-profile h200": "no profile 'h200': give a JSON file",
-    "--wlb-packing wlb --wlb-outlier-thresholds 160,96": "increasing order",
     "--wlb-max-tokens 128": "is under --seq-length 256.*give at least 256",
     "--wlb-max-tokens 301 --context-parallel-size 2": "give a multiple of 4",
     "--wlb-outlier-thresholds 96,160": "is of --wlb-packing wlb, and packing is adaptive; choose that, or take",
     "--seq-length 254 --tensor-model-parallel-size 4 --sequence-parallel": "give a multiple of 4",
     "--seq-length 1032 --fp8-format hybrid": "give a multiple of 16",
-    "--wlb-micro-batches 3": r"3 micro-batches a step cannot .*; give a multiple of 2 \(--wlb-micro-batches\)",
     "--wlb-micro-batches 8 --global-batch-size 7": "--global-batch-size is 7, by which .*; give a multiple of 2",
-    "--attention-backend local": "--wlb-attention-backend",
-    "--use-torch-fsdp2 --use-distributed-optimizer": "--use-torch-fsdp2 .*use --use-distributed-optimizer",
     "--transformer-impl local --apply-layernorm-1p": "leave one of them out",
     "--window-size 128,128": "give LEFT,0",
     f"{MOE} alltoall --moe-router-load-balancing-type quantile_balancing": "divide by the experts",
-    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication": (
-        "leave --no-overlap-p2p-communication out"
-    ),
 }
 """By their flags, as upstream parses them; `tests/describe` has all refusals by their arguments."""
 
@@ -91,40 +76,6 @@ def job_of(args):
     validate_args(args, {})
     args.padded_vocab_size = 256
     return describe.make_job(args)
-
-
-def test_a_job_has_what_the_flags_say(parse, monkeypatch):
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    flags = """--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2
-    --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 16 --bf16
-    --microbatch-group-size-per-virtual-pipeline-stage 4 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48
-    --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --hidden-dropout 0.1
-    --recompute-granularity selective --recompute-modules moe_act layernorm mlp --wlb-packing adaptive
-    --wlb-max-delay-steps 20 --wlb-max-tokens 512 --wlb-crossover 77 --wlb-cp-sharding hybrid --wlb-save-gathered-kv
-    --wlb-cp-gradients model"""
-    job = job_of(parse(*flags.split(), "--transformer-impl", "local", world_size=16))
-    assert job.model == ModelShape(
-        num_layers=4,
-        hidden_size=64,
-        ffn_hidden_size=96,  # two experts of 48
-        num_attention_heads=8,
-        num_query_groups=2,
-        padded_vocab_size=256,
-        kv_channels=8,
-        moe_router_topk=2,
-    )
-    assert job.parallel == Parallel(tp=2, cp=2, pp=2, vpp=2, dp=2, ep=2, etp=2, group_size=4)
-    assert job.packing == POLICIES["adaptive"](max_delay_steps=20)
-    assert job.recompute == Recompute(granularity="selective", modules=("layernorm", "mlp", "moe_act"))
-    assert (job.context_length, job.num_micro_batches, job.max_tokens, job.crossover_tokens) == (256, 16, 512, 77)
-    assert (job.sharding.cp_sharding, job.sharding.save_gathered_kv, job.hidden_dropout, job.bytes_per_value) == (
-        "hybrid",
-        True,
-        True,
-        2,
-    )
-    assert (job.sharding.cp_gradients, job.cp_gradient_bytes) == ("model", 2)
-    assert job.profile.name == "flops" and job.offloaded_layers == 0
 
 
 LATENT = "--multi-latent-attention --no-rope-fusion --kv-lora-rank 32 --qk-head-dim 16 --v-head-dim 24"
@@ -190,24 +141,6 @@ def test_the_batch_size_of_a_step_is_upstreams(parse):
     assert expected == [4, 4, 4, 12, 12, 16, 16] and whole.global_batch_size == 16
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
-def test_rows_are_aligned_as_upstream_aligns_them(recipe):
-    assert row_multiple("hybrid", recipe, None) == get_fp8_align_size(recipe)
-    assert row_multiple(None, recipe, "e2m1") == get_fp4_align_size("nvfp4")
-    assert row_multiple(None, recipe, None) == 1
-
-
-def test_every_setting_is_a_flag_with_help_and_its_default(parse, capsys):
-    args = parse()
-    settings = [RunSettings, PlanSettings, Sharding, *POLICIES.values()]
-    for each in settings:
-        assert each.from_args(args) == each()
-    with pytest.raises(SystemExit, match="0"):
-        parse("--help")
-    text = capsys.readouterr().out
-    assert all(f"--wlb-{f.name.replace('_', '-')}" in text for each in settings for f in fields(each))
-
-
 def test_versions_of_megatron_core():
     for version in ("0.18.2", "0.21.0", "1.19.2"):
         match = f"megatron-core {version} is not supported; install 0.19.0 or a later 0.19,"
@@ -231,34 +164,13 @@ def test_replacing_a_name_that_upstream_moved_fails():
         replace("training_log", ("color_map",))
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda p: p.with_suffix(".idx").unlink(), r"\.idx does not exist; give --data-path the prefix"),
-        (lambda p: p.with_suffix(".idx").write_bytes(p.with_suffix(".idx").read_bytes()[:40]), "is truncated"),
-        (lambda p: p.with_suffix(".bin").write_bytes(b"1234"), "is truncated, build it again"),
-        (lambda p: write_index(p.with_suffix(".idx"), np.zeros(0)), "holds no document"),
-        (lambda p: write_index(p.with_suffix(".idx"), np.ones(5)), "no document of at least 2 tokens"),
-    ],
-    ids=["missing", "truncated", "short bin", "empty", "too short"],
-)
-def test_bad_dataset(damage, message, parse, tmp_path):
-    prefix = write_lengths(tmp_path / "corpus", np.full(10, 10))
-    args = parse()
-    args.data_path = [prefix]
-    assert len(load_splits(args)["train"].indices[0]) == 10
-    damage(tmp_path / "corpus")
-    with pytest.raises(ValueError, match=message):
-        load_splits(args)
-    args.data_path = None
-    with pytest.raises(ValueError, match="no dataset; give --data-path PREFIX"):
-        load_splits(args)
-
-
 @pytest.mark.parametrize(("documents", "split"), [(100, "100,0,0"), (40, "99,1,0")])
 def test_an_empty_validation_split_is_refused_where_it_would_be_evaluated(documents, split, parse, tmp_path):
     prefix = write_lengths(tmp_path / "corpus", np.full(documents, 10))
     args = parse("--split", split)
+    args.data_path = None
+    with pytest.raises(ValueError, match="no dataset; give --data-path PREFIX"):
+        load_splits(args)
     args.data_path = [prefix]
     assert not load_splits(args)["valid"].sources
     args.eval_iters = 100  # upstream's default
@@ -276,13 +188,6 @@ def test_datasets_without_weights_count_by_the_tokens_that_are_trained(parse, tm
     args.data_path = ["0.25", args.data_path[0], "0.75", args.data_path[1]]
     first, second = (source.weight for source in load_splits(args)["train"].sources)
     assert second / first == 3
-
-
-def test_weights_that_are_not_finite_are_refused(parse, tmp_path):
-    args, prefix = parse("--split", "100,0,0"), write_lengths(tmp_path / "corpus", np.full(30, 2))
-    args.data_path = ["inf", prefix, "1", prefix]
-    with pytest.raises(ValueError, match="dataset 0 of the blend has weight inf; weights must be positive and finite"):
-        load_splits(args)
 
 
 def test_a_token_that_is_none_and_a_file_that_is_cut_off_are_named(parse, tmp_path):

@@ -226,21 +226,3 @@ def test_what_bridge_alone_has_is_refused(changed, message, dataset):
         setattr(getattr(config, owner) if owner else config, name, value)
     with pytest.raises(ValueError, match=message):
         bridge.pretrain(config)
-
-
-def test_an_unknown_setting_is_named(dataset):
-    with pytest.raises(ValueError, match="^max_token is no setting"):
-        bridge.pretrain(container(dataset), max_token=1)
-
-
-def test_arguments_are_those_of_the_flags(dataset, monkeypatch):
-    """Of a layout and a blend, which Bridge writes otherwise."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    layout = [["embedding", "decoder"], ["decoder"], ["decoder"], ["decoder", "loss"]]
-    config = container(dataset, **PP2, pipeline_model_parallel_layout=layout)
-    config.dataset.data_path = ["0.5", dataset, "0.5", dataset]
-    config.train.micro_batch_size = config.validation.eval_micro_batch_size = 1
-    configs.runtime_config_update(config)
-    found = bridge.arguments(config)
-    assert found["pipeline_model_parallel_layout"] == "Et|t|t|tL"
-    assert found["data_path"] == ["0.5", dataset, "0.5", dataset]

@@ -8,18 +8,17 @@ import json
 import os
 import resource
 import signal
-import threading
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron_wlb.adapter import data, report
+from megatron_wlb.adapter import data
 from megatron_wlb.adapter.plans import state_path
 from megatron_wlb.adapter.training import Training
 from megatron_wlb.plan import document_log, state, step
 from tests.adapter.audit import audit
-from tests.adapter.training import ADAM, PP2, train
+from tests.adapter.training import ADAM, train
 
 
 @contextlib.contextmanager
@@ -33,40 +32,11 @@ def files_up_to(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_log_may_be_a_pipe(tmp_path):
-    path, entry = tmp_path / "pipe", {"lengths": list(range(100_000))}
-    os.mkfifo(path)
-    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    os.set_blocking(reader, True)
-    writer = threading.Thread(target=report.append, args=(str(path), entry))
-    writer.start()
-    received = b""
-    while not received.endswith(b"\n"):
-        received += os.read(reader, 1 << 14)
-    writer.join()
-    os.close(reader)
-    assert json.loads(received) == entry
-
-
 def test_a_log_in_no_folder_is_found_before_the_first_step(dataset, tmp_path):
     with pytest.raises(RuntimeError, match="--wlb-log .*log: the folder .* does not exist; create it or name another"):
         train(1, dataset, "--wlb-log", str(tmp_path / "no/log"))
     with pytest.raises(RuntimeError, match=r"--wlb-document-log .*corpus.bin is a file that the run reads; name anoth"):
         train(1, dataset, "--wlb-document-log", f"{dataset}.bin")
-
-
-@pytest.mark.full
-def test_a_stuck_planner_ends_the_run_with_its_stack_before_others_time_out(dataset, monkeypatch):
-    plan_step = step.plan_step
-
-    def stuck(packer, *rest):
-        if packer.step == 1 and dist.get_rank() == 1:
-            threading.Event().wait()
-        return plan_step(packer, *rest)
-
-    monkeypatch.setattr(step, "plan_step", stuck)
-    with pytest.raises(RuntimeError, match=r"(?s)rank 1 of 2 failed.*step 1 was not planned in 30 s; .*, in stuck\n"):
-        train(2, dataset, *PP2.split(), "--distributed-timeout-minutes", "1")
 
 
 @pytest.mark.parametrize("what", ["state", "documents"])

@@ -221,16 +221,8 @@ def test_step_batch_size_schedule(size, layout, dataset, alone, tmp_path):
     assert [len(e["lengths"]) for e in run["log"]] == [4, 8]
 
 
-@pytest.mark.parametrize("coefficient", ["--moe-aux-loss-coeff 0.1", full("--moe-z-loss-coeff 0.1")])
-def test_losses_of_the_router(coefficient, dataset, tmp_path, monkeypatch):
-    """Upstream's count padding as tokens, so both runs are given the same."""
-    monkeypatch.setattr(Job, "unit_tokens", 4)
-    flags = [*MOE.split(), *coefficient.split()]
-    one = train(1, dataset, *flags, log=tmp_path / "one.jsonl")
-    compare(train(2, dataset, *flags, *EP2.split(), *CP2.split(), log=tmp_path / "two.jsonl"), one)
-
-
-def test_logged_losses_of_routers_and_mtp_are_means_over_micro_batches(dataset, tmp_path, monkeypatch):
+def test_losses_of_routers_and_mtp_are_means_over_micro_batches(dataset, tmp_path, monkeypatch):
+    """Upstream's router counts padding as tokens, so both runs are given the same."""
     monkeypatch.setattr(Job, "unit_tokens", 4)
     names = ["load_balancing_loss", "z_loss", "mtp_1 loss", "mtp_2 loss"]
     flags = f"{MOE} --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1 {MTP}".split()
@@ -243,9 +235,10 @@ def test_logged_losses_of_routers_and_mtp_are_means_over_micro_batches(dataset, 
 
     _, as_many = trained(1)
     one, twice = trained(1, "--wlb-micro-batches", "16")
-    two, shared = trained(2, "--wlb-micro-batches", "16", *EP2.split())
+    two, shared = trained(2, "--wlb-micro-batches", "16", *EP2.split(), *CP2.split())
     compare(two, one)
-    assert shared == pytest.approx(twice, rel=TOLERANCE)
+    assert shared[:4] == pytest.approx(twice[:4], rel=TOLERANCE)
+    assert shared[4:] == pytest.approx(twice[4:], rel=0.003)  # of MTP: upstream's mean of the means of CP ranks
     assert twice == pytest.approx(as_many, rel=0.2)  # of shorter micro-batches
 
 

@@ -34,20 +34,25 @@ from tests.adapter.training import (
 )
 
 EXACT = ("step", "digest", "loss", "tokens", "imbalance", "imbalance_original", "delays_tokens", "work")
+SCHEDULE = "--step-batch-size-schedule 0:4,2048:8"
+"""Where the run is cut, the batch grows."""
 
 
 @pytest.mark.parametrize(
     ("size", "flags", "packing"),
     [
         (1, "", "wlb"),
+        (1, SCHEDULE, "adaptive"),
         (2, f"{PP2} --non-persistent-save-interval 2 --non-persistent-ckpt-type global --save-interval 9", "adaptive"),
         (4, f"{TP2} {PP2} {MTP} {SINKS} {LATENT} {QUERY_LATENT} --num-layers 2", "adaptive"),
         *(full(4, f"{CP2} {VPP2}", packing) for packing in ("wlb", "original", "adaptive", "fixed")),
     ],
 )
 def test_resumed_equals_uninterrupted(size, flags, packing, dataset, tmp_path):
-    common = [*flags.split(), *ADAM, *f"--wlb-packing {packing} --wlb-micro-batches 8 --train-iters 3".split()]
-    train = functools.partial(training.train, without=GQA if LATENT in flags else "")
+    without = GQA if LATENT in flags else "--global-batch-size" if flags == SCHEDULE else ""
+    train = functools.partial(training.train, without=without)
+    common = [*flags.split(), *ADAM, *f"--wlb-packing {packing} --train-iters 3".split()]
+    common += [] if flags == SCHEDULE else ["--wlb-micro-batches", "8"]
     whole = train(size, dataset, *common, log=tmp_path / "whole.jsonl")
 
     save = ["--save", str(tmp_path / "ckpt"), "--save-interval", "2", "--wlb-log", str(tmp_path / "parts.jsonl")]
@@ -63,39 +68,6 @@ def test_resumed_equals_uninterrupted(size, flags, packing, dataset, tmp_path):
     assert resumed["params"].keys() == whole["params"].keys()
     for name, parameter in whole["params"].items():
         assert torch.equal(resumed["params"][name], parameter), name
-
-
-@pytest.mark.parametrize("saved", [1, full(2), full(3)])
-def test_a_schedule_of_batch_sizes_resumed_equals_uninterrupted(saved, dataset, tmp_path):
-    """Within a batch size, and where it changes."""
-    log, train = tmp_path / "parts.jsonl", functools.partial(training.train, without="--global-batch-size")
-    common = [*ADAM, *"--step-batch-size-schedule 0:4,2048:8 --train-iters 4 --wlb-packing adaptive".split()]
-    whole = train(1, dataset, *common, log=tmp_path / "whole.jsonl")
-    save = ["--save", str(tmp_path / "ckpt"), "--save-interval", "9"]
-    with pytest.raises(RuntimeError, match="SystemExit"):
-        train(1, dataset, *common, *save, "--exit-interval", str(saved), log=log)
-    resumed = train(1, dataset, *common, *save, "--load", str(tmp_path / "ckpt"), log=log)
-    for part, reference in zip(entries(log), whole["log"], strict=True):
-        assert {k: part[k] for k in EXACT} == {k: reference[k] for k in EXACT}
-    assert [len(e["lengths"]) for e in whole["log"]] == [4, 4, 8, 8]
-    assert all(torch.equal(resumed["params"][name], parameter) for name, parameter in whole["params"].items())
-
-
-def test_mock_data_is_the_same_in_every_layout_and_resumed(tmp_path):
-    """With evaluation, without any file."""
-    common = [*ADAM, *"--mock-data --wlb-mock-lengths 4,1,0.1,150,1 --eval-iters 2 --eval-interval 2".split()]
-    whole = train(1, "", *common, "--train-iters", "3", log=tmp_path / "whole.jsonl")
-    parts = [*common, *CP2.split(), "--save", str(tmp_path / "ckpt"), "--override-opt-param-scheduler"]
-    parts += ["--save-interval", "2"]
-    log = tmp_path / "parts.jsonl"
-    first = train(2, "", *parts, "--train-iters", "2", log=log)
-    resumed = train(2, "", *parts, "--train-iters", "3", "--load", str(tmp_path / "ckpt"), log=log)
-    assert [e["loss"] for e in entries(log)] == pytest.approx([e["loss"] for e in whole["log"]], rel=1e-5)
-    assert len({e["loss"] for e in whole["log"]}) == 3
-    assert first["evaluations"] and resumed["evaluations"]
-    assert first["evaluations"][0] == pytest.approx(whole["evaluations"][0], rel=1e-5)
-    relative = training.relative_error(resumed["params"], whole["params"])
-    assert relative < 1e-2  # Adam's first steps magnify rounding
 
 
 @pytest.mark.parametrize("packing", ["adaptive", full("wlb"), full("fixed"), full("original")])

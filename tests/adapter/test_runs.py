@@ -19,9 +19,8 @@ from megatron_wlb.adapter import plans
 from megatron_wlb.adapter.data import DocumentDataset
 from megatron_wlb.adapter.plans import state_path
 from megatron_wlb.adapter.training import Training
-from megatron_wlb.plan import document_log, placement, state, step
+from megatron_wlb.plan import document_log, state, step
 from megatron_wlb.plan.dataset import read_index, trained_tokens
-from megatron_wlb.sharding import select
 from tests.adapter.audit import audit
 from tests.adapter.datasets import write_dataset
 from tests.adapter.training import ADAM, CP2, PP2, entries, train
@@ -80,24 +79,6 @@ def test_ranks_with_other_data_stop_in_the_first_step_if_only_in_validation(data
     message = r"train step 0 differently: rank 1 differs from rank 0 in valid datasets \(--data-path\); check that all"
     with pytest.raises(RuntimeError, match=message):
         train(2, "", *CP2.split(), *data, without="--split", flags_of_rank={1: ["--valid-data-path", other]})
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout", [PP2, CP2])
-def test_a_rank_that_orders_and_shards_otherwise_stops_all_before_anything_is_sent(layout, dataset, monkeypatch):
-    """As one with another core would; not by an abort in a receive."""
-    order, shard = placement.order, select.shard
-    strange = {
-        0: (order, shard),
-        1: (
-            lambda pace, job: order(pace, job)[::-1],
-            lambda lengths, job: shard(lengths, job.sharded(cp_sharding="per-document")),
-        ),
-    }
-    monkeypatch.setattr(placement, "order", lambda *given: strange[dist.get_rank()][0](*given))
-    monkeypatch.setattr(select, "shard", lambda *given: strange[dist.get_rank()][1](*given))
-    with pytest.raises(RuntimeError, match="rank 1 differs from rank 0 in order or shards of micro-batches; check"):
-        train(2, dataset, *layout.split(), "--wlb-cp-sharding", "per-sequence")
 
 
 def test_ranks_are_told_in_what_they_planned_differently():
@@ -202,20 +183,6 @@ def test_samples_are_windows_whatever_the_number_of_micro_batches(dataset, tmp_p
     assert [e.value for e in events.Scalars("learning-rate")] == pytest.approx([7.5e-4, 5e-4, 2.5e-4, 0])
     assert [e.value for e in events.Scalars("batch-size")] == [8] * 4
     assert [e.value for e in events.Scalars("wlb/num_micro_batches")] == [16] * 4
-
-
-def test_stragglers_are_measured_as_upstream_does(dataset, tmp_path, monkeypatch):
-    """`--log-straggler` times data and model of every forward step; without a GPU upstream itself stays out."""
-    timed = tmp_path / "timed"
-
-    def start():
-        with timed.open("a") as file:
-            file.write("data " if training.stimer.bdata else "model ")
-        training.stimer.bdata = False  # as upstream's does
-
-    monkeypatch.setattr(training.stimer, "start", start)
-    train(1, dataset, *ADAM, "--train-iters", "1")
-    assert timed.read_text() == "data model " * 8
 
 
 def test_steps_are_replayed(dataset, tmp_path, monkeypatch):

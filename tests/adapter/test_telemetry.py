@@ -80,12 +80,6 @@ def test_nothing_is_written_or_measured_without_a_writer(dataset, tmp_path, monk
         train(1, dataset, *rarely, "--tensorboard-dir", str(tmp_path))
 
 
-def test_the_interval_counts(dataset, tmp_path):
-    train(1, dataset, *FLAGS, "--tensorboard-dir", str(tmp_path), "--tensorboard-log-interval", "2")
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert [e.step for e in events.Scalars("wlb/tokens")] == [2, 4]
-
-
 def test_wandb_gets_the_same(monkeypatch):
     logged = []
     wandb = SimpleNamespace(log=lambda values, step: logged.append((values, step)))

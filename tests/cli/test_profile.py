@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_wlb.cli import profile as calibration
 from megatron_wlb.cli.main import main
@@ -107,56 +108,42 @@ def test_a_run_on_a_gpu(tmp_path):
     assert loaded.backward.tile > loaded.forward.tile > 0
 
 
+def full(*args):
+    raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+
+MEASURE = "megatron_wlb.runtime.measure."
+
+
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "message", "patches"),
     [
-        ("--backend fa9", "unknown attention backend 'fa9'; choose one of auto, "),
-        ("--backend aten", "attention backend 'aten' is not available on device 'cpu'"),
-        ("--dtype fp8", "--dtype: invalid choice: 'fp8'"),
-        ("--num-query-groups 3", "^--num-query-groups 3 does not divide 4 attention heads; change one of them$"),
-        ("--hidden-size 0", "--hidden-size: '0' must be an integer from 1 to"),
-        ("--output FOLDER/no/x.json", "--output .*x.json: the folder .*no does not exist; create it or name another"),
-        ("--output /proc/x.json", "/proc/.*x.json"),
+        ("SMALL --backend fa9", "unknown attention backend 'fa9'; choose one of auto, ", {}),
+        ("SMALL --backend aten", "attention backend 'aten' is not available on device 'cpu'", {}),
+        ("SMALL --dtype fp8", "--dtype: invalid choice: 'fp8'", {}),
+        ("SMALL --num-query-groups 3", "^--num-query-groups 3 does not divide 4 attention heads; change one", {}),
+        ("SMALL --hidden-size 0", "--hidden-size: '0' must be an integer from 1 to", {}),
+        ("SMALL --output FOLDER/no/x.json", "--output .*x.json: the folder .*no does not exist; create it or", {}),
+        ("SMALL --output /proc/x.json", "/proc/.*x.json", {}),
+        ("", "^no --hidden-size, --num-attention-heads: give the sizes of the model$", {}),
+        ("MODEL --device cuda", "^--device cuda, but torch .* finds none; install a driver or choose cpu$",
+         {"torch.cuda.is_available": lambda: False}),
+        ("SMALL", "attention backend te does not run fp32; choose another --dtype",
+         {MEASURE + "get_backend": lambda name, device, head_sizes: SimpleNamespace(name="te", dtypes=())}),
+        ("SMALL", "^out of device memory; give --quick, or a smaller model$", {MEASURE + "linear_times": full}),
     ],
-)
-def test_wrong_flags_are_refused_before_measuring(flags, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("megatron_wlb.runtime.measure.linear_times", None)
-    refused(message, capsys, tmp_path, *MODEL, *SMALL, *flags.replace("FOLDER", str(tmp_path)).split())
-
-
-def test_no_model(tmp_path, capsys):
-    refused("^no --hidden-size, --num-attention-heads: give the sizes of the model$", capsys, tmp_path)
-
-
-def test_no_gpu(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    message = "^--device cuda, but torch .* finds none; install a driver or choose cpu$"
-    refused(message, capsys, tmp_path, *MODEL, "--device", "cuda")
-
-
-def test_a_dtype_that_the_backend_does_not_run(tmp_path, capsys, monkeypatch):
-    backend = SimpleNamespace(name="te", dtypes=())
-    monkeypatch.setattr("megatron_wlb.runtime.measure.get_backend", lambda name, device, head_sizes: backend)
-    refused("attention backend te does not run fp32; choose another --dtype", capsys, tmp_path, *MODEL, *SMALL)
-
-
-def test_a_device_without_enough_memory(tmp_path, capsys, monkeypatch):
-    torch = pytest.importorskip("torch")
-
-    def full(*args):
-        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
-
-    monkeypatch.setattr("megatron_wlb.runtime.measure.attention_times", full)
-    refused("^out of device memory; give --quick, or a smaller model$", capsys, tmp_path, *MODEL, *SMALL)
+)  # fmt: skip
+def test_what_cannot_be_measured_is_refused_before(flags, message, patches, tmp_path, capsys, monkeypatch):
+    """And leaves no file."""
+    for name, value in ({MEASURE + "linear_times": None} | patches).items():
+        monkeypatch.setattr(name, value)
+    words = flags.replace("SMALL", f"MODEL {' '.join(SMALL)}").replace("MODEL", " ".join(MODEL))
+    words = ["--output", f"{tmp_path}/x.json", *words.replace("FOLDER", str(tmp_path)).split()]
+    assert re.search(message, refusal(capsys, "profile", *words))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_torch(tmp_path):
     done = process("profile", *MODEL, "--output", tmp_path / "x.json", without=("torch",))
     message = "megatron-wlb profile: error: torch is not installed; pip install 'megatron-wlb[train]'\n"
     assert (done.returncode, done.stderr) == (2, message)
-
-
-def refused(message, capsys, folder, *flags):
-    """Checks that no file was left, either."""
-    assert re.search(message, refusal(capsys, "profile", "--output", str(folder / "x.json"), *flags))
-    assert list(folder.iterdir()) == []

@@ -34,12 +34,15 @@ def refused(prefix, message):
         read_index(prefix)
 
 
-def test_one_sequence_a_document(tmp_path):
-    index = read_index(write(tmp_path, [3, 1, 4], [0, 1, 2, 3]))
-    assert len(index) == 3
-    assert index.tokens.tolist() == [3, 1, 4]
-    assert index.pointers.tolist() == [0, 12, 16]
-    assert index.item_bytes == 4
+@pytest.mark.parametrize(("code", "item_bytes"), [(1, 1), (2, 1), (3, 2), (4, 4), (5, 8), (6, 8), (7, 4), (8, 2)])
+def test_documents_of_one_and_of_several_sequences(tmp_path, code, item_bytes):
+    """Empty documents at the start, in the middle and at the end; an empty sequence within a document."""
+    index = read_index(write(tmp_path, [3, 1, 4], [0, 1, 2, 3], code=code))
+    assert (len(index), index.tokens.tolist(), index.item_bytes) == (3, [3, 1, 4], item_bytes)
+    assert index.pointers.tolist() == [0, 3 * item_bytes, 4 * item_bytes]
+    index = read_index(write(tmp_path, [3, 1, 0, 4, 2], [0, 0, 2, 2, 4, 5, 5], code=code))
+    assert index.tokens.tolist() == [0, 4, 0, 4, 2, 0]
+    assert index.pointers[[1, 3, 4]].tolist() == [0, 4 * item_bytes, 8 * item_bytes]
 
 
 def test_of_an_index_of_one_sequence_a_document_nothing_is_held(tmp_path, monkeypatch):
@@ -57,20 +60,6 @@ def test_of_an_index_of_one_sequence_a_document_nothing_is_held(tmp_path, monkey
     assert peak < 3 * len(lengths)
     assert index.tokens.tolist() == read_tokens(prefix).tolist() == lengths.tolist()
     assert index.pointers.tolist() == (lengths.cumsum() - lengths).tolist()
-
-
-def test_documents_of_several_sequences_and_empty_ones(tmp_path):
-    """Empty documents at the start, in the middle and at the end; an empty sequence within a document."""
-    index = read_index(write(tmp_path, [3, 1, 0, 4, 2], [0, 0, 2, 2, 4, 5, 5]))
-    assert index.tokens.tolist() == [0, 4, 0, 4, 2, 0]
-    assert index.pointers[[1, 3, 4]].tolist() == [0, 16, 32]
-
-
-@pytest.mark.parametrize(("code", "item_bytes"), [(1, 1), (2, 1), (3, 2), (4, 4), (5, 8), (6, 8), (7, 4), (8, 2)])
-def test_every_dtype_of_the_format(tmp_path, code, item_bytes):
-    index = read_index(write(tmp_path, [5, 6], [0, 1, 2], code=code))
-    assert index.item_bytes == item_bytes
-    assert index.pointers.tolist() == [0, 5 * item_bytes]
 
 
 def test_fingerprint_names_the_document_lengths_and_tokens(tmp_path):
