@@ -149,7 +149,7 @@ class _Run(Callback):  # type: ignore[misc]
             self._args.iteration = train_state.step
             self._args.consumed_train_samples = train_state.consumed_train_samples
             self._args.consumed_valid_samples = train_state.consumed_valid_samples
-            found = self._training.batches()
+            found = self._training.batches().values()
             train_state.do_train, train_state.do_valid, train_state.do_test = (each is not None for each in found)
             return tuple(None if each is None else RerunDataIterator(each) for each in found)
 
@@ -222,6 +222,8 @@ def _refuse(config: ConfigContainer) -> None:
         "dist.use_torch_fsdp2": config.dist.use_torch_fsdp2,
         "model.restore_modelopt_state": model.restore_modelopt_state,
         "model.mtp_num_layers": model.mtp_num_layers,
+        "dataset.full_validation": dataset.full_validation,
+        "dataset.multiple_validation_sets": dataset.multiple_validation_sets,
     }
     if given := [name for name, is_given in others.items() if is_given]:
         raise ValueError(f"wlb in Bridge does not support {given[0]}; leave it out, or train without wlb")

@@ -4,7 +4,7 @@ import functools
 import itertools
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +39,7 @@ class SplitData:
     """Which tokens are trained as targets, uint8 [tokens] of each `.bin` file; empty: all."""
     whole_epochs: bool = False
     """Train all documents of an epoch before the next begins."""
+    shuffle: bool = True
 
     def targets(self, documents: np.ndarray, depths: int) -> list[int]:
         """Count the trained targets of DOCUMENT rows at each depth, 0 and `depths` more."""
@@ -58,8 +59,9 @@ class SplitData:
 def load_splits(args: Namespace) -> dict[str, SplitData]:
     """Read the `.idx` files that upstream's data flags name, or draw mock data; an empty split has no sources.
 
-    Raises ValueError for a missing or damaged file, for an empty training split, and for an empty validation split if
-    the run evaluates.
+    The keys are SPLITS, but "valid 0", "valid 1" and so on for the sets of `--multiple-validation-sets`. Raises
+    ValueError for a missing or damaged file, for an empty training split, and for an empty validation set if the run
+    evaluates.
     """
     if args.mock_data:
         return {split: _mock(args, split) for split in SPLITS}
@@ -93,19 +95,31 @@ def load_splits(args: Namespace) -> dict[str, SplitData]:
         bounds = convert_split_vector_to_split_matrix(parse_and_normalize_split(args.split))
         data = {name: split(blend, b) for name, b in zip(SPLITS, bounds, strict=True)}
     else:
-        data = {name: split(b, (0.0, 1.0)) for name, b in zip(SPLITS, blend_per_split, strict=True)}
+        train, valid, test = blend_per_split
+        sets = {"valid": valid}
+        if args.multiple_validation_sets and valid is not None and len(valid[0]) > 1:
+            sets = {f"valid {i}": ([prefix], None) for i, prefix in enumerate(valid[0])}
+        data = {name: split(b, (0.0, 1.0)) for name, b in {"train": train, **sets, "test": test}.items()}
     if not data["train"].sources:
         raise ValueError("--wlb: the training split is empty: no document of at least 2 tokens; check --split")
-    if args.eval_iters > 0 and not data["valid"].sources:
-        # Upstream would evaluate on nothing.
-        raise ValueError(
-            f"--wlb: the validation split is empty, and --eval-iters is {args.eval_iters}; give --eval-iters 0, or "
-            "another --split"
-        )
+    full = args.full_validation
+    for name in validation_sets(data):
+        if (full or args.eval_iters > 0) and not data[name].sources:  # upstream would evaluate on nothing
+            given, instead = "--full-validation is given", "--eval-iters 0 instead"
+            if not full:
+                given, instead = f"--eval-iters is {args.eval_iters}", "--eval-iters 0"
+            raise ValueError(f"--wlb: the validation split is empty, and {given}; give {instead}, or another --split")
+        if full:
+            data[name] = replace(data[name], whole_epochs=True, shuffle=False)
     for name, each in data.items():
         if each.sources:
             stream_of(args, name, each)  # checks weights
     return data
+
+
+def validation_sets(data: Iterable[str]) -> list[str]:
+    """Return the names of the sets that are evaluated while training."""
+    return [name for name in data if name.startswith("valid")]
 
 
 def _opened(path: str, args: Namespace) -> tuple[DocumentIndex, np.ndarray | None, np.ndarray | None, str]:
@@ -126,12 +140,14 @@ def _mock(args: Namespace, split: str) -> SplitData:
     return SplitData(sources=[Source(lengths=index.lengths)], indices=[index], masks=[])
 
 
-def stream_of(args: Namespace, split: str, data: SplitData) -> DocumentStream:
-    """Return the endless stream of a split's documents in training order, from the beginning."""
+def stream_of(args: Namespace, split: str, data: SplitData, num_epochs: int | None = None) -> DocumentStream:
+    """Return the stream of a split's documents in training order, from the beginning; endless without `num_epochs`."""
     return DocumentStream(
         data.sources,
-        seed=args.seed + SPLITS.index(split),
+        seed=args.seed + SPLITS.index(split.partition(" ")[0]),
         context_length=args.seq_length,
+        shuffle=data.shuffle,
+        num_epochs=num_epochs,
         whole_epochs=data.whole_epochs,
     )
 

@@ -65,6 +65,11 @@ def check(args: Namespace) -> None:
                     f"--global-batch-size is {size}, by which upstream counts samples on {job.parallel.dp} "
                     f"data-parallel ranks; give a multiple of {job.parallel.dp}"
                 )
+            if job.parallel.vpp > 1 and getattr(args, "multiple_validation_sets", False):
+                raise ValueError(
+                    "--multiple-validation-sets with virtual stages, whose data upstream takes for the sets; blend the "
+                    "sets, or leave virtual stages out"
+                )
     except ValueError as error:
         raise ValueError(f"--wlb: {error}") from error
 

@@ -11,7 +11,7 @@ from megatron.training import print_rank_0
 import megatron_wlb
 from megatron_wlb import _native
 from megatron_wlb.adapter import describe
-from megatron_wlb.adapter.data import SPLITS, SplitData, stream_of
+from megatron_wlb.adapter.data import SplitData, stream_of, validation_sets
 from megatron_wlb.describe.settings import RunSettings
 from megatron_wlb.job import Job, differences
 from megatron_wlb.plan import document_log, state
@@ -27,12 +27,13 @@ def state_path(folder: str, iteration: int) -> Path:
 class Plans:
     """Plans by split and step; every rank makes the same plans."""
 
-    def __init__(self, args: Namespace, job: Job, run: RunSettings) -> None:
-        self._args, self._run = args, run
+    def __init__(self, args: Namespace, job: Job, run: RunSettings, splits: dict[str, SplitData]) -> None:
+        self._args, self._run, self._splits = args, run, splits
         self._jobs = {"train": [(0, job)]}
         """By split, from which step on which job."""
-        if args.eval_iters > 0:
-            self._jobs["valid"] = self._jobs["test"] = [(0, describe.evaluation_job(job, args))]
+        if args.eval_iters > 0 or args.full_validation:
+            evaluated = [*validation_sets(splits), *(() if args.multiple_validation_sets else ("test",))]
+            self._jobs |= {split: [(0, describe.evaluation_job(job, args))] for split in evaluated}
         self._planners: dict[str, Planner] = {}
         self._first_state: Any = None
         self.first_step = 0
@@ -41,10 +42,23 @@ class Plans:
         """The training step that is running, or ran last."""
         self.begins_anew = False
         """The first step trains the beginning of the data, although training is further along."""
-        self._agreed = _code() | {f"{split} {words}": 0 for split in SPLITS for words in IDENTITY.values()}
+        self._agreed = _code() | {f"{split} {words}": 0 for split in splits for words in IDENTITY.values()}
         """Digests of what must be the same on all ranks in every step, in words; 0 for splits that are not there."""
 
-    def planner(self, split: str, data: SplitData, first_step: int) -> Planner:
+    def runs(self, split: str) -> bool:
+        """Whether the run trains or evaluates a split."""
+        return split in self._jobs and bool(self._splits[split].sources)
+
+    def steps_of_pass(self, split: str) -> int:
+        """Return the steps in which an evaluation goes once through a split."""
+        stream, steps = stream_of(self._args, split, self._splits[split], num_epochs=1), 0
+        packer = make_packer(stream, self._jobs[split][0][1])
+        while not packer.finished:
+            packer.next()
+            steps += 1
+        return steps
+
+    def planner(self, split: str, first_step: int) -> Planner:
         """Return the planner of a split from `first_step` on, created on first use.
 
         Raises ValueError if the packer state is missing or does not fit.
@@ -53,7 +67,9 @@ class Plans:
             if split == "train":
                 self._jobs[split] = describe.jobs_by_step(self._args, self._jobs[split][0][1], first_step)
             (_, job), *later = self._jobs[split]
-            packer, *others = (make_packer(stream_of(self._args, split, data), each) for _, each in self._jobs[split])
+            packer, *others = (
+                make_packer(stream_of(self._args, split, self._splits[split]), each) for _, each in self._jobs[split]
+            )
             for name, value in packer.identity.items():
                 self._agreed[f"{split} {IDENTITY[name]}"] = digest_of(value)
             if split == "train":

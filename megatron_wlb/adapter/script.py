@@ -161,7 +161,10 @@ def _settle(args: Namespace, given: set[str]) -> None:
     from megatron_wlb.adapter import describe
     from megatron_wlb.describe.adapt import adapt
 
+    sharded = args.use_torch_fsdp2 or args.use_megatron_fsdp
     changes = adapt(args, given)
+    if sharded and not (args.use_torch_fsdp2 or args.use_megatron_fsdp):
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # upstream forbids it with FSDP, and else may demand it
     describe.check(args)
     if args.rank == 0:
         print("\n".join(changes.lines(args)), flush=True)

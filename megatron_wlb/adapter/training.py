@@ -70,7 +70,13 @@ class Training:
                 gradients_in_fp32=job.sharding.cp_gradients == "fp32",
                 latents=job.cp_exchange == "latents",
             )
-        self._plans = Plans(args, job, run)
+        self._plans = Plans(args, job, run, self._splits)
+        self._passes: dict[str, int] = {}
+        """Steps in which an evaluation goes once through each validation set, for --full-validation."""
+        if args.full_validation:
+            self._passes = {name: self._plans.steps_of_pass(name) for name in data.validation_sets(self._splits)}
+            if not args.multiple_validation_sets:  # upstream takes its own number of steps for a list
+                args.eval_iters, args.full_validation = self._passes["valid"], False
         if getattr(args, "sft", False):
             print_rank_0(
                 f"> wlb: --sft: a step trains {args.global_batch_size} windows of tokens, not as many rows; "
@@ -78,7 +84,7 @@ class Training:
             )
         args.sft = False  # upstream would average evaluation over micro-batches; this is per trained token
         self._report = Report(args, job, run, self._plans, tried)
-        self._batches: list[tuple[Iterator[Batch], ...] | None] = []
+        self._batches: dict[str, tuple[Iterator[Batch], ...]] = {}
         self._weight_gradients: DeferredWeightGradients | None = None
         self._deferring: Step | None = None
         self._mtp_weights: list[float] = []
@@ -109,30 +115,33 @@ class Training:
         """Return this rank's endless batches of the three splits."""
         if not vp_stage:
             # Load each split once for all model chunks: workers for every chunk would be many processes.
-            self._batches = [
-                itertools.tee(batches, self._job.parallel.vpp) if batches is not None else None
-                for batches in self.batches()
-            ]
-        train, valid, test = (chunks[vp_stage or 0] if chunks is not None else None for chunks in self._batches)
-        return train, valid, test
+            found, copies = self.batches().items(), self._job.parallel.vpp
+            self._batches = {split: itertools.tee(each, copies) for split, each in found if each is not None}
+        batches = {split: chunks[vp_stage or 0] for split, chunks in self._batches.items()}
+        valid: Any = batches.get("valid")
+        if self._args.multiple_validation_sets:
+            valid = [_Pass(batches[name], steps) for name, steps in self._passes.items()]
+        return batches["train"], valid, batches.get("test")
 
     dataset_provider.is_distributed = True  # type: ignore[attr-defined]  # every rank gets iterators
 
-    def batches(self) -> list[Iterator[Batch] | None]:
-        """Return this rank's endless batches of the three splits, None for one without; prints what is trained."""
-        found = [self._load(split) for split in self._splits]
+    def batches(self) -> dict[str, Iterator[Batch] | None]:
+        """Return this rank's endless batches of every split, None for one without; prints what is trained."""
+        found = {split: self._load(split) for split in self._splits}
         self._report.start(self._splits["train"], self.attention)
         return found
 
     def _load(self, split: str) -> Iterator[Batch] | None:
-        args, split_data, evaluated = self._args, self._splits[split], self._args.eval_global_batch_size
-        if not split_data.sources or not (split == "train" or args.eval_iters > 0):
+        args = self._args
+        if not self._plans.runs(split):
             return None
-        first_steps = {"train": args.iteration, "valid": args.consumed_valid_samples // evaluated, "test": 0}
-        planner = self._plans.planner(split, split_data, first_steps[split])
+        first_step = args.iteration if split == "train" else 0
+        if split == "valid" and not self._passes:
+            first_step = args.consumed_valid_samples // args.eval_global_batch_size
+        planner = self._plans.planner(split, first_step)
         dataset = DocumentDataset(
             split,
-            split_data,
+            self._splits[split],
             cp_rank=mpu.get_context_parallel_rank(),
             is_first=mpu.is_pipeline_first_stage(ignore_virtual=True),
             is_last=mpu.is_pipeline_last_stage(ignore_virtual=True),
@@ -143,7 +152,7 @@ class Training:
             order=self._tiled(tiles.order) if self._job.tp_tile_rows else None,
         )
         exit_signal = args.exit_signal if args.exit_signal_handler else None
-        return data.loader(dataset, planner, first_steps[split], args.num_workers, exit_signal)
+        return data.loader(dataset, planner, first_step, args.num_workers, exit_signal)
 
     def forward_step(self, data_iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
         """Run the forward pass of one micro-batch."""
@@ -289,6 +298,19 @@ class Training:
             self.save(iteration)
 
         return maybe_save_dataloader_state
+
+
+class _Pass:
+    """Endless batches of a validation set, with the steps of a pass as their length, as upstream asks for it."""
+
+    def __init__(self, batches: Iterator[Batch], steps: int) -> None:
+        self._batches, self._steps = batches, steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._batches
+
+    def __len__(self) -> int:
+        return self._steps
 
 
 def _of_step(first: Batch, batch: Batch, others: Iterator[Batch], count: int) -> Iterator[Batch]:

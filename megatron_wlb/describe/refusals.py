@@ -19,9 +19,7 @@ _REASONS = {
         "perform_rl_step hybrid_context_parallel dynamic_context_parallel"
     ),
     "packs sequences by itself; leave it out": "rl_use_sequence_packing sequence_packing_scheduler use_varlen_dataset",
-    "evaluates until the data end, and the stream of --wlb has no end; give --eval-iters": "full_validation",
-    "evaluates sets apart, and --wlb has one stream of validation data; blend them": "multiple_validation_sets",
-    "rearranges whole samples, and --wlb reads documents in pieces; leave it out": "fim_data",
+    "gives documents another length as they are read, and --wlb plans by lengths; do it in the dataset": "fim_data",
     "is not supported; give flags": "yaml_cfg",
     "makes a model that is no GPT of Megatron-core; pre-train one": (
         "export_kd_teacher_load export_te_mcore_model hybrid_layer_pattern hybrid_override_pattern is_hybrid_model "
@@ -48,12 +46,6 @@ def _balancing(a: Any) -> bool:
     return bool(a.num_experts) and "quantile_balancing" in ([types] if isinstance(types, str) else types)
 
 
-def _fsdp2_with(a: Any) -> bool:
-    sizes = a.pipeline_model_parallel_size, a.expert_model_parallel_size
-    others = max(sizes) > 1 or a.mtp_num_layers or a.use_distributed_optimizer
-    return bool(a.use_torch_fsdp2 and (others or not a.untie_embeddings_and_output_weights))
-
-
 def _sees_right(a: Any) -> bool:
     """Whether attention sees later tokens; --window-size may be text."""
     return bool(a.window_size) and str(a.window_size).strip("()[]").rpartition(",")[2].strip() != "0"
@@ -65,6 +57,14 @@ def dispatches(a: Any, dispatcher: str, backend: str | None = None) -> bool:
 
 
 _REFUSALS = (
+    _Refusal(
+        lambda a: a.full_validation and a.mock_data,
+        "--full-validation with --mock-data, whose documents have no end; give --eval-iters instead",
+    ),
+    _Refusal(
+        lambda a: a.multiple_validation_sets and not a.full_validation,
+        "--multiple-validation-sets: upstream wants --full-validation with it; give both, or blend the sets",
+    ),
     _Refusal(lambda a: a.seq_length is None, "--seq-length is missing; give the context window"),
     _Refusal(
         _balancing,
@@ -87,16 +87,6 @@ _REFUSALS = (
     _Refusal(
         lambda a: "local" in str(a.attention_backend).rsplit(".", 1)[-1],
         "--attention-backend local would replace the attention of --wlb; choose with --wlb-attention-backend",
-    ),
-    _Refusal(
-        _fsdp2_with,
-        "--use-torch-fsdp2 does not go with pipeline or expert parallelism, tied embeddings, MTP or the distributed "
-        "optimizer; leave it out and use --use-distributed-optimizer",
-    ),
-    _Refusal(
-        lambda a: a.use_torch_fsdp2 and (a.save or a.load),
-        "--use-torch-fsdp2 with --save or --load: upstream does not bring back the optimizer state, in either "
-        "--ckpt-format; use --use-distributed-optimizer",
     ),
     _Refusal(
         lambda a: a.attention_dropout > 0,

@@ -21,7 +21,7 @@ from megatron_wlb.adapter.training import _of_step
 from megatron_wlb.describe import refusals
 from megatron_wlb.describe.settings import add_wlb_arguments
 from tests.adapter.datasets import write_lengths
-from tests.adapter.training import MODEL, less
+from tests.adapter.training import MODEL, VPP2, less
 
 
 @pytest.fixture
@@ -39,6 +39,7 @@ REFUSED = {
     "--step-batch-size-schedule 300:4": "first schedule entry must have threshold 0.*; give another, such as '0:512",
     "--step-batch-size-schedule 0:4 --wlb-micro-batches 8": "--step-batch-size-schedule has several; leave it out",
     "--step-batch-size-schedule 0:4,1K:7": "7 micro-batches a step cannot be shared by 2 data-parallel",
+    f"--full-validation --multiple-validation-sets {VPP2}": "--multiple-validation-sets with virtual stages",
     "--spec no.such layer": "--spec no.such layer: No module named 'no'; give a module on PYTHONPATH",
     "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec": "a layer with no self-attention, not",
     "--wlb-attention-backend megatron --context-parallel-size 2": "which no corpus has; choose another",

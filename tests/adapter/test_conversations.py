@@ -49,7 +49,7 @@ def arguments(tokenizer, path, **changes):
     given |= {"sft_tokenizer_prompt_format": FORMAT, "seq_length": 256, "data_cache_path": None, "eval_iters": 0}
     given |= {"wlb_sft_broken": "error", "wlb_sft_too_long": "drop", "split": "100,0,0", "data_path": [path]}
     given |= dict.fromkeys(("train_data_path", "valid_data_path", "test_data_path", "data_args_path"))
-    return Namespace(**given | {"per_split_data_args_path": None} | changes)
+    return Namespace(**given | {"per_split_data_args_path": None, "full_validation": False} | changes)
 
 
 @pytest.fixture(scope="module")

@@ -50,6 +50,17 @@ def test_evaluation_is_the_same_in_every_layout_and_does_not_disturb_training(da
     assert losses(tmp_path / "log.jsonl") == whole[0][:2]
 
 
+def test_full_validation_is_a_pass_over_every_set(dataset, tmp_path):
+    other = write_dataset(tmp_path / "other", seed=3, documents=40)
+    common = f"--lr 0 --train-data-path {dataset} --eval-interval 1 --train-iters 1 --full-validation".split()
+    both = [*common, "--valid-data-path", dataset, other, "--multiple-validation-sets"]
+    one = train(1, "", *both, without="--split --lr")["evaluations"]
+    assert one[:2] == one[2:]  # after the step, and at the end: the same pass
+    assert train(4, "", *PP2.split(), *CP2.split(), *both, without="--split --lr")["evaluations"] == pytest.approx(one)
+    alone = train(1, "", *common, "--valid-data-path", other, without="--split --lr")["evaluations"]
+    assert alone == [one[1]] * 2
+
+
 def test_several_epochs_of_a_blend(tmp_path):
     """Over restarts and layouts; every document comes once in every pass over its dataset."""
     prefixes = [

@@ -37,9 +37,7 @@ def test_what_is_served():
 
 def test_refused_if_given_at_all():
     for name in REFUSED:
-        with pytest.raises(
-            ValueError, match=f"^--wlb: --{name.replace('_', '-')} .*; (give|leave|use|pre-train|blend) "
-        ):
+        with pytest.raises(ValueError, match=f"^--wlb: --{name.replace('_', '-')} .*; (give|leave|use|pre-train|do) "):
             check(Namespace(**SERVED, **{name: [1]}))
 
 
@@ -47,6 +45,8 @@ def test_refused_if_given_at_all():
     ("arguments", "message"),
     [
         ({"seq_length": None}, "--seq-length is missing; give "),
+        ({"full_validation": True, "mock_data": True}, "whose documents have no end; give --eval-iters"),
+        ({"multiple_validation_sets": True}, "upstream wants --full-validation with it; give both"),
         ({"attention_dropout": 0.1}, "--attention-dropout is 0.1; .*give --attention-dropout 0"),
         (MOE | {"moe_router_load_balancing_type": ["none", "quantile_balancing"]}, "divide by the experts"),
         (MOE | {"moe_router_load_balancing_type": "quantile_balancing"}, "divide by the experts"),
@@ -56,13 +56,6 @@ def test_refused_if_given_at_all():
             "leave --no-overlap-p2p-communication out",
         ),
         ({"attention_backend": "AttnBackend.local"}, "--attention-backend local .*--wlb-attention-backend"),
-        ({"use_torch_fsdp2": True, "pipeline_model_parallel_size": 2}, "--use-torch-fsdp2 does not go with pipeline"),
-        ({"use_torch_fsdp2": True, "expert_model_parallel_size": 2}, "--use-torch-fsdp2 does not go with"),
-        ({"use_torch_fsdp2": True, "mtp_num_layers": 1}, "--use-torch-fsdp2 does not go with"),
-        ({"use_torch_fsdp2": True, "use_distributed_optimizer": True}, "--use-torch-fsdp2 does not go with"),
-        ({"use_torch_fsdp2": True, "untie_embeddings_and_output_weights": False}, "does not go with .*tied embeddings"),
-        ({"use_torch_fsdp2": True, "save": "x"}, "--use-torch-fsdp2 with --save or --load"),
-        ({"use_torch_fsdp2": True, "load": "x"}, "--use-torch-fsdp2 with --save or --load"),
         ({"window_size": (128, 128)}, r"--window-size is \(128, 128\); .*give LEFT,0"),
         (LATENT | {"position_embedding_type": "yarn"}, "give rope, and --rope-type yarn"),
         (LATENT | {"tensor_model_parallel_size": 2}, "give --sequence-parallel"),
