@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_wlb.job import Job
 from megatron_wlb.plan.metrics import delays, imbalance
+from megatron_wlb.simulate.step import SimulatedStep, alike_time
 from megatron_wlb.types import PackedBatch, document_work
 
 
@@ -123,3 +124,16 @@ def _displacement(steps: Sequence[StepMetrics]) -> tuple[float, float]:
     median = delay[np.searchsorted(2 * np.cumsum(tokens), tokens.sum())]
     late = np.average(np.maximum(delay, 0), weights=tokens)
     return float(late), float(np.average(np.abs(delay - median), weights=tokens))
+
+
+def balanced_time(step: SimulatedStep) -> float:
+    """Return the step's us if micro-batches and CP shards had the mean work."""
+    layers = step.job.layers()[:, :, None]
+    balanced = []
+    for p in step.passes:
+        forward, backward = (
+            time - p.expert_wait[d] - layers * (p.layers[d].attention.max(axis=1) - p.layers[d].attention.mean(axis=1))
+            for d, time in enumerate((p.forward, p.backward))
+        )
+        balanced.append(replace(p, forward=forward, backward=backward))
+    return alike_time(step.job, balanced) + step.gradients + step.optimizer + step.parameters

@@ -19,6 +19,7 @@ import numpy as np
 
 from benchmarks import results
 from benchmarks.lengths import CROSSOVER, S_MAX, WINDOW, f2, job_7b, packings
+from benchmarks.metrics import balanced_time
 from benchmarks.peers import as_megatron
 from benchmarks.results import Row, at_most
 from megatron_wlb.hardware.profile import DEFAULT_PROFILE, load_profile
@@ -32,7 +33,7 @@ from megatron_wlb.pipeline.timeline import makespans
 from megatron_wlb.plan.placement import order, paces, place, rank_cost
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate.passes import crossover
-from megatron_wlb.simulate.step import balanced_time, breakdown, simulate_step
+from megatron_wlb.simulate.step import breakdown, simulate_step
 from megatron_wlb.types import document_work
 
 PACKINGS = {

@@ -14,7 +14,7 @@ INPUTS: set[str] = set()
 
 
 def opened(path: str | os.PathLike[str], remedy: str) -> BinaryIO:
-    """Open a file to read. Raises ValueError, with the remedy, if it cannot be read, or is a folder, pipe or device."""
+    """Open a file to read. Raises ValueError, with the remedy, for all but a readable file."""
     try:
         # Opening a pipe without a writer would block.
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
@@ -43,7 +43,7 @@ def read(path: str | os.PathLike[str], most_bytes: int, remedy: str) -> bytes:
 
 @contextlib.contextmanager
 def written(path: str | os.PathLike[str]) -> Iterator[Any]:
-    """Open a text file that appears as `path` when complete, with the rights of the umask. Raises OSError.
+    """Open a text file that appears as `path` when complete. Raises OSError.
 
     A link is replaced, not followed. Nothing is left behind but by SIGKILL.
     """

@@ -26,8 +26,6 @@ ALIKE = 0.01
 
 
 class Prediction(NamedTuple):
-    """The prediction for a number of micro-batches."""
-
     job: Job
     time: float
     """Time of a step per work, relative to one micro-batch per window."""
@@ -40,13 +38,9 @@ def predictions(
 ) -> tuple[Job, list[Prediction]]:
     """Return the job with the best number of micro-batches, and all predictions.
 
-    All numbers see the same first documents, on a few data-parallel ranks. Time is work if a job is `untimed`.
-
-    Args:
-        default: the job with one micro-batch per window.
-        make: builds the job with `num_micro_batches`; raises ValueError if it cannot have that many.
-        stream: returns the run's documents from the beginning, without end.
-        memory_known: `make` refuses micro-batches too long for memory. Otherwise none of several windows is tried.
+    All see the same first documents, of `stream`, on a few data-parallel ranks; time is work if a job is `untimed`.
+    `default` has one micro-batch per window; `make` builds a job with `num_micro_batches`, and raises ValueError if it
+    cannot have that many, or if they do not fit memory (`memory_known`; else none of several windows is tried).
     """
     if not default.packing.steady_tokens:
         return default, []

@@ -12,6 +12,7 @@ import numpy as np
 
 from benchmarks import metrics, results
 from benchmarks.lengths import packer
+from benchmarks.metrics import balanced_time
 from benchmarks.paper.cases import LAYER, MEAN_DELAY, SEVEN_128, SLOWER, Case, slower_attention
 from benchmarks.results import Row
 from megatron_wlb.job import Job, Packing
@@ -23,7 +24,7 @@ from megatron_wlb.plan.packer import PackedStep
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.passes import LayerTimes, pass_times
-from megatron_wlb.simulate.step import SimulatedStep, balanced_time, simulate_step
+from megatron_wlb.simulate.step import SimulatedStep, simulate_step
 from megatron_wlb.types import PackedBatch, document_work
 
 SKIPPED = 0.1

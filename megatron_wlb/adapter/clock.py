@@ -1,7 +1,6 @@
 """Measures a step on every rank: by events on a GPU, by the host clock on a CPU."""
 
 import contextlib
-import functools
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -73,10 +72,9 @@ class Clock:
         return all_to_all
 
     def shares(self, step_seconds: float | None) -> dict[str, float | None] | None:
-        """Return `measured_shares` of the step, from the times of all ranks.
+        """Return `measured_shares` of the step; None on ranks without `step_seconds`, and of a step not measured.
 
-        All ranks must call this. Returns None on ranks that pass no `step_seconds`, and if the step was not measured.
-        Blocks until the device ends backward, which upstream has already done by reading the gradient norm.
+        All ranks must call this. Blocks until the device ends backward, as reading the gradient norm has done.
         """
         if self._spans is None:
             return None
@@ -105,18 +103,16 @@ class Clock:
 def measured_shares(
     job: Job, passes: np.ndarray, exchange: float | None, span: float, step: float
 ) -> dict[str, float | None]:
-    """Return the measured counterpart of `simulate.shares`; None: a share not seen.
+    """Return the measured counterpart of `simulate.shares`; None: not seen.
 
-    Bubble is the idle time of a pipeline whose micro-batches all take the mean time. Waiting is the time by which the
-    slowest rank's passes exceed such a pipeline. Time after the last pass is busy, and so are waits within a pass, of
-    tensor- and expert-parallel ranks. The wait for an exchange includes the wait for a slower context-parallel rank.
+    Bubble is the idle time of a pipeline whose micro-batches all take the mean time; waiting is the time by which the
+    slowest rank exceeds it. Time after the last pass is busy, and so are waits within a pass. The exchange includes the
+    wait for a slower context-parallel rank.
 
-    Args:
-        job: the job that ran.
-        passes: mean time of a forward pass, a backward pass and its deferred weight gradients, float64 [3, stages,
-            chunks], in the unit of the other times.
-        exchange: mean over ranks of exchange waits in a step; None if not seen, which makes these waits busy.
-        span: time from the start of the step to the end of the last pass on any rank.
+    Args, in one unit of time:
+        passes: mean of a forward pass, a backward pass and its deferred weight gradients, float64 [3, stages, chunks].
+        exchange: mean over ranks of exchange waits in a step; None if not seen, which makes them busy.
+        span: from the start of the step to the end of the last pass on any rank.
         step: time of the step.
     """
     forward, backward, weights = passes[:, :, :, None]
@@ -162,42 +158,3 @@ def attended_squares(args: Namespace, lengths: np.ndarray) -> float:
         beyond = np.maximum(exact - (window[0] + 1), 0) if window[0] >= 0 else np.zeros(1)
         squares -= windowed / args.num_layers * (beyond**2).sum()
     return float(squares)
-
-
-class Throughput:
-    """Passes the documents of a step to upstream's FLOP formula.
-
-    Upstream calls it after every step, and for a log line, which shows the mean time of its steps: it gets their mean
-    FLOPs. `trained` returns the document lengths of the last trained step, int64 [n].
-    """
-
-    def __init__(self, trained: Callable[[], np.ndarray]) -> None:
-        self._trained = trained
-        self._steps: list[float] = []
-        self._in_line = False
-
-    def counted(self, original: Any) -> Any:
-        """Wrap upstream's `num_floating_point_operations`."""
-
-        @functools.wraps(original)
-        def num_floating_point_operations(args: Namespace, batch_size: int, *rest: Any, **options: Any) -> float:
-            if self._in_line:
-                return sum(self._steps) / len(self._steps)
-            lengths = self._trained()
-            counts = {
-                "seqlen_squared_sum_in_batch": attended_squares(args, lengths),
-                "total_real_tokens_in_batch": float(lengths.sum()),
-            }
-            self._steps.append(original(args, batch_size, **counts))
-            return self._steps[-1]
-
-        return num_floating_point_operations
-
-    @contextlib.contextmanager
-    def line(self, totals: dict[str, Any]) -> Iterator[None]:
-        """Wrap a call of `training_log`, whose `totals` (loss dict) count its steps."""
-        steps = 1 + sum(int(totals.get(f"{kind} iterations", 0)) for kind in ("advanced", "skipped"))
-        del self._steps[:-steps]
-        self._in_line = True
-        yield
-        self._in_line = False

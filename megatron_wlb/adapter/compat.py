@@ -1,6 +1,6 @@
 """Supported upstream versions, and scoped replacements that check their targets.
 
-Megatron is imported inside the functions: without a GPU, `cpu.install` must run before that import.
+Megatron is imported inside functions: without a GPU, `cpu.install` must run before.
 """
 
 import ast
@@ -38,8 +38,7 @@ def check_version(version: str) -> None:
 def replaced(module: Any, name: str, make: Any, parameters: Sequence[str]) -> Iterator[None]:
     """Replace `module.name` by `make(original)` inside the context.
 
-    `parameters` names the parameters of the original that this plugin relies on. Raises RuntimeError if the original is
-    gone or lacks one of them, so that a change of upstream never goes unnoticed.
+    `parameters` names what this plugin relies on of the original's. Raises RuntimeError if upstream has changed them.
     """
     original = getattr(module, name, None)
     if original is None:
@@ -68,10 +67,7 @@ def prebuilt_dataset_helpers(where: str = "megatron.core.datasets.utils") -> Ite
 
 
 def weight_and_optimizer_bytes(args: Namespace) -> float | None:
-    """Return upstream's bytes of weights and optimizer on the fullest rank.
-
-    None if upstream has no formula for `args`.
-    """
+    """Return upstream's bytes of weights and optimizer on the fullest rank; None without a formula for `args`."""
     from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
     # The formula covers Adam only. Precision-aware states have other dtypes and may be in host memory.
@@ -126,8 +122,7 @@ MEGATRONS = {
 def check_script(model: Any, model_provider: Any, forward_step: Any) -> None:
     """Check what a script passes to `pretrain()`, of which `forward_step` and all that it reads will not run.
 
-    Raises ValueError for another model than upstream's GPT, and for functions that are not upstream's: what they do
-    otherwise would be left out.
+    Raises ValueError for another model than upstream's GPT, and for functions that are not upstream's.
     """
     gpt = importlib.import_module("megatron.training.models.gpt").GPTModelConfig
     if type(model) is not gpt or model_provider is not None:
@@ -180,10 +175,7 @@ def run_script(defaults: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def whole_tracker() -> Iterator[None]:
-    """Make upstream update its tracker of the latest checkpoint atomically.
-
-    Upstream empties the file when it opens it. A run killed before the write could not resume.
-    """
+    """Make upstream update its tracker of the latest checkpoint at once; it empties the file first."""
     checkpointing = importlib.import_module("megatron.training.checkpointing")
 
     def at_once(original: Any) -> Any:
@@ -202,11 +194,7 @@ def whole_tracker() -> Iterator[None]:
 
 @contextlib.contextmanager
 def mean_losses(windows: float) -> Iterator[None]:
-    """Log router and MTP losses as means over micro-batches.
-
-    Upstream sums these losses over micro-batches and divides by the number of windows; a micro-batch has `windows` on
-    average.
-    """
+    """Log router and MTP losses as means over micro-batches of `windows` each."""
     tracker = importlib.import_module("megatron.core.transformer.moe.moe_logging").MoEMetricsTracker
     helper = importlib.import_module("megatron.core.transformer.multi_token_prediction").MTPLossLoggingHelper
 

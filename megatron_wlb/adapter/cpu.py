@@ -24,7 +24,7 @@ _NOTHING = "set_device synchronize empty_cache set_stream reset_peak_memory_stat
 
 
 class _Stream:
-    """A stream or event that does nothing, since everything on the CPU runs in order."""
+    """A stream or event that does nothing: everything on the CPU runs in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def __enter__(self) -> "_Stream":
@@ -47,8 +47,6 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _on_cpu(function: Any) -> Any:
-    """Wrap a factory or conversion so that a CUDA device means the CPU."""
-
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if _is_cuda(kwargs.get("device")):
@@ -83,10 +81,7 @@ def _tensor_type(original: Any) -> Any:
 
 
 def install() -> None:
-    """Redirect Megatron's CUDA calls to the CPU.
-
-    Raises RuntimeError with a GPU, or if megatron is already imported.
-    """
+    """Redirect Megatron's CUDA calls to the CPU. Raises RuntimeError with a GPU, or after megatron's import."""
     if torch.cuda.is_available():
         raise RuntimeError("this machine has a GPU; run Megatron on it")
     if any(name.split(".")[0] == "megatron" for name in sys.modules):

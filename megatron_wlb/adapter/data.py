@@ -123,7 +123,7 @@ def validation_sets(data: Iterable[str]) -> list[str]:
 
 
 def _opened(path: str, args: Namespace) -> tuple[DocumentIndex, np.ndarray | None, np.ndarray | None, str]:
-    """Return a dataset, and of conversations the trained tokens of each and the mask; its content in a word."""
+    """Return a dataset, and of conversations the trained tokens of each and the mask; a digest of its content."""
     if getattr(args, "sft", False):
         given = conversations.read(path, args)
         return given.index, given.lengths, given.mask, given.content
@@ -162,14 +162,13 @@ class Batch:
     """Tokens of the whole micro-batch with padding, over all context-parallel ranks."""
     metadata: ShardMetadata
     positions: torch.Tensor | None
-    """int64 [s], of `tokens` in their documents; None: `metadata` has them. Layers in tiles have rows in another order
-    than the shard (`tiles.order`)."""
+    """int64 [s], of `tokens` in their documents; None: as in `metadata`. Tiles have another order (`tiles.order`)."""
     tokens: torch.Tensor | None
-    """int64 [1 + depths, s]; row k is k tokens further ahead (see `mtp`). Only on stages with an embedding."""
+    """int64 [1 + depths, s]; row k is k tokens further ahead (`mtp`). Only on stages with an embedding."""
     labels: torch.Tensor | None
-    """int64 [1 + depths, s], rows as in `tokens`; only on stages with the loss."""
+    """int64 [1 + depths, s]; only on stages with the loss, as the mask."""
     loss_mask: torch.Tensor | None
-    """float32 [1 + depths, s], rows as in `tokens`, 0 without a target or on padding; only on stages with the loss."""
+    """float32 [1 + depths, s], 0 without a target or on padding."""
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on `device`, without waiting for the copy."""
@@ -201,13 +200,8 @@ class DocumentDataset(torch.utils.data.Dataset[Batch]):
         depths: int = 0,
         order: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
-        """Args, where they are not plain.
-
-        vocabulary: tokens are below it.
-        encode: encoding of the attention backend.
-        depths: tokens predicted beyond the next one.
-        order: rows of the shard in the order of the model's, int64 [s] by their number; None: the same.
-        """
+        """`vocabulary`: tokens are below it; `encode`: of the attention backend; `depths`: tokens predicted beyond the
+        next; `order`: rows of the shard in the order of the model's, int64 [s] by their number, None: the same."""
         self._split, self._cp_rank, self._encode, self._depths = split, cp_rank, encode, depths
         self._order = order
         self._vocabulary = vocabulary
@@ -268,7 +262,6 @@ class DocumentDataset(torch.utils.data.Dataset[Batch]):
         return tokens
 
     def _trained(self, document: np.void, start: int, count: int) -> np.ndarray | None:
-        """Which tokens of a document are trained as targets; None: all."""
         if not self._data.masks:
             return None
         index = self._data.indices[document["dataset"]]
@@ -278,7 +271,6 @@ class DocumentDataset(torch.utils.data.Dataset[Batch]):
 
 
 def _reader(index: DocumentIndex | MockIndex, mmap: bool) -> Callable[[int, int, int], np.ndarray]:
-    """Return a function of (document, first token, count) that reads tokens."""
     if isinstance(index, MockIndex):
         return index.read
     dataset = IndexedDataset(index.prefix, mmap=mmap)
@@ -297,10 +289,7 @@ def _reader(index: DocumentIndex | MockIndex, mmap: bool) -> Callable[[int, int,
 def loader(
     dataset: DocumentDataset, planner: Planner, first_step: int, num_workers: int, exit_signal: int | None
 ) -> Iterator[Batch]:
-    """Return this rank's endless batches from `first_step`, by `num_workers`.
-
-    The processes survive `exit_signal`, which launchers send to whole process groups, so that training ends by itself.
-    """
+    """Return this rank's endless batches from `first_step`, by `num_workers` processes, which outlive `exit_signal`."""
     steps = map(planner.get, itertools.count(first_step))
     return iter(
         torch.utils.data.DataLoader(

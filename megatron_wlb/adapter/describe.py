@@ -25,10 +25,7 @@ from megatron_wlb.simulate.memory import DEVICE_SHARE
 
 
 def check(args: Namespace) -> None:
-    """Raise ValueError for flags, upstream's or ours, that `--wlb` cannot serve.
-
-    Call this before upstream validates its flags, since its assertions name no remedy.
-    """
+    """Raise ValueError for flags, upstream's or ours, that `--wlb` cannot serve; before upstream validates its own."""
     refusals.check(args)
     if (spec := getattr(args, "spec", None)) is not None:
         _check_spec(*spec)
@@ -115,9 +112,9 @@ def _profile_of_device() -> str:
 
 
 def best_job(args: Namespace, stream: Callable[[], DocumentStream]) -> tuple[Job, list[Prediction]]:
-    """Return the job of `make_job`, and the predictions compared, [] if none.
+    """Return the job of `make_job`, and what `--wlb-micro-batches auto` compared, [] if nothing.
 
-    `--wlb-micro-batches auto` chooses by the run's first documents. `stream` returns the documents from the beginning.
+    `stream` returns the run's documents from the beginning.
     """
     job, settings = make_job(args), PlanSettings.from_args(args)
     if settings.micro_batches != "auto" or compat.batch_sizes(args):
@@ -145,10 +142,7 @@ def jobs_by_step(args: Namespace, job: Job, step: int) -> list[tuple[int, Job]]:
 
 
 def evaluation_job(job: Job, args: Namespace) -> Job:
-    """Return the job of evaluation steps: windows in data order, or with `--sft` whole conversations.
-
-    Raises ValueError if they fit no schedule.
-    """
+    """Return the job of evaluation: windows in data order, or with `--sft` conversations. Raises ValueError."""
     count = args.eval_global_batch_size
     try:
         return replace(
@@ -164,10 +158,7 @@ def evaluation_job(job: Job, args: Namespace) -> Job:
 
 
 def _budget_bytes(args: Namespace) -> float | None:
-    """Return memory for activations on this GPU; None without one or a formula.
-
-    Raises ValueError if weights and optimizer alone are too large for the GPU.
-    """
+    """Return memory for activations on this GPU; None without one or a formula. Raises ValueError if there is none."""
     if not torch.cuda.is_available():
         return None
     # Round to GiB: GPUs of one kind differ by MiB, and all ranks must plan alike.

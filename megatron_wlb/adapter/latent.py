@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from megatron_wlb.describe.megatron import row_multiple
 from megatron_wlb.runtime.all_to_all import exchange_rows
-from megatron_wlb.runtime.backends import owned, side_by_side
+from megatron_wlb.runtime.backends.protocol import owned, side_by_side
 
 
 class WlbLatentAttention(MLASelfAttention):  # type: ignore[misc]
@@ -25,8 +25,7 @@ class WlbLatentAttention(MLASelfAttention):  # type: ignore[misc]
     def _qkv_down_projection(self, hidden_states: Any) -> Any:
         """Return latents divided by rows over tensor-parallel ranks.
 
-        Upstream's local layers divide latents by columns instead. Upstream then gathers the columns without summing
-        their gradient. It sums the gradient where ranks divide rows, as TransformerEngine's layers do.
+        Upstream's local layers divide latents by columns, and gather them without summing their gradient.
         """
         q, kv = super()._qkv_down_projection(hidden_states)
         if kv.shape[-1] != self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim:
@@ -38,10 +37,9 @@ class WlbLatentAttention(MLASelfAttention):  # type: ignore[misc]
 class WlbLatentExchange(WlbLatentAttention):
     """Exchanges latents instead of K and V, and expands them on the receiving rank.
 
-    A rank receives the latents, and the key part that heads share, of all rows visible to its queries. It frees the
-    expanded K and V after attention. Backward expands them again through upstream's recomputation of `mla_up_proj`,
-    with the queries only if the run asked for that. K and V are kept if the whole layer is recomputed, or with
-    `save_gathered`.
+    A rank receives the latents, and the key part that heads share, of all rows visible to its queries. Backward expands
+    them again through upstream's recomputation of `mla_up_proj`, unless the whole layer is recomputed or K and V are
+    kept (`save_gathered`).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -85,12 +83,10 @@ class WlbLatentExchange(WlbLatentAttention):
         return self._queries(q, rotated), kv, None, q, latents
 
     def _exchanged(self, latents: Any, shared: Any, rotated: Any, metadata: Any) -> tuple[Any, Any]:
-        """Return latents [P', R] and shared key parts [P, E] of all keys.
+        """Return latents [P', R] and shared key parts [P, E] of all keys, from those of own rows, [T, R] and [T, E].
 
-        Takes latents [T, R] and shared key parts [T, E] of own rows. Rows of the resulting latents are divided over
-        tensor-parallel ranks; P' is P padded to a multiple that these ranks can divide. Each tensor-parallel rank sends
-        its columns of a row. Every such rank has the whole gradient of a latent, but only its own heads' gradient of
-        the shared part, which is summed before columns are divided.
+        Rows of latents are divided over tensor-parallel ranks; P' is P padded for them. Each of these ranks sends its
+        columns. It has the whole gradient of a latent, but its own heads' gradient of the shared part, which is summed.
         """
         group, sizes = self.tp_group, (latents.shape[-1], shared.shape[-1])
         own = torch.cat((latents, shared), dim=-1)
@@ -121,6 +117,5 @@ class WlbLatentExchange(WlbLatentAttention):
         return side_by_side(torch.cat((keys, shared[:, None].expand(-1, kv.shape[1], -1)), dim=-1), values)
 
     def _rotated(self, x: Any, angles: Any, magnitude: float) -> Any:
-        """Rotate x [s, heads, E] by the positions of its rows."""
         given = {"config": self.config, "mscale": magnitude, "cp_group": self.pg_collection.cp}
         return apply_rotary_pos_emb(x, angles, **given, mla_rotary_interleaved=True)

@@ -23,7 +23,7 @@ from megatron.core.utils import divide
 from megatron_wlb.adapter import compat
 from megatron_wlb.adapter.latent import WlbLatentAttention, WlbLatentExchange
 from megatron_wlb.runtime.attention import AttentionOptions, attention_to_keys, context_parallel_attention, send_ahead
-from megatron_wlb.runtime.backends import owned
+from megatron_wlb.runtime.backends.protocol import owned
 from megatron_wlb.runtime.metadata import ShardMetadata
 
 
@@ -134,10 +134,7 @@ class WlbSelfAttention(SelfAttention):  # type: ignore[misc]
 
 
 def configure(model: Any, *, options: AttentionOptions | None, context_length: int) -> Any:
-    """Build WLB attention and positions into the config `model`, and return it.
-
-    Without `options` the model keeps its own attention.
-    """
+    """Build WLB attention and positions into the config `model`; without `options` it keeps its own attention."""
     model.transformer_layer_spec = partial(_layer_spec, given=model.transformer_layer_spec, options=options)
     model.transformer.variable_seq_lengths = True
     model.transformer.overlap_p2p_comm_warmup_flush = model.transformer.overlap_p2p_comm  # `Job.hidden_transfers`
@@ -186,7 +183,6 @@ def check_layer(layer: Any) -> None:
 
 
 def _adapt(layer: Any, config: Any, options: AttentionOptions | None) -> None:
-    """Replace core attention and, without TransformerEngine, norms of a layer."""
     check_layer(layer)
     submodules = layer.submodules
     attention = submodules.self_attention.submodules
@@ -227,8 +223,7 @@ def _follow_positions(chunks: list[GPTModel], *, max_positions: int) -> list[GPT
 def _one_layout(chunks: list[GPTModel]) -> list[GPTModel]:
     """Give the embedding's output [s, 1, h] the strides of a layer's output.
 
-    Upstream leaves it the strides of [1, s, h]. With varying lengths, torch would compile fusions for both layouts, and
-    once more for experts, which return views.
+    Otherwise torch would compile fusions for both layouts, and once more for experts, which return views.
     """
     for chunk in chunks:
         if (embedding := getattr(chunk, "embedding", None)) is not None:
@@ -239,8 +234,8 @@ def _one_layout(chunks: list[GPTModel]) -> list[GPTModel]:
 def _send_ahead(chunks: list[GPTModel]) -> list[GPTModel]:
     """Prefetch the first K and V when the backward of a layer begins.
 
-    All ranks of the group reach this point in the same order, so their collectives stay in order. With one connection
-    to the device, the next collective is queued only when attention itself begins.
+    All ranks of the group reach this point in the same order. With one connection to the device, the next collective is
+    queued only when attention itself begins.
     """
 
     def watch(layer: Any, inputs: Any, output: Any) -> None:
@@ -257,8 +252,8 @@ def _send_ahead(chunks: list[GPTModel]) -> list[GPTModel]:
 def _rotate_by_position(embeddings: list[Any], max_positions: int, rows_only: bool = False) -> None:
     """Make rotary embeddings, all alike, look up positions instead of rows.
 
-    Upstream passes the result of `get_rotary_seq_len` to `forward`, so the former may return positions. A row is [1, 1,
-    D], or [1, D] with `rows_only`, since multi-latent attention drops the batch dimension.
+    Upstream passes the result of `get_rotary_seq_len` to `forward`. A row is [1, 1, D], or [1, D] with `rows_only`:
+    multi-latent attention drops the batch dimension.
     """
     tables: dict[torch.device, Any] = {}
 
@@ -282,7 +277,7 @@ def _rotate_by_position(embeddings: list[Any], max_positions: int, rows_only: bo
 
 
 def packed_seq_params(metadata: ShardMetadata) -> PackedSeqParams:
-    """Return upstream's parameters for unpadded documents."""
+    """Return upstream's parameters for unpadded documents of a single context-parallel rank."""
     bounds = metadata.parts[0].tables[0][0]  # `encoding.varlen` of whole documents
     names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     longest = metadata.max_length
@@ -297,16 +292,12 @@ def packed_seq_params(metadata: ShardMetadata) -> PackedSeqParams:
 
 @dataclass(frozen=True, slots=True)
 class ThdCoreAttention:
-    """Builds upstream's module with hooks that take and return rows [s, 1, ...].
-
-    With hooks, its state keeps its names in checkpoints.
-    """
+    """Builds upstream's core attention with hooks that take and return rows [s, 1, ...]; keeps names in checkpoints."""
 
     upstream: Callable[..., torch.nn.Module]
 
     @classmethod
     def of(cls, upstream: Callable[..., torch.nn.Module]) -> Self:
-        """Wrap `upstream`, unless it is already wrapped: layers share their specs."""
         return upstream if isinstance(upstream, cls) else cls(upstream)
 
     def __call__(self, **arguments: Any) -> torch.nn.Module:
@@ -317,6 +308,5 @@ class ThdCoreAttention:
 
 
 def _to_thd(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Reshape query, key, value [s, 1, heads, D] -> [s, heads, D]."""
     rows = (x.squeeze(1) for x in arguments[:3])
     return (*rows, *arguments[3:]), options | {"packed_seq_params": options["packed_seq_params"].thd}

@@ -1,8 +1,8 @@
-"""Multi-token prediction: upstream's layers and loss, with tokens from the loader.
+"""Loss of a micro-batch, and multi-token prediction by upstream's layers with tokens from the loader.
 
-At depth k, the row of token i has token i + k as input and token i + k + 1 as target. Upstream rolls the micro-batch by
-one token per depth, which crosses documents and, with context parallelism, shards. Here, a rank's loader reads the
-tokens from the document itself. Beyond its end they are token 0 with weight 0.
+At depth k, the row of token i has token i + k as input and token i + k + 1 as target. Upstream rolls the micro-batch,
+which crosses documents and shards. Here the loader reads the tokens of the document; beyond its end they are token 0
+with weight 0.
 """
 
 import contextlib
@@ -21,13 +21,10 @@ from megatron_wlb.adapter.data import Batch
 
 
 def weights(targets: Sequence[int]) -> list[float]:
-    """Return a target's loss weight by depth: each depth weighs as the main loss.
+    """Return a target's loss weight by depth, so that each depth weighs as the main loss over the whole step.
 
-    Upstream uses tokens over targets of each micro-batch, which would give targets more weight where documents are
-    short. This is the ratio over the whole step. It equals upstream's ratio if all micro-batches are alike.
-
-    Args:
-        targets: of the main loss and of each depth, over all data-parallel ranks.
+    `targets` are those of the main loss and of each depth, over all data-parallel ranks. Upstream divides by
+    micro-batch.
     """
     return [targets[0] / count if count else 0.0 for count in targets[1:]]
 
@@ -37,9 +34,9 @@ def rolled(
 ) -> Iterator[tuple[torch.Tensor, Any]]:
     """Yield the results of upstream's `roll_tensor` in a forward pass.
 
-    Upstream's layers ask for the inputs of each depth in turn: tokens [1, s], then positions [1, s]. Its loss then asks
-    for labels [1, s], and for the mask [1, s] with its sum. The loss divides by this sum and multiplies by the shard's
-    trained tokens. The sum returned here is the number of trained tokens, so the mask alone is a target's weight.
+    Its layers ask for the inputs of each depth: tokens [1, s], then positions [1, s]; its loss for labels [1, s], then
+    the mask [1, s] with its sum, by which it divides what it multiplies by the trained tokens. The sum returned is
+    their number, so the mask alone is a target's weight.
     """
     assert batch.tokens is not None and batch.labels is not None and batch.loss_mask is not None
     depths = range(1, len(scales) + 1)
@@ -89,9 +86,9 @@ _SPIKE = 10  # upstream's threshold: ten times the largest loss seen
 def token_loss(
     args: Namespace, loss_mask: torch.Tensor | None, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return sum and number of the token losses, and both for the log.
+    """Return sum and number of the token losses, and both for the log; checks as upstream does.
 
-    Checks as upstream does; upstream divides gradients by the sum of this number over the global batch.
+    Upstream divides gradients by the sum of this number over the global batch.
     """
     assert loss_mask is not None  # the stage with the loss has the mask
     loss = torch.sum(output.view(-1).float() * loss_mask.view(-1).float())
@@ -112,8 +109,7 @@ def token_loss(
 def scale_sharded(original: Any) -> Any:
     """Return `scale_gradients` for torch-FSDP2, to scale per token; upstream's own does nothing.
 
-    FSDP2 has averaged gradients over its ranks, which each train a part of the global batch. Multiplying by the number
-    of ranks turns the mean into a sum.
+    FSDP2 has averaged gradients over its ranks; times their number, the mean is a sum.
     """
 
     def scale_gradients(self: Any, scaling_factor: torch.Tensor) -> None:

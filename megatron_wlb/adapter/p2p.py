@@ -1,8 +1,7 @@
 """Pipeline communication for variable lengths, with shapes from the plan.
 
-Upstream's `variable_seq_lengths` sends the shape of every tensor first, and blocks the host until it arrives. Here all
-ranks know the plan: the communicator counts receives, and knows the length of the micro-batch of each. Upstream's
-interleaved schedule waits for every send, to free the output. With upstream's overlap of transfers, this communicator
+Upstream's `variable_seq_lengths` sends the shape of every tensor first, and blocks the host. Here the communicator
+counts receives, and knows the length of each. Upstream's interleaved schedule waits for every send; this communicator
 keeps as many of the last outputs and gradients as there are stages instead.
 """
 
@@ -20,11 +19,8 @@ from megatron_wlb.pipeline.schedule import Schedule
 class PlannedP2PCommunicator(P2PCommunicator):
     """Receives [rows[m], 1, hidden] for micro-batch m, in one forward-backward pass.
 
-    Args:
-        pp_group: process group of the pipeline.
-        config: upstream's model config, with `variable_seq_lengths` on.
-        rows: rows of each micro-batch of this data-parallel rank on one GPU, in order.
-        fill: called between posting transfers and waiting for them; needs `batch_p2p_comm` off in the config.
+    `rows`: of each micro-batch of this data-parallel rank on one GPU, in order. `fill`: called between posting
+    transfers and waiting for them; needs `batch_p2p_comm` off in the config.
     """
 
     def __init__(
@@ -81,9 +77,9 @@ class PlannedP2PCommunicator(P2PCommunicator):
 def by_direction(original: Any) -> Any:
     """Wrap upstream's `_p2p_ops` to move activations and gradients concurrently.
 
-    NCCL runs the operations of a pair of ranks in a group in the order of posting. A receive would wait for an earlier
-    send and, with `CUDA_DEVICE_MAX_CONNECTIONS=1`, so would all later kernels. Upstream has a second group only for
-    pipelines of two stages. Each rank posts in upstream's order, which cannot deadlock.
+    NCCL runs the operations of a pair of ranks in a group in the order of posting, so a receive would wait for an
+    earlier send, and with `CUDA_DEVICE_MAX_CONNECTIONS=1` so would later kernels. Upstream has a second group for two
+    stages only. Each rank posts in upstream's order, which cannot deadlock.
     """
 
     def p2p_ops(*, group: torch.distributed.ProcessGroup, **rest: Any) -> dict[str, Any]:

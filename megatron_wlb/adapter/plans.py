@@ -59,10 +59,7 @@ class Plans:
         return steps
 
     def planner(self, split: str, first_step: int) -> Planner:
-        """Return the planner of a split from `first_step` on, created on first use.
-
-        Raises ValueError if the packer state is missing or does not fit.
-        """
+        """Return the planner of a split from `first_step` on. Raises ValueError if the packer state does not fit."""
         if split not in self._planners:
             if split == "train":
                 self._jobs[split] = describe.jobs_by_step(self._args, self._jobs[split][0][1], first_step)
@@ -114,14 +111,12 @@ class Plans:
 
     @property
     def wait_seconds(self) -> float:
-        """Seconds that training has waited for plans."""
         return self._planners["train"].wait_seconds
 
     def save(self, iteration: int) -> None:
-        """Write the packer state after `iteration` next to the checkpoint.
+        """Write the packer state after `iteration` next to the checkpoint. Raises OSError if the disk fails.
 
-        The state follows `iteration`, not the last step that ran: a step that failed validation is saved as still to
-        come. Raises OSError if the disk fails.
+        It follows `iteration`, not the last step that ran: a step that failed validation is saved as still to come.
         """
         packer = self.trained(iteration).packed.state if iteration > self.first_step else self._first_state
         state.save(state_path(self._args.save, iteration), packer, self.job("train", iteration - 1))
@@ -157,7 +152,6 @@ class Plans:
 
 
 def _load(packer: Packer, folder: str, step: int) -> Any:
-    """Load a checkpoint's state into a packer; return its job's description."""
     path = state_path(folder, step)
     saved, job = state.load(path)
     if saved["step"] != step:
@@ -167,7 +161,6 @@ def _load(packer: Packer, folder: str, step: int) -> Any:
 
 
 def _code() -> dict[str, int]:
-    """Return digests of the code that plans."""
     folder = Path(megatron_wlb.__file__).parent
     files = [path.read_bytes() for path in sorted(folder.rglob("*.py"))]
     return {

@@ -1,4 +1,4 @@
-"""Startup summary, per-step log line, log files, TensorBoard and W&B."""
+"""Startup summary, and what a step logs: a line, JSON, TensorBoard and W&B."""
 
 import contextlib
 import functools
@@ -17,7 +17,7 @@ from megatron.training import get_tensorboard_writer, get_wandb_writer, print_ra
 
 from megatron_wlb import files
 from megatron_wlb.adapter import compat
-from megatron_wlb.adapter.clock import Clock, Throughput
+from megatron_wlb.adapter.clock import Clock, attended_squares
 from megatron_wlb.adapter.data import SplitData
 from megatron_wlb.adapter.plans import Plans
 from megatron_wlb.cost.attention import sharding_kernel
@@ -29,8 +29,7 @@ from megatron_wlb.plan.step import StepPlan, shard_step
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import choose_backend
 from megatron_wlb.settings import flag_with_value
-from megatron_wlb.sharding import select
-from megatron_wlb.sharding.select import rank_work
+from megatron_wlb.sharding.select import per_sequence, rank_work
 from megatron_wlb.simulate import memory
 from megatron_wlb.simulate.passes import untimed
 from megatron_wlb.simulate.step import shares, simulate_step
@@ -45,13 +44,14 @@ class Report:
     def __init__(
         self, args: Namespace, job: Job, run: RunSettings, plans: Plans, tried: Sequence[Prediction] = ()
     ) -> None:
-        """`tried`: predictions for the numbers of micro-batches compared."""
         self._args, self._job, self._run, self._plans, self._tried = args, job, run, plans, tried
         self._waited = 0.0  # seconds for the planner, up to the last log line
         self._began = 0.0  # start of the last step, by `time.perf_counter`
         self._scalar_interval = args.tensorboard_log_interval if args.tensorboard_dir or args.wandb_project else 0
         self._thread = ThreadPoolExecutor(1, "wlb-prediction")
         self._predicted: Future[tuple[float, dict[str, float]]] | None = None
+        self._flops: list[float] = []  # of the steps since the last log line
+        self._in_line = False
         self.clock = Clock(job, sees_exchange=run.attention_backend != "megatron")
 
     def start(self, data: SplitData, attention: AttentionOptions | None) -> None:
@@ -106,7 +106,6 @@ class Report:
             self._predicted = self._thread.submit(_predicted, job, plan.batch)
 
     def _wants(self, iteration: int) -> bool:
-        """Whether anything will be reported of a step."""
         line = iteration % self._args.log_interval == 0
         return line or bool(self._run.log) or self._wants_scalars(iteration)
 
@@ -116,12 +115,10 @@ class Report:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, upstream's step log and FLOP count go through this class."""
-        throughput = Throughput(self.trained_lengths)
         documents = ("args", "batch_size", "seqlen_squared_sum_in_batch", "total_real_tokens_in_batch")
-        logged = functools.partial(self._logged, throughput)
         with (
-            compat.replaced(training, "training_log", logged, ("loss_dict", "total_loss_dict", "iteration")),
-            compat.replaced(training, "num_floating_point_operations", throughput.counted, documents),
+            compat.replaced(training, "training_log", self._logged, ("loss_dict", "total_loss_dict", "iteration")),
+            compat.replaced(training, "num_floating_point_operations", self._counted, documents),
         ):
             yield
 
@@ -130,15 +127,35 @@ class Report:
         assert self._plans.last_step is not None
         return self._plans.trained(self._plans.last_step + 1).batch.documents["length"]
 
-    def _logged(self, throughput: Throughput, original: Any) -> Any:
+    def _counted(self, original: Any) -> Any:
+        """Pass the documents of a step to upstream's FLOP formula, and the mean of its steps to a log line."""
+
+        @functools.wraps(original)
+        def num_floating_point_operations(args: Namespace, batch_size: int, *rest: Any, **options: Any) -> float:
+            if not self._in_line:
+                lengths = self.trained_lengths()
+                counts = {
+                    "seqlen_squared_sum_in_batch": attended_squares(args, lengths),
+                    "total_real_tokens_in_batch": float(lengths.sum()),
+                }
+                self._flops.append(original(args, batch_size, **counts))
+                return self._flops[-1]
+            return sum(self._flops) / len(self._flops)
+
+        return num_floating_point_operations
+
+    def _logged(self, original: Any) -> Any:
         """Wrap upstream's `training_log` to print its line, then ours."""
 
         @functools.wraps(original)
         def training_log(loss_dict: Any, total_loss_dict: Any, learning_rate: Any, iteration: int, *args, **kwargs):  # type: ignore[no-untyped-def]
             # Upstream accumulates and clears these losses, so read the loss first.
             measured = self._measured(loss_dict, iteration)
-            with throughput.line(total_loss_dict):
-                result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
+            steps = 1 + sum(int(total_loss_dict.get(f"{kind} iterations", 0)) for kind in ("advanced", "skipped"))
+            del self._flops[:-steps]
+            self._in_line = True
+            result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
+            self._in_line = False
             self._write(iteration, *measured)
             return result
 
@@ -149,7 +166,6 @@ class Report:
         self._write(iteration, *self._measured(loss_dict, iteration))
 
     def _measured(self, loss_dict: Any, iteration: int) -> tuple[float | None, float]:
-        """Return a step's loss, None where nothing is reported, and its time in seconds."""
         loss = float(loss_dict["lm loss"]) if _is_last() and self._wants(iteration) else None
         return loss, time.perf_counter() - self._began  # on a GPU, too: reading the loss waits for the step
 
@@ -188,13 +204,11 @@ def _write_scalars(iteration: int, scalars: dict[str, float]) -> None:
 
 
 def _predicted(job: Job, packing: PackedBatch) -> tuple[float, dict[str, float]]:
-    """Return the simulated time of a step in us, and its `simulate.shares`."""
     step = simulate_step(job, shard_step(job, packing.lengths))
     return step.time, shares(step)
 
 
 def _is_last() -> bool:
-    """Whether this rank has the loss and writes the logs."""
     return torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
 
 
@@ -213,13 +227,8 @@ def summary(
 ) -> dict[str, Any]:
     """Return the log entry of a step, as JSON types.
 
-    Args:
-        plan: plan of the step.
-        loss: mean over tokens.
-        step_seconds: time of the step.
-        wait_seconds: the part of it spent waiting for the planner.
-        predicted: simulated time in us, and simulated shares; None if the job cannot be timed.
-        measured: shares of the step's time.
+    `loss` is the mean over tokens, `wait_seconds` what was spent waiting for the planner; `predicted` simulated time in
+    us and shares, None if the job cannot be timed; `measured` shares of the step's time.
     """
     tokens, (predicted_us, shares) = plan.tokens, predicted or (None, None)
     return {
@@ -244,10 +253,7 @@ def summary(
 
 
 def details(plan: StepPlan, job: Job) -> dict[str, Any]:
-    """Return further fields of the log entry, as JSON types; work as `document_work` counts it.
-
-    `megatron-wlb compare` predicts `step_ms` from `job` and `lengths`, the document lengths of all M micro-batches.
-    """
+    """Return further fields of the log entry; `megatron-wlb compare` predicts `step_ms` from `job` and `lengths`."""
     kernel, cp = sharding_kernel(job), job.parallel.cp
     return {
         "job": job.to_json(),
@@ -259,7 +265,7 @@ def details(plan: StepPlan, job: Job) -> dict[str, Any]:
                 "strategy": m.shards.strategy,
                 "rounds": m.shards.rounds,
                 "cp_work": rank_work(m.shards, kernel).tolist(),
-                "cp_work_per_sequence": rank_work(select.per_sequence(m.shards.lengths, cp), kernel).tolist(),
+                "cp_work_per_sequence": rank_work(per_sequence(m.shards.lengths, cp), kernel).tolist(),
             }
             for m in plan.micro_batches
         ],

@@ -1,7 +1,4 @@
-"""Entry points: upstream's script under `megatron_wlb.run`, our `pretrain_gpt.py`.
-
-Both add `--wlb` to upstream, which then parses the command line and trains as usual.
-"""
+"""Entry points: upstream's script under `megatron_wlb.run`, our `pretrain_gpt.py`. Both add `--wlb` to upstream."""
 
 import contextlib
 import functools
@@ -20,10 +17,7 @@ _ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
 
 
 def main() -> None:
-    """Train with `--wlb` as upstream's `pretrain_gpt.py` does, without a checkout.
-
-    Bad input ends the process with one line and status 2.
-    """
+    """Train with `--wlb` as upstream's `pretrain_gpt.py` does, without a checkout; bad input is one line, status 2."""
     if not ({"--wlb"} | _HELP) & set(sys.argv):
         with one_line():
             raise ValueError(
@@ -37,9 +31,7 @@ def main() -> None:
 def install() -> None:
     """Add `--wlb` to the `pretrain_gpt.py` that runs, before it imports megatron.
 
-    Its `parse_args` takes the plugin's flags. With `--wlb`, its `pretrain` uses the plugin's data, forward step and
-    attention, and the script's own dataset provider and forward step do not run. Without `--wlb`, both work as
-    upstream's.
+    With `--wlb`, its `pretrain` uses the plugin's data, forward step and attention; the script's own do not run.
     """
     unhook()
     with one_line():
@@ -93,7 +85,7 @@ def one_line() -> Iterator[None]:
 
 
 def before_megatron() -> None:
-    """Redirect CUDA to the CPU if there is no GPU and the run asks for gloo; raises ValueError if it does not ask.
+    """Redirect CUDA to the CPU without a GPU; raises ValueError if the run does not ask for gloo.
 
     On a GPU, let memory segments expand with `--wlb` unless the environment says how torch keeps memory.
     """
@@ -128,8 +120,6 @@ def _prepare() -> None:
 
 
 def _parsing(original: Any, given: set[str]) -> Any:
-    """Wrap upstream's `parse_args` to take the plugin's flags; fills `given` with the names of what was given."""
-
     @functools.wraps(original)
     def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Namespace:
         from megatron_wlb.describe.refusals import REFUSED
@@ -171,10 +161,7 @@ def _settle(args: Namespace, given: set[str]) -> None:
 
 
 def _loading(original: Any, given: set[str]) -> Any:
-    """Wrap upstream's `load_args_from_checkpoint` to keep attention dropout as given.
-
-    Arguments of the checkpoint overwrite many flags, even those given.
-    """
+    """Wrap upstream's `load_args_from_checkpoint`, which overwrites many flags, to keep attention dropout as given."""
 
     @functools.wraps(original)
     def load_args_from_checkpoint(args: Namespace, load_arg: str = "load", **options: Any) -> Any:

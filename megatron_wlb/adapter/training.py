@@ -38,10 +38,7 @@ from megatron_wlb.simulate.weight_gradients import part_counts
 
 
 class Training:
-    """A run, made from validated arguments before any process group exists.
-
-    Raises ValueError on bad input.
-    """
+    """A run, made from validated arguments before any process group exists. Raises ValueError on bad input."""
 
     def __init__(self, args: Namespace) -> None:
         self._args, run = args, RunSettings.from_args(args)
@@ -106,7 +103,6 @@ class Training:
             model.pre_wrap_hooks.append(functools.partial(defer, bulk=bulk))
 
     def _tiled(self, function: Any) -> Any:
-        """Bind a function of `tiles` to this run's."""
         return functools.partial(function, sizes=self._job.tiles, ranks=self._job.parallel.tp)
 
     # What pretrain() is given -----------------------------------------------------------------------------------------

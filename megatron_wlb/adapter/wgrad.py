@@ -30,9 +30,7 @@ Measured = Callable[[], contextlib.AbstractContextManager[None]]
 def defer(chunks: list[Any], bulk: bool = False) -> list[Any]:
     """Choose the linear layers that defer weight gradients; a `pre_wrap_hook` of upstream's model.
 
-    Args:
-        chunks: the model chunks of this stage.
-        bulk: others overlap theirs with communication in user buffers (`tp_comm_bulk_wgrad`).
+    `bulk`: others overlap theirs with communication in user buffers (`tp_comm_bulk_wgrad`).
     """
     for chunk in chunks:
         for module in chunk.modules():
@@ -49,7 +47,6 @@ def defer(chunks: list[Any], bulk: bool = False) -> list[Any]:
 
 
 def _reduces_input_gradient(module: Any) -> bool:
-    """Whether backward overlaps weight gradient and input gradient reduction."""
     if isinstance(module, layers.ColumnParallelLinear):
         return (module.sequence_parallel or module.allreduce_dgrad) and not module.explicit_expert_comm
     return getattr(module, "parallel_mode", None) == "column" and module.tp_size > 1
@@ -63,10 +60,7 @@ def _keep(linear: Any) -> None:
 
 
 def _forget_graph(linear: Any) -> None:
-    """Make a TransformerEngine layer queue its tensors without their graph.
-
-    The graph of a layer's input would keep the input of the whole model chunk, and its gradient.
-    """
+    """Make a TransformerEngine layer queue its tensors without their graph, which would keep the chunk's input."""
     put = linear.wgrad_store.put
 
     def detached(tensors: list[Any], function: Any) -> None:
@@ -168,12 +162,8 @@ class _Linear(torch.autograd.Function):
 class DeferredWeightGradients:
     """The deferred weight gradients of this rank's model chunks.
 
-    Args:
-        chunks: the model chunks of this stage, wrapped in upstream's DDP.
-        counts: number of parts that the plan has for each chunk, see `pipeline.timeline`.
-        measured: makes a context manager to enter around each part.
-
-    Raises RuntimeError if chunks have other parts than the plan, and for layers that could lose gradients.
+    `chunks` are wrapped in upstream's DDP; `counts`: parts that the plan has for each; `measured` makes a context
+    manager for each part. Raises RuntimeError if chunks have other parts, and for layers that could lose gradients.
     """
 
     def __init__(self, chunks: Sequence[Any], counts: Sequence[int], measured: Measured) -> None:
@@ -205,7 +195,7 @@ class DeferredWeightGradients:
     def step(self, schedule: Schedule, stage: int, before: np.ndarray, config: Any) -> Iterator["Step"]:
         """Enter around a forward-backward pass, which reads `config` inside.
 
-        `before` is this stage's part of the plan's `weight_gradients_before`, see `simulate.weight_gradients`.
+        `before` is this stage's part of the plan's `weight_gradients_before`.
         """
         step = Step(self._parts, self._groups, schedule, stage, before, config, self._measured)
         given = config.batch_p2p_comm, config.grad_sync_func, config.finalize_model_grads_func
@@ -266,8 +256,6 @@ class Step:
         self._run(self._due[self._forwards + backwards])
 
     def reduced_later(self, start: Any) -> Any:
-        """Wrap `grad_sync_func` to wait for the last weight gradient of its chunk."""
-
         def later(chunk: int, original: Any, parameters: Any) -> None:
             self._reductions[chunk] = partial(original, parameters)
             self._reduce(chunk)
@@ -278,8 +266,6 @@ class Step:
         return each if isinstance(start, list) else each[0]
 
     def finished_before(self, finalize: Any) -> Any:
-        """Wrap upstream's `finalize_model_grads_func` to run all weight gradients first."""
-
         def finalized(*args: Any, **kwargs: Any) -> Any:
             self._run(len(self._order))
             return finalize(*args, **kwargs)
@@ -299,7 +285,6 @@ class Step:
             self._reduce(chunk)
 
     def _reduce(self, chunk: int) -> None:
-        """Start a requested reduction once all weight gradients of the chunk have run."""
         if self._done >= self._last[chunk] + len(self._parts[chunk]) and chunk in self._reductions:
             self._reductions.pop(chunk)()
 

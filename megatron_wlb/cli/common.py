@@ -19,8 +19,6 @@ OUTPUTS: set[str] = set()
 
 
 def integer(least: int, most: int) -> Callable[[str], int]:
-    """Return an argparse type: integers from `least` to `most`."""
-
     def parse(text: str) -> int:
         if not text.isascii() or not text.isdecimal() or not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(f"{text!r} must be an integer from {least} to {most}")
@@ -58,7 +56,6 @@ def writer(output: str | None, flag: str = "--output") -> Iterator[Any]:
 
 
 def write_json(file: Any, entry: dict[str, Any]) -> None:
-    """Write an object as indented JSON to a file of `writer`, which may be None."""
     if file is not None:
         file.write(json.dumps(entry, indent=1) + "\n")
 
@@ -122,7 +119,6 @@ class Words(NamedTuple):
     """The words of a command line."""
 
     typed: list[str]
-    """All of them."""
     launched: list[str]
     """A run's command, behind --."""
 

@@ -44,7 +44,7 @@ class LoggedStep(NamedTuple):
     """Document lengths of every micro-batch."""
     job: Job
     shares: dict[str, float | None]
-    """Shares of the time, by `SHARES`: {} if the run logged none, None for a share that it could not measure."""
+    """Shares of the time, by `SHARES`: {} if the run logged none, None for one that it could not measure."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +94,6 @@ def run(args: argparse.Namespace, words: Words) -> None:
 
 
 def _steps(args: argparse.Namespace, notes: list[str]) -> list[LoggedStep]:
-    """Return the steps of the log to simulate. Raises ValueError if there are too few."""
     steps = warm(read_log(args.log), args.skip)
     if len(steps) < 2:
         raise ValueError(f"{args.log} has {len(steps)} steps after --skip {args.skip}; give the log of more steps")
@@ -105,7 +104,6 @@ def _steps(args: argparse.Namespace, notes: list[str]) -> list[LoggedStep]:
 
 
 def _profile_of(args: argparse.Namespace, ran: Job, notes: list[str]) -> Profile:
-    """Return the profile that predicts the steps of a run."""
     if args.wlb_profile is None and ran.profile.counts_pairs:
         notes.append(f"The run's profile counts attended pairs; times are predicted by profile {DEFAULT_PROFILE}.")
         return load_profile(DEFAULT_PROFILE)
@@ -113,8 +111,6 @@ def _profile_of(args: argparse.Namespace, ran: Job, notes: list[str]) -> Profile
 
 
 class _Line(msgspec.Struct):
-    """The fields that are read from a line of the log."""
-
     step: Annotated[int, msgspec.Meta(ge=1)]
     step_ms: Annotated[float, msgspec.Meta(gt=0, lt=1e12)]
     lengths: list[list[Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]]]

@@ -29,7 +29,6 @@ class Data:
     """The training split of every dataset; documents are numbered through all datasets."""
     prefixes: list[str]
     has_validation: bool
-    """The validation split has documents."""
 
     def stream(self, seed: int, context_length: int) -> DocumentStream:
         """Return the endless stream of documents in training order, from the beginning."""
@@ -84,7 +83,6 @@ def _conversations(path: str, a: MegatronArguments, notes: list[str], settings: 
 
 
 def _blend_words(a: MegatronArguments) -> tuple[Sequence[str], bool]:
-    """Return the training blend, and whether --split divides it, as upstream does."""
     if a.data_path:
         return a.data_path, True
     if a.data_args_path is not None:
@@ -125,7 +123,6 @@ def _blend(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
 
 
 def _shares(split: str) -> tuple[float, float]:
-    """Return the shares of the training and the validation split."""
     try:
         parts = [float(part) for part in split.replace("/", ",").split(",") if part.strip()]
     except ValueError:

@@ -185,7 +185,6 @@ def _settled(a: MegatronArguments, model: str | None, notes: list[str]) -> Megat
 
 
 def _vocabulary(a: MegatronArguments, notes: list[str]) -> int:
-    """Return the tokenizer's vocabulary size. Raises ValueError if it is unknown."""
     if a.tokenizer_type in TOKENIZERS:
         return TOKENIZERS[a.tokenizer_type]
     name = a.tokenizer_model or ""

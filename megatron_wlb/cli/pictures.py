@@ -22,7 +22,7 @@ STYLE: Any = {
     "svg.hashsalt": "megatron_wlb",
 }
 WIDTH = 4.8
-"""Width of a picture in inches."""
+"""In inches."""
 
 
 class Section(NamedTuple):
@@ -35,7 +35,6 @@ class Section(NamedTuple):
 
 
 def section(title: str, text: str, draw: Callable[[Figure], None], height: float) -> Section:
-    """Draw a part of a page with a picture of `height` inches."""
     buffer = io.BytesIO()
     save(buffer, draw, height, format="svg", metadata={"Date": None})
     return Section(title, text, base64.b64encode(buffer.getvalue()).decode())

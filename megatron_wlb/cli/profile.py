@@ -77,7 +77,6 @@ def run(args: argparse.Namespace, words: Words) -> None:
 
 
 def _measure(args: argparse.Namespace, target: Any, chosen: list[Shape]) -> tuple[tuple[float, float], np.ndarray]:
-    """Return linear us per token, and attention us [shapes, 2]."""
     import torch
 
     from megatron_wlb.runtime import measure

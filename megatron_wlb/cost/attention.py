@@ -1,4 +1,4 @@
-"""Attention times of a job, and the kernel model that its sharding uses."""
+"""Times of a job's attention, of its exchange of K and V, and the kernel model that its sharding uses."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -14,16 +14,12 @@ Directions = tuple[np.ndarray, np.ndarray]
 
 
 def exchange_parts(job: Job) -> int:
-    """Return the parts of K and V; launches of one overlap the next transfer."""
     return job.parallel.cp if job.cp_exchange in ("ring", "thd_ring") else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeModel:
-    """Time of an exchange in us: `latency`, plus a time per row of the busiest rank.
-
-    Rows of latents take the time of expanding them, too.
-    """
+    """Time of an exchange in us: `latency`, plus a time per row of the busiest rank, with expanding it from latents."""
 
     latency: float
     arrive: float
@@ -31,8 +27,8 @@ class ExchangeModel:
     leave: float
     """Per row of their gradients."""
     ahead: float
-    """Time by which backward's first K and V are prefetched, per row of a rank: the products for input gradients of MLP
-    and output projection; those for weight gradients may be deferred."""
+    """By which backward's first K and V are prefetched, per row of a rank: products for input gradients of MLP and
+    output projection."""
 
     def times(self, rows: np.ndarray) -> Directions:
         """Return times in which K and V arrive and gradients leave the busiest rank."""
@@ -59,9 +55,9 @@ def exchange_model(job: Job) -> ExchangeModel:
 
 
 def _latents_model(job: Job, latency: float, byte: float) -> ExchangeModel:
-    """Return the exchange of latents; each tensor-parallel rank sends a part.
+    """Return the exchange of latents, of which each tensor-parallel rank sends a part.
 
-    These ranks gather parts, and rows to expand. In backward they scatter and gather gradients of latents, and sum
+    These ranks gather parts, and rows to expand; in backward they scatter and gather gradients of latents, and sum
     those of the key part that heads share.
     """
     latent, shared = job.model.kv_lora_rank, job.model.qk_pos_emb_head_dim
@@ -137,8 +133,8 @@ def sharding_kernel(job: Job) -> KernelModel:
 def ring_counts(lengths: np.ndarray, cp: int, tile_rows: int) -> np.ndarray:
     """Return launches, N_t and N_q of every rank in TransformerEngine's ring of packed documents, int64 [cp, 3].
 
-    A rank has two chunks of every document, and has their keys first. In every later step it gets those of another
-    rank: both of its chunks see the first, or the second sees both. Each has tiles of its own, however short it is.
+    A rank has two chunks of every document and their keys first. In every later step both of its chunks see the first
+    of another rank's, or the second sees both. Each has tiles of its own.
     """
     one, two = (-(-each // tile_rows) for each in (-(-lengths // (2 * cp)), -(-lengths // cp)))
     rank = np.arange(cp)

@@ -21,12 +21,11 @@ class Products(NamedTuple):
 
     @property
     def backward(self) -> np.ndarray:
-        """For all gradients."""
         return self.inputs + self.weights
 
 
 def products(job: Job, matrices: Iterable[Matrix], tokens: np.ndarray) -> Products:
-    """Return the summed times of `matrices`, multiplied by `tokens` rows; by measured rates if the profile has them."""
+    """Return the summed times of `matrices` multiplied by `tokens` rows; by measured rates if the profile has them."""
     times = np.zeros((3, len(tokens)))
     for matrix in matrices:
         if job.profile.linear_tflops:
@@ -41,7 +40,7 @@ def products(job: Job, matrices: Iterable[Matrix], tokens: np.ndarray) -> Produc
 
 
 def tiled(job: Job, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return how many tiles `tokens` rows run in, and how many rows are less than a tile; see `adapter.tiles`."""
+    """Return how many tiles `tokens` rows run in, and how many rows are less than a tile (`adapter.tiles`)."""
     count, rest = np.zeros_like(tokens), tokens
     for size in job.tiles:
         count, rest = count + rest // size, rest % size
@@ -51,8 +50,8 @@ def tiled(job: Job, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def tiling(job: Job, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return what running a layer in tiles adds, us, forward and backward.
 
-    A further tile starts all kernels once more, and leaves their last waves half empty. Outputs of all tiles are copied
-    together, and so are gradients of their inputs. Weight gradients are added to main_grad by no other kernel.
+    A further tile starts all kernels once more, with last waves half empty. Outputs and gradients of inputs are copied
+    together.
     """
     model, (count, rest) = job.model, tiled(job, tokens)
     more = np.maximum(count + (rest > 0) - 1, 0)
@@ -69,12 +68,10 @@ def tiling(job: Job, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def output_matrix(job: Job) -> Matrix:
-    """Return the matrix of the output layer."""
     return Matrix("output", job.model.padded_vocab_size, job.model.hidden_size, "outputs")
 
 
 def joining_matrix(job: Job) -> Matrix:
-    """Return the matrix before an MTP layer."""
     return Matrix("joining", job.model.hidden_size, 2 * job.model.hidden_size, "outputs")
 
 
@@ -91,7 +88,7 @@ def memory_bound(job: Job, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def loss(job: Job, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the time of the loss, forward and backward, as upstream computes it without fusion.
+    """Return the time of upstream's unfused loss, forward and backward.
 
     Forward makes logits fp32, and reads them five times and writes them three times more; backward scales the gradient
     and makes it bf16.
@@ -101,15 +98,14 @@ def loss(job: Job, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def merging(job: Job, tokens: np.ndarray) -> np.ndarray:
-    """Return the time to add the output of a step of a ring to the sum, which is fp32; gradients take as long."""
+    """Return the time to add the output of a step of a ring to the sum in fp32; gradients take as long."""
     return _memory(job, job.model.output_size * (job.bytes_per_value + 2 * FP32), tokens)
 
 
 def token_exchange(job: Job, tokens: np.ndarray) -> np.ndarray:
     """Return the time in which the rows of a layer go to their experts and back, us; nothing overlaps it.
 
-    A row is copied for every expert that it goes to, and sent as often, as by `--moe-token-dispatcher-type alltoall`;
-    what comes back is summed.
+    A row is sent once for every expert that it goes to, as by `--moe-token-dispatcher-type alltoall`.
     """
     parallel, network = job.parallel, job.profile.network
     rows = tokens / parallel.tp * job.model.moe_router_topk * job.model.hidden_size * job.bytes_per_value

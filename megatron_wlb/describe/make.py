@@ -37,18 +37,11 @@ def make_job(
 ) -> Job:
     """Build the job that settings describe, filling in what they leave open.
 
-    Args:
-        model: what is trained.
-        context_length: the context window C in tokens.
-        global_batch_size: N, the context windows of tokens that a step trains on average.
-        parallel: the parallel layout; default: one rank.
-        packing, sharding, settings: by default those of no flags.
-        default_profile: profile if the settings name none.
-        budget_bytes: memory for activations if the settings name none; None: no limit.
-        device_bytes: memory of a GPU; without a budget, it only limits what deferred weight gradients hold.
-        given: other fields of `Job`, which take precedence over settings.
-
-    Raises ValueError for contradictory settings, and for an S_max that does not fit memory.
+    `context_length` is the window C in tokens, `global_batch_size` N, the windows that a step trains on average.
+    `default_profile` and `budget_bytes` (memory for activations; None: no limit) apply where settings name none;
+    `device_bytes`, memory of a GPU, then only limits what deferred weight gradients hold. `given` are other fields of
+    `Job`, which take precedence. Raises ValueError for contradictory settings, and for an S_max that does not fit
+    memory.
     """
     settings, parallel = settings or PlanSettings(), parallel or Parallel()
     if settings.memory_budget is not None:
@@ -144,7 +137,6 @@ def default_max_tokens(job: Job) -> int:
 
 
 def _max_tokens(job: Job, wanted: int | str | None, budget_bytes: float | None) -> int:
-    """Return S_max as wanted or by default. Raises ValueError if it does not fit."""
     fitting = None if budget_bytes is None else largest_max_tokens(job, budget_bytes)
     least = job.least_max_tokens
     if fitting is not None and fitting < least:

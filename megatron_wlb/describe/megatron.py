@@ -32,17 +32,15 @@ _UNDEFERRABLE = (
     "defer_embedding_wgrad_compute fp4 fp8 moe_shared_expert_overlap overlap_dispatch_backward_with_experts_wgrad "
     "use_torch_fsdp2 use_transformer_engine_op_fuser"
 ).split()
-"""Arguments that keep weight gradients in the backward pass: they use other hooks or layers, or were not tested for
-losing gradients."""
+"""Arguments that keep weight gradients in the backward pass: they use other hooks or layers, or were not tested."""
 
 
 TILE_ROWS = 16384
-"""Rows of the largest tile over tensor-parallel ranks. As predicted, smaller ones start more kernels, and larger
-ones take more memory for little."""
+"""Rows of the largest tile over tensor-parallel ranks. As predicted, smaller ones start more kernels, and larger ones
+take more memory for little."""
 
 
 def short(value: Any, most: int = 40) -> str:
-    """Return the text of a value, cut to `most` characters."""
     text = str(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
@@ -62,7 +60,7 @@ def _other(group: str, help: str = "", default: Any = None, choices: tuple[str, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronArguments:
-    """The arguments of a job, by Megatron's names, validated by it or not.
+    """The arguments of a job, by Megatron's names.
 
     None means Megatron's default, or a value that follows from other arguments.
     """
@@ -313,7 +311,6 @@ def _virtual_stages(a: MegatronArguments, split: Split) -> int:
 
 
 def recompute_of(a: MegatronArguments) -> Recompute:
-    """Return the activation recomputation of arguments."""
     granularity = a.recompute_granularity or ("selective" if a.recompute_activations else None)
     modules = a.recompute_modules
     if modules is None:
@@ -339,7 +336,7 @@ def has_user_buffers(a: Any) -> bool:
 
 
 def tile_rows(a: MegatronArguments, parallel: Parallel) -> int:
-    """Rows of the largest tile that `--tp-comm-overlap` runs in, of which a window has one; 0 without overlap."""
+    """Rows of the largest tile that `--tp-comm-overlap` runs in, at most a window; 0 without overlap."""
     if not (a.tp_comm_overlap and has_user_buffers(a)) or parallel.sequence_ranks == 1 or a.seq_length is None:
         return 0
     unit = parallel.sequence_ranks * row_multiple(a.fp8, a.fp8_recipe, a.fp4) << NUM_TILES - 1

@@ -88,12 +88,5 @@ class Network:
         return float(latency), float(bandwidth)
 
 
-def fit(num_bytes: np.ndarray, times_us: np.ndarray) -> tuple[float, float]:
-    """Return latency in us and bandwidth in GB/s by least squares of relative errors."""
-    rows = np.stack((1 / times_us, num_bytes / times_us), axis=1)
-    latency, slope = np.linalg.lstsq(rows, np.ones(len(rows)))[0]
-    return float(latency), float(1e-3 / slope)
-
-
 NETWORKS = resources.files("megatron_wlb.hardware") / "networks"
 H100_NETWORK = msgspec.json.decode((NETWORKS / "h100.json").read_bytes(), type=Network)

@@ -53,10 +53,7 @@ class AdaptivePacking(Packing):
 
 
 class AdaptivePolicy:
-    """Micro-batches for the least time of a step, N * C tokens, without thresholds.
-
-    Documents stay whole, and are late by `max_delay_steps` at most.
-    """
+    """Micro-batches for the least time of a step, N * C tokens; documents stay whole, late by a bound."""
 
     def __init__(self, job: Job, max_delay_steps: int) -> None:
         self._pool = np.empty(0, DOCUMENT)  # ordered by index
@@ -87,11 +84,9 @@ class AdaptivePolicy:
         return PackedBatch(documents=documents, bounds=bounds)
 
     def waiting(self) -> dict[str, np.ndarray]:
-        """Return documents known and not yet packed, in stream order, as "pool"."""
         return {"pool": self._pool}
 
     def load_waiting(self, waiting: dict[str, np.ndarray]) -> None:
-        """Take over the result of `waiting`."""
         self._pool = waiting["pool"]
 
 

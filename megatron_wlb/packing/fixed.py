@@ -34,10 +34,9 @@ class WindowPolicy(ABC):
     """Micro-batches of exactly one context window C, planned for k steps at once.
 
     Every k-th step takes the oldest k * N * C tokens that wait, cuts the last document there, and packs them into k * N
-    windows (`_place`). Each N neighbours make a step; later steps wait in memory. Pieces of a document run in its
-    order, up to k - 1 steps before the step in which it arrives, and up to k after. At the end of the data, the rest is
-    spread over as few steps as hold it. A state saved with another number of micro-batches regroups its plan if that
-    makes whole steps, else plans again.
+    windows (`_place`). Each N neighbours make a step. Pieces of a document run in its order, up to k - 1 steps early
+    and up to k late. A state of another number of micro-batches regroups its plan if that makes whole steps, else plans
+    again.
     """
 
     def __init__(self, job: Job, global_batches: int) -> None:
@@ -78,12 +77,10 @@ class WindowPolicy(ABC):
         """Return pieces of documents of `lengths`, in windows numbered as they run."""
 
     def waiting(self) -> dict[str, np.ndarray]:
-        """Return documents not yet packed: "planned0" ... by micro-batch, and "carry"."""
         planned = {f"planned{i}": self._planned[slice(*bounds)] for i, bounds in enumerate(pairwise(self._bounds))}
         return {"carry": self._carry, **planned}
 
     def load_waiting(self, waiting: dict[str, np.ndarray]) -> None:
-        """Take over the result of `waiting`."""
         planned = [waiting[f"planned{i}"] for i in range(len(waiting) - 1)]
         self._carry, self._planned = waiting["carry"], np.concatenate((np.empty(0, DOCUMENT), *planned))
         self._bounds = np.cumsum([0, *map(len, planned)], dtype=np.int64)
@@ -104,16 +101,11 @@ class FixedPolicy(WindowPolicy):
 
 
 def fill_windows(lengths: np.ndarray, room: np.ndarray, work: np.ndarray) -> Pieces:
-    """Pack longest first into the window of least attention work d^2 with room.
+    """Pack longest first into the window of least attention work d^2 with room; ties go to the lower index.
 
-    Ties go to the lower index. A document that fits nowhere whole is cut into as few pieces as the room allows: the
-    window with most room is filled, then the next. O(n * windows) for n documents. Returns the pieces in the order of
-    placement.
-
-    Args:
-        lengths: int64 [n], together at most the room.
-        room: tokens that still fit into each window, int64 [windows].
-        work: sum of d^2 of each window so far, int64 [windows].
+    A document that fits nowhere whole is cut into as few pieces as the room allows. O(n * windows). `lengths`, int64
+    [n], together at most the `room`, tokens that still fit into each window; `work` is their sum of d^2 so far. Returns
+    the pieces in the order of placement.
     """
     room, work = room.copy(), work.copy()
     pieces = []
@@ -132,7 +124,6 @@ def fill_windows(lengths: np.ndarray, room: np.ndarray, work: np.ndarray) -> Pie
 
 
 def _split(documents: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first `tokens` tokens and the rest; at most one document is cut."""
     ends = np.cumsum(documents["length"])
     cut = int(np.searchsorted(ends, tokens, side="right"))
     first, rest = documents[:cut].copy(), documents[cut:].copy()
@@ -146,7 +137,6 @@ def _split(documents: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rejoined(pieces: np.ndarray) -> np.ndarray:
-    """Return whole documents by index, from all their pieces that wait."""
     pieces = np.sort(pieces, order=["index", "offset"])
     documents = pieces[np.flatnonzero(np.diff(pieces["index"], prepend=-1))]
     documents["length"] = np.bincount(np.unique(pieces["index"], return_inverse=True)[1], pieces["length"])

@@ -10,8 +10,6 @@ from megatron_wlb.types import DOCUMENT, Draw, PackedBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OriginalPacking(Packing):
-    """Original packing has no settings."""
-
     name = "original"
     help = "concatenated and cut at --seq-length, as Megatron does."
     keeps_order = True
@@ -36,19 +34,14 @@ class OriginalPolicy:
         return PackedBatch(documents=pieces[: bounds[-1]], bounds=bounds)
 
     def waiting(self) -> dict[str, np.ndarray]:
-        """Return documents not yet packed, as "carry"."""
         return {"carry": self._carry}
 
     def load_waiting(self, waiting: dict[str, np.ndarray]) -> None:
-        """Take over the result of `waiting`."""
         self._carry = waiting["carry"]
 
 
 def cut(documents: np.ndarray, context_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut documents at every multiple of the window.
-
-    Returns the pieces, DOCUMENT [n], and the window of each, int64 [n].
-    """
+    """Cut documents at every multiple of the window; return DOCUMENT [n], and the window of each, int64 [n]."""
     starts = np.concatenate(([0], np.cumsum(documents["length"])))
     cuts = np.sort(np.concatenate((starts, np.arange(0, starts[-1], context_length))), kind="stable")  # two runs: O(n)
     cuts = cuts[np.diff(cuts, prepend=-1) > 0]

@@ -32,7 +32,6 @@ class WlbPacking(Packing):
     )
 
     def check(self) -> None:
-        """Refuse thresholds that are not lengths in increasing order."""
         thresholds = self.outlier_thresholds or (1,)
         if thresholds[0] < 1 or list(thresholds) != sorted(set(thresholds)):
             raise ValueError(
@@ -41,7 +40,6 @@ class WlbPacking(Packing):
             )
 
     def thresholds(self, context_length: int) -> tuple[int, ...]:
-        """L_1, L_2, ... for a context window."""
         if self.outlier_thresholds is not None:
             return self.outlier_thresholds
         return tuple(sorted({max(2, context_length // 2), max(2, 3 * context_length // 4)}))
@@ -54,9 +52,8 @@ class WlbPolicy:
     """Micro-batches of equal work and variable length up to S_max, whole documents.
 
     Queues are checked after every document, as Algorithm 1 is indented, so none grows beyond M documents. If documents
-    fit badly (most of them over half of S_max, say), steps hold less than arrives, and the algorithm alone would let
-    the rest grow for ever and never run its shortest documents. So the stream waits, and the latest come first; if
-    steps hold what arrives, both do nothing.
+    fit badly, steps hold less than arrives, and the algorithm alone would let the rest grow for ever. So the stream
+    waits, and the latest come first; if steps hold what arrives, both do nothing.
     """
 
     def __init__(self, job: Job, thresholds: tuple[int, ...]) -> None:
@@ -97,17 +94,14 @@ class WlbPolicy:
         return released
 
     def _release_longest(self) -> None:
-        """Move the longest M outliers to the documents of this step."""
         rows = np.concatenate((np.empty(0, DOCUMENT), *self._queues))
         longest = longest_first(rows, np.zeros(len(rows), bool))[: self._job.num_micro_batches]
         self._load(rows=np.delete(rows, longest), remained=np.concatenate((self._remained, rows[longest])))
 
     def waiting(self) -> dict[str, np.ndarray]:
-        """Return documents not yet packed, as "queue0" ... and "remained" (did not fit)."""
         return {f"queue{i}": queue for i, queue in enumerate(self._queues)} | {"remained": self._remained}
 
     def load_waiting(self, waiting: dict[str, np.ndarray]) -> None:
-        """Take over the result of `waiting`, with queues by the present thresholds."""
         queues = [rows for name, rows in waiting.items() if name != "remained"]
         self._load(rows=np.concatenate((np.empty(0, DOCUMENT), *queues)), remained=waiting["remained"])
 
@@ -132,12 +126,6 @@ def assign(lengths: np.ndarray, work: np.ndarray, num_micro_batches: int, max_to
     Documents go one after the other to the micro-batch of least work (lines 17 to 25 of Algorithm 1); if it has no
     room, to the shortest. Ties go to the lower index. A micro-batch may hold exactly S_max (equation 2); line 23 says
     less than, which would never place a document of S_max tokens.
-
-    Args:
-        lengths: in tokens, int64 [n].
-        work: int64 [n].
-        num_micro_batches: M.
-        max_tokens: S_max.
     """
     tokens, load, micro_batches = [0] * num_micro_batches, [0] * num_micro_batches, []
     by_tokens, by_load = ([(0, i) for i in range(num_micro_batches)] for _ in range(2))

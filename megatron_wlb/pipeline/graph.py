@@ -30,8 +30,6 @@ class Graph:
     where its stage goes on."""
     first: np.ndarray
     second: np.ndarray
-    """int64 [n]: the two nodes that each waits for, by their places in the order, from 1; 0 is the beginning of the
-    step."""
 
 
 @lru_cache(maxsize=16)
@@ -64,15 +62,13 @@ def graph_of(schedule: Schedule) -> Graph:
 class PassGraph:
     """Passes alone: each waits for the previous one of its stage and its sender.
 
-    Arrays are int32 [passes], in topological order; the last pass ends last. Ends are kept in slots that later passes
-    reuse.
+    int32 [passes] in topological order; the last pass ends last. Ends are kept in slots that later passes reuse.
     """
 
     first: np.ndarray
     second: np.ndarray
     """Slots of the ends that a pass waits for; the last slot is the beginning of the step."""
     end: np.ndarray
-    """Slot of its own end."""
     time: np.ndarray
     """Which time it takes: 2 * micro-batch + backward."""
     num_slots: int
@@ -107,9 +103,9 @@ class _Chains:
     ids: np.ndarray
     """int64 [directions, stages, chunks, micro-batches]: 0, 1, 2, ..."""
     turns: np.ndarray
-    """Shaped as `ids`: rank of the pass on its stage, see `Schedule.turns`."""
+    """Shaped as `ids`: see `Schedule.turns`."""
     keys: np.ndarray
-    """int64 [passes]: greater than that of every pass that comes before on the stage or for the micro-batch."""
+    """int64 [passes]: greater than that of every pass before it, on the stage or for the micro-batch."""
     before: np.ndarray
     """int64 [passes]: the pass before on the same stage, or NONE."""
     senders: np.ndarray
@@ -139,10 +135,7 @@ def _chains(schedule: Schedule) -> _Chains:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Waits:
-    """Nodes (see `Graph.nodes`, or NONE) that passes and transfers wait for.
-
-    Arrays are int64 [passes] unless stated otherwise.
-    """
+    """Nodes (see `Graph.nodes`, or NONE) that passes and transfers wait for, int64 [passes] unless stated."""
 
     arrival: np.ndarray
     """A pass, for the transfer of what it takes."""
@@ -213,8 +206,7 @@ def _interleaved(schedule: Schedule, chains: _Chains) -> _Waits:
 def _hidden(schedule: Schedule, chains: _Chains) -> _Waits:
     """Return waits of an interleaved pipeline with `Schedule.hidden_transfers`.
 
-    In warm-up and cool-down, the input of a pass is received as the previous pass begins; in steady state, and around
-    the corner, after a pass.
+    In warm-up and cool-down, the input of a pass is received as the previous pass begins; else after a pass.
     """
     senders, receivers, before, num = chains.senders, chains.receivers, chains.before, chains.ids.size
     by_turn, turn, direction, stage, warm_up, steady, corner = _phases(schedule, chains)

@@ -10,22 +10,18 @@ OP = np.dtype([("backward", "?"), ("chunk", "<i8"), ("micro_batch", "<i8")])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """A pipeline step; more than one chunk means interleaved 1F1B.
-
-    One stage alternates forward and backward. Raises ValueError on what upstream refuses.
-    """
+    """A pipeline step; more than one chunk means interleaved 1F1B. Raises ValueError on what upstream refuses."""
 
     num_stages: int
     num_micro_batches: int
     num_chunks: int = 1
     """Model chunks (virtual stages) per stage; chunk c of stage s is virtual stage c * num_stages + s."""
     group_size: int | None = None
-    """`--microbatch-group-size-per-virtual-pipeline-stage`: consecutive micro-batches in one chunk; None:
-    `even_groups`."""
+    """`--microbatch-group-size-per-virtual-pipeline-stage`; None: `even_groups`."""
     forward_only: bool = False
     hidden_transfers: bool = False
-    """A stage waits for no send, and receives a pass ahead throughout (`adapter/p2p.py`). Upstream's default is to wait
-    for each send, and in warm-up and cool-down for each receive. Without interleaving it means nothing."""
+    """An interleaved stage waits for no send, and receives a pass ahead throughout (`adapter/p2p.py`). Upstream's
+    default is to wait for each send, and in warm-up and cool-down for each receive."""
 
     def __post_init__(self) -> None:
         stages, count = self.num_stages, self.num_micro_batches
@@ -53,11 +49,10 @@ class Schedule:
         return self.group_size or even_groups(self.num_micro_batches, self.num_stages)
 
     def table(self) -> np.ndarray:
-        """Return (micro-batch, chunk) of the k-th forward pass of every stage.
+        """Return (micro-batch, chunk) of the k-th forward pass of every stage, int64 [passes, 2].
 
-        int64 [num_micro_batches * num_chunks, 2], as `get_schedule_table` of
-        megatron/core/pipeline_parallel/schedules.py: groups of micro-batches go through all chunks one after the other.
-        Backward goes through the chunks from the last one.
+        As `get_schedule_table` of megatron/core/pipeline_parallel/schedules.py: groups of micro-batches go through all
+        chunks one after the other; backward from the last chunk.
         """
         micro_batches, group = np.arange(self.num_micro_batches), self.group if self.num_chunks > 1 else 1
         rows = [
@@ -69,18 +64,12 @@ class Schedule:
         return np.stack((rows[2][order], rows[1][order]), axis=1)
 
     def warm_up(self, stage: int) -> int:
-        """Return the forward passes of `stage` before its first backward.
-
-        A step may have fewer (`get_pp_rank_microbatches`).
-        """
+        """Return the forward passes of `stage` before its first backward; a step may have fewer."""
         behind = self.num_stages - 1 - stage
         return behind if self.num_chunks == 1 else 2 * behind + (self.num_chunks - 1) * self.group
 
     def in_flight(self, stage: int, weights: np.ndarray | float = 1.0) -> float:
-        """Return the most forward passes that a stage holds at once.
-
-        With `weights` of its chunks, float64 [num_chunks], returns the most that they sum to.
-        """
+        """Return the most forward passes that a stage holds at once, or that `weights` of its chunks sum to."""
         if np.ptp(weights) == 0:
             return min(self.num_micro_batches * self.num_chunks, self.warm_up(stage) + 1) * float(np.max(weights))
         ops, weights = self.ops(stage), np.asarray(weights)
@@ -89,8 +78,7 @@ class Schedule:
     def turns(self, stage: int) -> np.ndarray:
         """Return the rank of passes on `stage`, int64 [2, num_chunks, num_micro_batches].
 
-        Forward is even, backward odd: the k-th backward comes right after forward number warm_up + k, or after the last
-        one.
+        Forward is even, backward odd: the k-th backward comes right after forward number warm_up + k, or the last one.
         """
         table = self.table()
         turns = np.empty((2, self.num_chunks, self.num_micro_batches), np.int64)
@@ -117,12 +105,11 @@ class Schedule:
 
 
 def even_groups(count: int, num_stages: int) -> int:
-    """Return the size of interleaved groups for `count` micro-batches.
+    """Return the size of interleaved groups for `count` micro-batches: about 1.5 times the stages, nearly equal.
 
-    About 1.5 times the number of stages, in groups of nearly equal size. By upstream's default, the number of stages,
-    the first stage waits in every chunk for the slowest micro-batch of the group and for transfers. Longer groups hold
-    more activations and gain little. No group is smaller than the pipeline; fewer micro-batches than stages, which
-    cannot be interleaved, give the number of stages.
+    In groups as large as the pipeline, upstream's default, the first stage waits in every chunk for the slowest
+    micro-batch and for transfers; longer ones hold more activations and gain little. Fewer micro-batches than stages,
+    which cannot be interleaved, give the number of stages.
     """
     for groups in range((4 * count + 3 * num_stages) // (6 * num_stages), 0, -1):
         size = -(-count // groups)
@@ -134,7 +121,7 @@ def even_groups(count: int, num_stages: int) -> int:
 def nearest_counts(count: int, num_stages: int, group: int) -> tuple[int, ...]:
     """Return `count` if upstream can interleave it, else the nearest two that it can.
 
-    No group, nor the rest in the last one, may be smaller than the pipeline: stages would wait for each other for ever.
+    No group, nor the rest in the last one, may be smaller than the pipeline: stages would wait for ever.
     """
     whole = count // group * group
     if not whole:

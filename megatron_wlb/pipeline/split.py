@@ -9,18 +9,14 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Distribution of decoder layers over (virtual) stages, as Megatron's flags say.
-
-    Raises ValueError for flags that exclude each other.
-    """
+    """Distribution of decoder layers over (virtual) stages, by Megatron's flags."""
 
     decoder_first_pipeline_num_layers: int | None = None
     decoder_last_pipeline_num_layers: int | None = None
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
     pipeline_model_parallel_layout: str | None = None
-    """Virtual stages in the order of the model, with | between them: E, the embedding, t, a layer, m, an MTP layer, and
-    L, the loss."""
+    """Virtual stages in order, with | between: E, the embedding, t, a layer, m, an MTP layer, L, the loss."""
 
     def __post_init__(self) -> None:
         if self.has_ends + (self.edges > 0) + (self.pipeline_model_parallel_layout is not None) > 1:
@@ -30,12 +26,10 @@ class Split:
 
     @property
     def edges(self) -> int:
-        """How many of embedding and loss count as a layer."""
         return self.account_for_embedding_in_pipeline_split + self.account_for_loss_in_pipeline_split
 
     @property
     def has_ends(self) -> bool:
-        """Whether the first or the last stage has a number of layers of its own."""
         ends = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
         return ends != (None, None)
 
@@ -76,7 +70,6 @@ class Split:
         return layers
 
     def _laid_out(self) -> list[str]:
-        """Return the virtual stages of the layout; raise ValueError for an unknown one."""
         said = written = (self.pipeline_model_parallel_layout or "").replace(",", "")
         for repeated in (r"([^()*\d])\*(\d{1,3})", r"\(([^()]*)\)\*(\d{1,3})"):
             written = re.sub(repeated, lambda found: found[1] * int(found[2]), written)

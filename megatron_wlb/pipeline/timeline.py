@@ -1,4 +1,8 @@
-"""Times of the passes of a pipeline step: longest paths in their graph."""
+"""Times of the passes of a pipeline step, and weight gradients that fill its idle time.
+
+The backward of a linear layer is two products, and the previous stage waits only for the input gradient (zero-bubble
+pipelines, Qi et al., arXiv 2401.10241). Here lengths differ and are known, so the step is simulated.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,14 +34,13 @@ class Parts(NamedTuple):
 
     @classmethod
     def none(cls, passes: int, stages: int) -> "Parts":
-        """Nothing is deferred."""
         nothing, zeros = np.zeros(0), np.zeros(passes)
         return cls(np.zeros(passes + 1, np.int64), nothing, nothing, zeros, zeros, np.zeros(stages), passes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Result of `run`; times from the beginning of the step, in the unit of its input.
+    """Times from the beginning of the step, in the unit of the input.
 
     Arrays are float64 [directions, stages, chunks, micro-batches]; direction 0 is forward, 1 backward.
     """
@@ -81,12 +84,8 @@ def run(
 ) -> Timeline:
     """Time the passes of a pipeline step. O(nodes): 2 ms for 65,536 passes.
 
-    Args:
-        schedule: of the pipeline.
-        forward: float [stages, chunks, micro-batches], or what broadcasts to it: time of every forward pass.
-        backward: the same of backward passes; None if the schedule is forward only.
-        transfer: time to send the output (or its gradient) of each micro-batch to another stage, float
-            [micro-batches] or one for all.
+    `forward` and `backward` (None if forward only) broadcast to float [stages, chunks, micro-batches]; `transfer` is
+    the time to send a micro-batch's output or gradient to another stage, [micro-batches] or one for all.
     """
     if schedule.forward_only != (backward is None):
         state = "missing" if backward is None else "there"
@@ -104,10 +103,10 @@ def with_parts(
     transfer: np.ndarray | float,
     parts: Parts | None,
 ) -> tuple[Timeline, np.ndarray]:
-    """Return `run` with deferred `parts`, and how many ran before each pass.
+    """Return `run` with deferred `parts`, and how many of the stage's ran before each pass, shaped as `start`.
 
     A node begins when the nodes it waits for have ended. Before a pass, parts run that have time while its stage waits
-    for it, and those that must for it to have memory. Counts are of the stage's parts, shaped as `start`.
+    for it, and those that must for it to have memory.
     """
     shape = (schedule.num_stages, schedule.num_chunks, schedule.num_micro_batches)
     passes = [np.broadcast_to(forward, shape)] + ([] if backward is None else [np.broadcast_to(backward, shape)])
@@ -124,11 +123,8 @@ def with_parts(
 def makespans(schedule: Schedule, work: np.ndarray) -> np.ndarray:
     """Return the end of 1F1B for every order of micro-batches, int64 [K].
 
-    On every stage a micro-batch of work w needs w forward and 2w backward, and nothing between stages.
-
-    Args:
-        schedule: of the pipeline.
-        work: of the micro-batches in K orders, int64 [K, M], not negative; all of it on all stages must fit 64 bits.
+    `work`, int64 [K, M], not negative; a micro-batch needs it in forward and twice in backward on every stage, and
+    nothing between stages. All of it on all stages must fit 64 bits.
     """
     graph = passes_of(schedule)
     # Doubles, which processors compare two at a time, where they are as exact.
@@ -150,11 +146,9 @@ class CostWeights(NamedTuple):
 def cost_weights(schedule: Schedule) -> CostWeights:
     """Return the weights of a data-parallel rank's M micro-batches.
 
-    Every stage computes all of them, and waits in warm-up and cool-down for the others. With one chunk a stage, that is
-    P - 1 times the largest. Interleaved, P micro-batches go round through all V chunks, and in each of V rounds a stage
-    waits until the largest has been through all P stages, beyond the time of its round's others, assumed alike. Warm-up
-    and cool-down are then P - 1 times the mean. Longer groups (`Schedule.group`) shorten these waits; packing by less
-    was tried, which made steps up to 1 % longer.
+    Every stage computes all of them, and waits in warm-up and cool-down for the others: with one chunk a stage, P - 1
+    times the largest. Interleaved, P micro-batches go round through all V chunks, and in each of V rounds a stage waits
+    until the largest has been through all P stages; warm-up and cool-down are P - 1 times the mean.
     """
     waits, num_chunks, num_micro_batches = schedule.num_stages - 1, schedule.num_chunks, schedule.num_micro_batches
     if num_chunks == 1:
@@ -169,26 +163,21 @@ def cost_weights(schedule: Schedule) -> CostWeights:
 class WeightGradients:
     """The weight gradients of a step, and the memory that deferring them takes.
 
-    Each backward pass has *parts*, a layer each, in the order of backward. Parts of a stage run in the order of their
-    backward passes.
+    Each backward pass has *parts*, a layer each, in the order of backward; those of a stage run in the order of passes.
     """
 
     counts: np.ndarray
     """int64 [stages, chunks]: parts of a backward pass."""
     times: np.ndarray
-    """float64 [stages, chunks, parts, micro-batches], which `counts` says how many of count; a part of the time of the
-    backward pass."""
+    """float64 [stages, chunks, parts, micro-batches], of which `counts` count; part of the backward pass."""
     held: np.ndarray
-    """float64, shaped as `times`: bytes that a part holds from the end of its backward pass until it has run."""
+    """Shaped as `times`: bytes that a part holds from the end of its backward pass until it has run."""
     limit: np.ndarray
-    """float64 [stages]: bytes that may be held at once. Parts run before a pass that would exceed it."""
+    """float64 [stages]: bytes that may be held at once."""
 
     @classmethod
     def alike(cls, counts: np.ndarray, weights: np.ndarray) -> "WeightGradients":
-        """Return equal parts of the `weights` times of passes, with memory for all.
-
-        `weights` is float64 [stages, chunks, micro-batches].
-        """
+        """Return equal parts of `weights`, times of passes [stages, chunks, micro-batches], with memory for all."""
         is_part = np.arange(counts.max())[:, None] < counts[:, :, None, None]
         times = is_part * (weights / np.maximum(counts, 1)[:, :, None])[:, :, None]
         return cls(counts=counts, times=times, held=np.zeros(times.shape), limit=np.zeros(len(counts)))
@@ -201,11 +190,10 @@ def run_deferred(
     transfer: np.ndarray | float,
     weights: WeightGradients,
 ) -> tuple[Timeline, np.ndarray]:
-    """Return `timeline.run` with deferred weight gradients, and where they run.
+    """Return `run` with deferred weight gradients, and parts that ran before each pass.
 
-    Parts run as `with_parts` says, what is left after the last pass of a stage. Nothing runs before a backward pass of
-    the last virtual stage, which is never idle. The second result is int64 [directions, stages, chunks, micro-batches]:
-    parts of the stage that have run before each pass, counted over the step.
+    Nothing runs before a backward pass of the last virtual stage, which is never idle. The second result is int64
+    [directions, stages, chunks, micro-batches], counted over the stage and the step.
     """
     of_passes = weights.times.sum(axis=2)
     bare = np.broadcast_to(backward, of_passes.shape) - of_passes
@@ -213,7 +201,6 @@ def run_deferred(
 
 
 def _parts(schedule: Schedule, weights: WeightGradients) -> Parts:
-    """Return the parts of backward passes; forward passes have none."""
     held, count = weights.held.sum(axis=2), schedule.num_micro_batches
     passes = held.size
     is_part = np.arange(weights.times.shape[2]) < weights.counts[:, :, None, None]

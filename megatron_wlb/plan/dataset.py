@@ -1,7 +1,6 @@
 """Document lengths of a Megatron `.bin/.idx` dataset, without torch or megatron.
 
-The usual index, one sequence per document, is not loaded: lengths and pointers stay mapped, and are processed in
-chunks.
+The usual index, one sequence per document, stays mapped, and is processed in chunks.
 """
 
 import hashlib
@@ -24,7 +23,7 @@ _SAMPLES, _SAMPLE_BYTES = 32, 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentIndex:
-    """Document lengths of one dataset, and where documents begin in its `.bin` file."""
+    """Document lengths of a dataset, and where documents begin in its `.bin` file."""
 
     prefix: str
     tokens: np.ndarray
@@ -82,7 +81,7 @@ def read_index(prefix: str) -> DocumentIndex:
 def read_tokens(prefix: str) -> np.ndarray:
     """Tokens of each document, int64 [documents], from `PREFIX.idx` alone.
 
-    Raises ValueError as `read_index` does, except for errors that only the `.bin` file shows.
+    Raises ValueError as `read_index`, but for what only the `.bin` file shows.
     """
     path = Path(prefix.removesuffix(".idx") + ".idx")
     _check_file(path)
@@ -91,10 +90,7 @@ def read_tokens(prefix: str) -> np.ndarray:
 
 
 def trained_tokens(tokens: Any) -> Any:
-    """Return the trained tokens of documents with `tokens` (integer or array).
-
-    The last token of a document is only a target.
-    """
+    """Return the trained tokens of documents: the last one is only a target."""
     return np.maximum(tokens - 1, 0)
 
 

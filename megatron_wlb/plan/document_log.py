@@ -1,7 +1,7 @@
 """Log of the documents of every step, and its audit.
 
-The file only grows. It has records of `ENTRY`, 44 bytes each: a mark that begins a step and counts its documents, then
-the documents. A step that ran again after a restart appears twice; the later one counts.
+The file only grows. It has records of `ENTRY`: a mark that begins a step and counts its documents, then the documents.
+A step that ran again after a restart appears twice; the later one counts.
 """
 
 import os
@@ -33,9 +33,9 @@ _CHUNK = 1 << 14
 
 
 def append(path: str | os.PathLike[str], step: int, packed: PackedBatch, *, begins_anew: bool = False) -> None:
-    """Append the micro-batches of a step, all or nothing.
+    """Append the micro-batches of a step, all or nothing. Raises OSError.
 
-    `begins_anew`: the step's data begin the stream again. Raises OSError, as `files.append`.
+    `begins_anew`: the step's data begin the stream again.
     """
     rows = np.zeros(1 + len(packed.documents), ENTRY)
     rows["step"] = step
@@ -50,8 +50,7 @@ def append(path: str | os.PathLike[str], step: int, packed: PackedBatch, *, begi
 def mend(path: str | os.PathLike[str]) -> int:
     """Cut off an incomplete step at the end; return the bytes cut, 0 without a file.
 
-    Reads only the last step; `read` checks the earlier ones. Raises ValueError for a file that is not a document log,
-    or whose last step is damaged.
+    Reads only the last step. Raises ValueError for a file that is no document log, or whose last step is damaged.
     """
     if not Path(path).exists():
         return 0
@@ -126,7 +125,6 @@ class Audit:
     restarts: int
     """How often the data began anew. All other fields cover the steps since the last time."""
     first_step: int
-    """The first step that is audited."""
     steps: int
     missing_steps: int
     """Steps between the first and the last that are missing in the log."""
@@ -157,15 +155,10 @@ def audit(
 ) -> Audit:
     """Check that trained and waiting documents make up the stream, each piece once.
 
-    Steps before the data began anew are not audited: they belong to another stream, whose waiting documents are
-    unknown.
-
-    Args:
-        entries: ENTRY [n], from `read`, of a log that begins with the run.
-        waiting: DOCUMENT [m], documents that wait after the last step (from the packer state).
-        position: tokens taken from the stream by then (from the packer state).
-        lengths: lengths of all documents, by dataset of the blend; without them, ends of documents are not checked.
-        whole_epochs: no epoch may begin before all documents of the last one are trained.
+    Steps before the data began anew belong to another stream, and are not audited. `entries`, ENTRY [n], are those of
+    `read` of a whole log; `waiting`, DOCUMENT [m], and `position`, tokens taken from the stream, are the packer
+    state's; `lengths` of all documents by dataset check the ends of documents;
+    `whole_epochs`: no epoch may begin before all documents of the last one are trained.
     """
     marks = entries["micro_batch"] == BEGINS_ANEW
     first_step = int(entries["step"][marks][-1] if marks.any() else entries["step"].min())

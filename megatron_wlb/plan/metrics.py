@@ -16,8 +16,7 @@ def imbalance(work: np.ndarray) -> float:
 def original_work(drawn: np.ndarray, job: Job) -> np.ndarray:
     """Return the work of micro-batches of original packing, int64 [<= N].
 
-    `drawn` are DOCUMENT rows in stream order. Counts the first N windows that they fill, or the one that they begin if
-    they fill none.
+    `drawn` are DOCUMENT rows in stream order: the first N windows that they fill, or the one that they begin.
     """
     pieces, window = cut(drawn, job.context_length)
     full = int(drawn["length"].sum()) // job.context_length

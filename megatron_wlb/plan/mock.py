@@ -11,10 +11,10 @@ DOCUMENTS = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class MockLengths:
-    """A log-normal body, and with probability `share` a Pareto tail; the defaults are F2, for windows of 128K.
+    """A log-normal body, and with probability `share` a Pareto tail; the defaults are F2.
 
-    F2 is fitted to Table 2 of the WLB-LLM paper at a crossover of 51,200 tokens. There, original packing has an
-    imbalance of 1.39 at N=4 (paper: 1.44).
+    F2 is fitted to Table 2 of the WLB-LLM paper, for windows of 128K, at a crossover of 51,200 tokens. There, original
+    packing has an imbalance of 1.39 at N=4 (paper: 1.44).
     """
 
     mu: float = 7.6934

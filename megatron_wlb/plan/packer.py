@@ -31,7 +31,7 @@ class PackedStep:
     header: dict[str, Any]
     """The state without the waiting documents."""
     waiting: dict[str, np.ndarray]
-    """Documents drawn and not yet packed, by the place where they wait: DOCUMENT arrays, never written to."""
+    """Documents drawn and not yet packed, by place: DOCUMENT arrays, never written to."""
 
     @property
     def num_waiting(self) -> int:
@@ -47,8 +47,7 @@ class Packer:
     """Packs step after step; a policy draws what it needs from the stream.
 
     A document arrives in the step whose global batch of N * C tokens it begins in. If all documents of a step would
-    wait, the step moves on by another global batch. If a policy forgoes the rest of a global batch, the next one begins
-    there.
+    wait, it moves on by another global batch.
     """
 
     def __init__(self, stream: DocumentStream, job: Job) -> None:
@@ -94,7 +93,6 @@ class Packer:
         return PackedStep(step=self._step - 1, batch=batch, drawn=draw.drawn(), header=header, waiting=waiting)
 
     def waiting(self) -> dict[str, np.ndarray]:
-        """Return documents drawn and not yet packed, by place: DOCUMENT arrays."""
         return self._policy.waiting()
 
     def state(self) -> dict[str, Any]:
@@ -184,7 +182,6 @@ class _Draw:
         return rows
 
     def drawn(self) -> np.ndarray:
-        """Return all rows that were drawn."""
         return np.concatenate(self._rows)
 
     def skip_a_global_batch(self) -> None:
@@ -193,10 +190,7 @@ class _Draw:
 
 
 def make_packer(stream: DocumentStream, job: Job) -> Packer:
-    """Return a packer of `stream` with the packing policy of a job.
-
-    Raises ValueError for a stream with another context window, and as the policy does.
-    """
+    """Return a packer of `stream` with the policy of a job. Raises ValueError if windows differ."""
     if stream.context_length != job.context_length:
         raise ValueError(
             f"the stream cuts documents at {stream.context_length} tokens, the job at {job.context_length}; give both "

@@ -22,23 +22,13 @@ def place(
 ) -> np.ndarray:
     """Return the micro-batches of each data-parallel rank, int64 [dp, M / dp].
 
-    They ascend unless ranks divide experts. Total and largest work of the ranks come out alike: from a start that deals
-    micro-batches in descending work, back and forth over the ranks, a micro-batch of the costliest rank (`rank_cost`)
-    is swapped for one of the cheapest other rank with which both cost less by 1/8192. Round-robin, as in Megatron's own
-    sampler, if the job keeps its order.
+    From a start that deals micro-batches in descending work, back and forth over the ranks, one of the costliest rank
+    (`rank_cost`) is swapped for one of the cheapest other rank with which both cost less by 1/8192. Round-robin, as in
+    Megatron's own sampler, if the job keeps its order. Ranks that divide experts (`Parallel.expert_dp_ranks`) run
+    micro-batches concurrently that are neighbours in work outside of experts; such bundles are then dealt. If a rank
+    has more tokens than memory allows (`Job.most_rank_tokens`), micro-batches are dealt in descending tokens.
 
-    Ranks that divide experts (`Parallel.expert_dp_ranks`) run micro-batches concurrently that are neighbours in work
-    outside of experts, which makes the sum of `paces` the least. Such bundles are then dealt as micro-batches are.
-
-    A rank with more tokens than memory allows for (`Job.most_rank_tokens`) would have many short documents next to
-    ranks with few long ones. Then micro-batches are dealt in descending tokens: sums of ranks differ by at most the
-    longest.
-
-    Args:
-        work: of all M micro-batches, int64 [M].
-        job: the layout, and whether micro-batches change places.
-        experts: the part of `work` in experts, int64 [M]; None: no part.
-        tokens: of all M, int64 [M]; None: few enough.
+    `work`, `experts` (its part in experts) and `tokens` are int64 [M]; None: no part, few enough.
     """
     dp, beside = job.parallel.dp, job.parallel.expert_dp_ranks
     if not job.reorders:
@@ -59,12 +49,7 @@ def paces(work: np.ndarray, experts: np.ndarray, job: Job) -> np.ndarray:
     """Return the work that sets the time of micro-batches, int64 [ranks, M].
 
     In every layer, ranks that divide experts wait for the one with the most work outside of experts, and do equal
-    shares of the work of experts. If every rank has all experts, this is `work` itself.
-
-    Args:
-        work: of the M micro-batches of neighbouring ranks, int64 [ranks, M].
-        experts: the part of it in experts, int64 [ranks, M].
-        job: the layout.
+    shares of the work of experts. `work` and `experts`, its part there, are int64 [ranks, M] of neighbouring ranks.
     """
     beside = job.parallel.expert_dp_ranks
     groups = len(work) // beside, beside, work.shape[1]
@@ -78,7 +63,6 @@ def _deal(work: np.ndarray, ranks: int, job: Job) -> np.ndarray:
 
 
 def _back_and_forth(sizes: np.ndarray, ranks: int) -> np.ndarray:
-    """Deal micro-batches in descending size: int64 [ranks, M / ranks]."""
     rounds = np.argsort(-sizes, kind="stable").reshape(-1, ranks)
     rounds[1::2] = rounds[1::2, ::-1]
     return np.ascontiguousarray(rounds.T)
@@ -94,16 +78,10 @@ def rank_cost(work: np.ndarray, job: Job) -> np.ndarray:
 def order(work: np.ndarray, job: Job) -> np.ndarray:
     """Return a rank's order of micro-batches for about the shortest 1F1B, int64 [M].
 
-    A function of the arguments alone, in integers, so all stages of a pipeline agree. Up to `EXHAUSTIVE` micro-batches,
-    the first best order in lexicographic order wins. For more, the best of some shapes with the small ones at the ends
-    (`_shapes`), improved by `ROUNDS` rounds of `TRIES` swaps and moves each. Never worse than the given order, which a
-    job of one stage keeps.
-
-    Args:
-        work: of the rank's micro-batches, int64 [M].
-        job: the pipeline, and whether micro-batches change places.
-
-    Raises ValueError for more model chunks than upstream runs with so few micro-batches.
+    Integers, so all stages of a pipeline agree. Up to `EXHAUSTIVE` micro-batches, the first best of all orders. For
+    more, the best of some shapes with the small ones at the ends (`_shapes`), improved by `ROUNDS` rounds of `TRIES`
+    swaps and moves. Never worse than the given order, which a job of one stage keeps. Raises ValueError for more model
+    chunks than upstream runs with so few micro-batches.
     """
     count = len(work)
     if job.parallel.pp == 1 or not job.reorders:
@@ -126,7 +104,6 @@ def order(work: np.ndarray, job: Job) -> np.ndarray:
 
 @functools.lru_cache(maxsize=16)
 def _permutations(count: int) -> np.ndarray:
-    """Return all orders in lexicographic order, int64 [count!, count]."""
     return np.array(list(itertools.permutations(range(count))), np.int64)
 
 
@@ -134,8 +111,7 @@ def _permutations(count: int) -> np.ndarray:
 def _shapes(count: int) -> np.ndarray:
     """Return orders by rank in work that go up and down again, int64 [shapes, count].
 
-    They differ in how many go up or down, and whether these are the smallest or taken evenly from all. Integers only:
-    floating point need not round alike on all machines of a pipeline.
+    They differ in how many go up or down, and whether these are the smallest or taken evenly from all.
     """
     rank = np.arange(count)
     shapes, few = [], 0

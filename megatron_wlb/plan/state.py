@@ -15,11 +15,10 @@ from megatron_wlb.types import DOCUMENT
 FORMAT = "megatron-wlb-packer-state"
 VERSION = 4
 MAX_BYTES = 4 << 30
-"""Far above any state (100 bytes per waiting document), so that a wrong file is not read into memory; nor written."""
+"""Far above any state (100 bytes per waiting document); a larger file is neither read nor written."""
 
 
 def make(header: dict[str, Any], waiting: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Return the state of `header` and waiting DOCUMENT arrays, as JSON types."""
     state = {"format": FORMAT, "version": VERSION, **header}
     state["waiting"] = {place: [list(row) for row in rows.tolist()] for place, rows in waiting.items()}
     return state | {"digest": _digest(state)}
@@ -48,16 +47,14 @@ def check(state: Any) -> None:
 
 
 def _digest(state: dict[str, Any]) -> str:
-    """Digest of a state without its own digest."""
     text = json.dumps({k: v for k, v in state.items() if k != "digest"}, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def save(path: str | os.PathLike[str], state: dict[str, Any], job: Job) -> None:
-    """Write a state and its job atomically: a crash leaves the old or the new file.
+    """Write a state and its job atomically; the job is compared with a resumed run's.
 
-    The job only serves comparison with the job of a resumed run. Raises OSError, naming the file, if the disk does not
-    take it, and ValueError for a state that `load` would refuse.
+    Raises OSError, naming the file, if the disk does not take it, and ValueError for a state that `load` would refuse.
     """
     text = json.dumps({"packer": state, "job": job.to_json()}, separators=(",", ":"))
     if len(text) > MAX_BYTES:
@@ -75,10 +72,7 @@ def save(path: str | os.PathLike[str], state: dict[str, Any], job: Job) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read a file of `save`: the state, and the job as JSON types.
-
-    Raises ValueError, naming the file, if it is missing or anything else.
-    """
+    """Read a file of `save`: the state, and the job as JSON types. Raises ValueError."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(

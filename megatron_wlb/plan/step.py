@@ -35,7 +35,7 @@ class MicroBatchPlan:
     documents: np.ndarray
     """DOCUMENT [n], in packed order."""
     shards: ShardPlan
-    """Shards of the documents; lengths include the tail padding as a last document."""
+    """Lengths include the tail padding as a last document."""
 
     @property
     def tokens(self) -> int:
@@ -57,9 +57,9 @@ class StepPlan:
     weight_gradients_before: np.ndarray | None
     """See `simulate.weight_gradients`; None: none are deferred."""
     work: np.ndarray
-    """Work of all M micro-batches, int64 [M]."""
+    """Of all M micro-batches, int64 [M]."""
     original_work: np.ndarray
-    """Work of the micro-batches that original packing would make of the drawn documents (`metrics.original_work`)."""
+    """See `metrics.original_work`."""
     delays: dict[int, int]
     """Tokens by their delay in steps since arrival."""
     digests: dict[str, int]
@@ -73,25 +73,19 @@ class StepPlan:
 
     @property
     def batch(self) -> PackedBatch:
-        """All M micro-batches."""
         return self.packed.batch
 
     @property
     def digest(self) -> int:
-        """One digest of `digests`."""
         return digest_of(self.digests)
 
     @property
     def tokens(self) -> int:
-        """Trained tokens of all M micro-batches."""
         return int(self.batch.documents["length"].sum())
 
 
 def plan_step(packer: Packer, job: Job, dp_rank: int = 0) -> StepPlan:
-    """Plan the packer's next step for a data-parallel rank: pack, place, shard.
-
-    Raises StopIteration if the packer is finished.
-    """
+    """Plan the packer's next step for a data-parallel rank. Raises StopIteration at the end."""
     return plan_packed(packer.next(), job, dp_rank)
 
 
@@ -141,10 +135,7 @@ def shard_step(job: Job, lengths: Sequence[np.ndarray]) -> list[list[ShardPlan]]
 def _placed(
     work: np.ndarray, tokens: np.ndarray, job: Job, rows: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return micro-batches of data-parallel ranks, and `paces`, int64 [dp, M / dp].
-
-    `work` and `tokens` cover all M micro-batches, int64 [M].
-    """
+    """Return micro-batches of data-parallel ranks, and `paces`, int64 [dp, M / dp]."""
     experts = tokens * job.expert_crossover_tokens
     rows = placement.place(work, job, experts, tokens) if rows is None else rows
     return rows, placement.paces(work[rows], experts[rows], job)
@@ -156,14 +147,13 @@ def _micro_batch(step: int, documents: np.ndarray, job: Job) -> MicroBatchPlan:
 
 
 def _agreed(micro_batch: MicroBatchPlan) -> list[Any]:
-    """Return what ranks must agree on, of a micro-batch."""
     shards = micro_batch.shards
     calls = [call for shard in shards.shards for call in shard.calls]
     return [micro_batch.documents, shards.lengths, shards.call_sets, shards.rounds, *calls]
 
 
 def digest_of(*parts: Any) -> int:
-    """Return 63 bits of arrays, and of what `repr` tells apart: equal for equal parts, else not up to collisions."""
+    """Return 63 bits of arrays, and of what `repr` tells apart."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         array = isinstance(part, np.ndarray)
@@ -180,9 +170,8 @@ def _text(dtype: np.dtype[Any]) -> str:
 class Planner:
     """Plans steps in a thread, at most `PLAN_AHEAD` steps ahead of training.
 
-    Steps are kept until `release`, so that several data iterators (one per virtual stage) and replays of a step read
-    the same plan. Plans are keyed by step, never by the number of reads. The thread lives until `close`, or until the
-    process ends.
+    Steps are kept until `release`, so that several data iterators and replays of a step read the same plan. The thread
+    lives until `close`, or until the process ends.
     """
 
     def __init__(

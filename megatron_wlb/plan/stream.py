@@ -1,7 +1,7 @@
 """Order of documents: shuffled epochs, blends, pieces; resumable from integers.
 
-The shuffled order of an epoch is a keyed permutation computed on the fly (a Feistel network with cycle walking), so it
-takes no memory. A blend always draws from the dataset that is furthest behind its share of tokens.
+The order of an epoch is a keyed permutation computed on the fly (a Feistel network with cycle walking). A blend draws
+from the dataset that is furthest behind its share of tokens.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ class Source:
     """One dataset of a blend: documents [first, first + len(lengths)) of a dataset."""
 
     lengths: np.ndarray | TrainedTokens
-    """Trained tokens of each document, int32 or int64 [documents]; see `dataset.trained_tokens`."""
+    """Trained tokens of each document, int32 or int64 [documents]."""
     weight: float = 1.0
     first: int = 0
     content: str | None = None
@@ -52,11 +52,7 @@ class Source:
 class _Order:
     """Documents of a source in order, epoch after epoch, that have tokens to train.
 
-    Args:
-        source: the dataset.
-        key: selects the shuffles; None for file order.
-        drawn: number of documents that came before, including skipped ones.
-        epochs: how many there are, or inf.
+    `key` selects the shuffles (None: file order); `drawn` documents came before, including skipped ones.
     """
 
     def __init__(self, source: Source, key: tuple[int, int] | None, drawn: int, epochs: float) -> None:
@@ -88,7 +84,6 @@ class _Order:
             self._chunk += len(places)
 
     def count_begun(self, tokens: int) -> int:
-        """Return how many documents of the chunk begin within the next `tokens`."""
         start = self._ends[self.at] - self._length[self.at]
         return min(int(np.searchsorted(self._ends, start + tokens)) + 1, len(self.lengths)) - self.at
 
@@ -104,16 +99,10 @@ class _Order:
 class DocumentStream:
     """Stream of documents in pieces of at most `context_length` tokens.
 
-    Args:
-        sources: the datasets of the blend; weights are shares of tokens.
-        seed: seed of the epoch shuffles.
-        context_length: longest piece in tokens.
-        shuffle: False for file order.
-        num_epochs: passes over every dataset, which then drops out of the blend; None: endless.
-        whole_epochs: the stream is exhausted after every pass, until `begin_epoch`.
-
-    Raises ValueError if the blend is empty, a dataset has nothing to train or a document of negative length, or a
-    weight is not positive.
+    `sources` are the datasets of the blend, weighted by shares of tokens; `shuffle` False keeps file order;
+    `num_epochs` passes over every dataset, which then drops out (None: endless); `whole_epochs`: the stream is
+    exhausted after every pass, until `begin_epoch`. Raises ValueError if the blend is empty, a dataset has nothing to
+    train or a document of negative length, or a weight is not positive.
     """
 
     def __init__(
@@ -213,8 +202,7 @@ class DocumentStream:
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from a `state()` of a stream over the same datasets.
 
-        Raises ValueError, before anything changes, for another number of datasets or another order of documents, which
-        would repeat some of the epoch's documents and skip others.
+        Raises ValueError, before anything changes, for another number of datasets or order of documents.
         """
         if len(state["drawn"]) != len(self.sources):
             raise ValueError(
@@ -233,20 +221,15 @@ class DocumentStream:
             self._begun = max(1, *(-(-count // each) for count, each in zip(self._counts, self._each, strict=True)))
 
     def _begin_at(self, drawn: list[int]) -> list[_Order]:
-        """Return the order of each dataset after `drawn` of its documents."""
         keys = [(self._seed, i) if self._shuffle else None for i in range(len(drawn))]
         epochs = 1 if self._whole else self._epochs  # permuted at once
         return [_Order(*each, epochs) for each in zip(self.sources, keys, drawn, strict=True)]
 
     def _open(self) -> list[int]:
-        """Datasets with documents left."""
         return [i for i, each in enumerate(self._each) if self._counts[i] < each * self._begun]
 
     def _take_documents(self, tokens: int) -> np.ndarray:
-        """Take documents with a piece that begins within `tokens`, int64 [4, n].
-
-        Rows: dataset, number, offset, length.
-        """
+        """Take documents with a piece that begins within `tokens`: dataset, number, offset, length, int64 [4, n]."""
         runs = [np.empty((4, 0), np.int64)]
         if self._head and tokens > 0:
             dataset, document, offset = self._head
@@ -295,9 +278,8 @@ class DocumentStream:
 def shuffled(places: np.ndarray, size: int, key: tuple[int | np.ndarray, ...]) -> np.ndarray:
     """Return elements `places` (int64 [n]) of keyed permutations of range(size).
 
-    `key` may hold arrays of integers, int64 [n], which select one for each place.
-
-    A Feistel network over the next even power of two; values outside the range are mapped again until they are inside.
+    `key` may hold arrays of integers, int64 [n], which select one for each place. A Feistel network over the next even
+    power of two; values outside the range are mapped again.
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)

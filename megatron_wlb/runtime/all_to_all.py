@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_wlb.runtime.backends import keys_and_values
+from megatron_wlb.runtime.backends.protocol import keys_and_values
 from megatron_wlb.runtime.metadata import Part, ShardMetadata
 
 _all_to_all = dist.all_to_all_single
@@ -22,9 +22,7 @@ def exchange_rows(x: Tensor, metadata: ShardMetadata, group: dist.ProcessGroup |
 
     x is anything that K and V are computed from row by row, for `attention_to_keys`; differentiable once. Takes an
     all-to-all in forward and one in backward. Gradients return in the dtype of x and are summed in fp32 (fp64 for
-    fp64). Saves no tensor.
-
-    Raises ValueError for a plan of several rounds.
+    fp64). Raises ValueError for a plan of several rounds.
     """
     part = only_part(metadata)
     return x if part.keys_are_rows else _ExchangeRows.apply(x, part, group)
@@ -60,7 +58,6 @@ def begin(kv: Tensor, part: Part, group: dist.ProcessGroup | None) -> tuple[Tens
 
 
 def finish(pool: Tensor, work: dist.Work | None, part: Part) -> Tensor:
-    """Return K and V of P rows from a pool."""
     if work is not None:
         work.wait()
     return pool if part.keys_are_rows else pool.index_select(0, part.gather)
@@ -129,7 +126,7 @@ def _exchanged(
 def of_gradients(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a second group of the group's ranks; all of them must call.
 
-    NCCL runs a group's collectives in order. Gradients, which leave once a round has been computed, would delay K and V
+    NCCL runs a group's collectives in order: gradients, which leave once a round has been computed, would delay K and V
     of the next but one round and, with `CUDA_DEVICE_MAX_CONNECTIONS=1`, the attention between them.
     """
     return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_wlb.runtime.all_to_all import Leaving, Sum, begin, finish, of_gradients, only_part
-from megatron_wlb.runtime.backends import Backend, KernelArgs, keys_and_values, owned, side_by_side
+from megatron_wlb.runtime.backends.protocol import Backend, KernelArgs, keys_and_values, owned, side_by_side
 from megatron_wlb.runtime.metadata import Call, Part, ShardMetadata
 from megatron_wlb.sharding.routing import OWN
 
@@ -57,10 +57,9 @@ def context_parallel_attention(
     """Return attention of every row to its document up to itself, [s, Hq, Dv].
 
     q [s, Hq, D], k [s, Hkv, D], v [s, Hkv, Dv] are the local rows in the order of `metadata`. With `sink` [Hq], every
-    row also attends to a key of value 0 with its head's score. `group` has one rank per shard of the plan (None: a
-    single shard), and all of them must call. Every round with documents on several ranks takes an all-to-all of K and V
-    in forward, another in backward, and one of gradients. Differentiable once; saves q, k, v, out and the log-sum-exps,
-    none of them a view of a larger tensor.
+    row also attends to a key of value 0 with its head's score. All ranks of `group` (None: a single one) must call.
+    Every round with documents on several ranks takes an all-to-all of K and V in forward, another in backward, and one
+    of gradients. Differentiable once; saves q, k, v, out and the log-sum-exps, none of them a view of a larger tensor.
 
     Raises ValueError if rows or dtypes do not fit. Source: WLB-LLM (OSDI'25), section 5.
     """
@@ -74,9 +73,8 @@ def attention_to_keys(
     """Return attention of local queries to keys that are all here, [s, Hq, Dv].
 
     q [s, Hq, D] are the local rows; kv is K [P, Hkv, D] and V [P, Hkv, Dv], `side_by_side`, of the rows of
-    `exchange_rows`. Saves kv itself, and q if it is no view, so that their storage may be freed and computed again.
-
-    Raises ValueError if rows or dtypes do not fit, and for a plan of several rounds.
+    `exchange_rows`. Saves kv itself, so that its storage may be freed and computed again. Raises ValueError as above,
+    and for a plan of several rounds.
     """
     k, v = keys_and_values(kv, q.shape[-1])
     _check(q, k, v, only_part(metadata).gather.shape[0], metadata, options)
@@ -86,8 +84,7 @@ def attention_to_keys(
 def send_ahead(node: Any) -> None:
     """Prefetch the first K and V of backward while earlier work computes.
 
-    `node` is `out.grad_fn` of `context_parallel_attention`. Every rank of its group must call, in the same order among
-    their collectives.
+    `node` is `out.grad_fn` of `context_parallel_attention`. All ranks of its group must call in the same order.
     """
     node.begun = _begin_backward(node)
 
@@ -297,9 +294,9 @@ def _own_calls(rounds: list[_Round]) -> list[tuple[_Round, Call]]:
 def _arriving(
     kv: Tensor, rounds: list[_Round], group: dist.ProcessGroup | None, kept: list[Tensor] | None = None
 ) -> Iterator[Tensor]:
-    """Yield K and V of P rows, round by round, each sent one round ahead.
+    """Yield K and V of P rows, round by round, each sent one round ahead, the first at once.
 
-    The first are sent at once. With `kept`, the keys of rounds with an exchange, nothing is sent.
+    With `kept`, the keys of rounds with an exchange, nothing is sent.
     """
     of_round = (kv[round.k[0], ..., round.k[1], :] for round in rounds)
     if kept:

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from megatron_wlb.model import ModelShape
 from megatron_wlb.runtime.attention import AttentionOptions, attend, attend_backward
-from megatron_wlb.runtime.backends import Backend, get_backend, side_by_side
+from megatron_wlb.runtime.backends import get_backend
+from megatron_wlb.runtime.backends.protocol import Backend, side_by_side
 from megatron_wlb.runtime.metadata import ShardMetadata
 from megatron_wlb.types import ShardPlan
 
@@ -103,8 +104,7 @@ def linear_times(target: Target, tokens: int, stopwatch: Callable[..., float]) -
 def stopwatch_of(device: str, seconds: float) -> Callable[[Callable[[], Any]], float]:
     """Return a function that measures a call in us.
 
-    Takes 3 to 20 samples in `seconds` after two to warm up: the median on a GPU; on a CPU the shortest, since other
-    processes only ever add time.
+    Takes 3 to 20 samples in `seconds` after two to warm up: the median on a GPU; on a CPU the shortest.
     """
     if device == "cuda":
         flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)

@@ -1,6 +1,6 @@
 """Integers of a micro-batch's attention on one CP rank, made once for all layers.
 
-Shapes: s local rows, of which a set of documents has n; P keys, the rows of these documents that local queries see.
+Shapes: s local rows, of which a set of documents has n; P keys, the rows that local queries see of these documents.
 """
 
 import math
@@ -23,7 +23,7 @@ class Call(NamedTuple):
     rows: slice
     """Queries, among the rows of the part."""
     shape: tuple[int, ...]
-    """Shape of the table, see `encoding.Encoded`."""
+    """Of the table, see `Encoded`."""
     max_q: int
     max_k: int
 
@@ -47,13 +47,11 @@ class PartLayout:
     received: tuple[int, ...]
     """Number of rows from each rank; () as `sent`."""
     calls: tuple[Call, ...]
-    """Attention calls, none of them empty."""
+    """None of them empty."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part(PartLayout):
-    """A part with its integers."""
-
     gather: Tensor
     """int64 [P]: keys = pool[gather], where the pool holds the rows that arrived, then the rank's own."""
     sent_rows: Tensor
@@ -75,20 +73,17 @@ class ShardMetadata:
 
     cp_rank: int
     cp: int
-    """Context-parallel ranks."""
     num_rows: int
     """s."""
     max_length: int
     """Length of the longest document."""
     encode: Encoding
-    """Encoding of the backend that the tables are for."""
+    """Of the backend that the tables are for."""
     layouts: tuple[PartLayout, ...]
     rounds: tuple[Round, ...]
-    """Rounds of attention, in order."""
     sizes: tuple[int, ...]
-    """Sizes of the int64 arrays that begin `integers`: positions, then four for every `Part`."""
+    """Of the int64 arrays that begin `integers`: positions, then four for every `Part`; then the int32 tables."""
     integers: Tensor
-    """int64: these arrays, then the int32 tables of the calls."""
 
     @classmethod
     def build(cls, plan: ShardPlan, cp_rank: int, encode: Encoding) -> Self:

@@ -16,8 +16,8 @@ from megatron_wlb.types import SEGMENT, Shard, ShardPlan
 def moved_rows(plan: ShardPlan) -> np.ndarray:
     """Return the rows that every rank receives and sends, int64 [cp, 2].
 
-    It receives the keys that its queries see and others hold: each of its documents up to its last query there. It
-    sends each of its rows as often as another rank sees it.
+    It receives the keys that its queries see and others hold, and sends each of its rows as often as another rank sees
+    it.
     """
     moved: np.ndarray = Held(plan).rows().sum(axis=0).T
     return moved
@@ -60,7 +60,6 @@ def document_begins(lengths: np.ndarray) -> np.ndarray:
 
 
 def ranges(starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """Return the concatenation of arange(start, stop), int64."""
     counts = stops - starts
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
@@ -68,10 +67,7 @@ def ranges(starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
 
 
 def rows(lengths: np.ndarray, shard: Shard) -> np.ndarray:
-    """Return the rows of the micro-batch that the shard holds, int64 [tokens].
-
-    They count in packed order, and come in local order.
-    """
+    """Return the rows of the micro-batch that the shard holds, in local order, int64 [tokens]."""
     begins = document_begins(lengths)
     parts = [ranges(begins[c["document"]] + c["start"], begins[c["document"]] + c["stop"]) for c in shard.calls]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
@@ -88,10 +84,7 @@ OWN = (0.0, 0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """Integers of one rank and part of attention, for documents with n of its rows.
-
-    Rows count in these, in local order.
-    """
+    """Integers of one rank and part of attention, for documents with n of its rows, which count in local order."""
 
     calls: tuple[tuple[int, np.ndarray], ...]
     """Attention calls, each its first row and SEGMENT rows, whose documents count in `key_begins`: stop - start query
@@ -122,10 +115,7 @@ class Exchange:
 
 
 def exchange(plan: ShardPlan, cp_rank: int, document_set: int, keys: tuple[float, float] | None = None) -> Exchange:
-    """Return the exchange of rank `cp_rank` for documents, or for part of their keys.
-
-    `keys` is `Round.keys`. O(rows of the set), vectorised.
-    """
+    """Return the exchange of rank `cp_rank` for a set of documents, or for `Round.keys` of them. O(rows of the set)."""
     held = [plan.segments(rank, document_set) for rank in range(len(plan.shards))]
     if keys == OWN:
         return _own(held[cp_rank])
@@ -187,7 +177,6 @@ def exchange(plan: ShardPlan, cp_rank: int, document_set: int, keys: tuple[float
 
 
 def _own(segments: np.ndarray) -> Exchange:
-    """Return the exchange of segments with their own keys: one call, nothing moves."""
     alone = np.zeros(len(segments), SEGMENT)
     alone["document"], alone["stop"] = np.arange(len(segments)), segments["stop"] - segments["start"]
     begins, nothing = document_begins(alone["stop"]), np.zeros(0, np.int64)
@@ -206,10 +195,8 @@ def _own(segments: np.ndarray) -> Exchange:
 
 
 def _rows_seen(segments: np.ndarray, seen: np.ndarray, keys: tuple[float, float] | None) -> np.ndarray:
-    """Return the rows [first, stop) of each segment that a rank sees, int64 [2, n].
-
-    The rank's queries see `seen` (int64 [documents]) keys of each document, or the share `keys` of them.
-    """
+    """Return the rows [first, stop) of each segment that a rank sees, int64 [2, n]: of its `seen` keys the share
+    `keys`."""
     rows = np.clip(np.minimum(segments["stop"], seen[segments["document"]]) - segments["start"], 0, None)
     low, high = (0.0, 1.0) if keys is None else keys
     return np.stack([(rows * low).astype(np.int64), (rows * high).astype(np.int64)])

@@ -1,8 +1,8 @@
-"""Choice of a micro-batch's sharding: the one whose slowest rank is fastest.
+"""Choice of a micro-batch's sharding and of the rounds of its attention, by predicted time.
 
-The paper has two shardings, both of 2 * CP chunks of which rank r holds r and 2 * CP - 1 - r: as many cheap tokens,
-early in a document, as expensive ones. Hybrid sharding (ours; `csrc/hybrid.h`) has every document on as few ranks as
-balance needs, so fewer of its keys travel.
+The paper has two shardings, both of 2 * CP chunks of which rank r holds r and 2 * CP - 1 - r. Hybrid sharding (ours;
+`csrc/hybrid.h`) has every document on as few ranks as balance needs, so fewer of its keys travel. K and V of a round
+travel during the last one (`csrc/rounds.h`).
 """
 
 import itertools
@@ -30,7 +30,7 @@ SHARES = (
     (0.0, 1 / 4, 1 / 2, 3 / 4, 1.0),
     (0.0, 1 / 8, 3 / 8, 5 / 8, 7 / 8, 1.0),
 )
-"""Where the parts begin and end in which the keys of other ranks are tried to arrive, of documents in parts."""
+"""Bounds of the parts in which the keys of other ranks are tried to arrive, of documents in parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,15 +41,13 @@ class RoundCosts:
     backward: KernelModel
     exchange: ExchangeModel
     merge: float
-    """To add one tile of queries of a head, in us, to what other parts have: read twice and written once."""
+    """Us to add one tile of queries of a head to what other parts have: read twice and written once."""
     kept: bool
     """K and V that forward has got need not travel again."""
     num_heads: int
     """Key heads of a rank."""
     edges: tuple[int, ...]
-    """See `EDGES`; the first one is 0."""
     shares: tuple[tuple[float, ...], ...]
-    """See `SHARES`."""
 
 
 @lru_cache(maxsize=16)
@@ -74,7 +72,7 @@ def round_costs(job: Job) -> RoundCosts:
 
 
 def attention_times(plan: ShardPlan, job: Job) -> tuple[list[np.ndarray], list[float]]:
-    """Return predicted attention times of a layer, in us: forward, backward.
+    """Return predicted attention times of a layer, in us, forward and backward.
 
     First the kernels of every rank, float64 [cp] each; then the time that the exchange adds to the slowest rank, each.
     """
@@ -86,22 +84,18 @@ def attention_times(plan: ShardPlan, job: Job) -> tuple[list[np.ndarray], list[f
 
 
 MOST_SHARES = (1 / 2, 1.0, 2.0, 4.0, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
-"""Hybrid is tried with so many times a rank's mean work as the most that a rank has of one document.
-
-Those that often win come first, since they spare the others most of their time.
-"""
+"""Hybrid is tried with so many times a rank's mean work as the most that a rank has of one document. Those that often
+win come first, since they spare the others most of their time."""
 EXPOSED_SHARES = (1 / 16, 1 / 4)
-"""Of the time of the exchange, what attention may not overlap: sharding is tried with each, and rounds tell which is
-best."""
+"""Shares of the exchange that attention may not overlap: sharding is tried with each, and rounds tell the best."""
 _PAIRS = KernelModel(tile_rows=1, launch=0.0, tile=1.0, query_tile=0.0)
 
 
 def shard(lengths: np.ndarray, job: Job) -> tuple[np.ndarray, ShardPlan]:
     """Return the order of documents of `lengths` (int64 [n]), and their sharding.
 
-    The plan's lengths end with the padding to a multiple of `job.unit_tokens`, if any, as a document of its own; a
-    micro-batch without documents is a unit of padding. If the job reorders, documents change places if per-sequence
-    sharding is fastest then.
+    The plan's lengths end with the padding to a multiple of `job.unit_tokens`, if any, as a document of its own. If the
+    job reorders, documents change places if per-sequence sharding is fastest then.
     """
     tokens, strategy, kernel = int(lengths.sum()), job.sharding.cp_sharding, sharding_kernel(job)
     padding = -tokens % job.unit_tokens if tokens else job.unit_tokens
@@ -122,11 +116,10 @@ def shard(lengths: np.ndarray, job: Job) -> tuple[np.ndarray, ShardPlan]:
 
 
 def divide(lengths: np.ndarray, cp: int, strategy: str, kernel: KernelModel) -> ShardPlan:
-    """Return the sharding of documents of `lengths` over `cp` ranks, in their order.
+    """Return the sharding of documents of `lengths` (int64 [n]) over `cp` ranks, in their order.
 
-    `lengths` is int64 [n] with a sum divisible by 2 * cp. A single rank holds everything in one piece. `wlb` takes the
-    better one of the paper's two (section 5.3), `auto` the best of per-sequence and every hybrid; on a tie the first.
-    Deterministic, so every rank chooses alike.
+    Their sum must divide by 2 * cp. `wlb` takes the better one of the paper's two (section 5.3), `auto` the best of
+    per-sequence and every hybrid; on a tie the first.
     """
     return _choose(lengths, cp, strategy, kernel, [kernel.exchange])[1]
 
@@ -139,9 +132,8 @@ def per_sequence(lengths: np.ndarray, cp: int) -> ShardPlan:
 def per_document(lengths: np.ndarray, cp: int) -> ShardPlan:
     """Cut every document into chunks that differ by at most a token, as `divide`.
 
-    The remainder of a document extends that many of its chunks by one token each, chosen by a pointer that rotates over
-    the chunks from document to document, so every rank ends with the same number of tokens, without padding. (The
-    paper, section 5.1, deals the remainder out as single tokens, which would be fragments.)
+    A pointer that rotates over the chunks says which of them get one more, so every rank ends with the same number of
+    tokens. (The paper, section 5.1, deals the remainder out as single tokens, which would be fragments.)
     """
     return divide(lengths, cp, "per-document", _PAIRS)
 
@@ -157,10 +149,8 @@ def _choose(
 ) -> tuple[np.ndarray, ShardPlan]:
     """Return the order of documents, int64 [n], and the plan.
 
-    Args:
-        prices: of a moved row, in place of `kernel.exchange`; with rounds several, and the best is taken.
-        num_mirrored: number of documents, the first ones, that change places if that is fastest.
-        costs: None for a plan without rounds.
+    `prices` of a moved row replace `kernel.exchange`; with `costs` of rounds several, and the best is taken. The first
+    `num_mirrored` documents change places if that is fastest.
     """
     order, name, time, rows, bounds, call_sets, rounds = _native.choose_sharding(
         lengths, cp, STRATEGIES[strategy], MOST_SHARES, kernel, prices, num_mirrored, costs

@@ -98,7 +98,6 @@ def deferrable(job: Job) -> list[Matrix]:
 
 
 def deferrable_weights(job: Job) -> int:
-    """Return the weights of `deferrable`."""
     return sum(matrix.weights for matrix in deferrable(job))
 
 
@@ -208,8 +207,7 @@ def crossover(job: Job) -> int:
 def synchronised(job: Job, passes: Sequence[Passes]) -> tuple[Passes, ...]:
     """Return `passes` of all ranks, with those that divide experts in lockstep.
 
-    In every layer, the slowest of these ranks determines when tokens go to the experts. Each rank does an equal share
-    of their work and of the exchange of tokens, as if routing were balanced.
+    In every layer, the slowest of these ranks determines when tokens go to the experts, whose work they share equally.
     """
     layers, beside = job.layers()[:, :, None], job.parallel.expert_dp_ranks
     together: list[Passes] = []

@@ -1,4 +1,4 @@
-"""Simulates one training step of a job: its time, and where the time goes."""
+"""A simulated step of a job: its time, where the time goes, and its balance."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +15,7 @@ from megatron_wlb.simulate.weight_gradients import timeline_of
 from megatron_wlb.types import ShardPlan
 
 ADAM_BYTES = 30
-"""Memory traffic of Adam per parameter: reads an fp32 gradient, reads and writes the fp32 weight and two moments, and
-writes the bf16 weight."""
+"""Memory traffic of Adam per parameter: fp32 gradient, fp32 weight and two moments both ways, bf16 weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +26,7 @@ class SimulatedStep:
     shards: tuple[tuple[ShardPlan, ...], ...]
     """Micro-batches of every data-parallel rank, in pipeline order."""
     passes: tuple[Passes, ...]
-    """Pass times, per data-parallel rank."""
     timelines: tuple[Timeline, ...]
-    """When passes run, per data-parallel rank."""
     gradients: float
     """Time from the end of the last pass until all stages have reduced their gradients."""
     optimizer: float
@@ -38,7 +35,6 @@ class SimulatedStep:
 
     @property
     def time(self) -> float:
-        """The time of the step."""
         return max(t.makespan for t in self.timelines) + self.gradients + self.optimizer + self.parameters
 
 
@@ -75,15 +71,14 @@ SHARES = {
     "exchange": ("exchange", "cp_wait"),
     "waiting": ("ep_wait", "imbalance", "dp_wait"),
 }
-"""Names for where a step's time goes, and the `Breakdown` fields that they sum. Busy is what no plan can save; the wait
-for a slower context-parallel rank occurs when its K and V are needed."""
+"""Names for where a step's time goes, and the `Breakdown` fields that they sum. Busy is what no plan can save."""
 
 
 def simulate_step(job: Job, shards: Sequence[Sequence[ShardPlan]]) -> SimulatedStep:
     """Simulate a training step with the distributed optimizer.
 
-    `shards` are micro-batches of every data-parallel rank in pipeline order, padding included (`plan.step.shard_step`).
-    Raises ValueError if they do not fit the job, and what `pass_times` and `Schedule` raise.
+    `shards` are micro-batches of every data-parallel rank in pipeline order (`plan.step.shard_step`). Raises ValueError
+    if they do not fit the job.
     """
     counts = {len(micro_batches) for micro_batches in shards}
     if len(shards) != job.parallel.dp or len(counts) != 1:
@@ -96,7 +91,6 @@ def simulate_step(job: Job, shards: Sequence[Sequence[ShardPlan]]) -> SimulatedS
 
 
 def step_of(job: Job, shards: Sequence[Sequence[ShardPlan]], passes: Sequence[Passes]) -> SimulatedStep:
-    """Build the step from the passes of every data-parallel rank."""
     timelines = tuple(timeline_of(job, p) for p in passes)
     reduce, optimizer, gather = _update(job)
     ends = np.stack([t.ends for t in timelines])  # [dp, stages]
@@ -115,7 +109,7 @@ def breakdown(step: SimulatedStep) -> Breakdown:
     """Return where the time goes; simulates again with equal micro-batches."""
     busy = float(np.mean([t.busy for t in step.timelines]))
     makespans = [t.makespan for t in step.timelines]
-    alike = float(np.mean([_alike(step.job, [p]) for p in step.passes]))
+    alike = float(np.mean([alike_time(step.job, [p]) for p in step.passes]))
     return Breakdown(
         **_in_passes(step),
         bubble=alike - busy,
@@ -128,7 +122,6 @@ def breakdown(step: SimulatedStep) -> Breakdown:
 
 
 def _in_passes(step: SimulatedStep) -> dict[str, float]:
-    """Return the parts of a `Breakdown` that lie within passes."""
     job = step.job
     layers = job.layers().sum() / job.parallel.pp
 
@@ -163,21 +156,8 @@ def shares(step: SimulatedStep) -> dict[str, float]:
     return {name: sum(getattr(parts, part) for part in of) / step.time for name, of in SHARES.items()}
 
 
-def balanced_time(step: SimulatedStep) -> float:
-    """Return the step's us if micro-batches and CP shards had the mean work."""
-    layers = step.job.layers()[:, :, None]
-    balanced = []
-    for p in step.passes:
-        forward, backward = (
-            time - p.expert_wait[d] - layers * (p.layers[d].attention.max(axis=1) - p.layers[d].attention.mean(axis=1))
-            for d, time in enumerate((p.forward, p.backward))
-        )
-        balanced.append(replace(p, forward=forward, backward=backward))
-    return _alike(step.job, balanced) + step.gradients + step.optimizer + step.parameters
-
-
-def _alike(job: Job, passes: Sequence[Passes]) -> float:
-    """Makespan of a pipeline in which every micro-batch takes the mean of `passes`."""
+def alike_time(job: Job, passes: Sequence[Passes]) -> float:
+    """Return the makespan of a pipeline in which every micro-batch takes the mean of `passes`."""
     first = passes[0]
 
     def mean(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -12,9 +12,7 @@ from megatron_wlb.types import document_work
 def trace_of(step: SimulatedStep) -> dict[str, Any]:
     """Return the timeline: a process a rank, a thread a stage, an event a pass.
 
-    The event "F c0 m3" is the forward pass of micro-batch 3 through chunk 0; "W" is deferred weight gradients.
-    Arguments of a pass are the micro-batch's tokens (with padding), its documents, its longest document, its work and
-    its sharding.
+    "F c0 m3" is the forward pass of micro-batch 3 through chunk 0; "W" is deferred weight gradients.
     """
     return {"traceEvents": list(_events(step)), "displayTimeUnit": "ms"}
 

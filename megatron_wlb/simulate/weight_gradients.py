@@ -39,9 +39,9 @@ def timeline_of(job: Job, passes: Passes) -> Timeline:
 
 
 def weight_gradients_before(job: Job, shards: Sequence[ShardPlan]) -> np.ndarray:
-    """Return parts that ran before each pass: int64 [2, stages, chunks, M].
+    """Return parts (layers, output layer) that ran before each pass: int64 [2, stages, chunks, M].
 
-    A part is a layer or the output layer. Placed by predicted times, or by work if the job cannot be timed.
+    Placed by predicted times, or by work if the job cannot be timed.
     """
     if untimed(job):
         # A layer's forward takes the work of its documents. The part linear in tokens is the products with weights.
@@ -65,7 +65,6 @@ def _deferred(job: Job, passes: Passes) -> tuple[Timeline, np.ndarray]:
 
 
 def _weight_gradients(job: Job, rows: np.ndarray, layer: np.ndarray, output: np.ndarray) -> WeightGradients:
-    """Return weight gradients; `layer` and `output` are times of their weights."""
     counts = part_counts(job)
     held_of_layer, held_of_output = memory.weight_gradient_bytes(job)
     parts = (*counts.shape, int(counts.max()), 1)

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_wlb.runtime.backends import Backend, KernelArgs, keys_and_values, side_by_side
-from megatron_wlb.runtime.backends.protocol import varlen
+from megatron_wlb.runtime.backends.protocol import Backend, KernelArgs, keys_and_values, side_by_side, varlen
 from megatron_wlb.runtime.backends.trial import expected, kernel_args, scores_and_values
 from tests.runtime.oracle import TOLERANCE, assert_close
 

@@ -9,7 +9,8 @@ import torch
 
 from megatron_wlb.runtime import all_to_all, attention
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
-from megatron_wlb.runtime.backends import Backend, get_backend
+from megatron_wlb.runtime.backends import get_backend
+from megatron_wlb.runtime.backends.protocol import Backend
 from megatron_wlb.runtime.metadata import Part, ShardMetadata
 from megatron_wlb.types import Round, ShardPlan
 from tests.covering import covering

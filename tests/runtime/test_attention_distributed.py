@@ -10,7 +10,8 @@ import torch.distributed as dist
 from megatron_wlb.runtime import all_to_all
 from megatron_wlb.runtime.all_to_all import exchange_rows
 from megatron_wlb.runtime.attention import AttentionOptions, attention_to_keys, context_parallel_attention, send_ahead
-from megatron_wlb.runtime.backends import get_backend, side_by_side
+from megatron_wlb.runtime.backends import get_backend
+from megatron_wlb.runtime.backends.protocol import side_by_side
 from megatron_wlb.runtime.metadata import ShardMetadata
 from tests.covering import covering
 from tests.runtime.calls import Float64

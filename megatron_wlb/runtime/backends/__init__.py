@@ -7,29 +7,9 @@ import torch
 
 from megatron_wlb.runtime.backends.cpu import CpuBackend
 from megatron_wlb.runtime.backends.flash import AtenBackend, FlashAttn3Backend
-from megatron_wlb.runtime.backends.protocol import (
-    Backend,
-    KernelArgs,
-    check_value_size,
-    keys_and_values,
-    owned,
-    side_by_side,
-)
+from megatron_wlb.runtime.backends.protocol import Backend, check_value_size
 from megatron_wlb.runtime.backends.te import TeBackend
 from megatron_wlb.runtime.backends.trial import HEAD_SIZES, try_backend
-
-__all__ = [
-    "BACKENDS",
-    "Backend",
-    "Choice",
-    "KernelArgs",
-    "check_value_size",
-    "choose_backend",
-    "get_backend",
-    "keys_and_values",
-    "owned",
-    "side_by_side",
-]
 
 BACKENDS: dict[str, type[Backend]] = {
     "aten": AtenBackend,
@@ -44,8 +24,6 @@ _PREFERENCE_ON_HOPPER = ("flash_attn_3", "te", "aten")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The backend of "auto"."""
-
     name: str
     refused: tuple[tuple[str, str], ...]
     """Preferred backends that do not work here, each with the reason."""
@@ -60,9 +38,8 @@ def choose_backend(device_type: str, head_sizes: tuple[int, int]) -> Choice:
     """Return the first preferred backend that computes a small call correctly here.
 
     Keys and values have `head_sizes`. Every rank tries for itself: the same machine image gives the same choice. From
-    compute capability 9.0 on, kernels written for it come first: flash_attn_3, te (cuDNN), then FlashAttention-2
-    (aten); te comes last with deterministic gradients, which take much memory there. Older GPUs prefer aten. The order
-    is reasoned, not measured: no backend has run on a GPU yet. Raises ValueError if no backend works.
+    compute capability 9.0 on, kernels written for it come first, te last with deterministic gradients, which take much
+    memory there. The order is reasoned, not measured. Raises ValueError if no backend works.
     """
     refused: list[tuple[str, str]] = []
     for name in _preference(device_type):

@@ -1,8 +1,7 @@
 """CPU backend on torch's flash attention, one call per block of query rows.
 
-Blocks share one mask, of which each takes a view. Half precision is computed in fp32, since the kernel is several times
-slower in half precision on CPUs without such units. Torch's kernel takes one head size: if values have another one,
-zeros pad the smaller of the two.
+Blocks take views of one mask. Half precision is computed in fp32, which is several times as fast on CPUs without such
+units. Torch's kernel takes one head size: zeros pad the smaller of keys and values.
 
 Shapes: n query rows of a block; Hq = Hkv * g heads, head size D; g query heads share a key head.
 """
@@ -98,16 +97,12 @@ class CpuBackend:
 
 
 def _of_one_size(*tensors: Tensor) -> list[Tensor]:
-    """The tensors [..., any], padded with zeros to the largest last dimension."""
     size = max(x.shape[-1] for x in tensors)
     return [F.pad(x, (0, size - x.shape[-1])) for x in tensors]
 
 
 def _blocks(args: KernelArgs, g: int, dtype: torch.dtype) -> Iterator[tuple[Block, Tensor | None]]:
-    """Yield the blocks of a call, each with its mask of scores [n * g, keys].
-
-    The mask is -inf after a query and before its window; None if queries see all keys.
-    """
+    """Yield the blocks of a call, each with its mask of scores [n * g, keys], None if queries see all keys."""
     segments = list(map(Block._make, args.table.tolist()))
     if not args.causal:
         yield from ((segment, None) for segment in segments)

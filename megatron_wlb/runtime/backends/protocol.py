@@ -1,4 +1,9 @@
-"""The interface of attention backends."""
+"""The interface of attention backends, and what they share.
+
+A backend's `encode` makes a table of a call, once per micro-batch, maybe in a DataLoader's worker. It takes
+`key_begins`, int64 [documents + 1], the offsets of the documents' keys among the keys of the rank (`Exchange`), and
+`segments`, SEGMENT [n] of a call, n >= 1.
+"""
 
 import importlib
 from collections.abc import Callable
@@ -17,9 +22,8 @@ class Encoded(NamedTuple):
     table: np.ndarray
     """int32, contiguous; the backend defines its shape and meaning."""
     max_q: int = 0
-    """Queries of the longest entry."""
+    """Queries, and keys, of the longest entry."""
     max_k: int = 0
-    """Keys of the longest entry."""
 
 
 Encoding = Callable[[np.ndarray, np.ndarray], Encoded]
@@ -51,9 +55,9 @@ class KernelArgs(NamedTuple):
     scale: float
     """Factor of the scores; positive."""
     window: int | None = None
-    """Keys that a query sees before its own (FlashAttention's window_size_left); None: all of its document."""
+    """Keys that a query sees before its own; None: all of its document."""
     causal: bool = True
-    """Queries see keys up to their own position, counted from the end of an entry; otherwise all, without a window."""
+    """Queries see keys up to their own position, counted from the end of an entry; else all, without a window."""
     adds_up: bool = True
     """Backward adds dK and dV to `dkv`; otherwise it overwrites all of `dkv`."""
 
@@ -70,8 +74,10 @@ class Backend(Protocol):
     """Attention of one call's queries to all keys of the rank.
 
     Shapes: sq query rows of the call, P keys, Hq query heads, a multiple of the Hkv key heads, head size D of queries
-    and keys, Dv of values. Query head h reads key head h // (Hq / Hkv). Every tensor but `lse` has stride 1 in its last
-    dimension and any strides in the others; k and v may be views of one tensor (`side_by_side`).
+    and keys, Dv of values. Query head h reads key head h
+
+    (Hq / Hkv). Every tensor but `lse` has stride 1 in its last dimension and any strides in the others; k and v may be
+    views of one tensor (`side_by_side`).
     """
 
     name: str
@@ -82,7 +88,7 @@ class Backend(Protocol):
 
     @property
     def encode(self) -> Encoding:
-        """The function that encodes a call for this backend, see `encoding`."""
+        """The function that encodes a call for this backend."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
@@ -115,7 +121,7 @@ def varlen(key_begins: np.ndarray, segments: np.ndarray) -> Encoded:
     Entry e attends query rows [cu_q[e], cu_q[e + 1]) to keys [cu_k[e], cu_k[e + 1]), causally, aligned to the bottom
     right. Entries without queries (gaps) skip keys that the call does not read, so no K/V is copied. Gaps count in
     max_k, since backward kernels write dK only up to max_k. They start max_k / 128 blocks per entry, so long gaps are
-    cut into pieces.
+    cut.
     """
     begins = key_begins[segments["document"]]
     longest = max(_GAP_ROWS, int(segments["stop"].max()))

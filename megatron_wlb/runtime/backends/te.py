@@ -24,9 +24,8 @@ class TeBackend:
     They need cuDNN 9.7 or newer, from 2.20 on 9.12, and compute capability 9.0; head sizes over 128 run on 9.0, and 256
     on 10.0 with the newest versions. cuDNN takes the first key of an entry from a separate array (padded offsets), so
     keys without a reader are skipped. It builds a plan for every number of entries, rows and keys, all rounded up: the
-    first steps are slow. K and V are passed as views if they lie side by side, else copied. Deterministic under
-    `torch.use_deterministic_algorithms(True)`: on 9.0 for few rows, since cuDNN's workspace grows with queries
-    times keys, on 10.0 from cuDNN 9.18.1 on.
+    first steps are slow. Deterministic under `torch.use_deterministic_algorithms(True)`: on 9.0 for few rows, since
+    cuDNN's workspace grows with queries times keys, on 10.0 from cuDNN 9.18.1 on.
 
     Raises ValueError if the package is missing, and at the first call if cuDNN is too old to pack log-sum-exps; cuDNN
     raises RuntimeError for what it cannot run.
@@ -41,7 +40,7 @@ class TeBackend:
     def encode(key_begins: np.ndarray, segments: np.ndarray) -> Encoded:
         """Return the table [cu_q, cu_k, k_begins], [3, n + 1], of entries with queries.
 
-        Empty entries bring n to a power of two, since TransformerEngine no longer rounds n from 2.18 on.
+        Empty entries bring n to a power of two: TransformerEngine no longer rounds n from 2.18 on.
         """
         empty = max(_LEAST_ENTRIES, 1 << (len(segments) - 1).bit_length()) - len(segments)
         q, k = segments["stop"] - segments["start"], segments["stop"]
@@ -130,7 +129,6 @@ def _side_by_side(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 
 
 def _function(function: Any) -> Any:
-    """Return `function` with `_FORMATS_OF_RESULTS`, if it takes them."""
     known = inspect.signature(function).parameters
     return functools.partial(function, **{name: value for name, value in _FORMATS_OF_RESULTS.items() if name in known})
 

@@ -22,7 +22,7 @@ _TOLERANCE = 2**-6
 def try_backend(backend: Backend, device: torch.device, head_sizes: tuple[int, int] = HEAD_SIZES) -> None:
     """Raise ValueError unless forward and backward in bf16 agree with float64.
 
-    Heads have `head_sizes`. Errors of the backend pass through. Runs about 200 rows, the same on every machine.
+    Errors of the backend pass through. Runs about 200 rows, the same on every machine.
     """
     generator = torch.Generator().manual_seed(0)
 
