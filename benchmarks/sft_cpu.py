@@ -82,7 +82,7 @@ def train_in_order(argv: list[str], first: int) -> Steps:
 def measured(folder: Path, size: Namespace) -> list[Row]:
     """A row for every layout and method."""
     warm()
-    from megatron_wlb.adapter import conversations
+    from megatron_wlb import conversations
 
     window, profile = size.window, measure_profile(folder, quick=True)
     letters = mix(size.steps_in_all * WINDOWS * 640) // SHORTER

@@ -13,25 +13,25 @@ PACKAGE = ROOT / "megatron_wlb"
 
 LAYERS = """
 settings model types files _native hardware pipeline job cost sharding packing simulate plan micro_batches
-describe __init__ runtime adapter bridge rehearse cli __main__ run
+describe __init__ conversations runtime adapter bridge rehearse cli __main__ run
 """.split()
 """Files and folders (rooms) of the package; each may import itself and those before it."""
 ONLY = {
     "job": ("settings", "model", "types", "_native", "hardware", "pipeline"),
     "runtime": ("model", "types", "sharding"),
-    "cli": LAYERS[: LAYERS.index("adapter")],
+    "cli": LAYERS[: LAYERS.index("conversations")],
     "__main__": ("cli",),
     "run": ("adapter",),
 }
 """Rooms that may import fewer."""
 FRAMEWORKS = {
-    "torch": ("runtime", "adapter", "rehearse"),
-    "megatron": ("adapter", "bridge", "rehearse"),
+    "torch": ("conversations", "runtime", "adapter", "rehearse"),
+    "megatron": ("conversations", "adapter", "bridge", "rehearse"),
     "transformer_engine": ("rehearse",),
     "flash_attn": (),
 }
 """Which rooms may import what; the attention backends find their packages by name."""
-IN_FUNCTIONS = {"cli": ("torch", "runtime", "adapter", "rehearse")}
+IN_FUNCTIONS = {"cli": ("torch", "conversations", "runtime", "rehearse")}
 """What a room may import inside functions alone, since most of its commands run without."""
 
 MODULES = {
@@ -97,9 +97,8 @@ def test_neither_files_nor_rooms_import_in_a_circle():
 
 
 def test_planning_runs_where_torch_and_megatron_are_blocked():
-    names = [
-        name for name in MODULES if room(name) not in ("runtime", "adapter", "bridge", "rehearse", "run", "__main__")
-    ]
+    framed = {*FRAMEWORKS["torch"], *FRAMEWORKS["megatron"], "run", "__main__"}
+    names = [name for name in MODULES if room(name) not in framed]
     code = (
         "import importlib, sys\n"
         f"for name in {[*FRAMEWORKS]!r}: sys.modules[name] = None\n"

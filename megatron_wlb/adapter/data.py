@@ -18,7 +18,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.dist_signal_handler import DistributedSignalHandler
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_wlb.adapter import conversations
+from megatron_wlb import conversations
 from megatron_wlb.plan.dataset import DocumentIndex, TrainedTokens, read_index
 from megatron_wlb.plan.mock import MockIndex, mock_lengths
 from megatron_wlb.plan.step import MicroBatchPlan, Planner

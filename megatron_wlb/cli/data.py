@@ -68,7 +68,7 @@ def data_of(a: MegatronArguments, notes: list[str], settings: RunSettings) -> Da
 
 def _conversations(path: str, a: MegatronArguments, notes: list[str], settings: RunSettings) -> np.ndarray:
     """Return the trained tokens of each conversation; notes what upstream's rows would pad."""
-    from megatron_wlb.adapter import conversations
+    from megatron_wlb import conversations
 
     assert a.seq_length is not None
     given = asdict(a) | {f"wlb_{name}": value for name, value in asdict(settings).items()}

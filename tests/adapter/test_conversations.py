@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 import pytest
 
-from megatron_wlb.adapter import conversations
+from megatron_wlb import conversations
 from megatron_wlb.adapter.data import load_splits
 from megatron_wlb.cli.main import main
 from megatron_wlb.types import DOCUMENT
