@@ -2,20 +2,24 @@
 
 import contextlib
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 
-from megatron_wlb.adapter import wgrad
+from megatron_wlb.adapter import cpu, wgrad
 from megatron_wlb.describe.make import job_from_json
 from megatron_wlb.simulate import memory
+from tests.adapter import plain_te
 from tests.adapter.training import EP2, FULL, MOE, PP2, TP2, VPP2, full, train
 
 DISTRIBUTED = "--overlap-grad-reduce --use-distributed-optimizer --overlap-param-gather --optimizer adam --lr 0.01"
 LONG = "--microbatch-group-size-per-virtual-pipeline-stage 2 --global-batch-size 16"  # else some stages never wait
 UNEVEN = f"--num-layers 6 {PP2} --pipeline-model-parallel-layout Et|tt|tt|tL {LONG}"
+FUSED = SimpleNamespace(wgrad_gemm_accum_fp32=lambda x, gradient, total: total.add_(gradient.t().matmul(x)))
+"""A stand-in for apex' kernel."""
 EMPTY = f"--num-layers 6 {PP2} --pipeline-model-parallel-layout E|ttt|ttt|L {LONG}"
 
 
@@ -36,6 +40,11 @@ EMPTY = f"--num-layers 6 {PP2} --pipeline-model-parallel-layout E|ttt|ttt|L {LON
     ],
 )
 def test_equal_to_the_bit(flags, dataset, tmp_path, monkeypatch):
+    equal_to_the_bit(flags, dataset, tmp_path, monkeypatch)
+
+
+def equal_to_the_bit(flags, dataset, tmp_path, monkeypatch):
+    """Deferral on and off, for losses, gradients and parameters of two steps."""
     runs, ran = [], tmp_path / "ran"
 
     def finished_before(step, finalize, original=wgrad.Step.finished_before):
@@ -65,9 +74,8 @@ def test_equal_to_the_bit(flags, dataset, tmp_path, monkeypatch):
 
 
 def test_fused_accumulation_and_tied_embeddings(dataset, monkeypatch):
-    """With a stand-in for apex' kernel, which adds to the gradient that DDP reduces."""
-    kernel = SimpleNamespace(wgrad_gemm_accum_fp32=lambda x, gradient, total: total.add_(gradient.t().matmul(x)))
-    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", kernel, raising=False)
+    """With `FUSED`, which adds to the gradient that DDP reduces."""
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", FUSED, raising=False)
 
     def defer(linear, original=wgrad._defer):
         original(linear)
@@ -78,6 +86,20 @@ def test_fused_accumulation_and_tied_embeddings(dataset, monkeypatch):
     on = train(4, dataset, *flags, without=tied)
     off = train(4, dataset, *flags, "--wlb-defer-weight-gradients", "off", without=tied)
     assert all(torch.equal(on["params"][name], off["params"][name]) for name in off["params"])
+
+
+@pytest.mark.skipif("transformer_engine_torch" not in sys.modules, reason="TransformerEngine is not installed")
+@pytest.mark.parametrize("flags", [f"{PP2} --overlap-grad-reduce", f"{TP2} {VPP2} {LONG}"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_layers_of_transformer_engine_are_equal_to_the_bit(fused, flags, dataset, tmp_path, monkeypatch):
+    """Its own classes over plain torch, with gradients that its products add to those DDP reduces, and without."""
+    plain_te.install(monkeypatch)
+    words = [word for word in cpu.FLAGS if not (fused and word == "--no-gradient-accumulation-fusion")]
+    words[words.index("local")] = "transformer_engine"
+    monkeypatch.setattr(cpu, "FLAGS", words)
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", FUSED, raising=False)
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", True)
+    equal_to_the_bit(flags, dataset, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(("size", "flags", "matrices"), [(2, PP2, 4), (4, f"{TP2} {PP2}", 2)])

@@ -17,8 +17,8 @@ from megatron_wlb.runtime.backends.trial import expected, kernel_args
 from tests.covering import covering
 from tests.runtime.calls import ALL, CALLS, WINDOWS, check, tensors
 
-# Interfaces of FlashAttention-3 in 2026 (without paged and rotary arguments), and of TransformerEngine 2.12 and 2.18,
-# to which 2.20 is equal.
+# Interfaces of FlashAttention-3 (without paged and rotary arguments), which differ in what backward returns from tags
+# 2.8.0 to 2.8.3.post1 to the head of August 2026, and of TransformerEngine 2.12 and 2.18, to which 2.20 is equal.
 FLASH_ATTN_3 = {
     "fwd": "(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new = None, Tensor(v_new!)? v_new = None, Tensor? q_v = "
     "None, Tensor(out!)? out = None, Tensor? cu_seqlens_q = None, Tensor? cu_seqlens_k = None, Tensor? "
@@ -30,8 +30,13 @@ FLASH_ATTN_3 = {
     "Tensor(dk!)? dk = None, Tensor(dv!)? dv = None, Tensor? cu_seqlens_q = None, Tensor? cu_seqlens_k = None, Tensor? "
     "seqused_q = None, Tensor? seqused_k = None, int? max_seqlen_q = None, int? max_seqlen_k = None, float? "
     "softmax_scale = None, bool is_causal = False, int window_size_left = -1, int window_size_right = -1, float "
-    "softcap = 0.0, bool deterministic = False, int sm_margin = 0) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "softcap = 0.0, bool deterministic = False, int sm_margin = 0)",
 }
+FLASH_ATTN_3_GRADIENTS = {
+    "2.8.0": (3, "(Tensor(dq!), Tensor(dk!), Tensor(dv!), Tensor, Tensor, Tensor, Tensor, Tensor)"),
+    "2026": (0, "(Tensor, Tensor, Tensor, Tensor, Tensor)"),
+}
+"""How many of the returned tensors are gradients, and the results."""
 TE_QKV = "max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v"
 TE_PADDED = "cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None"
 TE_KINDS = "attn_bias_type='no_bias', attn_mask_type='padding', softmax_type='vanilla', window_size=(-1, -1)"
@@ -98,11 +103,12 @@ def check_varlen(a):
     return cu, a["softmax_scale"], a["window_size_left"], a["is_causal"]
 
 
-def library():
+def library(version):
     """The operators of FlashAttention-3, on the CPU."""
     made = torch.library.Library("flash_attn_3", "DEF")
-    for name, schema in FLASH_ATTN_3.items():
-        made.define(name + schema)
+    gradients, results = FLASH_ATTN_3_GRADIENTS[version]
+    made.define(f"fwd{FLASH_ATTN_3['fwd']}")
+    made.define(f"bwd{FLASH_ATTN_3['bwd']} -> {results}")
     operators = torch.ops.flash_attn_3
 
     def forward(*arguments, **named):
@@ -116,7 +122,7 @@ def library():
         for name, x in zip(("dq", "dk", "dv"), found, strict=True):
             assert a[name].is_contiguous()
             a[name].copy_(x)
-        return tuple(torch.empty(0) for _ in range(5))
+        return (*(a[name] for name in ("dq", "dk", "dv")[:gradients]), *(torch.empty(0) for _ in range(5)))
 
     made.impl("fwd", forward, "CPU")
     made.impl("bwd", backward, "CPU")
@@ -182,7 +188,7 @@ def te_module(version):
     return module
 
 
-PACKAGES = ("flash_attn_3", "te 2.12", "te 2.18")
+PACKAGES = ("flash_attn_3 2.8.0", "flash_attn_3 2026", "te 2.12", "te 2.18")
 
 
 @pytest.fixture(params=PACKAGES)
@@ -191,19 +197,20 @@ def backend(request, monkeypatch):
     packages = ("flash_attn_interface", "transformer_engine")
     if installed := [name for name in packages if importlib.util.find_spec(name)]:
         pytest.skip(f"{installed} are installed: tests/gpu has the real ones")
-    if request.param.startswith("te"):
+    package, version = request.param.split()
+    if package == "te":
         path = "transformer_engine.pytorch.cpp_extensions.fused_attn"
         constants = types.ModuleType("constants")
         constants.TE_DType = {torch.bfloat16: "bf16"}
         monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.constants", constants)
-        monkeypatch.setitem(sys.modules, path, te_module(request.param.split()[1]))
+        monkeypatch.setitem(sys.modules, path, te_module(version))
         for end in range(1, path.count(".") + 1):
             name = ".".join(path.split(".")[:end])
             monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
         yield TeBackend()
         return
     monkeypatch.setitem(sys.modules, "flash_attn_interface", types.ModuleType("flash_attn_interface"))
-    made = library()
+    made = library(version)
     yield FlashAttn3Backend()
     made._destroy()
 
