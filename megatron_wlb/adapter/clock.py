@@ -144,7 +144,8 @@ def _now() -> Any:
 def _seconds(began: Any, ended: Any) -> float:
     if not torch.cuda.is_available():
         return float(ended - began)
-    ended.synchronize()
+    if not ended.query():  # upstream has read the gradient norm, and it has ended
+        ended.synchronize()
     return float(began.elapsed_time(ended)) / 1e3
 
 

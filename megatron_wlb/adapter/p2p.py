@@ -1,4 +1,4 @@
-"""Pipeline communication for variable lengths, with shapes from the plan.
+"""Communicators of a step, and pipeline communication for variable lengths, with shapes from the plan.
 
 Upstream's `variable_seq_lengths` sends the shape of every tensor first, and blocks the host. Here the communicator
 counts receives, and knows the length of each. Upstream's interleaved schedule waits for every send; this communicator
@@ -11,9 +11,40 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_wlb.job import Job
 from megatron_wlb.pipeline.schedule import Schedule
+
+_GROUPS, _EXPERTS = ("tp", "cp", "intra_dp_cp", "pp", "mp", "intra_dist_opt"), ("ep", "tp_ep", "intra_expt_dp")
+"""Process groups whose collectives a step calls, by upstream's names."""
+
+
+def connect(job: Job, device: torch.device) -> None:
+    """Make the communicators of a step; NCCL would make each at its first use, inside of a step."""
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    for name in _GROUPS + (_EXPERTS if job.model.moe_router_topk else ()):
+        if (group := getattr(groups, name)).size() > 1 or name.startswith("intra"):
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+    last, ring = job.parallel.pp - 1, job.parallel.vpp > 1
+    if not last or not ((ring and job.hidden_transfers) or job.defer_weight_gradients):
+        return  # no stages, or upstream batches their transfers, which take the group's communicator
+    # Each pair of neighbours has one of its own in each direction; without virtual stages, ends are no neighbours.
+    group = groups.pp
+    tensors = {
+        f"tensor_{way}_{other}": torch.zeros(1, device=device) if ring or group.rank() != end else None
+        for other, end in (("prev", 0), ("next", last))
+        for way in ("send", "recv")
+    }
+    neighbours = {
+        f"{other}_pipeline_rank": dist.get_global_rank(group, (group.rank() + step) % group.size())
+        for other, step in (("prev", -1), ("next", 1))
+    }
+    for request in p2p_communication._p2p_ops(group=group, **tensors, **neighbours).values():
+        request.wait()
 
 
 class PlannedP2PCommunicator(P2PCommunicator):
@@ -25,7 +56,7 @@ class PlannedP2PCommunicator(P2PCommunicator):
 
     def __init__(
         self,
-        pp_group: torch.distributed.ProcessGroup,
+        pp_group: dist.ProcessGroup,
         config: Any,
         rows: Sequence[int],
         fill: Callable[[], None] | None = None,
@@ -82,16 +113,16 @@ def by_direction(original: Any) -> Any:
     stages only. Each rank posts in upstream's order, which cannot deadlock.
     """
 
-    def p2p_ops(*, group: torch.distributed.ProcessGroup, **rest: Any) -> dict[str, Any]:
-        if group.size() == 2 or torch.distributed.get_backend(group) == "ucc":
+    def p2p_ops(*, group: dist.ProcessGroup, **rest: Any) -> dict[str, Any]:
+        if group.size() == 2 or dist.get_backend(group) == "ucc":
             given: dict[str, Any] = original(group=group, **rest)
             return given
         forward, backward = ("send_next", "recv_prev"), ("send_prev", "recv_next")
         requests = {}
-        for names, pair_group in ((forward, group), (backward, torch.distributed.group.WORLD)):
+        for names, pair_group in ((forward, group), (backward, dist.group.WORLD)):
             for name in names if group.rank() % 2 == 0 else reversed(names):
                 if (tensor := rest[f"tensor_{name}"]) is not None:
-                    move = torch.distributed.isend if name.startswith("send") else torch.distributed.irecv
+                    move = dist.isend if name.startswith("send") else dist.irecv
                     other = rest[f"{name[5:]}_pipeline_rank"]
                     requests[name] = move(tensor, other, group=pair_group)
         return requests

@@ -24,7 +24,7 @@ from megatron_wlb.adapter import compat, data, describe, mtp, tiles
 from megatron_wlb.adapter.data import Batch, DocumentDataset
 from megatron_wlb.adapter.model import WlbPackedSeqParams, adapt_mtp, configure, packed_seq_params
 from megatron_wlb.adapter.mtp import scale_sharded, token_loss
-from megatron_wlb.adapter.p2p import PlannedP2PCommunicator, by_direction
+from megatron_wlb.adapter.p2p import PlannedP2PCommunicator, by_direction, connect
 from megatron_wlb.adapter.plans import Plans
 from megatron_wlb.adapter.report import Report
 from megatron_wlb.adapter.wgrad import DeferredWeightGradients, Step, defer
@@ -110,6 +110,8 @@ class Training:
     def dataset_provider(self, num_samples: list[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         """Return this rank's endless batches of the three splits."""
         if not vp_stage:
+            if self._device.type == "cuda":
+                connect(self._job, self._device)
             # Load each split once for all model chunks: workers for every chunk would be many processes.
             found, copies = self.batches().items(), self._job.parallel.vpp
             self._batches = {split: itertools.tee(each, copies) for split, each in found if each is not None}

@@ -77,8 +77,8 @@ def summary(result: dict[str, Any], records: np.ndarray) -> dict[str, Any]:
         calls[group] += 1
         sent[group] += int(row["amount"]) * BYTES[row["type"]]
 
-    def by_line(kinds: tuple[Kind, ...]) -> dict[str, int]:
-        of_kinds = seen[np.isin(seen["kind"], kinds) & (seen["where"] >= 0)]
+    def by_line(kinds: tuple[Kind, ...], of: np.ndarray = seen) -> dict[str, int]:
+        of_kinds = of[np.isin(of["kind"], kinds) & (of["where"] >= 0)]
         return dict(Counter(lines[i] for i in of_kinds["where"]).most_common())
 
     return {
@@ -86,5 +86,6 @@ def summary(result: dict[str, Any], records: np.ndarray) -> dict[str, Any]:
         "syncs": by_line(SYNCS),
         "copies_to_host": by_line((Kind.COPY_TO_HOST,)),
         "communicators": int((records["kind"] == Kind.COMMUNICATOR).sum()),
+        "made_in_steps": by_line((Kind.COMMUNICATOR,), records[marks[0] :] if len(marks) else seen),
         "nccl": {group: {"calls": calls[group], "bytes": sent[group]} for group in sorted(calls)},
     }

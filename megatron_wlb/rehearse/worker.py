@@ -46,7 +46,8 @@ class Watch:
     def __init__(self, gpu: Gpu) -> None:
         self._lines: dict[tuple[str, str], int] = {}
         self.at = "start"
-        self._here = (str(Path(__file__).parent), os.sep + "torch" + os.sep, "<", "contextlib.py", "functools.py")
+        library = ("contextlib.py", "functools.py", "typing_extensions.py")
+        self._here = (str(Path(__file__).parent), os.sep + "torch" + os.sep, "<", *library)
         self._native = ctypes.CDLL(None)
         self._asked = ctypes.CFUNCTYPE(ctypes.c_int)(self._where)  # kept: the stand-in calls it
         device = _Device(
