@@ -27,7 +27,7 @@ def connect(job: Job, device: torch.device) -> None:
     """Make the communicators of a step; NCCL would make each at its first use, inside of a step."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     for name in _GROUPS + (_EXPERTS if job.model.moe_router_topk else ()):
-        if (group := getattr(groups, name)).size() > 1 or name.startswith("intra"):
+        if (group := getattr(groups, name)).size() > 1 or name != "cp":  # others are used alone, too
             dist.all_reduce(torch.zeros(1, device=device), group=group)
     last, ring = job.parallel.pp - 1, job.parallel.vpp > 1
     if not last or not ((ring and job.hidden_transfers) or job.defer_weight_gradients):

@@ -6,7 +6,7 @@ measured; losses are not printed and checkpoints refused. Says what each rank al
 and where the host waits for the device. With --ranks all, NCCL calls of all ranks are matched.
 
     megatron-wlb rehearse --gpu h100 -- torchrun --nproc-per-node 8 pretrain_gpt.py --wlb --num-layers 32 ...
-    megatron-wlb rehearse --gpu h100 --ranks 0,32 --json rehearsal.json train.log
+    megatron-wlb rehearse --gpu h100 --ranks 0,32 --json rehearsal.json --html rehearsal.html train.log
 
 Needs torch's wheel for CUDA, Megatron, g++, and for layers of TransformerEngine its Python: pip install --no-deps
 transformer-engine, then pydantic and einops. Where the job's data are not here, it trains mock data.
@@ -16,14 +16,17 @@ import argparse
 import os
 import re
 import sys
+from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from megatron_wlb.cli.common import Words, console, integer, printable, progress, table, write_json, writer
+from megatron_wlb.cli.common import Words, console, integer, printable, progress, render, table, write_json, writer
 from megatron_wlb.cli.data import data_of
 from megatron_wlb.cli.job import Run, add_job_flags, run_of
 
-USAGE = "[LOG] --gpu {a100,h100,h200} [--ranks auto|all|0,17] [--steps 6] [--json FILE] [-- COMMAND]"
+USAGE = "[LOG] --gpu {a100,h100,h200} [--ranks auto|all|0,17] [--steps 6] [--json FILE] [--html FILE] [-- COMMAND]"
+MOST_PICTURES = 8
 TITLES = ("rank", "predicted", "allocated", "reserved", "retries", "syncs", "copies", "launches", "NCCL calls")
 
 
@@ -37,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=integer(1, 1 << 14), default=6, metavar="K", help="steps to run; default: 6")
     parser.add_argument("--json", metavar="FILE", help="numbers to write; - for standard output")
+    parser.add_argument("--html", metavar="FILE", help="memory over time to write, in pictures")
 
 
 def run(args: argparse.Namespace, words: Words) -> int:
@@ -44,6 +48,8 @@ def run(args: argparse.Namespace, words: Words) -> int:
     from megatron_wlb.rehearse.run import chosen, matched, rehearse, verdict
     from megatron_wlb.rehearse.task import GPUS, Task
 
+    if args.html == "-":
+        raise ValueError("--html - is no file; name one")
     terminal = console(args.json, width=None if sys.stdout.isatty() else 120)
     parser = argparse.ArgumentParser()
     add_job_flags(parser)
@@ -79,21 +85,50 @@ def run(args: argparse.Namespace, words: Words) -> int:
         ranks = _ranks(args.ranks, task.world_size)
     with (
         writer(args.json, "--json") as file,
+        writer(args.html, "--html") as page,
         progress(len(ranks) * args.steps, args.json, "rehearsing") as advance,
     ):
         seen, wrong = rehearse(task, ranks, advance, whole)
         said, remedy = verdict(seen, gpu.gib, wrong)
         of_all = {"verdict": said, "remedy": remedy, "nccl": wrong, "gpu": gpu.name, "gpu_gib": gpu.gib}
-        write_json(file, of_all | {"ranks": seen})
-    terminal.print(table(TITLES, [_row(rank) for rank in seen]))
+        write_json(file, of_all | {"ranks": [{k: v for k, v in rank.items() if k != "passes"} for rank in seen]})
+        rows, waits = [_row(rank) for rank in seen], [*_waits(seen)]
+        notes.append("GiB, and counts of the last step. Nothing was computed, and no time was measured.")
+        if page is not None:
+            values = {"verdict": said, "remedy": remedy, "gpu": gpu.name, "gib": gpu.gib, "world_size": task.world_size}
+            values |= {"titles": TITLES, "rows": rows, "waits": waits, "notes": notes}
+            page.write(render("rehearse.html", sections=_pictures(seen, gpu.gib), **values))
+    terminal.print(table(TITLES, rows))
+    for line in waits:
+        terminal.print(line)
+    terminal.print(f"[bold]{said}[/bold]{': ' * bool(remedy)}{remedy}", soft_wrap=True)
+    for note in notes:
+        print(f"- {note}", file=sys.stderr)
+    return 0 if said == "fits" else 1
+
+
+def _waits(seen: list[dict[str, Any]]) -> Iterator[str]:
+    """Say where the host waits and reads, on the rank that does it most."""
     for title, key in (("The host waits", "syncs"), ("It reads values", "copies_to_host")):
         lines = [f"{count} at {line}" for line, count in max(seen, key=lambda r: sum(r[key].values()))[key].items()]
         if lines:
-            terminal.print(f"{title}, a step: {', '.join(lines[:6])}{', ...' * (len(lines) > 6)}")
-    terminal.print(f"[bold]{said}[/bold]{': ' * bool(remedy)}{remedy}", soft_wrap=True)
-    for note in (*notes, "GiB, and counts of the last step. Nothing was computed, and no time was measured."):
-        print(f"- {note}", file=sys.stderr)
-    return 0 if said == "fits" else 1
+            yield f"{title}, a step: {', '.join(lines[:6])}{', ...' * (len(lines) > 6)}"
+
+
+def _pictures(seen: list[dict[str, Any]], gpu_gib: float) -> list[Any]:
+    """Draw the memory of the ranks that reserve most."""
+    from megatron_wlb.cli import pictures
+
+    fullest = sorted(seen, key=lambda rank: -rank["reserved_gib"])[:MOST_PICTURES]
+    text = (
+        "Peak in each pass. Deferred: what waits for weight gradients; exchange: received K and V; held: reserved, and "
+        "free or fragmented. The line is the card."
+    )
+    return [
+        pictures.section(f"Rank {rank['rank']}", text, partial(pictures.memory, rank, gpu_gib), 3.4)
+        for rank in sorted(fullest, key=lambda rank: int(rank["rank"]))
+        if rank["passes"]
+    ]
 
 
 def _row(rank: dict[str, Any]) -> list[str]:

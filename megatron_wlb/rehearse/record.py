@@ -64,9 +64,9 @@ def members(result: dict[str, Any]) -> dict[int, tuple[str, tuple[int, ...]]]:
 
 
 def summary(result: dict[str, Any], records: np.ndarray) -> dict[str, Any]:
-    """Return what a rank does in a step, of the last step: JSON types."""
-    marks = np.flatnonzero(records["kind"] == Kind.MARK)
-    seen = records[marks[-1] :] if len(marks) else records[:0]
+    """Return what a rank does in a step, of the last step without its line of the log: JSON types."""
+    marks = np.flatnonzero(records["kind"] == Kind.MARK)  # begin and end of every step
+    seen = records[marks[-2] : marks[-1]] if len(marks) else records[:0]
     lines = [line for line, _ in result["lines"]]
     nccl = seen[seen["kind"] >= Kind.ALL_REDUCE]
     ranks = members(result)

@@ -155,6 +155,8 @@ def entry(result: dict[str, Any], seen: dict[str, Any]) -> dict[str, Any]:
         "copies_per_step": sum(seen["copies_to_host"].values()),
         **seen,
         "steps": steps,
+        "weights": result["weights"],
+        "passes": result["passes"],
     }
 
 

@@ -145,8 +145,11 @@ class Run:
         self._plan: Any = None
         self._passes = [0, 0]
         self._order = [np.empty((0, 2), int)] * 2
+        self._most = [0, 0]
+        self._sent: list[Any] = []
+        self._exchanging = 0
         self._experts: Any = None
-        self.result: dict[str, Any] = {"rank": task.rank, "steps": []}
+        self.result: dict[str, Any] = {"rank": task.rank, "steps": [], "passes": [], "weights": 0}
 
     def groups(self) -> dict[str, Any]:
         """Return process groups, and the keys of communicators."""
@@ -165,6 +168,7 @@ class Run:
         from megatron_wlb.adapter import training as ours
         from megatron_wlb.adapter.plans import Plans
         from megatron_wlb.rehearse import experts
+        from megatron_wlb.runtime import all_to_all
 
         self._experts = experts.Experts()
         with contextlib.ExitStack() as stack:
@@ -176,6 +180,7 @@ class Run:
             stack.enter_context(compat.replaced(training, "train_step", self._step, ("data_iterator",)))
             stack.enter_context(compat.replaced(training, "save_checkpoint_and_time", _refused, ()))
             stack.enter_context(compat.replaced(checkpointing, "save_checkpoint", _refused, ()))
+            stack.enter_context(compat.replaced(all_to_all, "_all_to_all", self._exchange, ()))
             stack.enter_context(compat.replaced(schedules, "forward_step", self._forward, ()))
             stack.enter_context(compat.replaced(schedules, "backward_step", self._backward, ()))
             stack.enter_context(compat.replaced(Plans, "begin", self._planned, ("step",)))
@@ -261,22 +266,52 @@ class Run:
         of = self._order[backward][number : number + 1].tolist()
         said = f"of micro-batch {of[0][0]}, chunk {of[0][1]}" if of else number
         self._watch.at = f"step {len(self.result['steps'])}, {('forward', 'backward')[backward]} {said}"
-        self._experts.backward = bool(backward)
-        return original(*args, **kwargs)
+        self._experts.backward, self._exchanging = bool(backward), 0
+        done = original(*args, **kwargs)
+        self.result["passes"].append([len(self.result["steps"]), *self._peak(), self._deferred(), self._exchanging])
+        return done
 
-    def _step(self, original: Any) -> Any:
+    def _peak(self) -> list[int]:
+        """Return the peak of allocated and reserved bytes since the last call."""
         import torch
 
+        peak = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
+        self._most = [*map(max, self._most, peak)]
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+
+    def _deferred(self) -> int:
+        """Return the bytes that wait for weight gradients."""
+        waiting = getattr(self._training, "_weight_gradients", None)
+        layers = [layer for chunk in waiting._parts for part in chunk for layer in part] if waiting else []
+        queued = [t for layer in layers for tensors, _ in [*layer.wgrad_store.context.queue] for t in tensors]
+        return _bytes(queued)
+
+    def _exchange(self, original: Any) -> Any:
+        def all_to_all(into: Any, *args: Any, **kwargs: Any) -> Any:
+            from torch.multiprocessing.reductions import StorageWeakRef
+
+            storage = into.untyped_storage()
+            self._sent = [(ref, size) for ref, size in self._sent if not ref.expired()]
+            self._sent.append((StorageWeakRef(storage), storage.nbytes()))
+            self._exchanging = max(self._exchanging, sum(size for _, size in self._sent))
+            return original(into, *args, **kwargs)
+
+        return all_to_all
+
+    def _step(self, original: Any) -> Any:
         def train_step(*args: Any, **kwargs: Any) -> Any:
             steps = self.result["steps"]
-            torch.cuda.reset_peak_memory_stats()
-            before = _stats()
-            self._passes = [0, 0]
+            self._peak()
+            before, self._passes, self._most = _stats(), [0, 0], [0, 0]
+            weights = [weight for chunk in kwargs.get("model", args[2]) for weight in chunk.parameters()]
+            self.result["weights"] = _bytes([each for w in weights for each in (w, getattr(w, "main_grad", None))])
             self._watch.at = f"step {len(steps)}"
             self._watch.mark(len(steps))
             try:
                 return original(*args, **kwargs)
             finally:
+                self._watch.mark(len(steps))
                 steps.append(self._seen(before))
                 self._watch.at = f"after step {len(steps) - 1}"
                 print(self._task.rank, "steps", len(steps), file=self._progress)
@@ -284,11 +319,11 @@ class Run:
         return train_step
 
     def _seen(self, before: dict[str, int]) -> dict[str, Any]:
-        import torch
 
         after = _stats()
-        seen: dict[str, Any] = {name: after[name] - before[name] for name in after}
-        seen |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        seen: dict[str, Any] = {name: after[name] - before[name] for name in after} | {"kept": before["kept"]}
+        self._peak()
+        seen |= {"allocated": self._most[0], "reserved": self._most[1]}
         seen["tokens"] = [m.padded_tokens for m in self._plan.micro_batches] if self._plan else []
         seen["predicted"] = self._predicted()
         return seen
@@ -306,8 +341,19 @@ def _stats() -> dict[str, int]:
     import torch
 
     stats = torch.cuda.memory_stats()
-    names = {"retries": "num_alloc_retries", "out_of_memory": "num_ooms", "allocator_syncs": "num_sync_all_streams"}
+    names = {
+        "kept": "allocated_bytes.all.current",
+        "retries": "num_alloc_retries",
+        "out_of_memory": "num_ooms",
+        "allocator_syncs": "num_sync_all_streams",
+    }
     return {ours: stats[theirs] for ours, theirs in names.items()}
+
+
+def _bytes(values: list[Any]) -> int:
+    """Return the bytes of tensors' storages, each once."""
+    storages = [value.untyped_storage() for value in values if hasattr(value, "untyped_storage")]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _norm(original: Any) -> Any:
