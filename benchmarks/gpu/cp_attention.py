@@ -11,17 +11,23 @@ Tensors are random. Times are of the device with cold caches, forward and backwa
 rank, medians of rounds in which shardings take turns, summed over micro-batches; it takes what is left of --minutes.
 """
 
+import re
+import sys
+import time
+import traceback
+from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks import results
-from benchmarks.gpu.bench import Bench, Call, command_line
 from benchmarks.lengths import WINDOW, attention_job, micro_batches
 from benchmarks.results import Row
 from megatron_wlb.cost.attention import attention_kernels
@@ -39,22 +45,99 @@ MODELS = {"7B TP8": (4, 4), "70B TP8": (8, 1)}
 HEAD_SIZE = 128
 CPS = (2, 4, 8)
 STRATEGIES = ("per-sequence", "per-document", "wlb", "auto")
-ROUNDS = 3
+ROUNDS, SAMPLES = 3, 5
 OVER_LIMIT = 1.08
 """Goal for `auto`."""
+FLUSHED_BYTES = 1 << 28
+"""More than any L2 holds."""
+LEAD_CYCLES = tuple(3_000_000 << i for i in range(6))
+"""2 ms in which the host gets ahead, so that launches overlap kernels as in training; up to 50 ms where it must."""
+Call = Callable[[], Any]
+
+
+class Bench:
+    """A run on one device: its clock, and its rows, which are written after every case."""
+
+    def __init__(self, args: Namespace) -> None:
+        self.args, self._begin, self.device = args, time.perf_counter(), torch.device(args.device)
+        self.on_gpu = self.device.type == "cuda"
+        if not self.on_gpu:
+            torch.set_num_threads(1)  # threads that share cores with others wait for each other
+        self.options = AttentionOptions(backend=get_backend(args.backend, self.device))
+        self.settings: Row = {"command": sys.argv[1:], "backend": self.options.backend.name, "cuda": torch.version.cuda}
+        self.settings |= {"profile": args.profile, "models": MODELS, "head_size": HEAD_SIZE}
+        self.rows: list[Row] = []
+        self.goals: list[results.Goal] = []
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self._begin
+
+    def add(self, row: Row) -> None:
+        """Keep a row and print it."""
+        self.rows.append(row)
+        shown = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if k != "ms")
+        print(f"[{self.seconds:5.0f} s]", *shown, flush=True)
+
+    @contextmanager
+    def case(self, **case: Any) -> Iterator[None]:
+        """An exception becomes a row of this case; then, or if it is interrupted, all rows are written."""
+        try:
+            yield
+        except Exception as error:  # of a kernel, the allocator, a profiler
+            traceback.print_exc(file=sys.stdout)
+            self.add({**case, "failed": repr(error)})
+        finally:
+            self.write()
+
+    def ms(self, call: Call) -> float:
+        """Device time of a call with cold caches; on the CPU, wall-clock time."""
+        if not self.on_gpu:
+            begin = time.perf_counter()
+            call()
+            return (time.perf_counter() - begin) * 1e3
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flushed = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device=self.device)
+        for lead in LEAD_CYCLES:
+            flushed.zero_()
+            torch.cuda._sleep(lead)
+            start.record()
+            call()
+            behind = start.query()  # the device waited for launches
+            end.record()
+            end.synchronize()
+            if not behind:
+                break
+        return float(start.elapsed_time(end))
+
+    def write(self) -> None:
+        """Write all rows so far; a quick run only where --output says."""
+        if self.args.quick and not self.args.output:
+            return
+        name = torch.cuda.get_device_name() if self.on_gpu else None
+        tag = (re.findall(r"[a-z]+\d+", (name or "").lower()) or [self.device.type])[0]
+        given = {"settings": self.settings | {"seconds": self.seconds}, "rows": self.rows, "goals": self.goals}
+        where = {"device": name, "commit": self.args.commit, "suffix": f".{tag}", "folder": self.args.output}
+        results.write("cp_attention", **given, **where)
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = results.parser(__doc__, "tiny, to see that everything runs")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--backend", default="auto", help="attention backend; default: the one that training chooses")
+    parser.add_argument("--minutes", type=float, default=8.5, help="no case begins later; default: %(default)s")
+    parser.add_argument("--commit", help="commit that is measured; default: git's, which a copied tree does not know")
     parser.add_argument("--sections", default="ab")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, help="of section a; default: all that work")
     parser.add_argument("--profile", default="h100-fa2", help="profile that chooses shardings; default: %(default)s")
-    bench = Bench("cp_attention", parser.parse_args())
-    bench.settings |= {"profile": bench.args.profile, "models": MODELS, "head_size": HEAD_SIZE}
+    bench = Bench(parser.parse_args())
     for section, run in (("a", kernels), ("b", shardings)):
         if section in bench.args.sections:
             run(bench)
-    bench.conclude()
+    results.conclude(bench.goals, bench.args.check)
+    if failed := sum("failed" in row for row in bench.rows):
+        sys.exit(f"{failed} cases have failed")
 
 
 def working(bench: Bench) -> Iterator[AttentionOptions]:
@@ -86,8 +169,10 @@ def kernels(bench: Bench) -> None:
                 plan = ShardPlan(
                     lengths=np.full(entries, keys), shards=(Shard(calls=(documents,)),), strategy="", call_sets=(0,)
                 )
-                forward, backward = attention(bench, plan, 0, heads, options)
-                row |= {"entries": entries, **bench.timed("forward", forward), **bench.timed("backward", backward)}
+                row["entries"] = entries
+                for name, call in zip(("forward", "backward"), attention(bench, plan, 0, heads, options), strict=True):
+                    call()  # which does not count
+                    row |= results.spread(f"{name}_ms", [bench.ms(call) for _ in range(SAMPLES)])
                 pairs = entries * (queries * (keys - queries) + queries * (queries + 1) // 2)
                 for direction, factor in (("forward", 1), ("backward", 2.5)):
                     flops = 4 * HEAD_SIZE * heads[0] * pairs * factor
@@ -101,8 +186,9 @@ def attention(
     """Forward and backward of a rank's attention, as they run when all keys have arrived."""
     metadata = ShardMetadata.build(plan, rank, options.backend.encode).to(bench.device)
     (part,) = metadata.parts
-    q, dout = (bench.random(metadata.num_rows, heads[0], HEAD_SIZE) for _ in range(2))
-    kv = bench.random(len(part.gather), 2, heads[1], HEAD_SIZE)
+    rows, dtype = metadata.num_rows, torch.bfloat16 if bench.on_gpu else torch.float32
+    shapes = (rows, heads[0], HEAD_SIZE), (rows, heads[0], HEAD_SIZE), (len(part.gather), 2, heads[1], HEAD_SIZE)
+    q, dout, kv = (torch.randn(shape, device=bench.device, dtype=dtype) for shape in shapes)
     out, dq = torch.empty_like(q), torch.empty_like(q)
     lse = attend(q, kv, out, part, options)
     return (
