@@ -171,8 +171,7 @@ def test_latents_that_travel(size, layout, model, dataset, alone, profile, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("size", "flags"),
-    [(2, CP2), full(2, f"{CP2} --wlb-save-gathered-kv"), full(8, f"{TP2} {CP2} {PP2} {FULL}")],
+    ("size", "flags"), [(2, CP2), full(2, f"{CP2} --wlb-save-gathered-kv"), full(8, f"{TP2} {CP2} {PP2} {FULL}")]
 )
 @pytest.mark.parametrize(("launch", "tile"), [(100, 1e-6), (0, 100)])
 def test_rounds_by_predicted_time(size, flags, launch, tile, dataset, single, profile, tmp_path):

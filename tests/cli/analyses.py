@@ -53,7 +53,7 @@ def described(*words):
     found = run(*words)
     a = found.arguments
     has_data = a.data_path or a.train_data_path or a.data_args_path or a.per_split_data_args_path
-    return Described(found, found.job(), data_of(a, found.notes) if has_data else None)
+    return Described(found, found.job(), data_of(a, found.notes, found.run_settings) if has_data else None)
 
 
 def setup(*words):

@@ -20,15 +20,7 @@ from megatron_wlb.plan.stream import DocumentStream, Source, shuffled
 from megatron_wlb.simulate.memory import largest_max_tokens
 from megatron_wlb.simulate.step import simulate_step
 from tests.adapter.datasets import write_index
-from tests.cli.analyses import (
-    JOB,
-    LARGE,
-    RUN,
-    C,
-    N,
-    analyse,
-    setup,
-)
+from tests.cli.analyses import JOB, LARGE, RUN, C, N, analyse, setup
 
 
 @pytest.fixture(scope="module")

@@ -27,11 +27,6 @@ def test_what_is_assumed():
         assert note.startswith(begin.split(".*")[0]) and begin.split(".*")[-1] in note
 
 
-def test_settings_of_a_policy_that_does_not_pack_are_named():
-    notes = described(JOB, "--wlb-outlier-thresholds 20,30").notes
-    assert "--wlb-outlier-thresholds is of --wlb-packing wlb, and packing is adaptive: without effect." in notes
-
-
 def test_the_vocabulary_of_a_tokenizer(tmp_path):
     words = f"{MODEL.split('--vocab')[0]} --seq-length 64"
 

@@ -102,10 +102,7 @@ def test_the_last_block_counts_whatever_stands_around_it(blocks, tmp_path):
         (begun, "has no arguments as Megatron prints them; give the log of a run, .*or the run's command behind --"),
         (second.replace("  world_size", "  x"), "its arguments lack num_layers or world_size; give the log"),
         (second.replace("  world_size", "  deepspeed ....... True\n  world_size"), "^DeepSpeed does not train a GPT"),
-        (
-            second.replace("  world_size", "  is_hybrid_model ... True\n  world_size"),
-            "^pretrain_hybrid.py does not",
-        ),
+        (second.replace("  world_size", "  is_hybrid_model ... True\n  world_size"), "^pretrain_hybrid.py does not"),
     ):
         log.write_text(text)
         with pytest.raises(ValueError, match=message):

@@ -28,11 +28,7 @@ SET = [
     ({"ddp_average_in_collective": True}, {"ddp_average_in_collective": False}, "--ddp-average-in-collective: grad"),
     ({"attention_dropout": 0.1}, {"attention_dropout": 0.0}, "--attention-dropout 0.0 instead of 0.1: packed"),
     ({"dataloader_type": "cyclic"}, {"dataloader_type": "external"}, "--dataloader-type external instead of cyclic"),
-    (
-        {"rampup_batch_size": ["2", "2", "9"]},
-        {"rampup_batch_size": None},
-        "sets no --rampup-batch-size: meg",
-    ),
+    ({"rampup_batch_size": ["2", "2", "9"]}, {"rampup_batch_size": None}, "sets no --rampup-batch-size: meg"),
     (LATENT, {"apply_rope_fusion": False}, "--no-rope-fusion: the fused kernel"),
     (
         MOE | {"moe_token_dispatcher_type": "allgather"},

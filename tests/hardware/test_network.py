@@ -31,8 +31,3 @@ def test_between_nodes_ranks_of_a_node_share_their_links():
     link = NETWORK.link_gb_per_s
     expected = [15 / 16 / NETWORK.all_gather.gb_per_s[-1], 7 / 8 / (2 * link), 15 / 16 / link]
     assert [whole_nodes, two_per_node, one_per_node] == pytest.approx([size * e / 1e3 for e in expected], rel=0.01)
-
-
-def test_neighbours_in_a_node_are_nearer():
-    inside, outside = Group(size=4, stride=2), Group(size=4, stride=8)
-    assert NETWORK.point_to_point(2**26, inside) < NETWORK.point_to_point(2**26, outside) / 5

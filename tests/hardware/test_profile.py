@@ -98,13 +98,6 @@ def test_a_profile_from_a_file(tmp_path):
     assert load_profile(str(path)).network == H100_NETWORK
 
 
-def test_a_profile_that_does_not_exist():
-    with pytest.raises(
-        ValueError, match="^no profile 'a100': give a JSON file or one of the shipped profiles flops, a100-fa2, h"
-    ):
-        load_profile("a100")
-
-
 @pytest.mark.parametrize(
     ("content", "why"),
     [

@@ -77,14 +77,6 @@ def test_every_queue_keeps_its_own_lengths():
     assert waiting(policy) == {"queue0": [], "queue1": [3, 4], "remained": []}
 
 
-def test_a_queue_of_n_gives_every_micro_batch_one_outlier():
-    policy = wlb(4, 100, (50,))
-    for first in range(3):
-        assert packed(pack(policy, documents([90], first=first))) == [[], [], [], []]
-    step = pack(policy, documents([90, 1, 1, 1, 1], first=3))
-    assert packed(step) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-
-
 @pytest.mark.parametrize("lengths", [(650, 900), (500, 1000), (300, 1000)])
 def test_documents_that_fit_badly_wait_for_a_bounded_time(lengths):
     """Micro-batches hold one or two of them. As Algorithm 1 stands, ever more would wait."""

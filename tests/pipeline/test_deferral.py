@@ -23,9 +23,7 @@ def weights_of(backward, share, parts, *, held=0.0, limit=np.inf):
     alike = WeightGradients.alike(counts, backward * share)
     real = np.arange(parts + 1)[:, None] < counts[:, :, None, None]
     return replace(
-        alike,
-        held=held * np.broadcast_to(real, alike.times.shape),
-        limit=np.full(len(backward), float(limit)),
+        alike, held=held * np.broadcast_to(real, alike.times.shape), limit=np.full(len(backward), float(limit))
     )
 
 

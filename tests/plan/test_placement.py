@@ -176,13 +176,6 @@ def test_many_and_the_largest_work_are_placed_as_by_the_reference(total, dp, pp,
     both(order, large[both(place, large, given)[-1]], given)
 
 
-def test_a_job_whose_times_overflow_is_refused():
-    sizes = {"context_length": 1 << 26, "max_tokens": 1 << 26, "pp": 16, "vpp": 2}
-    job(num_micro_batches=16, **sizes)
-    with pytest.raises(ValueError, match="the work of 32 micro-batches of 67108864 tokens .* overflows 64 bits"):
-        job(num_micro_batches=32, **sizes)
-
-
 def test_a_step_runs_its_micro_batches_as_they_are_placed_and_ordered():
     given = job(num_micro_batches=16, context_length=1000, dp=2, pp=4, packing=FixedPacking())
     lengths = np.random.default_rng(3).integers(10, 900, 600)

@@ -41,11 +41,7 @@ WAYS = {
 }
 """Sharding, whether key heads run by turns or come by `exchange_rows`, and the window."""
 CPU = get_backend("cpu", "cpu")
-NUMBERS = {
-    "fp32": (torch.float32, CPU),
-    "bf16": (torch.bfloat16, CPU),
-    "fp64": (torch.float64, Float64()),
-}
+NUMBERS = {"fp32": (torch.float32, CPU), "bf16": (torch.bfloat16, CPU), "fp64": (torch.float64, Float64())}
 
 
 def _attend(cp, way, numbers, heads, sizes, save_gathered, ahead, has_sink, gradients_in_fp32):
@@ -56,11 +52,7 @@ def _attend(cp, way, numbers, heads, sizes, save_gathered, ahead, has_sink, grad
     plan = _plan(LENGTHS, sharding, cp, [(0, 1), (1, heads[1])] if turns == "by turns" else None)
     rows, (dtype, backend) = local_rows(plan, group.rank()), numbers
     options = AttentionOptions(
-        backend=backend,
-        scale=0.3,
-        window=window,
-        save_gathered=save_gathered,
-        gradients_in_fp32=gradients_in_fp32,
+        backend=backend, scale=0.3, window=window, save_gathered=save_gathered, gradients_in_fp32=gradients_in_fp32
     )
     metadata = ShardMetadata.build(plan, group.rank(), options.backend.encode)
     q, k, v, dout = (x[rows] for x in inputs(sum(LENGTHS), heads, sizes, dtype))

@@ -18,12 +18,7 @@ from tests.simulate.shards import JOBS, SMALL, job, shards_of
 
 AT_ONCE = Collective(ranks=(2,), latency_us=(0.0,), gb_per_s=(np.inf,))
 FREE = Network(
-    name="free",
-    all_gather=AT_ONCE,
-    reduce_scatter=AT_ONCE,
-    all_reduce=AT_ONCE,
-    link_gb_per_s=np.inf,
-    hop_us=0.0,
+    name="free", all_gather=AT_ONCE, reduce_scatter=AT_ONCE, all_reduce=AT_ONCE, link_gb_per_s=np.inf, hop_us=0.0
 )
 """Communication takes no time."""
 

@@ -8,12 +8,7 @@ import pytest
 from megatron_wlb.hardware.profile import FLOPS_PROFILE
 from megatron_wlb.model import MODELS
 from megatron_wlb.simulate.step import simulate_step
-from megatron_wlb.simulate.weight_gradients import (
-    _weight_gradients,
-    part_counts,
-    undeferrable,
-    weight_gradients_before,
-)
+from megatron_wlb.simulate.weight_gradients import _weight_gradients, part_counts, undeferrable, weight_gradients_before
 from tests.simulate.shards import JOBS, SMALL, job, shards_of
 
 DOCUMENTS = [[3000, 1000], [8000], [500] * 9, [4000, 4000]]
