@@ -149,7 +149,7 @@ def judged(recipes: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], Cou
     for recipe in recipes:
         try:
             changes = judge(recipe)
-        except ValueError as error:
+        except (ValueError, KeyError) as error:  # KeyError: upstream's parser has no such value
             verdict = "refused"
             reasons[re.sub(r"\d+", "N", str(error).removeprefix("--wlb: "))[:120]] += 1
         else:

@@ -175,10 +175,11 @@ def adapt_mtp(layer: Any, config: Any, options: AttentionOptions | None) -> None
 def check_layer(layer: Any) -> None:
     """Raise ValueError for the spec of a layer without Megatron's own self-attention."""
     found = getattr(getattr(layer.submodules, "self_attention", None), "module", None)
-    if found not in (SelfAttention, MLASelfAttention, WlbSelfAttention, WlbLatentAttention, WlbLatentExchange):
+    inherits = getattr(found, "forward", None) is SelfAttention.forward
+    if not inherits and found not in (MLASelfAttention, WlbLatentAttention, WlbLatentExchange):
         raise ValueError(
-            f"--wlb: --spec names a layer with {getattr(found, '__name__', 'no self-attention')}, not Megatron's "
-            "SelfAttention or MLASelfAttention; leave one of them out"
+            f"--wlb: --spec names a layer with {getattr(found, '__name__', 'no self-attention')}, without the forward "
+            "pass of Megatron's SelfAttention or MLASelfAttention; leave one of them out"
         )
 
 
@@ -193,7 +194,9 @@ def _adapt(layer: Any, config: Any, options: AttentionOptions | None) -> None:
         submodules.self_attention.module = WlbLatentExchange if options.latents else WlbLatentAttention
     else:
         attention.core_attention = partial(WlbCoreAttention, options=options)
-        submodules.self_attention.module = WlbSelfAttention
+        given = submodules.self_attention.module
+        if not issubclass(given, WlbSelfAttention):
+            submodules.self_attention.module = type(given.__name__, (WlbSelfAttention, given), {})
     if config.transformer_impl == "local":
         submodules.input_layernorm = submodules.pre_mlp_layernorm = _torch_norm
         if config.qk_layernorm:

@@ -87,6 +87,7 @@ _ADAPTATIONS = (
         {
             **{"cuda_graph_impl": "none", "cuda_graph_modules": [], "cuda_graph_scope": None},
             **{"enable_cuda_graph": False, "external_cuda_graph": False, "cuda_graph_scope_deprecated": None},
+            "inference_cuda_graph_scope": None,
         },
         "a graph replays one length, and micro-batches vary in length",
         "the host launches every kernel",
@@ -101,6 +102,12 @@ _ADAPTATIONS = (
         lambda a, given: a.tp_comm_overlap and a.tensor_model_parallel_size == 1,
         _without("tp_comm_overlap"),
         "there is nothing to overlap with one tensor-parallel rank",
+    ),
+    _Adaptation(
+        _if_set("moe_pad_expert_input_to_capacity"),
+        _without("moe_pad_expert_input_to_capacity"),
+        "padding wants equal lengths on all ranks, and what is over the capacity is dropped without it, too",
+        "inputs of experts vary in length",
     ),
     _Adaptation(
         _if_set("overlap_moe_expert_parallel_comm"),

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 _REASONS = {
-    "needs fixed shapes, and micro-batches vary in length; leave it out": "moe_pad_expert_input_to_capacity",
     "divides weights over other ranks, by which the data-parallel size means another number; leave it out": (
         "expert_tensor_parallel_num_weight_shards tensor_parallel_num_weight_shards"
     ),

@@ -52,6 +52,11 @@ PRICED = [
         "--cuda-graph-impl local: .*; the host",
     ),
     ({"enable_cuda_graph": True}, {"enable_cuda_graph": False}, "--enable-cuda-graph: "),
+    (
+        {"moe_pad_expert_input_to_capacity": True},
+        {"moe_pad_expert_input_to_capacity": False},
+        "--moe-pad-expert-input-to-capacity: .* vary in length$",
+    ),
     (TP2 | {"tp_comm_overlap": True, "use_transformer_engine_op_fuser": True}, {"tp_comm_overlap": False}, "hidden$"),
     (
         {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
