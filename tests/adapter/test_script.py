@@ -16,7 +16,7 @@ import torch
 from megatron.training.models import GPTModelConfig, HybridModelConfig
 
 from megatron_wlb.adapter import compat, script
-from tests.adapter.training import ALGORITHM_1, CP2, MODEL, WLB, less, train
+from tests.adapter.training import ALGORITHM_1, MODEL, WLB, less
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("upstream_script.py"))
@@ -79,27 +79,6 @@ def test_after_installation_the_script_itself_takes_the_flag(hooked, dataset, mo
     assert run("-c", loaded, "--wlb", python=hooked).stdout == "['megatron_wlb_hook']\n"
     monkeypatch.setenv("MEGATRON_WLB_HOOK", "0")
     assert "unrecognized arguments: --wlb" in run(*script, *flags, python=hooked).stderr
-
-
-def test_flags_of_the_checkpoint_count_in_a_script(dataset, tmp_path):
-    """All but attention dropout, which the script may build its model with."""
-    common = ["--optimizer", "adam", "--data-cache-path", str(tmp_path / "cache")]
-    save = ["--save", str(tmp_path), "--save-interval", "9", "--train-iters", "1", "--attention-dropout", "0.1"]
-    train(1, dataset, *common, *save, wlb=False)
-    flags = [
-        *less(MODEL, "--seq-length --attention-dropout --calculate-per-token-loss"),
-        *common,
-        *CPU,
-        "--data-path",
-        dataset,
-        "--wlb",
-        "--wlb-restart-packing",
-    ]
-    flags += ["--load", str(tmp_path), "--use-checkpoint-args", "--override-opt-param-scheduler"]
-    finished = run(*LAUNCH, "2", *AS_MEGATRONS, SCRIPT, *flags, *CP2.split())
-    assert len(steps(finished)) == 1
-    assert re.search(r" attention_dropout \.+ 0\.0\n", finished.stdout)
-    assert "sets --calculate-per-token-loss: " in finished.stdout
 
 
 def test_without_wlb_the_script_trains_by_itself(dataset, tmp_path):

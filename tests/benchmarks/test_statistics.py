@@ -8,8 +8,7 @@ import pytest
 from scipy import stats
 
 from benchmarks import convergence_report, results
-from benchmarks.critical_path import Costs, compare, critical_path, even_path, fit, summarise
-from benchmarks.paper.figures import BLOCKS, Outcome, speedup
+from benchmarks.critical_path import critical_path, even_path, fit
 
 
 @pytest.fixture
@@ -101,26 +100,6 @@ def test_critical_path():
     assert even_path("PP=2 VPP=2", np.array([[6.0, 3.0], [6.0, 3.0]])) == pytest.approx(2.5 * 4.5)
 
 
-def total(seconds, critical, even):
-    model = {"model critical": 6.0, "model even": 5.0}
-    return {"seconds": seconds, "critical": critical, "even": even, "tokens": 1.0, "other": 0.5} | model
-
-
-def test_gains_of_balance():
-    plain = total(10, 9, 6)
-    alone = compare(plain, plain)
-    assert (alone["fraction"], alone["imbalance"], alone["imbalance by model"]) == (0, 1.5, 1.2)
-    assert alone["attainable by model"] == pytest.approx(10 / (1 + 7.5))
-    assert (alone["other_computing"], alone["no_computing"]) == (0.05, pytest.approx(0.05))
-    perfect = compare(plain, total(7, 6, 6))
-    assert perfect["fraction"] == perfect["fraction_by_cpu_time"] == pytest.approx(1)
-    assert perfect["attainable"] == perfect["speedup_per_work"] == perfect["speedup_in_tokens"] == pytest.approx(10 / 7)
-    assert perfect["speedup_by_cpu_time"] == pytest.approx(9.5 / 6.5)
-    # Whole documents, of twice the work for the same tokens, in balance: slower by token, faster by work.
-    whole = compare(plain, total(14, 12, 12))
-    assert (whole["speedup_in_tokens"], whole["speedup_per_work"]) == pytest.approx((10 / 14, 20 / 14))
-
-
 def test_fit_finds_the_costs_of_micro_batches():
     rng = np.random.default_rng(0)
     rows, pairs, kernel = (rng.integers(1, 1000, (5, 2)) * scale for scale in (1, 1000, 1))
@@ -133,33 +112,3 @@ def test_fit_finds_the_costs_of_micro_batches():
     assert fit(steps(7.0 * rows + 2.0 * kernel)).row == pytest.approx(3.5)
     with pytest.raises(ValueError, match="no longer for more attention"):
         fit(steps(7.0 * rows - 1e-9 * pairs))
-
-
-def test_rows_of_methods():
-    def rounds(*busy_and_seconds):
-        same = {"tokens": 8, "work": 4, "late": 2, "group": None, "other": 0, "weights": [0.0], "rows": [4]}
-        return [
-            [[same | {"seconds": s, "busy": [b], "pairs": [b], "kernel_us": [0]}] for b in busy]
-            for busy, s in busy_and_seconds
-        ]
-
-    measured = {"plain": rounds(((3, 1), 4), ((6, 2), 8)), "even": rounds(((2, 2), 3), ((4, 4), 6))}
-    exact, work = {"exact": Costs(crossover=0, row=1.0)}, {"plain": 10.0, "even": 12.0}
-    plain, even = summarise("DP=2", 1, measured, exact, work, measured["plain"])
-    assert even["fraction"] == pytest.approx(1)
-    assert even["speedup_in_tokens_min"] == even["speedup_in_tokens_max"] == pytest.approx(4 / 3)
-    assert even["speedup_per_token"] == pytest.approx(4 / 3 / 1.2)
-    assert (plain["imbalance"], even["imbalance"], plain["imbalance by exact"]) == (1.5, 1, 1.5)
-    assert plain["share_error_p90"] == even["share_error_p90"] == 0
-    assert (plain["tokens"], plain["seconds"], plain["late_steps"]) == (16, 12, 0.25)
-    assert even["over_plain_dp"] == pytest.approx(4 / 3) and even["over_plain_dp by exact"] == pytest.approx(1.5)
-
-
-def test_speedups_and_their_errors():
-    work = np.ones(64)
-    plain = Outcome(work=work, times=np.full(64, 2.0))
-    assert speedup(Outcome(work=work, times=np.full(64, 1.6)), plain)["speedup"] == pytest.approx(1.25)
-    times = np.repeat(np.tile([1.0, 3.0], BLOCKS // 2), 4)
-    found = speedup(Outcome(work=work, times=times), plain)
-    assert found["speedup"] == pytest.approx(1)
-    assert found["standard_error"] == pytest.approx(np.std(2 / times[::4], ddof=1) / 4)
