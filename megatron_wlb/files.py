@@ -4,10 +4,12 @@ import contextlib
 import errno
 import os
 import secrets
+import signal
 import stat
 import tempfile
+import threading
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 INPUTS: set[str] = set()
 """Real paths of the files that this process has opened to read; outputs must not replace them."""
@@ -42,25 +44,44 @@ def read(path: str | os.PathLike[str], most_bytes: int, remedy: str) -> bytes:
 
 
 @contextlib.contextmanager
+def ending() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit, which cleans up, in the main thread and where nothing else handles it."""
+    free = threading.current_thread() is threading.main_thread()
+    free = free and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if free:
+        signal.signal(signal.SIGTERM, _end)
+    try:
+        yield
+    finally:
+        if free:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _end(number: int, frame: Any) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+@contextlib.contextmanager
 def written(path: str | os.PathLike[str]) -> Iterator[Any]:
     """Open a text file that appears as `path` when complete. Raises OSError.
 
     A link is replaced, not followed. Nothing is left behind but by SIGKILL.
     """
     temporary = os.path.join(os.path.dirname(os.path.abspath(path)), f".megatron-wlb-{secrets.token_hex(8)}.tmp")
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            yield file
-            file.flush()
-            os.fsync(descriptor)
-        os.replace(temporary, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        if isinstance(error, OSError):
-            error.filename, error.filename2 = os.fspath(path), None
-        raise
+    with ending():
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+            with open(descriptor, "w", encoding="utf-8") as file:
+                yield file
+                file.flush()
+                os.fsync(descriptor)
+            os.replace(temporary, path)
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            if isinstance(error, OSError):
+                error.filename, error.filename2 = os.fspath(path), None
+            raise
 
 
 def append(path: str | os.PathLike[str], data: bytes, flag: str) -> None:

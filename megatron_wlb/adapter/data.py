@@ -230,6 +230,8 @@ class DocumentDataset(torch.utils.data.Dataset[Batch]):
         )
 
     def _read(self, plan: MicroBatchPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        for i in np.unique(plan.documents["dataset"]).tolist():
+            _check_size(self._data.indices[i])
         shard = plan.shards.shards[self._cp_rank]
         out = np.zeros((2, 1 + self._depths, shard.tokens), np.int64)
         mask = np.zeros((1 + self._depths, shard.tokens), np.float32)
@@ -270,6 +272,16 @@ class DocumentDataset(torch.utils.data.Dataset[Batch]):
         return self._data.masks[document["dataset"]][at : at + count]
 
 
+def _check_size(index: DocumentIndex | MockIndex) -> None:
+    """Raise ValueError for a `.bin` file that is cut off.
+
+    Of a mapped one SIGBUS would tell, without a word, and of one that is read uninitialised memory would be trained.
+    """
+    if isinstance(index, DocumentIndex) and (size := os.path.getsize(f"{index.prefix}.bin")) < index.bytes:
+        name, before = f"{index.prefix}.bin", index.bytes
+        raise ValueError(f"{name} was cut off since the run began: it has {size} bytes instead of {before}; restore it")
+
+
 def _reader(index: DocumentIndex | MockIndex, mmap: bool) -> Callable[[int, int, int], np.ndarray]:
     if isinstance(index, MockIndex):
         return index.read
@@ -277,9 +289,6 @@ def _reader(index: DocumentIndex | MockIndex, mmap: bool) -> Callable[[int, int,
 
     def read(document: int, first: int, count: int) -> np.ndarray:
         offset = int(index.pointers[document]) + first * index.item_bytes
-        if not mmap and os.path.getsize(f"{index.prefix}.bin") < offset + count * index.item_bytes:
-            # Upstream's reader would return uninitialised memory.
-            raise ValueError(f"{index.prefix}.bin was cut off since the run began, before byte {offset}; restore it")
         tokens: np.ndarray = dataset.bin_reader.read(dtype=dataset.index.dtype, count=count, offset=offset)
         return tokens
 

@@ -34,6 +34,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, refusal(self.prog, f"{message}; see {self.prog} --help"))
 
 
+@files.ending()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command (default: the arguments of the process). Returns the exit code."""
     parser = Parser(prog="megatron-wlb", description="WLB-LLM for Megatron-LM, without training.")
@@ -55,7 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     files.INPUTS.clear()
-    ended = signal.signal(signal.SIGTERM, _end)
     try:
         if words[end + 1 :] and args.run not in (analyze.run, rehearse.run):
             raise ValueError(f"{words[end + 1]} behind --: only analyze and rehearse take a run's command")
@@ -76,12 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(args.command, f"{where}{error.strerror or error}; check the name, rights and space")
     except ValueError as error:
         return _refuse(args.command, str(error))
-    finally:
-        signal.signal(signal.SIGTERM, ended)
-
-
-def _end(number: int, frame: Any) -> NoReturn:
-    raise SystemExit(128 + number)  # unlike the signal itself, it lets files be cleaned up
 
 
 def _refuse(command: str, message: str) -> int:

@@ -31,6 +31,8 @@ class DocumentIndex:
     pointers: np.ndarray
     """First byte of each document in the `.bin` file, int64 [documents]."""
     item_bytes: int
+    bytes: int
+    """Size of the `.bin` file."""
     fingerprint: str
     """Digest of the lengths, of the size of the `.bin` file and of a sample of it."""
 
@@ -74,7 +76,12 @@ def read_index(prefix: str) -> DocumentIndex:
             sampled.seek(begin)
             digest.update(sampled.read(_SAMPLE_BYTES))
     return DocumentIndex(
-        prefix=prefix, tokens=tokens, pointers=begins, item_bytes=item_bytes, fingerprint=digest.hexdigest()
+        prefix=prefix,
+        tokens=tokens,
+        pointers=begins,
+        item_bytes=item_bytes,
+        bytes=size,
+        fingerprint=digest.hexdigest(),
     )
 
 

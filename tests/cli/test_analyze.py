@@ -140,9 +140,8 @@ def test_overlapped_communication_counts_in_all_columns(tmp_path, long, capsys):
     """Of a run with documents apart and layers that are not simulated."""
     run = f"{RUN} {LARGE} {long} --sequence-parallel"
     alone = analyse(tmp_path, "--steps 8", run)
-    found = analyse(
-        tmp_path, "--steps 8 --approximate", run, "--tp-comm-overlap --hybrid-override-pattern M* --reset-attention-mask"
-    )
+    strange = "--tp-comm-overlap --hybrid-override-pattern M* --reset-attention-mask"
+    found = analyse(tmp_path, "--steps 8 --approximate", run, strange)
     assert (alone["reference"], found["lost"], found["reference"]) == ("plain", {}, "thd")
     assert list(alone["schemes"]) == ["plain", "thd", "paper", "ours"]
     for name in alone["schemes"]:
