@@ -118,6 +118,12 @@ def test_layouts(stated, expected):
         ({"world_size": 3}, "8 micro-batches a step cannot be shared by 3 data-parallel ranks"),
         ({"pipeline_model_parallel_size": 4, "num_virtual_stages_per_pipeline_rank": 3, "world_size": 16},
          "cannot be interleaved over 4 pipeline stages in groups of 4"),
+        ({"num_layers": "many"}, "^--num-layers many: Expected `int.*; give another value$"),
+        ({"num_layers": 0}, "^--num-layers is 0; it must be from 1 to 4096$"),
+        ({"seed": "-1"}, "^--seed is -1; it must be from 0 to"),
+        ({"world_size": 10**9}, "^--num-gpus is 1000000000; it must be"),
+        ({"recompute_granularity": "x" * 99}, r"^--recompute-granularity is x{37}\.\.\.; choose one of full, selec"),
+        ({"add_bias_linear": "maybe"}, "^--disable-bias-linear maybe: Expected `bool`"),
         ({"cpu_offloading_num_layers": 8, "pipeline_model_parallel_size": 2}, "neither with pipeline stages"),
     ],
 )  # fmt: skip
@@ -125,22 +131,6 @@ def test_contradictions(stated, message):
     stated = {name: value for name, value in (JOB | stated).items() if value is not None}
     with pytest.raises(ValueError, match=message):
         job_of(MegatronArguments.of(stated), settings=PlanSettings())
-
-
-@pytest.mark.parametrize(
-    ("stated", "message"),
-    [
-        ({"num_layers": "many"}, "^--num-layers many: Expected `int.*; give another value$"),
-        ({"num_layers": 0}, "^--num-layers is 0; it must be from 1 to 4096$"),
-        ({"seed": "-1"}, "^--seed is -1; it must be from 0 to"),
-        ({"world_size": 10**9}, "^--num-gpus is 1000000000; it must be"),
-        ({"recompute_granularity": "x" * 99}, r"^--recompute-granularity is x{37}\.\.\.; choose one of full, selec"),
-        ({"add_bias_linear": "maybe"}, "^--disable-bias-linear maybe: Expected `bool`"),
-    ],
-)
-def test_values_of_another_kind(stated, message):
-    with pytest.raises(ValueError, match=message):
-        arguments(**stated)
 
 
 def test_values_may_be_text_and_what_is_unknown_does_not_matter():

@@ -78,22 +78,21 @@ def test_a_planner_plans_ahead_and_keeps_steps_until_they_are_released():
         running.get(4)
 
 
-def test_a_planner_at_another_step_than_its_packer_says_so():
+def fails(running, step, cause):
+    with pytest.raises(RuntimeError, match=f"planning failed before step {step}") as error:
+        running.get(step)
+    assert re.search(cause, str(error.value.__cause__), re.DOTALL)
+
+
+def test_a_planner_at_another_step_or_whose_thread_has_ended_says_so(monkeypatch):
+    """A reader in a process that was forked since would wait for ever."""
     other = packer_of(job())
     other.next()
     running = Planner(other, job(), 0, first_step=0)
-    with pytest.raises(RuntimeError, match="planning failed before step 0") as error:
-        running.get(0)
-    assert "the packer is at step 1, training at step 0; load the state of that step" in str(error.value.__cause__)
-
-
-def test_a_planner_whose_thread_has_ended_says_so(monkeypatch):
-    """A reader in a process that was forked since would wait for ever."""
+    fails(running, 0, "the packer is at step 1, training at step 0; load the state of that step")
     monkeypatch.setattr(Planner, "_run", lambda self: None)
     monkeypatch.setattr("megatron_wlb.plan.step._LOOK_SECONDS", 0.01)
-    with pytest.raises(RuntimeError, match="planning failed before step 0") as error:
-        planner().get(0)
-    assert "has ended at step 0, or this process was forked since" in str(error.value.__cause__)
+    fails(planner(), 0, "has ended at step 0, or this process was forked since")
 
 
 def test_a_planner_says_that_the_data_is_at_its_end():
@@ -137,10 +136,8 @@ def test_a_closed_planner_leaves_nothing_behind():
     running.close()
     assert not thread.is_alive()
     assert running.get(0).step == 0
-    with pytest.raises(RuntimeError, match="planning failed before step 90") as error:
-        running.get(90)
-    assert "the planner's thread has ended" in str(error.value.__cause__)
-    del running, error
+    fails(running, 90, "the planner's thread has ended")
+    del running
     gc.collect()
     assert held() is None
     planner().close()  # which never began
@@ -161,9 +158,7 @@ def test_a_planner_that_is_stuck_ends_the_run_with_its_stack(monkeypatch):
     running.get(0)
     stuck.wait()
     running._patience_seconds = 0.01
-    with pytest.raises(RuntimeError, match="planning failed before step 1") as error:
-        running.get(1)
-    assert re.search(r"(?s)step 1 was not planned in 0 s; .*stuck here:.*in never_ready", str(error.value.__cause__))
+    fails(running, 1, "step 1 was not planned in 0 s; .*stuck here:.*in never_ready")
     running.close()  # without waiting for it
     go_on.set()
 
