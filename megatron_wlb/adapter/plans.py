@@ -171,14 +171,18 @@ def _code() -> dict[str, int]:
 
 
 def _compare(split: str, plan: StepPlan, agreed: dict[str, int], device: torch.device) -> None:
-    """Raise RuntimeError on every rank if any two ranks planned differently."""
+    """Raise RuntimeError on every rank if any two ranks planned differently.
+
+    The host waits for the news: behind calls that do not match, no rank could say any more what differs.
+    """
     same = agreed | plan.digests
     own = len(same) + mpu.get_data_parallel_rank()
     told = torch.full((2, len(same) + mpu.get_data_parallel_world_size()), -1 << 63, dtype=torch.int64)
     told[0, : len(same)] = torch.tensor([*same.values()])
     told[0, own] = plan.own_digest
     told[1, : len(same)], told[1, own] = -told[0, : len(same)], -told[0, own]
-    told = told.to(device)
+    if device.type == "cuda":
+        told = told.pin_memory().to(device, non_blocking=True)
     torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MAX)
     largest, least = told.cpu()
     if torch.equal(largest, -least):

@@ -6,6 +6,7 @@ longer than most ranks. Standard output has lines "RANK steps N" after every ste
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import runpy
@@ -47,7 +48,8 @@ class Watch:
         self._lines: dict[tuple[str, str], int] = {}
         self.at = "start"
         library = ("contextlib.py", "functools.py", "typing_extensions.py")
-        self._here = (str(Path(__file__).parent), os.sep + "torch" + os.sep, "<", *library)
+        here = (str(Path(__file__).parent), os.sep + "torch" + os.sep, "<", *library)
+        self._passes_on = functools.cache(lambda name: any(part in name for part in here))
         self._native = ctypes.CDLL(None)
         self._asked = ctypes.CFUNCTYPE(ctypes.c_int)(self._where)  # kept: the stand-in calls it
         device = _Device(
@@ -76,7 +78,7 @@ class Watch:
 
     def _where(self) -> int:
         frame: Any = sys._getframe(1)
-        while frame is not None and any(part in frame.f_code.co_filename for part in self._here):
+        while frame is not None and self._passes_on(frame.f_code.co_filename):
             frame = frame.f_back
         line = "torch"  # a thread of autograd, with nothing of Python above it
         if frame is not None:
@@ -99,7 +101,9 @@ def main() -> None:
 
     store = world.install(task.world_size)
     te.install()
-    from megatron.training import training  # noqa: F401  # imported once for all ranks
+    # Imported once for all ranks.
+    from megatron.core.tokenizers.text import text_tokenizer  # noqa: F401
+    from megatron.training import training  # noqa: F401
 
     from megatron_wlb.adapter import training as ours  # noqa: F401
 
