@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_wlb.describe.refusals import REFUSED, check, refuses
+from megatron_wlb.describe.refusals import REFUSED, check
 
 SERVED = {
     **{"seq_length": 1024, "micro_batch_size": 1, "calculate_per_token_loss": True, "attention_dropout": 0},
@@ -74,18 +74,3 @@ def test_refused_if_given_at_all():
 def test_refused_for_its_value_or_beside_another(arguments, message):
     with pytest.raises(ValueError, match=f"^--wlb: .*{message}"):
         check(Namespace(**SERVED | arguments))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "has_experts", "refused"),
-    [
-        ("fim_data", True, False, True),
-        ("fim_data", False, False, False),
-        ("window_size", "128,128", False, True),
-        ("attention_dropout", "none", False, True),
-        ("moe_router_load_balancing_type", "quantile_balancing", False, False),
-        ("moe_router_load_balancing_type", "quantile_balancing", True, True),
-    ],
-)
-def test_an_argument_by_itself(name, value, has_experts, refused):
-    assert refuses(name, value, has_experts=has_experts) == refused

@@ -97,32 +97,6 @@ def test_the_original_work_is_that_of_the_documents_drawn():
     assert all(0 < len(original_work(packer.next().drawn, described)) <= 4 for _ in range(20))
 
 
-def test_a_step_whose_documents_all_wait_draws_again():
-    # 3 levels: of lengths 10, 9 and 6 none has a second document within the first two windows of 10.
-    def packer():
-        described = job(
-            packing=WlbPacking(outlier_thresholds=(5, 8, 10)),
-            context_length=10,
-            num_micro_batches=2,
-            crossover_tokens=5,
-            max_tokens=20,
-        )
-        return make(described, [10, 9, 6], shuffle=False)
-
-    first = packer().next()
-    assert first.step == 0
-    assert sorted(first.batch.documents["index"]) == [0, 1, 3, 4]
-    assert set(first.batch.documents["arrival"]) == {0}
-    assert first.num_waiting == 1
-    assert first.state["stream"]["position"] >= 40
-
-    both, resumed = packer(), packer()
-    both.next()
-    resumed.load_state(through_json(first.state))
-    for _ in range(10):
-        assert_same_step(both.next(), resumed.next())
-
-
 def run_to_the_end(packer):
     steps = []
     while not packer.finished:

@@ -1,4 +1,4 @@
-"""What the exchange between context-parallel ranks costs, and how much of it attention overlaps."""
+"""Work of documents, what the exchange of context-parallel ranks costs, and how much of it attention overlaps."""
 
 from dataclasses import replace
 
@@ -8,11 +8,14 @@ import pytest
 from megatron_wlb.cost.attention import exposed_exchange
 from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, Profile, load_profile
+from megatron_wlb.job import MAX_TOKENS
 from megatron_wlb.model import MODELS
-from megatron_wlb.sharding.select import shard
+from megatron_wlb.sharding.routing import moved_rows
+from megatron_wlb.sharding.select import round_costs, shard
 from megatron_wlb.simulate.passes import pass_times
+from megatron_wlb.types import document_work
 from tests.jobs import job
-from tests.reference.rounds import round_times
+from tests.reference.rounds import in_rounds, round_times
 
 LLAMA2_7B = MODELS["llama2-7b"]
 V3 = replace(MODELS["deepseek-v3"], num_layers=8)
@@ -96,3 +99,31 @@ def test_all_rows_are_gathered_before_attention_if_asked():
     assert np.array(exposed_exchange(saved, rows, none)) == pytest.approx(np.array([gather, scatter]))
     alone = job(cp_exchange="all", profile=MEASURED)
     assert not np.array(exposed_exchange(alone, rows, none)).any()
+
+
+def test_work_is_exact_and_at_the_crossover_attention_costs_as_much_as_the_rest():
+    assert document_work(np.array([1, 100, 50]), 100).tolist() == [101, 2 * 100**2, 50 * 150]
+    assert document_work(np.array([MAX_TOKENS], np.int32), 1 << 20).tolist() == [MAX_TOKENS * (MAX_TOKENS + (1 << 20))]
+
+
+def test_crossover_follows_the_model():
+    # Per layer 4 * 4096^2 weights of attention and 3 * 4096 * 11008 of the MLP, and a 32nd of the output projection.
+    weights = 4 * 4096**2 + 3 * 4096 * 11008 + 4096 * 32000 // 32
+    base = LLAMA2_7B.crossover_tokens
+    assert base == weights // 4096 == 50_408
+    assert replace(LLAMA2_7B, padded_vocab_size=0).crossover_tokens == 49_408
+    assert replace(LLAMA2_7B, num_query_groups=8).crossover_tokens < base
+    assert replace(LLAMA2_7B, gated_linear_unit=False).crossover_tokens < base
+    assert replace(LLAMA2_7B, ffn_hidden_size=2 * 11008).crossover_tokens == base + 3 * 11008  # two experts
+
+
+def test_shards_are_priced_with_the_network_of_their_profile():
+    """Over slow links fewer rows move, and the sharding chosen for fast links would take longer, and vice versa."""
+    profile = load_profile("h100-fa2")
+    slow = replace(profile, network=replace(profile.network, link_gb_per_s=profile.network.link_gb_per_s / 10))
+    near, far = (job(model=LLAMA2_7B, tp=8, cp=4, context_length=1 << 17, profile=each) for each in (profile, slow))
+    lengths = np.array([40_000, 20_000, 16_000, 16_000, 8000, 8000, *[2000] * 11, 1072], np.int64)
+    for_near, for_far = (shard(lengths, each)[1] for each in (near, far))
+    assert moved_rows(for_far).max() < moved_rows(for_near).max()
+    assert for_near.time < in_rounds(for_far, round_costs(near)).time
+    assert for_far.time < in_rounds(for_near, round_costs(far)).time
