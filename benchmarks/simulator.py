@@ -1,18 +1,15 @@
 """The simulator against pipelines that really ran: upstream's schedules on gloo, every pass timed.
 
-    python -m benchmarks.simulator [--quick] [--check] [--record FILE.json]
+    python -m benchmarks.simulator [--quick] [--check]
 
 Upstream's own 1F1B and interleaved 1F1B run with our communicator, one process a stage, over micro-batches of varying
 length. The times of all passes and of messages of the same sizes go into the simulator; compared are the makespan of
 the step and the beginning of each pass. PP=2 computes (attention by documents, MLPs, one core a process). PP=4, for
-want of four cores, *waits* in its passes; its rows say so. Writes benchmarks/results/simulator.json; --record keeps the
-step of every layout in which stages wait most.
+want of four cores, *waits* in its passes; its rows say so. Writes benchmarks/results/simulator.json.
 """
 
-import json
 import os
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -54,8 +51,6 @@ class Recording:
     """A step that ran. Times are in us from the beginning of its first pass."""
 
     schedule: Schedule
-    tokens: list[int]
-    """Tokens of every micro-batch."""
     start: np.ndarray
     """[directions, stages, chunks, micro-batches], as `end`; see `Timeline`."""
     end: np.ndarray
@@ -82,30 +77,14 @@ class Recording:
         """Share of the step in which no pass runs, in the mean of all stages."""
         return 1 - float((self.end - self.start).sum() / self.end.max() / self.schedule.num_stages)
 
-    def to_json(self) -> Row:
-        """Whole us."""
-        arrays = {name: getattr(self, name).round().astype(int).tolist() for name in ("start", "end", "transfer")}
-        return {"schedule": asdict(self.schedule), "tokens": self.tokens, **arrays}
-
-    @classmethod
-    def from_json(cls, data: Row) -> "Recording":
-        arrays = {name: np.array(data[name], np.float64) for name in ("start", "end", "transfer")}
-        return cls(schedule=Schedule(**data["schedule"]), tokens=data["tokens"], **arrays)
-
 
 def main() -> None:
-    parser = results.parser(__doc__, "seconds: small passes")
-    parser.add_argument("--record", metavar="FILE.json", help="keep the step of every layout with most waits")
-    args = parser.parse_args()
+    args = results.parser(__doc__, "seconds: small passes").parse_args()
     size = Size(hidden=64, max_tokens=512, steps=2) if args.quick else Size()
-    runs = [(layout, record(layout, size)) for layout in LAYOUTS]
-    rows = [summary(layout, recordings) for layout, recordings in runs]
+    rows = [summary(layout, record(layout, size)) for layout in LAYOUTS]
     wanted = [results.at_most(f"{row['layout']}: largest error of a step", row["error_max"], WITHIN) for row in rows]
     shown = ("layout", "measured_ms", "simulated_ms", "error_median", "error_max", "start_error_max", "idle_share")
     results.show(rows, shown, width=120)
-    if args.record is not None:
-        kept = {layout.name: max(recordings, key=lambda r: r.idle).to_json() for layout, recordings in runs}
-        Path(args.record).write_text(json.dumps(kept, separators=(",", ":")).replace('},"PP', '},\n"PP') + "\n")
     settings = {"hidden": size.hidden, "layers_per_stage": size.layers, "heads": HEADS}
     settings |= {"max_tokens": size.max_tokens, "steps": size.steps, "backend": "gloo, float32"}
     results.finish(args, "simulator", settings=settings, rows=rows, goals=wanted)
@@ -120,16 +99,13 @@ def record(layout: Layout, size: Size) -> list[Recording]:
     steps = [_micro_batches(rng, schedule.num_micro_batches, size.max_tokens) for _ in range(size.steps + 1)]
     ranks = run_world(pipeline, schedule.num_stages, schedule, size, steps, layout.computes, timeout=600)
     recordings = []
-    for step, documents in list(enumerate(steps))[1:]:
+    for step in range(1, len(steps)):
         times = np.empty((2, 2, schedule.num_stages, schedule.num_chunks, schedule.num_micro_batches))
         for stage, rank in enumerate(ranks):
             for op, begin_end in zip(schedule.ops(stage), rank["passes"][step], strict=True):
                 times[:, int(op["backward"]), stage, op["chunk"], op["micro_batch"]] = begin_end
         start, end = 1e6 * (times - times.min())
-        tokens = [sum(lengths) for lengths in documents]
-        recordings.append(
-            Recording(schedule=schedule, tokens=tokens, start=start, end=end, transfer=ranks[0]["transfers"][step])
-        )
+        recordings.append(Recording(schedule=schedule, start=start, end=end, transfer=ranks[0]["transfers"][step]))
     return recordings
 
 

@@ -31,7 +31,7 @@ def slow(*values):
         slow("end_to_end_cpu", "--quick", "end_to_end_cpu"),
         slow("packing", "--quick", "packing"),
         slow("sft_cpu", "--quick", "sft_cpu"),
-        slow("simulator", "--quick --record {}/recorded.json", "simulator"),
+        slow("simulator", "--quick", "simulator"),
     ],
     ids=lambda value: value if "." in value or "-" not in value else "",
 )
