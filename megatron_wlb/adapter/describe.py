@@ -93,22 +93,19 @@ def make_job(args: Namespace, **fixed: Any) -> Job:
     settings, sizes = PlanSettings.from_args(args), compat.batch_sizes(args)
     if sizes:
         fixed.setdefault("global_batch_size", max(n for _, n in sizes))
+    profile = FLOPS_PROFILE.name
+    if torch.cuda.is_available():
+        profile = DEFAULT_PROFILE if torch.cuda.get_device_capability() >= (9, 0) else AMPERE_PROFILE
     return job_of(
         MegatronArguments.of(vars(args)),
         settings=settings,
         packing=packing.from_args(args),
         sharding=Sharding.from_args(args),
-        default_profile=_profile_of_device(),
+        default_profile=profile,
         budget_bytes=_budget_bytes(args) if settings.memory_budget is None else None,
         bytes_per_value=args.params_dtype.itemsize,
         **fixed,
     )
-
-
-def _profile_of_device() -> str:
-    if not torch.cuda.is_available():
-        return FLOPS_PROFILE.name
-    return DEFAULT_PROFILE if torch.cuda.get_device_capability() >= (9, 0) else AMPERE_PROFILE
 
 
 def best_job(args: Namespace, stream: Callable[[], DocumentStream]) -> tuple[Job, list[Prediction]]:

@@ -45,9 +45,17 @@ def unhook() -> None:
 
 
 def after_megatron() -> None:
-    """Do the part of `install` that imports megatron, after `before_megatron`."""
+    """Check upstream's version, adapt it to the CPU where there is no GPU, and `teach` it."""
+    import megatron.core
+    import torch
+
+    from megatron_wlb.adapter import compat, cpu
+
     with one_line():
-        _prepare()
+        compat.check_version(megatron.core.__version__)  # a checkout on PYTHONPATH has no metadata
+    if not torch.cuda.is_available():
+        sys.argv += cpu.FLAGS
+        cpu.install_megatron()
     teach()
 
 
@@ -104,19 +112,6 @@ def before_megatron() -> None:
             "--distributed-backend gloo to train on the CPU"
         )
     cpu.install()
-
-
-def _prepare() -> None:
-    """Check upstream's version, and adapt it to the CPU where there is no GPU."""
-    import megatron.core
-    import torch
-
-    from megatron_wlb.adapter import compat, cpu
-
-    compat.check_version(megatron.core.__version__)  # of the imported code: a checkout on PYTHONPATH has no metadata
-    if not torch.cuda.is_available():
-        sys.argv += cpu.FLAGS
-        cpu.install_megatron()
 
 
 def _parsing(original: Any, given: set[str]) -> Any:

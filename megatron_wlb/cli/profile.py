@@ -166,7 +166,8 @@ def fit_directions(
 
     Raises ValueError if the times do not grow with the tiles.
     """
-    held_out = held_out_shapes(len(shards))
+    # A third of the shapes, shuffled, always the same.
+    held_out = np.random.default_rng(0).permutation(len(shards)) % 3 == 2
     sizes = {"shapes_fitted": int((~held_out).sum()), "shapes_held_out": int(held_out.sum())}
 
     def fit_with(rows: int) -> tuple[float, dict[str, Any], dict[str, Any]]:
@@ -185,10 +186,6 @@ def fit_directions(
     if not kernel["forward"].tile + kernel["backward"].tile:
         raise ValueError("attention took no longer for more tiles; run without --quick, or while nothing else runs")
     return kernel, error
-
-
-def held_out_shapes(num_shapes: int) -> np.ndarray:
-    return np.random.default_rng(0).permutation(num_shapes) % 3 == 2
 
 
 def count(shard: Shard, heads: int, tile_rows: int) -> tuple[int, int, int]:

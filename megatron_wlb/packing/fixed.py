@@ -85,7 +85,11 @@ class WindowPolicy(ABC):
         self._carry, self._planned = waiting["carry"], np.concatenate((np.empty(0, DOCUMENT), *planned))
         self._bounds = np.cumsum([0, *map(len, planned)], dtype=np.int64)
         if len(planned) % self._job.num_micro_batches:
-            self._carry = _rejoined(np.concatenate((self._planned, self._carry)))
+            # Whole documents again, from all their pieces.
+            pieces = np.sort(np.concatenate((self._planned, self._carry)), order=["index", "offset"])
+            self._carry = pieces[np.flatnonzero(np.diff(pieces["index"], prepend=-1))]
+            number = np.unique(pieces["index"], return_inverse=True)[1]
+            self._carry["length"] = np.bincount(number, pieces["length"])
             self._planned, self._bounds = self._planned[:0], self._bounds[:1]
 
 
@@ -134,10 +138,3 @@ def _split(documents: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
         rest["offset"][0] += taken
         rest["length"][0] -= taken
     return first, rest
-
-
-def _rejoined(pieces: np.ndarray) -> np.ndarray:
-    pieces = np.sort(pieces, order=["index", "offset"])
-    documents = pieces[np.flatnonzero(np.diff(pieces["index"], prepend=-1))]
-    documents["length"] = np.bincount(np.unique(pieces["index"], return_inverse=True)[1], pieces["length"])
-    return documents

@@ -69,7 +69,9 @@ class WlbPolicy:
         n, max_tokens = self._job.num_micro_batches, self._job.max_tokens
         arrived = draw.global_batch(BACKLOG_STEPS * n * max_tokens - int(self._remained["length"].sum()))
         if draw.exhausted:
-            self._release_longest()
+            rows = np.concatenate((np.empty(0, DOCUMENT), *self._queues))
+            longest = longest_first(rows, np.zeros(len(rows), bool))[:n]
+            self._load(rows=np.delete(rows, longest), remained=np.concatenate((self._remained, rows[longest])))
         documents = np.concatenate((self._remained, *self._released(arrived)))
         late = np.zeros(len(documents), bool)
         late[: len(self._remained)] = self._remained["arrival"] + LATE_STEPS < step
@@ -92,11 +94,6 @@ class WlbPolicy:
             released.append(queue[:count])
             self._queues[i] = queue[count:]
         return released
-
-    def _release_longest(self) -> None:
-        rows = np.concatenate((np.empty(0, DOCUMENT), *self._queues))
-        longest = longest_first(rows, np.zeros(len(rows), bool))[: self._job.num_micro_batches]
-        self._load(rows=np.delete(rows, longest), remained=np.concatenate((self._remained, rows[longest])))
 
     def waiting(self) -> dict[str, np.ndarray]:
         return {f"queue{i}": queue for i, queue in enumerate(self._queues)} | {"remained": self._remained}

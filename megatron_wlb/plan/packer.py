@@ -86,7 +86,7 @@ class Packer:
             self._base = (self._step, self._stream.position)  # what the epoch's last steps lacked is not made up for
         draw = _Draw(self._stream, self._step, self._base, self._batch_tokens)
         while not len((batch := self._policy.pack(self._step, draw)).documents):
-            draw.skip_a_global_batch()
+            draw.base = draw.base[0], draw.base[1] + self._batch_tokens
         self._base = draw.base
         self._step += 1
         header, waiting = self._header(), self.waiting()
@@ -183,10 +183,6 @@ class _Draw:
 
     def drawn(self) -> np.ndarray:
         return np.concatenate(self._rows)
-
-    def skip_a_global_batch(self) -> None:
-        step, position = self.base
-        self.base = step, position + self._batch_tokens
 
 
 def make_packer(stream: DocumentStream, job: Job) -> Packer:

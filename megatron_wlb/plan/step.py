@@ -95,12 +95,14 @@ def plan_packed(packed: PackedStep, job: Job, dp_rank: int, rows: np.ndarray | N
     work = batch.sums(document_work(batch.documents["length"], job.crossover_tokens))
     rows, paces = _placed(work, batch.sums(batch.documents["length"]), job, rows)
     mine = rows[dp_rank][placement.order(paces[dp_rank], job)]
-    micro_batches = tuple(_micro_batch(packed.step, batch.micro_batch(i), job) for i in mine)
-    shards = [m.shards for m in micro_batches]
-    before = weight_gradients_before(job, shards) if job.defer_weight_gradients else None
+    micro_batches = []
+    for documents in map(batch.micro_batch, mine):
+        order, shards = select.shard(documents["length"], job)
+        micro_batches.append(MicroBatchPlan(step=packed.step, documents=documents[order], shards=shards))
+    before = weight_gradients_before(job, [m.shards for m in micro_batches]) if job.defer_weight_gradients else None
     return StepPlan(
         packed=packed,
-        micro_batches=micro_batches,
+        micro_batches=tuple(micro_batches),
         weight_gradients_before=before,
         work=work,
         original_work=metrics.original_work(packed.drawn, job),
@@ -139,11 +141,6 @@ def _placed(
     experts = tokens * job.expert_crossover_tokens
     rows = placement.place(work, job, experts, tokens) if rows is None else rows
     return rows, placement.paces(work[rows], experts[rows], job)
-
-
-def _micro_batch(step: int, documents: np.ndarray, job: Job) -> MicroBatchPlan:
-    order, shards = select.shard(documents["length"], job)
-    return MicroBatchPlan(step=step, documents=documents[order], shards=shards)
 
 
 def _agreed(micro_batch: MicroBatchPlan) -> list[Any]:
