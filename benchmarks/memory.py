@@ -25,8 +25,9 @@ SMALL = f"""pretrain_gpt.py --wlb --mock-data --hidden-size 1024 --num-attention
 --train-iters 100 --log-interval 1 {GIVEN}"""
 """Of little width: the order of calls does not go by it."""
 JOBS = {
-    **{f"{size}.sbatch": (f"{size} {GIVEN}", "all") for size in ("550m", "7b", "30b", "70b")},
+    **{f"{size}.sbatch": (f"{size} {GIVEN}", "stages") for size in ("7b", "30b", "70b")},
     **{f"{size}.sbatch, no deferral": (f"{size} {GIVEN} {OFF}", "stages") for size in ("7b", "30b", "70b")},
+    "550m.sbatch": (f"550m {GIVEN}", "all"),
     "550m.sbatch, no deferral": (f"550m {GIVEN} {OFF}", "all"),
     "7b.sbatch, all recomputed": (f"7b {GIVEN} {FULL}", "stages"),
     "550m.sbatch, upstream's layers": (f"550m {GIVEN} {LOCAL}", "stages"),
@@ -37,7 +38,7 @@ JOBS = {
         "all",
     ),
     "latent attention, TP 2, CP 2, PP 2": (
-        f"torchrun --nproc-per-node 8 {SMALL} --num-layers 4 --tensor-model-parallel-size 2 --sequence-parallel "
+        f"torchrun --nproc-per-node 8 {SMALL} --num-layers 16 --tensor-model-parallel-size 2 --sequence-parallel "
         "--context-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 4 --multi-latent-attention "
         "--qk-layernorm --q-lora-rank 256 --kv-lora-rank 128 --qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 96",
         "all",
@@ -53,6 +54,7 @@ JOBS = {
         "--num-virtual-stages-per-pipeline-rank 9 --global-batch-size 14",
         "all",
     ),
+    **{f"{size}.sbatch, all kinds": (f"{size} {GIVEN}", "all") for size in ("7b", "30b", "70b")},
 }
 """Command, or script of scripts/slurm with further flags, and ranks; "stages": the first rank of each."""
 
@@ -105,12 +107,16 @@ def goals(rows: list[results.Row]) -> list[results.Goal]:
 
 def main() -> None:
     parser = results.parser(__doc__, "the job of experts")
-    parser.add_argument("--folder", type=Path, help="of rehearsals, kept")
+    parser.add_argument("--folder", type=Path, help="of rehearsals, which are kept there")
+    parser.add_argument("--kept", action="store_true", help="only what --folder has; the file names the others")
     args = parser.parse_args()
+    if args.kept and args.folder is None:
+        parser.error("--kept is of --folder; give it")
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         jobs = [name for name in JOBS if name.startswith("experts") or not args.quick]
-        rows = [row for job in jobs for row in rehearsed(job, folder)]
+        absent = [name for name in jobs if args.kept and not (folder / f"{name}.json").exists()]
+        rows = [row for job in jobs if job not in absent for row in rehearsed(job, folder)]
     results.show(rows)
     settings = {
         "gpu_gib": CARD,
@@ -119,6 +125,7 @@ def main() -> None:
         "data": "mock, F2",
         "run": "ranks of a stage that ran; calls of all that ran were played together, others taken to be alike",
         "nccl_calls": "of the last step",
+        "not_run": absent,
     }
     results.finish(args, "memory", settings=settings, rows=rows, goals=goals(rows))
 

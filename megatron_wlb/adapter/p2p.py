@@ -18,17 +18,22 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_wlb.job import Job
 from megatron_wlb.pipeline.schedule import Schedule
+from megatron_wlb.runtime.all_to_all import of_gradients
 
-_GROUPS, _EXPERTS = ("tp", "cp", "intra_dp_cp", "pp", "mp", "intra_dist_opt"), ("ep", "tp_ep", "intra_expt_dp")
+_GROUPS, _EXPERTS = ("tp", "intra_dp_cp", "pp", "mp", "intra_dist_opt"), ("ep", "tp_ep", "intra_expt_dp")
 """Process groups whose collectives a step calls, by upstream's names."""
 
 
-def connect(job: Job, device: torch.device) -> None:
+def connect(job: Job, device: torch.device, own_attention: bool) -> None:
     """Make the communicators of a step; NCCL would make each at its first use, inside of a step."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    for name in _GROUPS + (_EXPERTS if job.model.moe_router_topk else ()):
-        if (group := getattr(groups, name)).size() > 1 or name != "cp":  # others are used alone, too
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
+    used = [getattr(groups, name) for name in _GROUPS + (_EXPERTS if job.model.moe_router_topk else ())]
+    if job.parallel.cp > 1:
+        used.append(groups.cp)
+        if own_attention and job.cp_exchange == "shared":
+            used.append(of_gradients(groups.cp))
+    for group in used:  # of one rank, too: upstream calls these alike
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
     last, ring = job.parallel.pp - 1, job.parallel.vpp > 1
     if not last or not ((ring and job.hidden_transfers) or job.defer_weight_gradients):
         return  # no stages, or upstream batches their transfers, which take the group's communicator

@@ -111,7 +111,7 @@ class Training:
         """Return this rank's endless batches of the three splits."""
         if not vp_stage:
             if self._device.type == "cuda":
-                connect(self._job, self._device)
+                connect(self._job, self._device, own_attention=self.attention is not None)
             # Load each split once for all model chunks: workers for every chunk would be many processes.
             found, copies = self.batches().items(), self._job.parallel.vpp
             self._batches = {split: itertools.tee(each, copies) for split, each in found if each is not None}
