@@ -2,9 +2,11 @@
 
 import pytest
 
+from megatron_wlb.job import Parallel
 from megatron_wlb.rehearse import match as matching
 from megatron_wlb.rehearse.match import Call
 from megatron_wlb.rehearse.record import Kind
+from megatron_wlb.rehearse.run import chosen, matched
 
 PAIR, OTHER = ("0//cuda//0", (0, 1)), ("1//cuda//0", (0, 1))
 
@@ -96,3 +98,20 @@ def test_an_event_orders_streams():
     assert match([gather, behind], False) == []
     waits = [gather[0], (Kind.RECORD, 1, 5, []), (Kind.SYNC_EVENT, 0, 5, []), gather[1]]
     assert len(match([waits, behind], False)) == 2
+
+
+def test_ranks_that_did_not_run_call_what_others_call():
+    four = ("2//cuda//0", (0, 1, 2, 3))
+    moves = [run(1, call(rank, Kind.SEND, four, peer=rank + 2)) for rank in (0, 1)]
+    programs = [[*part, move] for part, move in zip(both(Kind.ALL_GATHER, group=four), moves, strict=True)]
+    assert match(programs, True) == []
+    assert len(match([programs[0], programs[1][1:]], True)) == 1
+
+
+def test_large_jobs_run_two_tensor_parallel_ranks_of_every_kind():
+    job = Parallel(tp=8, cp=4, pp=2, dp=3)
+    assert matched(job) == [
+        (s * 3 + d) * 32 + c * 8 + t for s in (0, 1) for d in (0, 2) for c in range(4) for t in (0, 1)
+    ]
+    assert matched(Parallel(tp=8, cp=4, pp=2)) == [*range(64)]
+    assert chosen(job) == [(s * 3 + d) * 32 + c * 8 for s in (0, 1) for d in (0, 2) for c in (0, 3)]
