@@ -16,6 +16,8 @@ from megatron_wlb.simulate.memory import DEVICE_SHARE, H100_BYTES, peak_bytes, w
 
 FIRST_WINDOWS = 32
 """Windows of the data whose documents determine the time of a layer relative to the vocabulary."""
+MOST_SHARDS = 1 << 14
+"""Windows of a step, times context-parallel ranks, up to which a layout is tried: all are sharded and simulated."""
 _OF_STAGES = (
     "virtual_pipeline_model_parallel_size",
     "num_virtual_stages_per_pipeline_rank",
@@ -35,7 +37,8 @@ def sizes(job: Job) -> list[tuple[int, int, int]]:
     if p.pp % 2 == 0:
         wanted.append((2 * p.cp, p.pp // 2))
     found = [(cp, pp, virtual_stages(job.model.num_layers + p.split.edges, pp)) for cp, pp in wanted]
-    return [each for each in dict.fromkeys(found) if each != (p.cp, p.pp, p.vpp)]
+    found = [each for each in dict.fromkeys(found) if each[0] * job.global_batch_size <= MOST_SHARDS]
+    return [each for each in found if each != (p.cp, p.pp, p.vpp)]
 
 
 def virtual_stages(layers: int, pp: int) -> int:

@@ -34,6 +34,8 @@ MEGATRON = {"plain": "per-sequence", "thd": "per-document"}
 over context-parallel ranks, as in packed sequences (THD)."""
 WARM_UP = 30
 """Steps that are packed and not counted, while queues fill."""
+MOST_WINDOWS = 1 << 14
+"""Most windows of a step that are simulated."""
 THRESHOLD_SHARES = (1 / 4, 1 / 2, 3 / 4)
 """Shares of the window; one or two of them are tried as thresholds of Algorithm 1."""
 TUNING_STEPS = 6
@@ -98,6 +100,11 @@ class Setup:
         job = run.job()
         if why := untimed(job):
             raise ValueError(why)
+        if job.global_batch_size > MOST_WINDOWS:
+            raise ValueError(
+                f"--global-batch-size {job.global_batch_size} is over {MOST_WINDOWS}, too many windows to simulate; "
+                "divide it and the GPUs by the same number, for fewer data-parallel ranks of as many windows each"
+            )
         self.stream = partial(data.stream, run.arguments.seed, job.context_length)
         self.job, self.tried, self.layouts = self._best(job)
         a, stated = run.arguments, run.launched.stated
