@@ -133,7 +133,8 @@ def _grouped(job: Job, wanted: int | str | None, budget_bytes: float) -> Paralle
 
 def default_max_tokens(job: Job) -> int:
     """Return S_max if neither settings nor memory determine it."""
-    return math.ceil(1.25 * job.least_max_tokens / job.unit_tokens) * job.unit_tokens
+    most = MAX_TOKENS // job.unit_tokens * job.unit_tokens
+    return min(math.ceil(1.25 * job.least_max_tokens / job.unit_tokens) * job.unit_tokens, most)
 
 
 def _max_tokens(job: Job, wanted: int | str | None, budget_bytes: float | None) -> int:
