@@ -38,8 +38,7 @@ from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate.memory import H100_BYTES
-from megatron_wlb.simulate.step import SimulatedStep, breakdown, limit_time, simulate_step
-from megatron_wlb.simulate.trace import trace_of
+from megatron_wlb.simulate.step import SimulatedStep, breakdown, limit_time, simulate_step, trace_of
 from megatron_wlb.types import document_work
 
 LAYOUTS = {

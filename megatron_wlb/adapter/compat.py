@@ -99,15 +99,10 @@ def batch_sizes(args: Namespace) -> list[tuple[int, int]]:
     return schedule
 
 
-# The model -----------------------------------------------------------------------------------------------------------
-
-
 def default_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     """Upstream's default spec for a GPT model: one layer, or the whole block."""
     return importlib.import_module("megatron.training.models.gpt").default_layer_spec(config, vp_stage)
 
-
-# A script that calls pretrain() --------------------------------------------------------------------------------------
 
 MEGATRONS = {
     "forward_step": "23bc00a993b6dcf9",
@@ -170,9 +165,6 @@ def run_script(defaults: dict[str, Any]) -> None:
     pretrain(argument_utils.pretrain_cfg_container_from_args(args, model), model_provider=None, **own)
 
 
-# Checkpoints ---------------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def whole_tracker() -> Iterator[None]:
     """Make upstream update its tracker of the latest checkpoint at once; it empties the file first."""
@@ -187,9 +179,6 @@ def whole_tracker() -> Iterator[None]:
 
     with replaced(checkpointing.maybe_msc, "open", at_once, ()):
         yield
-
-
-# Losses of the router ------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

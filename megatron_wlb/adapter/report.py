@@ -170,7 +170,10 @@ class Report:
         return loss, time.perf_counter() - self._began  # on a GPU, too: reading the loss waits for the step
 
     def _write(self, iteration: int, loss: float | None, took: float) -> None:
-        self._log_documents(iteration)
+        if self._run.document_log and torch.distributed.get_rank() == 0:
+            begins_anew = self._plans.begins_anew and iteration - 1 == self._plans.first_step
+            packing = self._plans.trained(iteration).batch
+            document_log.append(self._run.document_log, iteration - 1, packing, begins_anew=begins_anew)
         measured = self.clock.shares(None if loss is None else took) if self._wants(iteration) else None
         if loss is None:
             return
@@ -184,13 +187,6 @@ class Report:
             append(self._run.log, entry | details(plan, self._plans.job("train", plan.step)))
         if self._wants_scalars(iteration):
             _write_scalars(iteration, scalars(plan, entry))
-
-    def _log_documents(self, iteration: int) -> None:
-        path = self._run.document_log
-        if path and torch.distributed.get_rank() == 0:
-            begins_anew = self._plans.begins_anew and iteration - 1 == self._plans.first_step
-            packing = self._plans.trained(iteration).batch
-            document_log.append(path, iteration - 1, packing, begins_anew=begins_anew)
 
 
 def _write_scalars(iteration: int, scalars: dict[str, float]) -> None:

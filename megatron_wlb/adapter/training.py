@@ -105,8 +105,6 @@ class Training:
     def _tiled(self, function: Any) -> Any:
         return functools.partial(function, sizes=self._job.tiles, ranks=self._job.parallel.tp)
 
-    # What pretrain() is given -----------------------------------------------------------------------------------------
-
     def dataset_provider(self, num_samples: list[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         """Return this rank's endless batches of the three splits."""
         if not vp_stage:
@@ -202,8 +200,6 @@ class Training:
             self._report.installed(),
         ):
             yield
-
-    # Where we step in -------------------------------------------------------------------------------------------------
 
     def planned_forward_backward(self, original: Any) -> Any:
         """Wrap upstream's schedules to run a step as planned."""

@@ -24,8 +24,6 @@ from megatron_wlb.pipeline.schedule import Schedule
 
 Measured = Callable[[], contextlib.AbstractContextManager[None]]
 
-# Linear layers -------------------------------------------------------------------------------------------------------
-
 
 def defer(chunks: list[Any], bulk: bool = False) -> list[Any]:
     """Choose the linear layers that defer weight gradients; a `pre_wrap_hook` of upstream's model.
@@ -156,9 +154,6 @@ class _Linear(torch.autograd.Function):
         return of_input, None, of_bias, None, None, None
 
 
-# A step --------------------------------------------------------------------------------------------------------------
-
-
 class DeferredWeightGradients:
     """The deferred weight gradients of this rank's model chunks.
 
@@ -189,7 +184,7 @@ class DeferredWeightGradients:
                         "old for --wlb-defer-weight-gradients, give off"
                     )
                 # With fused accumulation, backward returns a meaningless gradient for hooks that now run later.
-                weight.register_post_accumulate_grad_hook(_clear)
+                weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
 
     @contextlib.contextmanager
     def step(self, schedule: Schedule, stage: int, before: np.ndarray, config: Any) -> Iterator["Step"]:
@@ -311,10 +306,6 @@ def _run(module: Any) -> None:
 
 def _weights(module: Any) -> list[torch.nn.Parameter]:
     return [weight for name, weight in module.named_parameters(recurse=False) if name.startswith("weight")]
-
-
-def _clear(weight: torch.Tensor) -> None:
-    weight.grad = None
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from megatron_wlb.cli import common
 from megatron_wlb.cli.common import Words, integer, progress, write_json, writer
 from megatron_wlb.cli.profile import relative_error
 from megatron_wlb.describe.make import job_from_json
-from megatron_wlb.hardware.profile import DEFAULT_PROFILE, Profile, load_profile
+from megatron_wlb.hardware.profile import DEFAULT_PROFILE, load_profile
 from megatron_wlb.job import MAX_TOKENS, Job, differences
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.simulate.step import SHARES, shares, simulate_step
@@ -72,7 +72,11 @@ def run(args: argparse.Namespace, words: Words) -> None:
     notes: list[str] = []
     steps = _steps(args, notes)
     ran = steps[0].job
-    job = replace(ran, profile=_profile_of(args, ran, notes))
+    profile = ran.profile if args.wlb_profile is None else load_profile(args.wlb_profile)
+    if args.wlb_profile is None and profile.counts_pairs:
+        notes.append(f"The run's profile counts attended pairs; times are predicted by profile {DEFAULT_PROFILE}.")
+        profile = load_profile(DEFAULT_PROFILE)
+    job = replace(ran, profile=profile)
     times, parts = [], []
     with progress(len(steps), args.json, "simulating") as advance, writer(args.json, "--json") as out:
         for step in steps:
@@ -101,13 +105,6 @@ def _steps(args: argparse.Namespace, notes: list[str]) -> list[LoggedStep]:
         return steps
     notes.append(f"{MOST_STEPS} of the {len(steps)} steps are simulated, evenly spread.")
     return [steps[i] for i in np.linspace(0, len(steps) - 1, MOST_STEPS).astype(int).tolist()]
-
-
-def _profile_of(args: argparse.Namespace, ran: Job, notes: list[str]) -> Profile:
-    if args.wlb_profile is None and ran.profile.counts_pairs:
-        notes.append(f"The run's profile counts attended pairs; times are predicted by profile {DEFAULT_PROFILE}.")
-        return load_profile(DEFAULT_PROFILE)
-    return load_profile(args.wlb_profile) if args.wlb_profile is not None else ran.profile
 
 
 class _Line(msgspec.Struct):

@@ -91,7 +91,13 @@ class Run(NamedTuple):
 
 def run_of(args: argparse.Namespace, command: list[str]) -> Run:
     """Return the run of `add_job_flags`. Raises ValueError for contradictions."""
-    launched = _launched(args, command)
+    if args.log is not None and command:
+        raise ValueError(f"{short(args.log)} and a command behind --; give one of them")
+    launched = Launched({}, [], "flags")
+    if args.log is not None:
+        launched = read_log(args.log)
+    elif command:
+        launched = read_command(command, args.world_size)
     for name, value in _wlb_values(launched).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -145,14 +151,6 @@ def _wlb_values(launched: Launched) -> dict[str, Any]:
     if unknown and not launched.is_log:  # which may be of another release
         raise ValueError(f"{short(unknown[0])} is no flag of --wlb; leave it out, or see megatron-wlb analyze --help")
     return vars(found)
-
-
-def _launched(args: argparse.Namespace, command: list[str]) -> Launched:
-    if args.log is not None and command:
-        raise ValueError(f"{short(args.log)} and a command behind --; give one of them")
-    if args.log is not None:
-        return read_log(args.log)
-    return read_command(command, args.world_size) if command else Launched({}, [], "flags")
 
 
 def _settled(a: MegatronArguments, model: str | None, notes: list[str]) -> MegatronArguments:

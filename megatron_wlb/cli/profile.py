@@ -118,7 +118,10 @@ def _fit(
     linear["tokens"] = LINEAR_TOKENS[target.device]
     linear |= {name: size for name, size in asdict(model).items() if name not in ("num_layers", "padded_vocab_size")}
     job = make_job(model=model, context_length=LONGEST_TOKENS[target.device][0], global_batch_size=1, profile=profile)
-    return entries(profile, error) | {"crossover_tokens": job.crossover_tokens, "linear": linear}
+    stated = msgspec.to_builtins(profile)
+    kept = {f.name: stated[f.name] for f in fields(Profile) if getattr(profile, f.name) != f.default}
+    kept |= {"unit": "us; tile and query_tile per query head, launch once", "error": error}
+    return kept | {"crossover_tokens": job.crossover_tokens, "linear": linear}
 
 
 def _print(data: dict[str, Any]) -> None:
@@ -220,10 +223,3 @@ def relative_error(predicted: np.ndarray, measured: np.ndarray) -> tuple[float, 
 
 def rounded(x: float) -> float:
     return float(f"{x:.4g}")
-
-
-def entries(profile: Profile, error: dict[str, Any]) -> dict[str, Any]:
-    """Return the file of a profile with everything measured, as JSON types."""
-    stated = msgspec.to_builtins(profile)
-    kept = {f.name: stated[f.name] for f in fields(Profile) if getattr(profile, f.name) != f.default}
-    return kept | {"unit": "us; tile and query_tile per query head, launch once", "error": error}

@@ -98,18 +98,13 @@ def exposed_exchange(job: Job, rows: np.ndarray, attention: Directions) -> Direc
     values = rows * job.model.kv_values_per_rank(job.parallel.tp)
     arrive = collective("all_gather", values * job.bytes_per_value, ranks)
     if job.cp_exchange in ("ring", "thd_ring"):
-        return _exposed_hops(arrive / (cp - 1), cp, *(times / cp for times in attention))
+        # Each of CP - 1 hops is overlapped by one of CP parts. As in TransformerEngine, backward sends K and V in all
+        # parts but the last, and bf16 gradients in all but the first.
+        hop, (forward, backward) = arrive / (cp - 1), (times / cp for times in attention)
+        added = [np.maximum(moved * hop - backward, 0) for moved in (1, 2)]
+        return (cp - 1) * np.maximum(hop - forward, 0), 2 * added[0] + (cp - 2) * added[1]
     leave = collective("reduce_scatter", values * FP32, ranks)
     return arrive, leave if job.sharding.save_gathered_kv else arrive + leave
-
-
-def _exposed_hops(hop: np.ndarray, cp: int, forward: np.ndarray, backward: np.ndarray) -> Directions:
-    """Return exposed time of CP - 1 hops, each overlapped by one of CP parts.
-
-    As in TransformerEngine, backward sends K and V in all parts but the last, and bf16 gradients in all but the first.
-    """
-    added = [np.maximum(moved * hop - backward, 0) for moved in (1, 2)]
-    return (cp - 1) * np.maximum(hop - forward, 0), 2 * added[0] + (cp - 2) * added[1]
 
 
 def attention_kernels(job: Job) -> tuple[KernelModel, KernelModel]:

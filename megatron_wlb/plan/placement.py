@@ -41,7 +41,9 @@ def place(
         groups = _deal(paces(work[bundles.T], experts[bundles.T], job)[0], dp // beside, job)
         rows = bundles[groups].swapaxes(1, 2).reshape(dp, -1)
     if tokens is not None and tokens[rows].sum(axis=1).max() > job.most_rank_tokens(job.max_tokens):
-        return np.sort(_back_and_forth(tokens, dp), axis=1)
+        rounds = np.argsort(-tokens, kind="stable").reshape(-1, dp)
+        rounds[1::2] = rounds[1::2, ::-1]  # back and forth
+        return np.sort(rounds.T, axis=1)
     return rows
 
 
@@ -60,12 +62,6 @@ def paces(work: np.ndarray, experts: np.ndarray, job: Job) -> np.ndarray:
 def _deal(work: np.ndarray, ranks: int, job: Job) -> np.ndarray:
     weights = cost_weights(job.schedule())
     return _native.place(work, ranks, weights.total, weights.largest)
-
-
-def _back_and_forth(sizes: np.ndarray, ranks: int) -> np.ndarray:
-    rounds = np.argsort(-sizes, kind="stable").reshape(-1, ranks)
-    rounds[1::2] = rounds[1::2, ::-1]
-    return np.ascontiguousarray(rounds.T)
 
 
 def rank_cost(work: np.ndarray, job: Job) -> np.ndarray:

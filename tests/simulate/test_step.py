@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from benchmarks.metrics import balanced_time
 from megatron_wlb.hardware.network import Collective, Network
 from megatron_wlb.hardware.profile import load_profile
-from megatron_wlb.simulate.step import breakdown, simulate_step
-from megatron_wlb.simulate.trace import trace_of
+from megatron_wlb.simulate.step import breakdown, simulate_step, trace_of
 from megatron_wlb.types import document_work
 from tests.simulate.shards import JOBS, SMALL, job, shards_of
 

@@ -20,7 +20,7 @@ from megatron_wlb.cli.analyze import report, table
 from megatron_wlb.cli.analyze.setup import schemes, setup_of
 from megatron_wlb.cli.common import Words, console, integer, progress, write_json, writer
 from megatron_wlb.cli.job import add_job_flags, run_of
-from megatron_wlb.simulate.trace import trace_of
+from megatron_wlb.simulate.step import trace_of
 
 WIDTH = 100
 """Columns if no terminal tells its width."""
