@@ -51,7 +51,7 @@ def predictions(
                 jobs.setdefault(int(count), make(num_micro_batches=int(count)))
     if len(jobs) == 1:
         return default, []
-    tried = [Prediction(job, *_measured(job, stream)) for job in jobs.values()]
+    tried = [Prediction(job, *_measured(_scaled(job), stream)) for job in jobs.values()]
     best, unit = min(each.time for each in tried), tried[0].time
     alike = [each for each in tried if each.time <= (1 + ALIKE) * best]
     chosen = min(alike, key=lambda each: (round(each.late_steps, 2), each.time)).job
@@ -66,12 +66,16 @@ def step_time(job: Job, packing: PackedBatch) -> float:
     return simulate_step(job, shard_step(job, packing.lengths)).time
 
 
+def _scaled(job: Job) -> Job:
+    """Return the job with `RANKS` data-parallel ranks, or as many as divide experts."""
+    parallel = job.parallel
+    ranks = min(parallel.dp, max(RANKS, parallel.expert_dp_ranks))
+    windows, count = (size * ranks // parallel.dp for size in (job.global_batch_size, job.num_micro_batches))
+    return replace(job, parallel=replace(parallel, dp=ranks), global_batch_size=windows, num_micro_batches=count)
+
+
 def _measured(job: Job, stream: Callable[[], DocumentStream]) -> tuple[float, float]:
     """Return the time of steps per work, and the mean delay of their tokens in steps."""
-    parallel = job.parallel
-    ranks = min(parallel.dp, max(RANKS, parallel.expert_dp_ranks))  # as many as divide experts
-    windows, count = (size * ranks // parallel.dp for size in (job.global_batch_size, job.num_micro_batches))
-    job = replace(job, parallel=replace(parallel, dp=ranks), global_batch_size=windows, num_micro_batches=count)
     packer = make_packer(stream(), job)
     steps = min(MOST_STEPS, max(LEAST_STEPS, WINDOWS // job.global_batch_size))
     time = work = late = tokens = 0.0

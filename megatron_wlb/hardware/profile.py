@@ -50,10 +50,6 @@ class KernelModel:
         """Return non-empty calls, N_t and N_q of a shard."""
         return sum(len(call) > 0 for call in calls), *self.count(np.concatenate(calls))
 
-    def launches(self, calls: Any, exchanged_rows: Any) -> Any:
-        """Return launches of `calls`: one per part if anything is exchanged."""
-        return calls * np.where(exchanged_rows > 0, self.parts, 1)
-
     def time(self, launches: Any, tiles: Any, query_tiles: Any) -> Any:
         """Return the time of counts or arrays, with the operations of csrc/pieces.h."""
         return launches * self.launch + self.heads * (self.tile * tiles + self.query_tile * query_tiles)

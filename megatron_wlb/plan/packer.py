@@ -61,13 +61,9 @@ class Packer:
             "policy": job.packing.name,
         }
         """Values of `IDENTITY`; a state with others is refused."""
-        self._step = 0
-        self._base = (0, 0)  # a step, and the stream position where its global batch begins
-
-    @property
-    def step(self) -> int:
+        self.step = 0
         """The step that `next` plans."""
-        return self._step
+        self._base = (0, 0)  # a step, and the stream position where its global batch begins
 
     @property
     def finished(self) -> bool:
@@ -83,14 +79,14 @@ class Packer:
         if self._drained:
             if not self._stream.begin_epoch():
                 raise StopIteration("every document has been packed")
-            self._base = (self._step, self._stream.position)  # what the epoch's last steps lacked is not made up for
-        draw = _Draw(self._stream, self._step, self._base, self._batch_tokens)
-        while not len((batch := self._policy.pack(self._step, draw)).documents):
+            self._base = (self.step, self._stream.position)  # what the epoch's last steps lacked is not made up for
+        draw = _Draw(self._stream, self.step, self._base, self._batch_tokens)
+        while not len((batch := self._policy.pack(self.step, draw)).documents):
             draw.base = draw.base[0], draw.base[1] + self._batch_tokens
         self._base = draw.base
-        self._step += 1
+        self.step += 1
         header, waiting = self._header(), self.waiting()
-        return PackedStep(step=self._step - 1, batch=batch, drawn=draw.drawn(), header=header, waiting=waiting)
+        return PackedStep(step=self.step - 1, batch=batch, drawn=draw.drawn(), header=header, waiting=waiting)
 
     def waiting(self) -> dict[str, np.ndarray]:
         return self._policy.waiting()
@@ -103,14 +99,14 @@ class Packer:
         return {
             **self.identity,
             "global_batch_size": self._global_batch_size,
-            "step": self._step,
+            "step": self.step,
             "base": list(self._base),
             "stream": self._stream.state(),
         }
 
     def begin_at(self, step: int) -> None:
         """Call the first step `step`; before any step, for data that begin again."""
-        self._step, self._base = step, (step, self._stream.position)
+        self.step, self._base = step, (step, self._stream.position)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue after the step of `state`, also with another number of micro-batches.
@@ -138,12 +134,12 @@ class Packer:
                 )
         self._stream.load_state(state["stream"])
         self._policy.load_waiting(saved.waiting(state))
-        self._step = state["step"]
+        self.step = state["step"]
         base_step, position = state["base"]
         if state["global_batch_size"] != self._global_batch_size:
             # Tokens read ahead stay so; global batches have another size from here on.
-            position += (self._step - base_step) * state["global_batch_size"] * state["context_length"]
-            base_step = self._step
+            position += (self.step - base_step) * state["global_batch_size"] * state["context_length"]
+            base_step = self.step
         self._base = (base_step, position)
 
 

@@ -139,14 +139,10 @@ class DocumentStream:
         self._orders = self._begin_at([0] * len(sources))
         self._counts = [0] * len(sources)  # documents taken from each dataset, without skipped ones
         self._tokens = [0] * len(sources)  # tokens taken from each dataset
-        self._position = 0  # tokens taken in all
+        self.position = 0
+        """Number of tokens taken so far: the next piece begins there."""
         self._index = 0  # pieces taken in all
         self._head: tuple[int, int, int] | None = None  # dataset, document and offset of a partly taken document
-
-    @property
-    def position(self) -> int:
-        """Number of tokens taken so far: the next piece begins there."""
-        return self._position
 
     @property
     def exhausted(self) -> bool:
@@ -167,9 +163,9 @@ class DocumentStream:
 
     def take(self, limit: int) -> np.ndarray:
         """Take all next pieces that begin before token `limit`: DOCUMENT [n], arrival 0."""
-        dataset, document, offset, length = self._take_documents(limit - self._position)
+        dataset, document, offset, length = self._take_documents(limit - self.position)
         left = length - offset
-        starts = self._position + np.cumsum(left) - left
+        starts = self.position + np.cumsum(left) - left
         pieces = -(-np.minimum(left, limit - starts) // self.context_length)
         row = np.repeat(np.arange(len(pieces)), pieces)
         number = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # of a piece within its document
@@ -182,7 +178,7 @@ class DocumentStream:
             taken = int(out["offset"][-1] + out["length"][-1])
             self._head = (int(dataset[-1]), int(document[-1]), taken) if taken < length[-1] else None
         self._index += len(row)
-        self._position += int(out["length"].sum())
+        self.position += int(out["length"].sum())
         return out
 
     def state(self) -> dict[str, Any]:
@@ -194,7 +190,7 @@ class DocumentStream:
             "drawn": [order.drawn for order in self._orders],
             "documents": list(self._counts),
             "tokens": list(self._tokens),
-            "position": self._position,
+            "position": self.position,
             "index": self._index,
             "head": list(self._head) if self._head else None,
         }
@@ -215,7 +211,7 @@ class DocumentStream:
                 )
         self._orders = self._begin_at(state["drawn"])
         self._counts, self._tokens = list(state["documents"]), list(state["tokens"])
-        self._position, self._index = state["position"], state["index"]
+        self.position, self._index = state["position"], state["index"]
         self._head = tuple(state["head"]) if state["head"] else None
         if self._whole:  # at the end of an epoch it is not yet the next one
             self._begun = max(1, *(-(-count // each) for count, each in zip(self._counts, self._each, strict=True)))

@@ -171,5 +171,6 @@ def _choose(
 def rank_work(plan: ShardPlan, kernel: KernelModel) -> np.ndarray:
     """Return the predicted attention of every rank, float64 [cp], in kernel units."""
     calls, tiles, query_tiles = np.array([kernel.count_shard(shard.calls) for shard in plan.shards]).T
-    work: np.ndarray = kernel.time(kernel.launches(calls, moved_rows(plan).max()), tiles, query_tiles)
+    launches = calls * (kernel.parts if moved_rows(plan).any() else 1)
+    work: np.ndarray = kernel.time(launches, tiles, query_tiles)
     return work
