@@ -21,7 +21,6 @@ class Matrix(NamedTuple):
 
     @property
     def weights(self) -> int:
-        """Weights that multiply a row."""
         return self.outputs * self.inputs
 
     def shape(self, rows: np.ndarray, ranks: int) -> tuple[np.ndarray, float, float]:
@@ -65,12 +64,10 @@ class ModelShape:
 
     @property
     def query_size(self) -> int:
-        """Values of all query heads of a token."""
         return self.num_attention_heads * self.kv_channels
 
     @property
     def key_size(self) -> int:
-        """Values of all key heads of a token."""
         return self.num_query_groups * self.kv_channels
 
     @property
@@ -89,12 +86,10 @@ class ModelShape:
 
     @property
     def value_size(self) -> int:
-        """Values of all value heads of a token."""
         return self.num_query_groups * self.value_channels
 
     @property
     def output_size(self) -> int:
-        """Values of attention's output per token."""
         return self.num_attention_heads * self.value_channels
 
     @property
@@ -121,7 +116,6 @@ class ModelShape:
 
     @property
     def qkv_weights(self) -> int:
-        """Weights of `projections`."""
         return sum(outputs * inputs for outputs, inputs in self.projections)
 
     @property
@@ -148,7 +142,7 @@ class ModelShape:
 
     @property
     def vocabulary_weights(self) -> int:
-        """Weights of the embedding. The output layer has as many."""
+        """Weights of the embedding, and of the output layer."""
         return self.padded_vocab_size * self.hidden_size
 
     @property
@@ -169,7 +163,6 @@ class ModelShape:
         return max(1, 2 * self.token_weights // (self.query_size + self.output_size))
 
     def kv_values_per_rank(self, tp: int) -> int:
-        """Values of a token's K and V on a tensor-parallel rank."""
         return self.heads_per_rank(tp)[1] * sum(self.head_sizes)
 
     def heads_per_rank(self, tp: int) -> tuple[int, int]:

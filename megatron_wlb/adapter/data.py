@@ -171,11 +171,10 @@ class Batch:
     """float32 [1 + depths, s], 0 without a target or on padding."""
 
     def to(self, device: torch.device) -> "Batch":
-        """Return the batch on `device`, without waiting for the copy."""
         return self._each(lambda part: part.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":
-        """Return the batch in pinned memory; called by torch's DataLoader."""
+        """For torch's DataLoader."""
         return self._each(lambda part: part.pin_memory())
 
     def _each(self, move: Callable[[Any], Any]) -> "Batch":

@@ -22,7 +22,6 @@ USAGE = "LOG --state FILE [--data-path PREFIX ...]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
     parser.add_argument("log", metavar="LOG", help="the file that --wlb-document-log named")
     parser.add_argument(
         "--state",

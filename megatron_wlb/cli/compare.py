@@ -48,7 +48,6 @@ class LoggedStep(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
     parser.add_argument("log", metavar="RUN.jsonl", help="the file that --wlb-log named")
     parser.add_argument(
         "--wlb-profile",
@@ -67,7 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, words: Words) -> None:
-    """Simulate, compare, print and write. Raises ValueError on wrong input."""
     console = common.console(args.json, width=120)
     notes: list[str] = []
     steps = _steps(args, notes)

@@ -44,7 +44,6 @@ USAGE = "[MODEL FLAGS] --output FILE.json [--quick]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
     add_megatron_flags(parser, MODEL_GROUPS)
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     parser.add_argument(
@@ -57,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, words: Words) -> None:
-    """Measure, fit, write and print. Raises ValueError on wrong input."""
     import scipy.optimize  # noqa: F401  # extras; `main` says which, before minutes have been spent
     import torch
 

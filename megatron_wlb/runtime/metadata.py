@@ -160,9 +160,8 @@ class ShardMetadata:
         return tuple(found)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """Return the metadata on `device`; `non_blocking` from pinned memory."""
         return replace(self, integers=self.integers.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        """Return the metadata in pinned host memory; called by torch's DataLoader."""
+        """For torch's DataLoader."""
         return replace(self, integers=self.integers.pin_memory())

@@ -42,13 +42,11 @@ class CpuBackend:
 
     @staticmethod
     def encode(key_begins: np.ndarray, segments: np.ndarray) -> Encoded:
-        """The table [n, 4] of segments, each a `Block`."""
         q, k_start = offsets(segments["stop"] - segments["start"]), key_begins[segments["document"]]
         rows = np.stack((q[:-1], q[1:], k_start, k_start + segments["stop"]), axis=1)
         return Encoded(rows.astype(np.int32))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
-        """See `Backend.forward`."""
         if q.shape[-1] != v.shape[-1]:
             wide_q, wide_k, wide_v = _of_one_size(q, k, v)
             out, lse = self.forward(wide_q, wide_k, wide_v, args)
@@ -68,7 +66,6 @@ class CpuBackend:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, args: KernelArgs
     ) -> Tensor:
-        """See `Backend.backward`."""
         if q.shape[-1] != v.shape[-1]:
             dout, wide_q, wide_k, wide_v, out = _of_one_size(dout, q, k, v, out)
             wide = torch.empty((len(k), 2, *wide_k.shape[1:]), dtype=lse.dtype)

@@ -30,7 +30,6 @@ class AtenBackend:
         self._backward = torch.ops.aten._flash_attention_backward.default
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
-        """See `Backend.forward`."""
         check_head_size(self.name, q, v)
         out, lse, _, _, _ = self._forward(query=q, key=k, value=v, return_debug_mask=False, **_arguments_of_2(args))
         return out, lse
@@ -38,7 +37,6 @@ class AtenBackend:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, args: KernelArgs
     ) -> Tensor:
-        """See `Backend.backward`."""
         # The random state of forward; the kernel does not read it without dropout.
         rng_state = torch.empty(2, dtype=torch.uint64, device=q.device)
         state = {"grad_out": dout, "out": out, "logsumexp": lse, "rng_state": rng_state, "unused": rng_state[0]}
@@ -86,7 +84,6 @@ class FlashAttn3Backend:
         self._forward, self._backward = operators.fwd.default, operators.bwd.default
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
-        """See `Backend.forward`."""
         check_head_size(self.name, q, v)
         # Splitting the keys of few queries saves time in decoding only.
         out, lse, *_ = self._forward(q=q, k=k, v=v, num_splits=1, **_arguments_of_3(args))
@@ -95,7 +92,6 @@ class FlashAttn3Backend:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, args: KernelArgs
     ) -> Tensor:
-        """See `Backend.backward`."""
         deterministic = torch.are_deterministic_algorithms_enabled()
         if deterministic and q.shape[-1] > _DETERMINISTIC_HEAD_SIZE:
             raise ValueError(

@@ -60,7 +60,6 @@ class TeBackend:
             self._dtypes = constants.TE_DType
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: KernelArgs) -> tuple[Tensor, Tensor]:
-        """See `Backend.forward`."""
         check_head_size(self.name, q, v)
         arguments = self._arguments(q, k, v, args)
         out, aux, *_ = self._forward(is_training=True, rng_gen=_generator(q.device), **arguments)
@@ -77,7 +76,6 @@ class TeBackend:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, args: KernelArgs
     ) -> Tensor:
-        """See `Backend.backward`."""
         arguments = self._arguments(q, k, v, args)
         gradients = {"dqkv_dtype": self._dtypes[q.dtype]} if self._dtypes else {}
         if self._states_layout:
