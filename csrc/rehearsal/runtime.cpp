@@ -17,6 +17,7 @@
 
 // The names that these headers hide behind macros.
 #undef cuDevicePrimaryCtxGetState
+#undef cuDevicePrimaryCtxRelease
 #undef cudaGetDeviceProperties
 #undef cudaGetDriverEntryPointByVersion
 #undef cudaStreamGetCaptureInfo
@@ -128,6 +129,8 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned* flags, int* active) {
     *active = 1;
     return CUDA_SUCCESS;
 }
+CUresult cuDevicePrimaryCtxRetain(CUcontext* c, CUdevice) { return cuCtxGetCurrent(c); }
+CUresult cuDevicePrimaryCtxRelease(CUdevice) { return CUDA_SUCCESS; }
 CUresult cuGetErrorString(CUresult, const char** text) { *text = "not rehearsed"; return CUDA_SUCCESS; }
 CUresult cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
     *bytes = 2 << 20;
@@ -274,12 +277,19 @@ cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned) {
     pinned[reinterpret_cast<uintptr_t>(*p)] = bytes;
     return cudaSuccess;
 }
+cudaError_t cudaMallocHost(void** p, size_t bytes) { return cudaHostAlloc(p, bytes, 0); }
 cudaError_t cudaFreeHost(void* p) {
     std::lock_guard<std::mutex> lock(mutex);
     auto range = pinned.find(reinterpret_cast<uintptr_t>(p));
     if (range == pinned.end()) return cudaErrorInvalidValue;
     release(pinned, range);
     return cudaSuccess;
+}
+// Memory of another rank, of which only the address is there; nobody says its size.
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void*) { memset(handle, 0, sizeof *handle); return cudaSuccess; }
+cudaError_t cudaIpcOpenMemHandle(void** p, cudaIpcMemHandle_t, unsigned) {
+    *p = reserve(size_t{1} << 33);
+    return *p ? cudaSuccess : cudaErrorMemoryAllocation;
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, const void* p) {
     std::lock_guard<std::mutex> lock(mutex);
@@ -369,6 +379,35 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void*) {
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t, unsigned) {
     *blocks = 2;
     return cudaSuccess;
+}
+
+
+// Kernels that are compiled at run time: nothing is compiled.
+int nvrtcCreateProgram(void** program, ...) { *program = &place; return 0; }
+int nvrtcGetLoweredName(void*, const char* name, const char** lowered) { *lowered = name; return 0; }
+int nvrtcGetCUBINSize(void*, size_t* bytes) { *bytes = 0; return 0; }
+int nvrtcGetNumSupportedArchs(int* count) { *count = 1; return 0; }
+int nvrtcGetSupportedArchs(int* architecture) { *architecture = 10 * device.major + device.minor; return 0; }
+CUresult cuModuleLoadDataEx(CUmodule* m, const void*, unsigned, CUjit_option*, void**) {
+    *m = reinterpret_cast<CUmodule>(&place);
+    return CUDA_SUCCESS;
+}
+CUresult cuModuleGetFunction(CUfunction* f, CUmodule, const char*) {
+    *f = reinterpret_cast<CUfunction>(&place);
+    return CUDA_SUCCESS;
+}
+CUresult cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }
+CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) { return CUDA_SUCCESS; }
+CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction, int, size_t) { *blocks = 2; return CUDA_SUCCESS; }
+CUresult cuLaunchKernel(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream s, void**,
+                        void**) {
+    launch(s);
+    return CUDA_SUCCESS;
+}
+CUresult cuLaunchCooperativeKernel(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                                   CUstream s, void**) {
+    launch(s);
+    return CUDA_SUCCESS;
 }
 
 }  // extern "C"

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import is_te_min_version
 from megatron.training import get_args
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
@@ -26,7 +27,7 @@ _TE_MODULE = "transformer_engine.pytorch.module.base"
 _USER_BUFFERS = "overlap_ag_fprop overlap_rs_fprop overlap_ag_dgrad overlap_rs_dgrad bulk_dgrad bulk_wgrad"
 _BY_NCCL = {f"ub_{name}": False for name in _USER_BUFFERS.split()}
 """What makes layers of TransformerEngine communicate without user buffers, in a forward pass and its backward."""
-
+_CLASSES = ("CommOverlapHelper", "CommOverlap", "CommOverlapP2P")
 
 _made: dict[int, Any] = {}
 """TransformerEngine's communicators with user buffers, by rows."""
@@ -127,20 +128,25 @@ class _Tiles(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         wanted = list(ctx.weights)
         of_weights: list[torch.Tensor | None] = [None] * len(wanted)
-        of_rows: list[torch.Tensor] = []
+        of_x: torch.Tensor | None = None
         gradients = list(gradient.split([rows for _, _, rows, _ in ctx.graphs]))
+        several, end = len(ctx.graphs) > 1, sum(len(part) for _, part, _, _ in ctx.graphs)
         while ctx.graphs:
             tile, part, _, output = ctx.graphs.pop()
             _use(tile)
             inputs = [part, *wanted] if part.requires_grad else wanted
             found = list(torch.autograd.grad(output, inputs, gradients.pop(), allow_unused=True))
             if part.requires_grad:
-                of_rows.append(found.pop(0))
+                new = found.pop(0)
+                if several:  # copied at once: it may lie in a user buffer, which the next tile uses again
+                    of_x = new.new_empty(end, *new.shape[1:]) if of_x is None else of_x
+                    of_x[end - len(part) : end], end = new, end - len(part)
+                else:
+                    of_x = new
             for i, (weight, new) in enumerate(zip(wanted, found, strict=True)):
                 before = None if getattr(weight, "grad_added_to_main_grad", False) else of_weights[i]
                 if new is not None:
                     of_weights[i] = new if before is None else before + new
-        of_x = None if not of_rows else of_rows[0] if len(of_rows) == 1 else torch.cat(of_rows[::-1])
         return None, None, None, None, of_x, *of_weights
 
 
@@ -210,16 +216,38 @@ def sized(sizes: Sequence[int]) -> Callable[[Any], Any]:
 
     def wrapped(original: Any) -> Any:
         def initialize() -> None:
-            args = get_args()
+            args, base = get_args(), sys.modules.get(_TE_MODULE)  # None: without a GPU (`cpu`)
+            compiled = [base.tex] if base is not None else []  # type: ignore[attr-defined]
+            made: dict[Any, Any] = {}
+            classes = {name: partial(_once, made, getattr(tex, name)) for tex in compiled for name in _CLASSES}
             for size in sizes:
-                with _set([args], seq_length=size * args.context_parallel_size, decoder_tp_comm_overlap=False):
+                rows = _set([args], seq_length=size * args.context_parallel_size, decoder_tp_comm_overlap=False)
+                with rows, _set(compiled, **classes):
                     original()
-                if (base := sys.modules.get(_TE_MODULE)) is not None:  # None: without a GPU (`cpu`)
+                if base is not None:
                     _made[size], base._ub_communicators = base._ub_communicators, None  # type: ignore[attr-defined]
+            if len(made) - 1 > (most := 31 if is_te_min_version("2.8.0") else 15):
+                raise RuntimeError(
+                    f"--tp-comm-overlap-cfg asks for {len(made) - 1} user buffers, and TransformerEngine has {most}; "
+                    "give matrices of one method the same options"
+                )
 
         return initialize
 
     return wrapped
+
+
+def _once(made: dict[Any, Any], cls: Any, *args: Any, **options: Any) -> Any:
+    """Return an object of a class for these arguments, the one in `made` if it has been made.
+
+    TransformerEngine would make 12 buffers for every size, more than one process can have. Layers run one after the
+    other, so those of one kind share a buffer. All buffers exchange addresses through the helper of the first one,
+    which TransformerEngine would not keep.
+    """
+    key = cls.__name__, *(() if "Helper" in cls.__name__ else (*map(str, args), *options.items()))
+    if key not in made:
+        made[key] = cls(*args, **options)
+    return made[key]
 
 
 def _use(size: int) -> None:

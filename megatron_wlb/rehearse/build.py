@@ -17,10 +17,10 @@ SOURCES = next(
 CACHE = Path.home() / ".cache" / "megatron_wlb"
 LIBRARIES = ("c10_cuda", "torch_cuda", "torch_python", "torch_cpu", "torch_cuda_linalg")
 """Torch's libraries whose calls into CUDA and NCCL are stood in for."""
-STANDS_IN = re.compile(r"(__)?cuda[A-Z]|nccl[A-Z]|cublas")
+STANDS_IN = re.compile(r"(__)?cuda[A-Z]|cu[A-Z]|nvrtc|nccl[A-Z]|cublas")
 """Names of functions that torch must not find anywhere else."""
 NOTHING = re.compile(
-    r"cublas.*|nccl(CommDestroy|CommAbort|CommFinalize|RedOpDestroy|Comm(Reg|Dereg)ister)"
+    r"cublas.*|nvrtc.*|nccl(CommDestroy|CommAbort|CommFinalize|RedOpDestroy|Comm(Reg|Dereg)ister)"
     r"|cuda(GetLastError|PeekAtLastError|FuncSetAttribute|Profiler\w+|HostRegister|HostUnregister|DeviceEnablePeerAccess"
     r"|(Event|Stream)(Query|Destroy)|ThreadExchangeStreamCaptureMode)|__cudaInitModule"
 )
@@ -37,6 +37,8 @@ def library() -> Path:
     named = hashlib.sha256(str(torch).encode() + (torch / "version.py").read_bytes())
     for path in (*sources, Path(__file__)):
         named.update(path.read_bytes())
+    for path in transformer_engine():
+        named.update(f"{path} {path.stat().st_size}".encode())
     folder = CACHE / f"rehearsal-{named.hexdigest()[:16]}"
     if folder.is_dir():
         return folder
@@ -46,7 +48,8 @@ def library() -> Path:
     with tempfile.TemporaryDirectory(dir=CACHE) as built:
         flags = [f"-I{SOURCES}", f"-I{include}", f"-DNCCL_VERSION={nccl[1]}"]
         objects = [_compile(path, Path(built), flags) for path in sources if path.suffix == ".cpp"]
-        missing = _called(torch / "lib") - _names(objects, "--defined-only")
+        of_torch = [path for name in LIBRARIES if (path := torch / "lib" / f"lib{name}.so").exists()]
+        missing = _called([*of_torch, *transformer_engine()]) - _names(objects, "--defined-only")
         stubs = Path(built, "stubs.cpp")
         stubs.write_text(
             'extern "C" {\nint rehearsal_missing(const char*);\n'
@@ -89,8 +92,18 @@ def _include(header: str) -> Path:
     raise ValueError(f"{header} is in none of the packages nvidia-* that torch's wheels bring; install torch from one")
 
 
-def _called(libraries: Path) -> set[str]:
-    paths = [path for name in LIBRARIES if (path := libraries / f"lib{name}.so").exists()]
+def transformer_engine() -> list[Path]:
+    """Return the compiled libraries of TransformerEngine, [] if its extension of torch is not installed."""
+    spec = importlib.util.find_spec("transformer_engine")
+    if spec is None or spec.origin is None:
+        return []
+    package = Path(spec.origin).parent
+    found = [path for folder in (package.parent, package, package / "wheel_lib") for path in folder.glob("*.so")]
+    found = [path for path in found if path.name.startswith(("libtransformer_engine", "transformer_engine_torch"))]
+    return found if any(path.name.startswith("transformer_engine_torch") for path in found) else []
+
+
+def _called(paths: list[Path]) -> set[str]:
     return {name for name in _names(paths, "--dynamic", "--undefined-only") if STANDS_IN.match(name)}
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from megatron_wlb.rehearse.build import transformer_engine
+
 _DTYPES = {"kInt32": torch.int32, "kFloat32": torch.float32, "kFloat16": torch.float16, "kBFloat16": torch.bfloat16}
 """Torch's types, by the names that TransformerEngine gives them."""
 _MEMBER = re.compile(r"\b(?:tex\.([A-Z]\w*)|(NVTE_\w+))\.([A-Z]\w*|k[A-Z]\w+)")
@@ -30,7 +32,8 @@ def install() -> None:
         apex: Any = ModuleType("fused_weight_gradient_mlp_cuda")
         apex.wgrad_gemm_accum_fp32 = apex.wgrad_gemm_accum_fp16 = lambda x, gradient, weight_gradient: None
         sys.modules[apex.__name__] = apex
-    if missing() or importlib.util.find_spec("transformer_engine_torch") is not None:
+    if missing() or transformer_engine():
+        os.environ["UB_SKIPMC"] = "1"  # user buffers without multicast
         return
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its own switch: load no libraries
     compiled = _Compiled("transformer_engine_torch")

@@ -279,7 +279,9 @@ class Run:
         """Return the peak of allocated and reserved bytes since the last call."""
         import torch
 
-        peak = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
+        free, total = torch.cuda.mem_get_info()
+        outside = total - free - torch.cuda.memory_reserved()  # of torch's allocator: user buffers
+        peak = [torch.cuda.max_memory_allocated() + outside, torch.cuda.max_memory_reserved() + outside]
         self._most = [*map(max, self._most, peak)]
         torch.cuda.reset_peak_memory_stats()
         return peak

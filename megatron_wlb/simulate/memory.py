@@ -22,8 +22,8 @@ H100_BYTES = 80 * 2**30
 WEIGHT_BYTES, OPTIMIZER_BYTES = 6, 12
 """Bytes per parameter: the bf16 weight and its fp32 gradient; the states that the distributed optimizer divides."""
 
-USER_BUFFERS = 12
-"""Buffers of hidden states that TransformerEngine has for every size of tile, as of 2.8; ten before."""
+USER_BUFFERS = 3
+"""Buffers of hidden states for every size of tile, see `adapter.tiles.sized`."""
 
 
 class Tensor(NamedTuple):

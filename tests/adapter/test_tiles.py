@@ -48,24 +48,32 @@ def test_gathering_tile_by_tile_restores_the_order(rows, ranks):
     assert gathered.tolist() == list(range(rows))
 
 
-BASE = SimpleNamespace(_ub_communicators=None)
-"""TransformerEngine's module that has the user buffers."""
+COMPILED = {name: type(name, (), {"__init__": lambda *args, **options: None}) for name in tiles._CLASSES}
+BASE = SimpleNamespace(_ub_communicators=None, tex=SimpleNamespace(**COMPILED))
+"""TransformerEngine's module that has the user buffers, and what it makes them of."""
 
 
 @pytest.fixture
 def buffers(monkeypatch):
     """Creates user buffers of SIZES as upstream does, once each; each is its rows."""
-    args = SimpleNamespace(seq_length=99, context_parallel_size=2)
+    args, helpers, kinds = SimpleNamespace(seq_length=99, context_parallel_size=2), [], []
 
     def create():
         assert BASE._ub_communicators is None  # else TransformerEngine refuses
-        BASE._ub_communicators = torch.zeros(args.seq_length // 2, 3, dtype=torch.float64)
+        BASE._ub_communicators = torch.zeros(rows := args.seq_length // 2, 3, dtype=torch.float64)
+        # Of 12 buffers, those of one kind are one, and one helper makes all: TransformerEngine takes 31, or 15.
+        helpers.append(BASE.tex.CommOverlapHelper("groups"))
+        ring = [BASE.tex.CommOverlapP2P([rows, 3], helpers[-1], cga_size=1) for _ in range(4)]
+        bulk = [BASE.tex.CommOverlap([rows, 3], helpers[-1], cga_size=2) for _ in range(8)]
+        kinds.extend({*ring, *bulk})
 
     monkeypatch.setitem(sys.modules, tiles._TE_MODULE, BASE)
     monkeypatch.setattr(tiles, "get_args", lambda: args)
     monkeypatch.setattr(tiles, "_made", {})
     BASE._ub_communicators = None
     tiles.sized(SIZES)(create)()
+    assert len({*helpers}) == 1 and len({*kinds}) == len(kinds) == 2 * len(SIZES)
+    assert BASE.tex.CommOverlap is COMPILED["CommOverlap"]
     assert args.seq_length == 99 and [len(each) for each in tiles._made.values()] == list(SIZES)
 
 

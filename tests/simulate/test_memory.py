@@ -94,9 +94,9 @@ def test_the_peak_adds_up():
     uneven = in_parallel(GPT3, split=Split(decoder_first_pipeline_num_layers=5))
     assert at(1) + 4096 * 7 * kept == peak_bytes(uneven, 1)
     assert weight_bytes(uneven) - weight_bytes(GPT3) == 18 * GPT3_SHAPE.layer_weights
-    # User buffers of tiles of 4,096 to 512 rows, for twelve products.
+    # User buffers of tiles of 4,096 to 512 rows, three of each.
     tiled = replace(GPT3, tp_tile_rows=4096)
-    assert weight_bytes(tiled) - weight_bytes(GPT3) == 12 * 7680 * GPT3_SHAPE.hidden_size * 2
+    assert weight_bytes(tiled) - weight_bytes(GPT3) == 3 * 7680 * GPT3_SHAPE.hidden_size * 2
     two = in_parallel(GPT3, split=Split(pipeline_model_parallel_layout="E(t*6|)*7t*12|(t*6|)*6t*5|tL"), vpp=2)
     assert token_bytes(two, 7)[0].tolist() == [12 * kept + rotary, kept + rotary]
     six = Recompute(granularity="full", method="block", num_layers=6)
