@@ -45,7 +45,7 @@ LAYOUTS = {
     "550M PP4": ("550m", {"tp": 2, "cp": 4, "pp": 4, "vpp": 6}, 4),
     "7B PP4": ("llama2-7b", {"tp": 8, "cp": 2, "pp": 4, "vpp": 8}, 4),
     "30B PP4": ("30b", {"tp": 8, "cp": 4, "pp": 4, "vpp": 12}, 4),
-    "70B PP4": ("llama2-70b", {"tp": 16, "cp": 4, "pp": 4, "vpp": 20}, 4),
+    "70B PP4": ("llama2-70b", {"tp": 8, "cp": 8, "pp": 4, "vpp": 20}, 4),
     "7B PP4, VPP 2": ("llama2-7b", {"tp": 8, "cp": 2, "pp": 4, "vpp": 2}, 4),
     "Llama-3-8B PP4": ("llama3-8b", {"tp": 8, "cp": 2, "pp": 4, "vpp": 8}, 4),
     "7B CP8": ("llama2-7b", {"tp": 8, "cp": 8}, 4),
