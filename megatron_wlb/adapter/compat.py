@@ -67,7 +67,7 @@ def prebuilt_dataset_helpers(where: str = "megatron.core.datasets.utils") -> Ite
 
 
 def weight_and_optimizer_bytes(args: Namespace) -> float | None:
-    """Return upstream's bytes of weights and optimizer on the fullest rank; None without a formula for `args`."""
+    """Return upstream's bytes on the fullest rank; None without a formula."""
     from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
     # The formula covers Adam only. Precision-aware states have other dtypes and may be in host memory.
@@ -115,7 +115,7 @@ MEGATRONS = {
 
 
 def check_script(model: Any, model_provider: Any, forward_step: Any) -> None:
-    """Check what a script passes to `pretrain()`, of which `forward_step` and all that it reads will not run.
+    """Check what a script passes to `pretrain()`, whose `forward_step` will not run.
 
     Raises ValueError for another model than upstream's GPT, and for functions that are not upstream's.
     """
@@ -135,7 +135,7 @@ def check_script(model: Any, model_provider: Any, forward_step: Any) -> None:
 
 
 def meaning_of(function: Any) -> str:
-    """Return a digest of code, less comments, layout, annotations and docstrings; "" without a source."""
+    """Return a digest of code, less comments, layout and docstrings; "" without source."""
     try:
         source = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (TypeError, OSError):

@@ -81,7 +81,7 @@ def _tensor_type(original: Any) -> Any:
 
 
 def install() -> None:
-    """Redirect Megatron's CUDA calls to the CPU. Raises RuntimeError with a GPU, or after megatron's import."""
+    """Redirect Megatron's CUDA calls to the CPU. Raises RuntimeError if it is too late."""
     if torch.cuda.is_available():
         raise RuntimeError("this machine has a GPU; run Megatron on it")
     if any(name.split(".")[0] == "megatron" for name in sys.modules):

@@ -123,7 +123,7 @@ def validation_sets(data: Iterable[str]) -> list[str]:
 
 
 def _opened(path: str, args: Namespace) -> tuple[DocumentIndex, np.ndarray | None, np.ndarray | None, str]:
-    """Return a dataset, and of conversations the trained tokens of each and the mask; a digest of its content."""
+    """Return a dataset, trained tokens and mask of conversations, a digest of its content."""
     if getattr(args, "sft", False):
         given = conversations.read(path, args)
         return given.index, given.lengths, given.mask, given.content
@@ -297,7 +297,7 @@ def _reader(index: DocumentIndex | MockIndex, mmap: bool) -> Callable[[int, int,
 def loader(
     dataset: DocumentDataset, planner: Planner, first_step: int, num_workers: int, exit_signal: int | None
 ) -> Iterator[Batch]:
-    """Return this rank's endless batches from `first_step`, by `num_workers` processes, which outlive `exit_signal`."""
+    """Return this rank's endless batches, by processes that outlive `exit_signal`."""
     steps = map(planner.get, itertools.count(first_step))
     return iter(
         torch.utils.data.DataLoader(

@@ -25,7 +25,7 @@ from megatron_wlb.simulate.memory import DEVICE_SHARE
 
 
 def check(args: Namespace) -> None:
-    """Raise ValueError for flags, upstream's or ours, that `--wlb` cannot serve; before upstream validates its own."""
+    """Raise ValueError for flags that `--wlb` cannot serve, before upstream validates its own."""
     refusals.check(args)
     if (spec := getattr(args, "spec", None)) is not None:
         _check_spec(*spec)
@@ -139,7 +139,7 @@ def jobs_by_step(args: Namespace, job: Job, step: int) -> list[tuple[int, Job]]:
 
 
 def evaluation_job(job: Job, args: Namespace) -> Job:
-    """Return the job of evaluation: windows in data order, or with `--sft` conversations. Raises ValueError."""
+    """Return the job of evaluation, in data order or by conversations. Raises ValueError."""
     count = args.eval_global_batch_size
     try:
         return replace(
@@ -155,7 +155,7 @@ def evaluation_job(job: Job, args: Namespace) -> Job:
 
 
 def _budget_bytes(args: Namespace) -> float | None:
-    """Return memory for activations on this GPU; None without one or a formula. Raises ValueError if there is none."""
+    """Return memory for activations on this GPU, or None. Raises ValueError for none left."""
     if not torch.cuda.is_available():
         return None
     # Round to GiB: GPUs of one kind differ by MiB, and all ranks must plan alike.

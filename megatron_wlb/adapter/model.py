@@ -134,7 +134,7 @@ class WlbSelfAttention(SelfAttention):  # type: ignore[misc]
 
 
 def configure(model: Any, *, options: AttentionOptions | None, context_length: int) -> Any:
-    """Build WLB attention and positions into the config `model`; without `options` it keeps its own attention."""
+    """Build WLB attention (with `options`) and positions into the config `model`."""
     model.transformer_layer_spec = partial(_layer_spec, given=model.transformer_layer_spec, options=options)
     model.transformer.variable_seq_lengths = True
     model.transformer.overlap_p2p_comm_warmup_flush = model.transformer.overlap_p2p_comm  # `Job.hidden_transfers`
@@ -295,7 +295,7 @@ def packed_seq_params(metadata: ShardMetadata) -> PackedSeqParams:
 
 @dataclass(frozen=True, slots=True)
 class ThdCoreAttention:
-    """Builds upstream's core attention with hooks that take and return rows [s, 1, ...]; keeps names in checkpoints."""
+    """Builds upstream's core attention with hooks that take and return rows [s, 1, ...]."""
 
     upstream: Callable[..., torch.nn.Module]
 

@@ -21,10 +21,9 @@ from megatron_wlb.adapter.data import Batch
 
 
 def weights(targets: Sequence[int]) -> list[float]:
-    """Return a target's loss weight by depth, so that each depth weighs as the main loss over the whole step.
+    """Return a target's loss weight by depth: each depth weighs as the main loss does.
 
-    `targets` are those of the main loss and of each depth, over all data-parallel ranks. Upstream divides by
-    micro-batch.
+    `targets` are those of the main loss and of each depth, over all data-parallel ranks in a step.
     """
     return [targets[0] / count if count else 0.0 for count in targets[1:]]
 

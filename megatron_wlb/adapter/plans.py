@@ -59,7 +59,7 @@ class Plans:
         return steps
 
     def planner(self, split: str, first_step: int) -> Planner:
-        """Return the planner of a split from `first_step` on. Raises ValueError if the packer state does not fit."""
+        """Return the planner of a split. Raises ValueError if the packer state does not fit."""
         if split not in self._planners:
             if split == "train":
                 self._jobs[split] = describe.jobs_by_step(self._args, self._jobs[split][0][1], first_step)

@@ -128,7 +128,7 @@ class Report:
         return self._plans.trained(self._plans.last_step + 1).batch.documents["length"]
 
     def _counted(self, original: Any) -> Any:
-        """Pass the documents of a step to upstream's FLOP formula, and the mean of its steps to a log line."""
+        """Pass documents of a step, or the mean of a log line's steps, to upstream's FLOP count."""
 
         @functools.wraps(original)
         def num_floating_point_operations(args: Namespace, batch_size: int, *rest: Any, **options: Any) -> float:
@@ -249,7 +249,7 @@ def summary(
 
 
 def details(plan: StepPlan, job: Job) -> dict[str, Any]:
-    """Return further fields of the log entry; `megatron-wlb compare` predicts `step_ms` from `job` and `lengths`."""
+    """Return further fields of the log entry; `compare` predicts by `job` and `lengths`."""
     kernel, cp = sharding_kernel(job), job.parallel.cp
     return {
         "job": job.to_json(),

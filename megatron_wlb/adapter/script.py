@@ -17,7 +17,7 @@ _ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
 
 
 def main() -> None:
-    """Train with `--wlb` as upstream's `pretrain_gpt.py` does, without a checkout; bad input is one line, status 2."""
+    """Train with `--wlb` as `pretrain_gpt.py` does; bad input is one line, status 2."""
     if not ({"--wlb"} | _HELP) & set(sys.argv):
         with one_line():
             raise ValueError(
@@ -156,7 +156,7 @@ def _settle(args: Namespace, given: set[str]) -> None:
 
 
 def _loading(original: Any, given: set[str]) -> Any:
-    """Wrap upstream's `load_args_from_checkpoint`, which overwrites many flags, to keep attention dropout as given."""
+    """Wrap `load_args_from_checkpoint`, which overwrites flags, to keep attention dropout."""
 
     @functools.wraps(original)
     def load_args_from_checkpoint(args: Namespace, load_arg: str = "load", **options: Any) -> Any:

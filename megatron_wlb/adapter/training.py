@@ -38,7 +38,7 @@ from megatron_wlb.simulate.weight_gradients import part_counts
 
 
 class Training:
-    """A run, made from validated arguments before any process group exists. Raises ValueError on bad input."""
+    """A run, made before any process group exists. Raises ValueError on bad input."""
 
     def __init__(self, args: Namespace) -> None:
         self._args, run = args, RunSettings.from_args(args)

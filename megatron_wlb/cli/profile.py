@@ -137,7 +137,7 @@ def _print(data: dict[str, Any]) -> None:
 
 
 def shapes(longest: int) -> list[Shape]:
-    """Return shards to measure, of up to `longest` tokens per document (2^k >= 512); always the same."""
+    """Return shards to measure, of up to `longest` tokens per document, always the same."""
     rng = np.random.default_rng(0)
     kernel = KernelModel(tile_rows=128, launch=0.0, tile=1.0, query_tile=1.0)
     shards: list[Shape] = []

@@ -19,7 +19,7 @@ def exchange_parts(job: Job) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeModel:
-    """Time of an exchange in us: `latency`, plus a time per row of the busiest rank, with expanding it from latents."""
+    """Time of an exchange in us: `latency`, plus a time per row of the busiest rank."""
 
     latency: float
     arrive: float

@@ -25,7 +25,7 @@ class Products(NamedTuple):
 
 
 def products(job: Job, matrices: Iterable[Matrix], tokens: np.ndarray) -> Products:
-    """Return the summed times of `matrices` multiplied by `tokens` rows; by measured rates if the profile has them."""
+    """Return the summed times of `matrices` times `tokens` rows, measured or by shape."""
     times = np.zeros((3, len(tokens)))
     for matrix in matrices:
         if job.profile.linear_tflops:
@@ -40,7 +40,7 @@ def products(job: Job, matrices: Iterable[Matrix], tokens: np.ndarray) -> Produc
 
 
 def tiled(job: Job, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return how many tiles `tokens` rows run in, and how many rows are less than a tile (`adapter.tiles`)."""
+    """Return how many tiles `tokens` rows run in, and rows that are less than a tile."""
     count, rest = np.zeros_like(tokens), tokens
     for size in job.tiles:
         count, rest = count + rest // size, rest % size
@@ -76,7 +76,7 @@ def joining_matrix(job: Job) -> Matrix:
 
 
 def memory_bound(job: Job, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the time of a layer's norms, residual sums, rotary embedding and activation, forward and backward."""
+    """Return the time of what is neither a product nor attention, forward and backward."""
     model = job.model
     if job.profile.linear_tflops:
         return np.zeros_like(tokens), np.zeros_like(tokens)
@@ -98,7 +98,7 @@ def loss(job: Job, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def merging(job: Job, tokens: np.ndarray) -> np.ndarray:
-    """Return the time to add the output of a step of a ring to the sum in fp32; gradients take as long."""
+    """Return the time to add a ring step's output to the fp32 sum; gradients take as long."""
     return _memory(job, job.model.output_size * (job.bytes_per_value + 2 * FP32), tokens)
 
 

@@ -336,7 +336,7 @@ def has_user_buffers(a: Any) -> bool:
 
 
 def tile_rows(a: MegatronArguments, parallel: Parallel) -> int:
-    """Rows of the largest tile that `--tp-comm-overlap` runs in, at most a window; 0 without overlap."""
+    """Rows of the largest tile of `--tp-comm-overlap`, at most a window; 0 without."""
     if not (a.tp_comm_overlap and has_user_buffers(a)) or parallel.sequence_ranks == 1 or a.seq_length is None:
         return 0
     unit = parallel.sequence_ranks * row_multiple(a.fp8, a.fp8_recipe, a.fp4) << NUM_TILES - 1
@@ -344,7 +344,7 @@ def tile_rows(a: MegatronArguments, parallel: Parallel) -> int:
 
 
 def tp_overlap(tp: int) -> float:
-    """Share of communication that `--tp-comm-overlap` hides: all but the first of as many parts as ranks."""
+    """Share of communication that `--tp-comm-overlap` hides: all but the first part."""
     return 1 - 1 / tp
 
 

@@ -135,7 +135,7 @@ def add_wlb_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 
 
 def given_in(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> set[str]:
-    """Return the names of the arguments that `words` (the command line) give; the parser keeps no defaults."""
+    """Return the names of arguments that `words` give; the parser keeps no defaults."""
     for action in parser._actions:
         action.default = argparse.SUPPRESS
     parser._defaults.clear()

@@ -35,7 +35,7 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """Communication between GPUs. Times in us, sizes in bytes of the whole buffer; collectives as in `MOVED`."""
+    """Communication between GPUs. Times in us, sizes in bytes of the whole buffer."""
 
     name: str
     all_gather: Collective

@@ -53,7 +53,7 @@ class AdaptivePacking(Packing):
 
 
 class AdaptivePolicy:
-    """Micro-batches for the least time of a step, N * C tokens; documents stay whole, late by a bound."""
+    """Micro-batches for the least time of a step of N * C tokens, under a bound on delay."""
 
     def __init__(self, job: Job, max_delay_steps: int) -> None:
         self._pool = np.empty(0, DOCUMENT)  # ordered by index

@@ -41,7 +41,7 @@ class OriginalPolicy:
 
 
 def cut(documents: np.ndarray, context_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut documents at every multiple of the window; return DOCUMENT [n], and the window of each, int64 [n]."""
+    """Cut documents at window ends; return DOCUMENT [n], and the window of each, int64 [n]."""
     starts = np.concatenate(([0], np.cumsum(documents["length"])))
     cuts = np.sort(np.concatenate((starts, np.arange(0, starts[-1], context_length))), kind="stable")  # two runs: O(n)
     cuts = cuts[np.diff(cuts, prepend=-1) > 0]

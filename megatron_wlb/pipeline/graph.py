@@ -135,7 +135,7 @@ def _chains(schedule: Schedule) -> _Chains:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Waits:
-    """Nodes (see `Graph.nodes`, or NONE) that passes and transfers wait for, int64 [passes] unless stated."""
+    """Nodes (or NONE) that passes and transfers wait for, int64 [passes] unless stated."""
 
     arrival: np.ndarray
     """A pass, for the transfer of what it takes."""

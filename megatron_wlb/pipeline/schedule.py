@@ -10,7 +10,7 @@ OP = np.dtype([("backward", "?"), ("chunk", "<i8"), ("micro_batch", "<i8")])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """A pipeline step; more than one chunk means interleaved 1F1B. Raises ValueError on what upstream refuses."""
+    """A pipeline step; interleaved with more than one chunk. Raises ValueError as upstream."""
 
     num_stages: int
     num_micro_batches: int
@@ -69,7 +69,7 @@ class Schedule:
         return behind if self.num_chunks == 1 else 2 * behind + (self.num_chunks - 1) * self.group
 
     def in_flight(self, stage: int, weights: np.ndarray | float = 1.0) -> float:
-        """Return the most forward passes that a stage holds at once, or that `weights` of its chunks sum to."""
+        """Return the most forward passes that a stage holds, or what `weights` of them sum to."""
         if np.ptp(weights) == 0:
             return min(self.num_micro_batches * self.num_chunks, self.warm_up(stage) + 1) * float(np.max(weights))
         ops, weights = self.ops(stage), np.asarray(weights)
@@ -105,11 +105,11 @@ class Schedule:
 
 
 def even_groups(count: int, num_stages: int) -> int:
-    """Return the size of interleaved groups for `count` micro-batches: about 1.5 times the stages, nearly equal.
+    """Return the size of interleaved groups for `count` micro-batches.
 
-    In groups as large as the pipeline, upstream's default, the first stage waits in every chunk for the slowest
-    micro-batch and for transfers; longer ones hold more activations and gain little. Fewer micro-batches than stages,
-    which cannot be interleaved, give the number of stages.
+    About 1.5 times the stages, nearly equal. In groups as large as the pipeline, upstream's default, the first stage
+    waits in every chunk for the slowest micro-batch; longer ones hold more activations and gain little. Fewer
+    micro-batches than stages, which cannot be interleaved, give the number of stages.
     """
     for groups in range((4 * count + 3 * num_stages) // (6 * num_stages), 0, -1):
         size = -(-count // groups)

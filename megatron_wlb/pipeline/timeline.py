@@ -103,7 +103,7 @@ def with_parts(
     transfer: np.ndarray | float,
     parts: Parts | None,
 ) -> tuple[Timeline, np.ndarray]:
-    """Return `run` with deferred `parts`, and how many of the stage's ran before each pass, shaped as `start`.
+    """Return `run` with deferred `parts`, and how many ran before each pass.
 
     A node begins when the nodes it waits for have ended. Before a pass, parts run that have time while its stage waits
     for it, and those that must for it to have memory.
@@ -177,7 +177,7 @@ class WeightGradients:
 
     @classmethod
     def alike(cls, counts: np.ndarray, weights: np.ndarray) -> "WeightGradients":
-        """Return equal parts of `weights`, times of passes [stages, chunks, micro-batches], with memory for all."""
+        """Return equal parts of `weights` [stages, chunks, micro-batches], with memory for all."""
         is_part = np.arange(counts.max())[:, None] < counts[:, :, None, None]
         times = is_part * (weights / np.maximum(counts, 1)[:, :, None])[:, :, None]
         return cls(counts=counts, times=times, held=np.zeros(times.shape), limit=np.zeros(len(counts)))

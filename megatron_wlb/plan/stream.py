@@ -225,7 +225,7 @@ class DocumentStream:
         return [i for i, each in enumerate(self._each) if self._counts[i] < each * self._begun]
 
     def _take_documents(self, tokens: int) -> np.ndarray:
-        """Take documents with a piece that begins within `tokens`: dataset, number, offset, length, int64 [4, n]."""
+        """Take documents within `tokens`: dataset, number, offset, length, int64 [4, n]."""
         runs = [np.empty((4, 0), np.int64)]
         if self._head and tokens > 0:
             dataset, document, offset = self._head

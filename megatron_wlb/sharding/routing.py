@@ -84,7 +84,7 @@ OWN = (0.0, 0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """Integers of one rank and part of attention, for documents with n of its rows, which count in local order."""
+    """Integers of one rank and part of attention, for documents with n of its rows."""
 
     calls: tuple[tuple[int, np.ndarray], ...]
     """Attention calls, each its first row and SEGMENT rows, whose documents count in `key_begins`: stop - start query
@@ -115,7 +115,7 @@ class Exchange:
 
 
 def exchange(plan: ShardPlan, cp_rank: int, document_set: int, keys: tuple[float, float] | None = None) -> Exchange:
-    """Return the exchange of rank `cp_rank` for a set of documents, or for `Round.keys` of them. O(rows of the set)."""
+    """Return the exchange of a rank for documents, or for `Round.keys` of them."""
     held = [plan.segments(rank, document_set) for rank in range(len(plan.shards))]
     if keys == OWN:
         return _own(held[cp_rank])

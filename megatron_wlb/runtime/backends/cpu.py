@@ -99,7 +99,7 @@ def _of_one_size(*tensors: Tensor) -> list[Tensor]:
 
 
 def _blocks(args: KernelArgs, g: int, dtype: torch.dtype) -> Iterator[tuple[Block, Tensor | None]]:
-    """Yield the blocks of a call, each with its mask of scores [n * g, keys], None if queries see all keys."""
+    """Yield the blocks of a call, each with its mask of scores, [n * g, keys] or None."""
     segments = list(map(Block._make, args.table.tolist()))
     if not args.causal:
         yield from ((segment, None) for segment in segments)
