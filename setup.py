@@ -4,7 +4,7 @@ import glob
 import os
 import shutil
 
-from pybind11.setup_helpers import Pybind11Extension, build_ext
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
@@ -36,6 +36,7 @@ class WithFiles(build_py):
             shutil.copytree("csrc/rehearsal", package, dirs_exist_ok=True)
 
 
+ParallelCompile(default=0).install()  # on all cores
 setup(
     ext_modules=[
         Pybind11Extension(

@@ -3,7 +3,7 @@
 Whoever has these versions has the same text, and can add runs to older ones. A document is a file; of files with equal
 content the first by name counts. Long files are thinned (`THINNING`), so that lengths are spread as in a real corpus
 over a long window: most documents are short, and a few long ones hold much of the tokens. Which documents are held out
-for validation depends on their names alone. `scripts/demo/make_data.py` draws and tokenizes the same way.
+for validation depends on their names alone.
 """
 
 import hashlib

@@ -8,7 +8,6 @@ import numpy as np
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.job import Job, Packing, Parallel
 from megatron_wlb.model import MODELS, ModelShape
-from megatron_wlb.plan.dataset import read_index, trained_tokens
 from megatron_wlb.plan.mock import F2
 from megatron_wlb.plan.packer import Packer, make_packer
 from megatron_wlb.plan.stream import DocumentStream, Source
@@ -35,20 +34,16 @@ def distca() -> np.ndarray:
 
 
 def distributions(count: int) -> dict[str, tuple[np.ndarray, int]]:
-    """Lengths and window by name; the demo's only where `scripts/demo.sh` has made them."""
+    """Lengths and window by name."""
     rng = np.random.default_rng(7)
     log_normal = rng.lognormal(8.5, 1.5, count)
     humps = np.where(rng.random(count) < 0.02, rng.normal(90_000, 15_000, count), 3_000)
-    data = {
+    return {
         "F2": (f2(count, 0), WINDOW),
         "dist_wlbllm": (distca(), WINDOW),
         "log-normal": (np.clip(log_normal, 16, WINDOW).astype(np.int64), WINDOW),
         "two humps": (np.clip(humps, 16, WINDOW).astype(np.int64), WINDOW),
     }
-    demo = Path(__file__).parent.parent / "demo/data/python"
-    if demo.with_suffix(".idx").exists():
-        data["demo"] = (trained_tokens(read_index(str(demo)).tokens), 2048)
-    return data
 
 
 def stream(lengths: np.ndarray, window: int, *, shuffle: bool = False) -> DocumentStream:

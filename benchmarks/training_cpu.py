@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from benchmarks.results import Row
@@ -30,7 +31,7 @@ TRAINING = f"""
 --calculate-per-token-loss --seed {SEED} --log-interval 1000000
 """.split()
 VOCABULARY = 255
-"""Tokens are drawn below it, and it ends a document."""
+"""Tokens are below it, as bytes of UTF-8 are, and it ends a document."""
 Steps = list[Row]
 """The steps of one rank: "seconds", "other" CPU time (optimizer, planning, logging); of all ranks "tokens", "work",
 "late", tokens times the steps that they ran late, and "group" (`Parallel.group_size`); and for each micro-batch of the
@@ -38,9 +39,13 @@ rank the CPU time of its passes, "busy", the deferred weight gradients among it,
 knows: "rows", "pairs", "kernel_us"."""
 
 
-def write_dataset(folder: Path, lengths: np.ndarray) -> str:
-    """Documents of random tokens, each with an end; returns the prefix."""
-    tokens = np.random.default_rng(0).integers(0, VOCABULARY, int(lengths.sum()), dtype=np.int32)
+def write_dataset(folder: Path, lengths: np.ndarray, text: bytes | None = None) -> str:
+    """Documents of a text, or of random tokens, each with an end; returns the prefix."""
+    total = int(lengths.sum())
+    if text is None:
+        tokens = np.random.default_rng(0).integers(0, VOCABULARY, total, dtype=np.int32)
+    else:
+        tokens = np.frombuffer(text, np.uint8, total).astype(np.int32)
     tokens[np.cumsum(lengths) - 1] = VOCABULARY
     (folder / "data.bin").write_bytes(tokens.tobytes())
     write_index(folder / "data.idx", lengths)
@@ -51,7 +56,7 @@ def warm() -> None:
     """Import what every run needs, so that its processes, forks of this one, begin at once."""
     from megatron_wlb.adapter import cpu
 
-    if "megatron" not in sys.modules:
+    if "megatron" not in sys.modules and not torch.cuda.is_available():
         cpu.install()
         cpu.install_megatron()
     import megatron.core.tokenizers.text  # noqa: F401
@@ -72,17 +77,12 @@ def train(argv: list[str], first: int) -> Steps:
     """
     pin()
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # upstream says hundreds of lines, here and in its log
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()), LOCAL_RANK="0")
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     from megatron.core.pipeline_parallel import schedules
     from megatron.training import get_args, training
 
-    from megatron_wlb.adapter import cpu, plans, script, wgrad
+    from megatron_wlb.adapter import cpu, plans, wgrad
     from megatron_wlb.plan import step
 
-    sys.argv = ["pretrain_gpt.py", *argv, "--distributed-backend", "gloo", *cpu.FLAGS]
     steps: Steps = []
     costs: dict[int, Row] = {}
     order: list[int] = []
@@ -138,9 +138,22 @@ def train(argv: list[str], first: int) -> Steps:
     training.setup_model_and_optimizer, training.train_step = setup_for_later, train_step_timed
     step.plan_step = plan_step_kept
     plans.Plans._resume = resume_by_planning  # type: ignore[method-assign]
+    pretrain([*argv, "--distributed-backend", "gloo", *cpu.FLAGS])
+    return steps[1:]
+
+
+def pretrain(argv: list[str]) -> None:
+    """Train in this process of a world, as upstream's script does with these flags."""
+    from megatron_wlb.adapter import script
+
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    rank = str(dist.get_rank())
+    os.environ.update(RANK=rank, WORLD_SIZE=str(dist.get_world_size()), LOCAL_RANK=rank)
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    sys.argv = ["pretrain_gpt.py", *argv]
     script.teach()
     script.train()
-    return steps[1:]
 
 
 def pin() -> None:

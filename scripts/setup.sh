@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# Makes .venv in the repository root with everything tests and the demo need. Returns at once when nothing changed.
+# Makes .venv in the repository root with everything that tests and the demo need, or with `demo` what the demo needs.
+# Returns at once when nothing changed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv=.venv
 constraints=requirements/constraints.txt
-stamp=$venv/.megatron_wlb-setup
+extras=train,analysis,demo
+[[ ${1:-} == demo ]] || extras+=,dev
+stamp=$venv/.megatron_wlb-$extras
 
 # Besides the inputs of the build: where the tree lies (an editable install points there) and which extensions are
 # built (a cleaned tree has lost them, whatever the virtual environment says).
@@ -45,16 +48,19 @@ if ! "$venv/bin/python" -c 'import sys, pip; assert sys.version_info >= (3, 12)'
     rm -rf "$venv"
     "$python" -m venv "$venv"
 fi
-if [[ -f $stamp && $(<"$stamp") == "$(fingerprint)" ]]; then
-    exit 0
-fi
-rm -f "$stamp"
+for made in "$stamp" "$stamp,dev"; do
+    if [[ -f $made && $(<"$made") == "$(fingerprint)" ]]; then
+        exit 0
+    fi
+done
+rm -f "$venv"/.megatron_wlb-*
 
-pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$constraints")
+# Byte code is made when a module is first imported; of all modules it would take as long as unpacking them.
+pip=("$venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check --constraint "$constraints")
 torch=$(grep -m1 -oE '^torch==[^ ;#]+' "$constraints")
 # On its own and pinned: resolved together with the rest, a machine without a GPU may get another build.
-echo "setup: $torch"
+echo "setup: $torch with CUDA, 2.6 GB to download"
 "${pip[@]}" "$torch"
 echo "setup: megatron_wlb and its dependencies"
-"${pip[@]}" --editable '.[train,analysis,demo,dev]'
+"${pip[@]}" --editable ".[$extras]"
 fingerprint >"$stamp"

@@ -32,14 +32,13 @@ cmp "$work/patched/pretrain_gpt.py" "$checkout/pretrain_gpt.py"
 GIT_DIR=none git -C "$work/patched" apply "$patch"
 echo "== megatron-core $version: the patch applies and comes off again"
 
-python -m scripts.demo.make_data --output "$work/data" --context-length 512 >/dev/null
-vocab_size=$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["vocab_size"])' "$work/data.json")
+python -c 'import pathlib, sys; from scripts.demo import run; run.make_data(pathlib.Path(sys.argv[1]), 512, 100_000)' "$work"
 flags=(
     --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --seq-length 512
     --max-position-embeddings 512 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
     --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1
     --global-batch-size 4 --train-iters 3 --lr 1e-3 --lr-decay-style constant --tokenizer-type NullTokenizer
-    --vocab-size "$vocab_size" --data-path "$work/data" --split '100,0,0' --eval-iters 0 --eval-interval 100
+    --vocab-size 255 --data-path "$work/data" --split '100,0,0' --eval-iters 0 --eval-interval 100
     --log-interval 1 --calculate-per-token-loss --data-cache-path "$work/cache" --distributed-backend gloo
 )
 balanced=(--context-parallel-size 2 --wlb --wlb-packing wlb --wlb-outlier-thresholds 256 --wlb-max-tokens 768)

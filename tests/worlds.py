@@ -8,7 +8,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -22,22 +22,32 @@ HANGS_SECONDS = 600.0
 
 
 def run_world(fn: Callable[..., Any], size: int, *args: Any, timeout: float = HANGS_SECONDS) -> list[Any]:
-    """`fn(*args)` in `size` forked processes with gloo initialised; the results by rank.
+    """`fn(*args)` in the processes of a `world`; the results by rank.
 
     Results are pickled. An exception in a process is raised here with its traceback (RuntimeError), and a world that
     takes longer than `timeout` seconds is killed (TimeoutError). The parent joins no process group.
+    """
+    with world(fn, size, *args) as readers:
+        return collect(readers, time.monotonic() + timeout)
+
+
+@contextlib.contextmanager
+def world(fn: Callable[..., Any], size: int, *args: Any, backend: str = "gloo") -> Iterator[list[Connection]]:
+    """Fork `size` processes with a process group that run `fn(*args)`; yields where they answer, by rank.
+
+    At the end they are killed (SIGKILL), wherever they are.
     """
     with tempfile.TemporaryDirectory() as folder:
         readers, processes = [], []
         for rank in range(size):
             reader, writer = _fork.Pipe(duplex=False)
-            process = _fork.Process(target=_main, args=(fn, rank, size, folder, writer, args))
+            process = _fork.Process(target=_main, args=(fn, rank, size, folder, backend, writer, args))
             process.start()
             writer.close()
             readers.append(reader)
             processes.append(process)
         try:
-            return _collect(readers, time.monotonic() + timeout)
+            yield readers
         finally:
             for process in processes:
                 with contextlib.suppress(ProcessLookupError):
@@ -45,13 +55,15 @@ def run_world(fn: Callable[..., Any], size: int, *args: Any, timeout: float = HA
                 process.join()
 
 
-def _main(fn: Callable[..., Any], rank: int, size: int, folder: str, writer: Connection, args: tuple[Any, ...]) -> None:
+def _main(
+    fn: Callable[..., Any], rank: int, size: int, folder: str, backend: str, writer: Connection, args: tuple[Any, ...]
+) -> None:
     os.setpgrp()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     tempfile.tempdir = folder  # killed or ended by os._exit, no process cleans up after itself
     try:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=size)
         answer = (True, fn(*args))
         dist.barrier()
     except BaseException:
@@ -61,7 +73,8 @@ def _main(fn: Callable[..., Any], rank: int, size: int, folder: str, writer: Con
     os._exit(0)
 
 
-def _collect(readers: list[Connection], deadline: float) -> list[Any]:
+def collect(readers: list[Connection], deadline: float) -> list[Any]:
+    """The answers of a `world` by rank, as `run_world` returns or raises them."""
     results: dict[int, Any] = {}
     while len(results) < len(readers):
         pending = {id(reader): rank for rank, reader in enumerate(readers) if rank not in results}

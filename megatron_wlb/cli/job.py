@@ -79,7 +79,7 @@ class Run(NamedTuple):
     launched: Launched
     judged: Judged
     notes: list[str]
-    """Sentences on what was assumed, and on what is not simulated."""
+    """Sentences on what was assumed."""
 
     def job(self, arguments: MegatronArguments | None = None, **given: Any) -> Job:
         """Build the job of --wlb, in a layout; `given` are arguments of `make_job`."""
@@ -115,7 +115,7 @@ def run_of(args: argparse.Namespace, command: list[str]) -> Run:
     if arguments.seq_length is None:
         raise ValueError("no --seq-length; give the log of a run, its command behind --, or its flags")
     judged = judge(launched, arguments, approximate=args.approximate)
-    notes = list(judged.remarks)
+    notes: list[str] = []
     settings = PlanSettings.from_args(args)
     if settings.max_tokens == "auto" and settings.memory_budget is None:
         settings = replace(settings, max_tokens=None)

@@ -1,6 +1,7 @@
 """How a run was launched, by Megatron's log or the words of its command."""
 
 import ast
+import difflib
 import os
 import re
 import sys
@@ -17,6 +18,8 @@ MOST_BYTES = 1 << 28
 """Largest log that is read. `BLOCK` cuts a larger one."""
 LONGEST_VALUE = 1 << 14
 """Longest argument in a log, in characters, that is parsed as more than text."""
+LIKE_A_WORD = 0.7
+"""Share of letters from which on a word is taken for another, misspelt; none of Megatron's own flags is."""
 MOST_VALUES = 1 << 20
 """Most characters of arguments in a log that are parsed as more than text, in all."""
 BLOCK = "sed -n '/- arguments -/,/- end of arguments -/p'"
@@ -89,6 +92,7 @@ class Judged(NamedTuple):
     left_out: list[str]
     """What an approximate estimate leaves out."""
     remarks: list[str]
+    """Warnings: how the run differs from what the numbers are of."""
 
 
 def read_log(name: str) -> Launched:
@@ -152,7 +156,9 @@ def judge(launched: Launched, arguments: MegatronArguments, *, approximate: bool
     strange = [name for name, usual in _MATTER.items() if name in judged and _alone(judged[name]) not in usual]
     off = [name for name, value in judged.items() if switches_off(name, value)]
     known = {*refused, *off, *strange, *_MATTER, *_READ, *NOT_SIMULATED, *MegatronArguments.__dataclass_fields__}
-    ignored = [name for name in judged if name not in known and not launched.is_log]
+    strangers = [name for name in judged if name not in known]
+    _refuse_misspelt(strangers)
+    ignored = [] if launched.is_log else strangers
     said = {
         "Left out, since training with --wlb refuses them: {}.": refused,
         "Left out, since --wlb switches them off: {}.": off,
@@ -168,6 +174,23 @@ def judge(launched: Launched, arguments: MegatronArguments, *, approximate: bool
         left_out=list(dict.fromkeys(left_out)),
         remarks=_attention(launched) + remarks,
     )
+
+
+def _refuse_misspelt(names: Sequence[str]) -> None:
+    """Raise ValueError for a name that is read but for letters of a word, or where words are divided."""
+
+    def alike(name: str, known: str) -> bool:
+        words, of_known = name.split("_"), known.split("_")
+        wrong = [pair for pair in zip(words, of_known, strict=False) if pair[0] != pair[1]]
+        is_word = len(words) == len(of_known) and len(wrong) == 1
+        return "".join(words) == "".join(of_known) or (
+            is_word and difflib.SequenceMatcher(None, *wrong[0]).ratio() >= LIKE_A_WORD
+        )
+
+    read = {*_MATTER, *_READ, *NOT_SIMULATED, *MegatronArguments.__dataclass_fields__}
+    for name in names:
+        if meant := next((known for known in sorted(read) if alike(name, known)), None):
+            raise ValueError(f"{flag_of(short(name))} is no flag of Megatron's; give {flag_of(meant)}, or leave it out")
 
 
 def _attention(launched: Launched) -> list[str]:

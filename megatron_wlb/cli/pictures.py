@@ -14,13 +14,18 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter
 GREY, BLUE, ORANGE, GREEN = "#8c8c8c", "#0072b2", "#d55e00", "#009e73"
 COLORS = (BLUE, "#56b4e9", GREEN, "#f0e442", ORANGE, "#cc79a7", GREY)
 """Colors of the parts of a whole."""
+INK, PAPER = "#202124", "#fefefe"
+"""Colors of text and of gaps, which pictures of a page change in the dark."""
 STYLE: Any = {
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+    "axes.facecolor": "none",
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.frameon": False,
     "svg.hashsalt": "megatron_wlb",
 }
+_COLORS = f"svg{{color:{INK};--paper:#fff}}@media (prefers-color-scheme:dark){{svg{{color:#e4e6ea;--paper:#17191d}}}}"
 WIDTH = 4.8
 """In inches."""
 
@@ -35,9 +40,12 @@ class Section(NamedTuple):
 
 
 def section(title: str, text: str, draw: Callable[[Figure], None], height: float) -> Section:
-    buffer = io.BytesIO()
-    save(buffer, draw, height, format="svg", metadata={"Date": None})
-    return Section(title, text, base64.b64encode(buffer.getvalue()).decode())
+    """Draw a part of a page with a picture of `height` inches."""
+    buffer = io.StringIO()
+    save(buffer, draw, height, format="svg", metadata={"Date": None}, transparent=True)
+    image = buffer.getvalue().replace(INK, "currentColor").replace(PAPER, "var(--paper)")
+    image = image.replace("</metadata>", f"</metadata><style>{_COLORS}</style>", 1)
+    return Section(title, text, base64.b64encode(image.encode()).decode())
 
 
 def save(file: Any, draw: Callable[[Figure], None], height: float, **options: Any) -> None:
@@ -54,7 +62,7 @@ def shares(figure: Figure, edges: np.ndarray, shares: Mapping[str, np.ndarray], 
     for (name, share), color, style in zip(shares.items(), (GREY, BLUE, ORANGE), ("-", "--", "-."), strict=False):
         axes.stairs(share, edges, color=color, fill=True, alpha=0.12)
         axes.stairs(share, edges, color=color, linewidth=1.8, linestyle=style, label=name)
-    axes.axvline(window, color="black", linewidth=0.8)
+    axes.axvline(window, color=INK, linewidth=0.8)
     axes.annotate("window", (window, 1), (-4, -2), xycoords=("data", "axes fraction"), va="top", ha="right",
                   textcoords="offset points", fontsize=9)  # fmt: skip
     seen = np.flatnonzero(np.max(list(shares.values()), axis=0) > 1e-3)
@@ -79,7 +87,7 @@ def memory(rank: dict[str, Any], gpu_gib: float, figure: Figure) -> None:
     parts["held"] = np.maximum(0, reserved - sum(parts.values()))
     values = [part / gib for part in parts.values()]
     axes.stackplot(np.arange(len(step)), values, labels=parts, colors=(*COLORS[:5], GREY), step="mid")
-    axes.axhline(gpu_gib, color="black", linewidth=0.8, linestyle=":")
+    axes.axhline(gpu_gib, color=INK, linewidth=0.8, linestyle=":")
     axes.set_ylim(0, 1.05 * gpu_gib)
     axes.set_xticks(np.searchsorted(step, np.unique(step)), [f"step {int(s)}" for s in np.unique(step)])
     axes.margins(x=0)

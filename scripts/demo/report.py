@@ -1,215 +1,161 @@
-"""Turn the logs of the demo into one self-contained page, and optionally one picture for the README."""
+"""What the demo measured, in a sentence and as one self-contained page."""
 
-import argparse
+import json
 import math
-from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import matplotlib
 import numpy as np
-from check_resume import Comparison, Step, compare, read_log
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from megatron_wlb.cli import pictures
 from megatron_wlb.cli.common import render
-from megatron_wlb.cli.pictures import BLUE, GREY, ORANGE
-from megatron_wlb.plan.dataset import read_index
+from megatron_wlb.cli.pictures import BLUE, GREY, INK, ORANGE
+from megatron_wlb.simulate.step import SHARES
+
+type Step = dict[str, Any]
+"""An entry of `--wlb-log`; of the report, with "ranks": the passes of every rank, as `run.train` writes them."""
 
 
-def main() -> None:
-    arguments = parse_arguments()
-    log, reference = read_log(arguments.log), read_log(arguments.reference_log)
-    result = compare(log, reference)
-    # A step that ran again after the resume must not count twice.
-    steps = list({step["step"]: step for step in log}.values())
-    lengths = read_index(arguments.data).tokens
-    sections = [
-        pictures.section(*DOCUMENTS, lambda figure: draw_lengths(figure, lengths, arguments.context_length), 3.4),
-        pictures.section(*PACKING, lambda figure: draw_micro_batches(figure, steps), 4.2),
-        pictures.section(*SHARDING, lambda figure: draw_ranks(figure, steps), 4.2),
-        pictures.section(*DELAY, lambda figure: draw_delays(figure, steps), 3.4),
-        pictures.section(*RESUME, lambda figure: draw_loss(figure, log, reference, result), 3.4),
-    ]
-    template, title = Path(__file__).with_name("report.html"), "WLB-LLM on Megatron-LM: the demo run"
-    page = render(template, title=title, figures=key_figures(steps, result), sections=sections)
-    arguments.output.write_text(page)
-    if arguments.picture:
-        with matplotlib.rc_context(pictures.STYLE | {"font.size": 11}):
-            draw_picture(steps).savefig(arguments.picture, dpi=160)
+def ratio(plain: Sequence[Step], ours: Sequence[Step]) -> tuple[float, float]:
+    """Plain's seconds per token over those of --wlb in the same steps, and its standard error (nan of one step)."""
+    a, b = (np.array([step["step_ms"] for step in steps]) for steps in (plain, ours))
+    tokens = [sum(step["tokens"] for step in steps) for steps in (plain, ours)]
+    value = float(a.sum() / tokens[0] / (b.sum() / tokens[1]))
+    if len(a) < 2:
+        return value, math.nan
+    # Of a ratio of means: what else the machine does in a step hits both, and cancels.
+    return value, float(value * np.std(a / a.mean() - b / b.mean(), ddof=1) / math.sqrt(len(a)))
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--log", type=Path, required=True, help="--wlb-log of the run that was stopped and resumed")
-    parser.add_argument("--reference-log", type=Path, required=True, help="--wlb-log of the uninterrupted run")
-    parser.add_argument("--data", required=True, help="prefix given to make_data.py")
-    parser.add_argument("--context-length", type=int, default=2048, help="--seq-length of the run")
-    parser.add_argument("--output", type=Path, required=True, help="HTML page to write")
-    parser.add_argument("--picture", type=Path, help="PNG to write for the README")
-    return parser.parse_args()
+def judge(value: float, error: float) -> tuple[str, str]:
+    """A ratio in words, and its tone on the page."""
+    number = f"{value:.2f} \u00b1 {error:.2f}"
+    if abs(value - 1) <= 2 * error:
+        return f"No difference is certain: {number} times as many tokens a second with --wlb", "close"
+    return f"{number} times as many tokens a second with --wlb", "gain" if value > 1 else "loss"
 
 
-def key_figures(steps: list[Step], result: Comparison) -> list[tuple[str, str]]:
-    def mean(key: str) -> float:
-        return float(np.mean([step[key] for step in steps]))
+def write(
+    folder: Path, plain: list[Step], ours: list[Step], *, warm: int, prediction: str, resumed: str, on: str
+) -> str:
+    """Write FOLDER/report.html and what it shows as JSON; returns the verdict.
 
-    delays = count_delays(steps)
-    delay = sum(late * tokens for late, tokens in delays.items()) / delays.total()
-    exact = "yes" if result.difference is None else "no"
-    packing = f"{mean('imbalance_original'):.3f} \u2192 {mean('imbalance'):.3f}"
-    figures = [
-        ("slowest micro-batch / mean, original \u2192 WLB", packing),
-        ("mean delay of a token", f"{delay:.2f} steps"),
-        ("tokens", f"{sum(step['tokens'] for step in steps):,}"),
-        ("steps", f"{len(steps)}"),
-        ("resume exact", exact),
-        ("largest loss difference", f"{result.max_loss_difference:.2g}"),
-    ]
-    per_sequence, chosen = cp_imbalances(steps)
-    if per_sequence:
-        sharding = f"{np.mean(per_sequence):.3f} \u2192 {np.mean(chosen):.3f}"
-        figures.insert(1, ("slowest CP rank / mean, per-sequence \u2192 chosen", sharding))
-    return figures
-
-
-DOCUMENTS = (
-    "Documents",
-    "Documents by length: how many there are, their share of the tokens, and their share of the attention work "
-    "(quadratic in length, after cutting at the window).",
-)
-PACKING = (
-    "Work of the micro-batches",
-    "Every bar is a micro-batch; both packings read the same stream of documents. Orange: what the slowest has over "
-    "the mean of its step, and all others wait for.",
-)
-SHARDING = (
-    "Work of the context-parallel ranks",
-    "Attention of every rank in the micro-batches of one step, the one with the median imbalance of per-sequence "
-    "sharding. Orange: what the slowest rank has over the mean.",
-)
-DELAY = ("Delay", "How long tokens wait until documents of their length are enough for all micro-batches.")
-RESUME = (
-    "Loss across the interruption",
-    "The run was killed, resumed from its checkpoint and compared with a run that was left alone.",
-)
-
-
-def draw_lengths(figure: Figure, lengths: np.ndarray, context_length: int) -> None:
-    edges = 2.0 ** np.arange(np.floor(np.log2(lengths.min())), np.ceil(np.log2(lengths.max())) + 1, 0.5)
-    full, rest = np.divmod(lengths, context_length)
-    attention = full * float(context_length) ** 2 + rest.astype(float) ** 2
-    weights = {"documents": np.ones(len(lengths)), "tokens": lengths, "attention work": attention}
-    shares = {name: np.histogram(lengths, edges, weights=w)[0] / w.sum() for name, w in weights.items()}
-    pictures.shares(figure, edges, shares, context_length, "share per half octave")
-
-
-def draw_micro_batches(figure: Figure, steps: list[Step]) -> None:
-    shown = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, 4).round().astype(int))]
-    panels = figure.subplots(2, sharex=True, sharey=True)
-    labels = [f"step {step['step']}" for step in shown]
-    for axes, name, key in zip(panels, ("original packing", "WLB packing"), ("original_work", "work"), strict=True):
-        draw_groups(axes, [step[key] for step in shown], labels)
-        axes.set_title(name, loc="left", fontsize=11)
-    figure.supylabel("work / mean of the step", fontsize=11)
-
-
-def draw_ranks(figure: Figure, steps: list[Step]) -> None:
-    sharded = [step for step in steps if len(step["micro_batches"][0]["cp_work"]) > 1]
-    if not sharded:
-        figure.text(0.5, 0.5, "This run had no context parallelism.", ha="center")
-        return
-    by_imbalance = sorted(sharded, key=lambda step: float(np.mean(cp_imbalances([step])[0])))
-    step = by_imbalance[len(by_imbalance) // 2]
-    batches = step["micro_batches"]
-    panels = figure.subplots(2, sharex=True, sharey=True)
-    for axes, name, key in zip(panels, ("per-sequence", "chosen"), ("cp_work_per_sequence", "cp_work"), strict=True):
-        draw_groups(axes, [batch[key] for batch in batches], [str(i + 1) for i in range(len(batches))])
-        axes.set_title(name, loc="left", fontsize=11)
-    chosen = Counter(batch["strategy"] for batch in batches)
-    summary = ", ".join(f"{count} {name}" for name, count in chosen.most_common())
-    panels[1].set_title(f"chosen: {summary}", loc="left", fontsize=11)
-    panels[1].set_xlabel(f"micro-batch of step {step['step']}")
-    figure.supylabel("attention work / mean of the ranks", fontsize=11)
-
-
-def draw_groups(axes: Axes, groups: list[list[float]], labels: list[str]) -> None:
-    """One group of bars for each list, relative to its mean, with what the largest has above it in orange."""
-    for position, work in enumerate(groups):
-        relative = np.array(work) / np.mean(work)
-        slowest = int(relative.argmax())
-        left = position - 0.4 + 0.8 * (np.arange(len(work)) + 0.5) / len(work)
-        axes.bar(left, relative, width=0.68 / len(work), color=BLUE)
-        axes.bar(left[slowest], relative[slowest] - 1, bottom=1, width=0.68 / len(work), color=ORANGE)
-        axes.annotate(f"{relative[slowest]:.2f}", (left[slowest], relative[slowest]), (0, 2), ha="center",
-                      textcoords="offset points", fontsize=9)  # fmt: skip
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(groups)), labels)
-    axes.tick_params(axis="x", length=0)
-    axes.margins(x=0.02, y=0.12)
-
-
-def draw_delays(figure: Figure, steps: list[Step]) -> None:
-    axes = figure.subplots()
-    delays = count_delays(steps)
-    late = np.arange(max(delays) + 1)
-    share = np.array([delays[i] for i in late]) / delays.total()
-    bars = axes.bar(late, share, color=BLUE, width=0.8)
-    if len(late) <= 12:
-        axes.bar_label(bars, [f"{value:.1%}" if value else "" for value in share], fontsize=10)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    axes.set(xlabel="steps after the arrival of the document", ylabel="share of tokens")
-
-
-def draw_loss(figure: Figure, log: list[Step], reference: list[Step], result: Comparison) -> None:
-    axes = figure.subplots()
-    split = next((i for i in range(1, len(log)) if log[i]["step"] <= log[i - 1]["step"]), len(log))
-    axes.plot(*points(reference), color=GREY, linewidth=6, alpha=0.5, label="uninterrupted", solid_capstyle="round")
-    axes.plot(
-        *points(log[:split]), color=ORANGE, marker="o", markersize=7, markerfacecolor="white", label="until killed"
+    The first `warm` steps of both count for the losses only.
+    """
+    for name, steps in (("plain", plain), ("--wlb", ours)):
+        files = sorted(folder.glob(f"{name}-*.jsonl"))
+        ranks = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+        steps[:] = [step | {"ranks": [rank[i] for rank in ranks]} for i, step in enumerate(steps)]
+    measured = plain[warm:], ours[warm:]
+    value, error = ratio(*measured)
+    verdict, tone = judge(value, error)
+    rows = table(*measured)[: None if on.endswith("cores") else -1]
+    about = (
+        f"A small GPT on {on}: {len(plain) - warm} steps of Megatron's packing and of --wlb, by turns in every step, "
+        "with the same attention, on the same documents. Speed is by the clock; what else runs here makes it less "
+        "certain, and changes the CPU time of the slower rank less."
     )
-    if split < len(log):
-        axes.plot(*points(log[split:]), color=BLUE, marker=".", linewidth=1.5, label="resumed")
-        axes.axvline(log[split - 1]["step"], color="black", linewidth=0.8)
-        axes.annotate("killed", (log[split - 1]["step"], 1), (4, -4), xycoords=("data", "axes fraction"), va="top",
-                      textcoords="offset points", fontsize=10)  # fmt: skip
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
-    axes.set_title(f"largest difference {result.max_loss_difference:.2g}", loc="left", fontsize=11)
-    axes.legend(loc="lower left")
+    sections = [
+        pictures.section(
+            "A step on both ranks",
+            "Forward (blue) and backward (orange) as measured, in the step whose times are nearest to the mean. Gaps "
+            "are waiting. At the line the step ends, after the sum of gradients and the optimizer.",
+            lambda figure: timelines(figure, *measured),
+            4.4,
+        ),
+        pictures.section(
+            "Every step",
+            "Seconds of every step. A busy machine lengthens both.",
+            lambda figure: times(figure, plain, ours),
+            3.4,
+        ),
+        pictures.section(
+            "Loss",
+            "Steps train different documents, so that losses are not equal, but go the same way.",
+            lambda figure: losses(figure, plain, ours),
+            3.4,
+        ),
+    ]
+    values = {"prediction": prediction, "resumed": resumed, "about": about, "rows": rows, "sections": sections}
+    page = render(Path(__file__).with_name("report.html"), verdict=verdict, tone=tone, **values)
+    (folder / "report.html").write_text(page)
+    numbers = {"ratio": value, "error": error, "on": on, "warm": warm, "verdict": verdict, "table": rows}
+    (folder / "report.json").write_text(json.dumps(numbers | {"plain": plain, "--wlb": ours}))
+    return verdict
 
 
-def draw_picture(steps: list[Step]) -> Figure:
-    figure = Figure((11, 4), layout="constrained")
-    left, right = figure.subfigures(1, 2, wspace=0.04)
-    draw_micro_batches(left, steps)
-    draw_ranks(right, steps)
-    return figure
+def table(plain: list[Step], ours: list[Step]) -> list[tuple[str, ...]]:
+    """Rows of what was measured, --wlb first; the last is for CPUs only."""
+
+    def row(title: str, show: Any) -> tuple[str, ...]:
+        return title, show(ours), show(plain)
+
+    def mean(steps: list[Step], part: str) -> float:
+        return sum(s["measured"][part] * s["step_ms"] for s in steps) / sum(s["step_ms"] for s in steps)
+
+    def total(steps: list[Step], key: str) -> float:
+        return float(sum(step[key] for step in steps))
+
+    def slowest(steps: list[Step]) -> float:
+        computing = [[sum(each[3] for each in rank["passes"]) for rank in step["ranks"]] for step in steps]
+        return float(np.mean([max(ranks) for ranks in computing]))
+
+    late = "delay_mean_steps"
+    return [
+        ("", "--wlb", "plain"),
+        row("tokens a second", lambda s: f"{1e3 * total(s, 'tokens') / total(s, 'step_ms'):,.0f}"),
+        *(
+            row(f"{part}, % of a step", lambda s, part=part: f"{100 * mean(s, part) + 0:.1f}")
+            for part in SHARES
+            if part != "bubble"
+        ),
+        row("delay of a token, steps", lambda s: f"{sum(x[late] * x['tokens'] for x in s) / total(s, 'tokens'):.2f}"),
+        row("loss, mean of the last five steps", lambda s: f"{np.mean([x['loss'] for x in s[-5:]]):.3f}"),
+        row("CPU time of the slower rank, s a step", lambda s: f"{slowest(s):.2f}"),
+    ]
 
 
-def points(steps: list[Step]) -> tuple[list[int], list[float]]:
-    return [step["step"] for step in steps], [step["loss"] for step in steps]
+def timelines(figure: Figure, plain: list[Step], ours: list[Step]) -> None:
+    """Draw the passes of every rank in one step, plain above."""
+    means = [np.mean([step["step_ms"] for step in steps]) for steps in (plain, ours)]
+    far = [
+        abs(a["step_ms"] / means[0] - 1) + abs(b["step_ms"] / means[1] - 1) for a, b in zip(plain, ours, strict=True)
+    ]
+    chosen = int(np.argmin(far))
+    for axes, (name, steps) in zip(figure.subplots(2, sharex=True), (("plain", plain), ("--wlb", ours)), strict=True):
+        step = steps[chosen]
+        begin = min(rank["begin"] for rank in step["ranks"])
+        end = max(rank["end"] for rank in step["ranks"]) - begin
+        for i, rank in enumerate(step["ranks"]):
+            for kind, color in (("forward", BLUE), ("backward", ORANGE)):
+                spans = [(start - begin, stop - start) for what, start, stop, _ in rank["passes"] if what == kind]
+                axes.broken_barh(spans, (i - 0.4, 0.8), color=color)
+        axes.axvline(end, color=INK, linewidth=1)
+        axes.set_title(f"{name}, step {step['step']}: {end:.2f} s", loc="left", fontsize=10)
+        axes.set_yticks(range(len(step["ranks"])))
+        axes.set_ylim(len(step["ranks"]) - 0.5, -0.5)
+    figure.axes[-1].set_xlabel("seconds")
+    figure.supylabel("data-parallel rank", fontsize=10)
 
 
-def count_delays(steps: list[Step]) -> Counter[int]:
-    """Tokens by the number of steps they ran after they arrived."""
-    delays: Counter[int] = Counter()
-    for step in steps:
-        delays.update({int(late): tokens for late, tokens in step["delays_tokens"].items()})
-    return delays
+def times(figure: Figure, plain: list[Step], ours: list[Step]) -> None:
+    """Draw seconds over steps."""
+    _both(figure, plain, ours, lambda step: step["step_ms"] / 1e3, "seconds of a step").set_ylim(bottom=0)
 
 
-def cp_imbalances(steps: list[Step]) -> tuple[list[float], list[float]]:
-    """max * CP / total of every micro-batch, per-sequence and as chosen; empty without context parallelism."""
-    batches = [batch for step in steps for batch in step["micro_batches"] if len(batch["cp_work"]) > 1]
-
-    def imbalances(key: str) -> list[float]:
-        return [max(batch[key]) * len(batch[key]) / math.fsum(batch[key]) for batch in batches]
-
-    return imbalances("cp_work_per_sequence"), imbalances("cp_work")
+def losses(figure: Figure, plain: list[Step], ours: list[Step]) -> None:
+    """Draw both loss curves over each other."""
+    _both(figure, plain, ours, lambda step: step["loss"], "loss (nats per token)")
 
 
-if __name__ == "__main__":
-    main()
+def _both(figure: Figure, plain: list[Step], ours: list[Step], value: Any, label: str) -> Any:
+    axes = figure.subplots()
+    for name, steps, color, marker in (("plain", plain, GREY, "o"), ("--wlb", ours, BLUE, ".")):
+        axes.plot(
+            [step["step"] for step in steps], [value(step) for step in steps], color=color, marker=marker, label=name
+        )
+    axes.set(xlabel="step", ylabel=label)
+    axes.legend()
+    return axes

@@ -32,7 +32,7 @@ class Page(HTMLParser):
         self.text += data
 
 
-@pytest.mark.parametrize(("layout", "images"), [("", 4), ("--context-parallel-size 2", 5)])
+@pytest.mark.parametrize(("layout", "images"), [("", 3), ("--context-parallel-size 2", 4)])
 def test_page(tmp_path, data, layout, images):
     """Stands alone: every picture is in it, and whatever the table says."""
     target = tmp_path / "report.html"
@@ -48,7 +48,11 @@ def test_page(tmp_path, data, layout, images):
     assert "http" not in re.sub('base64,[^"]*|http-equiv', "", text)
     style = base64.b64encode(hashlib.sha256(re.search("(?s)<style>(.*)</style>", text)[1].encode()).digest()).decode()
     assert "table {" in text and f"content=\"default-src 'none'; style-src 'sha256-{style}'; img-src data:\">" in text
-    assert found["flags"] in page.text and f"data: {data}" in page.text and found["date"] in page.text
+    assert (
+        found["flags"] in re.sub(r"\s*\\\n\s*", " ", page.text)
+        and f"data: {data}" in page.text
+        and found["date"] in page.text
+    )
     assert f"{found['schemes']['ours']['speedup']:.3f}" in page.text
     assert "h100-cudnn" in page.text and "median 12.3%" in page.text and "--lr" in page.text
     assert ("CP ranks: slowest / mean" in page.text) == bool(layout)
@@ -88,7 +92,7 @@ def test_a_log_from_standard_input(data, capsys, monkeypatch):
 def test_without_torch(data):
     arguments = ["analyze", *JOB.split(), "--fp8-format", "hybrid", "--data-path", data, "--steps", "2"]
     done = process(*arguments, without=("torch", "megatron"), check=True)
-    assert done.stdout.startswith("Predicted: ") and "adaptive" in done.stdout
+    assert "Predicted: " in done.stdout and "adaptive" in done.stdout
 
 
 @pytest.mark.parametrize("module", ["rich", "jinja2", "matplotlib"])

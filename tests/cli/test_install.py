@@ -1,4 +1,4 @@
-"""The command line in an environment of its own, installed as a user would: without torch, without Megatron."""
+"""A wheel in an environment of its own, installed as a user would: without a compiler, torch or Megatron."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def test_the_image_of_the_commands_has_the_versions_that_the_tests_run_with():
 
 
 @pytest.mark.full
-def test_the_analysis_extra_predicts_without_torch(tmp_path):
+def test_a_wheel_predicts_without_a_compiler_and_torch(tmp_path):
     """Needs the package index, as pip is configured here."""
 
     def run(*command):
@@ -40,15 +40,20 @@ def test_the_analysis_extra_predicts_without_torch(tmp_path):
     ignored = shutil.ignore_patterns(".*", "build", "demo", "*.so", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, tmp_path / "tree", ignore=ignored)
     run(*pip, "install", "--require-hashes", "--requirement", "tree/requirements/analysis.txt")  # as the image does
-    run(*pip, "install", "--no-deps", "./tree")
+    run(*pip, "wheel", "--no-deps", "--wheel-dir", "wheels", "./tree")
+    environment |= {"CC": "false", "CXX": "false"}
+    run(*pip, "install", "--no-deps", *(str(wheel) for wheel in (tmp_path / "wheels").iterdir()))
     installed = {package["name"].lower() for package in json.loads(run(*pip, "list", "--format", "json"))}
     assert installed >= {"megatron-wlb", "numpy", "msgspec", "rich", "jinja2", "matplotlib", "scipy"}
     assert not installed & {"torch", "megatron-core"}
 
+    run("venv/bin/megatron-wlb", "rehearse", "--help")
+    hooks = "import sys; print(any(hasattr(finder, 'installs_wlb') for finder in sys.meta_path))"
+    assert [run("venv/bin/python", "-c", hooks, *flags).strip() for flags in ((), ("--wlb",))] == ["False", "True"]
     write_index(tmp_path / "data.idx", np.random.default_rng(3).integers(2, 4096, 4000))
     outputs = "--steps 2 --html report.html --json report.json --trace step.json".split()
     for words in (JOB.split(), [*RUN.split(), *JOB.split(), "--global-batch-size", "16"]):
         report = run("venv/bin/megatron-wlb", "analyze", *outputs, *words, "--data-path", "data")
         assert json.loads((tmp_path / "report.json").read_text())["headline"] in " ".join(report.split())
-        assert "<h1>" in (tmp_path / "report.html").read_text()
+        assert "<h1 class=" in (tmp_path / "report.html").read_text()
         assert json.loads((tmp_path / "step.json").read_text())["traceEvents"]

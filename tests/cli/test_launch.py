@@ -99,7 +99,7 @@ def test_our_own_slurm_scripts(name, gpus, chunks, shape, tmp_path):
     assert (job.model.num_layers, job.model.hidden_size, job.model.gated_linear_unit) == (*shape, True)
     assert (found.run.arguments.seed, found.run.judged.refused) == (7, [])
     assert blend.prefixes == [str(tmp_path / "corpus")]
-    assert not any("attention cross documents" in note for note in found.notes)  # they have --wlb already
+    assert not any("attention cross documents" in note for note in found.run.judged.remarks)  # they have --wlb already
     assert not list(tmp_path.glob("runs*"))
 
 
@@ -110,6 +110,23 @@ def test_what_training_refuses_is_to_be_taken_out(capsys):
     for name in NOT_SIMULATED:
         refused(capsys, f"{RUN} {JOB} --{name.replace('_', '-')} 8", " cannot be simulated; give")
     assert run("--approximate", RUN, JOB, "--multi-latent-attention --window-size 64,0").judged.refused == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("context-paralell-size", "context-parallel-size"),
+        ("seq-lenght", "seq-length"),
+        ("tpcomm-overlap", "tp-comm-overlap"),
+    ],
+)
+def test_a_misspelt_flag_is_refused(flag, meant, tmp_path, capsys):
+    """Behind -- and in a log; that none of upstream's own is taken for one, `test_logs` shows."""
+    message = f"--{flag} is no flag of Megatron's; give --{meant}, or leave it out"
+    refused(capsys, f"{RUN} {JOB} --{flag} 4", message)
+    arguments = f"  num_layers ... 2\n  world_size ... 8\n  seq_length ... 64\n  {flag.replace('-', '_')} ... 4\n"
+    (tmp_path / "log").write_text(f"{'-' * 9} arguments {'-' * 9}\n{arguments}{'-' * 9} end of arguments -\n")
+    refused(capsys, str(tmp_path / "log"), message)
 
 
 def test_what_training_switches_off_is_named():
@@ -130,7 +147,7 @@ def test_what_training_switches_off_is_named():
     ],
 )
 def test_what_is_not_simulated_is_said(flags, note):
-    assert any(note in each for each in run(RUN, JOB, flags).notes)
+    assert any(note in each for each in run(RUN, JOB, flags).judged.remarks)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +164,7 @@ def test_what_is_not_simulated_is_said(flags, note):
 )
 def test_attention_across_documents_is_named(words, crosses):
     """Of a run; flags alone are none that exists."""
-    notes = run(words, JOB).notes
+    notes = run(words, JOB).judged.remarks
     assert any(note.startswith("The run lets attention cross documents (it has neither") for note in notes) == crosses
 
 

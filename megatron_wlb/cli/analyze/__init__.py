@@ -62,7 +62,8 @@ def run(args: argparse.Namespace, words: Words) -> None:
         progress(len(schemes(setup)) * packed, args.json, "analysing") as advance,
     ):
         results = report.analyse(setup, packed, simulated, advance)
-        write_json(file, {"headline": " ".join(table.headline(results)).strip()} | results.entries)
+        in_words = {"headline": " ".join(table.headline(results)), "facts": table.facts(results)}
+        write_json(file, in_words | results.entries)
         if html is not None:
             html.write(page.page(results))
         write_json(trace, trace_of(results.examples["ours"].step))

@@ -12,7 +12,7 @@ from megatron_wlb.cli import pictures
 from megatron_wlb.cli.analyze import table
 from megatron_wlb.cli.analyze.report import Report, Sample
 from megatron_wlb.cli.common import render
-from megatron_wlb.cli.pictures import BLUE, COLORS, GREEN, GREY, ORANGE
+from megatron_wlb.cli.pictures import BLUE, COLORS, GREEN, GREY, INK, ORANGE, PAPER
 from megatron_wlb.simulate.step import SimulatedStep, attention_of_ranks, micro_batch_times
 
 MOST_EDGES = 48
@@ -27,7 +27,9 @@ def page(report: Report) -> str:
     def picture(title: str, text: str, draw: str, height: float) -> pictures.Section:
         return pictures.section(title, text, partial(_DRAW[draw], report), height)
 
-    return render("analyze.html", report=table.in_words(report), picture=picture, cp=report.setup.job.parallel.cp)
+    parallel = report.setup.job.parallel
+    sizes = {"cp": parallel.cp, "pp": parallel.pp, "most_facts": table.MOST_FACTS}
+    return render("analyze.html", report=table.in_words(report), picture=picture, **sizes)
 
 
 def lengths(report: Report, figure: Figure) -> None:
@@ -39,17 +41,15 @@ def lengths(report: Report, figure: Figure) -> None:
 
 
 def time(report: Report, figure: Figure) -> None:
-    """Draw where the time of a token goes, in the run and with --wlb."""
+    """Draw where the time of a token goes, with --wlb and without."""
     axes = figure.subplots()
-    names = (report.entries["reference"], "ours")
+    names = ("ours", report.entries["reference"], *(n for n in table.OVER if n != report.entries["reference"]))
     for row, name in enumerate(names):
         left = 0.0
         for (part, seconds), color in zip(table.parts(report, name).items(), COLORS, strict=True):
             axes.barh(row, seconds, left=left, color=color, label="" if row else part, height=0.6)
             left += seconds
         axes.annotate(f"{left:.3g} s", (left, row), (3, 0), textcoords="offset points", va="center", fontsize=9)
-    limit = report.entries["limit"]["us_per_token"]
-    axes.axvline(limit, color="black", linewidth=0.8, linestyle=":", label="limit")
     axes.set_yticks(range(len(names)), [table.TITLES[name] for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.margins(x=0.12)
@@ -61,7 +61,6 @@ def _panels(report: Report, figure: Figure) -> Iterator[tuple[Axes, Sample, str]
     """Yield axes, step and title of the run and, below, of --wlb."""
     panels = figure.subplots(2, sharex=True, sharey=True)
     for axes, name in zip(panels, (report.entries["reference"], "ours"), strict=True):
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         yield axes, report.examples[name], table.TITLES[name]
 
 
@@ -74,21 +73,25 @@ def _bars(axes: Axes, values: np.ndarray, mean: float, title: str) -> None:
     else:
         axes.stairs(values, np.arange(count + 1) - 0.5, color=BLUE, fill=True)
         axes.plot([slowest, slowest], [mean, values[slowest]], color=ORANGE, linewidth=2)
-    axes.axhline(mean, color="black", linewidth=0.8)
+    axes.axhline(mean, color=INK, linewidth=0.8)
     axes.margins(x=0.02)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title(f"{title}: slowest / mean {values[slowest] / mean:.2f}", loc="left", fontsize=10)
 
 
 def micro_batches(report: Report, figure: Figure) -> None:
-    """Draw the time of every micro-batch, data-parallel ranks side by side."""
+    """Draw the time of every micro-batch, data-parallel ranks side by side, or their sums without a pipeline."""
     job = report.setup.job
     for axes, (step, *_), title in _panels(report, figure):
-        times = micro_batch_times(step) * job.model.num_layers / 1e3
+        times = micro_batch_times(step) * job.model.num_layers / 1e6
+        if job.parallel.pp == 1:
+            times = times.sum(axis=1, keepdims=True)
         _bars(axes, times.ravel(), float(times.mean()), title)
-        for rank in range(1, len(times)):
+        for rank in range(1, len(times) if job.parallel.pp > 1 else 0):
             axes.axvline(rank * times.shape[1] - 0.5, color=GREY, linewidth=0.6, linestyle=":")
-    figure.axes[-1].set_xlabel("micro-batch" + (", by data-parallel rank" if job.parallel.dp > 1 else ""))
-    figure.supylabel("time (ms)", fontsize=10)
+    by_rank = ", by data-parallel rank" if job.parallel.dp > 1 else ""
+    figure.axes[-1].set_xlabel(f"micro-batch{by_rank}" if job.parallel.pp > 1 else "data-parallel rank")
+    figure.supylabel("seconds", fontsize=10)
 
 
 def ranks(report: Report, figure: Figure) -> None:
@@ -109,7 +112,7 @@ def timelines(report: Report, figure: Figure) -> None:
         axes.set_title(f"{title}: {step.time / tokens:.2f} s per million tokens", loc="left", fontsize=10)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.set_ylim(report.setup.job.parallel.pp - 0.5, -0.5)
-    figure.axes[-1].set_xlabel("ms")
+    figure.axes[-1].set_xlabel("seconds")
     figure.supylabel("pipeline stage", fontsize=10)
 
 
@@ -121,8 +124,8 @@ def _timeline(axes: Axes, step: SimulatedStep) -> None:
             for start, end in zip(slowest.start[:, stage], slowest.end[:, stage], strict=True)
         )
         for spans, color in ((forward, BLUE), (backward, ORANGE), (slowest.weight_gradients(stage), GREEN)):
-            bars = (spans / 1e3).tolist()
-            edges = {"edgecolor": "white", "linewidth": 0.3} if len(bars) <= MOST_EDGES else {"linewidth": 0}
+            bars = (spans / 1e6).tolist()
+            edges = {"edgecolor": PAPER, "linewidth": 0.3} if len(bars) <= MOST_EDGES else {"linewidth": 0}
             # Thousands of passes take about 100 KB as pixels, and megabytes as shapes.
             axes.broken_barh(bars, (stage - 0.4, 0.8), color=color, rasterized=True, **edges)
 

@@ -22,7 +22,7 @@ from megatron_wlb.simulate.step import SimulatedStep, breakdown, imbalances, lim
 from megatron_wlb.types import document_work
 
 FORMAT = "megatron-wlb-analysis"
-VERSION = 8
+VERSION = 9
 MAX_STEPS, LEAST_SIMULATED, LEAST_PACKED = 200, 4, 40
 PASSES, MICRO_BATCHES = 60_000, 20_000
 """Approximate passes to simulate and micro-batches to pack per scheme, within the bounds above."""
@@ -101,6 +101,7 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
         "layouts": other_layouts(setup, numbers["ours"], numbers[reference]),
         "other_flags": other_flags(setup, numbers["ours"], numbers[reference]),
         "flags": setup.flags(),
+        "warnings": setup.run.judged.remarks,
         "notes": setup.notes,
         "ignored": setup.run.judged.ignored,
         "refused": setup.run.judged.refused,
@@ -188,13 +189,13 @@ def _is_faster(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _compare(schemes: dict[str, dict[str, Any]], plain: dict[str, Any]) -> dict[str, float]:
-    """Add to each scheme's numbers its gain over `plain`. Returns --wlb's limit."""
-    us_per_token = schemes["ours"]["limit_us_per_token"]
-    for name, numbers in schemes.items():
+    """Add to each scheme's numbers its gain over `plain`, and its share of its own limit. Returns the least limit."""
+    us_per_token = min(numbers["limit_us_per_token"] for numbers in schemes.values())
+    most = max(numbers["pairs_per_token"] for numbers in schemes.values())
+    for numbers in schemes.values():
         numbers |= _speedup(numbers, plain)
-        # Megatron has limits of its own: it attends across documents, or cuts them at window ends.
-        limit = numbers["limit_us_per_token"] if name in MEGATRON else us_per_token
-        numbers["of_limit"] = limit / numbers["us_per_token"]
+        numbers["of_limit"] = numbers["limit_us_per_token"] / numbers["us_per_token"]
+        numbers["attention_kept"] = numbers["pairs_per_token"] / most
     return {"us_per_token": us_per_token, "speedup": plain["us_per_token"] / us_per_token}
 
 
@@ -208,7 +209,7 @@ def measure(
     """
     steps: list[tuple[float, int, int, int]] = []
     samples: list[Sample] = []
-    total_work = 0
+    total_work, pairs = 0, 0.0
     for i, step in enumerate(setup.steps(job, packed)):
         works = step.batch.sums(document_work(step.batch.documents["length"], job.crossover_tokens))
         delays, work = metrics.delays(step.batch, step.step), int(works.sum())
@@ -217,6 +218,7 @@ def measure(
         if megatron.name == "plain":
             work = sum(delays.values())
         total_work += work
+        pairs += float((step.batch.documents["length"].astype(float) ** 2).sum())
         if i % (packed // simulated) == 0:
             result = megatron.simulate(job, step.batch.lengths)
             samples.append(Sample(result, limit_time(result), step.batch.lengths, work))
@@ -241,6 +243,7 @@ def measure(
         # Of a ratio of means over steps.
         "us_per_token_error": float(np.std(time - us_per_work * work_of) / np.sqrt(len(samples)) / time.mean()),
         "limit_us_per_token": float(limit.sum() / work_of.sum() * work_per_token),
+        "pairs_per_token": pairs / int(step_tokens.sum()),
         "late_steps": float(late_tokens[middle].sum() / step_tokens[middle].sum()),
         "max_delay_steps": int(most_late.max()),
         "token_cv": float(step_tokens[middle].std() / step_tokens[middle].mean()),

@@ -116,7 +116,7 @@ class Setup:
             bool(stated.get("overlap_p2p_comm_warmup_flush")),
         )
         if masked and self.job.parallel.cp > 1:
-            self.notes.append(
+            run.judged.remarks.append(
                 "--dataloader-inter-document-masking with context parallelism: upstream divides the window, where "
                 "TransformerEngine expects each document to be divided. So tokens attend to other documents, and not "
                 "to all of their own. With --wlb they attend to their own."

@@ -14,70 +14,71 @@ from megatron_wlb.simulate.step import SHARES
 TITLES = {"plain": "Megatron", "thd": "apart", "paper": "paper", "ours": "--wlb"}
 """Names of the schemes."""
 OVER = {
-    "plain": "Megatron's attention across documents, which is another attention",
-    "thd": "Megatron with documents apart, each of them divided over context-parallel ranks",
+    "plain": "Megatron with attention across documents, which is another attention",
+    "thd": "Megatron with attention inside documents",
 }
 """What a speed-up is over."""
 WIDE = 0.05
 """Range of a speed-up, over itself, from which on it is shown."""
-SPEEDUP = "speed-up per token"
+CLOSE = 0.02
+"""Gain or loss up to which neither way is advised."""
+SPEEDUP, IDLE = "speed-up per token", "idle, % of a step"
+SHORT = (SPEEDUP, "tokens a second and GPU", IDLE, "attention kept, %", "delay of a token, steps", "activations, GiB")
+"""Titles of the rows to read first."""
+MOST_FACTS = 6
+"""Sentences that are shown first."""
 
 Row = tuple[str, ...]
-"""A title, its value for every scheme, and its value at the limit."""
+"""A title, and its value for every scheme."""
 
 
 def rows(report: Report) -> list[Row]:
-    """Return the column titles, then a row per number."""
-    schemes, limit = list(report.entries["schemes"].values()), report.entries["limit"]
-    ours = report.entries["schemes"]["ours"]
-    parallel = report.setup.job.parallel
+    """Return the column titles, then a row per number: --wlb, what it is compared with, the others."""
+    entries, parallel = report.entries, report.setup.job.parallel
+    names = ("ours", entries["reference"], *(n for n in OVER if n != entries["reference"]), "paper")
+    schemes = [entries["schemes"][name] for name in names]
     pp, dp, cp, gpus = parallel.pp, parallel.dp, parallel.cp, parallel.num_gpus
 
-    def row(title: str, show: Callable[[dict[str, Any]], str], of_limit: str = "") -> Row:
-        return title, *map(show, schemes), of_limit
+    def row(title: str, show: Callable[[dict[str, Any]], str]) -> Row:
+        return title, *map(show, schemes)
 
-    def imbalance(title: str, name: str, of_limit: str = "1.000") -> Row:
-        return row(title, lambda n: f"{n['imbalance'][name]:.3f}", of_limit)
+    def imbalance(title: str, name: str) -> Row:
+        return row(title, lambda n: f"{n['imbalance'][name]:.3f}")
 
     def part(title: str, *names: str) -> Row:
         return row(title, lambda n: f"{percent(n, *names) + 0:.1f}")  # never -0.0
 
     finer = {
-        "exchange": [part("  for the slowest CP rank", "cp_wait")],
-        "waiting": [part("  for the slowest EP rank", "ep_wait")] if parallel.expert_dp_ranks > 1 else [],
+        "exchange": [part("    for the slowest CP rank", "cp_wait")],
+        "waiting": [part("    for the slowest EP rank", "ep_wait")] if parallel.expert_dp_ranks > 1 else [],
     }
-    has = {"bubble": pp > 1, "exchange": cp > 1, "waiting": pp * dp > 1}
-    words = [
-        [part(f"{word}, % of a step", *parts), *finer.get(word, [])]
-        for word, parts in SHARES.items()
-        if has.get(word, True)
-    ]
-
-    def of_limit(numbers: dict[str, Any]) -> str:
-        return f"{100 * min(1, numbers['of_limit']):.0f} %" if numbers is not ours or _is_fastest(report) else ""
-
-    def speed(numbers: dict[str, float]) -> str:
-        return f"{1e6 / numbers['us_per_token'] / gpus:,.0f}"
-
+    has = {"bubble": pp > 1, "exchange": cp > 1, "waiting": pp * dp > 1, "busy": False}
+    words = [[part(f"  {word}", *parts), *finer.get(word, [])] for word, parts in SHARES.items() if has.get(word, True)]
     levels = (("pp", "micro-batches", pp), ("dp", "DP ranks", dp), ("cp", "CP ranks", cp))
     return [
-        ("", *(TITLES[name] for name in report.entries["schemes"]), "limit"),
-        row(SPEEDUP, lambda n: f"{n['speedup']:.3f}", f"{limit['speedup']:.3f}"),
+        ("", *(TITLES[name] for name in names)),
+        row(SPEEDUP, lambda n: f"{n['speedup']:.3f}"),
         row("  standard error", lambda n: f"{n['speedup_error']:.3f}" if n["speedup_error"] else ""),
-        row("  of the limit", of_limit, "100 %"),
         row("micro-batches a step", lambda n: f"{n['num_micro_batches']:,}"),
-        row("time per million tokens, s", lambda n: f"{n['us_per_token']:.3f}", f"{limit['us_per_token']:.3f}"),
-        row("tokens a second and GPU", speed, speed(limit)),
+        row("time per million tokens, s", lambda n: f"{n['us_per_token']:.3f}"),
+        row("tokens a second and GPU", lambda n: f"{1e6 / n['us_per_token'] / gpus:,.0f}"),
+        row("attention kept, %", lambda n: f"{100 * n['attention_kept']:.0f}"),
         *(imbalance(f"{title}: slowest / mean", name) for name, title, size in levels if size > 1),
         imbalance("work: largest / mean", "work_mean"),
-        imbalance("  p95 over steps", "work_p95", ""),
+        imbalance("  p95 over steps", "work_p95"),
+        row(IDLE, lambda n: f"{idle(n) + 0:.1f}"),
         *chain(*words),
         row("delay of a token, steps", lambda n: f"{n['late_steps']:.2f}"),
         row("  of the latest", lambda n: str(n["max_delay_steps"])),
         row("tokens per step, CV", lambda n: f"{n['token_cv']:.3f}"),
         row("S_max, tokens", lambda n: f"{n['longest_micro_batch_tokens']:,}"),
-        row("  activations, GiB a GPU", lambda n: f"{n['activation_gib']:.1f}"),
+        row("activations, GiB", lambda n: f"{n['activation_gib']:.1f}"),
     ]
+
+
+def idle(numbers: dict[str, Any]) -> float:
+    """Return the percentage of a step in which GPUs do no work of their own."""
+    return round(100 - percent(numbers, *SHARES["busy"]), 1)
 
 
 def percent(numbers: dict[str, Any], *parts: str) -> float:
@@ -94,38 +95,46 @@ def gain(report: Report) -> float:
     return brings if abs(brings) > max(0.005, 2 * ours["speedup_error"]) else 0.0
 
 
-def _is_fastest(report: Report) -> bool:
-    """Whether no run of Megatron is faster by the clock, whose limit is another. Else a share of the limit misleads."""
-    schemes = report.entries["schemes"]
-    return all(schemes[name]["us_per_token"] >= schemes["ours"]["us_per_token"] for name in OVER)
+def verdict(report: Report) -> tuple[str, str]:
+    """Return what to do, in words, and "gain", "close" or "loss"."""
+    entries, gained = report.entries, gain(report)
+    ours, reference = entries["schemes"]["ours"], entries["reference"]
+    least, most = _least_and_most(entries["readings"], reference, ours["speedup"])
+    slower = any(
+        each["us_per_token"] * (1 + CLOSE) < ours["us_per_token"] for each in map(entries["schemes"].get, OVER)
+    )
+    if gained > CLOSE and least > 1 and not slower:
+        return "Use it", "gain"
+    return ("Do not use it", "loss") if gained < -CLOSE and most < 1 else ("Close", "close")
 
 
 def headline(report: Report) -> tuple[str, str]:
-    """Return the sentence to read first, and the rest in a few sentences."""
-    entries, schemes, gained = report.entries, report.entries["schemes"], gain(report)
+    """Return the sentences to read first, and the rest in a few sentences."""
+    entries, schemes = report.entries, report.entries["schemes"]
     left_out = ", ".join(entries["left_out"])
     predicted = f"An estimate without {left_out}" if left_out else "Predicted"
-    ours, plain = schemes["ours"], schemes[entries["reference"]]
-    lost = " ".join(f"{flag} out: {-100 * share:+.0f} %." for flag, share in entries["lost"].items())
-    if gained < 0:
-        return f"{predicted}: --wlb would lose, {ours['speedup']:.2f} times as many tokens a second.", lost
-    if gained == 0:
-        return f"{predicted}: nothing to gain with these flags.", lost
-    of_limit, before = (f"{100 * min(1, each['of_limit']):.0f} %" for each in (ours, plain))
-    shares = f"; {of_limit} of the limit instead of {before}" if _is_fastest(report) else ""
-    rest = f"What --wlb refuses counts in that: {lost} " if lost else ""
-    other = next(name for name in OVER if name != entries["reference"])
-    over = schemes[other]["us_per_token"] / ours["us_per_token"]
-    rest += f"Over {OVER[other]}: {over:.2f} times{_range(entries['readings'], other, over)}."
-    first = f"{ours['speedup']:.2f} times{_range(entries['readings'], entries['reference'], ours['speedup'])}"
-    return f"{predicted}: {first} as many tokens a second as {OVER[entries['reference']]}{shares}.", rest.strip()
+    ours, reference = schemes["ours"], entries["reference"]
+
+    def times(scheme: str) -> str:
+        over = schemes[scheme]["us_per_token"] / ours["us_per_token"]
+        least, most = _least_and_most(entries["readings"], scheme, over)
+        return f"{over:.2f} times" + (f" ({least:.2f} to {most:.2f})" if most - least > WIDE * over else "")
+
+    first = f"{verdict(report)[0]}. {predicted}: {times(reference)} as many tokens a second as {OVER[reference]}."
+    rest = f"GPUs idle {idle(ours):.0f} % of a step instead of {idle(schemes[reference]):.0f} %. "
+    if lost := " ".join(f"{flag} out: {-100 * share:+.0f} %." for flag, share in entries["lost"].items()):
+        rest += f"What --wlb refuses counts in that: {lost} "
+    other = next(name for name in OVER if name != reference)
+    rest += f"Over {OVER[other]}: {times(other)}."
+    if schemes[other]["us_per_token"] * (1 + CLOSE) < ours["us_per_token"]:
+        rest += " A run that can train so is better off without --wlb."
+    return first, rest
 
 
-def _range(readings: list[dict[str, Any]], scheme: str, speedup: float) -> str:
-    """Return " (LEAST to MOST)" of a speed-up under all assumptions; "" if they are close."""
+def _least_and_most(readings: list[dict[str, Any]], scheme: str, speedup: float) -> tuple[float, float]:
+    """Return the range of a speed-up under all assumptions."""
     found = [speedup, *(reading[scheme] for reading in readings)]
-    least, most = min(found), max(found)
-    return f" ({least:.2f} to {most:.2f})" if most - least > WIDE * speedup else ""
+    return min(found), max(found)
 
 
 def _to_paste(report: Report) -> list[tuple[str, str]]:
@@ -133,7 +142,8 @@ def _to_paste(report: Report) -> list[tuple[str, str]]:
     return [(title, flags) for title, flags in pairs if flags and gain(report) > 0]
 
 
-def _facts(report: Report) -> list[str]:
+def facts(report: Report) -> list[str]:
+    """Return sentences on what the numbers go by."""
     entries, job, schemes = report.entries, report.setup.job, report.entries["schemes"]
     text = render(
         "facts.txt",
@@ -184,19 +194,29 @@ def parts(report: Report, scheme: str) -> dict[str, float]:
 class InWords(NamedTuple):
     """A report as terminal and page show it."""
 
+    tone: str
     first: str
     rest: str
+    warnings: list[str]
     job: str
     source: str
     rows: list[Row]
     flags: list[tuple[str, str]]
     """Titles, and the flags below them."""
     facts: list[str]
+    """The first `MOST_FACTS` matter most."""
+
+    @property
+    def short(self) -> list[Row]:
+        """The rows to read first, without the paper's scheme."""
+        return [row[:-1] for row in self.rows if row[0] in ("", *SHORT)]
 
 
 def in_words(report: Report) -> InWords:
     """Return the report in words."""
-    return InWords(*headline(report), _job(report), _source(report), rows(report), _to_paste(report), _facts(report))
+    warnings = report.entries["warnings"]
+    shown = verdict(report)[1], *headline(report), warnings, _job(report), _source(report), rows(report)
+    return InWords(*shown, _to_paste(report), facts(report))
 
 
 def _source(report: Report) -> str:
@@ -224,10 +244,14 @@ def show(report: Report, console: Any) -> None:
     from rich.text import Text
 
     words, say = in_words(report), partial(console.print, soft_wrap=True)
-    say(Text(f"{words.first} {words.rest}".strip(), style="bold"))
+    say(Text(f"{words.first} {words.rest}", style="bold"))
+    for warning in words.warnings:
+        say(Text(f"! {warning}"))
     say(Text(words.job))
     console.print(common.table(words.rows[0], words.rows[1:], bold=(SPEEDUP,)))
-    for fact in words.facts:
+    for fact in words.facts[:MOST_FACTS]:
         say(Text(f"- {fact}"))
+    if more := len(words.facts[MOST_FACTS:]):
+        say(Text(f"- {more} more in what --html and --json write."))
     for title, flags in words.flags:
         say(Text(f"{title}:\n  {flags}"))
