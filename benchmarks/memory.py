@@ -94,14 +94,15 @@ def rehearsed(name: str, folder: Path) -> list[results.Row]:
 
 def goals(rows: list[results.Row]) -> list[results.Goal]:
     wanted = []
-    for row in rows:
-        where = f"{row['job']}, stage {row['stage']}"
-        wanted.append(at_most(f"{where}: reserved / card", row["reserved_gib"] / CARD, 0.95))
-        wanted.append(at_most(f"{where}: retries", row["retries"], 0))
-        wanted.append(at_most(f"{where}: communicators made in steps", row["made_in_steps"], 0))
-        error = abs(row["predicted_gib"] / row["allocated_gib"] - 1)
-        wanted.append(at_most(f"{where}: predicted / allocated, off by", error, 0.05))
-        wanted.append(at_most(f"{where}: NCCL calls that do not match", row["nccl"] == "hangs", 0))
+    for job in dict.fromkeys(row["job"] for row in rows):
+        stages = [row for row in rows if row["job"] == job]
+        errors = [abs(row["predicted_gib"] / row["allocated_gib"] - 1) for row in stages]
+        wanted.append(at_most(f"{job}: predicted / allocated, off by", max(errors), 0.05))
+        wanted.append(at_most(f"{job}: reserved / card", max(row["reserved_gib"] for row in stages) / CARD, 0.95))
+        for name in ("retries", "made_in_steps"):
+            wanted.append(at_most(f"{job}: {name}", sum(row[name] for row in stages), 0))
+        if stages[0]["nccl"] != "not matched":
+            wanted.append(at_most(f"{job}: NCCL calls hang", stages[0]["nccl"] == "hangs", 0))
     return wanted
 
 
