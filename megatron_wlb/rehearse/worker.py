@@ -185,8 +185,8 @@ class Run:
             stack.enter_context(compat.replaced(training, "save_checkpoint_and_time", _refused, ()))
             stack.enter_context(compat.replaced(checkpointing, "save_checkpoint", _refused, ()))
             stack.enter_context(compat.replaced(all_to_all, "_all_to_all", self._exchange, ()))
-            stack.enter_context(compat.replaced(schedules, "forward_step", self._forward, ()))
-            stack.enter_context(compat.replaced(schedules, "backward_step", self._backward, ()))
+            stack.enter_context(compat.replaced(schedules, "forward_step", self._passing(0), ()))
+            stack.enter_context(compat.replaced(schedules, "backward_step", self._passing(1), ()))
             stack.enter_context(compat.replaced(Plans, "begin", self._planned, ("step",)))
             stack.enter_context(compat.replaced(ours.Training, "__init__", self._made, ("args",)))
             sys.argv = [*self._task.script, *self._task.flags]
@@ -253,19 +253,10 @@ class Run:
         pp: int = self._training._job.parallel.pp
         return self._task.rank // (self._task.world_size // pp)
 
-    def _forward(self, original: Any) -> Any:
-        def forward_step(*args: Any, **kwargs: Any) -> Any:
-            return self._passing(0, original, *args, **kwargs)
+    def _passing(self, backward: int) -> Any:
+        return lambda original: functools.partial(self._pass, backward, original)
 
-        return forward_step
-
-    def _backward(self, original: Any) -> Any:
-        def backward_step(*args: Any, **kwargs: Any) -> Any:
-            return self._passing(1, original, *args, **kwargs)
-
-        return backward_step
-
-    def _passing(self, backward: int, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def _pass(self, backward: int, original: Any, *args: Any, **kwargs: Any) -> Any:
         number, self._passes[backward] = self._passes[backward], self._passes[backward] + 1
         of = self._order[backward][number : number + 1].tolist()
         said = f"of micro-batch {of[0][0]}, chunk {of[0][1]}" if of else number
@@ -310,7 +301,7 @@ class Run:
             steps = self.result["steps"]
             self._peak()
             before, self._passes, self._most = _stats(), [0, 0], [0, 0]
-            weights = [weight for chunk in kwargs.get("model", args[2]) for weight in chunk.parameters()]
+            weights = [weight for chunk in args[2] for weight in chunk.parameters()]
             self.result["weights"] = _bytes([each for w in weights for each in (w, getattr(w, "main_grad", None))])
             self._watch.at = f"step {len(steps)}"
             self._watch.mark(len(steps))
@@ -325,7 +316,6 @@ class Run:
         return train_step
 
     def _seen(self, before: dict[str, int]) -> dict[str, Any]:
-
         after = _stats()
         seen: dict[str, Any] = {name: after[name] - before[name] for name in after} | {"kept": before["kept"]}
         self._peak()
