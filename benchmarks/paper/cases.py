@@ -23,6 +23,8 @@ S_MAX = 1.25
 MEAN_DELAY = 0.5
 SLOWER = 1.2
 """Factor on the attention of per-document sharding that would explain the paper's figures."""
+HOPPER = "h100-cudnn"
+"""Kernels that use Hopper's loads, as the paper's do (section 5.2) and FlashAttention-2 does not."""
 CALIBRATION = (
     # name, value, source
     ("linear_tflops", 576.0, "four products of 16,384 rows on an H100, by PyTorch; see llama3_tflops for a check"),

@@ -13,8 +13,9 @@ import numpy as np
 from benchmarks import metrics, results
 from benchmarks.lengths import packer
 from benchmarks.metrics import balanced_time
-from benchmarks.paper.cases import LAYER, MEAN_DELAY, SEVEN_128, SLOWER, Case, slower_attention
+from benchmarks.paper.cases import HOPPER, LAYER, MEAN_DELAY, SEVEN_128, SLOWER, Case, slower_attention
 from benchmarks.results import Row
+from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import Job, Packing
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.fixed import FixedPacking
@@ -216,6 +217,9 @@ def figure_12(case: Case, steps: int) -> list[Row]:
     seconds = float(by_scheme["WLB-LLM"].times.mean() / 1e6)
     plan = {"crossover_tokens": case.job.crossover_tokens, "L_i": tuned(case), "step_seconds": seconds}
     ratios["WLB-LLM"] |= plan
+    newer = outcomes(case.changed(profile=load_profile(HOPPER)), {"WLB-LLM": WLB}, steps)
+    seconds = float(newer["WLB-LLM"].times.mean() / 1e6)
+    ratios[f"WLB-LLM, kernels of {HOPPER}"] = speedup(newer["WLB-LLM"], newer["Plain-4D"]) | {"step_seconds": seconds}
     return [{"figure": "12", "case": case.name, "scheme": name, **row} for name, row in ratios.items()]
 
 
