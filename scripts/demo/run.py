@@ -196,9 +196,10 @@ def main() -> None:
     began = time.monotonic()
     if len(os.sched_getaffinity(0)) < 2:
         sys.exit("demo: this process may run on one core only; it needs two")
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # forks could not use a CUDA that this process began
-    if torch.cuda.device_count() == 1:
+    if torch.cuda.device_count() < 2:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    else:
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # forks could not use a CUDA that this process began
     logging.disable(logging.WARNING)  # upstream misses packages that are no use here
     warnings.simplefilter("ignore")
     shutil.rmtree(FOLDER / "checkpoint", ignore_errors=True)
