@@ -11,12 +11,13 @@ from tests.cli.commands import ROOT
 
 
 def test_a_ratio_is_of_tokens_a_second_and_noise_that_hits_both_cancels():
-    plain, ours = ([{"step_ms": t * noise, "tokens": n} for noise in (1, 3, 2)] for t, n in ((6, 4), (4, 2)))
+    steps = [(6, 4, 1, 9), (18, 4, 1, 9), (12, 4, 1, 9)], [(4, 2, 9, 8), (12, 2, 9, 9), (8, 2, 9, 10)]
+    plain, ours = ([{"step_ms": t, "tokens": n, "work": [a, b - a]} for t, n, a, b in way] for way in steps)
     value, error = ratio(plain, ours)
-    assert value == pytest.approx(0.75) and error == pytest.approx(0)
-    ours[0]["step_ms"] = 8
-    value = 36 / 12 / (28 / 6)
-    assert ratio(plain, ours) == pytest.approx((value, value * math.sqrt(19 / 196 / 3)))
+    assert value == pytest.approx(0.75)
+    assert error == pytest.approx(0.75 / 9 / math.sqrt(3))  # work alone parts them: by -1/9, 0 and 1/9
+    ours = [step | {"work": [9]} for step in ours]
+    assert ratio(plain, ours) == pytest.approx((0.75, 0))
     assert math.isnan(ratio(plain[:1], ours[:1])[1])
 
 
