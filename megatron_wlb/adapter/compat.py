@@ -81,8 +81,7 @@ def weight_and_optimizer_bytes(args: Namespace) -> float | None:
     told = {"data_parallel_size": ranks, "num_layers": stages * int(layers.sum(axis=1).max())}
     if isinstance(args.moe_layer_freq, list):
         told["moe_layer_freq"] = np.resize(args.moe_layer_freq, told["num_layers"]).tolist()
-    held = float(compute_weight_and_optimizer_memory(Namespace(**vars(args) | told)))
-    return held / ranks if getattr(args, "use_torch_fsdp2", False) else held
+    return float(compute_weight_and_optimizer_memory(Namespace(**vars(args) | told)))
 
 
 def batch_sizes(args: Namespace) -> list[tuple[int, int]]:

@@ -141,14 +141,11 @@ def install() -> None:
 def install_megatron() -> None:
     """Patch upstream where it requires CUDA, between `install` and `pretrain`."""
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
-    from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp
     from megatron.core.transformer import multi_token_prediction
     from megatron.core.transformer.moe import token_dispatcher
     from megatron.training import initialize, training
 
     initialize._initialize_tp_communicators = lambda: None  # user buffers of TransformerEngine
-    from_group = fsdp.DeviceMesh.from_group
-    fsdp.DeviceMesh.from_group = lambda group, device, **rest: from_group(group, "cpu", **rest)
     # Upstream converts the split sizes of an all-to-all to numbers while it copies them from the GPU.
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, **rest: (
         tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.utils import to_local_if_dtensor
 
 from megatron_wlb.adapter import compat
 from megatron_wlb.adapter.data import Batch
@@ -103,17 +102,3 @@ def token_loss(
         )
     tokens = loss_mask.sum().to(torch.int)
     return loss, tokens, {"lm loss": torch.cat([loss.detach().view(1), tokens.detach().view(1)])}
-
-
-def scale_sharded(original: Any) -> Any:
-    """Return `scale_gradients` for torch-FSDP2, to scale per token; upstream's own does nothing.
-
-    FSDP2 has averaged gradients over its ranks; times their number, the mean is a sum.
-    """
-
-    def scale_gradients(self: Any, scaling_factor: torch.Tensor) -> None:
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                to_local_if_dtensor(parameter.grad).mul_(scaling_factor * self.process_group.size())
-
-    return scale_gradients

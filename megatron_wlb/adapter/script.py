@@ -148,7 +148,7 @@ def _settle(args: Namespace, given: set[str]) -> None:
 
     sharded = args.use_torch_fsdp2 or args.use_megatron_fsdp
     changes = adapt(args, given)
-    if sharded and not (args.use_torch_fsdp2 or args.use_megatron_fsdp):
+    if sharded:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # upstream forbids it with FSDP, and else may demand it
     describe.check(args)
     if args.rank == 0:

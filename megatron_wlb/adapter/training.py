@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import mpu
-from megatron.core.distributed import TorchFullyShardedDataParallel
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -23,7 +22,7 @@ from megatron_wlb import files
 from megatron_wlb.adapter import compat, data, describe, mtp, tiles
 from megatron_wlb.adapter.data import Batch, DocumentDataset
 from megatron_wlb.adapter.model import WlbPackedSeqParams, adapt_mtp, configure, packed_seq_params
-from megatron_wlb.adapter.mtp import scale_sharded, token_loss
+from megatron_wlb.adapter.mtp import token_loss
 from megatron_wlb.adapter.p2p import PlannedP2PCommunicator, by_direction, connect
 from megatron_wlb.adapter.plans import Plans
 from megatron_wlb.adapter.report import Report
@@ -194,7 +193,6 @@ class Training:
             compat.replaced(initialize, "_initialize_tp_communicators", tiles.sized(self._job.tiles), ()),
             compat.replaced(all_to_all, "_all_to_all", self._report.clock.exchange, ()),
             compat.replaced(checkpointing, "maybe_save_dataloader_state", self._saved, ("train_iterator", "iteration")),
-            compat.replaced(TorchFullyShardedDataParallel, "scale_gradients", scale_sharded, ("scaling_factor",)),
             compat.mean_losses(self._job.global_batch_size / self._job.num_micro_batches),
             compat.whole_tracker(),
             self._report.installed(),

@@ -26,14 +26,6 @@ def _without(*names: str) -> dict[str, Any]:
     return dict.fromkeys(names, False)
 
 
-def _beside_fsdp2(a: Any, given: Collection[str]) -> bool:
-    """Whether torch's FSDP is asked for beside something that it excludes."""
-    parallel = max(a.pipeline_model_parallel_size or 1, a.expert_model_parallel_size or 1) > 1
-    excluded = parallel or a.mtp_num_layers or a.use_distributed_optimizer or a.save or a.load
-    return bool(a.use_torch_fsdp2 and (excluded or not a.untie_embeddings_and_output_weights))
-
-
-_WHOLE = "weights and gradients are whole on every rank, and its checkpoints cannot be loaded"
 _ONE_SIZE = "its buffers have one size, and micro-batches vary in length"
 
 _ADAPTATIONS = (
@@ -116,21 +108,14 @@ _ADAPTATIONS = (
         "the all-to-all of experts is no longer hidden",
     ),
     _Adaptation(
-        _if_set("use_megatron_fsdp"),
-        {"use_megatron_fsdp": False, "use_distributed_optimizer": True}
-        | _without("init_model_with_meta_device", "fsdp_manual_registration"),
+        _if_set("use_megatron_fsdp", "use_torch_fsdp2"),
+        _without("use_megatron_fsdp", "use_torch_fsdp2", "init_model_with_meta_device", "fsdp_manual_registration")
+        | {"use_distributed_optimizer": True},
         "its scaling of gradients knows no per-token loss; --use-distributed-optimizer takes its place",
-        _WHOLE,
+        "weights and gradients are whole on every rank, and its checkpoints cannot be loaded",
     ),
     _Adaptation(
-        _beside_fsdp2,
-        {"use_torch_fsdp2": False, "use_distributed_optimizer": True, "init_model_with_meta_device": False},
-        "upstream does not restore its optimizer, and with it has neither pipelines, experts, MTP, tied embeddings nor "
-        "the distributed optimizer; --use-distributed-optimizer takes its place",
-        _WHOLE,
-    ),
-    _Adaptation(
-        lambda a, given: a.ckpt_format == "fsdp_dtensor" or (a.ckpt_format == "torch_dcp" and not a.use_torch_fsdp2),
+        lambda a, given: a.ckpt_format in ("fsdp_dtensor", "torch_dcp"),
         {"ckpt_format": "torch_dist"},
         "the format is that of FSDP",
     ),

@@ -30,7 +30,7 @@ FLAGS = {
 """Arguments whose flags have another name. `world_size` is set by the launcher."""
 _UNDEFERRABLE = (
     "defer_embedding_wgrad_compute fp4 fp8 moe_shared_expert_overlap overlap_dispatch_backward_with_experts_wgrad "
-    "use_torch_fsdp2 use_transformer_engine_op_fuser"
+    "use_transformer_engine_op_fuser"
 ).split()
 """Arguments that keep weight gradients in the backward pass: they use other hooks or layers, or were not tested."""
 
@@ -140,7 +140,6 @@ class MegatronArguments:
     defer_embedding_wgrad_compute: bool = _other("memory", default=False)
     moe_shared_expert_overlap: bool = _other("memory", default=False)
     overlap_dispatch_backward_with_experts_wgrad: bool = _other("memory", default=False)
-    use_torch_fsdp2: bool = _other("memory", default=False)
     use_transformer_engine_op_fuser: bool = _other("memory", default=False)
 
     @property

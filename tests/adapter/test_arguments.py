@@ -231,7 +231,6 @@ def test_weights_and_optimizer_are_shared_as_flags_say(parse):
     assert uneven == held(*pipeline, "6") > held(*pipeline, "4")
     moe = "4 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-layer-freq ([0]+[1]*3)".split()
     assert held(*pipeline, *moe, "--decoder-first-pipeline-num-layers", "3") > held(*pipeline, *moe)
-    assert held("--use-torch-fsdp2", "--untie-embeddings-and-output-weights") == whole / 4
 
 
 def test_activations_get_what_weights_and_optimizer_leave_of_a_gpu(monkeypatch):
@@ -249,10 +248,11 @@ def test_activations_get_what_weights_and_optimizer_leave_of_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(("capability", "profile"), [((8, 0), "a100-fa2"), ((9, 0), "h100-cudnn"), (None, "flops")])
-def test_the_default_profile_has_the_kernels_that_upstream_prefers_there(monkeypatch, capability, profile):
+def test_the_default_profile_has_the_kernels_that_upstream_prefers_there(monkeypatch, parse, capability, profile):
+    args = parse("--wlb-memory-budget", "60")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert describe._profile_of_device() == profile
+    assert job_of(args).profile.name == profile
 
 
 def _apart():

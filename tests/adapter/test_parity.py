@@ -51,8 +51,6 @@ LAYOUTS = [
     (2, f"{CP2} {FULL}"),
     *(full(size, f"{layout} {FULL}") for size, layout in ((2, TP2), (2, VPP2), (8, ALL))),
     (2, f"{CP2} --recompute-activations"),
-    (2, f"{CP2} --use-torch-fsdp2"),
-    *(full(size, f"{layout} --use-torch-fsdp2") for size, layout in ((2, ""), (4, TP2), (2, FULL))),
     *(full(4, f"{layout} --overlap-grad-reduce") for layout in (PP2, VPP2)),
 ]
 

@@ -116,7 +116,7 @@ def _train(argv: list[str], flags_of_rank: dict[int, list[str]], prints: str) ->
     from megatron_wlb.adapter import cpu, script
 
     os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()), LOCAL_RANK="0")
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8" if "--use-torch-fsdp2" in argv else "1"  # as upstream demands
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     # Upstream prints hundreds of lines; they matter only when a test fails, and then pytest shows the exception.
     sys.stdout = open(prints, "a", buffering=1)  # noqa: SIM115
     sys.argv = [*argv, *flags_of_rank.get(dist.get_rank(), []), "--distributed-backend", "gloo", *cpu.FLAGS]

@@ -69,13 +69,8 @@ PRICED = [
         "--use-megatron-fsdp: .*; weights and gradients",
     ),
     (
-        {
-            "use_torch_fsdp2": True,
-            "save": "checkpoints",
-            "ckpt_format": "torch_dist",
-            "use_distributed_optimizer": False,
-        },
-        {"use_torch_fsdp2": False, "use_distributed_optimizer": True, "ckpt_format": "torch_dist"},
+        {"use_torch_fsdp2": True, "use_distributed_optimizer": False},
+        {"use_torch_fsdp2": False, "use_distributed_optimizer": True},
         "--use-torch-fsdp2: .*; weights and gradients",
     ),
     ({"fine_grained_activation_offloading": True}, {"fine_grained_activation_offloading": False}, "memory$"),
@@ -110,19 +105,6 @@ def test_what_needs_no_change():
         args = Namespace(**USUAL | given | {"wlb_strict": True})
         assert len(adapt(args, given).lines(args)) == ("reset_attention_mask" not in given)
         assert vars(args) == USUAL | given | {"wlb_strict": True}
-
-
-def test_fsdp2_stays_where_nothing_excludes_it():
-    alone = {"use_torch_fsdp2": True, "untie_embeddings_and_output_weights": True, "ckpt_format": "torch_dcp"}
-    for beside in (
-        *({f"{name}_model_parallel_size": 2} for name in ("pipeline", "expert")),
-        *({name: True} for name in ("load", "mtp_num_layers", "use_distributed_optimizer")),
-        {"untie_embeddings_and_output_weights": False},
-    ):
-        args = Namespace(**USUAL | alone | beside)
-        assert adapt(args, ()).priced and (args.use_torch_fsdp2, args.ckpt_format) == (False, "torch_dist")
-    args = Namespace(**USUAL | alone)
-    assert not adapt(args, ()).priced and args.use_torch_fsdp2 and args.ckpt_format == "torch_dcp"
 
 
 def test_dropout_that_was_asked_for_is_refused():

@@ -179,7 +179,6 @@ def test_micro_batches_are_aligned_for_kernels_and_ranks(numbers, multiple):
         ({"transformer_impl": "local"}, ""),
         ({"add_bias_linear": False, "add_qkv_bias": True}, "--transformer-impl transformer_engine with biases"),
         ({"fp8": "hybrid"}, "--fp8-format"),
-        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
         ({"add_bias_linear": False, "num_virtual_stages_per_pipeline_rank": 3, "overlap_grad_reduce": True}, ""),
         ({"add_bias_linear": False, "overlap_grad_reduce": True, "align_grad_reduce": False}, ""),
         *(

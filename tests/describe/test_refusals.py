@@ -27,7 +27,6 @@ def test_what_is_served():
         FLEX | {"moe_flex_dispatcher_backend": "deepep"},
         FLEX | {"moe_flex_dispatcher_backend": "hybridep", "moe_hybridep_pad_uneven_dispatch_inputs": True},
         LATENT | {"tensor_model_parallel_size": 2, "sequence_parallel": True, "position_embedding_type": "rope"},
-        {"use_torch_fsdp2": True},
         MEGATRON | {"transformer_impl": "transformer_engine"},
         {"pipeline_model_parallel_size": 2, "overlap_p2p_comm": False},
         {"mtp_num_layers": 1, "defer_embedding_wgrad_compute": True},
