@@ -216,6 +216,7 @@ def test_what_is_set_is_said(dataset, capsys, monkeypatch):
         ({"model": object()}, "config.model is of object"),
         ({"model.mtp_num_layers": 1}, r"does not support model\.mtp_num_layers"),
         ({"dist.use_decentralized_pg": True}, "does not support dist.use_decentralized_pg"),
+        ({"dataset.full_validation": True}, "does not support dataset.full_validation"),
         ({"dataset": None}, "give a GPTDatasetConfig, not NoneType"),
     ],
 )
