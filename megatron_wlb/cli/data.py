@@ -6,7 +6,7 @@ import math
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
@@ -29,6 +29,8 @@ class Data:
     """The training split of every dataset; documents are numbered through all datasets."""
     prefixes: list[str]
     has_validation: bool
+    remarks: list[str] = field(default_factory=list)
+    """What upstream would make of conversations."""
 
     def stream(self, seed: int, context_length: int) -> DocumentStream:
         """Return the endless stream of documents in training order, from the beginning."""
@@ -53,8 +55,9 @@ def data_of(a: MegatronArguments, notes: list[str], settings: RunSettings) -> Da
     prefixes, weights = _blend(words)
     training, validation = _shares(split)
     sources: list[Source] = []
+    remarks: list[str] = []
     for i, prefix in enumerate(prefixes):
-        every = _conversations(prefix, a, notes, settings) if a.sft else trained_tokens(read_tokens(prefix))
+        every = _conversations(prefix, a, remarks, settings) if a.sft else trained_tokens(read_tokens(prefix))
         lengths = every[: round(training * len(every))]
         if not lengths.any():
             raise ValueError(
@@ -63,11 +66,12 @@ def data_of(a: MegatronArguments, notes: list[str], settings: RunSettings) -> Da
             )
         weight = weights[i] if weights else float(lengths.sum())
         sources.append(Source(lengths=lengths, weight=weight, first=sum(len(source.lengths) for source in sources)))
-    return Data(sources=sources, prefixes=prefixes, has_validation=not is_split or validation > 0)
+    has_validation = not is_split or validation > 0
+    return Data(sources=sources, prefixes=prefixes, has_validation=has_validation, remarks=remarks)
 
 
-def _conversations(path: str, a: MegatronArguments, notes: list[str], settings: RunSettings) -> np.ndarray:
-    """Return the trained tokens of each conversation; notes what upstream's rows would pad."""
+def _conversations(path: str, a: MegatronArguments, remarks: list[str], settings: RunSettings) -> np.ndarray:
+    """Return the trained tokens of each conversation; remarks what upstream's rows would pad."""
     from megatron_wlb import conversations
 
     assert a.seq_length is not None
@@ -75,7 +79,7 @@ def _conversations(path: str, a: MegatronArguments, notes: list[str], settings: 
     with contextlib.redirect_stdout(sys.stderr):
         found = conversations.read(path, Namespace(**given))
     padding = 1 - float(np.minimum(found.rows / a.seq_length, 1).mean())
-    notes.append(
+    remarks.append(
         f"Upstream's --sft makes a window of each of the {len(found.rows)} lines of {path}: {padding:.1%} of their "
         "tokens would be padding. Speedups are over windows that are full."
     )

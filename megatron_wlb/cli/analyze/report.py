@@ -101,7 +101,7 @@ def analyse(setup: Setup, packed: int, simulated: int, advance: Advance) -> Repo
         "layouts": other_layouts(setup, numbers["ours"], numbers[reference]),
         "other_flags": other_flags(setup, numbers["ours"], numbers[reference]),
         "flags": setup.flags(),
-        "warnings": setup.run.judged.remarks,
+        "warnings": setup.run.judged.remarks + setup.data.remarks,
         "notes": setup.notes,
         "ignored": setup.run.judged.ignored,
         "refused": setup.run.judged.refused,
