@@ -24,9 +24,8 @@ Span = tuple[Any, Any]
 class Clock:
     """Times passes and their waits for the K/V exchange, without synchronising."""
 
-    def __init__(self, job: Job, *, sees_exchange: bool) -> None:
-        """`sees_exchange`: the plugin's attention runs, so its exchange can be measured."""
-        self._job, self._sees_exchange = job, sees_exchange or job.parallel.cp == 1
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._spans: dict[str, list[Span]] | None = None
 
     def begin(self) -> None:
@@ -71,7 +70,7 @@ class Clock:
 
         return all_to_all
 
-    def shares(self, step_seconds: float | None) -> dict[str, float | None] | None:
+    def shares(self, step_seconds: float | None) -> dict[str, float] | None:
         """Return `measured_shares` of the step; None on ranks without `step_seconds`, and of a step not measured.
 
         All ranks must call this. Blocks until the device ends backward, as reading the gradient norm has done.
@@ -97,13 +96,11 @@ class Clock:
             return None
         *passes_of_all, exchange = (sums / dist.get_world_size()).tolist()
         mean = np.reshape(passes_of_all, passes.shape) * parallel.pp / self._job.micro_batches_per_rank
-        return measured_shares(self._job, mean, exchange if self._sees_exchange else None, float(longest), step_seconds)
+        return measured_shares(self._job, mean, exchange, float(longest), step_seconds)
 
 
-def measured_shares(
-    job: Job, passes: np.ndarray, exchange: float | None, span: float, step: float
-) -> dict[str, float | None]:
-    """Return the measured counterpart of `simulate.shares`; None: not seen.
+def measured_shares(job: Job, passes: np.ndarray, exchange: float, span: float, step: float) -> dict[str, float]:
+    """Return the measured counterpart of `simulate.shares`.
 
     Bubble is the idle time of a pipeline whose micro-batches all take the mean time; waiting is the time by which the
     slowest rank exceeds it. Time after the last pass is busy, and so are waits within a pass. The exchange includes the
@@ -111,7 +108,7 @@ def measured_shares(
 
     Args, in one unit of time:
         passes: mean of a forward pass, a backward pass and its deferred weight gradients, float64 [3, stages, chunks].
-        exchange: mean over ranks of exchange waits in a step; None if not seen, which makes them busy.
+        exchange: mean over ranks of exchange waits in a step.
         span: from the start of the step to the end of the last pass on any rank.
         step: time of the step.
     """
@@ -125,12 +122,12 @@ def measured_shares(
         alike = run(schedule, forward, backward).makespan
     in_passes = float(passes.sum()) * job.micro_batches_per_rank / job.parallel.pp
     times = {
-        "busy": in_passes - (exchange or 0) + step - span,
+        "busy": in_passes - exchange + step - span,
         "bubble": alike - in_passes,
         "exchange": exchange,
         "waiting": span - alike,
     }
-    return {name: None if part is None else part / step for name, part in times.items()}
+    return {name: part / step for name, part in times.items()}
 
 
 def _now() -> Any:

@@ -3,10 +3,10 @@
 import copy
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -32,8 +32,6 @@ class WlbPackedSeqParams(PackedSeqParams):
     """Carries a micro-batch's shard through upstream's layers and recomputation."""
 
     wlb: ShardMetadata | None = None
-    thd: PackedSeqParams | None = None
-    """Parameters of Megatron's own attention."""
     ahead: Iterator[Any] | None = None
     """Iterator of `mtp.rolled`, for a stage with MTP layers."""
 
@@ -133,18 +131,16 @@ class WlbSelfAttention(SelfAttention):  # type: ignore[misc]
         return super()._checkpointed_attention_forward(owned(query), owned(key), owned(value), *args, **kwargs)
 
 
-def configure(model: Any, *, options: AttentionOptions | None, context_length: int) -> Any:
+def configure(model: Any, *, options: AttentionOptions, context_length: int) -> Any:
     """Build WLB attention (with `options`) and positions into the config `model`."""
     model.transformer_layer_spec = partial(_layer_spec, given=model.transformer_layer_spec, options=options)
     model.transformer.variable_seq_lengths = True
     model.transformer.overlap_p2p_comm_warmup_flush = model.transformer.overlap_p2p_comm  # `Job.hidden_transfers`
-    model.pre_wrap_hooks += [partial(_follow_positions, max_positions=context_length), _one_layout]
-    if options is not None:
-        model.pre_wrap_hooks.append(_send_ahead)
+    model.pre_wrap_hooks += [partial(_follow_positions, max_positions=context_length), _one_layout, _send_ahead]
     return model
 
 
-def _layer_spec(config: Any, vp_stage: int | None = None, *, given: Any, options: AttentionOptions | None) -> Any:
+def _layer_spec(config: Any, vp_stage: int | None = None, *, given: Any, options: AttentionOptions) -> Any:
     """Return the spec of --spec (`given`) or upstream's; core attention and norms of local layers are replaced."""
     if given is None:
         spec = compat.default_layer_spec(config, vp_stage)
@@ -165,7 +161,7 @@ def _layer_spec(config: Any, vp_stage: int | None = None, *, given: Any, options
     return spec
 
 
-def adapt_mtp(layer: Any, config: Any, options: AttentionOptions | None) -> None:
+def adapt_mtp(layer: Any, config: Any, options: AttentionOptions) -> None:
     """Adapt the spec of one of upstream's MTP layers."""
     _adapt(layer.submodules.mtp_model_layer, config, options)
     if config.transformer_impl == "local":
@@ -183,13 +179,11 @@ def check_layer(layer: Any) -> None:
         )
 
 
-def _adapt(layer: Any, config: Any, options: AttentionOptions | None) -> None:
+def _adapt(layer: Any, config: Any, options: AttentionOptions) -> None:
     check_layer(layer)
     submodules = layer.submodules
     attention = submodules.self_attention.submodules
-    if options is None:
-        attention.core_attention = ThdCoreAttention.of(attention.core_attention)
-    elif config.multi_latent_attention:
+    if config.multi_latent_attention:
         attention.core_attention = ModuleSpec(module=WlbCoreAttention, params={"options": options})
         submodules.self_attention.module = WlbLatentExchange if options.latents else WlbLatentAttention
     else:
@@ -277,39 +271,3 @@ def _rotate_by_position(embeddings: list[Any], max_positions: int, rows_only: bo
 
     for rotary in embeddings:
         rotary.get_rotary_seq_len, rotary.forward = get_rotary_seq_len, forward
-
-
-def packed_seq_params(metadata: ShardMetadata) -> PackedSeqParams:
-    """Return upstream's parameters for unpadded documents of a single context-parallel rank."""
-    bounds = metadata.parts[0].tables[0][0]  # `encoding.varlen` of whole documents
-    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-    longest = metadata.max_length
-    return PackedSeqParams(
-        qkv_format="thd",
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        pad_between_seqs=False,
-        **dict.fromkeys(names, bounds),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class ThdCoreAttention:
-    """Builds upstream's core attention with hooks that take and return rows [s, 1, ...]."""
-
-    upstream: Callable[..., torch.nn.Module]
-
-    @classmethod
-    def of(cls, upstream: Callable[..., torch.nn.Module]) -> Self:
-        return upstream if isinstance(upstream, cls) else cls(upstream)
-
-    def __call__(self, **arguments: Any) -> torch.nn.Module:
-        module = self.upstream(**arguments)
-        module.register_forward_pre_hook(_to_thd, with_kwargs=True)
-        module.register_forward_hook(lambda module, arguments, out: out.reshape(out.shape[0], 1, -1))
-        return module
-
-
-def _to_thd(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    rows = (x.squeeze(1) for x in arguments[:3])
-    return (*rows, *arguments[3:]), options | {"packed_seq_params": options["packed_seq_params"].thd}

@@ -24,13 +24,13 @@ _GROUPS, _EXPERTS = ("tp", "intra_dp_cp", "pp", "mp", "intra_dist_opt"), ("ep", 
 """Process groups whose collectives a step calls, by upstream's names."""
 
 
-def connect(job: Job, device: torch.device, own_attention: bool) -> None:
+def connect(job: Job, device: torch.device) -> None:
     """Make the communicators of a step; NCCL would make each at its first use, inside of a step."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     used = [getattr(groups, name) for name in _GROUPS + (_EXPERTS if job.model.moe_router_topk else ())]
     if job.parallel.cp > 1:
         used.append(groups.cp)
-        if own_attention and job.cp_exchange == "shared":
+        if job.cp_exchange == "shared":
             used.append(of_gradients(groups.cp))
     for group in used:  # of one rank, too: upstream calls these alike
         dist.all_reduce(torch.zeros(1, device=device), group=group)

@@ -26,7 +26,6 @@ from megatron_wlb.job import Job
 from megatron_wlb.micro_batches import Prediction
 from megatron_wlb.plan import document_log, metrics
 from megatron_wlb.plan.step import StepPlan, shard_step
-from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import choose_backend
 from megatron_wlb.settings import flag_with_value
 from megatron_wlb.sharding.select import per_sequence, rank_work
@@ -52,9 +51,9 @@ class Report:
         self._predicted: Future[tuple[float, dict[str, float]]] | None = None
         self._flops: list[float] = []  # of the steps since the last log line
         self._in_line = False
-        self.clock = Clock(job, sees_exchange=run.attention_backend != "megatron")
+        self.clock = Clock(job)
 
-    def start(self, data: SplitData, attention: AttentionOptions | None) -> None:
+    def start(self, data: SplitData, backend: str) -> None:
         """Print what is trained and how it is planned."""
         job = self._job
         documents, short = sum(len(s.lengths) for s in data.sources), sum(s.too_short for s in data.sources)
@@ -81,7 +80,6 @@ class Report:
             "> wlb: activations by stage, predicted peak if as many micro-batches had S_max tokens as a rank can hold: "
             f"{', '.join(f'{peak:.2f}' for peak in peaks)} GiB"
         )
-        backend = attention.backend.name if attention else "megatron"
         device = "cuda" if torch.cuda.is_available() else "cpu"
         chosen = str(choose_backend(device, job.model.head_sizes)) if self._run.attention_backend == "auto" else backend
         other = job.profile.differences(
@@ -210,7 +208,7 @@ def _is_last() -> bool:
 
 SOURCES = ("predicted", "measured")
 """Fields of an entry that hold shares, in the words and order of `simulate.SHARES`."""
-Shares = Mapping[str, float | None] | None
+Shares = Mapping[str, float] | None
 
 
 def summary(
@@ -273,8 +271,7 @@ def scalars(plan: StepPlan, entry: dict[str, Any]) -> dict[str, float]:
     """Return numbers and shares of an entry, and shares of micro-batches by sharding."""
     found = {name: value for name, value in entry.items() if isinstance(value, int | float)}
     for how in SOURCES:
-        shares = entry[how] or {}
-        found |= {f"{how}-{name}": share for name, share in shares.items() if share is not None}
+        found |= {f"{how}-{name}": share for name, share in (entry[how] or {}).items()}
     chosen = Counter(m.shards.strategy for m in plan.micro_batches)
     return found | {f"sharding-{name}": count / len(plan.micro_batches) for name, count in chosen.items()}
 
@@ -290,9 +287,9 @@ def line(entry: dict[str, Any]) -> str:
     )
 
 
-def _percent(shares: Mapping[str, float | None]) -> str:
-    """Format shares as "busy 71, bubble 24, exchange -, waiting 5 %"; - is an unknown share."""
-    return ", ".join(f"{name} {'-' if s is None else round(100 * s)}" for name, s in shares.items()) + " %"
+def _percent(shares: Mapping[str, float]) -> str:
+    """Format shares as "busy 71, bubble 24, exchange 0, waiting 5 %"."""
+    return ", ".join(f"{name} {round(100 * share)}" for name, share in shares.items()) + " %"
 
 
 def append(path: str, entry: dict[str, Any]) -> None:

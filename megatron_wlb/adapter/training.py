@@ -21,7 +21,7 @@ from megatron.training import checkpointing, initialize, print_rank_0, training
 from megatron_wlb import files
 from megatron_wlb.adapter import compat, data, describe, mtp, tiles
 from megatron_wlb.adapter.data import Batch, DocumentDataset
-from megatron_wlb.adapter.model import WlbPackedSeqParams, adapt_mtp, configure, packed_seq_params
+from megatron_wlb.adapter.model import WlbPackedSeqParams, adapt_mtp, configure
 from megatron_wlb.adapter.mtp import token_loss
 from megatron_wlb.adapter.p2p import PlannedP2PCommunicator, by_direction, connect
 from megatron_wlb.adapter.plans import Plans
@@ -32,7 +32,6 @@ from megatron_wlb.plan.step import StepPlan
 from megatron_wlb.runtime import all_to_all
 from megatron_wlb.runtime.attention import AttentionOptions
 from megatron_wlb.runtime.backends import get_backend
-from megatron_wlb.runtime.backends.protocol import varlen
 from megatron_wlb.simulate.weight_gradients import part_counts
 
 
@@ -57,15 +56,12 @@ class Training:
         train = functools.partial(data.stream_of, args, "train", self._splits["train"])
         self._job, tried = describe.best_job(args, train)
         job = self._job
-        self.attention: AttentionOptions | None = None
-        """None: Megatron's own attention."""
-        if run.attention_backend != "megatron":
-            self.attention = AttentionOptions(
-                backend=get_backend(run.attention_backend, self._device, job.model.head_sizes),
-                save_gathered=job.sharding.save_gathered_kv,
-                gradients_in_fp32=job.sharding.cp_gradients == "fp32",
-                latents=job.cp_exchange == "latents",
-            )
+        self.attention = AttentionOptions(
+            backend=get_backend(run.attention_backend, self._device, job.model.head_sizes),
+            save_gathered=job.sharding.save_gathered_kv,
+            gradients_in_fp32=job.sharding.cp_gradients == "fp32",
+            latents=job.cp_exchange == "latents",
+        )
         self._plans = Plans(args, job, run, self._splits)
         self._passes: dict[str, int] = {}
         """Steps in which an evaluation goes once through each validation set, for --full-validation."""
@@ -108,7 +104,7 @@ class Training:
         """Return this rank's endless batches of the three splits."""
         if not vp_stage:
             if self._device.type == "cuda":
-                connect(self._job, self._device, own_attention=self.attention is not None)
+                connect(self._job, self._device)
             # Load each split once for all model chunks: workers for every chunk would be many processes.
             found, copies = self.batches().items(), self._job.parallel.vpp
             self._batches = {split: itertools.tee(each, copies) for split, each in found if each is not None}
@@ -123,7 +119,7 @@ class Training:
     def batches(self) -> dict[str, Iterator[Batch] | None]:
         """Return this rank's endless batches of every split, None for one without; prints what is trained."""
         found = {split: self._load(split) for split in self._splits}
-        self._report.start(self._splits["train"], self.attention)
+        self._report.start(self._splits["train"], self.attention.backend.name)
         return found
 
     def _load(self, split: str) -> Iterator[Batch] | None:
@@ -142,7 +138,7 @@ class Training:
             is_last=mpu.is_pipeline_last_stage(ignore_virtual=True),
             mmap=args.mmap_bin_files,
             vocabulary=args.padded_vocab_size,
-            encode=self.attention.backend.encode if self.attention else varlen,
+            encode=self.attention.backend.encode,
             depths=args.mtp_num_layers or 0,
             order=self._tiled(tiles.order) if self._job.tp_tile_rows else None,
         )
@@ -157,7 +153,6 @@ class Training:
             batch = next(data_iterator).to(self._device)
         positions = batch.metadata.positions if batch.positions is None else batch.positions
         name = f"wlb {batch.split} step {batch.step}: {positions.numel()} of {batch.padded_tokens} tokens"
-        thd = None if self.attention else packed_seq_params(batch.metadata)
         ahead = mtp.rolled(batch, positions, self._mtp_weights, self._job.context_length)
         tokens, labels, loss_mask = (
             given[:1] if given is not None else None for given in (batch.tokens, batch.labels, batch.loss_mask)
@@ -169,7 +164,7 @@ class Training:
                 None,
                 labels=labels,
                 loss_mask=loss_mask,
-                packed_seq_params=WlbPackedSeqParams(wlb=batch.metadata, thd=thd, ahead=ahead),
+                packed_seq_params=WlbPackedSeqParams(wlb=batch.metadata, ahead=ahead),
             )
         # Upstream's model keeps its last input, and with it the input's gradient, until its next forward pass.
         get_attr_wrapped_model(model, "set_input_tensor")(None)

@@ -106,10 +106,6 @@ _REFUSALS = (
         "gradients of latents that upstream does not sum over ranks, or twice; give --sequence-parallel",
     ),
     _Refusal(
-        lambda a: a.multi_latent_attention and a.wlb_attention_backend == "megatron",
-        "--wlb-attention-backend megatron with --multi-latent-attention is not supported; choose another",
-    ),
-    _Refusal(
         lambda a: a.position_embedding_type in ("mrope", "relative"),
         "--position-embedding-type {a.position_embedding_type} is not supported; give rope, yarn, learned_absolute or "
         "none",
@@ -127,21 +123,6 @@ _REFUSALS = (
         lambda a: any("://" in str(folder) for folder in (a.save, a.load)),
         "--save and --load to object storage are not supported, the packer state is a file beside the checkpoint; give "
         "a folder",
-    ),
-    _Refusal(
-        lambda a: a.wlb_attention_backend == "megatron" and a.transformer_impl == "local",
-        "--wlb-attention-backend megatron with --transformer-impl local, whose attention knows no packed documents; "
-        "leave --transformer-impl out",
-    ),
-    _Refusal(
-        lambda a: a.wlb_attention_backend == "megatron" and a.softmax_type != "vanilla",
-        "--wlb-attention-backend megatron with --softmax-type {a.softmax_type}, which was never compared; give another "
-        "backend",
-    ),
-    _Refusal(
-        lambda a: a.wlb_attention_backend == "megatron" and a.context_parallel_size > 1,
-        "--wlb-attention-backend megatron with --context-parallel-size {a.context_parallel_size} wants documents of a "
-        "multiple of 2 x CP tokens, which no corpus has; choose another",
     ),
 )
 
@@ -170,7 +151,7 @@ def check(args: Namespace) -> None:
 _SERVED = {
     **{"seq_length": 1024, "micro_batch_size": 1, "save": "checkpoints"},
     **{f"{name}_parallel_size": 1 for name in ("pipeline_model", "expert_model", "context", "tensor_model")},
-    **{"calculate_per_token_loss": True, "sequence_parallel": False, "attention_dropout": 0, "softmax_type": "vanilla"},
+    **{"calculate_per_token_loss": True, "sequence_parallel": False, "attention_dropout": 0},
     "moe_token_dispatcher_type": "alltoall",
     **{"position_embedding_type": "rope", "untie_embeddings_and_output_weights": True},
 }

@@ -11,7 +11,7 @@ from megatron_wlb.job import MAX_TOKENS, Sharding
 from megatron_wlb.plan.mock import mock_lengths
 from megatron_wlb.settings import Settings, integer_or_auto, setting
 
-ATTENTION_BACKENDS = ("auto", "aten", "flash_attn_3", "te", "cpu", "megatron")
+ATTENTION_BACKENDS = ("auto", "aten", "flash_attn_3", "te", "cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +75,7 @@ class RunSettings(Settings):
         "auto",
         "Kernels under context-parallel attention. aten: FlashAttention-2, which torch ships. flash_attn_3, te: the "
         "packages FlashAttention-3 and TransformerEngine. auto: on GPUs the first that passes a small test, from "
-        "Hopper on in the order flash_attn_3, te, aten, on older GPUs aten, te; without a GPU cpu. megatron: "
-        "TransformerEngine's attention and context parallelism instead of ours, as without --wlb, for comparison.",
+        "Hopper on in the order flash_attn_3, te, aten, on older GPUs aten, te; without a GPU cpu.",
         choices=ATTENTION_BACKENDS,
     )
     strict: bool = setting(

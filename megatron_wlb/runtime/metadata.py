@@ -75,8 +75,6 @@ class ShardMetadata:
     cp: int
     num_rows: int
     """s."""
-    max_length: int
-    """Length of the longest document."""
     encode: Encoding
     """Of the backend that the tables are for."""
     layouts: tuple[PartLayout, ...]
@@ -124,7 +122,6 @@ class ShardMetadata:
             cp_rank=cp_rank,
             cp=len(plan.shards),
             num_rows=len(arrays[0]),
-            max_length=int(plan.lengths.max()),
             encode=encode,
             layouts=tuple(layouts),
             rounds=plan.rounds,

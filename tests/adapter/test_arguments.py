@@ -42,7 +42,6 @@ REFUSED = {
     f"--full-validation --multiple-validation-sets {VPP2}": "--multiple-validation-sets with virtual stages",
     "--spec no.such layer": "--spec no.such layer: No module named 'no'; give a module on PYTHONPATH",
     "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec": "a layer with no self-attention",
-    "--wlb-attention-backend megatron --context-parallel-size 2": "which no corpus has; choose another",
     "--wlb-profile h200": "no profile 'h200': give a JSON file",
     "--wlb-max-tokens 128": "is under --seq-length 256.*give at least 256",
     "--wlb-max-tokens 301 --context-parallel-size 2": "give a multiple of 4",

@@ -9,11 +9,10 @@ from megatron_wlb.describe.refusals import REFUSED, check
 SERVED = {
     **{"seq_length": 1024, "micro_batch_size": 1, "calculate_per_token_loss": True, "attention_dropout": 0},
     **{f"{name}_model_parallel_size": 1 for name in ("tensor", "pipeline", "expert")},
-    **{"context_parallel_size": 1, "untie_embeddings_and_output_weights": True, "softmax_type": "vanilla"},
+    **{"context_parallel_size": 1, "untie_embeddings_and_output_weights": True},
 }
 MOE, FLEX = {"num_experts": 4}, {"num_experts": 4, "moe_token_dispatcher_type": "flex"}
 LATENT = {"multi_latent_attention": True, "apply_rope_fusion": False}
-MEGATRON = {"wlb_attention_backend": "megatron"}
 
 
 def test_what_is_served():
@@ -27,7 +26,6 @@ def test_what_is_served():
         FLEX | {"moe_flex_dispatcher_backend": "deepep"},
         FLEX | {"moe_flex_dispatcher_backend": "hybridep", "moe_hybridep_pad_uneven_dispatch_inputs": True},
         LATENT | {"tensor_model_parallel_size": 2, "sequence_parallel": True, "position_embedding_type": "rope"},
-        MEGATRON | {"transformer_impl": "transformer_engine"},
         {"pipeline_model_parallel_size": 2, "overlap_p2p_comm": False},
         {"mtp_num_layers": 1, "defer_embedding_wgrad_compute": True},
     ):
@@ -58,16 +56,12 @@ def test_refused_if_given_at_all():
         ({"window_size": (128, 128)}, r"--window-size is \(128, 128\); .*give LEFT,0"),
         (LATENT | {"position_embedding_type": "yarn"}, "give rope, and --rope-type yarn"),
         (LATENT | {"tensor_model_parallel_size": 2}, "give --sequence-parallel"),
-        (LATENT | MEGATRON, "--multi-latent-attention is not supported; choose another"),
         ({"position_embedding_type": "mrope"}, "--position-embedding-type mrope is not supported; give rope, yarn"),
         ({"position_embedding_type": "relative"}, "--position-embedding-type relative is not supported"),
         ({"transformer_impl": "local", "layernorm_zero_centered_gamma": True}, "leave one of them out"),
         ({"rerun_mode": "report_stats"}, "give validate_results or disabled"),
         ({"save": "msc://bucket/run"}, "to object storage are not supported"),
         ({"load": "msc://bucket/run"}, "to object storage are not supported"),
-        (MEGATRON | {"transformer_impl": "local"}, "leave --transformer-impl out"),
-        (MEGATRON | {"softmax_type": "learnable"}, "softmax-type learnable, .* give another backend"),
-        (MEGATRON | {"context_parallel_size": 2}, "which no corpus has; choose another"),
     ],
 )
 def test_refused_for_its_value_or_beside_another(arguments, message):
