@@ -19,8 +19,8 @@ import torch.distributed as dist
 from benchmarks.results import Row
 from megatron_wlb.cost.attention import sharding_kernel
 from megatron_wlb.job import Job
-from megatron_wlb.sharding.select import rank_work
 from tests.adapter.datasets import write_index
+from tests.reference.sharding import rank_work
 
 SHAPE = "--hidden-size 256 --num-attention-heads 8 --kv-channels 64 --ffn-hidden-size 704 --swiglu".split()
 SEED = 1234

@@ -20,7 +20,6 @@ from megatron_wlb.adapter import compat
 from megatron_wlb.adapter.clock import Clock, attended_squares
 from megatron_wlb.adapter.data import SplitData
 from megatron_wlb.adapter.plans import Plans
-from megatron_wlb.cost.attention import sharding_kernel
 from megatron_wlb.describe.settings import RunSettings
 from megatron_wlb.job import Job
 from megatron_wlb.micro_batches import Prediction
@@ -28,7 +27,6 @@ from megatron_wlb.plan import document_log, metrics
 from megatron_wlb.plan.step import StepPlan, shard_step
 from megatron_wlb.runtime.backends import choose_backend
 from megatron_wlb.settings import flag_with_value
-from megatron_wlb.sharding.select import per_sequence, rank_work
 from megatron_wlb.simulate import memory
 from megatron_wlb.simulate.passes import untimed
 from megatron_wlb.simulate.step import shares, simulate_step
@@ -248,20 +246,12 @@ def summary(
 
 def details(plan: StepPlan, job: Job) -> dict[str, Any]:
     """Return further fields of the log entry; `compare` predicts by `job` and `lengths`."""
-    kernel, cp = sharding_kernel(job), job.parallel.cp
     return {
         "job": job.to_json(),
         "original_work": plan.original_work.tolist(),
         "work": plan.work.tolist(),
         "micro_batches": [
-            {
-                "tokens": m.tokens,
-                "strategy": m.shards.strategy,
-                "rounds": m.shards.rounds,
-                "cp_work": rank_work(m.shards, kernel).tolist(),
-                "cp_work_per_sequence": rank_work(per_sequence(m.shards.lengths, cp), kernel).tolist(),
-            }
-            for m in plan.micro_batches
+            {"tokens": m.tokens, "strategy": m.shards.strategy, "rounds": m.shards.rounds} for m in plan.micro_batches
         ],
         "lengths": [lengths.tolist() for lengths in plan.batch.lengths],
     }

@@ -115,16 +115,15 @@ class _Chains:
 
 def _chains(schedule: Schedule) -> _Chains:
     stages, chunks, count = schedule.num_stages, schedule.num_chunks, schedule.num_micro_batches
-    directions = 1 if schedule.forward_only else 2
-    ids = np.arange(directions * stages * chunks * count).reshape(directions, stages, chunks, count)
-    turns = np.stack([schedule.turns(s) for s in range(stages)], axis=1)[:directions]
+    ids = np.arange(2 * stages * chunks * count).reshape(2, stages, chunks, count)
+    turns = np.stack([schedule.turns(s) for s in range(stages)], axis=1)
     by_turn = np.argsort(turns.swapaxes(0, 1).reshape(stages, -1), axis=1)
     sequence = np.take_along_axis(ids.swapaxes(0, 1).reshape(stages, -1), by_turn, axis=1)
     before = np.full(ids.size, NONE)
     before[sequence[:, 1:]] = sequence[:, :-1]
 
     # Micro-batches pass through the virtual stages, then back; where they turn round, nothing is sent.
-    ways = ids.swapaxes(1, 2).reshape(directions, stages * chunks, count)
+    ways = ids.swapaxes(1, 2).reshape(2, stages * chunks, count)
     ways = np.concatenate((ways[:1], ways[1:, ::-1]))
     hops = (ways[:, :-1], ways[:, 1:]) if stages > 1 else (ways[:, :0], ways[:, :0])
     # A forward pass comes 1 (plain) or 2 turns after that of the stage before it, a backward pass as much earlier.
@@ -259,7 +258,7 @@ def _phases(schedule: Schedule, chains: _Chains) -> _Phases:
     turn = np.empty(num, np.int64)
     turn[by_turn] = np.arange(total)
     direction, stage, _, _ = np.unravel_index(np.arange(num), chains.ids.shape)
-    warm_up = np.array([total if schedule.forward_only else min(total, schedule.warm_up(s)) for s in range(stages)])
+    warm_up = np.array([min(total, schedule.warm_up(s)) for s in range(stages)])
     steady = np.where(direction == 0, turn >= warm_up[stage], turn < total - warm_up[stage])
     corner = stage[chains.receivers] == np.where(direction[chains.receivers] == 0, 0, stages - 1)
     return _Phases(by_turn, turn, direction, stage, warm_up, steady, corner)

@@ -18,7 +18,6 @@ class Schedule:
     """Model chunks (virtual stages) per stage; chunk c of stage s is virtual stage c * num_stages + s."""
     group_size: int | None = None
     """`--microbatch-group-size-per-virtual-pipeline-stage`; None: `even_groups`."""
-    forward_only: bool = False
     hidden_transfers: bool = False
     """An interleaved stage waits for no send, and receives a pass ahead throughout (`adapter/p2p.py`). Upstream's
     default is to wait for each send, and in warm-up and cool-down for each receive."""
@@ -88,7 +87,7 @@ class Schedule:
 
     def ops(self, stage: int) -> np.ndarray:
         """Return OP rows of `stage` in order: warm-up, 1F1B, then backward only."""
-        turns = self.turns(stage)[: 1 if self.forward_only else 2]
+        turns = self.turns(stage)
         order = np.argsort(turns, axis=None)
         ops = np.empty(len(order), OP)
         ops["backward"], ops["chunk"], ops["micro_batch"] = np.unravel_index(order, turns.shape)

@@ -32,11 +32,6 @@ class Parts(NamedTuple):
     urgent: int
     """Before passes from this number on nothing runs."""
 
-    @classmethod
-    def none(cls, passes: int, stages: int) -> "Parts":
-        nothing, zeros = np.zeros(0), np.zeros(passes)
-        return cls(np.zeros(passes + 1, np.int64), nothing, nothing, zeros, zeros, np.zeros(stages), passes)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
@@ -74,50 +69,6 @@ class Timeline:
         begins = np.concatenate(([0.0], self.end[at]))
         durations = np.append(self.filled[at], self.left[stage])
         return np.stack((begins, durations), axis=1)[durations > 0]
-
-
-def run(
-    schedule: Schedule,
-    forward: np.ndarray,
-    backward: np.ndarray | None = None,
-    transfer: np.ndarray | float = 0.0,
-) -> Timeline:
-    """Time the passes of a pipeline step. O(nodes): 2 ms for 65,536 passes.
-
-    `forward` and `backward` (None if forward only) broadcast to float [stages, chunks, micro-batches]; `transfer` is
-    the time to send a micro-batch's output or gradient to another stage, [micro-batches] or one for all.
-    """
-    if schedule.forward_only != (backward is None):
-        state = "missing" if backward is None else "there"
-        raise ValueError(
-            f"forward_only is {schedule.forward_only} and backward times are {state}; give them to a schedule that is "
-            "not forward only, and only to such a one"
-        )
-    return with_parts(schedule, forward, backward, transfer, None)[0]
-
-
-def with_parts(
-    schedule: Schedule,
-    forward: np.ndarray,
-    backward: np.ndarray | None,
-    transfer: np.ndarray | float,
-    parts: Parts | None,
-) -> tuple[Timeline, np.ndarray]:
-    """Return `run` with deferred `parts`, and how many ran before each pass.
-
-    A node begins when the nodes it waits for have ended. Before a pass, parts run that have time while its stage waits
-    for it, and those that must for it to have memory.
-    """
-    shape = (schedule.num_stages, schedule.num_chunks, schedule.num_micro_batches)
-    passes = [np.broadcast_to(forward, shape)] + ([] if backward is None else [np.broadcast_to(backward, shape)])
-    work = np.stack(passes).astype(np.float64)
-    moves = np.broadcast_to(np.asarray(transfer, np.float64), work.shape)
-    graph, per_stage = graph_of(schedule), schedule.num_chunks * schedule.num_micro_batches
-    times = np.concatenate((work.ravel(), moves.ravel(), np.zeros(work.size)))[graph.nodes]
-    parts = parts or Parts.none(work.size, schedule.num_stages)
-    *played, left = _native.play(graph, times, work.size, schedule.num_stages, per_stage, parts)
-    start, end, filled, before = (each.reshape(work.shape) for each in played)
-    return Timeline(schedule=schedule, start=start, end=end, filled=filled, left=left), before
 
 
 def makespans(schedule: Schedule, work: np.ndarray) -> np.ndarray:
@@ -183,6 +134,18 @@ class WeightGradients:
         return cls(counts=counts, times=times, held=np.zeros(times.shape), limit=np.zeros(len(counts)))
 
 
+def run(schedule: Schedule, forward: np.ndarray, backward: np.ndarray, transfer: np.ndarray | float = 0.0) -> Timeline:
+    """Time the passes of a pipeline step. O(nodes): 2 ms for 65,536 passes.
+
+    `forward` and `backward` broadcast to float [stages, chunks, micro-batches]; `transfer` is the time to send a
+    micro-batch's output or gradient to another stage, [micro-batches] or one for all.
+    """
+    counts = np.zeros((schedule.num_stages, schedule.num_chunks), np.int64)
+    nothing = np.zeros((*counts.shape, 0, schedule.num_micro_batches))
+    none = WeightGradients(counts=counts, times=nothing, held=nothing, limit=np.zeros(len(counts)))
+    return run_deferred(schedule, forward, backward, transfer, none)[0]
+
+
 def run_deferred(
     schedule: Schedule,
     forward: np.ndarray,
@@ -192,12 +155,21 @@ def run_deferred(
 ) -> tuple[Timeline, np.ndarray]:
     """Return `run` with deferred weight gradients, and parts that ran before each pass.
 
-    Nothing runs before a backward pass of the last virtual stage, which is never idle. The second result is int64
-    [directions, stages, chunks, micro-batches], counted over the stage and the step.
+    A node begins when the nodes it waits for have ended. Before a pass, parts run that have time while its stage waits
+    for it, and those that must for it to have memory; nothing before a backward pass of the last virtual stage, which
+    is never idle. The second result is int64 [directions, stages, chunks, micro-batches], counted over the stage and
+    the step.
     """
     of_passes = weights.times.sum(axis=2)
-    bare = np.broadcast_to(backward, of_passes.shape) - of_passes
-    return with_parts(schedule, forward, bare, transfer, _parts(schedule, weights))
+    work = np.stack([np.broadcast_to(each, of_passes.shape) for each in (forward, backward)]).astype(np.float64)
+    work[1] -= of_passes
+    moves = np.broadcast_to(np.asarray(transfer, np.float64), work.shape)
+    graph, per_stage = graph_of(schedule), schedule.num_chunks * schedule.num_micro_batches
+    times = np.concatenate((work.ravel(), moves.ravel(), np.zeros(work.size)))[graph.nodes]
+    parts = _parts(schedule, weights)
+    *played, left = _native.play(graph, times, work.size, schedule.num_stages, per_stage, parts)
+    start, end, filled, before = (each.reshape(work.shape) for each in played)
+    return Timeline(schedule=schedule, start=start, end=end, filled=filled, left=left), before
 
 
 def _parts(schedule: Schedule, weights: WeightGradients) -> Parts:
@@ -210,7 +182,7 @@ def _parts(schedule: Schedule, weights: WeightGradients) -> Parts:
         bounds=np.concatenate((np.zeros(passes + 1, np.int64), np.repeat(weights.counts, count).cumsum())),
         times=weights.times.swapaxes(2, 3)[is_part],
         held=weights.held.swapaxes(2, 3)[is_part],
-        needs=_needs(schedule, steps).ravel(),
+        needs=(_needs(schedule, steps) if held.any() else steps).ravel(),
         steps=steps.ravel(),
         limit=np.asarray(weights.limit, np.float64),
         urgent=2 * passes - count,

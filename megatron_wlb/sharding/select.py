@@ -16,7 +16,6 @@ from megatron_wlb import _native
 from megatron_wlb.cost.attention import ExchangeModel, attention_kernels, exchange_model, sharding_kernel
 from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.job import STRATEGIES, Job
-from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.types import SEGMENT, Round, Shard, ShardPlan
 
 EDGES = (0, 1, 2)
@@ -88,7 +87,6 @@ MOST_SHARES = (1 / 2, 1.0, 2.0, 4.0, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
 win come first, since they spare the others most of their time."""
 EXPOSED_SHARES = (1 / 16, 1 / 4)
 """Shares of the exchange that attention may not overlap: sharding is tried with each, and rounds tell the best."""
-_PAIRS = KernelModel(tile_rows=1, launch=0.0, tile=1.0, query_tile=0.0)
 
 
 def shard(lengths: np.ndarray, job: Job) -> tuple[np.ndarray, ShardPlan]:
@@ -118,24 +116,12 @@ def shard(lengths: np.ndarray, job: Job) -> tuple[np.ndarray, ShardPlan]:
 def divide(lengths: np.ndarray, cp: int, strategy: str, kernel: KernelModel) -> ShardPlan:
     """Return the sharding of documents of `lengths` (int64 [n]) over `cp` ranks, in their order.
 
-    Their sum must divide by 2 * cp. `wlb` takes the better one of the paper's two (section 5.3), `auto` the best of
-    per-sequence and every hybrid; on a tie the first.
+    Their sum must divide by 2 * cp. Chunks of a document, per-document, differ by at most a token: a pointer that
+    rotates over them says which get one more, so every rank ends with the same number of tokens. (The paper, section
+    5.1, deals the remainder out as single tokens, which would be fragments.) `wlb` takes the better one of the paper's
+    two (section 5.3), `auto` the best of per-sequence and every hybrid; on a tie the first.
     """
     return _choose(lengths, cp, strategy, kernel, [kernel.exchange])[1]
-
-
-def per_sequence(lengths: np.ndarray, cp: int) -> ShardPlan:
-    """Cut the packed sequence into equal chunks (paper, section 5), as `divide`."""
-    return divide(lengths, cp, "per-sequence", _PAIRS)
-
-
-def per_document(lengths: np.ndarray, cp: int) -> ShardPlan:
-    """Cut every document into chunks that differ by at most a token, as `divide`.
-
-    A pointer that rotates over the chunks says which of them get one more, so every rank ends with the same number of
-    tokens. (The paper, section 5.1, deals the remainder out as single tokens, which would be fragments.)
-    """
-    return divide(lengths, cp, "per-document", _PAIRS)
 
 
 def _choose(
@@ -166,11 +152,3 @@ def _choose(
         rounds=tuple(Round(*each) for each in rounds),
     )
     return order, plan
-
-
-def rank_work(plan: ShardPlan, kernel: KernelModel) -> np.ndarray:
-    """Return the predicted attention of every rank, float64 [cp], in kernel units."""
-    calls, tiles, query_tiles = np.array([kernel.count_shard(shard.calls) for shard in plan.shards]).T
-    launches = calls * (kernel.parts if moved_rows(plan).any() else 1)
-    work: np.ndarray = kernel.time(launches, tiles, query_tiles)
-    return work

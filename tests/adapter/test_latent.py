@@ -41,7 +41,7 @@ def _both(rope_type: str, q_lora_rank: int | None):
     from megatron_wlb.runtime.attention import AttentionOptions
     from megatron_wlb.runtime.backends import get_backend
     from megatron_wlb.runtime.metadata import ShardMetadata
-    from megatron_wlb.sharding.select import per_sequence
+    from tests.reference.chunks import per_sequence
 
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     config = MLATransformerConfig(

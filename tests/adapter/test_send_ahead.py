@@ -17,7 +17,7 @@ def _events(recompute: bool) -> list[str]:
     from megatron_wlb.runtime import all_to_all, attention
     from megatron_wlb.runtime.backends import get_backend
     from megatron_wlb.runtime.metadata import ShardMetadata
-    from megatron_wlb.sharding.select import per_document
+    from tests.reference.chunks import per_document
 
     events, collective, backend = [], all_to_all._all_to_all, get_backend("cpu", "cpu")
     metadata = ShardMetadata.build(per_document(np.array([32]), 2), dist.get_rank(), backend.encode)

@@ -8,8 +8,8 @@ from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_at
 from megatron_wlb.runtime.backends import BACKENDS, choose_backend, get_backend
 from megatron_wlb.runtime.backends.trial import HEAD_SIZES, expected, kernel_args, try_backend
 from megatron_wlb.runtime.metadata import ShardMetadata
-from megatron_wlb.sharding.select import per_document
 from tests.covering import covering
+from tests.reference.chunks import per_document
 from tests.runtime.calls import ALL, WINDOWS, check, run, tensors
 from tests.runtime.oracle import SHARDINGS, TOLERANCE, all_ranks, assert_close, dense, in_parts, inputs
 

@@ -10,10 +10,10 @@ from megatron_wlb.pipeline.schedule import Schedule
 @st.composite
 def schedules(draw) -> Schedule:
     """Up to 5 stages; ragged numbers of micro-batches, and groups longer than the pipeline."""
-    stages, forward_only = draw(st.integers(1, 5)), draw(st.booleans())
+    stages = draw(st.integers(1, 5))
     chunks = draw(st.integers(1, 3)) if stages > 1 else 1
     if chunks == 1:
-        return Schedule(num_stages=stages, num_micro_batches=draw(st.integers(1, 12)), forward_only=forward_only)
+        return Schedule(num_stages=stages, num_micro_batches=draw(st.integers(1, 12)))
     group = draw(st.integers(stages, stages + 3))
     rest = draw(st.one_of(st.just(0), st.integers(stages, group - 1) if group > stages else st.just(0)))
     return Schedule(
@@ -21,7 +21,6 @@ def schedules(draw) -> Schedule:
         num_chunks=chunks,
         num_micro_batches=draw(st.integers(1, 3)) * group + rest,
         group_size=group,
-        forward_only=forward_only,
         hidden_transfers=draw(st.booleans()),
     )
 
@@ -31,7 +30,6 @@ def timed_schedules(draw) -> tuple[Schedule, np.ndarray, np.ndarray]:
     """A schedule, times of its passes and of its transfers: integers, so that sums are exact."""
     schedule = draw(schedules())
     shape = (schedule.num_stages, schedule.num_chunks, schedule.num_micro_batches)
-    directions = 1 if schedule.forward_only else 2
-    work = draw(st_numpy.arrays(np.float64, (directions, *shape), elements=st.integers(0, 100)))
+    work = draw(st_numpy.arrays(np.float64, (2, *shape), elements=st.integers(0, 100)))
     transfer = draw(st_numpy.arrays(np.float64, schedule.num_micro_batches, elements=st.integers(0, 30)))
     return schedule, work, transfer

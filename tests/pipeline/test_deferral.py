@@ -13,8 +13,6 @@ from megatron_wlb.pipeline.timeline import WeightGradients, _needs, run, run_def
 from tests.pipeline.schedules import timed_schedules
 from tests.reference.pipeline import play
 
-TRAINING = timed_schedules().filter(lambda timed: not timed[0].forward_only)
-
 
 def weights_of(backward, share, parts, *, held=0.0, limit=np.inf):
     """`share` of every backward pass that has parts, in equal parts, of which the last virtual stage has one more."""
@@ -37,7 +35,7 @@ def test_uniform_1f1b_keeps_one_pass_of_the_bubble(stages, rounds, time):
     assert np.isclose(done.makespan, (3 * schedule.num_micro_batches + stages - 1) * time)
 
 
-@given(TRAINING, st.floats(0, 0.5), st.integers(0, 4), st.sampled_from([0, 0.25, 0.5, 1]), st.integers(1, 20))
+@given(timed_schedules(), st.floats(0, 0.5), st.integers(0, 4), st.sampled_from([0, 0.25, 0.5, 1]), st.integers(1, 20))
 def test_all_run_once_in_memory_and_nothing_gets_later(timed, share, parts, held, limit):
     schedule, work, transfer = timed
     before = run(schedule, *work, transfer)
@@ -63,7 +61,7 @@ def test_plain_timelines_are_as_by_the_reference(timed):
     assert not done.filled.any()
 
 
-@given(TRAINING, st.floats(0, 0.5), st.integers(0, 4), st.floats(0, 1), st.integers(1, 20))
+@given(timed_schedules(), st.floats(0, 0.5), st.integers(0, 4), st.floats(0, 1), st.integers(1, 20))
 def test_what_is_deferred_runs_as_by_the_reference(timed, share, parts, held, limit):
     schedule, work, transfer = timed
     weights = weights_of(work[1], share, parts, held=held, limit=limit)

@@ -12,16 +12,12 @@ from tests.pipeline.schedules import timed_schedules
 from tests.pipeline.upstream import replay
 
 
-def timeline(schedule, work, transfer):
-    return run(schedule, work[0], None if schedule.forward_only else work[1], transfer)
-
-
 @given(timed_schedules())
 @settings(deadline=None)
 def test_equal_to_a_replay_of_upstreams_functions(timed):
     schedule, work, transfer = timed
     start, end = replay(schedule, work, transfer)
-    done = timeline(schedule, work, transfer)
+    done = run(schedule, *work, transfer)
     np.testing.assert_array_equal(done.start, start)
     np.testing.assert_array_equal(done.end, end)
 

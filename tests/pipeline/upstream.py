@@ -129,7 +129,7 @@ def record(schedule: Schedule, stage: int) -> list:
             num_microbatches=schedule.num_micro_batches,
             seq_length=1,
             micro_batch_size=1,
-            forward_only=schedule.forward_only,
+            forward_only=False,
             p2p_communicator=Recorder(Group(schedule.num_stages, stage), config, notes),
             pg_collection=groups,
         )

@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_wlb.hardware.profile import KernelModel
 from megatron_wlb.sharding.routing import moved_rows
-from megatron_wlb.sharding.select import RoundCosts, rank_work
+from megatron_wlb.sharding.select import RoundCosts
 from megatron_wlb.types import SEGMENT, Shard, ShardPlan
 from tests.reference.chunks import per_document, per_sequence
 from tests.reference.hybrid import hybrid
@@ -72,3 +72,11 @@ def mirrored_order(lengths: np.ndarray) -> np.ndarray:
     """
     order = np.argsort(-lengths, kind="stable")
     return np.concatenate((order[1::2][::-1], order[::2]))
+
+
+def rank_work(plan: ShardPlan, kernel: KernelModel) -> np.ndarray:
+    """Return the predicted attention of every rank, float64 [cp], in kernel units."""
+    calls, tiles, query_tiles = np.array([kernel.count_shard(shard.calls) for shard in plan.shards]).T
+    launches = calls * (kernel.parts if moved_rows(plan).any() else 1)
+    work: np.ndarray = kernel.time(launches, tiles, query_tiles)
+    return work

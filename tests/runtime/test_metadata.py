@@ -11,9 +11,10 @@ from megatron_wlb.runtime.backends.cpu import CpuBackend
 from megatron_wlb.runtime.backends.protocol import varlen
 from megatron_wlb.runtime.backends.te import TeBackend
 from megatron_wlb.runtime.metadata import ShardMetadata
-from megatron_wlb.sharding.select import per_document, shard
+from megatron_wlb.sharding.select import shard
 from tests.covering import covering
 from tests.jobs import job
+from tests.reference.chunks import per_document
 from tests.runtime.oracle import SHARDINGS, local_rows
 
 LENGTHS = np.array([5, 61, 18, 33, 1, 42, 24], np.int64)

@@ -13,9 +13,10 @@ from megatron_wlb.cost.attention import sharding_kernel
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelModel, KernelTimes, load_profile
 from megatron_wlb.job import STRATEGIES
 from megatron_wlb.sharding.routing import Held, document_begins, exchange, moved_rows, positions, rows
-from megatron_wlb.sharding.select import divide, per_document, per_sequence, round_costs, shard
+from megatron_wlb.sharding.select import divide, round_costs, shard
 from megatron_wlb.types import Shard
 from tests.jobs import MODEL, job
+from tests.reference.chunks import per_document, per_sequence
 from tests.reference.hybrid import hybrid
 from tests.reference.rounds import regrouped
 from tests.reference.sharding import choose_sharding

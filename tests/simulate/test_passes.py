@@ -10,9 +10,9 @@ from megatron_wlb.hardware.network import Group
 from megatron_wlb.hardware.profile import FLOPS_PROFILE, KernelTimes, load_profile
 from megatron_wlb.job import Recompute
 from megatron_wlb.model import MODELS
-from megatron_wlb.sharding.select import rank_work
 from megatron_wlb.simulate.passes import crossover, deferrable_weights, pass_times, synchronised
 from megatron_wlb.types import document_work
+from tests.reference.sharding import rank_work
 from tests.simulate.shards import SMALL, job, shards_of
 
 NETWORK = load_profile("h100-fa2").network
