@@ -26,6 +26,10 @@ def _without(*names: str) -> dict[str, Any]:
     return dict.fromkeys(names, False)
 
 
+def _off(name: str, reason: str, price: str = "") -> _Adaptation:
+    return _Adaptation(_if_set(name), _without(name), reason, price)
+
+
 _ONE_SIZE = "its buffers have one size, and micro-batches vary in length"
 
 _ADAPTATIONS = (
@@ -39,11 +43,7 @@ _ADAPTATIONS = (
         {"calculate_per_token_loss": True},
         "every trained token weighs the same, in micro-batches of any length",
     ),
-    _Adaptation(
-        _if_set("ddp_average_in_collective"),
-        _without("ddp_average_in_collective"),
-        "gradients are divided by tokens at the end, which gives the same",
-    ),
+    _off("ddp_average_in_collective", "gradients are divided by tokens at the end, which gives the same"),
     _Adaptation(
         lambda a, given: a.attention_dropout != 0 and "attention_dropout" not in given,
         {"attention_dropout": 0.0},
@@ -95,9 +95,8 @@ _ADAPTATIONS = (
         _without("tp_comm_overlap"),
         "there is nothing to overlap with one tensor-parallel rank",
     ),
-    _Adaptation(
-        _if_set("moe_pad_expert_input_to_capacity"),
-        _without("moe_pad_expert_input_to_capacity"),
+    _off(
+        "moe_pad_expert_input_to_capacity",
         "padding wants equal lengths on all ranks, and what is over the capacity is dropped without it, too",
         "inputs of experts vary in length",
     ),
@@ -119,9 +118,8 @@ _ADAPTATIONS = (
         {"ckpt_format": "torch_dist"},
         "the format is that of FSDP",
     ),
-    _Adaptation(
-        _if_set("fine_grained_activation_offloading"),
-        _without("fine_grained_activation_offloading"),
+    _off(
+        "fine_grained_activation_offloading",
         "it keeps pools of one size each, and micro-batches vary in length",
         "what it offloads stays in GPU memory",
     ),
@@ -131,24 +129,9 @@ _ADAPTATIONS = (
         "it gathers all micro-batches by the length of the first",
         "weight gradients of the output layer stay in the last stage's backward passes",
     ),
-    _Adaptation(
-        _if_set("use_ring_exchange_p2p"),
-        _without("use_ring_exchange_p2p"),
-        _ONE_SIZE,
-        "stages exchange by ordinary sends",
-    ),
-    _Adaptation(
-        _if_set("cpu_offloading_retain_pinned_cpu_buffers"),
-        _without("cpu_offloading_retain_pinned_cpu_buffers"),
-        _ONE_SIZE,
-        "host memory is pinned anew",
-    ),
-    _Adaptation(
-        _if_set("log_max_attention_logit"),
-        _without("log_max_attention_logit"),
-        "packed attention does not report the largest logit",
-        "it is not logged",
-    ),
+    _off("use_ring_exchange_p2p", _ONE_SIZE, "stages exchange by ordinary sends"),
+    _off("cpu_offloading_retain_pinned_cpu_buffers", _ONE_SIZE, "host memory is pinned anew"),
+    _off("log_max_attention_logit", "packed attention does not report the largest logit", "it is not logged"),
 )
 
 

@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 _REASONS = {
     "divides weights over other ranks, by which the data-parallel size means another number; leave it out": (
@@ -33,13 +33,6 @@ REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.
 """Arguments of upstream that training with --wlb cannot serve with any value, with reason and remedy."""
 
 
-class _Refusal(NamedTuple):
-    refused: Callable[[Any], Any]
-    """Whether these arguments are refused; a missing argument is None."""
-    message: str
-    """A format string; `a` is the arguments."""
-
-
 def _balancing(a: Any) -> bool:
     types = a.moe_router_load_balancing_type or ()
     return bool(a.num_experts) and "quantile_balancing" in ([types] if isinstance(types, str) else types)
@@ -55,76 +48,61 @@ def dispatches(a: Any, dispatcher: str, backend: str | None = None) -> bool:
     return bool(a.num_experts) and chosen
 
 
-_REFUSALS = (
-    _Refusal(
-        lambda a: a.full_validation and a.mock_data,
-        "--full-validation with --mock-data, whose documents have no end; give --eval-iters instead",
+_REFUSALS: dict[str, Callable[[Any], Any]] = {
+    "--full-validation with --mock-data, whose documents have no end; give --eval-iters instead": lambda a: (
+        a.full_validation and a.mock_data
     ),
-    _Refusal(
-        lambda a: a.multiple_validation_sets and not a.full_validation,
-        "--multiple-validation-sets: upstream wants --full-validation with it; give both, or blend the sets",
+    "--multiple-validation-sets: upstream wants --full-validation with it; give both, or blend the sets": lambda a: (
+        a.multiple_validation_sets and not a.full_validation
     ),
-    _Refusal(lambda a: a.seq_length is None, "--seq-length is missing; give the context window"),
-    _Refusal(
-        _balancing,
+    "--seq-length is missing; give the context window": lambda a: a.seq_length is None,
+    (
         "--moe-router-load-balancing-type quantile_balancing needs tokens * topk of every micro-batch to divide by the "
-        "experts, and micro-batches vary in length; choose another",
+        "experts, and micro-batches vary in length; choose another"
+    ): _balancing,
+    "--moe-flex-dispatcher-backend ncclep sizes its buffers by the first micro-batch; give deepep": lambda a: (
+        dispatches(a, "flex", "ncclep")
     ),
-    _Refusal(
-        lambda a: dispatches(a, "flex", "ncclep"),
-        "--moe-flex-dispatcher-backend ncclep sizes its buffers by the first micro-batch; give deepep",
-    ),
-    _Refusal(
-        lambda a: (
-            a.pipeline_model_parallel_size == 2
-            and a.overlap_p2p_comm is False
-            and (a.num_virtual_stages_per_pipeline_rank or a.num_layers_per_virtual_pipeline_stage)
-        ),
+    (
         "with two pipeline ranks and virtual stages the next rank is also the previous one, and messages of one batch "
-        "would be mixed up; leave --no-overlap-p2p-communication out",
+        "would be mixed up; leave --no-overlap-p2p-communication out"
+    ): lambda a: (
+        a.pipeline_model_parallel_size == 2
+        and a.overlap_p2p_comm is False
+        and (a.num_virtual_stages_per_pipeline_rank or a.num_layers_per_virtual_pipeline_stage)
     ),
-    _Refusal(
-        lambda a: "local" in str(a.attention_backend).rsplit(".", 1)[-1],
-        "--attention-backend local would replace the attention of --wlb; choose with --wlb-attention-backend",
+    "--attention-backend local would replace the attention of --wlb; choose with --wlb-attention-backend": lambda a: (
+        "local" in str(a.attention_backend).rsplit(".", 1)[-1]
     ),
-    _Refusal(
-        lambda a: a.attention_dropout > 0,
-        "--attention-dropout is {a.attention_dropout}; packed attention has none, give --attention-dropout 0",
+    "--attention-dropout is {a.attention_dropout}; packed attention has none, give --attention-dropout 0": lambda a: (
+        a.attention_dropout > 0
     ),
-    _Refusal(
-        _sees_right,
-        "--window-size is {a.window_size}; causal attention sees nothing to its right, give LEFT,0",
-    ),
-    _Refusal(
-        lambda a: a.multi_latent_attention and a.position_embedding_type == "yarn",
+    "--window-size is {a.window_size}; causal attention sees nothing to its right, give LEFT,0": _sees_right,
+    (
         "--position-embedding-type yarn with --multi-latent-attention, whose layers rotate by themselves; give rope, "
-        "and --rope-type yarn",
-    ),
-    _Refusal(
-        lambda a: a.multi_latent_attention and a.tensor_model_parallel_size > 1 and not a.sequence_parallel,
+        "and --rope-type yarn"
+    ): lambda a: a.multi_latent_attention and a.position_embedding_type == "yarn",
+    (
         "--multi-latent-attention with --tensor-model-parallel-size over 1 and without --sequence-parallel has "
-        "gradients of latents that upstream does not sum over ranks, or twice; give --sequence-parallel",
-    ),
-    _Refusal(
-        lambda a: a.position_embedding_type in ("mrope", "relative"),
+        "gradients of latents that upstream does not sum over ranks, or twice; give --sequence-parallel"
+    ): lambda a: a.multi_latent_attention and a.tensor_model_parallel_size > 1 and not a.sequence_parallel,
+    (
         "--position-embedding-type {a.position_embedding_type} is not supported; give rope, yarn, learned_absolute or "
-        "none",
+        "none"
+    ): lambda a: a.position_embedding_type in ("mrope", "relative"),
+    "--apply-layernorm-1p is not supported with --transformer-impl local; leave one of them out": lambda a: (
+        a.transformer_impl == "local" and a.layernorm_zero_centered_gamma
     ),
-    _Refusal(
-        lambda a: a.transformer_impl == "local" and a.layernorm_zero_centered_gamma,
-        "--apply-layernorm-1p is not supported with --transformer-impl local; leave one of them out",
-    ),
-    _Refusal(
-        lambda a: a.rerun_mode == "report_stats",
+    (
         "--rerun-mode report_stats: upstream takes the flag and fails at its start, since it calls this mode otherwise "
-        "inside; give validate_results or disabled",
-    ),
-    _Refusal(
-        lambda a: any("://" in str(folder) for folder in (a.save, a.load)),
+        "inside; give validate_results or disabled"
+    ): lambda a: a.rerun_mode == "report_stats",
+    (
         "--save and --load to object storage are not supported, the packer state is a file beside the checkpoint; give "
-        "a folder",
-    ),
-)
+        "a folder"
+    ): lambda a: any("://" in str(folder) for folder in (a.save, a.load)),
+}
+"""Messages, formatted with the arguments `a`, and whether these are refused; a missing argument is None."""
 
 
 class Lenient(Namespace):
@@ -143,9 +121,9 @@ def check(args: Namespace) -> None:
     for name, reason in REFUSED.items():
         if getattr(given, name):
             raise ValueError(f"--wlb: --{name.replace('_', '-')} {reason}")
-    for refusal in _REFUSALS:
-        if refusal.refused(given):
-            raise ValueError(f"--wlb: {refusal.message.format(a=given)}")
+    for message, refused in _REFUSALS.items():
+        if refused(given):
+            raise ValueError(f"--wlb: {message.format(a=given)}")
 
 
 _SERVED = {
