@@ -16,7 +16,7 @@ from rich.progress import track
 
 from benchmarks import results
 from benchmarks.paper import figures, report
-from benchmarks.paper.cases import CALIBRATION, SEVEN_128, TABLE_1, check_calibration, llama3_tflops
+from benchmarks.paper.cases import CALIBRATION, SEVEN_128, TABLE_1, llama3_tflops
 from benchmarks.results import Row
 
 NEAR = 0.06
@@ -56,7 +56,6 @@ def goals(rows: list[Row]) -> list[results.Goal]:
 
 def main() -> None:
     args = results.parser(__doc__, "one case, a few steps").parse_args()
-    check_calibration()
     begin = time.perf_counter()
     rows = run(QUICK if args.quick else FULL, args.quick)
     comparison = report.compare(rows)

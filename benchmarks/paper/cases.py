@@ -25,18 +25,27 @@ SLOWER = 1.2
 """Factor on the attention of per-document sharding that would explain the paper's figures."""
 HOPPER = "h100-cudnn"
 """Kernels that use Hopper's loads, as the paper's do (section 5.2) and FlashAttention-2 does not."""
+PROFILE = load_profile("h100-fa2")
 CALIBRATION = (
     # name, value, source
-    ("linear_tflops", 576.0, "four products of 16,384 rows on an H100, by PyTorch; see llama3_tflops for a check"),
-    ("wave_outputs", 132 * 128 * 128, "of an H100; half of a product's last wave is idle"),
-    ("kernel_us", 3.0, "assumed, between two kernels"),
-    ("memory_gb_per_s", 2700.0, "assumed, 80 % of the data sheet"),
-    ("link_gb_per_s", 45.0, "assumed: 400 Gbit/s a GPU, of which 90 % arrive"),
-    ("hop_us", 10.0, "assumed"),
-    ("attention", "h100-fa2", "megatron_wlb/hardware/profiles: fitted to FlashAttention-2 on an H100, as published"),
-    ("network", "h100", "megatron_wlb/hardware/networks: fitted to NCCL on 2 to 8 H100, measured by DistCA"),
+    (
+        "linear_tflops",
+        PROFILE.assumed_tflops,
+        "products of 16,384 rows on an H100, by PyTorch; checked by llama3_tflops",
+    ),
+    ("wave_outputs", PROFILE.wave_outputs, "of an H100; half of a product's last wave is idle"),
+    ("kernel_us", PROFILE.kernel_us, "assumed, between two kernels"),
+    ("memory_gb_per_s", PROFILE.memory_gb_per_s, "assumed, 80 % of the data sheet"),
+    ("link_gb_per_s", PROFILE.network.link_gb_per_s, "assumed: 400 Gbit/s a GPU, of which 90 % arrive"),
+    ("hop_us", PROFILE.network.hop_us, "assumed"),
+    ("attention", PROFILE.name, "megatron_wlb/hardware/profiles: fitted to FlashAttention-2 on an H100, as published"),
+    (
+        "network",
+        PROFILE.network.name,
+        "megatron_wlb/hardware/networks: fitted to NCCL on 2 to 8 H100, by DistCA",
+    ),
     ("tp_overlap", 0.0, "assumed; the paper overlaps some, and does not say how much"),
-    ("dp_overlap", 0.9, "assumed"),
+    ("dp_overlap", PROFILE.dp_overlap, "assumed"),
     ("VPP", VPP, "assumed, the least that is interleaved as the paper's is; see step_seconds for a check"),
     ("S_max", S_MAX, "assumed, in windows, for WLB-LLM and ours; the paper has it from memory and gives no value"),
     ("L_i", "tuned", f"two, as section 4.2 has it: best balance at a mean delay of {MEAN_DELAY:g} steps, other sample"),
@@ -103,7 +112,7 @@ def _case(name: str, model: str, kilo_tokens: int, layout: tuple[int, int, int, 
         max_tokens=round(S_MAX * (kilo_tokens << 10)),
         packing=OriginalPacking(),
         sharding=Sharding(cp_sharding="per-sequence"),
-        profile=load_profile("h100-fa2"),
+        profile=PROFILE,
         reorder=False,
         cp_exchange="all",
         hidden_transfers=False,
@@ -154,24 +163,3 @@ def llama3_tflops() -> dict[str, float]:
         flops = 6 * tokens * (weights + model.num_layers * model.query_size * 8192)
         tflops[f"{parallel.num_gpus} GPUs"] = flops / step.time / 1e6 / parallel.num_gpus
     return tflops
-
-
-def check_calibration() -> None:
-    """`CALIBRATION` is what the simulator runs with. Raises ValueError if its defaults have moved away from it."""
-    job, stated = SEVEN_128.job, {name: value for name, value, _ in CALIBRATION}
-    profile, network = job.profile, job.profile.network
-    runs = {
-        "linear_tflops": profile.assumed_tflops,
-        "memory_gb_per_s": profile.memory_gb_per_s,
-        "wave_outputs": profile.wave_outputs,
-        "kernel_us": profile.kernel_us,
-        "link_gb_per_s": network.link_gb_per_s,
-        "hop_us": network.hop_us,
-        "attention": profile.name,
-        "network": network.name,
-        "tp_overlap": job.tp_overlap,
-        "dp_overlap": profile.dp_overlap,
-    }
-    for name, value in runs.items():
-        if stated[name] != value:
-            raise ValueError(f"the calibration states {name} {stated[name]}, the simulator has {value}; correct one")

@@ -18,13 +18,6 @@ def largest(policy, rows, steps=1):
     return sum(int(p.sums(p.documents["length"] ** 2).max()) for p in packings)
 
 
-def test_ilp_by_hand():
-    # Squares 64, 49, 36, 25 and 16: greedily 64 + 25 against 49 + 36 + 16, at best 64 + 36 against 49 + 25 + 16.
-    rows = documents([8, 7, 6, 5, 4])
-    assert largest(fixed(context_length=20, global_batches=1), rows) == 101
-    assert largest(solved(context_length=20), rows) == 100
-
-
 @settings(max_examples=25)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=10), st.integers(1, 2))
 def test_ilp_is_never_worse_than_fixed_on_the_same_pieces(lengths, num_steps):

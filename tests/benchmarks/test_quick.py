@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import convergence_report, cp_balance, packing, results
-from benchmarks.paper import report as paper_report
+from benchmarks import results
 
 ROOT = Path(__file__).parents[2]
 FIELDS = ["benchmark", "commit", "date", "device", "versions", "settings", "rows", "goals"]
@@ -69,17 +68,6 @@ def test_analyze(tmp_path, monkeypatch):
     assert {key for row in rows for key in row} == {key for row in before for key in row}
 
 
-@pytest.mark.parametrize("name", ["convergence", "cp_balance", "packing", "paper"])
-def test_a_picture_is_drawn_from_the_kept_results(name, tmp_path):
-    rows = json.loads((results.FOLDER / f"{name}.json").read_text())["rows"]
-    if name == "convergence":
-        path = convergence_report.draw(convergence_report.read(results.FOLDER / name), rows, tmp_path)
-    else:
-        module = {"cp_balance": cp_balance, "packing": packing, "paper": paper_report}[name]
-        path = module.draw(rows, tmp_path)
-    assert path == tmp_path / f"{name}.png" and path.stat().st_size > 10_000
-
-
 def test_a_missed_goal_is_told_and_fails_only_a_check(capsys):
     goals = [results.at_most("error", np.float64(0.04), 0.05), results.at_least("speed", 1.2, 1.5)]
     results.conclude(goals, check=False)
@@ -88,18 +76,3 @@ def test_a_missed_goal_is_told_and_fails_only_a_check(capsys):
     results.conclude(goals[:1], check=True)
     with pytest.raises(SystemExit, match="1"):
         results.conclude(goals, check=True)
-
-
-def test_a_quick_run_writes_nothing_unless_it_is_told_where(tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "FOLDER", tmp_path / "kept")
-    for words, written in (
-        (["--quick"], None),
-        (["--quick", "--output", str(tmp_path)], tmp_path),
-        ([], tmp_path / "kept"),
-    ):
-        args = results.parser("", "soon").parse_args(words)
-        results.finish(args, "name", settings={}, rows=[{"ms": 2.0}], goals=[])
-        found = list(tmp_path.rglob("name.json"))
-        assert found == ([written / "name.json"] if written else [])
-        for path in found:
-            path.unlink()

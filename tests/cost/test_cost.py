@@ -88,33 +88,9 @@ def test_a_ring_waits_for_hops_that_are_longer_than_its_parts(cp):
     assert exposed_exchange(given, rows, (cp * long, 2 * cp * long)) == (0, 0)
 
 
-def test_all_rows_are_gathered_before_attention_if_asked():
-    given = job(model=LLAMA2_7B, tp=8, cp=2, cp_exchange="all", profile=MEASURED)
-    rows, ranks = np.array([8192.0, 100.0]), Group(size=2, stride=8)
-    gather = NETWORK.collective("all_gather", rows * 2 * 4 * 128 * 2, ranks)
-    scatter = NETWORK.collective("reduce_scatter", rows * 2 * 4 * 128 * 4, ranks)
-    none = np.zeros(2), np.zeros(2)
-    assert np.array(exposed_exchange(given, rows, none)) == pytest.approx(np.array([gather, gather + scatter]))
-    saved = given.sharded(save_gathered_kv=True)
-    assert np.array(exposed_exchange(saved, rows, none)) == pytest.approx(np.array([gather, scatter]))
-    alone = job(cp_exchange="all", profile=MEASURED)
-    assert not np.array(exposed_exchange(alone, rows, none)).any()
-
-
 def test_work_is_exact_and_at_the_crossover_attention_costs_as_much_as_the_rest():
     assert document_work(np.array([1, 100, 50]), 100).tolist() == [101, 2 * 100**2, 50 * 150]
     assert document_work(np.array([MAX_TOKENS], np.int32), 1 << 20).tolist() == [MAX_TOKENS * (MAX_TOKENS + (1 << 20))]
-
-
-def test_crossover_follows_the_model():
-    # Per layer 4 * 4096^2 weights of attention and 3 * 4096 * 11008 of the MLP, and a 32nd of the output projection.
-    weights = 4 * 4096**2 + 3 * 4096 * 11008 + 4096 * 32000 // 32
-    base = LLAMA2_7B.crossover_tokens
-    assert base == weights // 4096 == 50_408
-    assert replace(LLAMA2_7B, padded_vocab_size=0).crossover_tokens == 49_408
-    assert replace(LLAMA2_7B, num_query_groups=8).crossover_tokens < base
-    assert replace(LLAMA2_7B, gated_linear_unit=False).crossover_tokens < base
-    assert replace(LLAMA2_7B, ffn_hidden_size=2 * 11008).crossover_tokens == base + 3 * 11008  # two experts
 
 
 def test_shards_are_priced_with_the_network_of_their_profile():

@@ -120,12 +120,6 @@ def test_the_state_is_of_what_was_handed_out_not_of_what_was_read_ahead(document
     assert [as_lists(step) for step in itertools.islice(stopped, 8 - taken)] == steps[taken:]  # a second iteration
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_data_with_an_end(documents, num_workers):
-    steps = loader(documents, 0, 1, num_workers, num_epochs=1)
-    assert sum(step.num_tokens for step in steps) == sum(max(0, len(document) - 1) for document in documents)
-
-
 def test_a_micro_batch_without_documents_trains_nothing():
     """A step may have fewer documents than micro-batches."""
     (step,) = loader([np.arange(30, dtype=np.uint8)], 0, 1, 0, num_epochs=1)

@@ -1,24 +1,19 @@
 """Packing policies: worked by hand, and what no policy may ever do to a document; flags and a policy of one's own."""
 
 import argparse
-import json
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_wlb.describe.make import job_from_json
-from megatron_wlb.job import MAX_TOKENS, Packing
+from megatron_wlb.job import MAX_TOKENS
 from megatron_wlb.packing import DEFAULT_POLICY, POLICIES, add_flags, from_args, without_effect
 from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.fixed import FixedPacking
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.packing.wlb import BACKLOG_STEPS, LATE_STEPS, WlbPacking, assign
 from megatron_wlb.plan.stream import DocumentStream, Source
-from megatron_wlb.settings import setting
-from megatron_wlb.types import PackedBatch
 from tests.jobs import job
 from tests.jobs import packer as make
 from tests.packing.steps import documents, fixed, pack, packed, windows
@@ -67,14 +62,6 @@ def test_when_the_lightest_is_full_the_shortest_is_tried():
     # work is larger and the tokens are fewer.
     policy = wlb(2, 10, crossover_tokens=1)
     assert packed(pack(policy, documents([6, 3, 3, 3, 2, 2]))) == [[0, 4, 5], [1, 2, 3]]
-
-
-def test_every_queue_keeps_its_own_lengths():
-    policy = wlb(3, 40, (10, 20))
-    pack(policy, documents([9, 10, 19, 20, 40]))
-    assert waiting(policy) == {"queue0": [1, 2], "queue1": [3, 4], "remained": []}
-    assert packed(pack(policy, documents([15], first=5))) == [[2], [5], [1]]
-    assert waiting(policy) == {"queue0": [], "queue1": [3, 4], "remained": []}
 
 
 @pytest.mark.parametrize("lengths", [(650, 900), (500, 1000), (300, 1000)])
@@ -282,42 +269,3 @@ def test_flags_of_all_policies_make_the_one_that_is_named():
         ],
     }.items():
         assert without_effect(parser.parse_args(text.split())) == said
-
-
-def test_a_new_policy_is_a_class_and_a_line_of_the_registry(monkeypatch):
-    @dataclass(frozen=True, slots=True, kw_only=True)
-    class DealtPacking(Packing):
-        name, help = "dealt", "documents are dealt out in turn."
-        turns: int = setting(1, "Of dealt packing: documents at a time.", parse=int, least=1, most=9)
-
-        def policy(self, job):
-            return DealtPolicy(job.num_micro_batches, self.turns)
-
-    class DealtPolicy:
-        def __init__(self, n, turns):
-            self._n, self._turns = n, turns
-
-        def pack(self, step, draw):
-            rows = draw.global_batch()
-            micro_batch = np.arange(len(rows)) // self._turns % self._n
-            order = np.argsort(micro_batch, kind="stable")
-            return PackedBatch(
-                documents=rows[order], bounds=np.searchsorted(micro_batch[order], np.arange(self._n + 1))
-            )
-
-        def waiting(self):
-            return {}
-
-        def load_waiting(self, waiting):
-            pass
-
-    monkeypatch.setitem(POLICIES, "dealt", DealtPacking)
-    parser = argparse.ArgumentParser()
-    add_flags(parser)
-    described = job(packing=from_args(parser.parse_args("--wlb-packing dealt --wlb-turns 2".split())))
-    assert described == job_from_json(json.loads(json.dumps(described.to_json())))
-
-    one, other = (make(described, np.arange(99)) for _ in range(2))
-    state = [one.next() for _ in range(5)][-1].state
-    other.load_state(json.loads(json.dumps(state)))
-    np.testing.assert_array_equal(one.next().batch.documents, other.next().batch.documents)
