@@ -31,13 +31,6 @@ def test_a_full_disk_leaves_no_part_of_an_entry(tmp_path, monkeypatch):
     assert (tmp_path / "log").read_bytes() == b"one\n"
 
 
-def test_a_pipe_that_nobody_reads_is_an_error(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", tmp_path):
-        with pytest.raises(OSError, match="cannot append 1 bytes to --wlb-log .*; free space there, or name a file"):
-            files.append(path, b"x", "--wlb-log")
-
-
 def test_what_cannot_take_entries_is_found_beforehand(tmp_path):
     files.check_log(str(tmp_path / "log"), "--wlb-log")
     assert (tmp_path / "log").read_bytes() == b""

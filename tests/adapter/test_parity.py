@@ -180,22 +180,28 @@ def test_rounds_by_predicted_time(size, flags, launch, tile, dataset, single, pr
     assert any(keys is not None for _, _, keys in rounds) == (tile == 100)
 
 
+MANY, SCHEDULE = "--wlb-micro-batches 32 --wlb-max-tokens 320", "--step-batch-size-schedule 0:4,1024:8"
+
+
 @pytest.mark.parametrize(
-    ("count", "s_max", "size", "layout"),
+    ("size", "layout", "flags", "counts"),
     [
-        (4, 640, 4, f"{CP2} {PP2}"),
-        (10, 320, 4, f"{VPP2} --overlap-grad-reduce"),  # on every rank a group of three and one of two
-        (32, 320, 2, PP2),
-        full(32, 320, 4, f"{TP2} {VPP2}"),
+        (4, f"{CP2} {PP2}", "--wlb-micro-batches 4 --wlb-max-tokens 640", [4, 4]),
+        # On every rank a group of three and one of two.
+        (4, f"{VPP2} --overlap-grad-reduce", "--wlb-micro-batches 10 --wlb-max-tokens 320", [10, 10]),
+        (2, PP2, MANY, [32, 32]),
+        full(4, f"{TP2} {VPP2}", MANY, [32, 32]),
+        (4, VPP2, SCHEDULE, [4, 8]),  # in tokens
+        full(2, CP2, SCHEDULE, [4, 8]),
     ],
 )
-def test_more_and_fewer_micro_batches_than_windows(count, s_max, size, layout, dataset, alone, tmp_path):
-    """Half, a quarter more, and four times as many as windows, of which some are empty."""
-    flags = f"--wlb-micro-batches {count} --wlb-max-tokens {s_max}"
-    run = train(size, dataset, *layout.split(), *flags.split(), log=tmp_path / "log.jsonl")
-    compare(run, alone(flags))
-    assert [len(e["lengths"]) for e in run["log"]] == [count] * 2
-    assert any([] in e["lengths"] for e in run["log"]) == (count == 32)
+def test_other_numbers_of_micro_batches(size, layout, flags, counts, dataset, alone, tmp_path):
+    """Half, a quarter more, and four times as many as windows, of which some are empty; and windows by a schedule."""
+    without = "--global-batch-size" if flags == SCHEDULE else ""
+    run = train(size, dataset, *layout.split(), *flags.split(), without=without, log=tmp_path / "log.jsonl")
+    compare(run, alone(flags, without=without))
+    assert [len(e["lengths"]) for e in run["log"]] == counts
+    assert any([] in e["lengths"] for e in run["log"]) == (flags == MANY)
 
 
 @pytest.mark.parametrize(("size", "layout"), [(2, VPP2), full(2, CP2)])
@@ -207,15 +213,6 @@ def test_iterations_to_skip(size, layout, dataset, alone, tmp_path):
     assert [e["step"] for e in run["log"]] == [1, 3]
     whole = alone("--train-iters 3")["log"]
     assert [e["lengths"] for e in alone(flags)["log"]] == [whole[0]["lengths"], whole[2]["lengths"]]
-
-
-@pytest.mark.parametrize(("size", "layout"), [(4, VPP2), full(2, CP2)])
-def test_step_batch_size_schedule(size, layout, dataset, alone, tmp_path):
-    """Four windows in the first step, eight in the second; thresholds are in tokens."""
-    flags, without = "--step-batch-size-schedule 0:4,1024:8", "--global-batch-size"
-    run = train(size, dataset, *layout.split(), *flags.split(), without=without, log=tmp_path / "log.jsonl")
-    compare(run, alone(flags, without=without))
-    assert [len(e["lengths"]) for e in run["log"]] == [4, 8]
 
 
 def test_losses_of_routers_and_mtp_are_means_over_micro_batches(dataset, tmp_path, monkeypatch):

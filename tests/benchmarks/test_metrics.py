@@ -27,21 +27,6 @@ def measured(step, *micro_batches, plan_ms=0.0):
     return measure(packing(*micro_batches), step, JOB, plan_ms)
 
 
-def test_a_step():
-    step = measured(5, [(64, 5)], [(16, 3), (17, 5), (10, 7)], [])
-    heaviest, second = work(64), work(16) + work(17) + work(10)
-    assert step.tokens == 107
-    assert step.imbalance == pytest.approx(heaviest * 3 / (heaviest + second))
-    assert step.ratio_to_bound == 1.0  # nothing is lighter than the largest document
-    assert step.delays == {-2: 10, 0: 81, 2: 16}
-    assert measured(0, [(10, 0), (10, 0)], [(10, 0)]).ratio_to_bound == pytest.approx(2 / 1.5)  # to the mean
-    nothing = measured(3, [], [])
-    assert (nothing.tokens, nothing.imbalance, nothing.ratio_to_bound, nothing.delays) == (0, 1.0, 1.0, {})
-    with pytest.raises(ValueError, match="nothing to summarise: 2 steps"):
-        summarise([step] * 2, num_waiting=0, skip=0.5)
-    assert step.long_tokens == 81  # 16 is a quarter of the window, not more
-
-
 def test_a_run():
     rng = np.random.default_rng(0)
     runs = [

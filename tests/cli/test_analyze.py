@@ -159,17 +159,6 @@ def test_megatron_interleaves_in_groups_of_its_own(windows, flag, megatron, ours
     assert groups == {"plain": megatron, "thd": megatron, "paper": megatron, "ours": ours}
 
 
-def test_the_paper_has_its_own_number_of_micro_batches(data):
-    """And an S_max to go with it."""
-    line = JOB, "--data-path", data, "--wlb-packing adaptive --wlb-micro-batches 1"
-    found = setup(*line)
-    assert (found.job.num_micro_batches, found.job.max_tokens) == (1, 1.25 * N * C)
-    for paper in (found.paper, found.other):
-        assert (paper.num_micro_batches, paper.max_tokens) == (N, 1.25 * C)
-    given = setup(*line, f"--wlb-max-tokens {6 * C}")
-    assert given.paper.max_tokens == given.other.max_tokens == 6 * C
-
-
 def test_the_paper_has_the_best_thresholds_of_a_grid_unless_they_are_given(tmp_path, data):
     words = JOB, "--wlb-crossover 900 --wlb-packing wlb --data-path", data
     found = setup(*words)

@@ -7,33 +7,14 @@ import numpy as np
 
 from benchmarks.lengths import stream
 from megatron_wlb.cli.analyze import layouts
-from megatron_wlb.cli.analyze.report import other_flags
 from megatron_wlb.describe.make import make_job
 from megatron_wlb.hardware.profile import load_profile
 from megatron_wlb.job import Job, Parallel
 from megatron_wlb.model import MODELS
-from megatron_wlb.packing.adaptive import AdaptivePacking
 from megatron_wlb.packing.original import OriginalPacking
-from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.pipeline.split import Split
 from megatron_wlb.simulate.memory import peak_bytes
 from tests.cli.analyses import JOB, analyse, setup
-
-
-def test_the_other_policy_is_mentioned_where_it_is_faster(data):
-    """Of Algorithm 1 and adaptive packing, the one that is not the run's."""
-    for words, other in (
-        ("", WlbPacking()),
-        ("--wlb-packing wlb --wlb-outlier-thresholds 500", AdaptivePacking()),
-        ("--wlb-packing original", None),
-    ):
-        given = setup(JOB, "--wlb-crossover 900 --data-path", data, words)
-        assert (given.other and given.other.packing) == other
-        slow, fast = ({"us_per_token": us, "us_per_token_error": 0.01} for us in (1e3, 1e-3))
-        assert other_flags(given, fast, slow) == []
-        found = other_flags(given, slow, slow)
-        assert [each["flag"] for each in found] == ([f"--wlb-packing {other.name}"] if other else [])
-        assert all(each["speedup"] > 2 for each in found)
 
 
 def test_fewer_layers_on_the_last_stage_are_mentioned_where_they_would_be_faster(tmp_path, data, capsys):
