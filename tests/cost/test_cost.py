@@ -88,6 +88,19 @@ def test_a_ring_waits_for_hops_that_are_longer_than_its_parts(cp):
     assert exposed_exchange(given, rows, (cp * long, 2 * cp * long)) == (0, 0)
 
 
+def test_all_rows_are_gathered_before_attention_if_asked():
+    given = job(model=LLAMA2_7B, tp=8, cp=2, cp_exchange="all", profile=MEASURED)
+    rows, ranks = np.array([8192.0, 100.0]), Group(size=2, stride=8)
+    gather = NETWORK.collective("all_gather", rows * 2 * 4 * 128 * 2, ranks)
+    scatter = NETWORK.collective("reduce_scatter", rows * 2 * 4 * 128 * 4, ranks)
+    none = np.zeros(2), np.zeros(2)
+    assert np.array(exposed_exchange(given, rows, none)) == pytest.approx(np.array([gather, gather + scatter]))
+    saved = given.sharded(save_gathered_kv=True)
+    assert np.array(exposed_exchange(saved, rows, none)) == pytest.approx(np.array([gather, scatter]))
+    alone = job(cp_exchange="all", profile=MEASURED)
+    assert not np.array(exposed_exchange(alone, rows, none)).any()
+
+
 def test_work_is_exact_and_at_the_crossover_attention_costs_as_much_as_the_rest():
     assert document_work(np.array([1, 100, 50]), 100).tolist() == [101, 2 * 100**2, 50 * 150]
     assert document_work(np.array([MAX_TOKENS], np.int32), 1 << 20).tolist() == [MAX_TOKENS * (MAX_TOKENS + (1 << 20))]
