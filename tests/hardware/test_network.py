@@ -19,3 +19,15 @@ from megatron_wlb.hardware.network import Group
 def test_within_a_node_near_what_was_measured(collective, ranks, num_bytes, measured_us):
     """A few rows of the table that the constants are fitted to."""
     assert NETWORK.collective(collective, num_bytes, Group(size=ranks, stride=1)) == pytest.approx(measured_us, rel=0.1)
+
+
+def test_between_nodes_ranks_of_a_node_share_their_links():
+    size = 2.0**34
+    near, whole_nodes, two_per_node, one_per_node = (
+        NETWORK.collective("all_gather", size, Group(size=n, stride=s)) for n, s in ((8, 1), (16, 1), (16, 4), (16, 8))
+    )
+    assert near < whole_nodes < two_per_node < one_per_node
+    # The slower one counts: 15 of 16 parts enter every rank, and of n nodes, n - 1 parts enter each over its links.
+    link = NETWORK.link_gb_per_s
+    expected = [15 / 16 / NETWORK.all_gather.gb_per_s[-1], 7 / 8 / (2 * link), 15 / 16 / link]
+    assert [whole_nodes, two_per_node, one_per_node] == pytest.approx([size * e / 1e3 for e in expected], rel=0.01)
