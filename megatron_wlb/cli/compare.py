@@ -124,9 +124,7 @@ def read_log(path: str) -> list[LoggedStep]:
             try:
                 steps.append(_logged_step(line))
             except (ValueError, msgspec.MsgspecError, RecursionError) as error:
-                raise ValueError(
-                    f"{path}, line {number}: {error or 'nested too deeply'}; give the file that --wlb-log named"
-                ) from error
+                raise ValueError(f"{path}, line {number}: {error or 'nested too deeply'}; {remedy}") from error
             if steps[-1].job != steps[0].job:
                 changed = ", ".join(differences(steps[0].job.to_json(), steps[-1].job.to_json()))
                 raise ValueError(

@@ -68,12 +68,13 @@ def run(args: argparse.Namespace, words: Words) -> int:
     gpu = GPUS[args.gpu]
     if args.gpu_memory is not None:
         gpu = type(gpu)(**{f: getattr(gpu, f) for f in gpu.__struct_fields__} | {"gib": args.gpu_memory})
+    script, flags = _script(words.launched)
     task = Task(
         world_size=arguments.world_size or 1,
         steps=args.steps,
         gpu=gpu,
-        script=_script(words.launched),
-        flags=_flags(words.launched) if words.launched else ["--wlb"],
+        script=script,
+        flags=flags,
         stated={} if words.launched else stated,
         vocab_size=arguments.padded_vocab_size or arguments.vocab_size or 0,
         mock_data=_mocks(job, notes),
@@ -138,16 +139,13 @@ def _row(rank: dict[str, Any]) -> list[str]:
     return [str(rank["rank"]), *sizes, *map(str, counts), f"{sum(c['calls'] for c in rank['nccl'].values())}{failed}"]
 
 
-def _script(words: list[str]) -> list[str]:
-    """Return the script, after `megatron_wlb.run` where that runs it from a checkout that is here."""
-    script = next((word for word in words if word.endswith(".py")), "pretrain_gpt.py")
-    if "megatron_wlb.run" in words and os.path.isfile(script):
-        return ["megatron_wlb.run", script]
-    return [script]
-
-
-def _flags(words: list[str]) -> list[str]:
-    return words[1 + next(i for i, word in enumerate(words) if word.endswith(".py")) :]
+def _script(words: list[str]) -> tuple[list[str], list[str]]:
+    """Return script and flags; `megatron_wlb.run` comes first where it runs the script from a checkout here."""
+    at = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+    if at is None:
+        return ["pretrain_gpt.py"], ["--wlb"]
+    runner = ["megatron_wlb.run"] if "megatron_wlb.run" in words and os.path.isfile(words[at]) else []
+    return [*runner, words[at]], words[at + 1 :]
 
 
 def _mocks(job: Run, notes: list[str]) -> bool:

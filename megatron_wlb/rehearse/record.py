@@ -2,7 +2,6 @@
 
 from collections import Counter
 from enum import IntEnum, auto
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,11 +43,6 @@ RECORD = np.dtype(
 )
 BYTES = (1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1)
 """Bytes of a value of each of NCCL's types."""
-
-
-def read(folder: str, rank: int) -> np.ndarray:
-    """Return the records of a rank, RECORD [events]."""
-    return np.fromfile(Path(folder, f"{rank}.log"), RECORD)
 
 
 def members(result: dict[str, Any]) -> dict[int, tuple[str, tuple[int, ...]]]:

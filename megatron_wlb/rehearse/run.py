@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from megatron_wlb.job import Parallel
 from megatron_wlb.rehearse import record
@@ -72,7 +73,7 @@ def rehearse(
     ):
         for rank, status in ended:
             result = _result(Path(folder), rank, status)
-            records = record.read(folder, rank)
+            records = np.fromfile(Path(folder, f"{rank}.log"), record.RECORD)
             seen[rank] = entry(result, record.summary(result, records))
             if whole:
                 programs[rank] = program(result, records)

@@ -21,25 +21,20 @@ _MEMBER = re.compile(r"\b(?:tex\.([A-Z]\w*)|(NVTE_\w+))\.([A-Z]\w*|k[A-Z]\w+)")
 _NAME = re.compile(r"\btex\.([A-Za-z]\w*)")
 
 
-def missing() -> bool:
-    """Whether TransformerEngine is not installed at all, not even its Python."""
-    return importlib.util.find_spec("transformer_engine") is None
-
-
 def install() -> None:
     """Make TransformerEngine's own Python run without its compiled part, and upstream's layers without Apex's."""
     if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
         apex: Any = ModuleType("fused_weight_gradient_mlp_cuda")
         apex.wgrad_gemm_accum_fp32 = apex.wgrad_gemm_accum_fp16 = lambda x, gradient, weight_gradient: None
         sys.modules[apex.__name__] = apex
-    if missing() or transformer_engine():
+    spec = importlib.util.find_spec("transformer_engine")
+    if spec is None or transformer_engine():
         os.environ["UB_SKIPMC"] = "1"  # user buffers without multicast
         return
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its own switch: load no libraries
     compiled = _Compiled("transformer_engine_torch")
     vars(compiled).update({name: value for name, value in globals().items() if name in _STANDS_IN})
-    spec = importlib.util.find_spec("transformer_engine")
-    assert spec is not None and spec.origin is not None
+    assert spec.origin is not None
     texts = [file.read_text() for file in sorted((Path(spec.origin).parent / "pytorch").rglob("*.py"))]
     members: dict[str, dict[str, int]] = {}
     for text in texts:

@@ -25,10 +25,11 @@ from megatron_wlb.simulate import memory
 
 _OWN = ("rank", "local_rank", "world_size")
 """Arguments of a log that are of the rank that wrote it."""
-_DATA = (
-    *("data_path", "train_data_path", "valid_data_path", "test_data_path"),
-    *("data_args_path", "per_split_data_args_path"),
-)
+_DATA = ("data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path").split()
+_UNSET = (
+    "save load pretrained_checkpoint save_interval tensorboard_dir wandb_project tokenizer_model train_samples "
+    "lr_decay_samples lr_decay_iters lr_warmup_fraction exit_duration_in_mins exit_interval"
+).split()
 NORM = 2.0
 """The gradient norm: values are those of memory that nothing wrote to, and upstream takes a root of them."""
 
@@ -211,21 +212,13 @@ class Run:
 
     def _changes(self, options: Namespace) -> dict[str, Any]:
         """Arguments that differ from the job's: fewer steps, nothing written, nothing that reads values."""
-        changes: dict[str, Any] = dict.fromkeys(
-            (
-                "save",
-                "load",
-                "pretrained_checkpoint",
-                "tensorboard_dir",
-                "train_samples",
-                "lr_decay_samples",
-                "wandb_project",
-            )
-        )
-        changes |= {"train_iters": self._task.steps, "lr_warmup_samples": 0, "lr_warmup_iters": 0}
-        changes |= {"lr_decay_iters": None, "lr_warmup_fraction": None, "eval_iters": 0, "exit_signal_handler": False}
-        changes |= {"exit_duration_in_mins": None, "exit_interval": None, "save_interval": None}
-        changes |= {"tokenizer_type": "NullTokenizer", "tokenizer_model": None, "vocab_size": self._task.vocab_size}
+        changes: dict[str, Any] = dict.fromkeys(_UNSET)
+        changes |= {"train_iters": self._task.steps, "lr_warmup_samples": 0, "lr_warmup_iters": 0, "eval_iters": 0}
+        changes |= {
+            "exit_signal_handler": False,
+            "tokenizer_type": "NullTokenizer",
+            "vocab_size": self._task.vocab_size,
+        }
         changes |= {"check_for_nan_in_loss_and_grad": False, "rerun_mode": "disabled", "log_throughput": False}
         if self._task.mock_data:
             changes |= {"mock_data": True, "num_workers": 0} | dict.fromkeys(_DATA)
