@@ -20,6 +20,8 @@ LONGEST_VALUE = 1 << 14
 """Longest argument in a log, in characters, that is parsed as more than text."""
 LIKE_A_WORD = 0.7
 """Share of letters from which on a word is taken for another, misspelt; none of Megatron's own flags is."""
+MOST_VALUES = 1 << 20
+"""Most characters of arguments in a log that are parsed as more than text, in all."""
 BLOCK = "sed -n '/- arguments -/,/- end of arguments -/p'"
 """Shell command that prints the argument blocks of a log."""
 _BEGIN, _END = re.compile(r"-{9,} arguments -{9,}"), "- end of arguments -"
@@ -106,7 +108,10 @@ def read_log(name: str) -> Launched:
             f"{short(name)} has no arguments as Megatron prints them; {_REMEDY}, or the run's command behind --"
         )
     lines = text[begins[-1] : end].splitlines()
-    found = {m[1]: _value_of(m[2].strip()) for line in lines if (m := _ARGUMENT.search(line))}
+    texts = {m[1]: m[2].strip() for line in lines if (m := _ARGUMENT.search(line))}
+    if sum(len(text) for text in texts.values() if len(text) <= LONGEST_VALUE) > MOST_VALUES:
+        raise ValueError(f"{short(name)}: its arguments have over {MOST_VALUES >> 20} MiB, the limit; {_REMEDY}")
+    found = {argument: _value_of(text) for argument, text in texts.items()}
     if "num_layers" not in found or "world_size" not in found:
         raise ValueError(f"{short(name)}: its arguments lack num_layers or world_size; {_REMEDY}")
     if padded := _PADDED.search(text, end):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_wlb.cli import launch
 from megatron_wlb.cli.launch import BLOCK, read_log
 from tests.cli.analyses import described, run
 
@@ -136,3 +137,10 @@ def test_files_that_are_no_log(tmp_path, make, message):
     with pytest.raises(ValueError, match=message) as error:
         read_log(str(tmp_path / "train.log"))
     assert str(tmp_path)[:20] in str(error.value)
+
+
+def test_arguments_are_parsed_within_a_limit(blocks, tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "MOST_VALUES", 99)
+    (tmp_path / "log").write_text(blocks["dense"][1])
+    with pytest.raises(ValueError, match="its arguments have over 0 MiB, the limit; give the log of a run"):
+        read_log(str(tmp_path / "log"))
