@@ -1,4 +1,4 @@
-"""Which recipes run with `--wlb` and nothing else: python -m benchmarks.recipes FILE [--output FOLDER]
+"""Which recipes run with `--wlb` and nothing else: python -m benchmarks.recipes FILE [--json FILE]
 
 FILE holds a JSON object a line (gzip or not): name, source, world_size (or null) and flags of a public recipe, and
 under `set` what its launcher sets in parsed arguments. Each goes through Megatron's parser, what `--wlb` sets, every
@@ -163,6 +163,7 @@ def judged(recipes: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], Cou
 def main() -> None:
     options = results.parser(__doc__)
     options.add_argument("file", type=Path, metavar="FILE")
+    options.add_argument("--json", type=Path, metavar="FILE", help="counts of what is accepted, and reasons")
     given = options.parse_args()
     rows, changed, reasons = judged(read(given.file))
     counts = {verdict: sum(row[verdict] for row in rows) for verdict in VERDICTS}
@@ -175,6 +176,8 @@ def main() -> None:
     }
     results.show([*rows, {"source": "all", **counts}])
     results.show([{"refused": n, "reason": reason} for reason, n in reasons.most_common()] or [{"refused": 0}])
+    if given.json:
+        results.write_whole(given.json, json.dumps(found, indent=1) + "\n")
     goals = [
         results.at_least("share accepted with --wlb alone", found["accepted"] / total, 0.9),
         results.at_least("share accepted without anything switched off", found["without_price"] / total, 0.6),

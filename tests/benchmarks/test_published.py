@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 
 import pytest
 
@@ -25,16 +26,22 @@ def without(row, path):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
+        (without(STEP, "layout.gpus"), "no layout.gpus"),
         (without(STEP, "model.layers"), "the shape of GPT 7.1B is not known"),
         (without(STEP, "model"), "no model"),
+        (without(STEP, "hardware"), "no hardware"),
         (STEP | {"hardware": "TPU v5p"}, "no profile of TPU v5p"),
         (STEP | {"sequence": "1K to 16K"}, "sequences of 1K to 16K tokens"),
         (STEP | {"measured": {"peak_memory": {"value": 70, "unit": "GB"}}}, "no speed of a training step"),
+        (STEP | {"measured": {"tflops_per_gpu": {"value": None}}}, "no measured.tflops_per_gpu.value"),
         (STEP | {"measured": {"tflops_per_gpu": {"value": "fast"}}}, "a field is not as expected"),
+        (STEP | {"measured": {"tflops_per_gpu": {"value": -1}}}, "no speed over 0"),
         (STEP | {"precision": "mxfp8"}, "no rate of products in mxfp8"),
         (STEP | {"layout": STEP["layout"] | {"tp": 8, "gpus": 4}}, "4 GPUs for TP 8"),
         (KERNEL | {"model": {"name": "attention, head 64, causal"}}, "no kernels for heads of its size"),
+        (KERNEL | {"hardware": "A100"}, "no kernels of fp16 on A100"),
         (KERNEL | {"source": "elsewhere"}, "its heads are not known"),
+        ({"id": "nothing"}, "no model"),
     ],
 )
 def test_what_cannot_be_predicted_is_listed_with_the_reason(row, reason):
@@ -57,3 +64,21 @@ def test_software_differs_in_what_a_row_leaves_open():
     (steady, hidden, _), _ = published.predict([row | {"source": "NVIDIA/NeMo"} for row in (deep, two)])
     assert drained["predicted"] < 0.8 * steady["predicted"]
     assert vanilla["predicted"] < overlapped["predicted"] <= hidden["predicted"]
+
+
+@pytest.mark.parametrize("rows", [[], [ROWS["bridge-25.09-llama3_8b"]], [{"id": "other"}]])
+def test_a_file_without_rows_of_bf16_is_scored(rows, tmp_path, monkeypatch):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(rows))
+    monkeypatch.setattr(sys, "argv", ["published", str(path), "--check"])
+    published.main()
+
+
+def test_the_json_file_has_every_row(tmp_path, monkeypatch):
+    rows, out = tmp_path / "rows.json", tmp_path / "out.json"
+    rows.write_text(json.dumps([STEP, {"id": "other"}]))
+    monkeypatch.setattr(sys, "argv", ["published", str(rows), "--json", str(out)])
+    published.main()
+    written = json.loads(out.read_text())
+    assert [row["id"] for row in written["rows"]] == [STEP["id"]] and written["left"][0]["id"] == "other"
+    assert {"precision", "predicted", "measured", "ratio"} <= written["rows"][0].keys()
