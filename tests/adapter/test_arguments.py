@@ -1,9 +1,12 @@
 """Bad input gets a clear error - value, limit, remedy - before any process group is made; good input becomes a job."""
 
 import os
+import re
 import sys
 from argparse import Namespace
+from types import SimpleNamespace
 
+import megatron.core
 import numpy as np
 import pytest
 import torch
@@ -11,8 +14,10 @@ from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatch
 from megatron.training import training
 from megatron.training.arguments import parse_args, validate_args
 
-from megatron_wlb.adapter import compat, describe
+from megatron_wlb.adapter import compat, cpu, describe
 from megatron_wlb.adapter.data import DocumentDataset, load_splits
+from megatron_wlb.adapter.model import WlbCoreAttention
+from megatron_wlb.adapter.training import _of_step
 from megatron_wlb.describe import refusals
 from megatron_wlb.describe.settings import add_wlb_arguments
 from tests.adapter.datasets import write_lengths
@@ -132,6 +137,15 @@ def test_the_batch_size_of_a_step_is_upstreams(parse):
     assert expected == [4, 4, 4, 12, 12, 16, 16] and whole.global_batch_size == 16
 
 
+def test_versions_of_megatron_core():
+    for version in ("0.18.2", "0.21.0", "1.19.2"):
+        match = f"megatron-core {version} is not supported; install 0.19.0 or a later 0.19,"
+        with pytest.raises(ValueError, match=match):
+            compat.check_version(version)
+    for version in ("0.19.0", "0.20.0+d98e", megatron.core.__version__):
+        compat.check_version(version)
+
+
 def test_replacing_a_name_that_upstream_moved_fails():
     def replace(name, parameters):
         with compat.replaced(training, name, lambda original: None, parameters):
@@ -212,3 +226,47 @@ def test_weights_and_optimizer_are_shared_as_flags_say(parse):
     assert uneven == held(*pipeline, "6") > held(*pipeline, "4")
     moe = "4 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-layer-freq ([0]+[1]*3)".split()
     assert held(*pipeline, *moe, "--decoder-first-pipeline-num-layers", "3") > held(*pipeline, *moe)
+
+
+def test_activations_get_what_weights_and_optimizer_leave_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30))
+    for held, budget in ((None, None), (60 << 30, 12 << 30)):
+        monkeypatch.setattr(compat, "weight_and_optimizer_bytes", lambda args, held=held: held)
+        assert describe._budget_bytes(Namespace()) == budget
+    monkeypatch.setattr(compat, "weight_and_optimizer_bytes", lambda args: 90 << 30)
+    with pytest.raises(RuntimeError, match="this machine has a GPU; run Megatron on it"):
+        cpu.install()
+    with pytest.raises(ValueError, match="take 90.0 GiB by upstream's formula, over 90% of this GPU's 80.0; use"):
+        describe._budget_bytes(Namespace())
+
+
+@pytest.mark.parametrize(("capability", "profile"), [((8, 0), "a100-fa2"), ((9, 0), "h100-cudnn"), (None, "flops")])
+def test_the_default_profile_has_the_kernels_that_upstream_prefers_there(monkeypatch, parse, capability, profile):
+    args = parse("--wlb-memory-budget", "60")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert job_of(args).profile.name == profile
+
+
+def _apart():
+    first, second = (SimpleNamespace(step=step, split="train") for step in (0, 1))
+    list(_of_step(first, first, iter([second]), 2))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: WlbCoreAttention(None, 1, None, "cross", None), "not cross attention; leave --wlb out"),
+        (
+            lambda: WlbCoreAttention.forward(None, *[None] * 4),
+            "the batch carries no shard, train by pretrain() or leave",
+        ),
+        (cpu.install, "megatron was imported before adapter.cpu.install(); import it afterwards"),
+        (_apart, "micro-batches of train step 1 in train step 0: the data iterators are apart; report it"),
+    ],
+)
+def test_misuse_is_refused(call, message):
+    with pytest.raises((ValueError, RuntimeError), match=re.escape(message)):
+        call()

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 import types
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -55,6 +56,7 @@ from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_sp
 from megatron.bridge.training import config as configs  # noqa: E402
 from megatron.bridge.training import setup  # noqa: E402
 from megatron.bridge.training.callbacks import Callback  # noqa: E402
+from megatron.bridge.training.comm_overlap import CommOverlapConfig  # noqa: E402
 from megatron.bridge.training.tokenizers.config import TokenizerConfig  # noqa: E402
 
 from megatron_wlb import bridge  # noqa: E402
@@ -187,6 +189,25 @@ def test_resumes_in_another_layout_with_the_documents_that_were_waiting(dataset,
     assert [e["step"] for e in again["log"]] == [2]
     assert again["log"][0]["lengths"] == whole["log"][1]["lengths"]
     assert again["log"][0]["loss"] == pytest.approx(whole["log"][1]["loss"], rel=1e-5)
+
+
+def test_what_is_set_is_said(dataset, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    tp2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    config = container(dataset, **tp2, cuda_graph_impl="local", attention_dropout=0.1)
+    config.comm_overlap = CommOverlapConfig(tp_comm_overlap=True)
+    stopped = patch.object(bridge.bridge, "GlobalState", side_effect=RuntimeError("configs are final"))
+    with stopped, pytest.raises(RuntimeError, match="configs are final"):
+        bridge.pretrain(config)
+    said = capsys.readouterr().out
+    assert config.model.calculate_per_token_loss and not config.ddp.average_in_collective
+    assert "> wlb: sets --micro-batch-size 1 instead of 2: a micro-batch is one packed sequence" in said
+    assert config.model.cuda_graph_impl == "none" and "> wlb: without --cuda-graph-impl local" in said
+    assert not config.comm_overlap.tp_comm_overlap and "> wlb: without tp_comm_overlap: " in said
+    assert config.model.attention_dropout == 0 and "sets --attention-dropout 0" in said
+    config.model.attention_dropout = 0.2  # not the default, so it was asked for
+    with pytest.raises(ValueError, match="--attention-dropout is 0.2.* are fields of the ConfigContainer"):
+        bridge.pretrain(config)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_wlb import conversations
 from megatron_wlb.adapter.data import load_splits
+from megatron_wlb.cli.main import main
 from megatron_wlb.types import DOCUMENT
 from tests.adapter.chats import conversation, write_chats, write_tokenizer
 from tests.adapter.test_parity import LAYOUTS, TOLERANCE
@@ -99,8 +100,11 @@ def write(tmp_path, *lines):
     ("line", "message"),
     [
         ('{"messages": [', "line 2: Expecting value"),
+        ("[1]", "line 2: it is no object with messages"),
         ('{"text": "a"}', "line 2: it has no messages"),
         ([], "line 2: it has no messages"),
+        ([{"role": "robot", "content": "a"}], "line 2: a message has role 'robot'; roles are system, user, assistant"),
+        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}], "assistant is empty"),
         ([{"role": "user", "content": "a"}], "line 2: no token of it is trained"),
         ([{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}], "line 2: AssertionError"),
     ],
@@ -161,6 +165,21 @@ def test_packs_of_bridge_are_conversations(tmp_path, tokenizer):
     path = str(tmp_path / "pack.parquet")
     found = conversations.read(path, arguments(tokenizer, path))
     assert found.lengths.tolist() == [2, 1] and found.mask.tolist() == [0, 0, 1, 0, 1]
+
+
+def test_analyze_says_what_it_would_bring_and_what_upstream_pads(tmp_path, tokenizer, capsys):
+    path = write(tmp_path, *([*SHORT, *conversation([9])], conversation([60]), LONG) * 10)
+    flags = ["--sft", "--tokenizer-type", "SFTTokenizer", "--tokenizer-model", tokenizer, "--data-path", path]
+    flags += ["--model", "llama3-8b", "--seq-length", "256", "--sft-tokenizer-prompt-format", FORMAT, "--steps", "1"]
+    assert main(["analyze", *flags, "--json", "-"]) == 0
+    printed = capsys.readouterr()
+    found = conversations.read(path, arguments(tokenizer, path))
+    assert json.loads(printed.out)["data"]["documents"] == 39 and len(found.rows) == 30
+    padding = 1 - np.mean(np.minimum(found.rows, 256)) / 256
+    assert f"each of the 30 lines of {path}: {padding:.1%} of their tokens would be padding" in " ".join(
+        printed.err.split()
+    )
+    assert main(["analyze", *flags, "--json", path]) == 2 and "an input of this command" in capsys.readouterr().err
 
 
 def test_messages_of_parquet_and_blends_are_those_of_lines(tmp_path, tokenizer):

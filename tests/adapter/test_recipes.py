@@ -35,16 +35,26 @@ def test_every_verdict(tmp_path, monkeypatch, capsys):
         recipe("set", DENSE, set={"attention_dropout": 0.1}),
     ]
     (tmp_path / "recipes.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
-    monkeypatch.setattr(sys, "argv", ["recipes", str(tmp_path / "recipes.gz"), "--output", str(tmp_path)])
+    out = tmp_path / "counts.json"
+    monkeypatch.setattr(
+        sys, "argv", ["recipes", str(tmp_path / "recipes.gz"), "--json", str(out), "--output", str(tmp_path)]
+    )
     recipes.main()
-    written = json.loads((tmp_path / "recipes.json").read_text())
-    rows, found = {row["source"]: row for row in written["rows"]}, written["settings"]
+    rows = {row["source"]: row for row in json.loads((tmp_path / "recipes.json").read_text())["rows"]}
     verdicts = {name: next(v for v in recipes.VERDICTS if row[v]) for name, row in rows.items()}
     assert verdicts == {
         **{"as given": "as given", "fork": "as given", "graphs": "something switched off"},
         **dict.fromkeys(("settings", "swift", "shell"), "with settings"),
         **dict.fromkeys(("dropout", "hybrid", "script's", "mamba", "set"), "refused"),
     }
+    found = json.loads(out.read_text())
     assert (found["accepted"], found["without_price"], found["total"]) == (6, 5, 11)
     assert sum(found["reasons"].values()) == 5
     assert "MISSED share accepted with --wlb alone" in capsys.readouterr().out
+
+
+def test_what_only_with_wlb_fails_upstreams_validation_is_refused(monkeypatch):
+    problem = recipes._problem
+    monkeypatch.setattr(recipes, "_problem", lambda args: "no" if args.micro_batch_size == 1 else problem(args))
+    rows, _, reasons = recipes.judged([recipe("", RECIPES["settings"])])
+    assert rows[0]["refused"] == 1 and list(reasons) == ["only with --wlb, no"]

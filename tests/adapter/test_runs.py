@@ -4,6 +4,7 @@ ways to run: ends by samples or time, replays of a step, asynchronous saving."""
 import multiprocessing
 import re
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import numpy as np
@@ -254,3 +255,18 @@ def test_asynchronous_saving(worker, dataset, whole, tmp_path, monkeypatch):
     assert (checkpoint / "latest_checkpointed_iteration.txt").read_text() == "2"
     train(1, dataset, *common, "--load", str(checkpoint), log=log)
     assert losses(log) == whole[0]
+
+
+def test_a_rank_that_hangs_ends_in_the_timeout(dataset, monkeypatch):
+    """A minute of --distributed-timeout-minutes takes four seconds here."""
+    forward = Training.forward_step
+
+    def hang(self, *args, **kwargs):
+        if dist.get_rank() == 1 and self._plans.last_step == 1:
+            dist.distributed_c10d.time.sleep(3600)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(Training, "forward_step", hang)
+    monkeypatch.setattr(parallel_state, "timedelta", lambda minutes: timedelta(seconds=4 * minutes))
+    with pytest.raises(RuntimeError, match="[Tt]imed out"):
+        train(2, dataset, *PP2.split(), "--distributed-timeout-minutes", "1")

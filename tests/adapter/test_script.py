@@ -12,6 +12,7 @@ import venv
 from pathlib import Path
 
 import pytest
+import torch
 from megatron.training.models import GPTModelConfig, HybridModelConfig
 
 from megatron_wlb.adapter import compat, script
@@ -85,6 +86,10 @@ def test_without_wlb_the_script_trains_by_itself(dataset, tmp_path):
     finished = run(*LAUNCH, "1", *RUN, SCRIPT, *flags)
     assert len(steps(finished, "lm loss: ")) == 2
     assert "wlb" not in finished.stdout.split("training ...")[1]
+
+
+def test_the_health_check_of_images():
+    assert re.match(r"ok: \d+ documents packed\n", run("scripts/docker/healthcheck.py").stdout)
 
 
 @pytest.mark.parametrize(
@@ -175,3 +180,21 @@ def test_a_script_with_another_model_is_refused():
         compat.check_script(object.__new__(HybridModelConfig), None, None)
     with pytest.raises(ValueError, match="has a model_provider of its own; train it without"):
         compat.check_script(CONFIG, lambda: None, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "flags", "expands"),
+    [
+        ({}, ["--wlb"], True),
+        ({}, [], False),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, ["--wlb"], False),
+        ({}, ["--wlb", "--use-nccl-ub"], False),
+    ],
+)
+def test_memory_segments_expand_unless_the_user_says_otherwise(monkeypatch, given, flags, expands):
+    environment = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name} | given
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *flags])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    script.before_megatron()
+    assert ("PYTORCH_CUDA_ALLOC_CONF" in environment) == expands

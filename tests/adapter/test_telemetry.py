@@ -1,8 +1,10 @@
 """What a run writes beside what upstream writes: its log, TensorBoard, W&B, names in a trace."""
 
+import gzip
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from megatron_wlb.simulate.step import SHARES, shares, simulate_step
 from tests.adapter.training import ADAM, BY_DOCUMENT, CP2, PP2, train
 from tests.jobs import job
 
+MEASURED = {"busy": 0.75, "bubble": 0.2, "exchange": 0.0, "waiting": 0.05}
 FLAGS = [*ADAM, "--train-iters", "4"]
 
 
@@ -63,6 +66,39 @@ def test_the_log_is_what_compare_reads(run, tmp_path):
     assert (compared["job"]["parallel"]["cp"], compared["job"]["parallel"]["pp"]) == (2, 2)
     assert [s["step"] for s in compared["steps"]] == [2, 3, 4]
     assert [s["measured_us"] for s in compared["steps"]] == pytest.approx([1e3 * e["step_ms"] for e in entries[1:]])
+
+
+def test_nothing_is_written_or_measured_without_a_writer(dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr(clock, "_seconds", lambda *ends: pytest.fail("measured a pass"))
+    monkeypatch.setattr(report, "_predicted", lambda *step: pytest.fail("simulated a step"))
+    rarely = *FLAGS, "--log-interval", "5", "--wlb-profile", "h100-fa2"
+    train(1, dataset, *rarely)
+    with pytest.raises(Exception, match="measured a pass"):
+        train(1, dataset, *rarely, "--tensorboard-dir", str(tmp_path))
+
+
+def test_wandb_gets_the_same(monkeypatch):
+    logged = []
+    wandb = SimpleNamespace(log=lambda values, step: logged.append((values, step)))
+    monkeypatch.setattr(report, "get_wandb_writer", lambda: wandb)
+    monkeypatch.setattr(report, "get_tensorboard_writer", lambda: None)
+    plan = SimpleNamespace(micro_batches=[SimpleNamespace(shards=SimpleNamespace(strategy="hybrid"))])
+    entry = {"tokens": 1, "digest": "ab", "predicted": None, "predicted_ms": None, "measured": MEASURED}
+    report._write_scalars(7, report.scalars(plan, entry))
+    ((values, step),) = logged
+    assert step == 7
+    shares = {f"wlb/measured-{name}": share for name, share in MEASURED.items()}
+    assert values == {"wlb/tokens": 1, "wlb/sharding-hybrid": 1.0} | shares
+
+
+def test_a_trace_of_upstreams_profiler_names_the_micro_batches(dataset, tmp_path):
+    flags = f"{CP2} --profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 3"
+    board, log = tmp_path / "board", tmp_path / "log.jsonl"
+    run = train(2, dataset, *FLAGS, *flags.split(), "--tensorboard-dir", str(board), log=log)
+    events = json.loads(gzip.decompress((tmp_path / "torch_profile/rank-0.json.gz").read_bytes()))["traceEvents"]
+    names = {e["name"] for e in events if e["name"].startswith("wlb")}
+    padded = [-(-m["tokens"] // 4) * 4 for m in run["log"][1]["micro_batches"]]  # upstream counts from 1
+    assert names == {f"wlb train step 1: {tokens // 2} of {tokens} tokens" for tokens in padded}
 
 
 @pytest.mark.parametrize("deferred", [False, True])

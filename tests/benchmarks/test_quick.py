@@ -76,3 +76,18 @@ def test_a_missed_goal_is_told_and_fails_only_a_check(capsys):
     results.conclude(goals[:1], check=True)
     with pytest.raises(SystemExit, match="1"):
         results.conclude(goals, check=True)
+
+
+def test_a_quick_run_writes_nothing_unless_it_is_told_where(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "FOLDER", tmp_path / "kept")
+    for words, written in (
+        (["--quick"], None),
+        (["--quick", "--output", str(tmp_path)], tmp_path),
+        ([], tmp_path / "kept"),
+    ):
+        args = results.parser("", "soon").parse_args(words)
+        results.finish(args, "name", settings={}, rows=[{"ms": 2.0}], goals=[])
+        found = list(tmp_path.rglob("name.json"))
+        assert found == ([written / "name.json"] if written else [])
+        for path in found:
+            path.unlink()

@@ -17,6 +17,7 @@ from megatron_wlb.packing.wlb import WlbPacking
 from megatron_wlb.plan.packer import make_packer
 from megatron_wlb.plan.step import shard_step
 from megatron_wlb.plan.stream import DocumentStream, Source, shuffled
+from megatron_wlb.simulate.memory import largest_max_tokens
 from megatron_wlb.simulate.step import simulate_step
 from tests.adapter.datasets import write_index
 from tests.cli.analyses import JOB, LARGE, RUN, C, N, analyse, setup
@@ -95,6 +96,15 @@ def test_plain_and_ours_by_hand(tmp_path, lengths, data, size):
     assert list(found["lost"]) == [f"--micro-batch-size {size}"] * (size > 1)
 
 
+@pytest.mark.parametrize(("split", "added"), [("--split 1", True), ("--split 99,1,0", False)])
+def test_flags_to_add_have_what_is_given_and_what_training_needs(data, split, added):
+    """Without a validation split training refuses to evaluate."""
+    words = JOB.replace("--split 1", split), "--wlb-micro-batches 4 --data-path", data
+    flags = setup(*words, "--wlb-crossover 9").flags()
+    assert flags.endswith("--eval-iters 0") == added and "--wlb-crossover 9" in flags
+    assert "--wlb-crossover" not in setup(*words).flags()
+
+
 def test_nothing_to_gain(tmp_path, capsys):
     """Documents of a full window each: all schemes are the same, and nothing is attainable."""
     write_index(tmp_path / "full.idx", np.full(300, C + 1))
@@ -128,6 +138,22 @@ def test_where_ours_loses_no_flags_are_to_be_added(tmp_path, capsys):
     assert "! Left out, since training with --wlb refuses them: --fim-data." in printed
 
 
+def test_overlapped_communication_counts_in_all_columns(tmp_path, long, capsys):
+    """Of a run with documents apart and layers that are not simulated."""
+    run = f"{RUN} {LARGE} {long} --sequence-parallel"
+    alone = analyse(tmp_path, "--steps 8", run)
+    strange = "--tp-comm-overlap --hybrid-override-pattern M* --reset-attention-mask"
+    found = analyse(tmp_path, "--steps 8 --approximate", run, strange)
+    assert (alone["reference"], found["lost"], found["reference"]) == ("plain", {}, "thd")
+    assert list(alone["schemes"]) == ["plain", "thd", "paper", "ours"]
+    for name in alone["schemes"]:
+        before, after = (each["schemes"][name]["us_per_token"] for each in (alone, found))
+        # In a model as small, tiles take longer than what they hide.
+        assert after != before if name == "ours" else after < before
+    assert found["schemes"]["thd"]["speedup"] == 1
+    assert "An estimate without layers of several kinds:" in capsys.readouterr().out
+
+
 def test_other_assumptions_have_speedups_of_their_own(tmp_path, long):
     """Kernels, links and the ring; the first lines have their range where it is wide."""
     found = analyse(tmp_path, "--num-gpus 16", LARGE, "--steps 8", long)
@@ -142,6 +168,15 @@ def test_other_assumptions_have_speedups_of_their_own(tmp_path, long):
         every = [over[name] / over["ours"], *(each[name] for each in of.values())]
         shown = f"{every[0]:.2f} times ({min(every):.2f} to {max(every):.2f})"
         assert (shown in found["headline"]) == (max(every) - min(every) > 0.05 * every[0])
+
+
+def test_masks_of_upstream_that_do_not_hold_are_named(long):
+    masked = f"{RUN} {LARGE} {long} --dataloader-inter-document-masking"
+    found = setup(masked)
+    assert found.megatron.name == "thd"
+    assert "tokens attend to other documents, and not to all of their own" in " ".join(found.run.judged.remarks)
+    alone = setup(masked.replace("--context-parallel-size 2", "--context-parallel-size 1"))
+    assert alone.megatron.name == "thd" and "other documents" not in " ".join(alone.run.judged.remarks)
 
 
 @pytest.mark.parametrize(
@@ -173,6 +208,19 @@ def test_the_paper_has_the_best_thresholds_of_a_grid_unless_they_are_given(tmp_p
     assert f"--wlb-outlier-thresholds {','.join(map(str, thresholds))}." in " ".join(report["facts"])
     given = setup(*words, "--wlb-outlier-thresholds 500,2000")
     assert given.paper.packing == given.job.packing == WlbPacking(outlier_thresholds=(500, 2000))
+
+
+def test_what_it_is_compared_with_need_not_fit(data):
+    """A rank may get micro-batches of S_max only by Algorithm 1, and so need more memory than by adaptive packing."""
+    line = "--model llama2-7b --seq-length 131072 --global-batch-size 4 --num-gpus 64 --tensor-model-parallel-size 8"
+    line += f" --context-parallel-size 2 --pipeline-model-parallel-size 4 --split 1 --data-path {data}"
+    line += " --wlb-micro-batches 4 --wlb-outlier-thresholds 65536 --wlb-memory-budget 40"
+    found = setup(line)
+    assert found.job.max_tokens == found.paper.max_tokens == 1.25 * 131072
+    assert found.other is None
+    found = setup(line, "--wlb-max-tokens auto")
+    assert found.other.max_tokens == largest_max_tokens(found.other, 40 * 2**30) < 1.25 * 131072 < found.job.max_tokens
+    assert found.paper.max_tokens == 1.25 * 131072
 
 
 def test_ranks_that_divide_experts_wait(tmp_path, long, capsys):

@@ -14,7 +14,7 @@ from megatron_wlb.model import MODELS
 from megatron_wlb.packing.original import OriginalPacking
 from megatron_wlb.pipeline.split import Split
 from megatron_wlb.simulate.memory import peak_bytes
-from tests.cli.analyses import JOB, analyse, setup
+from tests.cli.analyses import JOB, N, analyse, setup
 
 
 def test_fewer_layers_on_the_last_stage_are_mentioned_where_they_would_be_faster(tmp_path, data, capsys):
@@ -40,6 +40,29 @@ def test_fewer_layers_on_the_last_stage_are_mentioned_where_they_would_be_faster
         assert given.job.max_tokens == ours.max_tokens and (other["flag"] in given.others) == mentioned
 
 
+def test_gradients_in_the_dtype_of_the_model_are_mentioned_where_they_can_be_faster(data):
+    words = f"{JOB} --data-path {data} --context-parallel-size 2 --wlb-packing original"
+    found = setup(words)
+    assert found.others == {"--wlb-cp-gradients model": found.job.sharded(cp_gradients="model")}
+    assert not setup(words, "--wlb-cp-gradients model").others
+    assert not setup(words.replace("-parallel-size 2", "-parallel-size 1")).others
+
+
+def test_overlap_of_tensor_parallel_communication_is_mentioned_where_it_can_be_had(tmp_path, data, capsys):
+    """Not beyond a node, nor where it is on."""
+    words = f"{JOB} --data-path {data} --hidden-size 8192 --num-attention-heads 64 --sequence-parallel"
+
+    def tried(tp, *more):
+        found = setup(f"{words} --tensor-model-parallel-size {tp}", *more)
+        return [job.tp_tile_rows for flag, job in found.others.items() if flag == "--tp-comm-overlap"]
+
+    assert [tried(tp) for tp in (1, 2, 8, 16)] == [[], [4096], [4096], []]
+    assert tried(8, "--tp-comm-overlap") == tried(8, "--multi-latent-attention") == []
+    analyse(tmp_path, words, "--tensor-model-parallel-size 8 --steps 4")
+    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("- --tp-comm-overlap would"))
+    assert said.endswith("tokens a second. Megatron would gain, too.")
+
+
 def test_layers_leave_a_last_stage_that_the_vocabulary_fills():
     """One by one, from its last chunk, as long as that makes the fullest stage less full."""
 
@@ -58,6 +81,13 @@ def test_layers_leave_a_last_stage_that_the_vocabulary_fills():
     assert relieved(pp=2) == "Et*17|t*15L"
     assert relieved(pp=4, split=Split(decoder_last_pipeline_num_layers=5)) is None
     assert relieved("llama2-7b", pp=4) is relieved() is None
+
+
+def test_other_layouts_have_the_tokens_of_the_run(data):
+    """Where no flag says how many windows a step has, too."""
+    words = JOB.replace(f"--global-batch-size {N} ", ""), "--wlb-crossover 900 --data-path", data
+    found = setup(*words, "--pipeline-model-parallel-size 2 --num-gpus 4")
+    assert {each.global_batch_size for each in (found.job, *found.layouts)} == {4} and found.layouts
 
 
 def test_other_layouts_are_those_of_the_same_gpus_in_chunks_of_a_layer():

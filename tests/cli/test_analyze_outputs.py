@@ -14,6 +14,7 @@ import pytest
 from megatron_wlb.cli.common import render
 from megatron_wlb.cli.main import main
 from tests.cli.analyses import JOB, RUN, C, analyse, refused
+from tests.cli.commands import process
 
 
 class Page(HTMLParser):
@@ -88,15 +89,38 @@ def test_a_log_from_standard_input(data, capsys, monkeypatch):
     assert "2 layers of 64, window 4,096, 2 GPUs" in capsys.readouterr().out
 
 
+def test_without_torch(data):
+    arguments = ["analyze", *JOB.split(), "--fp8-format", "hybrid", "--data-path", data, "--steps", "2"]
+    done = process(*arguments, without=("torch", "megatron"), check=True)
+    assert "Predicted: " in done.stdout and "adaptive" in done.stdout
+
+
+@pytest.mark.parametrize("module", ["rich", "jinja2", "matplotlib"])
+def test_an_extra_is_missed_before_the_work(tmp_path, module):
+    """For which there is not even data here."""
+    done = process("analyze", *JOB.split(), "--data-path", "none", "--html", tmp_path / "page", without=(module,))
+    message = f"megatron-wlb analyze: error: {module} is not installed; pip install 'megatron-wlb[analysis]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("", "no --data-path; give"),
         ("--data-path DATA --num-layers 5 --pipeline-model-parallel-size 2", "5 layers do not divide over 2 stages"),
+        ("--data-path DATA --pipeline-model-parallel-size 2 --account-for-loss-in-pipeline-split",
+         "2 layers and 1 for the edges do not divide over 2 stages of 1 chunks"),
+        ("--data-path DATA --tensor-model-parallel-size 8", "4 attention heads do not divide over 8 ranks"),
         ("--data-path DATA --wlb-profile flops", "profile flops counts attended pairs"),
         ("--data-path DATA --micro-batch-size 3", "--micro-batch-size 3 does not divide the 4 windows"),
+        ("--data-path DATA --global-batch-size 1048576", "--global-batch-size 1048576 is over 16384, too many windows"),
         ("--data-path DATA --html - --json -", "would be mixed on standard output"),
+        ("--data-path DATA --trace - --json -", "would be mixed on standard output"),
+        ("--data-path DATA --html no/such/report.html", "--html no/such/report.html: the folder .* does not exist"),
         ("--data-path DATA --json no/such/report.json", "--json no/such/report.json: the folder .* does not exist"),
+        ("--data-path DATA --trace no/such/step.json", "--trace no/such/step.json: the folder .* does not exist"),
+        ("--data-path DATA --steps 0", "--steps: '0' must be an integer from 1 to 16384"),
     ],
 )  # fmt: skip
 def test_errors(data, capsys, words, message):

@@ -93,8 +93,10 @@ def damage(path):
     ("change", "message"),
     [
         (lambda log, state: state.write_text("{"), "cannot be read as a packer state"),
+        (lambda log, state: state.write_text("{}"), "cannot be read as a packer state"),
         (lambda log, state: damage(state), "the packer state is damaged"),
         (lambda log, state: log.write_text("x"), "is not a document log"),
+        (lambda log, state: log.unlink(), "No such file"),
         (
             lambda log, state: run_steps(packer(), log.with_name("other"), state, 13),
             "ends with step 11, .* earlier state",

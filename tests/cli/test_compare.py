@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_wlb.cli import compare
 from megatron_wlb.cli.compare import LoggedStep, warm
 from megatron_wlb.cli.main import main
 from megatron_wlb.describe.make import make_job
@@ -118,6 +119,13 @@ def test_the_first_steps_of_every_start_are_left_out():
     assert [s.number for s in warm(steps, 2)] == [3, 4, 5]
 
 
+def test_a_long_log_is_sampled(steps, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(compare, "MOST_STEPS", 8)
+    path = logged(tmp_path / "run.jsonl", steps, times(JOB, steps))
+    assert [s["step"] for s in compared(path, "--skip", "0")["steps"]] == [1, 4, 7, 10, 14, 17, 20, 24]
+    assert "8 of the 24 steps are simulated, evenly spread" in capsys.readouterr().err
+
+
 GOOD = entry()
 OTHER = entry(replace(JOB, parallel=replace(JOB.parallel, dp=2, tp=4)), number=2)
 
@@ -126,12 +134,18 @@ OTHER = entry(replace(JOB, parallel=replace(JOB.parallel, dp=2, tp=4)), number=2
     ("lines", "message"),
     [
         ([], "LOG has 0 steps after --skip 1; give the log of more steps"),
+        ([GOOD], "LOG has 0 steps after --skip 1"),
         (["hello"], "LOG, line 1: JSON is malformed: invalid character (byte 0); give the file that --wlb-log named"),
         ([GOOD, json.dumps(GOOD)[:20]], "LOG, line 2: JSON is malformed"),
+        ([json.dumps(GOOD)[:-1] + ', "new": ' + "[" * 100_000], "line 1: "),
         ([{"step": 1, "work": [3]}], "line 1: Object missing required field `step_ms`"),
         ([GOOD | {"step_ms": -1}], "line 1: Expected `float` > 0.0 - at `$.step_ms`"),
+        ([GOOD | {"step_ms": 1e12}], "line 1: Expected `float` < 1000000000000.0 - at `$.step_ms`"),
+        ([GOOD | {"lengths": [[0]]}], "line 1: Expected `int` >= 1 - at `$.lengths[0][0]`"),
         ([GOOD | {"lengths": [[1 << 26, 1]]}], "micro-batch 0 holds 67108865 tokens; it must be at most 67108864"),
         ([GOOD | {"job": 3}], "line 1: not the description of a job: Expected `object`, got `int`; give what this"),
+        ([GOOD | {"step": -1}], "`int` >= 1 - at `$.step`"),
+        ([GOOD | {"job": GOOD["job"] | {"crossover_tokens": 0}}], "description of a job: crossover_tokens is 0"),
         ([GOOD | {"job": GOOD["job"] | {"packing": {"name": "ilp"}}}], "job: its packing is {'name': 'ilp'}, none of"),
         (
             [GOOD, OTHER],
@@ -145,3 +159,9 @@ def test_broken_logs_are_refused(lines, message, tmp_path, capsys):
     error = refusal(capsys, "compare", str(path), "--json", str(tmp_path / "times.json"))
     assert message.replace("LOG", str(path)) in error
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_line_without_end_is_not_read(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(compare, "MOST_OF_A_LINE", 99)
+    path = write(tmp_path / "run.jsonl", [GOOD])
+    assert "line 1 has over 0 MiB, the limit; give the file" in refusal(capsys, "compare", str(path))

@@ -9,6 +9,24 @@ from tests.adapter.datasets import write_index
 from tests.cli.analyses import JOB, MODEL, C, N, described
 
 
+def test_what_is_assumed():
+    _, job, _ = found = described(
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --pipeline-model-parallel-size 2 "
+        "--num-query-groups 2 --tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Llama-3.1-8B "
+        "--num-experts 8"
+    )
+    assert (job.parallel.num_gpus, job.num_micro_batches, job.profile.name) == (2, 2, "h100-cudnn")
+    assert (job.model.padded_vocab_size, job.model.num_query_groups) == (128256, 4)
+    assert job.parallel.sequence_parallel
+    for note, begin in zip(
+        found.notes,
+        ("Assumed: 2 GPUs", "Assumed: 2 context windows a step, PP x DP", "Assumed: the vocabulary of llama3-8b",
+         "--num-query-groups counts with", "Experts get equally many tokens. .*those of the 2 experts"),
+        strict=True,
+    ):  # fmt: skip
+        assert note.startswith(begin.split(".*")[0]) and begin.split(".*")[-1] in note
+
+
 def test_the_vocabulary_of_a_tokenizer(tmp_path):
     words = f"{MODEL.split('--vocab')[0]} --seq-length 64"
 
@@ -41,8 +59,14 @@ def test_memory_bounds_micro_batches():
     ("words", "message"),
     [
         (MODEL, "^no --seq-length; give the log of a run, its command behind --, or its flags"),
+        ("--seq-length 64 --num-layers 2 --vocab-size 9", "no --hidden-size, --num-attention-heads: give the sizes"),
         (f"{JOB.split(' --vocab')[0]} --seq-length 64", "^the vocabulary is not known; give --vocab-size"),
+        (f"{JOB} --num-gpus 6 --tensor-model-parallel-size 4", "^6 GPUs are no multiple of .* 4 x 1 x 1 = 4"),
         (f"{JOB} --window-size 64,0", "^--window-size: sliding windows cannot be simulated; give --approximate"),
+        (f"{JOB} --wlb-packing best", "--wlb-packing is 'best'; choose one of"),
+        (f"{JOB} --wlb-attention-backend cuda", "--wlb-attention-backend is 'cuda'; choose"),
+        (f"{JOB} --wlb-max-tokens 100", "--wlb-max-tokens 100 is under --seq-length 4096"),
+        (f"{JOB} --wlb-memory-budget 0.001", r"micro-batches of at most \d+ tokens fit into memory"),
         (f"{JOB} --wlb-profile none.json", "no profile 'none.json'"),
         (f"{JOB} --data-path DATA --split 0,1", "--split 0,1: give shares"),
         (f"{JOB} --data-path -1 DATA", "weights must be positive and finite"),

@@ -10,8 +10,8 @@ import pytest
 from megatron_wlb.cli.launch import NOT_SIMULATED, read_command
 from megatron_wlb.job import Parallel
 from tests.adapter.datasets import write_index
-from tests.cli.analyses import JOB, MODEL, RUN, C, described, refused, run
-from tests.cli.commands import ROOT
+from tests.cli.analyses import JOB, LARGE, MODEL, RUN, C, analyse, described, refused, run
+from tests.cli.commands import ROOT, refusal
 
 LINE = """-- torchrun --nproc_per_node=2 --nnodes 2 --rdzv-endpoint host:29500 pretrain_gpt.py \
     --num-layers 4 --hidden-size 512 --num-attention-heads 4 --vocab-size 100 --swiglu --bf16 --use-flash-attn \
@@ -57,6 +57,7 @@ def test_typed_flags_take_precedence(data):
         ("srun --ntasks 6 python", 6),
         ("mpirun -np 8 -x A=1 python", 8),
         ("CUDA_DEVICE_MAX_CONNECTIONS=1 WORLD_SIZE=2 python", 2),
+        ("WORLD_SIZE=0 python", None),
         ("python", None),
     ],
 )
@@ -66,6 +67,19 @@ def test_ranks_of_what_starts_them(launcher, gpus):
     _, job, _ = found = described("--", launcher, "pretrain_gpt.py", job)
     assert job.parallel.num_gpus == job.num_micro_batches == (gpus or 2)  # PP x DP
     assert any("GPUs" in note for note in found.notes) == (gpus is None)
+
+
+@pytest.mark.parametrize("ranks", ["srun -N x --ntasks-per-node 8", "mpirun -np all", "torchrun --nproc-per-node gpu"])
+def test_ranks_that_are_no_number(ranks, capsys):
+    refused(capsys, f"-- {ranks} python pretrain_gpt.py {JOB}", "is not a number; put it in, or give --num-gpus")
+    assert described("--num-gpus 2", "--", ranks, "pretrain_gpt.py", JOB).job.parallel.dp == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["deepspeed pretrain_gpt.py", "torchrun pretrain_t5.py", "python run_clm.py", "x/train_rl.py", "nemo.py"]
+)
+def test_other_trainers_are_named(name, capsys):
+    refused(capsys, f"-- {name} {JOB}", "does not train a GPT of Megatron-core, and nothing else runs with --wlb")
 
 
 @pytest.mark.parametrize(
@@ -103,6 +117,7 @@ def test_what_training_refuses_is_to_be_taken_out(capsys):
     [
         ("context-paralell-size", "context-parallel-size"),
         ("seq-lenght", "seq-length"),
+        ("tpcomm-overlap", "tp-comm-overlap"),
     ],
 )
 def test_a_misspelt_flag_is_refused(flag, meant, tmp_path, capsys):
@@ -114,10 +129,32 @@ def test_a_misspelt_flag_is_refused(flag, meant, tmp_path, capsys):
     refused(capsys, str(tmp_path / "log"), message)
 
 
+def test_what_training_switches_off_is_named():
+    found = run(RUN, JOB, "--cuda-graph-impl local --overlap-moe-expert-parallel-comm --dataloader-type single")
+    assert found.judged.refused == found.judged.ignored == []
+    said = "Left out, since --wlb switches them off: --cuda-graph-impl --overlap-moe-expert-parallel-comm."
+    assert said in found.judged.remarks
+    assert not any("switches" in remark for remark in run(RUN, JOB, "--cuda-graph-impl none").judged.remarks)
+
+
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        ("--cp-comm-type a2a", "Not simulated, and so without effect on these numbers: --cp-comm-type."),
+        ("--fp8-format hybrid", r"FP8 and FP4 (--fp8-format) are not modelled: all numbers are for bf16."),
+        ("--dynamic-context-parallel", "since training with --wlb refuses them: --dynamic-context-parallel."),
+        ("--min-dynamic-context-parallel-size 2", "these numbers: --min-dynamic-context-parallel-size."),
+    ],
+)
+def test_what_is_not_simulated_is_said(flags, note):
+    assert any(note in each for each in run(RUN, JOB, flags).judged.remarks)
+
+
 @pytest.mark.parametrize(
     ("words", "crosses"),
     [
         (RUN, True),
+        (f"{RUN} --reset-position-ids --eod-mask-loss", True),
         (f"{RUN} --reset-attention-mask", False),
         (f"{RUN} --dataloader-inter-document-masking", False),
         (f"{RUN} --sft", False),
@@ -131,17 +168,40 @@ def test_attention_across_documents_is_named(words, crosses):
     assert any(note.startswith("The run lets attention cross documents (it has neither") for note in notes) == crosses
 
 
+def test_what_to_take_out_is_printed(tmp_path, lengths, capsys):
+    write_index(tmp_path / "long.idx", 8 * lengths + 1)
+    words = f"--steps 40 --html {tmp_path / 'page'} {RUN} {LARGE} --mtp-hsm"
+    analyse(tmp_path, words, "--dataloader-type=cyclic --split 99,1,0 --data-path", str(tmp_path / "long"))
+    printed = capsys.readouterr().out
+    assert printed.endswith("Take out:\n  --mtp-hsm\n")
+    assert "--wlb-packing adaptive" in printed.split("Add to the command:\n")[1]
+    assert "<h2>Take out</h2><pre>--mtp-hsm" in (tmp_path / "page").read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("", "^no --seq-length; give the log of a run, its command behind --, or its flags$"),
         ("--seq-lenght 64", "^unrecognized arguments: --seq-lenght; see megatron-wlb analyze --help$"),
+        ("--lr 3", "^unrecognized arguments: --lr; see"),
+        ("train.log train.log", "^unrecognized arguments: train.log"),
         (f"train.log {RUN}", "^train.log and a command behind --; give one of them$"),
         ("-- torchrun --nproc-per-node 8 mine --seq-length 64", "^no script such as pretrain_gpt.py in torchrun .*; "
          "give behind -- what starts the run, from torchrun or srun on$"),
+        (f"{RUN} --num-layers 8", "^no --seq-length"),
         (f"{RUN} {JOB} --num-layers $LAYERS", r"^--num-layers \$LAYERS: Expected `int"),
+        (f"{RUN} {JOB} --wlb-packings adaptive", "--wlb-packings"),
         (f"{RUN} {JOB} --wlb-crossover high", "--wlb-crossover: invalid int value: 'high'"),
+        (f"{RUN} {JOB} --wlb-crossover", "--wlb-crossover: expected one argument"),
+        ("--model gpt5", "argument --model: invalid choice: 'gpt5'"),
+        ("--num-layers $LAYERS", r"argument --num-layers: '\$LAYERS' must be an integer"),
     ],
 )  # fmt: skip
 def test_words_that_are_no_run(words, message, capsys):
     refused(capsys, words, message)
+
+
+def test_only_analyze_takes_a_command(capsys):
+    assert refusal(capsys, "compare", "run.jsonl", "--", "torchrun") == (
+        "torchrun behind --: only analyze and rehearse take a run's command"
+    )

@@ -122,11 +122,25 @@ def test_what_a_log_says_of_wlb_is_taken(blocks, tmp_path):
     assert run(tmp_path / "log", "--wlb-packing adaptive").packing.name == "adaptive"
 
 
+def test_typed_flags_take_precedence(blocks, data, tmp_path):
+    (tmp_path / "log").write_text(blocks["llama"][1])
+    _, job, blend = described(tmp_path / "log", "--num-gpus 32 --seq-length 512 --data-path", data)
+    assert (job.parallel.dp, job.parallel.vpp, job.context_length, blend.prefixes) == (4, 2, 512, [data])
+    for flag, stages in (
+        ("--num-virtual-stages-per-pipeline-rank 4", 4),
+        ("--num-layers-per-virtual-pipeline-stage 4", 1),
+        ("--pipeline-model-parallel-layout E(tt|)*3ttL", 2),
+    ):
+        assert described(tmp_path / "log", flag).job.parallel.vpp == stages
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda path: path.mkdir(), "is a folder, pipe or device; give the log of a run, .* - for standard input"),
         (lambda path: path.write_bytes(bytes(9999)), "is binary"),
+        (lambda path: path.write_bytes("a log".encode("utf-16")), "is UTF-16; give it as iconv"),
+        (lambda path: path.write_bytes(b""), "has no arguments as Megatron prints them"),
         (lambda path: path.write_bytes(b"\xe9\xff\n" * 99), "has no arguments as Megatron prints them"),
         (lambda path: path.symlink_to("/proc/self/mem"), "Input/output error; give the log"),
         (lambda path: (path.touch(), os.truncate(path, 1 << 40)), "has over 256 MiB, the limit; give .*sed -n"),

@@ -15,7 +15,7 @@ from megatron_wlb.hardware.profile import KernelTimes, load_profile
 from megatron_wlb.model import MODELS, ModelShape
 from megatron_wlb.simulate.memory import H100_BYTES
 from tests.cli.analyses import described
-from tests.cli.commands import refusal
+from tests.cli.commands import process, refusal
 
 MODEL = "--hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --kv-channels 16".split()
 SMALL = ["--device", "cpu", "--quick"]
@@ -56,6 +56,15 @@ def test_times_that_do_not_grow_are_refused():
     launches = np.array([calibration.count(s, 1, 128)[:1] * 2 for s in shards], float)
     with pytest.raises(ValueError, match="attention took no longer for more tiles"):
         calibration.fit_directions(shards, launches, 1, (128,))
+
+
+def test_shapes_are_those_of_training():
+    shapes = calibration.shapes(4096)
+    assert all(plan.shards[rank].tokens for plan, rank in shapes)
+    for held_out in (True, False):
+        chosen = zip(shapes, (np.random.default_rng(0).permutation(len(shapes)) % 3 == 2) == held_out, strict=True)
+        strategies = {plan.strategy for (plan, _), is_chosen in chosen if is_chosen}
+        assert strategies == {"whole", "per-sequence", "per-document", "hybrid"}
 
 
 def test_a_run_on_the_cpu(written):
@@ -111,7 +120,12 @@ MEASURE = "megatron_wlb.runtime.measure."
     [
         ("SMALL --backend fa9", "unknown attention backend 'fa9'; choose one of auto, ", {}),
         ("SMALL --backend aten", "attention backend 'aten' is not available on device 'cpu'", {}),
+        ("SMALL --dtype fp8", "--dtype: invalid choice: 'fp8'", {}),
+        ("SMALL --num-query-groups 3", "^--num-query-groups 3 does not divide 4 attention heads; change one", {}),
+        ("SMALL --hidden-size 0", "--hidden-size: '0' must be an integer from 1 to", {}),
         ("SMALL --output FOLDER/no/x.json", "--output .*x.json: the folder .*no does not exist; create it or", {}),
+        ("SMALL --output /proc/x.json", "/proc/.*x.json", {}),
+        ("", "^no --hidden-size, --num-attention-heads: give the sizes of the model$", {}),
         ("MODEL --device cuda", "^--device cuda, but torch .* finds none; install a driver or choose cpu$",
          {"torch.cuda.is_available": lambda: False}),
         ("SMALL", "attention backend te does not run fp32; choose another --dtype",
@@ -127,3 +141,9 @@ def test_what_cannot_be_measured_is_refused_before(flags, message, patches, tmp_
     words = ["--output", f"{tmp_path}/x.json", *words.replace("FOLDER", str(tmp_path)).split()]
     assert re.search(message, refusal(capsys, "profile", *words))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_torch(tmp_path):
+    done = process("profile", *MODEL, "--output", tmp_path / "x.json", without=("torch",))
+    message = "megatron-wlb profile: error: torch is not installed; pip install 'megatron-wlb[train]'\n"
+    assert (done.returncode, done.stderr) == (2, message)

@@ -106,6 +106,17 @@ def test_work_is_exact_and_at_the_crossover_attention_costs_as_much_as_the_rest(
     assert document_work(np.array([MAX_TOKENS], np.int32), 1 << 20).tolist() == [MAX_TOKENS * (MAX_TOKENS + (1 << 20))]
 
 
+def test_crossover_follows_the_model():
+    # Per layer 4 * 4096^2 weights of attention and 3 * 4096 * 11008 of the MLP, and a 32nd of the output projection.
+    weights = 4 * 4096**2 + 3 * 4096 * 11008 + 4096 * 32000 // 32
+    base = LLAMA2_7B.crossover_tokens
+    assert base == weights // 4096 == 50_408
+    assert replace(LLAMA2_7B, padded_vocab_size=0).crossover_tokens == 49_408
+    assert replace(LLAMA2_7B, num_query_groups=8).crossover_tokens < base
+    assert replace(LLAMA2_7B, gated_linear_unit=False).crossover_tokens < base
+    assert replace(LLAMA2_7B, ffn_hidden_size=2 * 11008).crossover_tokens == base + 3 * 11008  # two experts
+
+
 def test_shards_are_priced_with_the_network_of_their_profile():
     """Over slow links fewer rows move, and the sharding chosen for fast links would take longer, and vice versa."""
     profile = load_profile("h100-fa2")

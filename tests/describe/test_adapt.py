@@ -5,7 +5,7 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_wlb.describe.adapt import adapt
+from megatron_wlb.describe.adapt import adapt, switches_off
 from megatron_wlb.describe.refusals import check
 
 USUAL = {
@@ -123,3 +123,9 @@ def test_the_global_batch_stays_where_it_follows_from_the_micro_batch():
     )
     adapt(args, ())
     assert (args.micro_batch_size, args.global_batch_size) == (1, None)
+
+
+def test_what_is_switched_off_by_itself():
+    assert switches_off("cuda_graph_impl", "local") and switches_off("use_megatron_fsdp", True)
+    for name, value in (("cuda_graph_impl", "none"), ("tp_comm_overlap", True), ("micro_batch_size", 4), ("lr", 1)):
+        assert not switches_off(name, value)

@@ -92,6 +92,7 @@ def test_layouts(stated, expected):
     ("stated", "message"),
     [
         ({"hidden_size": 66}, "^--num-attention-heads 8 does not divide --hidden-size 66; change one, or give --kv"),
+        ({"hidden_size": None, "num_layers": None}, "^no --num-layers, --hidden-size: give the sizes of the model"),
         ({"group_query_attention": True, "num_query_groups": 3}, "^--num-query-groups 3 does not divide 8 attention"),
         ({"world_size": 6, "tensor_model_parallel_size": 4}, "^6 GPUs are no multiple of .* 4 x 1 x 1 = 4; change"),
         ({"world_size": 2, "expert_model_parallel_size": 2}, "^--expert-model-parallel-size without --num-experts;"),
@@ -109,6 +110,8 @@ def test_layouts(stated, expected):
          "cannot be interleaved over 4 pipeline stages in groups of 4"),
         ({"num_layers": "many"}, "^--num-layers many: Expected `int.*; give another value$"),
         ({"num_layers": 0}, "^--num-layers is 0; it must be from 1 to 4096$"),
+        ({"seed": "-1"}, "^--seed is -1; it must be from 0 to"),
+        ({"world_size": 10**9}, "^--num-gpus is 1000000000; it must be"),
         ({"recompute_granularity": "x" * 99}, r"^--recompute-granularity is x{37}\.\.\.; choose one of full, selec"),
         ({"add_bias_linear": "maybe"}, "^--disable-bias-linear maybe: Expected `bool`"),
         ({"cpu_offloading_num_layers": 8, "pipeline_model_parallel_size": 2}, "neither with pipeline stages"),

@@ -46,6 +46,7 @@ def test_refused_if_given_at_all():
         ({"multiple_validation_sets": True}, "upstream wants --full-validation with it; give both"),
         ({"attention_dropout": 0.1}, "--attention-dropout is 0.1; .*give --attention-dropout 0"),
         (MOE | {"moe_router_load_balancing_type": ["none", "quantile_balancing"]}, "divide by the experts"),
+        (MOE | {"moe_router_load_balancing_type": "quantile_balancing"}, "divide by the experts"),
         (FLEX | {"moe_flex_dispatcher_backend": "ncclep"}, "first micro-batch; give deepep"),
         (
             {"pipeline_model_parallel_size": 2, "overlap_p2p_comm": False, "num_virtual_stages_per_pipeline_rank": 2},
@@ -56,9 +57,11 @@ def test_refused_if_given_at_all():
         (LATENT | {"position_embedding_type": "yarn"}, "give rope, and --rope-type yarn"),
         (LATENT | {"tensor_model_parallel_size": 2}, "give --sequence-parallel"),
         ({"position_embedding_type": "mrope"}, "--position-embedding-type mrope is not supported; give rope, yarn"),
+        ({"position_embedding_type": "relative"}, "--position-embedding-type relative is not supported"),
         ({"transformer_impl": "local", "layernorm_zero_centered_gamma": True}, "leave one of them out"),
         ({"rerun_mode": "report_stats"}, "give validate_results or disabled"),
         ({"save": "msc://bucket/run"}, "to object storage are not supported"),
+        ({"load": "msc://bucket/run"}, "to object storage are not supported"),
     ],
 )
 def test_refused_for_its_value_or_beside_another(arguments, message):

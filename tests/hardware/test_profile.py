@@ -54,6 +54,16 @@ def test_a_backward_that_was_not_measured_takes_as_much_longer_as_it_has_product
     assert replace(profile, attention_backward=3.0).kernels()[1].tile == 6.0
 
 
+def test_a_profile_says_where_it_differs_from_a_run():
+    profile = replace(load_profile("h100-fa2"), backend="aten")
+    assert profile.differences(head_size=128, dtype="bf16", backend="aten") == ""
+    assert (
+        profile.differences(head_size=64, dtype="fp32", backend="te")
+        == "head size 128, not 64, dtype bf16, not fp32, backend aten, not te"
+    )
+    assert FLOPS_PROFILE.differences(head_size=64, dtype="fp32", backend="cpu") == ""
+
+
 def test_shipped_profiles_load():
     assert shipped_profiles() == ["flops", "a100-fa2", "h100-cudnn", "h100-fa2", "h100-fa3"]
     assert load_profile("flops") is FLOPS_PROFILE
@@ -96,8 +106,12 @@ def test_a_profile_from_a_file(tmp_path):
         (MINE | {"forward": FORWARD | {"launch": -1}}, "kernel times are .*finite, at least 0"),
         (MINE | {"forward": dict.fromkeys(FORWARD, 0)}, "not all 0"),
         (MINE | {"tile_rows": 96}, "tile_rows is 96; it must be a power of two up to 65536"),
+        (MINE | {"tile_rows": 1 << 17}, "tile_rows is 131072"),
+        (MINE | {"tile_rows": 0}, "tile_rows is 0"),
+        (MINE | {"head_size": 0}, "head_size is 0"),
         (MINE | {"linear_tflops": [1, 0]}, "rates are .*finite and over 0"),
         (MINE | {"linear_tflops": [1, 1], "forward": FORWARD | {"tile": 0}}, "go with a tile over 0"),
+        (MINE | {"memory_gb_per_s": 0}, "rates are"),
         (MINE | {"network": {"name": "x"}}, r"missing required field `all_gather` - at `\$.network`"),
     ],
 )

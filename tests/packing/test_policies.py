@@ -64,6 +64,14 @@ def test_when_the_lightest_is_full_the_shortest_is_tried():
     assert packed(pack(policy, documents([6, 3, 3, 3, 2, 2]))) == [[0, 4, 5], [1, 2, 3]]
 
 
+def test_every_queue_keeps_its_own_lengths():
+    policy = wlb(3, 40, (10, 20))
+    pack(policy, documents([9, 10, 19, 20, 40]))
+    assert waiting(policy) == {"queue0": [1, 2], "queue1": [3, 4], "remained": []}
+    assert packed(pack(policy, documents([15], first=5))) == [[2], [5], [1]]
+    assert waiting(policy) == {"queue0": [], "queue1": [3, 4], "remained": []}
+
+
 @pytest.mark.parametrize("lengths", [(650, 900), (500, 1000), (300, 1000)])
 def test_documents_that_fit_badly_wait_for_a_bounded_time(lengths):
     """Micro-batches hold one or two of them. As Algorithm 1 stands, ever more would wait."""

@@ -20,6 +20,19 @@ def test_every_stage_runs_upstreams_passes_in_upstreams_order(schedule):
         assert [(int(b), c, m) for b, c, m in schedule.ops(stage).tolist()] == passes
 
 
+def test_refuses_what_upstream_refuses():
+    with pytest.raises(ValueError, match="at least one stage"):
+        Schedule(num_stages=2, num_micro_batches=0)
+    with pytest.raises(ValueError, match="2 model chunks need at least 2 pipeline stages"):
+        Schedule(num_stages=1, num_chunks=2, num_micro_batches=4)
+    with pytest.raises(ValueError, match="give groups of at least 4"):
+        Schedule(num_stages=4, num_chunks=2, num_micro_batches=8, group_size=3)
+    with pytest.raises(ValueError, match="3 micro-batches of .* over 4 pipeline stages in groups of 4; give 4$"):
+        Schedule(num_stages=4, num_chunks=2, num_micro_batches=3)
+    with pytest.raises(ValueError, match="in groups of 6; give 6 or 10$"):
+        Schedule(num_stages=4, num_chunks=2, num_micro_batches=9, group_size=6)
+
+
 def test_the_nearest_counts_are_those_that_upstream_takes():
     """By its two conditions, as schedules.py has them."""
 

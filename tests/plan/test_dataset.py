@@ -78,6 +78,17 @@ def test_fingerprint_names_the_document_lengths_and_tokens(tmp_path):
         assert read_index(prefix).fingerprint != before
 
 
+def test_a_file_that_is_not_there_and_a_folder(tmp_path):
+    prefix = write(tmp_path, [3], [0, 1])
+    (tmp_path / "data.bin").unlink()
+    refused(f"{prefix}.idx", r"data\.bin does not exist; give --data-path the prefix of a .bin/.idx pair$")
+    (tmp_path / "data.idx").unlink()
+    refused(prefix, r"data\.idx does not exist; give --data-path the prefix of a .bin/.idx pair$")
+    (tmp_path / "data.idx").mkdir()
+    with pytest.raises(ValueError, match="data.idx is a folder, pipe or device; give --data-path files on a disk$"):
+        read_tokens(str(tmp_path / "data"))
+
+
 def test_truncated_index(tmp_path):
     prefix = write(tmp_path, [3, 1, 4], [0, 1, 2, 3])
     whole = (tmp_path / "data.idx").read_bytes()
@@ -97,19 +108,24 @@ def test_truncated_bin(tmp_path):
     ("changes", "message"),
     [
         ({"magic": b"NUMPYIDX\x00"}, "is not a Megatron .idx file: it begins with b'NUMPYIDX"),
+        ({"version": 2}, "has version 2 and dtype code 4; supported: version 1, codes 1 to 8, build it again$"),
+        ({"code": 0}, "has version 1 and dtype code 0; supported"),
         ({"code": 9}, "has version 1 and dtype code 9; supported"),
         ({"lengths": [3, -1, 4], "bin_bytes": 99}, "holds a negative length or pointer: the file is damaged"),
         ({"pointers": [0, -12, 16]}, "holds a negative length or pointer: the file is damaged"),
+        ({"pointers": [0, 2**62, 16]}, f"data.idx describes {2**62 + 4}: the file is truncated"),
         ({"pointers": [0, 2**63 - 1, 16]}, f"data.idx describes {2**63 + 3}: the file is truncated"),
         ({"boundaries": [0, 1, 2]}, NOT_COVERED),
         ({"boundaries": [1, 2, 3]}, NOT_COVERED),
         ({"boundaries": [0, 2, 1, 3]}, NOT_COVERED),
+        ({"boundaries": [0, 4, 3]}, NOT_COVERED),
         (
             {"boundaries": [0, 2**63 - 1, -(2**63), -1, 3]},  # whose differences wrap around to positive ones
             NOT_COVERED,
         ),
         ({"boundaries": [0, 2, 3], "pointers": [0, 16, 12]}, "sequences do not follow each other in .*data.bin"),
         ({"lengths": [], "boundaries": [0]}, "holds no document; build it again from a non-empty corpus$"),
+        ({"lengths": [], "boundaries": []}, "holds no document; build it again from a non-empty corpus$"),
     ],
 )
 def test_damaged_index(tmp_path, changes, message):

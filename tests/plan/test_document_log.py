@@ -166,6 +166,13 @@ def test_a_damaged_log_is_left_alone(change, step, logged):
     assert path.read_bytes() == damaged
 
 
+def test_a_log_that_would_fill_the_memory_is_refused(logged, monkeypatch):
+    path, *_ = logged
+    monkeypatch.setattr("os.sysconf", lambda name: 1 if name == "SC_PHYS_PAGES" else 4 * path.stat().st_size - 4)
+    with pytest.raises(ValueError, match="over a quarter of .* of memory; audit it on a larger machine"):
+        read(path)
+
+
 def test_documents_that_the_datasets_have_not_are_named(logged):
     _, entries, state = logged
     with pytest.raises(ValueError, match="of dataset 1 was trained or waits, and 1 datasets have"):

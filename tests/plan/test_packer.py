@@ -191,6 +191,11 @@ def test_a_state_of_another_run_is_refused_and_changes_nothing(other, message):
     assert_same_step(packer.next(), undisturbed.next())
 
 
+def test_a_stream_of_another_window_is_refused():
+    with pytest.raises(ValueError, match="the stream cuts documents at 32 tokens, the job at 64"):
+        make_packer(DocumentStream(sources(), seed=1, context_length=32), job())
+
+
 @pytest.mark.parametrize("policy", [AdaptivePacking(), WlbPacking()], ids=["adaptive", "wlb"])
 def test_whole_epochs_end_before_the_next_begins(policy):
     """Also after a resumption at every step."""

@@ -69,6 +69,20 @@ def test_a_file_that_is_none_is_named(path, damage):
         state.load(path)
 
 
+def test_a_file_that_cannot_be_one_is_named(path, monkeypatch):
+    with pytest.raises(ValueError, match=r"there is no packer state .*other.json: .*; copy the file"):
+        state.load(path.with_name("other.json"))
+    monkeypatch.setattr(state, "MAX_BYTES", 100)
+    with pytest.raises(
+        ValueError, match=f"{path} has over 0 MiB, the limit; no packer state is such a file, restore it"
+    ):
+        state.load(path)
+    old = path.read_bytes()
+    with pytest.raises(ValueError, match=f"the packer state {path} has .* bytes, over 100; let fewer documents wait"):
+        state.save(path, packer(JOB, LENGTHS).state(), JOB)
+    assert path.read_bytes() == old
+
+
 def test_a_crash_or_a_full_disk_leaves_the_old_file(path, monkeypatch):
     old = path.read_bytes()
 

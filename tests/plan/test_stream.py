@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb.plan import stream as module
+from megatron_wlb.plan.dataset import TrainedTokens, trained_tokens
 from megatron_wlb.plan.stream import DocumentStream, Source, shuffled
 
 
@@ -127,6 +128,30 @@ def test_equals_the_plain_stream(blend, how, chunk, takes):
                 stream = DocumentStream(sources, **how)
                 stream.take(limit // 3)
                 stream.load_state(state)
+
+
+def test_lengths_may_stay_mapped(tmp_path, monkeypatch):
+    """Nothing asks for more of them at once than a part."""
+    tokens = np.random.default_rng(0).integers(0, 50, 3000, dtype=np.int32)
+    tokens.tofile(tmp_path / "tokens")
+    mapped = np.memmap(tmp_path / "tokens", np.int32)
+    monkeypatch.setattr(module, "_MANY", 1000)
+    largest = []
+
+    class Watched(TrainedTokens):
+        def __getitem__(self, rows):
+            lengths = super().__getitem__(rows)
+            largest.append(lengths.size)
+            return lengths
+
+    lazy, plain = Source(lengths=Watched(mapped)), Source(lengths=trained_tokens(tokens))
+    assert lazy.too_short == plain.too_short
+    streams = [DocumentStream([s], seed=1, context_length=16, num_epochs=2) for s in (lazy, plain)]
+    for limit in (1000, 50_000, 10**9):
+        one, other = (s.take(limit) for s in streams)
+        assert one.tolist() == other.tolist()
+        assert streams[0].state() == streams[1].state()
+    assert max(largest) <= module._CHUNK
 
 
 @pytest.mark.parametrize(

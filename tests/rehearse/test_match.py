@@ -61,6 +61,13 @@ def test_a_swap_on_one_rank_is_found_with_its_line(one_queue):
     assert "rank 1 reduce_scatter of 8 values at b.py:2" in said
 
 
+def test_other_counts_are_found():
+    assert (
+        "of 9 values"
+        in match([[run(1, call(0, Kind.SEND, peer=1))], [run(1, call(1, Kind.RECEIVE, count=9, peer=0))]], True)[0]
+    )
+
+
 def test_groups_in_another_order_wait_for_ever_where_kernels_behind_them_share_a_queue():
     def gather(rank, group, stream):
         return [run(stream, call(rank, Kind.ALL_GATHER, group)), (Kind.KERNEL, stream, 0, [])]

@@ -68,12 +68,15 @@ def _peak(given, rank):
 @pytest.mark.parametrize(
     ("cp", "dtype", "key_heads", "settings"),
     [
+        (1, BF16, 8, {}),
         (1, BF16, 2, {}),
+        (2, BF16, 8, {}),
         (2, BF16, 2, {}),
         (2, BF16, 8, {"save_gathered_kv": True}),
         (2, FP32, 8, {}),
         (4, BF16, 4, {}),
         (4, BF16, 8, {"cp_gradients": "model"}),
+        (8, BF16, 8, {}),
         (8, BF16, 8, {"cp_gradients": "model"}),
     ],
 )

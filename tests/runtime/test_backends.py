@@ -1,10 +1,12 @@
 """Every backend that runs without a GPU on hand-made calls, sliding windows, and the choice between backends."""
 
+import re
+
 import pytest
 import torch
 
 from megatron_wlb.runtime import backends
-from megatron_wlb.runtime.backends import Choice, choose_backend, cpu, get_backend, protocol
+from megatron_wlb.runtime.backends import BACKENDS, Choice, choose_backend, cpu, get_backend, protocol
 from megatron_wlb.runtime.backends.cpu import CpuBackend
 from megatron_wlb.runtime.backends.trial import HEAD_SIZES, kernel_args
 from tests.covering import covering
@@ -105,10 +107,29 @@ def test_auto_takes_the_first_that_works_and_says_why_not_the_others(choose):
 
 
 @pytest.mark.parametrize(
+    ("capability", "deterministic", "order"),
+    [
+        ((8, 0), False, ["aten", "te"]),
+        ((9, 0), False, ["flash_attn_3", "te", "aten"]),
+        ((10, 0), False, ["flash_attn_3", "te", "aten"]),
+        ((9, 0), True, ["flash_attn_3", "aten", "te"]),
+    ],
+)
+def test_auto_prefers_by_device(monkeypatch, capability, deterministic, order):
+    monkeypatch.setattr(backends, "BACKENDS", dict.fromkeys(BACKENDS, _Missing))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    with pytest.raises(ValueError, match=re.escape(f"({'; '.join(f'{name}: not installed' for name in order)});")):
+        choose_backend.__wrapped__("cuda", HEAD_SIZES)
+
+
+@pytest.mark.parametrize(
     ("name", "device", "head_sizes", "message"),
     [
         ("fa9", "cpu", HEAD_SIZES, "unknown attention backend 'fa9'; choose one of auto, aten, flash_attn_3, "),
         ("aten", "cpu", HEAD_SIZES, "'aten' is not available on device 'cpu': it runs on cuda; choose one of"),
+        ("cpu", "cuda:1", HEAD_SIZES, "'cpu' is not available on device 'cuda:1'"),
+        ("auto", "meta", HEAD_SIZES, "no attention backend works on device 'meta' .none is made for it."),
         ("aten", "cuda", (192, 128), "'aten' needs value heads of the size of key heads, 192, .* flash_attn_3 or te"),
     ],
 )

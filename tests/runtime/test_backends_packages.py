@@ -13,9 +13,9 @@ import torch
 
 from megatron_wlb.runtime.backends.flash import FlashAttn3Backend
 from megatron_wlb.runtime.backends.te import TeBackend
-from megatron_wlb.runtime.backends.trial import expected
+from megatron_wlb.runtime.backends.trial import expected, kernel_args
 from tests.covering import covering
-from tests.runtime.calls import ALL, CALLS, WINDOWS, check
+from tests.runtime.calls import ALL, CALLS, WINDOWS, check, tensors
 
 # Interfaces of FlashAttention-3 (without paged and rotary arguments), which differ in what backward returns from tags
 # 2.8.0 to 2.8.3.post1 to the head of August 2026, and of TransformerEngine 2.12 and 2.18, to which 2.20 is equal.
@@ -243,6 +243,34 @@ def test_flash_attention_3_has_no_deterministic_gradients_of_large_heads(backend
                 check(backend, CALLS["square"], head_size=200, dtype=torch.bfloat16)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+def test_flash_attention_3_is_for_hopper_alone(capability, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", types.ModuleType("flash_attn_interface"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    with pytest.raises(ValueError, match=rf"for compute capability 9.0, not {capability[0]}\.0; choose another"):
+        FlashAttn3Backend()
+
+
+@pytest.mark.parametrize(
+    ("cls", "package"), [(FlashAttn3Backend, "FlashAttention-3"), (TeBackend, "transformer-engine")]
+)
+def test_missing_packages_are_named(cls, package, monkeypatch):
+    for name in ("flash_attn_interface", "transformer_engine"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in [name for name in sys.modules if name.startswith("transformer_engine.")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ValueError, match=f"attention backend '{cls.name}' needs {package}.*cannot be imported"):
+        cls()
+
+
+def test_random_numbers_are_left_alone(backend):
+    before = torch.get_rng_state()
+    given = tensors(CALLS["square"], (2, 2), 16, torch.bfloat16)[:3]
+    backend.forward(*given, kernel_args(backend, CALLS["square"], "cpu", 0.3))
+    assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("backend", ["te 2.18"], indirect=True)

@@ -33,6 +33,16 @@ def test_rows_and_positions_follow_the_plan(encode, sharding, cp):
         assert np.concatenate(rows).tolist() == [*range(184 // cp)]
 
 
+def test_te_is_given_few_numbers_of_entries():
+    """Each is a plan that cuDNN builds."""
+    counts = []
+    for n in (1, 31, 32, 33, 64, 65, 700):
+        plan = per_document(np.full(n, 2, np.int64), 1)
+        metadata = ShardMetadata.build(plan, 0, TeBackend.encode)
+        counts += {table.shape[1] - 1 for table in metadata.parts[0].tables}
+    assert counts == [32, 32, 32, 64, 64, 128, 1024]
+
+
 def test_what_is_whole_on_a_rank_copies_no_keys():
     (documents,) = ShardMetadata.build(shard(LENGTHS, job())[1], 0, varlen).parts
     assert documents.keys_are_rows and documents.sent == ()

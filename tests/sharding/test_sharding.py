@@ -229,10 +229,12 @@ def test_documents_are_mirrored_for_balance_and_padding_stays_behind_them():
         ([3], 2, ["per-sequence"], "has 3 tokens; it must be a multiple of 4"),
         ([], 2, ["per-sequence"], "the micro-batch is 0"),
         ([4, 0], 2, ["per-sequence"], "length is 0"),
+        ([4, -4], 2, ["per-sequence"], "length is -4"),
         ([1 << 62, 1 << 62], 2, ["hybrid"], "length is"),
         ([1 << 26, 1 << 26], 2, ["hybrid"], "the micro-batch is"),
         ([4], 0, ["per-sequence"], "cp_size is 0"),
         ([4], 2, ["best"], "unknown sharding best"),
+        ([4], 2, [], "nothing is tried"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused(lengths, cp, strategies, message):
@@ -246,10 +248,15 @@ def test_what_cannot_be_sharded_is_refused(lengths, cp, strategies, message):
         ({"exchanges": []}, "there are 0 prices of a moved row; give one, or several with rounds"),
         ({"exchanges": [0.0, 1.0], "costs": None}, "there are 2 prices of a moved row"),
         ({"num_mirrored": 2}, "num_mirrored is 2; it must be 0 to 1"),
+        ({"cp_size": 1, "num_mirrored": 1}, "num_mirrored is 1; it must be 0 to 0"),
         ({"kernel": replace(FLOPS, tile_rows=2)}, "rounds have tiles of another size"),
         ({"costs": replace(COSTS, backward=COARSE)}, "forward and backward have tiles of different sizes"),
+        ({"costs": replace(COSTS, num_heads=0)}, "num_heads is 0"),
         ({"costs": replace(COSTS, edges=(1,))}, "edges must begin with 0"),
+        ({"costs": replace(COSTS, edges=(0, -1))}, "an edge is -1"),
         ({"costs": replace(COSTS, shares=((0.0,),))}, "shares must be two or more from 0 to 1"),
+        ({"costs": replace(COSTS, shares=((0.0, 1.5),))}, "shares must be two or more from 0 to 1"),
+        ({"costs": replace(COSTS, shares=((0.0, np.nan),))}, "shares must be two or more from 0 to 1"),
     ],
 )
 def test_rounds_that_cannot_be_are_refused(changes, message):

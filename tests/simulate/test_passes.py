@@ -55,6 +55,15 @@ def test_attention_is_that_of_the_slowest_context_parallel_rank():
     assert forward.exchange[0] == 0 < forward.exchange[1]  # two documents are whole, and hide the one that is not
 
 
+def test_a_measured_backward_and_measured_rates_are_used():
+    backward = KernelTimes(launch=1.0, tile=2.0, query_tile=3.0)
+    rates = {"linear_tflops": (500.0, 250.0), "attention_backward": 9.0}
+    given = job(profile=replace(load_profile("h100-fa2"), backward=backward, **rates))
+    times = layer_times(given, shards_of(given, [[1000]]))[1]
+    assert times.attention == pytest.approx(1.0 + 32 * (2.0 * 36 + 3.0 * 8))
+    assert times.linear == pytest.approx(4 * 1000 * SMALL.layer_weights / 250e6)
+
+
 MOE = replace(SMALL, num_layers=4, moe_router_topk=2)
 FULL = Recompute(granularity="full")
 LONG = 1 << 17

@@ -124,6 +124,7 @@ def test_a_signal_requeues_two_nodes_at_any_moment(cluster, tmp_path, moment, re
     ("environment", "given"),
     [
         ({}, "scripts/slurm/node.sh"),
+        ({}, "\nPYTHON=/nodes/python\n"),
         ({"CONTAINER_IMAGE": "image.sqsh"}, "\nPYTHON=python3\n"),
         (
             {"CONTAINER_IMAGE": "image.sqsh"},
@@ -133,7 +134,9 @@ def test_a_signal_requeues_two_nodes_at_any_moment(cluster, tmp_path, moment, re
         ({}, " --distributed-backend gloo "),
         ({"CHECKOUT": "/checkout"}, " -m megatron_wlb.run /checkout/pretrain_gpt.py --data-path corpus --save "),
         ({}, "\nCUDA_DEVICE_MAX_CONNECTIONS=1\n"),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "\nCUDA_DEVICE_MAX_CONNECTIONS=8\n"),
         ({}, "\nPYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": ""}, "\nPYTORCH_CUDA_ALLOC_CONF=\n"),
         ({"DATA_PATH": ""}, "DATA_PATH is not set; edit scripts/slurm/site.sh"),
         ({"CONTAINER_IMAGE": "image.sqsh", "PYXIS": ""}, "srun has no --container-image (pyxis); leave it empty"),
     ],
