@@ -133,9 +133,8 @@ def verdicts(rows: list[Row]) -> list[str]:
         if row["equivalence_p"] <= 1 - CONFIDENCE:
             found.append(f"equivalent within {MARGIN_PERCENT} %")
         sentences.append(
-            f"`{name}`: {' and '.join(found) or 'open, neither different nor equivalent'}: {mean:+.2f} % of the loss, "
-            f"interval {mean - half:+.2f} to {mean + half:+.2f} % over {count} seeds; equivalence has "
-            f"p = {row['equivalence_p']:.2g}."
+            f"`{name}`: {' and '.join(found) or 'open, neither different nor equivalent'} (p of equivalence "
+            f"{row['equivalence_p']:.2g}, {count} seeds)."
         )
     return sentences
 

@@ -176,7 +176,7 @@ def recipes() -> str:
     rows = [[_escaped(row["source"]), *(str(row[name]) for name in verdicts)] for row in found["rows"]]
     sums = [f"**{sum(row[name] for row in found['rows'])}**" for name in verdicts]
     changed = [[f"`{flag}`", str(n)] for flag, n in found["settings"]["changed"].items() if n > 1]
-    reasons = [[_escaped(reason), str(n)] for reason, n in found["settings"]["reasons"].items()]
+    reasons = [[_escaped(reason.split(";")[0]), str(n)] for reason, n in found["settings"]["reasons"].items()]
     tables = (
         (["source", *verdicts], [*rows, ["all", *sums]]),
         (["changed", "recipes"], changed),
