@@ -33,7 +33,7 @@ class WlbPackedSeqParams(PackedSeqParams):
 
     wlb: ShardMetadata | None = None
     ahead: Iterator[Any] | None = None
-    """Iterator of `mtp.rolled`, for a stage with MTP layers."""
+    """Iterator of `loss.rolled`, for a stage with MTP layers."""
 
     def __post_init__(self) -> None:
         self.qkv_format = "sbhd"  # rows keep their order, so rotary embeddings apply row by row

@@ -19,10 +19,10 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.training import checkpointing, initialize, print_rank_0, training
 
 from megatron_wlb import files
-from megatron_wlb.adapter import compat, data, describe, mtp, tiles
+from megatron_wlb.adapter import compat, data, describe, loss, tiles
 from megatron_wlb.adapter.data import Batch, DocumentDataset
+from megatron_wlb.adapter.loss import token_loss
 from megatron_wlb.adapter.model import WlbPackedSeqParams, adapt_mtp, configure
-from megatron_wlb.adapter.mtp import token_loss
 from megatron_wlb.adapter.p2p import PlannedP2PCommunicator, by_direction, connect
 from megatron_wlb.adapter.plans import Plans
 from megatron_wlb.adapter.report import Report
@@ -153,7 +153,7 @@ class Training:
             batch = next(data_iterator).to(self._device)
         positions = batch.metadata.positions if batch.positions is None else batch.positions
         name = f"wlb {batch.split} step {batch.step}: {positions.numel()} of {batch.padded_tokens} tokens"
-        ahead = mtp.rolled(batch, positions, self._mtp_weights, self._job.context_length)
+        ahead = loss.rolled(batch, positions, self._mtp_weights, self._job.context_length)
         tokens, labels, loss_mask = (
             given[:1] if given is not None else None for given in (batch.tokens, batch.labels, batch.loss_mask)
         )
@@ -178,7 +178,7 @@ class Training:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Apply the replacements for training in upstream, and in our exchange to time it."""
-        predicts_ahead = mtp.installed(functools.partial(adapt_mtp, options=self.attention))
+        predicts_ahead = loss.installed(functools.partial(adapt_mtp, options=self.attention))
         with (
             predicts_ahead if self._args.mtp_num_layers else contextlib.nullcontext(),
             compat.replaced(training, "get_forward_backward_func", self.planned_forward_backward, ()),
@@ -206,7 +206,7 @@ class Training:
         self._report.begin_step()
         first, plan, feeds = self._drawn(data_iterator)
         if depths := self._args.mtp_num_layers or 0:
-            self._mtp_weights = mtp.weights(self._splits[first.split].targets(plan.batch.documents, depths))
+            self._mtp_weights = loss.weights(self._splits[first.split].targets(plan.batch.documents, depths))
         if first.split == "train":
             self._report.planned(plan)
         count = len(plan.micro_batches)  # not `num_microbatches`: upstream counts windows
