@@ -103,3 +103,10 @@ def test_what_is_not_written_to_its_end_leaves_nothing(ends, tmp_path):
     assert (tmp_path / "report").read_text() == "old" and os.listdir(tmp_path) == ["report"]
     assert getattr(error.value, "filename", str(tmp_path / "report")) == str(tmp_path / "report")
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_pipe_that_nobody_reads_is_an_error(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(OSError, match="cannot append 1 bytes to --wlb-log .*; free space there, or name a file"):
+            files.append(path, b"x", "--wlb-log")

@@ -58,7 +58,7 @@ def _keep(linear: Any) -> None:
 
 
 def _forget_graph(linear: Any) -> None:
-    """Make a TransformerEngine layer queue its tensors without their graph."""
+    """Make a TransformerEngine layer queue tensors without their graph, which would keep the chunk's input."""
     put = linear.wgrad_store.put
 
     def detached(tensors: list[Any], function: Any) -> None:

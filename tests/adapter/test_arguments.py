@@ -113,14 +113,21 @@ def test_interleaving_is_refused_with_the_nearest_numbers_that_fit(parse, monkey
     assert describe.evaluation_job(free, args).schedule().group == 4
 
 
-def test_the_batch_size_of_a_step_is_upstreams(parse):
+@pytest.mark.parametrize(
+    ("schedule", "sizes", "begins"),
+    [
+        ("0:4,2560:8,2816:12,8192:16", [4, 4, 4, 12, 12, 16, 16], [(0, 4), (3, 12), (5, 16)]),
+        ("0:4,2048:8,4096:16", [4, 4, 8, 16], [(0, 4), (2, 8), (3, 16)]),  # steps end on thresholds
+    ],
+)
+def test_the_batch_size_of_a_step_is_upstreams(schedule, sizes, begins, parse):
     """By samples that were trained before it; a threshold that a step passes by is never reached."""
-    flags = "--step-batch-size-schedule 0:4,2560:8,2816:12,8192:16 --transformer-impl local"
+    flags = f"--step-batch-size-schedule {schedule} --transformer-impl local"
     args = parse(*flags.split(), model=less(MODEL, "--global-batch-size"))
     whole = job_of(args)
     calculator = StepBatchsizeNumMicroBatchesCalculator(1, 1, False, 1, args.step_batch_size_schedule, args.seq_length)
     samples, expected = 0, []
-    for step in range(7):
+    for step in range(len(sizes)):
         args.consumed_train_samples = samples
         jobs = describe.jobs_by_step(args, whole, step)
         assert jobs[0][0] == step
@@ -129,12 +136,8 @@ def test_the_batch_size_of_a_step_is_upstreams(parse):
         assert jobs[0][1].global_batch_size == jobs[0][1].num_micro_batches == expected[-1]
         samples += expected[-1]
     args.consumed_train_samples = 0
-    assert [(at, job.global_batch_size) for at, job in describe.jobs_by_step(args, whole, 0)] == [
-        (0, 4),
-        (3, 12),
-        (5, 16),
-    ]
-    assert expected == [4, 4, 4, 12, 12, 16, 16] and whole.global_batch_size == 16
+    assert [(at, job.global_batch_size) for at, job in describe.jobs_by_step(args, whole, 0)] == begins
+    assert expected == sizes and whole.global_batch_size == 16
 
 
 def test_versions_of_megatron_core():

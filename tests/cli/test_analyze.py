@@ -139,8 +139,9 @@ def test_where_ours_loses_no_flags_are_to_be_added(tmp_path, capsys):
 
 
 def test_overlapped_communication_counts_in_all_columns(tmp_path, long, capsys):
-    """Of a run with documents apart and layers that are not simulated."""
-    run = f"{RUN} {LARGE} {long} --sequence-parallel"
+    """Of a run with documents apart and layers not simulated. In small models tiles cost more than they hide."""
+    wide = "--hidden-size 8192 --num-attention-heads 64 --tensor-model-parallel-size 4"
+    run = f"{RUN} {LARGE} {wide} {long} --sequence-parallel"
     alone = analyse(tmp_path, "--steps 8", run)
     strange = "--tp-comm-overlap --hybrid-override-pattern M* --reset-attention-mask"
     found = analyse(tmp_path, "--steps 8 --approximate", run, strange)
@@ -148,8 +149,7 @@ def test_overlapped_communication_counts_in_all_columns(tmp_path, long, capsys):
     assert list(alone["schemes"]) == ["plain", "thd", "paper", "ours"]
     for name in alone["schemes"]:
         before, after = (each["schemes"][name]["us_per_token"] for each in (alone, found))
-        # In a model as small, tiles take longer than what they hide.
-        assert after != before if name == "ours" else after < before
+        assert after < before
     assert found["schemes"]["thd"]["speedup"] == 1
     assert "An estimate without layers of several kinds:" in capsys.readouterr().out
 

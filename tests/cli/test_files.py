@@ -1,5 +1,6 @@
 """Files of commands: no output replaces an input or another output, and nothing is left of a command that is ended."""
 
+import argparse
 import os
 import signal
 
@@ -43,3 +44,12 @@ def test_a_command_that_is_ended_leaves_nothing(number, tmp_path, capsys, monkey
     assert code == 128 + number
     assert not os.listdir(tmp_path) and capsys.readouterr().err == ""
     assert handlers == [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+
+
+def test_an_error_of_the_system_names_file_and_remedy(capsys, monkeypatch):
+    def run(args: argparse.Namespace, words: common.Words) -> None:
+        os.stat("/no/where")
+
+    monkeypatch.setattr(compare, "run", run)
+    said = refusal(capsys, "compare", "run.jsonl")
+    assert said == "/no/where: No such file or directory; check the name, rights and space"

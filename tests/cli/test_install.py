@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,15 @@ import pytest
 from tests.adapter.datasets import write_index
 from tests.cli.analyses import JOB, RUN
 from tests.cli.commands import ROOT
+
+
+def test_the_image_of_the_commands_has_the_versions_that_the_tests_run_with():
+    pinned, tested = (
+        dict(re.findall(r"^([\w.-]+)==([\w.]+)", (ROOT / "requirements" / name).read_text(), re.MULTILINE))
+        for name in ("analysis.txt", "constraints.txt")
+    )
+    assert len(pinned.items() & tested.items()) >= 6
+    assert not [name for name in pinned.keys() & tested.keys() if pinned[name] != tested[name]]
 
 
 @pytest.mark.full

@@ -115,3 +115,14 @@ def test_other_layouts_are_refused():
 def test_mtp_layers_are_on_the_last_virtual_stage():
     given = job(model=replace(MODEL, mtp_num_layers=2), pp=2, vpp=2)
     assert np.array_equal(given.layers() - given.decoder_layers(), [[0, 0], [0, 2]])
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"has 3 layers on 2 virtual stages, not 4 on 2 stages of 1 chunks"):
+        Split(pipeline_model_parallel_layout="Ett|tL").layers(4, 2, 1)
+    with pytest.raises(ValueError, match=r"8 layers \(5 on stage 0, 4 on stage 1\) do not divide"):
+        Split(decoder_first_pipeline_num_layers=5, decoder_last_pipeline_num_layers=4).layers(8, 2, 1)
+    with pytest.raises(ValueError, match=r"126 layers and 1 for the edges do not divide over 16 stages of 1 chunks"):
+        Split(account_for_loss_in_pipeline_split=True).layers(126, 16, 1)
+    with pytest.raises(ValueError, match=r"--decoder-last-.* and --pipeline-model-parallel-layout are different ways"):
+        Split(decoder_last_pipeline_num_layers=1, pipeline_model_parallel_layout="EtL")
