@@ -24,6 +24,8 @@ GAIN = 0.01
 """The fewest are taken that are at most so much slower than the best."""
 IDLE = 0.02
 """No more are tried once ranks are idle for at most so much of their time."""
+SWAPS = 8
+"""Most swaps of two sequences between two ranks, per rank."""
 
 
 def balance(
@@ -167,7 +169,11 @@ def _placed(
 
 
 def _equal_counts(work: np.ndarray, ranks: int) -> list[np.ndarray]:
-    """Equally many sequences of about equal work for each rank: the largest first, to the rank of least with room."""
+    """Equally many sequences of about equal work for each rank.
+
+    The largest come first, to the rank of least work with room. Then the ranks of most and of least work swap two
+    sequences, as long as that brings them closer.
+    """
     heap = [(0, rank) for rank in range(ranks)]
     held: list[list[int]] = [[] for _ in range(ranks)]
     for row in np.argsort(-work, kind="stable").tolist():
@@ -175,7 +181,22 @@ def _equal_counts(work: np.ndarray, ranks: int) -> list[np.ndarray]:
         held[rank].append(row)
         if len(held[rank]) < len(work) // ranks:
             heapq.heappush(heap, (total + int(work[row]), rank))
-    return [np.array(rows) for rows in held]
+    parts = [np.array(rows) for rows in held]
+    sums = np.array([work[rows].sum() for rows in parts])
+    for _ in range(SWAPS * ranks):
+        most, least = sums.argmax(), sums.argmin()
+        half = (sums[most] - sums[least]) // 2
+        parts[least] = parts[least][np.argsort(work[parts[least]], kind="stable")]
+        given, sizes = work[parts[most]], work[parts[least]]
+        near = np.searchsorted(sizes, given - half).clip(max=len(sizes) - 1)
+        gained = given - sizes[near]
+        i = int(np.where(gained <= half, gained, 0).argmax())
+        if not 0 < gained[i] <= half:
+            break
+        j = near[i]
+        parts[most][i], parts[least][j] = parts[least][j], parts[most][i]
+        sums[most], sums[least] = sums[most] - gained[i], sums[least] + gained[i]
+    return parts
 
 
 def _filled(micro_batches: list[np.ndarray], work: np.ndarray) -> list[np.ndarray]:

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from megatron_wlb.rehearse.task import Gpu, Task
+from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.simulate import memory
 
 _OWN = ("rank", "local_rank", "world_size")
@@ -319,10 +320,14 @@ class Run:
 
     def _predicted(self) -> float:
         """What the memory model says of the step that has run."""
+        from megatron.core import parallel_state
+
         job, plan, stage = self._training._job, self._plan, self._stage()
+        rank = parallel_state.get_context_parallel_rank()
         rows = np.array([m.padded_tokens for m in plan.micro_batches]) / job.parallel.cp
         before = plan.weight_gradients_before
-        peak = memory.step_peak_bytes(job, stage, rows, None if before is None else before[:, stage])
+        moved = [moved_rows(m.shards)[rank] for m in plan.micro_batches] / rows[:, None]
+        peak = memory.step_peak_bytes(job, stage, rows, None if before is None else before[:, stage], list(moved))
         return memory.weight_bytes(job, stage) + peak
 
 

@@ -9,7 +9,7 @@ Not counted: a few values per row of norms and routers, buffers of kernels other
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -150,39 +150,43 @@ def mlp_backward_bytes(job: Job) -> float:
     return recomputed + row * (1 + job.model.moe_router_topk) + 2 * largest
 
 
-def attention_backward_bytes(job: Job) -> float:
+def attention_backward_bytes(job: Job, moved: np.ndarray | None = None) -> float:
     """Bytes that backward of one attention adds to the kept ones.
 
-    It holds what it recomputes, and gradients. On top comes the larger of two phases: a kernel with received K and V
-    and with dK and dV in fp32; or dK and dV being sent, cast before they are concatenated unless sent in fp32. If
-    latents are exchanged: K and V expanded again, and dK and dV before their cast.
+    `moved`: rows of K and V that the rank receives and sends, per row that it holds, float64 [2]. None assumes a single
+    document on all ranks: the rank with its beginning and end sees all keys, and sends its first half to all others.
 
-    Assumes a single document on all ranks, in one stage. The rank with its beginning and end sees all keys, runs half
-    of its rows per call, and sends its first half to all other ranks. Assumes FlashAttention-2 kernels, which hold dQ
-    in fp32, and dK and dV for every query head.
+    It holds what it recomputes, and gradients. On top comes the largest of three phases: a kernel with received K and V
+    and with dK and dV in fp32; dK and dV being sent, cast before they are concatenated unless sent in fp32; or those
+    that come back, cast again. If latents are exchanged: K and V expanded again, and dK and dV before their cast.
+
+    Assumes one stage, half of the rank's rows per call, and FlashAttention-2 kernels, which hold dQ in fp32, and dK and
+    dV for every query head.
     """
     model, p, w, tensors = job.model, job.parallel, job.bytes_per_value, attention_tensors(job)
+    received, sent = (p.cp - 1, (p.cp - 1) / 2) if moved is None else moved
     q, out, kv = model.query_size / p.tp, model.output_size / p.tp, (model.key_size + model.value_size) / p.tp
     again = ("q", "kv", "gathered", "log-sum-exps") if "core_attn" in job.recompute.dropped else ()
     held = sum(tensors[name].bytes for name in again) + layer_input_bytes(job) + w * (q + out + kv)
     expanded = q + out if model.query_size > model.key_size else 0
-    kernel = (w + 4) * q / min(p.cp, 2) + w * p.cp * (kv + expanded)
+    kernel = (w + 4) * q / min(p.cp, 2) + w * (1 + received) * (kv + expanded)
     if p.cp == 1:
         return held + kernel
-    keys = p.cp * kv
+    keys = (1 + received) * kv
     if job.cp_exchange == "latents":
         return held + (w * keys if job.expands_again else 0) + 4 * keys + max(w * keys, kernel)
-    sent = job.cp_gradient_bytes
-    leaving = 4 * kv + sent * (keys - kv + ((p.cp - 1) / 2 * kv if sent == 4 else keys))
-    return held + 4 * keys + max(leaving, _arrived_bytes(job) + kernel)
+    value, back = job.cp_gradient_bytes, sent * kv
+    leaving = 4 * kv + value * (received * kv + (back if value == 4 else max(keys, back)))
+    summed = 4 * kv + value * (received * kv + back) + (0 if value == 4 else 4 * back)
+    return held + max(4 * keys + max(leaving, _arrived_bytes(job, received) + kernel), summed)
 
 
-def _arrived_bytes(job: Job) -> float:
-    """Return bytes of K and V received for backward of one attention."""
+def _arrived_bytes(job: Job, received: float) -> float:
+    """Return bytes of K and V for backward of one attention; `received`: rows that arrive per own row."""
     model, p = job.model, job.parallel
     if p.cp == 1 or job.sharding.save_gathered_kv or job.cp_exchange == "latents":
         return 0
-    return job.bytes_per_value * p.cp * (model.key_size + model.value_size) / p.tp
+    return job.bytes_per_value * (1 + received) * (model.key_size + model.value_size) / p.tp
 
 
 def peak_bytes(job: Job, stage: int, max_tokens: int | None = None) -> float:
@@ -196,20 +200,23 @@ def peak_bytes(job: Job, stage: int, max_tokens: int | None = None) -> float:
     return (most_kept(job, stage, longest, kept) + longest * at_once) / job.parallel.cp
 
 
-def step_peak_bytes(job: Job, stage: int, rows: np.ndarray, before: np.ndarray | None = None) -> float:
+def step_peak_bytes(
+    job: Job, stage: int, rows: np.ndarray, before: np.ndarray | None = None, moved: Sequence[np.ndarray] = ()
+) -> float:
     """Return peak activation bytes of a stage in a step.
 
     `rows`: of its micro-batches on a rank, float64 [M]. `before`: deferred weight gradients run before each pass, as
-    `simulate.weight_gradients` returns them for the stage, int64 [2, vpp, M].
+    `simulate.weight_gradients` returns them for the stage, int64 [2, vpp, M]. `moved`: see
+    `attention_backward_bytes`, for each of M micro-batches.
     """
-    kept, at_once = token_bytes(job, stage)
+    (kept, *_), at_once = zip(*(token_bytes(job, stage, each) for each in moved or [None]), strict=True)
     ops = job.schedule(len(rows)).ops(stage)
     backward, chunk, size = ops["backward"], ops["chunk"], rows[ops["micro_batch"]]
     level = (np.where(backward, -1, 1) * kept[chunk] * size).cumsum()
     outputs = backward & (stage == job.parallel.pp - 1) & (chunk == job.parallel.vpp - 1)
     at_output = _output_bytes(job) if outputs.any() else 0
     # A backward pass still has what it frees; logits are gone when layers begin.
-    in_layers = kept[chunk] + at_once - at_output
+    in_layers = kept[chunk] + np.broadcast_to(at_once, len(rows))[ops["micro_batch"]] - at_output
     running = np.maximum(in_layers, (kept[chunk] + at_output) * outputs)
     if before is not None:
         layer, output = weight_gradient_bytes(job)
@@ -283,13 +290,17 @@ def deferral_limits(job: Job, rows: np.ndarray) -> np.ndarray:
     return max(job.activation_bytes or 0, peaks.max()) - peaks
 
 
-def token_bytes(job: Job, stage: int) -> tuple[np.ndarray, float]:
-    """Return bytes kept in each virtual stage, float64 [vpp], and of a running pass."""
+def token_bytes(job: Job, stage: int, moved: np.ndarray | None = None) -> tuple[np.ndarray, float]:
+    """Return bytes kept in each virtual stage, float64 [vpp], and of a running pass.
+
+    `moved`: see `attention_backward_bytes`.
+    """
     model, parallel, recompute = job.model, job.parallel, job.recompute
     # As in TransformerEngine's `OffloadSynchronizer`; older versions offload only what their own modules save.
     layers = job.decoder_layers()[stage].astype(float) - job.offloaded_layers
-    ahead = 0 if "core_attn" in job.recompute.dropped else _arrived_bytes(job)
-    at_once = max(mlp_backward_bytes(job) + ahead, attention_backward_bytes(job) - _kept(job, mlp_tensors(job)))
+    received = parallel.cp - 1 if moved is None else float(moved[0])
+    ahead = 0 if "core_attn" in job.recompute.dropped else _arrived_bytes(job, received)
+    at_once = max(mlp_backward_bytes(job) + ahead, attention_backward_bytes(job, moved) - _kept(job, mlp_tensors(job)))
     if recompute.granularity == "full":
         block = recompute.method == "block"
         recomputed = np.minimum(recompute.num_layers or 0, layers) if block else layers

@@ -53,6 +53,14 @@ def test_ranks_have_equal_work_also_where_they_divide_experts():
             assert max(work) <= 1.02 * np.mean(work), (on.parallel, equal)
 
 
+def test_ranks_of_equally_many_sequences_differ_by_a_hundred_thousandth():
+    drawn = np.random.default_rng(0).lognormal(8, 1, 1024).astype(int).clip(max=32_768)
+    on = job(dp=16, num_micro_batches=16, max_tokens=1 << 17)
+    work = document_work(drawn, on.crossover_tokens)
+    sums = [sum(int(work[rows].sum()) for rows in rank) for rank in sequences(drawn, on, equal_counts=True)]
+    assert max(sums) <= 1.00001 * np.mean(sums)
+
+
 def test_a_pipeline_makes_more_micro_batches_than_fit():
     drawn = [100] * 8 + [4] * 64
     assert len(balance(drawn, job_on(1)).batch) <= len(balance(drawn, job_on(1, pp=4)).batch)

@@ -11,6 +11,7 @@ from megatron_wlb.runtime import all_to_all
 from megatron_wlb.runtime.attention import AttentionOptions, context_parallel_attention
 from megatron_wlb.runtime.backends.protocol import varlen
 from megatron_wlb.runtime.metadata import ShardMetadata
+from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.sharding.select import shard
 from megatron_wlb.simulate.memory import attention_backward_bytes, layer_input_bytes
 from tests.jobs import job
@@ -42,11 +43,11 @@ class FlashAttention2:
         return dq
 
 
-def _peak(given, rank):
-    """Bytes that backward holds at the most on a rank; the one document lives on all."""
+def _peak(given, rank, lengths=(TOKENS,)):
+    """Bytes that backward holds at the most on a rank, and those predicted for the rows that it exchanges."""
     cp, model = given.parallel.cp, given.model
     group = SimpleNamespace(rank=lambda: rank, size=lambda: cp, wait=lambda: None)
-    plan = shard(np.array([TOKENS], np.int64), given)[1]
+    plan = shard(np.array(lengths, np.int64), given)[1]
     settings = {
         "save_gathered": given.sharding.save_gathered_kv,
         "gradients_in_fp32": given.sharding.cp_gradients == "fp32",
@@ -62,7 +63,8 @@ def _peak(given, rank):
     with LiveBytes() as live:
         dout = torch.zeros_like(out)
         torch.autograd.grad(out, (q, k, v), dout)
-    return live.peak
+    moved = moved_rows(plan)[rank] / metadata.num_rows
+    return live.peak, metadata.num_rows * (attention_backward_bytes(given, moved) - layer_input_bytes(given))
 
 
 @pytest.mark.parametrize(
@@ -95,4 +97,8 @@ def test_backward_of_attention_holds_what_is_predicted(cp, dtype, key_heads, set
     given = job(model=model, cp=cp, cp_sharding="per-document", bytes_per_value=dtype.itemsize, **settings)
     # The gradient of the layer's output is not attention's own.
     predicted = (attention_backward_bytes(given) - layer_input_bytes(given)) * TOKENS / cp
-    assert max(_peak(given, rank) for rank in range(cp)) == pytest.approx(predicted, rel=0.05)
+    assert max(_peak(given, rank)[0] for rank in range(cp)) == pytest.approx(predicted, rel=0.05)
+    for rank in range(cp):
+        for lengths in ((TOKENS,), (200, 8, 100, 60, 144), (TOKENS // 16,) * 16):
+            held, planned = _peak(given, rank, lengths)
+            assert held == pytest.approx(planned, rel=0.1), (rank, lengths)
