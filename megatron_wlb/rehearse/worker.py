@@ -115,14 +115,19 @@ def main() -> None:
             continue
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if child := os.fork():
-            print(int(line), "ended", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+            _tell(1, int(line), "ended", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
             os._exit(0)
         _run(msgspec.structs.replace(task, rank=int(line)), watch, store)
 
 
+def _tell(file: int, rank: int, word: str, number: int) -> None:
+    """Write a line at once: all ranks write to one pipe."""
+    os.write(file, f"{rank} {word} {number}\n".encode())
+
+
 def _run(task: Task, watch: Watch, store: Any) -> None:
     """Run a rank, write its results, and end at once: nothing of the stand-in is worth an orderly exit."""
-    progress = os.fdopen(os.dup(1), "w", buffering=1)
+    progress = os.dup(1)
     said = os.open(Path(task.folder, f"{task.rank}.txt"), os.O_WRONLY | os.O_CREAT)
     os.dup2(said, 2)
     os.dup2(said, 1)  # losses and other values mean nothing
@@ -145,7 +150,7 @@ def _run(task: Task, watch: Watch, store: Any) -> None:
 class Run:
     """A rank of the job, and what is seen of it."""
 
-    def __init__(self, task: Task, watch: Watch, store: Any, progress: Any) -> None:
+    def __init__(self, task: Task, watch: Watch, store: Any, progress: int) -> None:
         self._task, self._watch, self._store, self._progress = task, watch, store, progress
         self._training: Any = None
         self._plan: Any = None
@@ -305,7 +310,7 @@ class Run:
                 self._watch.mark(len(steps))
                 steps.append(self._seen(before))
                 self._watch.at = f"after step {len(steps) - 1}"
-                print(self._task.rank, "steps", len(steps), file=self._progress)
+                _tell(self._progress, self._task.rank, "steps", len(steps))
 
         return train_step
 

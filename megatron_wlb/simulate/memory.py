@@ -209,15 +209,16 @@ def step_peak_bytes(
     `simulate.weight_gradients` returns them for the stage, int64 [2, vpp, M]. `moved`: see
     `attention_backward_bytes`, for each of M micro-batches.
     """
-    (kept, *_), at_once = zip(*(token_bytes(job, stage, each) for each in moved or [None]), strict=True)
+    kept, at_once = token_bytes(job, stage)
+    running = [token_bytes(job, stage, each)[1] for each in moved] or [at_once]
     ops = job.schedule(len(rows)).ops(stage)
     backward, chunk, size = ops["backward"], ops["chunk"], rows[ops["micro_batch"]]
     level = (np.where(backward, -1, 1) * kept[chunk] * size).cumsum()
     outputs = backward & (stage == job.parallel.pp - 1) & (chunk == job.parallel.vpp - 1)
     at_output = _output_bytes(job) if outputs.any() else 0
     # A backward pass still has what it frees; logits are gone when layers begin.
-    in_layers = kept[chunk] + np.broadcast_to(at_once, len(rows))[ops["micro_batch"]] - at_output
-    running = np.maximum(in_layers, (kept[chunk] + at_output) * outputs)
+    in_layers = kept[chunk] + np.broadcast_to(running, len(rows))[ops["micro_batch"]] - at_output
+    most = np.maximum(in_layers, (kept[chunk] + at_output) * outputs)
     if before is not None:
         layer, output = weight_gradient_bytes(job)
         layers = job.layers()[stage][chunk] * backward
@@ -225,8 +226,8 @@ def step_peak_bytes(
         made = np.concatenate([[0.0], *(s * np.repeat((output, layer), n) for s, *n in passes)])
         made, there = made.cumsum(), np.cumsum(layers + outputs) - layers - outputs
         level += made[there] - made[before[backward.astype(int), chunk, ops["micro_batch"]]]
-        running = np.maximum(running, in_layers + layer + outputs * output)  # with those of the layer that runs
-    return float((level + backward * running * size).max())
+        most = np.maximum(most, in_layers + layer + outputs * output)  # with those of the layer that runs
+    return float((level + backward * most * size).max())
 
 
 def most_kept(job: Job, stage: int, longest: int, kept: np.ndarray) -> float:
