@@ -155,7 +155,7 @@ def goals() -> str:
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         entries = json.loads(path.read_text())["goals"]
         missed = [
-            f"{_escaped(goal['name'])}: **{goal['value']:.4g}**, goal {goal['direction']} {goal['goal']:g}"
+            f"{_escaped(goal['name'])}: **{goal['value']:.5g}**, goal {goal['direction']} {goal['goal']:g}"
             for goal in entries
             if not goal["holds"]
         ]

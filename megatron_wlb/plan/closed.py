@@ -190,8 +190,8 @@ def _equal_counts(work: np.ndarray, ranks: int) -> list[np.ndarray]:
         given, sizes = work[parts[most]], work[parts[least]]
         near = np.searchsorted(sizes, given - half).clip(max=len(sizes) - 1)
         gained = given - sizes[near]
-        i = int(np.where(gained <= half, gained, 0).argmax())
-        if not 0 < gained[i] <= half:
+        gained[gained > half] = 0
+        if gained[i := gained.argmax()] <= 0:
             break
         j = near[i]
         parts[most][i], parts[least][j] = parts[least][j], parts[most][i]

@@ -331,8 +331,9 @@ class Run:
         rank = parallel_state.get_context_parallel_rank()
         rows = np.array([m.padded_tokens for m in plan.micro_batches]) / job.parallel.cp
         before = plan.weight_gradients_before
-        moved = [moved_rows(m.shards)[rank] for m in plan.micro_batches] / rows[:, None]
-        peak = memory.step_peak_bytes(job, stage, rows, None if before is None else before[:, stage], list(moved))
+        exchanged = (moved_rows(m.shards)[rank] for m in plan.micro_batches)
+        moved = [(received / n, sent / n) for n, (received, sent) in zip(rows, exchanged, strict=True)]
+        peak = memory.step_peak_bytes(job, stage, rows, None if before is None else before[:, stage], moved)
         return memory.weight_bytes(job, stage) + peak
 
 

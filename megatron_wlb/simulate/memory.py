@@ -150,11 +150,21 @@ def mlp_backward_bytes(job: Job) -> float:
     return recomputed + row * (1 + job.model.moe_router_topk) + 2 * largest
 
 
-def attention_backward_bytes(job: Job, moved: np.ndarray | None = None) -> float:
-    """Bytes that backward of one attention adds to the kept ones.
+Moved = tuple[float, float]
+"""Rows of K and V that a context-parallel rank receives and sends, per row that it holds."""
 
-    `moved`: rows of K and V that the rank receives and sends, per row that it holds, float64 [2]. None assumes a single
-    document on all ranks: the rank with its beginning and end sees all keys, and sends its first half to all others.
+
+def one_document(job: Job) -> Moved:
+    """Return what moves if a single document is on all ranks.
+
+    The rank with its beginning and end sees all keys, and sends its first half to all others.
+    """
+    others = job.parallel.cp - 1
+    return others, others / 2
+
+
+def attention_backward_bytes(job: Job, moved: Moved | None = None) -> float:
+    """Bytes that backward of one attention adds to the kept ones; `moved`: by default as for `one_document`.
 
     It holds what it recomputes, and gradients. On top comes the largest of three phases: a kernel with received K and V
     and with dK and dV in fp32; dK and dV being sent, cast before they are concatenated unless sent in fp32; or those
@@ -164,7 +174,7 @@ def attention_backward_bytes(job: Job, moved: np.ndarray | None = None) -> float
     dV for every query head.
     """
     model, p, w, tensors = job.model, job.parallel, job.bytes_per_value, attention_tensors(job)
-    received, sent = (p.cp - 1, (p.cp - 1) / 2) if moved is None else moved
+    received, sent = moved or one_document(job)
     q, out, kv = model.query_size / p.tp, model.output_size / p.tp, (model.key_size + model.value_size) / p.tp
     again = ("q", "kv", "gathered", "log-sum-exps") if "core_attn" in job.recompute.dropped else ()
     held = sum(tensors[name].bytes for name in again) + layer_input_bytes(job) + w * (q + out + kv)
@@ -175,9 +185,9 @@ def attention_backward_bytes(job: Job, moved: np.ndarray | None = None) -> float
     keys = (1 + received) * kv
     if job.cp_exchange == "latents":
         return held + (w * keys if job.expands_again else 0) + 4 * keys + max(w * keys, kernel)
-    value, back = job.cp_gradient_bytes, sent * kv
-    leaving = 4 * kv + value * (received * kv + (back if value == 4 else max(keys, back)))
-    summed = 4 * kv + value * (received * kv + back) + (0 if value == 4 else 4 * back)
+    value, back, casts = job.cp_gradient_bytes, sent * kv, job.cp_gradient_bytes < 4
+    leaving = 4 * kv + value * (received * kv + max(casts * keys, back))
+    summed = 4 * kv + value * (received * kv + back) + casts * 4 * back
     return held + max(4 * keys + max(leaving, _arrived_bytes(job, received) + kernel), summed)
 
 
@@ -201,13 +211,13 @@ def peak_bytes(job: Job, stage: int, max_tokens: int | None = None) -> float:
 
 
 def step_peak_bytes(
-    job: Job, stage: int, rows: np.ndarray, before: np.ndarray | None = None, moved: Sequence[np.ndarray] = ()
+    job: Job, stage: int, rows: np.ndarray, before: np.ndarray | None = None, moved: Sequence[Moved] = ()
 ) -> float:
     """Return peak activation bytes of a stage in a step.
 
     `rows`: of its micro-batches on a rank, float64 [M]. `before`: deferred weight gradients run before each pass, as
-    `simulate.weight_gradients` returns them for the stage, int64 [2, vpp, M]. `moved`: see
-    `attention_backward_bytes`, for each of M micro-batches.
+    `simulate.weight_gradients` returns them for the stage, int64 [2, vpp, M]. `moved`: of each
+    micro-batch; by default as for `one_document`.
     """
     kept, at_once = token_bytes(job, stage)
     running = [token_bytes(job, stage, each)[1] for each in moved] or [at_once]
@@ -291,15 +301,12 @@ def deferral_limits(job: Job, rows: np.ndarray) -> np.ndarray:
     return max(job.activation_bytes or 0, peaks.max()) - peaks
 
 
-def token_bytes(job: Job, stage: int, moved: np.ndarray | None = None) -> tuple[np.ndarray, float]:
-    """Return bytes kept in each virtual stage, float64 [vpp], and of a running pass.
-
-    `moved`: see `attention_backward_bytes`.
-    """
+def token_bytes(job: Job, stage: int, moved: Moved | None = None) -> tuple[np.ndarray, float]:
+    """Return bytes kept in each virtual stage, float64 [vpp], and of a running pass."""
     model, parallel, recompute = job.model, job.parallel, job.recompute
     # As in TransformerEngine's `OffloadSynchronizer`; older versions offload only what their own modules save.
     layers = job.decoder_layers()[stage].astype(float) - job.offloaded_layers
-    received = parallel.cp - 1 if moved is None else float(moved[0])
+    received, _ = moved or one_document(job)
     ahead = 0 if "core_attn" in job.recompute.dropped else _arrived_bytes(job, received)
     at_once = max(mlp_backward_bytes(job) + ahead, attention_backward_bytes(job, moved) - _kept(job, mlp_tensors(job)))
     if recompute.granularity == "full":

@@ -63,7 +63,7 @@ def _peak(given, rank, lengths=(TOKENS,)):
     with LiveBytes() as live:
         dout = torch.zeros_like(out)
         torch.autograd.grad(out, (q, k, v), dout)
-    moved = moved_rows(plan)[rank] / metadata.num_rows
+    moved = tuple(moved_rows(plan)[rank] / metadata.num_rows)
     return live.peak, metadata.num_rows * (attention_backward_bytes(given, moved) - layer_input_bytes(given))
 
 
@@ -101,4 +101,4 @@ def test_backward_of_attention_holds_what_is_predicted(cp, dtype, key_heads, set
     for rank in range(cp):
         for lengths in ((TOKENS,), (200, 8, 100, 60, 144), (TOKENS // 16,) * 16):
             held, planned = _peak(given, rank, lengths)
-            assert held == pytest.approx(planned, rel=0.1), (rank, lengths)
+            assert held == pytest.approx(planned, rel=0.06), (rank, lengths)
