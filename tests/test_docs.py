@@ -110,12 +110,15 @@ def numbers(node):
     return [node] if type(node) in (int, float) else []
 
 
+FIGURE = re.compile(r"(?<![\w.±-])(?<!± )(?<!section )(\d[\d,]*\.\d+|\d+,\d{3})\b")
+
+
 @each_page
 def test_figures_are_in_the_result_that_is_named_with_them(page):
     for paragraph in re.split(r"\n\n|\n(?=\| |- )", page.read_text()):
         named = set(re.findall(r"`benchmarks/results/(\w+)\.json`", paragraph))
         known = numbers(result(named.pop())) if len(named) == 1 else []
-        for figure in re.findall(r"(?<![\w.±-])(?<!± )(?<!section )(\d[\d,]*\.\d+|\d+,\d{3})\b", paragraph) if known else []:
+        for figure in FIGURE.findall(paragraph) if known else []:
             digits = len(figure.partition(".")[2])
             shown = {f"{value * scale:,.{digits}f}".lstrip("-") for value in known for scale in (1, 100, 1e-9)}
             assert figure in shown, paragraph
