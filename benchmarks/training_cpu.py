@@ -41,6 +41,7 @@ knows: "rows", "pairs", "kernel_us"."""
 
 def write_dataset(folder: Path, lengths: np.ndarray, text: bytes | None = None) -> str:
     """Documents of a text, or of random tokens, each with an end; returns the prefix."""
+    folder.mkdir(exist_ok=True)
     total = int(lengths.sum())
     if text is None:
         tokens = np.random.default_rng(0).integers(0, VOCABULARY, total, dtype=np.int32)
