@@ -7,7 +7,7 @@ last of them attends over. It is timed with a conversation a line, as most files
 padding (`settings.padding`), and with lines as full as whole conversations in file order make them. TransformerEngine's
 attention over several conversations runs on no CPU: upstream's rows are trained by this project's runtime, sharded by
 heads and tails of every conversation, without deferral. `--sft --wlb` reads the same conversations from chats.jsonl, by
-default packing. All train them in file order, by turns.
+default packing. All train them in file order, by turns; a conversation a line in the first round alone.
 
 Lengths: one conversation in ten is long, log-uniform over the 8K to 64K tokens that LongAlign-10k's page gives as its
 range; the others stand for UltraChat's, log-normal with a median of 1,000. Neither histogram was published in text: the
@@ -93,20 +93,20 @@ def measured(folder: Path, size: Namespace) -> list[Row]:
     given |= {"wlb_sft_broken": "error", "wlb_sft_too_long": "drop", "data_cache_path": None, "seq_length": window}
     lengths = conversations.read(chats, Namespace(**given)).lengths.astype(np.int64)
     padded, full = rows_of(lengths, window)
-    kept = {FULL: full, SINGLE: np.full(size.steps_in_all * WINDOWS, lengths.mean())}  # every such row takes as long
+    rows = np.full(size.steps_in_all * WINDOWS, window)
+    kept = {FULL: full, SINGLE: np.full(len(rows), lengths.mean())}  # every row of its own takes as long
     sft = f"--sft --tokenizer-type SFTTokenizer --tokenizer-model {tokenizer} --sft-tokenizer-prompt-format {FORMAT}"
-    alone = np.full(size.steps_in_all * WINDOWS, window)
     methods = {
         FULL: (write_dataset(folder / "full", padded + 1), UPSTREAM),
-        SINGLE: (write_dataset(folder / "single", alone + 1), UPSTREAM),
+        SINGLE: (write_dataset(folder / "single", rows + 1), UPSTREAM),
         OURS: (chats, sft),
     }
     found = []
     for layout, flags in LAYOUTS.items():
         rounds: dict[str, list[Row]] = {method: [] for method in methods}
         for number in range(size.rounds):
-            first = WARM_STEPS + number * size.steps
-            for method in list(methods)[:: 1 if number % 2 == 0 else -1]:
+            for method in [name for name in methods if not (name == SINGLE and number)][:: -1 if number % 2 else 1]:
+                first = 1 if method == SINGLE else WARM_STEPS + number * size.steps
                 dataset, own = methods[method]
                 every = (
                     f"--wlb --wlb-profile {profile} --wlb-max-tokens {2 * window} --make-vocab-size-divisible-by 512"
@@ -146,7 +146,7 @@ def compared(layout: str, rounds: dict[str, list[Row]]) -> list[Row]:
             theirs = rounds[method]
             row |= {f"tokens / {clock}": rate(ours, clock), f"theirs, tokens / {clock}": rate(theirs, clock)}
             row[f"over theirs, {clock}"] = rate(ours, clock) / rate(theirs, clock)
-            single = [rate([a], clock) / rate([b], clock) for a, b in zip(ours, theirs, strict=True)]
+            single = [rate([a], clock) / rate([b], clock) for a, b in zip(ours, theirs, strict=False)]
             row |= results.spread(f"over theirs, {clock}, rounds", single)
         found.append(row)
     return found
