@@ -87,7 +87,8 @@ def _run(
 ) -> Generator[tuple[int, int | None]]:
     """Run `megatron_wlb.rehearse.worker`; yields ranks that have ended, with their status; None: it ended itself."""
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", **os.environ}
-    environment |= {"LD_PRELOAD": str(library() / "libcuda.so.1"), "LD_LIBRARY_PATH": str(library())}
+    cuda = str(library() / "libcuda.so.1")  # cuDNN's frontend opens a library for itself
+    environment |= {"LD_PRELOAD": cuda, "LD_LIBRARY_PATH": str(library()), "CUDNN_FRONTEND_CUDART_LIB_NAME": cuda}
     given = folder / "task.json"
     given.write_bytes(msgspec.json.encode(msgspec.structs.replace(task, folder=str(folder))))
     command = [sys.executable, "-m", "megatron_wlb.rehearse.worker", str(given)]

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from megatron_wlb.rehearse.build import transformer_engine
 from megatron_wlb.rehearse.task import Gpu, Task
 from megatron_wlb.sharding.routing import moved_rows
 from megatron_wlb.simulate import memory
@@ -179,7 +180,7 @@ class Run:
         from megatron_wlb.adapter import training as ours
         from megatron_wlb.adapter.plans import Plans
         from megatron_wlb.rehearse import experts
-        from megatron_wlb.runtime import all_to_all
+        from megatron_wlb.runtime import all_to_all, backends
 
         self._experts = experts.Experts()
         with contextlib.ExitStack() as stack:
@@ -191,6 +192,7 @@ class Run:
             stack.enter_context(compat.replaced(training, "train_step", self._step, ("data_iterator",)))
             stack.enter_context(compat.replaced(training, "save_checkpoint_and_time", _refused, ()))
             stack.enter_context(compat.replaced(checkpointing, "save_checkpoint", _refused, ()))
+            stack.enter_context(compat.replaced(backends, "try_backend", _untried, ("backend",)))
             stack.enter_context(compat.replaced(all_to_all, "_all_to_all", self._exchange, ()))
             stack.enter_context(compat.replaced(schedules, "forward_step", self._passing(0), ()))
             stack.enter_context(compat.replaced(schedules, "backward_step", self._passing(1), ()))
@@ -362,6 +364,14 @@ def _norm(original: Any) -> Any:
         return NORM
 
     return get_grad_norm_fp32
+
+
+def _untried(original: Any) -> Any:
+    def try_backend(backend: Any, *args: Any) -> None:  # a package that is here is taken to compute correctly
+        if backend.name == "te" and not transformer_engine():
+            raise ValueError("TransformerEngine's compiled part is not installed")
+
+    return try_backend
 
 
 def _refused(original: Any) -> Any:

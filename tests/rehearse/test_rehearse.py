@@ -19,7 +19,7 @@ from megatron_wlb.rehearse.match import match
 from megatron_wlb.rehearse.record import Kind
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="torch has no CUDA build")
-JOB = """torchrun --nproc-per-node 4 pretrain_gpt.py --wlb --wlb-attention-backend aten --transformer-impl local
+JOB = """torchrun --nproc-per-node 4 pretrain_gpt.py --wlb --transformer-impl local
 --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2
 --num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 4096 --max-position-embeddings 4096
 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0
@@ -115,13 +115,31 @@ def test_the_stand_in_is_no_gpu_by_itself_and_names_what_it_lacks():
     assert not hasattr(ctypes.CDLL(None), "rehearsal_configure")
 
 
+def test_attention_of_cudnn_runs_over_the_stand_in():
+    """By torch's own graphs here; TransformerEngine makes the same calls."""
+    code = """
+from megatron_wlb.rehearse.task import GPUS
+from megatron_wlb.rehearse.worker import Watch
+Watch(GPUS["h100"])
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+q = torch.empty(1, 8, 256, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+    torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+print(tuple(q.grad.shape))
+"""
+    environment = os.environ | {"LD_PRELOAD": str(library() / "libcuda.so.1"), "LD_LIBRARY_PATH": str(library())}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "(1, 8, 256, 128)"
+
+
 @pytest.mark.full
 @pytest.mark.skipif(find_spec("transformer_engine") is None, reason="the Python of TransformerEngine is not installed")
 @pytest.mark.parametrize(("name", "last"), [("550m", 24), ("7b", 48), ("30b", 96), ("70b", 192)])
 def test_the_jobs_of_the_slurm_scripts_fit(tmp_path, name, last):
     script = Path(__file__).parents[2] / "scripts" / "slurm" / f"{name}.sbatch"
     said = subprocess.run(["bash", script, "--dry-run"], capture_output=True, text=True, check=True).stdout
-    job = [*said.split(), "--vocab-size", "32000", "--wlb-attention-backend", "aten"]
+    job = [*said.split(), "--vocab-size", "32000"]
     assert rehearse(tmp_path, "--ranks", f"0,{last}", "--steps", "3", job=job)["verdict"] == "fits"
 
 
