@@ -5,6 +5,7 @@ fitted forward leaves. Writes megatron_wlb/hardware/profiles/NAME.json, with the
 on those of the publication that was left out. The forward of h100-fa2 stays as scripts/fit_h100_fa2.py fits it.
 """
 
+import argparse
 import itertools
 import json
 from dataclasses import asdict
@@ -104,6 +105,7 @@ def packed_documents(tokens: int, count: int) -> list[np.ndarray]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     for name in HOPPER:
         directions = ("backward",) if name == "h100-fa2" else ("forward", "backward")
         stated = json.loads(profile_file(name).read_text())

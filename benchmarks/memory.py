@@ -78,6 +78,8 @@ def rehearsed(name: str, folder: Path) -> list[results.Row]:
         options = ["--gpu", "h100", "--gpu-memory", str(CARD), "--ranks", ranks, "--steps", str(STEPS)]
         whole = [sys.executable, "-m", "megatron_wlb", "rehearse", *options, "--json", str(path), "--", first, *flags]
         subprocess.run(whole, cwd=results.ROOT, check=False)  # its status is the verdict
+        if not path.exists():
+            sys.exit(f"{name} was not rehearsed, see above")
     found = json.loads(path.read_text())
     rows = []
     for stage in range(stages):

@@ -6,9 +6,9 @@ average shard under context parallelism. Prints what a fit to the first and a fi
 either file: of the fit, and of fits that leave out each document length in turn, on it.
 """
 
+import argparse
 import csv
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -57,4 +57,6 @@ def _count(documents: int, length: int, cp_size: int, heads: int) -> tuple[int, 
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="with the two files")
+    main(parser.parse_args().folder)

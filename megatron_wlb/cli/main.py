@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS:
             raise
-        return _refuse(args.command, f"{error.name} is not installed; pip install 'megatron-wlb[{EXTRAS[error.name]}]'")
+        return _refuse(args.command, f"{error.name} is not installed; pip install '.[{EXTRAS[error.name]}]' in a clone")
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except OSError as error:

@@ -8,8 +8,8 @@ and where the host waits for the device. With --ranks all, NCCL calls of all ran
     megatron-wlb rehearse --gpu h100 -- torchrun --nproc-per-node 8 pretrain_gpt.py --wlb --num-layers 32 ...
     megatron-wlb rehearse --gpu h100 --ranks 0,32 --json rehearsal.json --html rehearsal.html train.log
 
-Needs torch's wheel for CUDA, Megatron, g++, and for layers of TransformerEngine its Python: pip install --no-deps
-transformer-engine, then pydantic and einops. Where the job's data are not here, it trains mock data.
+Needs torch's wheel for CUDA, Megatron, g++, and for layers of TransformerEngine its Python. Where the job's data are
+not here, it trains mock data.
 """
 
 import argparse
@@ -62,9 +62,11 @@ def run(args: argparse.Namespace, words: Words) -> int:
         raise ValueError("the job is without --wlb; add it and what it needs: megatron-wlb analyze says which flags")
     if arguments.transformer_impl == "transformer_engine" and find_spec("transformer_engine") is None:
         raise ValueError(
-            "the job's layers are TransformerEngine's, whose Python is not installed; pip install --no-deps "
-            "transformer-engine, then pydantic and einops, or add --transformer-impl local"
+            "the job's layers are TransformerEngine's, whose Python is not installed; docs/rehearse.md says how; or "
+            "add --transformer-impl local"
         )
+    if narrow := bool(arguments.fp8 or arguments.fp4):
+        notes.append("Predicted is the memory of bf16, of which FP8 and FP4 need less or more.")
     gpu = GPUS[args.gpu]
     if args.gpu_memory is not None:
         gpu = type(gpu)(**{f: getattr(gpu, f) for f in gpu.__struct_fields__} | {"gib": args.gpu_memory})
@@ -90,7 +92,7 @@ def run(args: argparse.Namespace, words: Words) -> int:
         progress(len(ranks) * args.steps, args.json, "rehearsing") as advance,
     ):
         seen, wrong = rehearse(task, ranks, advance, whole)
-        said, remedy = verdict(seen, gpu.gib, wrong)
+        said, remedy = verdict(seen, gpu.gib, wrong, modelled=not narrow)
         of_all = {"verdict": said, "remedy": remedy, "nccl": wrong, "gpu": gpu.name, "gpu_gib": gpu.gib}
         write_json(file, of_all | {"ranks": [{k: v for k, v in rank.items() if k != "passes"} for rank in seen]})
         rows, waits = [_row(rank) for rank in seen], [*_waits(seen)]

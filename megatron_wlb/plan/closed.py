@@ -96,7 +96,7 @@ def _packed(given: bytes, job: Job, count: int | None, equal: bool) -> tuple[Pac
         while (made := _made(documents, job, number, equal)) is None and number < last:
             number += dp
         tried += [made] if made else []
-        if made is None or made.time <= (1 + IDLE) * limit:
+        if made is None or made.time <= (1 + IDLE) * limit or number + dp > len(documents):
             break
     if not tried:
         raise ValueError(

@@ -162,8 +162,13 @@ def entry(result: dict[str, Any], seen: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def verdict(ranks: list[dict[str, Any]], gpu_gib: float, wrong: Sequence[str] = ()) -> tuple[str, str]:
-    """Return whether a job fits, and what to do if not; `wrong`: with its NCCL calls."""
+def verdict(
+    ranks: list[dict[str, Any]], gpu_gib: float, wrong: Sequence[str] = (), *, modelled: bool = True
+) -> tuple[str, str]:
+    """Return whether a job fits, and what to do if not.
+
+    `wrong`: with its NCCL calls. `modelled`: what is predicted is of the job's own number format.
+    """
     if wrong:
         return "hangs", f"{wrong[0]}; report it with the flags"
     smaller = "give a smaller --wlb-max-tokens, or --wlb-defer-weight-gradients off"
@@ -176,7 +181,7 @@ def verdict(ranks: list[dict[str, Any]], gpu_gib: float, wrong: Sequence[str] = 
             f"{r['retries']} times; {smaller}, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True if it is not"
         )
     r = max(ranks, key=lambda r: abs(r["predicted_gib"] - r["allocated_gib"]) / r["allocated_gib"])
-    if abs(r["predicted_gib"] - r["allocated_gib"]) > max(CLOSE * r["allocated_gib"], CLOSE_GIB):
+    if modelled and abs(r["predicted_gib"] - r["allocated_gib"]) > max(CLOSE * r["allocated_gib"], CLOSE_GIB):
         return "disagrees", (
             f"rank {r['rank']} allocates {r['allocated_gib']:.1f} GiB where {r['predicted_gib']:.1f} were predicted; "
             "it fits, but an S_max of auto may be wrong: report it with the flags"

@@ -99,7 +99,7 @@ def test_without_torch(data):
 def test_an_extra_is_missed_before_the_work(tmp_path, module):
     """For which there is not even data here."""
     done = process("analyze", *JOB.split(), "--data-path", "none", "--html", tmp_path / "page", without=(module,))
-    message = f"megatron-wlb analyze: error: {module} is not installed; pip install 'megatron-wlb[analysis]'\n"
+    message = f"megatron-wlb analyze: error: {module} is not installed; pip install '.[analysis]' in a clone\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
     assert not list(tmp_path.iterdir())
 

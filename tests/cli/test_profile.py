@@ -145,5 +145,5 @@ def test_what_cannot_be_measured_is_refused_before(flags, message, patches, tmp_
 
 def test_without_torch(tmp_path):
     done = process("profile", *MODEL, "--output", tmp_path / "x.json", without=("torch",))
-    message = "megatron-wlb profile: error: torch is not installed; pip install 'megatron-wlb[train]'\n"
+    message = "megatron-wlb profile: error: torch is not installed; pip install '.[train]' in a clone\n"
     assert (done.returncode, done.stderr) == (2, message)
