@@ -38,13 +38,18 @@ class Tensor(NamedTuple):
 def weight_bytes(job: Job, stage: int | None = None) -> float:
     """Return bytes of weights, gradients, optimizer, rotary table and user buffers on a GPU.
 
-    `stage`: its pipeline stage; None: the fullest.
+    TransformerEngine keeps an empty gradient for every shape of a weight, too (`get_dummy_wgrad`). `stage`: its
+    pipeline stage; None: the fullest.
     """
-    p, weights = job.parallel, stage_weights(job)
-    fullest = float(weights.max() if stage is None else weights[stage])
+    p, w = job.parallel, job.bytes_per_value
+    ranks = {"experts": p.expert_tp}
+    shapes = {m.shape(np.ones(1), ranks.get(m.part, p.tp))[1:] for m in job.model.matrices}
+    kept = np.full(p.pp, w * sum(outputs * inputs for outputs, inputs in shapes))
+    kept[-1] += w * job.model.vocabulary_weights / p.tp
+    kept += stage_weights(job) / p.tp * (WEIGHT_BYTES + OPTIMIZER_BYTES / (p.dp * p.cp))
     rotary = 4 * job.context_length * (job.model.qk_pos_emb_head_dim or job.model.kv_channels)  # a table in fp32
-    buffers = USER_BUFFERS * sum(job.tiles) * job.model.hidden_size * job.bytes_per_value
-    return fullest / p.tp * (WEIGHT_BYTES + OPTIMIZER_BYTES / (p.dp * p.cp)) + rotary + buffers
+    buffers = USER_BUFFERS * sum(job.tiles) * job.model.hidden_size * w
+    return float(kept.max() if stage is None else kept[stage]) + rotary + buffers
 
 
 def stage_weights(job: Job) -> np.ndarray:

@@ -90,6 +90,15 @@ def test_the_peak_adds_up():
     uneven = in_parallel(GPT3, split=Split(decoder_first_pipeline_num_layers=5))
     assert at(1) + 4096 * 7 * kept == peak_bytes(uneven, 1)
     assert weight_bytes(uneven) - weight_bytes(GPT3) == 18 * GPT3_SHAPE.layer_weights
+    # An empty gradient of each shape: Q, K and V, their projection, the MLP, and of the output layer.
+    empty = 2 * (4 + 8) * 12288**2
+    on_stage = 12 * 12 * 12288**2 * (6 + 12) + 4 * 4096 * 128 + empty
+    assert weight_bytes(GPT3, 1) == on_stage
+    assert weight_bytes(GPT3, 7) == on_stage + 51200 * 12288 * (2 + 6 + 12)
+    assert (
+        weight_bytes(in_parallel(GPT3, tp=8, cp=2), 1)
+        == (on_stage - 4 * 4096 * 128 - 6 * 12 * 12 * 12288**2) / 8 + 4 * 4096 * 128
+    )
     # User buffers of tiles of 4,096 to 512 rows, three of each.
     tiled = replace(GPT3, tp_tile_rows=4096)
     assert weight_bytes(tiled) - weight_bytes(GPT3) == 3 * 7680 * GPT3_SHAPE.hidden_size * 2
