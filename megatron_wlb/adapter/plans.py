@@ -35,6 +35,8 @@ class Plans:
             evaluated = [*validation_sets(splits), *(() if args.multiple_validation_sets else ("test",))]
             self._jobs |= {split: [(0, describe.evaluation_job(job, args))] for split in evaluated}
         self._planners: dict[str, Planner] = {}
+        self._asked: dict[str, Comparison] = {}
+        """The next step of a split."""
         self._first_state: Any = None
         self.first_step = 0
         """The first training step of this process."""
@@ -102,7 +104,16 @@ class Plans:
         plan = planner.get(step)
         if split == "train":
             self.last_step = step
-        _compare(split, plan, self._agreed, device)
+        asked = self._asked.pop(split, None)
+        if asked is None or asked.step != step:  # the first, or one that is replayed
+            asked = Comparison(split, step, self._agreed | plan.digests, plan.own_digest, device)
+        asked.check()
+        try:
+            ahead = planner.get(step + 1)
+            told = self._agreed | ahead.digests, ahead.own_digest
+        except RuntimeError:  # raised again when that step begins
+            told = dict.fromkeys(self._agreed | plan.digests, 0), 0
+        self._asked[split] = Comparison(split, step + 1, *told, device)
         return plan
 
     def trained(self, iteration: int) -> StepPlan:
@@ -170,33 +181,51 @@ def _code() -> dict[str, int]:
     }
 
 
-def _compare(split: str, plan: StepPlan, agreed: dict[str, int], device: torch.device) -> None:
-    """Raise RuntimeError on every rank if any two ranks planned differently.
+class Comparison:
+    """Whether all ranks plan a step alike.
 
-    The host waits for the news: behind calls that do not match, no rank could say any more what differs.
+    Ranks are asked when it is made, and hear the answer in `check`. Between the two lies a step, so that nobody waits;
+    but it comes before the step, since behind calls that do not match no rank could say any more what differs.
     """
-    same = agreed | plan.digests
-    own = len(same) + mpu.get_data_parallel_rank()
-    told = torch.full((2, len(same) + mpu.get_data_parallel_world_size()), -1 << 63, dtype=torch.int64)
-    told[0, : len(same)] = torch.tensor([*same.values()])
-    told[0, own] = plan.own_digest
-    told[1, : len(same)], told[1, own] = -told[0, : len(same)], -told[0, own]
-    if device.type == "cuda":
-        told = told.pin_memory().to(device, non_blocking=True)
-    torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MAX)
-    largest, least = told.cpu()
-    if torch.equal(largest, -least):
-        return
-    ranks: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(ranks, (own, same, plan.own_digest))
-    for rank, (place, parts, digest) in enumerate(ranks):
-        first = next(i for i, each in enumerate(ranks) if each[0] == place)
-        differ = {0: [name for name in parts if parts[name] != ranks[0][1][name]]}
-        if digest != ranks[first][2]:
-            differ.setdefault(first, []).append("order or shards of micro-batches")
-        for other, names in differ.items():
-            if names:
-                raise RuntimeError(
-                    f"ranks planned {split} step {plan.step} differently: rank {rank} differs from rank {other} in "
-                    f"{', '.join(names)}; check that all nodes have the same megatron_wlb, flags and dataset files"
-                )
+
+    def __init__(self, split: str, step: int, same: dict[str, int], own_digest: int, device: torch.device) -> None:
+        """`same`: digests that all ranks share; `own_digest`: that of a data-parallel rank."""
+        self._split, self.step, self._same, self._own_digest = split, step, same, own_digest
+        self._own = len(same) + mpu.get_data_parallel_rank()
+        told = torch.full((2, len(same) + mpu.get_data_parallel_world_size()), -1 << 63, dtype=torch.int64)
+        told[0, : len(same)] = torch.tensor([*same.values()])
+        told[0, self._own] = own_digest
+        told[1, : len(same)], told[1, self._own] = -told[0, : len(same)], -told[0, self._own]
+        if device.type == "cuda":
+            told = told.pin_memory().to(device, non_blocking=True)
+        self._told = told
+        self._work: Any = torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MAX, async_op=True)
+        if device.type == "cuda":
+            self._work.wait()  # lets the stream wait, not the host
+            self._told = torch.empty_like(told, device="cpu", pin_memory=True).copy_(told, non_blocking=True)
+            self._work = torch.cuda.Event()
+            self._work.record()
+
+    def check(self) -> None:
+        """Raise RuntimeError on every rank if any two plan differently, with what differs."""
+        if not isinstance(self._work, torch.cuda.Event):
+            self._work.wait()
+        elif not self._work.query():
+            self._work.synchronize()
+        largest, least = self._told
+        if torch.equal(largest, -least):
+            return
+        ranks: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(ranks, (self._own, self._same, self._own_digest))
+        for rank, (place, parts, digest) in enumerate(ranks):
+            first = next(i for i, each in enumerate(ranks) if each[0] == place)
+            differ = {0: [name for name in parts if parts[name] != ranks[0][1][name]]}
+            if digest != ranks[first][2]:
+                differ.setdefault(first, []).append("order or shards of micro-batches")
+            for other, names in differ.items():
+                if names:
+                    raise RuntimeError(
+                        f"ranks planned {self._split} step {self.step} differently: rank {rank} differs from rank "
+                        f"{other} in {', '.join(names)}; check that all nodes have the same megatron_wlb, flags and "
+                        "dataset files"
+                    )

@@ -5,7 +5,6 @@ import multiprocessing
 import re
 import time
 from datetime import timedelta
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -104,15 +103,15 @@ def test_ranks_are_told_in_what_they_planned_differently():
 
 
 def _compared():
-    """What `_compare` said on this rank of DP=2 x CP=2, of plans that agree and of some that do not."""
+    """What `Comparison` said on this rank of DP=2 x CP=2, of plans that agree and of some that do not."""
     parallel_state.initialize_model_parallel(context_parallel_size=2)
     rank, said = dist.get_rank(), []
     cases = [{}, {3: {"C++ core": 1}}, {1: {"documents": 0, "placement": 5}, 2: {"placement": 6}}, {3: {"own": 9}}]
     for case in cases:
         parts = {"C++ core": 0, "documents": (1 << 63) - 1, "placement": 3, "own": rank // 2} | case.get(rank, {})
-        plan = SimpleNamespace(step=7, own_digest=parts.pop("own"), digests=parts)
+        own = parts.pop("own")
         try:
-            plans._compare("valid", plan, {"version": 4}, torch.device("cpu"))
+            plans.Comparison("valid", 7, parts, own, torch.device("cpu")).check()
             said.append(None)
         except RuntimeError as error:
             said.append(re.search("valid step 7 differently: (.*); check", str(error))[1])

@@ -48,9 +48,8 @@ def test_a_small_job_fits_and_says_what_it_does(tmp_path, capsys, monkeypatch):
         assert 0 < rank["allocated_gib"] <= rank["reserved_gib"] < 1
         assert rank["retries"] == 0 and len(rank["steps"]) == 4 and rank["out_of_memory"] is None
         assert rank["launches"] > 100 and rank["made_in_steps"] == {}
-        # Of our own, only the comparison of plans makes the host wait.
-        ours = {line.partition(":")[0]: count for line, count in rank["syncs"].items() if "wlb" in line}
-        assert ours == {"megatron_wlb/adapter/plans.py": 1}
+        # Upstream's host waits for the loss and the gradient norm; ours for nothing.
+        assert rank["syncs"] and not [line for line in rank["syncs"] if "wlb" in line]
     page = (tmp_path / "rehearsal.html").read_text()
     assert page.count("<img ") == 4 and "<script" not in page and "prefers-color-scheme: dark" in page
     # A layer and direction gathers over TP; stages exchange a tensor per micro-batch and direction.
