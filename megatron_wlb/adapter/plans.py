@@ -198,20 +198,17 @@ class Comparison:
         told[1, : len(same)], told[1, self._own] = -told[0, : len(same)], -told[0, self._own]
         if device.type == "cuda":
             told = told.pin_memory().to(device, non_blocking=True)
-        self._told = told
-        self._work: Any = torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MAX, async_op=True)
+        work = torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MAX, async_op=True)
+        self._told, self._wait = told, work.wait
         if device.type == "cuda":
-            self._work.wait()  # lets the stream wait, not the host
+            work.wait()  # the stream waits, not the host
             self._told = torch.empty_like(told, device="cpu", pin_memory=True).copy_(told, non_blocking=True)
-            self._work = torch.cuda.Event()
-            self._work.record()
+            done = torch.cuda.current_stream().record_event()
+            self._wait = lambda: done.query() or done.synchronize()
 
     def check(self) -> None:
         """Raise RuntimeError on every rank if any two plan differently, with what differs."""
-        if not isinstance(self._work, torch.cuda.Event):
-            self._work.wait()
-        elif not self._work.query():
-            self._work.synchronize()
+        self._wait()
         largest, least = self._told
         if torch.equal(largest, -least):
             return

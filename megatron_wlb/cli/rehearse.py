@@ -66,7 +66,7 @@ def run(args: argparse.Namespace, words: Words) -> int:
             "add --transformer-impl local"
         )
     if narrow := bool(arguments.fp8 or arguments.fp4):
-        notes.append("Predicted is the memory of bf16, of which FP8 and FP4 need less or more.")
+        notes.append("Predicted is the memory of bf16, not of FP8 or FP4.")
     gpu = GPUS[args.gpu]
     if args.gpu_memory is not None:
         gpu = type(gpu)(**{f: getattr(gpu, f) for f in gpu.__struct_fields__} | {"gib": args.gpu_memory})
