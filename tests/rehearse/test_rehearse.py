@@ -117,6 +117,7 @@ def test_the_stand_in_is_no_gpu_by_itself_and_names_what_it_lacks():
 def test_attention_of_cudnn_runs_over_the_stand_in():
     """By torch's own graphs here; TransformerEngine makes the same calls."""
     code = """
+import os
 from megatron_wlb.rehearse.task import GPUS
 from megatron_wlb.rehearse.worker import Watch
 Watch(GPUS["h100"])
@@ -125,7 +126,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 q = torch.empty(1, 8, 256, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
 with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
     torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
-print(tuple(q.grad.shape))
+print(tuple(q.grad.shape), flush=True)
+os._exit(0)  # as ranks do
 """
     environment = os.environ | {"LD_PRELOAD": str(library() / "libcuda.so.1"), "LD_LIBRARY_PATH": str(library())}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
