@@ -75,6 +75,7 @@ def _row(name: str, runs: dict[int, Row], baseline: dict[int, Row]) -> Row:
         **{key: mean(p[measure] for p in packings) for key, measure in MEASURES.items()},
         "p99_delay_steps": _p99(sum((Counter(log["tokens_by_delay"]) for log in runs.values()), Counter())),
         "max_delay_steps": max(p["max_delay_steps"] for p in packings),
+        "long_share_with_tokens": mean(map(_long_share_with_tokens, runs.values())),
         "gradient_norm_mean": mean(n.mean() for n in norms),
         "gradient_norm_variance": mean(n.var(ddof=1) for n in norms),
     }
@@ -112,6 +113,12 @@ def _p99(tokens_by_delay: Counter[str]) -> int:
         if left <= 0:
             break
     return max(0, delay)
+
+
+def _long_share_with_tokens(log: Row) -> float:
+    """Correlation of steps' tokens with their share in long documents; 0 if all steps have equally many."""
+    tokens, long = (np.array(log["steps"][key], float) for key in ("tokens", "long_tokens"))
+    return float(np.corrcoef(tokens, long / tokens)[0, 1]) if tokens.std() else 0.0
 
 
 def _final(log: Row, measure: str) -> float:
@@ -162,6 +169,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "delay: mean, p99, largest": lambda r: f"{r['late_steps']:.2f}, {r['p99_delay_steps']}, {r['max_delay_steps']}",
     "token CV": lambda r: f"{r['token_cv']:.3f}",
     "long share": lambda r: f"{r['long_share_mean']:.2f} ± {r['long_share_std']:.2f}",
+    "with tokens": lambda r: f"{r['long_share_with_tokens']:.2f}",
     "gradient norm": lambda r: f"{r['gradient_norm_mean']:.3f}",
     "its variance": lambda r: f"{r['gradient_norm_variance']:.2e}",
 }
