@@ -169,7 +169,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "delay: mean, p99, largest": lambda r: f"{r['late_steps']:.2f}, {r['p99_delay_steps']}, {r['max_delay_steps']}",
     "token CV": lambda r: f"{r['token_cv']:.3f}",
     "long share": lambda r: f"{r['long_share_mean']:.2f} ± {r['long_share_std']:.2f}",
-    "with tokens": lambda r: f"{r['long_share_with_tokens']:.2f}",
+    "with tokens": lambda r: f"{r['long_share_with_tokens']:z.2f}",
     "gradient norm": lambda r: f"{r['gradient_norm_mean']:.3f}",
     "its variance": lambda r: f"{r['gradient_norm_variance']:.2e}",
 }

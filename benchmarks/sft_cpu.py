@@ -146,7 +146,7 @@ def compared(layout: str, rounds: dict[str, list[Row]]) -> list[Row]:
             theirs = rounds[method]
             row |= {f"tokens / {clock}": rate(ours, clock), f"theirs, tokens / {clock}": rate(theirs, clock)}
             row[f"over theirs, {clock}"] = rate(ours, clock) / rate(theirs, clock)
-            single = [rate([a], clock) / rate([b], clock) for a, b in zip(ours, theirs, strict=False)]
+            single = [rate([a], clock) / rate([b], clock) for a, b in zip(ours[: len(theirs)], theirs, strict=True)]
             row |= results.spread(f"over theirs, {clock}, rounds", single)
         found.append(row)
     return found

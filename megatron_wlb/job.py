@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_wlb import _native
 from megatron_wlb.hardware.profile import Profile
-from megatron_wlb.model import ModelShape
+from megatron_wlb.model import Matrix, ModelShape
 from megatron_wlb.pipeline.schedule import Schedule, even_groups, nearest_counts
 from megatron_wlb.pipeline.split import EVEN, Split
 from megatron_wlb.settings import Settings, setting
@@ -67,6 +67,10 @@ class Parallel:
     @property
     def expert_tp(self) -> int:
         return self.etp or self.tp
+
+    def dividing(self, matrix: Matrix) -> int:
+        """Return the tensor-parallel ranks that divide a matrix."""
+        return self.expert_tp if matrix.part == "experts" else self.tp
 
     @property
     def expert_ranks(self) -> int:

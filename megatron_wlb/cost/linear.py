@@ -32,7 +32,7 @@ def products(job: Job, matrices: Iterable[Matrix], tokens: np.ndarray) -> Produc
             forward, backward = (2e-6 * matrix.weights / job.parallel.tp / rate for rate in job.profile.linear_tflops)
             times += np.outer((forward, backward, backward), tokens)
         elif matrix.weights:
-            ranks = 1 if matrix.part == "experts" and job.parallel.expert_tp == 1 else job.parallel.tp
+            ranks = job.parallel.dividing(matrix)
             rows, outputs, inputs = matrix.shape(tokens * ranks / job.parallel.tp, ranks)
             product = job.profile.product
             times += product(rows, outputs, inputs), product(rows, inputs, outputs), product(outputs, inputs, rows)

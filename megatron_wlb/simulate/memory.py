@@ -42,8 +42,7 @@ def weight_bytes(job: Job, stage: int | None = None) -> float:
     pipeline stage; None: the fullest.
     """
     p, w = job.parallel, job.bytes_per_value
-    ranks = {"experts": p.expert_tp}
-    shapes = {m.shape(np.ones(1), ranks.get(m.part, p.tp))[1:] for m in job.model.matrices}
+    shapes = {matrix.shape(np.ones(1), p.dividing(matrix))[1:] for matrix in job.model.matrices}
     kept = np.full(p.pp, w * sum(outputs * inputs for outputs, inputs in shapes))
     kept[-1] += w * job.model.vocabulary_weights / p.tp
     kept += stage_weights(job) / p.tp * (WEIGHT_BYTES + OPTIMIZER_BYTES / (p.dp * p.cp))

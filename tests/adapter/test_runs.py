@@ -4,6 +4,7 @@ ways to run: ends by samples or time, replays of a step, asynchronous saving."""
 import multiprocessing
 import re
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import numpy as np
@@ -88,6 +89,21 @@ def test_ranks_with_other_data_stop_in_the_first_step_if_only_in_validation(data
     message = r"train step 0 differently: rank 1 differs from rank 0 in valid datasets \(--data-path\); check that all"
     with pytest.raises(RuntimeError, match=message):
         train(2, "", *CP2.split(), *data, without="--split", flags_of_rank={1: ["--valid-data-path", other]})
+
+
+def test_ranks_that_plan_a_later_step_differently_stop_before_it(dataset, tmp_path, monkeypatch):
+    """Ranks are asked while the step before runs."""
+    plan_step = step.plan_step
+
+    def differing(*given):
+        plan = plan_step(*given)
+        return replace(plan, own_digest=plan.own_digest ^ 1) if plan.step == dist.get_rank() == 1 else plan
+
+    monkeypatch.setattr(step, "plan_step", differing)
+    log = tmp_path / "log.jsonl"
+    with pytest.raises(RuntimeError, match="train step 1 differently: rank 1 differs from rank 0 in order or shards"):
+        train(2, dataset, *CP2.split(), log=log)
+    assert [entry["step"] for entry in entries(log)] == [1]  # as upstream counts: step 0 here
 
 
 def test_ranks_are_told_in_what_they_planned_differently():
